@@ -1,0 +1,258 @@
+"""The objectives against arithmetic done by hand, and the two ways of computing them against each other."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_qurl.objective import (
+    OBJECTIVES,
+    SurrogateTerms,
+    adaptive_clip_range,
+    get_objective,
+    importance_ratio,
+    kept_share,
+    reference_loss,
+    surrogate_terms,
+)
+
+CLIP = {"epsilon_low": 0.2, "epsilon_high": 0.28}
+LOSS_TYPES = {"grpo": {}, "bnpo": {}, "dr_grpo": {"max_completion_length": 9}, "dapo": {"num_items": 13}}
+
+
+def log(*probabilities):
+    return torch.tensor([probabilities], dtype=torch.float64).log()
+
+
+def clipped_surrogate(terms: SurrogateTerms, policy_logps, advantages):
+    """TRL's own lines, with our terms: (B, T)."""
+    coef_1 = torch.exp(policy_logps - terms.old_logps)
+    coef_2 = torch.clamp(coef_1, 1 - terms.epsilon_low, 1 + terms.epsilon_high)
+    return torch.min(coef_1 * advantages.unsqueeze(1), coef_2 * advantages.unsqueeze(1)) * terms.weight
+
+
+def trl_aggregate(values, mask, loss_type, max_completion_length=None, num_items=None):
+    """TRL's own aggregations, one micro-batch, no accumulation."""
+    if loss_type == "grpo":
+        return ((values * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
+    total = (values * mask).sum()
+    if loss_type == "bnpo":
+        return total / mask.sum().clamp(min=1.0)
+    return total / (values.size(0) * max_completion_length if loss_type == "dr_grpo" else num_items)
+
+
+def rollout(seed, B=4, T=7, max_rho=1e5, missing=0.2):
+    """Random log-probabilities with ρ in [1/max_rho, max_rho], R from 0.2 to 5, padding, and NaN behaviour."""
+    g = torch.Generator().manual_seed(seed)
+
+    def uniform(low, high):
+        return torch.empty(B, T, dtype=torch.float64).uniform_(low, high, generator=g)
+
+    proximal = uniform(-20, -0.1)
+    behavior = proximal - uniform(-math.log(max_rho), math.log(max_rho))
+    behavior[torch.rand(B, T, generator=g) < missing] = float("nan")
+    policy = (proximal + uniform(-1.6, 1.6)).requires_grad_()
+    advantages = torch.randn(B, generator=g, dtype=torch.float64)
+    lengths = torch.randint(0, T + 1, (B, 1), generator=g)
+    mask = (torch.arange(T) < lengths).to(torch.float64)
+    return policy, proximal, behavior, advantages, mask
+
+
+# One token, π_prox = 0.06, π_behav = 0.01: ρ = 6. With C = 2: r = 1/3, and ε = 0.2 lifts 1.2 to 3.6.
+@pytest.mark.parametrize(
+    ("policy", "advantage", "expected"),
+    [
+        # R = 0.09 / 0.06 = 1.5, R̂ = 9. clip(R) = 1.2 without, 1.5 with the lifted bound.
+        # acr 2·1.5, tis 2·1.2, decoupled 6·1.2, quantized_ratio min(9, 1.2), naive 1.2
+        (0.09, 1.0, {"acr": 3.0, "tis": 2.4, "decoupled": 7.2, "quantized_ratio": 1.2, "naive": 1.2}),
+        # A = −1: min picks the unclipped −1.5 (−9 for R̂).
+        (0.09, -1.0, {"acr": -3.0, "tis": -3.0, "decoupled": -9.0, "quantized_ratio": -9.0, "naive": -1.5}),
+        # R = 4 passes the lifted bound as well: acr 2·3.6.
+        (0.24, 1.0, {"acr": 7.2, "tis": 2.4, "decoupled": 7.2, "quantized_ratio": 1.2, "naive": 1.2}),
+        # R = 0.5, A = −1: min(−0.5, −0.8): the lower bound holds for all. R̂ = 3: min(−3, −1.2).
+        (0.03, -1.0, {"acr": -1.6, "tis": -1.6, "decoupled": -4.8, "quantized_ratio": -3.0, "naive": -0.8}),
+    ],
+)
+def test_one_token_by_hand(policy, advantage, expected):
+    advantages = torch.tensor([advantage], dtype=torch.float64)
+    for name, value in expected.items():
+        clip = {"cap": 2.0, "epsilon_low": 0.2, "epsilon_high": 0.2}
+        terms = surrogate_terms(name, log(0.06), log(0.01), **clip)
+        assert clipped_surrogate(terms, log(policy), advantages).item() == pytest.approx(value, rel=1e-12)
+        args = (log(policy), log(0.06), log(0.01), advantages, torch.ones(1, 1))
+        assert reference_loss(name, *args, loss_type="bnpo", **clip).item() == pytest.approx(-value, rel=1e-12)
+
+
+def test_expected_table_names_every_objective():
+    assert set(OBJECTIVES) == {"acr", "tis", "decoupled", "quantized_ratio", "naive"}
+    assert all(objective.name == name for name, objective in OBJECTIVES.items())
+
+
+def test_importance_ratio_by_hand():
+    # 0.2 / 0.1 = 2, 0.1 / 0.4 = 0.25, nothing known: 1
+    rho = importance_ratio(log(0.2, 0.1, 0.3), log(0.1, 0.4, float("nan")))
+    torch.testing.assert_close(rho, torch.tensor([[2.0, 0.25, 1.0]], dtype=torch.float64))
+
+
+def test_kept_share_and_clip_range_by_hand():
+    # C = 2: r = 1, 1, 2/3, 1/5; (1 + 0.28) / r − 1 = 0.28, 0.28, 0.92, 5.4
+    rho = torch.tensor([[0.5, 2.0, 3.0, 10.0]], dtype=torch.float64)
+    torch.testing.assert_close(kept_share(rho, 2.0), torch.tensor([[1, 1, 2 / 3, 0.2]], dtype=torch.float64))
+    clip_range = adaptive_clip_range(rho, 2.0, **CLIP)
+    torch.testing.assert_close(clip_range.epsilon_high, torch.tensor([[0.28, 0.28, 0.92, 5.4]], dtype=torch.float64))
+    assert torch.equal(clip_range.epsilon_low, torch.full_like(rho, 0.2))
+
+
+def test_nothing_is_cut_at_the_cap_itself():
+    # In float32 (1/41)·41 is just below 1, which would lift the bound of a token that keeps all of its ratio.
+    rho = torch.arange(1.0, 200.0)
+    assert ((1.0 / rho) * rho < 1).any()
+    for value in rho:
+        assert torch.equal(kept_share(value.view(1, 1), value.item()), torch.ones(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "expected"), [("grpo", -2.0), ("bnpo", -1.5), ("dr_grpo", -0.75), ("dapo", -0.6)]
+)
+def test_aggregations_by_hand(loss_type, expected):
+    # R = 1, so each token is worth its advantage: sequence 1 has three tokens of 1, sequence 2 one token of 3.
+    # grpo (3/3 + 3/1)/2; bnpo 6/4; dr_grpo 6/(2·4); dapo 6/10. The padding's ratio of e⁹ must not count.
+    proximal = torch.full((2, 3), -1.0)
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    policy = torch.where(mask.bool(), proximal, 8.0)
+    advantages = torch.tensor([1.0, 3.0])
+    for A in (advantages, advantages.unsqueeze(1).expand(2, 3)):
+        loss = reference_loss(
+            "naive", policy, proximal, proximal, A, mask, loss_type=loss_type, cap=None, **CLIP,
+            max_completion_length=4, num_items=10,
+        )  # fmt: skip
+        assert loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@given(seed=st.integers(0, 2**32 - 1), cap=st.floats(0.5, 10.0), floor=st.sampled_from([None, 0.0, 0.1]))
+@settings(max_examples=15, deadline=None)
+def test_terms_in_the_plain_surrogate_give_the_reference_loss_and_gradient(objective, loss_type, seed, cap, floor):
+    policy, proximal, behavior, advantages, mask = rollout(seed)
+    clip = {"cap": cap, "floor": floor, **CLIP}
+    numbers = LOSS_TYPES[loss_type]
+
+    terms = surrogate_terms(objective, proximal, behavior, **clip)
+    loss = -trl_aggregate(clipped_surrogate(terms, policy, advantages), mask, loss_type, **numbers)
+    expected = reference_loss(
+        objective, policy, proximal, behavior, advantages, mask, loss_type=loss_type, **clip, **numbers
+    )
+
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    (gradient,), (expected_gradient,) = torch.autograd.grad(loss, policy), torch.autograd.grad(expected, policy)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=0)
+
+
+def test_random_rollouts_reach_what_they_are_meant_to_reach():
+    rollouts = [rollout(seed) for seed in range(30)]
+    rho = torch.stack([importance_ratio(proximal, behavior) for _, proximal, behavior, _, _ in rollouts])
+    assert rho.min() < 1e-4 and rho.max() > 1e4
+    assert any(mask.sum(-1).min() == 0 for *_, mask in rollouts)
+    losses = {
+        name: reference_loss(name, *rollouts[0], loss_type="bnpo", cap=2.0, **CLIP).item() for name in OBJECTIVES
+    }
+    assert len(set(losses.values())) == len(OBJECTIVES), "two objectives agree on tokens where none should"
+
+
+@given(seed=st.integers(0, 2**32 - 1), cap=st.floats(1.0, 10.0))
+@settings(max_examples=50, deadline=None)
+def test_acr_is_tis_to_the_last_bit_where_the_cap_cuts_nothing(seed, cap):
+    _, proximal, behavior, *_ = rollout(seed, max_rho=cap)
+    proximal, behavior = proximal.float(), behavior.float()
+    cap = max(cap, importance_ratio(proximal, behavior).max().item())
+    acr, tis = (surrogate_terms(name, proximal, behavior, cap=cap, **CLIP) for name in ("acr", "tis"))
+    assert all(torch.equal(a, t) for a, t in zip(acr, tis, strict=True))
+
+
+@given(
+    rho=st.lists(st.floats(2.0**-17, 2.0**17, width=32), min_size=1, max_size=20),
+    cap=st.floats(0.5, 10.0),
+    epsilon_high=st.floats(0.01, 0.5),
+)
+@settings(max_examples=200, deadline=None)
+def test_clip_range_is_lifted_exactly_where_the_cap_cuts(rho, cap, epsilon_high):
+    rho = torch.tensor([rho])
+    low, high = adaptive_clip_range(rho, cap, 0.2, epsilon_high)
+    r = kept_share(rho, cap)
+    epsilons = torch.full_like(rho, epsilon_high)
+    assert torch.equal(low, torch.full_like(rho, 0.2))
+    assert torch.equal(high[rho <= cap], epsilons[rho <= cap])
+    assert torch.equal(r[rho <= cap], torch.ones_like(r[rho <= cap]))
+    torch.testing.assert_close(r * rho, rho.clamp(max=cap), rtol=1e-6, atol=0)
+    torch.testing.assert_close((1 + high) * r, 1 + epsilons, rtol=1e-6, atol=0)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=30, deadline=None)
+def test_without_mismatch_all_objectives_are_naive(seed):
+    policy, proximal, behavior, advantages, mask = rollout(seed)
+    for no_mismatch in (proximal, torch.full_like(behavior, float("nan"))):
+        losses = {
+            name: reference_loss(
+                name, policy, proximal, no_mismatch, advantages, mask, loss_type="grpo", cap=2.0, **CLIP
+            )
+            for name in OBJECTIVES
+        }
+        assert all(torch.equal(loss, losses["naive"]) for loss in losses.values())
+        terms = [surrogate_terms(name, proximal, no_mismatch, cap=2.0, **CLIP) for name in OBJECTIVES]
+        assert all(torch.equal(a, b) for other in terms for a, b in zip(other, terms[-1], strict=True))
+
+
+def test_no_gradient_flows_through_the_sampling():
+    proximal, behavior = log(0.06).requires_grad_(), log(0.01).requires_grad_()
+    for name in OBJECTIVES:
+        terms = surrogate_terms(name, proximal, behavior, cap=2.0, **CLIP)
+        assert not any(term.requires_grad for term in terms)
+        loss = reference_loss(
+            name, log(0.09).requires_grad_(), proximal, behavior, torch.ones(1), torch.ones(1, 1),
+            loss_type="bnpo", cap=2.0, **CLIP,
+        )  # fmt: skip
+        loss.backward()
+        assert proximal.grad is None and behavior.grad is None
+
+
+def test_unknown_objective_lists_the_known_ones():
+    with pytest.raises(ValueError, match="'ppo'.*acr, tis, decoupled, quantized_ratio, naive"):
+        get_objective("ppo")
+
+
+@pytest.mark.parametrize("objective", ["acr", "tis"])
+@pytest.mark.parametrize("cap", [None, 0.0, -1.0, math.inf, math.nan])
+def test_a_missing_or_impossible_cap_is_refused(objective, cap):
+    with pytest.raises(ValueError, match="finite and above 0"):
+        surrogate_terms(objective, log(0.1), log(0.1), cap=cap, **CLIP)
+    with pytest.raises(ValueError, match="finite and above 0"):
+        reference_loss(objective, *[log(0.1)] * 3, torch.ones(1), torch.ones(1, 1), loss_type="grpo", cap=cap, **CLIP)
+
+
+def test_floor_must_lie_below_the_cap():
+    with pytest.raises(ValueError, match="floor=3.0 with cap=2.0"):
+        surrogate_terms("tis", log(0.1), log(0.1), cap=2.0, floor=3.0, **CLIP)
+
+
+def test_shapes_are_checked_and_named():
+    with pytest.raises(ValueError, match=r"proximal_logps \(2, 3\), behavior_logps \(2, 4\)"):
+        surrogate_terms("acr", torch.zeros(2, 3), torch.zeros(2, 4), cap=2.0, **CLIP)
+    with pytest.raises(ValueError, match=r"\(B, T\)"):
+        importance_ratio(torch.zeros(3), torch.zeros(3))
+    with pytest.raises(ValueError, match=r"mask \(2, 1\)"):
+        zeros = torch.zeros(2, 3)
+        reference_loss(
+            "naive", zeros, zeros, zeros, torch.ones(2), torch.ones(2, 1), loss_type="grpo", cap=None, **CLIP
+        )
+
+
+@pytest.mark.parametrize("loss_type", ["dr_grpo", "dapo", "cispo"])
+def test_a_loss_type_that_lacks_its_divisor_or_is_unknown_is_refused(loss_type):
+    with pytest.raises(ValueError, match=f"'{loss_type}'.*Choose grpo, bnpo, dr_grpo"):
+        reference_loss(
+            "naive", *[log(0.1)] * 3, torch.ones(1), torch.ones(1, 1), loss_type=loss_type, cap=None, **CLIP
+        )

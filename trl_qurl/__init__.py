@@ -1,0 +1,32 @@
+"""Reinforcement learning of language models with quantized rollouts, as an extension of TRL.
+
+Names are imported when they are first used, so that `import trl_qurl` costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from trl_qurl._version import __version__
+
+if TYPE_CHECKING:
+    from trl_qurl.config import QuRLGRPOConfig
+    from trl_qurl.trainers.callbacks import UpdateAwareQuantizationCallback
+    from trl_qurl.trainers.grpo import QuRLGRPOTrainer
+
+_HOMES = {
+    "QuRLGRPOConfig": "trl_qurl.config",
+    "QuRLGRPOTrainer": "trl_qurl.trainers.grpo",
+    "UpdateAwareQuantizationCallback": "trl_qurl.trainers.callbacks",
+}
+
+__all__ = ["QuRLGRPOConfig", "QuRLGRPOTrainer", "UpdateAwareQuantizationCallback", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
