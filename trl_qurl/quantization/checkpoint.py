@@ -1,0 +1,166 @@
+"""Whole quantized checkpoints: weights, config and tokenizer, as vLLM starts from them.
+
+There are two ways to make one. llm-compressor is the reference for what a W8A8 checkpoint is; the streamed writer
+needs no llm-compressor (which pip cannot install beside vLLM), holds no second model, and writes the same codes and
+scales. This is the only file that imports llm-compressor.
+"""
+
+import contextlib
+import importlib.util
+import io
+import os
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from trl_qurl.quantization.layers import quantized_layer_names
+from trl_qurl.quantization.schemes import QuantizationScheme, get_scheme, quantization_config
+from trl_qurl.quantization.storage import new_directory, write_config, write_tensors
+from trl_qurl.quantization.weights import NamedTensors, quantize_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+QUANTIZERS = ("streaming", "llmcompressor")
+
+
+def require_llmcompressor() -> None:
+    """
+    Raises:
+        ImportError: If llm-compressor is not installed; the message says which extra brings it.
+    """
+    if importlib.util.find_spec("llmcompressor") is None:
+        raise ImportError(
+            "quantizer='llmcompressor' needs llm-compressor, which is not installed: run "
+            "`pip install trl-qurl[llmcompressor]`, or use quantizer='streaming': it writes the same codes without it."
+        )
+
+
+def write_checkpoint(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase | None",
+    scheme: str,
+    output_dir: str | os.PathLike[str],
+    *,
+    ignore: Sequence[str] = ("lm_head",),
+    quantizer: str = "llmcompressor",
+) -> None:
+    """
+    Write an 8-bit checkpoint of a model, ready for `vllm serve`. No calibration data is needed.
+
+    Args:
+        model: Full-precision model. Not modified; llm-compressor works on a copy, so memory holds the model twice.
+        tokenizer: Saved beside the weights, unless `None`.
+        scheme: `"int8"` or `"fp8"`.
+        output_dir: Directory to create; one that exists is replaced once the new one is complete.
+        ignore: Modules kept in full precision, in llm-compressor's pattern syntax.
+        quantizer: `"llmcompressor"`, or `"streaming"` for the same codes and scales without that package.
+
+    Raises:
+        ValueError: Unknown scheme or quantizer, or nothing left to quantize.
+        ImportError: llm-compressor is asked for and missing.
+        OSError: The directory cannot be written; nothing is left behind.
+    """
+    if quantizer not in QUANTIZERS:
+        raise ValueError(f"Unknown quantizer {quantizer!r}: choose one of {', '.join(map(repr, QUANTIZERS))}.")
+    chosen = get_scheme(scheme)
+    layers = quantized_layer_names(model, ignore)
+    parameters = ((name, parameter.data) for name, parameter in model.named_parameters())
+    if quantizer == "streaming":
+        tensors = quantize_weights(parameters, chosen, layers)
+        write_streamed_checkpoint(tensors, model, tokenizer, chosen, ignore, output_dir)
+    else:
+        require_llmcompressor()
+        write_llmcompressor_checkpoint(parameters, model, tokenizer, chosen, ignore, output_dir)
+
+
+def write_streamed_checkpoint(
+    named_tensors: NamedTensors,
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase | None",
+    scheme: QuantizationScheme | None,
+    ignore: Collection[str],
+    output_dir: str | os.PathLike[str],
+) -> int:
+    """
+    Write tensors that are already in checkpoint format, with the config of `model`.
+
+    Args:
+        named_tensors: Output of `quantize_weights`, or plain parameters with `scheme=None`.
+        model: Where config and generation config come from.
+        tokenizer: Saved beside the weights, unless `None`.
+        scheme: Format of the tensors; `None` for an unquantized checkpoint.
+        ignore: Patterns that were kept in full precision, for the engine to know.
+        output_dir: Directory to create or to replace.
+
+    Returns:
+        Bytes of tensor data written.
+
+    Raises:
+        OSError: The directory cannot be written; nothing is left behind.
+    """
+    with new_directory(output_dir) as draft:
+        written = write_tensors(named_tensors, draft)
+        _write_companions(model, tokenizer, draft)
+        write_config(model.config, draft, quantization_config(scheme, list(ignore)) if scheme else None)
+    return written
+
+
+def write_llmcompressor_checkpoint(
+    named_tensors: NamedTensors,
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase | None",
+    scheme: QuantizationScheme,
+    ignore: Collection[str],
+    output_dir: str | os.PathLike[str],
+) -> None:
+    """
+    Write a checkpoint with llm-compressor's `oneshot` (data-free), from full-precision tensors.
+
+    Args:
+        named_tensors: Parameters under their checkpoint names. Copied to host memory.
+        model: Gives class, config and generation config of the copy that is quantized.
+        tokenizer: Saved beside the weights, unless `None`.
+        scheme: Target format.
+        ignore: Modules kept in full precision.
+        output_dir: Directory to create or to replace.
+
+    Raises:
+        OSError: The directory cannot be written; nothing is left behind.
+    """
+    require_llmcompressor()
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+    duplicate = _duplicate(named_tensors, model)
+    with new_directory(output_dir) as draft:
+        _write_companions(model, tokenizer, draft)
+        # llm-compressor looks its model up by name, on the hub unless the name is a directory: give it this one.
+        model.config.save_pretrained(draft)
+        duplicate.name_or_path = duplicate.config._name_or_path = str(draft)
+        recipe = QuantizationModifier(targets="Linear", scheme=scheme.preset, ignore=list(ignore))
+        # Its progress bars say nothing a training log wants at every step.
+        with contextlib.redirect_stderr(io.StringIO()):
+            oneshot(model=duplicate, recipe=recipe)
+            duplicate.save_pretrained(draft, save_compressed=True)
+
+
+def _duplicate(named_tensors: NamedTensors, model: "PreTrainedModel") -> "PreTrainedModel":
+    """A copy of `model` in host memory that holds the given tensors, each in its own dtype."""
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        duplicate = type(model)(type(model.config).from_dict(model.config.to_dict()))
+    state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named_tensors}
+    duplicate.load_state_dict(state, strict=False, assign=True)
+    duplicate.tie_weights()
+    duplicate.generation_config = model.generation_config
+    return duplicate.eval()
+
+
+def _write_companions(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None", directory: os.PathLike[str]
+) -> None:
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(directory)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)

@@ -1,0 +1,55 @@
+"""Which layers of a model are quantized, named as its checkpoint names them.
+
+Kept apart from the rounding because it is the only part of quantization that looks at modules rather than tensors.
+"""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+
+def quantized_layer_names(model: nn.Module, ignore: Iterable[str] = ("lm_head",)) -> frozenset[str]:
+    """
+    Names of the linear layers that are quantized: every `nn.Linear` that no pattern of `ignore` matches.
+
+    Args:
+        model: A transformers model, or a PEFT model around one (adapter layers are left out: they are merged into
+            their base layers before a sync).
+        ignore: compressed-tensors patterns, as llm-compressor takes them: a module's full name, `"re:"` and a regular
+            expression matched at the start of the name, or a class name.
+
+    Returns:
+        Layer names without `.weight`, e.g. `"model.layers.0.self_attn.q_proj"`.
+
+    Raises:
+        ValueError: If nothing is left to quantize, or if the model has fused expert weights, which no scheme covers.
+    """
+    from compressed_tensors.utils import is_match
+
+    ignore = tuple(ignore)
+    linear = {
+        checkpoint_name(name): module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not _is_adapter(name)
+    }
+    names = frozenset(name for name, module in linear.items() if not is_match(name, module, ignore))
+    if not names:
+        raise ValueError(
+            f"quantization_ignore={list(ignore)} matches all {len(linear)} linear layers of {type(model).__name__}, "
+            "so there is nothing to quantize: narrow the patterns, or set rollout_quantization=None for BF16 rollouts."
+        )
+    if fused := [name for name, weight in model.named_parameters() if weight.ndim == 3 and "expert" in name]:
+        raise ValueError(
+            f"{type(model).__name__} keeps its experts in fused three-dimensional weights ({fused[0]}), which "
+            "rollout_quantization does not cover yet: set rollout_quantization=None for BF16 rollouts."
+        )
+    return names
+
+
+def checkpoint_name(name: str) -> str:
+    """The name that a checkpoint (and vLLM) uses for a module or parameter of a possibly PEFT-wrapped model."""
+    return name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".modules_to_save.default", "")
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_" in name or ".original_module" in name

@@ -1,0 +1,1 @@
+"""Trainers and callbacks: TRL's, with quantized rollouts."""

@@ -1,0 +1,54 @@
+"""Callbacks that any Hugging Face Trainer takes; none of them needs a trainer of this package."""
+
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from trl_qurl.quantization.invariant_scaling import recorded_scale, scale_model_
+
+
+class UpdateAwareQuantizationCallback(TrainerCallback):
+    """A `TrainerCallback` that applies UAQ to the model once, when the trainer is built.
+
+    Source: Eq. 10-12 of QuRL, arXiv:2602.13953; s = 1.5 is best in its Table 4.
+
+    No model is scaled twice. A resumed run scales the fresh model at init and then loads the checkpoint's weights,
+    scaled long ago, over it; a saved model that is trained again carries the record in its config.
+
+    Args:
+        scale: s, a factor on the norms' gains.
+    """
+
+    def __init__(self, scale: float = 1.5):
+        self.scale = scale
+
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: PreTrainedModel,
+        **kwargs: object,
+    ) -> None:
+        """Scale the model, before it is wrapped, put into an optimizer or overwritten by a checkpoint."""
+        scale_model_(model, self.scale)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: PreTrainedModel,
+        **kwargs: object,
+    ) -> None:
+        """Refuse to train a model that was never scaled.
+
+        Raises:
+            RuntimeError: the callback was added after the trainer was built, or the model was exchanged since.
+        """
+        if recorded_scale(model) != self.scale:
+            raise RuntimeError(
+                f"UAQ scale {self.scale} was asked for, but the model in training carries {recorded_scale(model)}. "
+                "The callback acts when the trainer is built: pass it in callbacks=[...] there, not to add_callback, "
+                "and pass a model, not model_init."
+            )
