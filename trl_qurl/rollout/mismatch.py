@@ -1,0 +1,69 @@
+"""How far the policy that sampled (behaviour) is from the policy that learns (proximal).
+
+Everything is computed from the ratio before any cap touches it. Sums come first and are reduced over processes by the
+caller; `mismatch_metrics` turns them into figures. B sequences, T completion tokens.
+"""
+
+import torch
+
+from trl_qurl.objective import importance_ratio
+
+
+def mismatch_sums(
+    proximal_logps: torch.Tensor, behavior_logps: torch.Tensor, mask: torch.Tensor, cap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""
+    Sums over the tokens that vLLM scored, to be added up over processes.
+
+    Args:
+        proximal_logps: Log-probabilities under the full-precision policy at rollout time, nats, (B, T).
+        behavior_logps: Log-probabilities under the quantized actor, nats, (B, T); NaN where the engine gave none.
+        mask: 1 for completion tokens the model produced, 0 for padding and tool output, (B, T).
+        cap: C, from which on a ratio counts as capped.
+
+    Returns:
+        Sums of (1, log ρ, ρ, ρ², [ρ > C]), shape (5,), float64, and the largest ρ, shape (), 0 without tokens.
+    """
+    scored = mask.bool() & ~behavior_logps.isnan()
+    log_ratio = (proximal_logps - behavior_logps)[scored].double()  # (tokens,)
+    ratio = importance_ratio(proximal_logps, behavior_logps)[scored].double()  # (tokens,)
+    sums = torch.stack(
+        [
+            torch.ones_like(ratio).sum(),
+            log_ratio.sum(),
+            ratio.sum(),
+            ratio.square().sum(),
+            (ratio > cap).double().sum(),
+        ]
+    )
+    return sums, ratio.max() if ratio.numel() else ratio.new_zeros(())
+
+
+def mismatch_metrics(sums: torch.Tensor, ratio_max: float) -> dict[str, float]:
+    r"""
+    Figures from reduced sums.
+
+    $$k_1 = -\overline{\log\rho}, \quad k_3 = \overline{\rho - 1 - \log\rho}, \quad
+      \mathrm{ESS} = \frac{(\sum\rho)^2}{n \sum\rho^2}$$
+
+    Where both k are estimators of KL(π_behav ‖ π_prox) from tokens of π_behav (Schulman 2020, "Approximating KL
+    Divergence"), and ESS is the effective sample size as a share of the n tokens.
+
+    Args:
+        sums: First result of `mismatch_sums`, added up over processes, (5,).
+        ratio_max: Largest ρ over processes.
+
+    Returns:
+        Metric name to value; empty if no token was scored.
+    """
+    count, log_ratio, ratio, ratio_squared, capped = sums.tolist()
+    if count == 0:
+        return {}
+    return {
+        "mismatch/kl_k1": -log_ratio / count,
+        "mismatch/kl_k3": (ratio - count - log_ratio) / count,
+        "mismatch/ratio_mean": ratio / count,
+        "mismatch/ratio_max": float(ratio_max),
+        "mismatch/capped_share": capped / count,
+        "mismatch/ess": ratio**2 / (count * ratio_squared),
+    }

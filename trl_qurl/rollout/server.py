@@ -1,0 +1,93 @@
+"""A vLLM server whose weights arrive as checkpoints instead of over NCCL.
+
+TRL's own client streams tensors through a CUDA process group. This one writes nothing itself: it tells the server
+which directory to load, which works between processes that share a file system, on any device.
+"""
+
+import torch
+from trl.generation.vllm_client import VLLMClient
+
+from trl_qurl.quantization.schemes import QuantizationScheme
+
+WORKER_EXTENSION = "trl_qurl.rollout.worker.RolloutWorker"
+"""vLLM's `worker_extension_cls`. A name, so that only the engine imports the class."""
+
+SERVER_COMMAND = (
+    "VLLM_SERVER_DEV_MODE=1 vllm serve CHECKPOINT --logprobs-mode processed_logprobs --max-logprobs -1 "
+    f"--worker-extension-cls {WORKER_EXTENSION}"
+)
+"""How a server for training is started."""
+
+
+class CheckpointVLLMClient(VLLMClient):
+    """
+    [`VLLMClient`] without a communicator: weights are reloaded by the server from a path.
+
+    Takes the same arguments. The server must run with `VLLM_SERVER_DEV_MODE=1`.
+
+    Raises:
+        ConnectionError: If no server answers within `connection_timeout`; names the command that starts one.
+    """
+
+    def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
+        """Wait for the server to answer, as the parent does; say how to start one if it does not."""
+        try:
+            super().check_server(total_timeout, retry_interval)
+        except ConnectionError:
+            raise ConnectionError(
+                f"No vLLM server answers at {self.base_url} after {total_timeout:.0f} seconds: start one on a "
+                f"quantized checkpoint with `{SERVER_COMMAND}`, or correct vllm_server_base_url."
+            ) from None
+
+    def init_communicator(self, device: torch.device | str | int = 0) -> None:
+        """Do nothing: no process group is needed, and TRL's would insist on a CUDA device."""
+
+    def check_ready(self, scheme: QuantizationScheme | None) -> None:
+        """
+        Make sure that the server can load our weights and runs in the format they will have.
+
+        Raises:
+            ValueError: If it lacks the worker extension, or was started from an unquantized or differently quantized
+            model.
+        """
+        if self.get_server_info()["parallel_config"]["worker_extension_cls"] != WORKER_EXTENSION:
+            raise ValueError(
+                f"The vLLM server at {self.base_url} runs without trl-qurl's worker extension, which loads the "
+                f"weights: restart it with `{SERVER_COMMAND}`."
+            )
+        served = self.served_format()
+        wanted = scheme.checkpoint_format if scheme else None
+        if served != wanted:
+            name = f"rollout_quantization={scheme.name!r}" if scheme else "rollout_quantization=None"
+            start = f"`trl-qurl quantize MODEL OUT --scheme {scheme.name}`" if scheme else "the model itself"
+            raise ValueError(
+                f"The vLLM server at {self.base_url} serves {self.model!r} with {served or 'unquantized'} weights, "
+                f"but {name} sends {wanted or 'unquantized'} ones: start the server on the output of {start}, or "
+                "change rollout_quantization."
+            )
+
+    def served_format(self) -> str | None:
+        """compressed-tensors' name for the format of the served weights; `None` if they are not quantized."""
+        model_config = self.get_server_info()["model_config"]
+        method = model_config["quantization"]
+        if method != "compressed-tensors":
+            return method
+        return model_config["hf_config"]["quantization_config"]["format"]
+
+    def reload_weights(self, path: str) -> None:
+        """
+        Make every worker of the server load the checkpoint at `path` in place, and drop what was cached under the old
+        one.
+
+        Raises:
+            RuntimeError: If the server could not load it; its answer is part of the message.
+        """
+        request = {"method": "load_rollout_weights", "kwargs": {"weights_path": path}}
+        response = self.session.post(f"{self.base_url}/collective_rpc", json=request)
+        if response.status_code != 200:
+            raise RuntimeError(
+                f"The vLLM server at {self.base_url} could not load the weights written to {path} (HTTP "
+                f"{response.status_code}: {response.text.strip()[:500]}): make sure that it sees that directory "
+                "(rollout_checkpoint_dir) and serves the model that is being trained."
+            )
+        self.reset_prefix_cache()

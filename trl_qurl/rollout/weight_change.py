@@ -1,0 +1,102 @@
+"""What the quantized copy of the policy notices of an update: Eqs. 13 and 14 of the paper, and the codes that moved.
+
+The comparison needs the weights of some steps ago. They are kept in host memory, never as a second copy on the
+accelerator, and only every few rollouts is anything compared.
+"""
+
+import torch
+
+from trl_qurl.quantization.weights import dequantize_weight
+
+
+class WeightChangeTracker:
+    r"""
+    Observes quantized layers on their way to the engine.
+
+    $$\frac{\lVert\theta^{t} - \theta^{t-N}\rVert^2}{\lVert\theta^{t-N}\rVert^2} \text{ (Eq. 13)}, \qquad
+      \frac{\lVert Q(\theta^t) - \theta^t\rVert^2}{\lVert\theta^t\rVert^2} \text{ (Eq. 14)}$$
+
+    Where $\theta$ runs over the weights of the quantized layers, so that both ratios speak of the same parameters.
+    The share of changed codes compares a sync with the one right before it.
+
+    Args:
+        every: Number of rollouts N between measurements (the paper uses 16); 0 measures nothing.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._sync = -1
+        self._weights: dict[str, torch.Tensor] = {}
+        self._codes: dict[str, torch.Tensor] = {}
+        self._sums: dict[str, float] = {}
+
+    @property
+    def measures(self) -> bool:
+        """Whether this sync is one of those measured."""
+        return self.every > 0 and self._sync >= 0 and self._sync % self.every == 0
+
+    @property
+    def observes(self) -> bool:
+        """Whether this sync has to be observed: it is measured, or the next one will be compared with it."""
+        return self.measures or self._precedes_measurement
+
+    @property
+    def _precedes_measurement(self) -> bool:
+        return self.every > 0 and self._sync >= 0 and (self._sync + 1) % self.every == 0
+
+    def begin_sync(self) -> None:
+        """Tell the tracker that a new pass over the weights begins."""
+        self._sync += 1
+        self._sums = dict.fromkeys(("update", "old_norm", "error", "norm", "flipped", "codes"), 0.0)
+
+    @torch.no_grad()
+    def observe(self, layer: str, weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        """See one quantized layer: weight (out, in), codes (out, in), scale (out, 1). Nothing is modified."""
+        if not self.observes:
+            return
+        if self.measures:
+            self._compare(layer, weight, codes, scale)
+        if self._precedes_measurement:
+            self._codes[layer] = _raw(codes).to("cpu", copy=True)
+
+    def _compare(self, layer: str, weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        sums = self._sums
+        sums["norm"] += _squared_norm(weight)
+        sums["error"] += _squared_norm(dequantize_weight(codes, scale) - weight)
+        if layer in self._codes:
+            sums["flipped"] += (_raw(codes) != self._codes[layer].to(codes.device)).sum().item()
+            sums["codes"] += codes.numel()
+        if layer in self._weights:
+            old = self._weights[layer].to(weight.device)
+            sums["old_norm"] += _squared_norm(old)
+            sums["update"] += _squared_norm(weight - old)
+            self._weights[layer].copy_(weight)
+        else:
+            self._weights[layer] = weight.to("cpu", copy=True)
+
+    def end_sync(self) -> dict[str, float]:
+        """
+        Metrics of the sync that has just ended; empty where it was not measured.
+
+        Returns:
+            `weights/normalized_quantization_error` at every measurement; from the second on also
+            `weights/normalized_update` and `weights/codes_changed_share`.
+        """
+        sums = self._sums
+        metrics = {}
+        if sums["norm"]:
+            metrics["weights/normalized_quantization_error"] = sums["error"] / sums["norm"]
+        if sums["old_norm"]:
+            metrics["weights/normalized_update"] = sums["update"] / sums["old_norm"]
+        if sums["codes"]:
+            metrics["weights/codes_changed_share"] = sums["flipped"] / sums["codes"]
+        return metrics
+
+
+def _raw(codes: torch.Tensor) -> torch.Tensor:
+    """The codes' bytes: comparing them works for every 8-bit type."""
+    return codes.view(torch.uint8)
+
+
+def _squared_norm(tensor: torch.Tensor) -> float:
+    return torch.linalg.vector_norm(tensor, dtype=torch.float32).item() ** 2

@@ -1,0 +1,253 @@
+"""`QuRLGRPOTrainer`: TRL's `GRPOTrainer` on quantized rollouts.
+
+Every override calls `super()` and adds something before or after it: the constructor (engine, UAQ), scoring (mismatch
+metrics), the forward pass (its seconds, and its result for the clip metrics), the loss (the paper's objectives, as
+inputs and clip bounds of the parent's own loss) and checkpoints (the rollout in progress).
+"""
+
+import inspect
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
+from trl.import_utils import is_vllm_available
+from trl.trainer import grpo_trainer
+
+from trl_qurl.config import QuRLGRPOConfig
+from trl_qurl.objective import SurrogateTerms, surrogate_terms
+from trl_qurl.quantization.schemes import get_scheme
+from trl_qurl.rollout.generation import RolloutSettings, quantized_generation
+from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
+from trl_qurl.trainers.callbacks import UpdateAwareQuantizationCallback
+from trl_qurl.trainers.rollout_state import RolloutState, load_rollout_state, save_rollout_state
+from trl_qurl.trainers.step_timer import StepTimer
+
+
+class QuRLGRPOTrainer(GRPOTrainer):
+    """
+    [`~trl.GRPOTrainer`] whose rollouts come from an 8-bit copy of the policy, re-quantized before every generation.
+
+    Training stays in full precision; the objective (`args.objective`) corrects for the difference. Takes the arguments
+    of [`~trl.GRPOTrainer`], with `args` a [`QuRLGRPOConfig`]. Method and defaults are those of QuRL (arXiv
+    2602.13953).
+
+    Raises:
+        TypeError: If `args` is not a `QuRLGRPOConfig`.
+        ImportError: If vLLM is missing.
+
+    Example:
+
+    ```python
+    from datasets import load_dataset
+    from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+
+    trainer = QuRLGRPOTrainer(
+        model="Qwen/Qwen2.5-0.5B-Instruct",
+        reward_funcs=lambda completions, **kwargs: [float(len(set(completion))) for completion in completions],
+        args=QuRLGRPOConfig("output", steps_per_generation=16, gradient_accumulation_steps=4),
+        train_dataset=load_dataset("trl-lib/tldr", split="train"),
+    )
+    trainer.train()
+    ```
+    """
+
+    _tag_names = ["trl", "grpo", "qurl"]
+    _name = "QuRL"
+    _paper = {
+        "title": "QuRL: Efficient Reinforcement Learning with Quantized Rollout",
+        "id": "2602.13953",
+        "citation": (
+            "@inproceedings{qurl2026,\n"
+            "    title        = {{QuRL: Efficient Reinforcement Learning with Quantized Rollout}},\n"
+            "    year         = 2026,\n"
+            "    booktitle    = {ICLR},\n"
+            "    eprint       = {arXiv:2602.13953},\n"
+            "}"
+        ),
+    }
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Bound to the parent's signature, so that this constructor is TRL's by construction, positions included.
+        arguments = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
+        config = arguments["args"] = _checked_config(arguments.get("args"), arguments["model"])
+        callbacks = list(arguments.get("callbacks") or [])
+        if config.uaq_scale != 1.0:
+            callbacks += _uaq_callbacks(arguments["model"], arguments.get("peft_config"), config.uaq_scale)
+        self._step_timer = StepTimer(record=lambda seconds: self._record("train", {"time/update_s": seconds}))
+        arguments["callbacks"] = [*callbacks, self._step_timer]
+        self._scoring_seconds = 0.0
+        self._policy_logps: torch.Tensor | None = None
+        with quantized_generation(grpo_trainer, _rollout_settings(config)):
+            super().__init__(**arguments)
+
+    # Rollout ---------------------------------------------------------------------------------------------------------
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        started = time.perf_counter()
+        self._scoring_seconds = 0.0
+        batch = super()._generate_and_score_completions(inputs)
+        mode = "train" if self.model.training else "eval"
+        self._record(mode, self._mismatch(batch))
+        self._record(mode, self._rollout_cost())
+        self._record(mode, self.vllm_generation.pop_weight_metrics())
+        self._step_timer.exclude(time.perf_counter() - started)
+        return batch
+
+    def _mismatch(self, batch: dict[str, Any]) -> dict[str, float]:
+        sums, ratio_max = mismatch_sums(
+            proximal_logps=batch["old_per_token_logps"],
+            behavior_logps=batch["sampling_per_token_logps"],
+            mask=_learned_tokens(batch),
+            cap=self._cap,
+        )
+        # Accelerators without float64 exist; the sums were formed in it.
+        sums = self.accelerator.reduce(sums.float(), reduction="sum")
+        return mismatch_metrics(sums, self.accelerator.gather(ratio_max.float()).max().item())
+
+    def _rollout_cost(self) -> dict[str, float]:
+        cost = self.vllm_generation.pop_cost()
+        local = torch.tensor([float(cost.tokens)], device=self.accelerator.device)
+        tokens = self.accelerator.reduce(local, reduction="sum").item()
+        return {
+            "time/quantize_s": cost.quantize_s,
+            "time/sync_s": cost.sync_s,
+            "time/generate_s": cost.generate_s,
+            "time/logps_s": self._scoring_seconds,
+            "throughput/generated_tokens_per_s": tokens / cost.generate_s if cost.generate_s else 0.0,
+        }
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
+        started = time.perf_counter()
+        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self._scoring_seconds += time.perf_counter() - started
+        self._policy_logps = result[0].detach()
+        return result
+
+    # Objective -------------------------------------------------------------------------------------------------------
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        behavior_logps = inputs["sampling_per_token_logps"]
+        # A token that is not learned from has no ratio; NaN says so, and keeps its padding out of exp().
+        behavior_logps = behavior_logps.masked_fill(~_learned_tokens(inputs), torch.nan)
+        terms = surrogate_terms(
+            self.args.objective,
+            inputs["old_per_token_logps"],
+            behavior_logps,
+            cap=self._cap,
+            floor=self.vllm_importance_sampling_clip_min,
+            epsilon_low=self.epsilon_low,
+            epsilon_high=self.epsilon_high,
+        )
+        inputs = {**inputs, "old_per_token_logps": terms.old_logps, "importance_sampling_ratio": terms.weight}
+        epsilon_high = self.epsilon_high
+        with self._clip_bounds(terms):
+            loss = super()._compute_loss(model, inputs)
+        if self.args.objective == "acr":
+            self._record("train" if self.model.training else "eval", self._acr_shares(inputs, terms, epsilon_high))
+        self._policy_logps = None
+        return loss
+
+    @contextmanager
+    def _clip_bounds(self, terms: SurrogateTerms) -> Iterator[None]:
+        """Let the parent's loss clip each token within its own bounds."""
+        scalars = self.epsilon_low, self.epsilon_high
+        self.epsilon_low, self.epsilon_high = terms.epsilon_low, terms.epsilon_high
+        try:
+            yield
+        finally:
+            self.epsilon_low, self.epsilon_high = scalars
+
+    def _acr_shares(self, inputs: dict[str, Any], terms: SurrogateTerms, epsilon_high: float) -> dict[str, float]:
+        """Share of tokens whose upper bound was lifted, and of those that TIS would have clipped and ACR did not."""
+        learned = _learned_tokens(inputs)
+        advantages = inputs["advantages"]
+        advantages = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)  # (B, T) or (B, 1)
+        ratio = torch.exp(self._policy_logps - terms.old_logps)  # (B, T)
+        lifted = learned & (terms.epsilon_high > epsilon_high)
+        let_through = lifted & (advantages > 0) & (ratio > 1 + epsilon_high) & (ratio <= 1 + terms.epsilon_high)
+        counts = torch.stack([lifted.sum(), let_through.sum(), learned.sum()]).float()
+        lifted_sum, let_through_sum, total = self.accelerator.reduce(counts, reduction="sum").tolist()
+        return {
+            "acr/lifted_share": lifted_sum / max(total, 1.0),
+            "acr/let_through_share": let_through_sum / max(total, 1.0),
+        }
+
+    @property
+    def _cap(self) -> float:
+        cap = self.vllm_importance_sampling_clip_max
+        return float("inf") if cap is None else cap
+
+    def _record(self, mode: str, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics[mode][name].append(value)
+
+    # Checkpoints -----------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        checkpoint = f"{self._get_output_dir(trial=trial)}/{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        state = RolloutState(self._step, self._buffered_inputs)
+        save_rollout_state(state, checkpoint, self.accelerator.process_index)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        state = load_rollout_state(checkpoint, self.accelerator.process_index, self.accelerator.device)
+        if state is not None:
+            self._step, self._buffered_inputs = state
+
+
+def _learned_tokens(inputs: dict[str, Any]) -> torch.Tensor:
+    """Completion tokens that the model produced and learns from, bool (B, T): no padding, no tool output."""
+    mask = inputs["completion_mask"]
+    if "tool_mask" in inputs:
+        mask = mask * inputs["tool_mask"]
+    return mask.bool()
+
+
+def _checked_config(config: Any, model: Any) -> QuRLGRPOConfig:
+    if not is_vllm_available():
+        raise ImportError(
+            "Quantized rollouts need vLLM, which is not installed: run `pip install trl-qurl[vllm]`, or train with "
+            "trl.GRPOTrainer and use_vllm=False."
+        )
+    if config is None:
+        name = model if isinstance(model, str) else model.config._name_or_path
+        return QuRLGRPOConfig(f"{name.split('/')[-1] or 'model'}-QuRL-GRPO")
+    if not isinstance(config, QuRLGRPOConfig):
+        raise TypeError(
+            f"args is a {type(config).__name__}, which has no rollout format: pass a trl_qurl.QuRLGRPOConfig (it "
+            "takes the same fields and adds its own)."
+        )
+    return config
+
+
+def _uaq_callbacks(model: Any, peft_config: Any, scale: float) -> list[UpdateAwareQuantizationCallback]:
+    if peft_config is not None or (not isinstance(model, str) and is_peft_model(model)):
+        warnings.warn(
+            f"uaq_scale={scale} is not applied: an adapter trained on rescaled weights would not fit the original "
+            "model that users load it on. Set uaq_scale=1.0 to say so yourself.",
+            stacklevel=3,
+        )
+        return []
+    return [UpdateAwareQuantizationCallback(scale)]
+
+
+def _rollout_settings(config: QuRLGRPOConfig) -> RolloutSettings:
+    name = config.rollout_quantization
+    return RolloutSettings(
+        scheme=None if name is None else get_scheme(name),
+        ignore=tuple(config.quantization_ignore),
+        quantizer=config.quantizer,
+        weight_sync=config.weight_transport,
+        checkpoint_dir=config.rollout_checkpoint_dir,
+        engine_kwargs=config.vllm_engine_kwargs,
+        weight_metrics_steps=config.weight_metrics_steps,
+    )
