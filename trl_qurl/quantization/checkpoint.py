@@ -9,7 +9,8 @@ import contextlib
 import importlib.util
 import io
 import os
-from collections.abc import Collection, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from trl_qurl.quantization.layers import quantized_layer_names
@@ -101,7 +102,7 @@ def write_streamed_checkpoint(
     with new_directory(output_dir) as draft:
         written = write_tensors(named_tensors, draft)
         _write_companions(model, tokenizer, draft)
-        write_config(model.config, draft, quantization_config(scheme, list(ignore)) if scheme else None)
+        write_config(model, draft, quantization_config(scheme, list(ignore)) if scheme else None)
     return written
 
 
@@ -138,10 +139,24 @@ def write_llmcompressor_checkpoint(
         model.config.save_pretrained(draft)
         duplicate.name_or_path = duplicate.config._name_or_path = str(draft)
         recipe = QuantizationModifier(targets="Linear", scheme=scheme.preset, ignore=list(ignore))
-        # Its progress bars say nothing a training log wants at every step.
-        with contextlib.redirect_stderr(io.StringIO()):
+        with _quiet_llmcompressor():
             oneshot(model=duplicate, recipe=recipe)
             duplicate.save_pretrained(draft, save_compressed=True)
+
+
+@contextlib.contextmanager
+def _quiet_llmcompressor() -> Iterator[None]:
+    """Keep its progress bars and its account of each stage out of a log that gets one checkpoint per step."""
+    from loguru import logger
+
+    logger.disable("llmcompressor")
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            # Saving from host memory is what is wanted here.
+            warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
+            yield
+    finally:
+        logger.enable("llmcompressor")
 
 
 def _duplicate(named_tensors: NamedTensors, model: "PreTrainedModel") -> "PreTrainedModel":
@@ -154,6 +169,7 @@ def _duplicate(named_tensors: NamedTensors, model: "PreTrainedModel") -> "PreTra
     duplicate.load_state_dict(state, strict=False, assign=True)
     duplicate.tie_weights()
     duplicate.generation_config = model.generation_config
+    duplicate.config.architectures = model.config.architectures or [type(model).__name__]
     return duplicate.eval()
 
 

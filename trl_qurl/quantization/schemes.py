@@ -76,7 +76,7 @@ def quantization_config(scheme: QuantizationScheme, ignore: Sequence[str]) -> di
         ignore: Modules kept in full precision, in compressed-tensors' pattern syntax.
 
     Returns:
-        A JSON-serialisable dictionary, the same that llm-compressor writes.
+        A JSON-serialisable dictionary: what llm-compressor writes, less its notes about itself (version, observers).
     """
     from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, preset_name_to_scheme
 

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from trl_qurl.quantization.weights import NamedTensors
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedModel
 
 SHARD_BYTES = 2 * 1024**3
 """Largest shard. Small enough to be a small part of memory, large enough that few files are opened."""
@@ -95,9 +95,10 @@ def write_tensors(named_tensors: NamedTensors, directory: Path, shard_bytes: int
     return total
 
 
-def write_config(config: "PreTrainedConfig", directory: Path, quantization: dict | None) -> None:
-    """Write `config.json` with the given `quantization_config` entry; the config object is left alone."""
-    contents = config.to_dict() | {"architectures": config.architectures}
+def write_config(model: "PreTrainedModel", directory: Path, quantization: dict | None) -> None:
+    """Write the model's `config.json` with the given `quantization_config` entry; its config object is left alone."""
+    contents = model.config.to_dict()
+    contents["architectures"] = model.config.architectures or [type(model).__name__]
     if quantization is not None:
         contents["quantization_config"] = quantization
     contents.pop("_name_or_path", None)

@@ -193,7 +193,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             self._llm_weights_sleeping = False
 
     def _write_checkpoint(self, name: str) -> Path:
-        """Write the current weights as a checkpoint, on the main process; all processes take part in gathering them."""
+        """Write the current weights as a checkpoint on the main process; all processes take part in gathering."""
         path = self._directory / name
         by_llmcompressor = self.rollout.quantizer == "llmcompressor" and self.rollout.scheme is not None
         tensors = self._iter_observed_params() if by_llmcompressor else self._iter_named_params()

@@ -1,0 +1,212 @@
+"""The streamed quantizer: by hand, and against llm-compressor bit for bit."""
+
+import importlib.util
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from tiny import FAMILIES, SHARED, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from trl_qurl.quantization import (
+    SCHEMES,
+    dequantize_weight,
+    get_scheme,
+    quantize_weight,
+    quantize_weights,
+    quantized_layer_names,
+    write_checkpoint,
+)
+
+needs_llmcompressor = pytest.mark.skipif(
+    importlib.util.find_spec("llmcompressor") is None, reason="needs llm-compressor (trl-qurl[llmcompressor])"
+)
+
+INT8, FP8 = SCHEMES["int8"], SCHEMES["fp8"]
+
+
+def named_parameters(model):
+    return ((name, parameter.data) for name, parameter in model.named_parameters())
+
+
+def test_int8_codes_by_hand():
+    # Channel 0: absmax 1.275, scale 1.275 / 127.5 = 0.01, codes 100, -127.5 -> clipped to -127.5 -> rounds to -128 (even).
+    # Channel 1: all zero, scale = float32's eps, codes 0.
+    weight = torch.tensor([[1.0, -1.275], [0.0, 0.0]])
+    codes, scale = quantize_weight(weight, INT8)
+    assert codes.dtype == torch.int8
+    assert codes.tolist() == [[100, -128], [0, 0]]
+    torch.testing.assert_close(scale, torch.tensor([[0.01], [torch.finfo(torch.float32).eps]]))
+
+
+def test_int8_largest_positive_weight_is_clipped_to_127():
+    # 127.5 lies above the largest code: it is clipped before it is rounded.
+    codes, _ = quantize_weight(torch.tensor([[2.0, 1.0]]), INT8)
+    assert codes.tolist() == [[127, 64]]  # 1.0 / (2 / 127.5) = 63.75
+
+
+def test_fp8_codes_by_hand():
+    # absmax 448 -> scale 1. E4M3 has three bits of mantissa: 17 lies between 16 and 18 and ties to the even mantissa, 16.
+    codes, scale = quantize_weight(torch.tensor([[448.0, 17.0, -1.0]]), FP8)
+    assert codes.dtype == torch.float8_e4m3fn
+    assert codes.float().tolist() == [[448.0, 16.0, -1.0]]
+    assert scale.tolist() == [[1.0]]
+
+
+@given(st.integers(0, 2**31), st.sampled_from([torch.float32, torch.bfloat16]), st.floats(1e-6, 1e4))
+@settings(max_examples=30, deadline=None)
+def test_int8_error_is_at_most_half_a_step(seed, dtype, magnitude):
+    weight = (magnitude * torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))).to(dtype)
+    codes, scale = quantize_weight(weight, INT8)
+    steps = (codes.double() - weight.double() / scale.double()).abs()
+    # Half a step from rounding; in bfloat16 the quotient near 127 is itself rounded to multiples of 0.5: 0.25 more, and
+    # the scale's own rounding (2^-9 relative) moves a quotient of 127.5 by another 0.25.
+    assert steps.max() <= (0.5 + 1e-4 if dtype == torch.float32 else 1.0)
+
+
+def test_input_is_untouched_and_other_tensors_pass_through_as_they_are():
+    model = tiny_model()
+    before = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    layers = quantized_layer_names(model)
+    streamed = dict(quantize_weights(named_parameters(model), INT8, layers))
+    for name, tensor in model.named_parameters():
+        assert torch.equal(tensor, before[name])
+        if name.removesuffix(".weight") not in layers:
+            assert streamed[name].data_ptr() == tensor.data_ptr()
+
+
+def test_codes_stand_for_the_weights():
+    model = tiny_model()
+    for name, tensor in model.named_parameters():
+        if name.removesuffix(".weight") in quantized_layer_names(model):
+            for scheme, tolerance in ((INT8, 1 / 127), (FP8, 1 / 16)):  # of the channel's largest weight
+                restored = dequantize_weight(*quantize_weight(tensor.data, scheme))
+                error = (restored - tensor).abs() / tensor.abs().amax(dim=1, keepdim=True)
+                assert 0 < error.max() <= tolerance
+
+
+def test_a_layer_that_never_comes_is_an_error():
+    with pytest.raises(ValueError, match="'model.layers.9.mlp.up_proj'"):
+        list(quantize_weights([("x.weight", torch.ones(2, 2))], INT8, {"model.layers.9.mlp.up_proj"}))
+
+
+def test_only_floating_matrices_are_quantized():
+    with pytest.raises(ValueError, match="quantization_ignore"):
+        quantize_weight(torch.ones(3), INT8)
+
+
+def test_unknown_scheme_lists_what_exists():
+    with pytest.raises(ValueError, match="'int4'.*'int8', 'fp8'"):
+        get_scheme("int4")
+
+
+@pytest.mark.parametrize(
+    ("ignore", "kept"),
+    [
+        (["lm_head"], 14),
+        (["lm_head", "re:.*down_proj"], 12),
+        (["lm_head", "model.layers.0.self_attn.q_proj"], 13),
+        ([], 15),
+    ],
+)
+def test_ignore_patterns(ignore, kept):
+    # Two layers of q, k, v, o, gate, up, down, and the head.
+    assert len(quantized_layer_names(tiny_model(tie_word_embeddings=False), ignore)) == kept
+
+
+def test_ignoring_everything_is_an_error():
+    with pytest.raises(ValueError, match=r"matches all 15 linear layers of Qwen2ForCausalLM.*rollout_quantization=None"):
+        quantized_layer_names(tiny_model(), ["Linear"])
+
+
+def test_layers_of_a_peft_model_are_those_of_its_base():
+    from peft import LoraConfig, get_peft_model
+
+    base = quantized_layer_names(tiny_model())
+    adapted = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj", "down_proj"]))
+    assert quantized_layer_names(adapted) == base
+
+
+def test_fused_experts_are_refused():
+    model = tiny_model("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    with pytest.raises(ValueError, match="experts"):
+        quantized_layer_names(model)
+
+
+# Against llm-compressor -----------------------------------------------------------------------------------------------
+
+
+def assert_streamed_equals_llmcompressor(model, scheme, directory):
+    layers = quantized_layer_names(model)
+    streamed = dict(quantize_weights(named_parameters(model), get_scheme(scheme), layers))
+    write_checkpoint(model, tiny_tokenizer(), scheme, directory / "reference")
+    saved = load_file(directory / "reference" / "model.safetensors")
+    assert streamed.keys() == saved.keys()
+    for name, tensor in saved.items():
+        assert streamed[name].dtype == tensor.dtype, name
+        assert streamed[name].shape == tensor.shape, name
+        assert torch.equal(streamed[name].contiguous().view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@needs_llmcompressor
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_stream_equals_llmcompressor_bit_for_bit(family, scheme, dtype, tied, tmp_path):
+    assert_streamed_equals_llmcompressor(tiny_model(family, dtype, tie_word_embeddings=tied), scheme, tmp_path)
+
+
+@needs_llmcompressor
+@pytest.mark.skipif(not (SHARED / "models" / "stories260K").exists(), reason="needs ../shared/models/stories260K")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_stream_equals_llmcompressor_on_trained_weights(scheme, dtype, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(SHARED / "models" / "stories260K", dtype=dtype)
+    assert_streamed_equals_llmcompressor(model, scheme, tmp_path)
+
+
+@needs_llmcompressor
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_both_writers_tell_vllm_the_same(scheme, tmp_path):
+    model = tiny_model()
+    configs = []
+    for quantizer in ("llmcompressor", "streaming"):
+        write_checkpoint(model, tiny_tokenizer(), scheme, tmp_path / quantizer, quantizer=quantizer)
+        config = json.loads((tmp_path / quantizer / "config.json").read_text())
+        quantization = config["quantization_config"]
+        for layer_inputs in quantization["config_groups"]["group_0"].values():
+            if isinstance(layer_inputs, dict):
+                layer_inputs.pop("observer")  # how the scales were found; of no interest to an engine
+        configs.append({key: quantization[key] for key in ("config_groups", "format", "ignore", "quant_method")})
+        assert config["architectures"] == ["Qwen2ForCausalLM"]
+        assert (tmp_path / quantizer / "tokenizer.json").exists()
+        assert (tmp_path / quantizer / "generation_config.json").exists()
+    assert configs[0] == configs[1]
+
+
+@needs_llmcompressor
+def test_llmcompressor_leaves_the_model_alone(tmp_path):
+    model = tiny_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    path = model.name_or_path
+    write_checkpoint(model, tiny_tokenizer(), "int8", tmp_path / "out")
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert model.name_or_path == path
+    assert not hasattr(model.config, "quantization_config")
+
+
+def test_missing_llmcompressor_names_the_extra(monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install trl-qurl\[llmcompressor\].*quantizer='streaming'"):
+        write_checkpoint(tiny_model(), None, "int8", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_unknown_quantizer(tmp_path):
+    with pytest.raises(ValueError, match="'gptq'.*'streaming', 'llmcompressor'"):
+        write_checkpoint(tiny_model(), None, "int8", tmp_path, quantizer="gptq")

@@ -1,0 +1,99 @@
+"""Checkpoint directories are complete or absent."""
+
+import json
+import os
+import stat
+import subprocess
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trl_qurl.quantization.storage import INDEX_NAME, new_directory, working_directory, write_tensors
+
+
+def test_a_directory_appears_only_when_it_is_complete(tmp_path):
+    with new_directory(tmp_path / "final") as draft:
+        (draft / "file").write_text("half")
+        assert not (tmp_path / "final").exists()
+    assert (tmp_path / "final" / "file").read_text() == "half"
+    assert os.listdir(tmp_path) == ["final"]
+
+
+def test_failure_leaves_the_old_directory_and_nothing_else(tmp_path):
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "file").write_text("old")
+    with pytest.raises(KeyError), new_directory(tmp_path / "final") as draft:
+        (draft / "file").write_text("new")
+        raise KeyError
+    assert (tmp_path / "final" / "file").read_text() == "old"
+    assert os.listdir(tmp_path) == ["final"]
+
+
+def test_an_existing_directory_is_replaced(tmp_path):
+    for text in ("old", "new"):
+        with new_directory(tmp_path / "final") as draft:
+            (draft / text).write_text(text)
+    assert os.listdir(tmp_path / "final") == ["new"]
+
+
+def test_a_checkpoint_is_private_to_its_user(tmp_path):
+    assert stat.S_IMODE(working_directory(str(tmp_path), 0).stat().st_mode) == 0o700
+
+
+def test_shards_hold_every_tensor_once(tmp_path):
+    # 64 bytes each, a shard of 100 bytes is flushed once it holds two: 2 + 2 + 1.
+    tensors = {f"t{i}": torch.full((16,), float(i)) for i in range(5)}
+    assert write_tensors(tensors.items(), tmp_path, shard_bytes=100) == 5 * 64
+    index = json.loads((tmp_path / INDEX_NAME).read_text())
+    assert sorted(index["weight_map"]) == sorted(tensors)
+    assert len(set(index["weight_map"].values())) == 3
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(tmp_path / file)[name], tensors[name])
+
+
+def test_one_shard_is_named_as_users_expect(tmp_path):
+    write_tensors([("t", torch.ones(2))], tmp_path)
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def test_a_tensor_may_change_after_it_was_taken(tmp_path):
+    # As when an adapter is unmerged, or gathered shards are freed, before the shard is written.
+    def stream():
+        tensor = torch.ones(4)
+        yield "t", tensor
+        tensor.zero_()
+
+    write_tensors(stream(), tmp_path)
+    assert load_file(tmp_path / "model.safetensors")["t"].tolist() == [1.0] * 4
+
+
+def test_a_parent_that_is_a_file_is_one_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="checkpoint directory .*file/out cannot be written.*rollout_checkpoint_dir"):
+        with new_directory(tmp_path / "file" / "out"):
+            pass
+
+
+def test_too_little_room_is_noticed_beforehand(tmp_path):
+    with pytest.raises(OSError, match=r"GB are free and .* GB are needed.*rollout_checkpoint_dir"):
+        working_directory(str(tmp_path), 10**18)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def full_disk(tmp_path):
+    """A real file system with room for less than one tensor."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", mount], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs privileges")
+    yield mount
+    subprocess.run(["umount", mount], check=True)
+
+
+def test_a_full_disk_is_one_clear_error_and_leaves_nothing(full_disk):
+    with pytest.raises(OSError, match="no space left on the device.*rollout_checkpoint_dir"):
+        with new_directory(full_disk / "out") as draft:
+            write_tensors([("t", torch.ones(10**6))], draft)
+    assert not list(full_disk.iterdir())

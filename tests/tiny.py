@@ -1,0 +1,46 @@
+"""Tiny random models of real architectures, and a tokenizer for them."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+SHARED = Path(__file__).parents[2] / "shared"
+"""Data and models beside the checkout; absent on a user's machine."""
+
+VOCABULARY = ["<pad>", "<eos>", *map(chr, range(32, 127))]
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character."""
+    vocabulary = {token: index for index, token in enumerate(VOCABULARY)}
+    characters = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
+
+
+def tiny_model(family: str = "qwen2", dtype: torch.dtype = torch.float32, seed: int = 0, **overrides) -> PreTrainedModel:
+    """A causal model with grouped-query attention; biases (Qwen2) and norm gains are moved off their neutral start."""
+    torch.manual_seed(seed)
+    settings = {
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings | overrides))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.to(dtype)
