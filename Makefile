@@ -1,0 +1,70 @@
+# `make demo` and `make test` work from a fresh clone: they set up .venv first, and later calls install nothing.
+
+PROFILE ?= auto
+SCHEME ?= int8
+WORKERS ?= 2
+PYTEST_ARGS ?=
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+
+BIN := .venv/bin
+UV ?= $(BIN)/uv
+# Where `make lock` finds a CPU build of torch; with a local wheel: make lock TORCH_CPU="--find-links DIR"
+TORCH_CPU ?= --torch-backend cpu
+PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadgroup
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast test-all lint format lock check-extras clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "  PROFILE=auto|cpu|gpu   which lock file to install (auto: gpu where nvidia-smi lists a device)"
+	@echo "  SCHEME=int8|fp8|none   the demo's rollouts; WORKERS=N, PYTEST_ARGS='...' for the tests"
+
+setup: ## create or update .venv from the lock file of this machine's profile
+	@test -n "$(PYTHON)" || { echo "No Python 3.11, 3.12 or 3.13 on PATH. Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) tools/setup_env.py --profile $(PROFILE)
+
+demo: setup ## train a tiny model on addition with quantized rollouts; prints before and after
+	$(BIN)/trl-qurl demo --scheme $(SCHEME)
+
+test: setup ## the tests, without those marked slow
+	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+
+test-fast: setup ## only what needs no engine and no GPU
+	$(PYTEST) -m "not vllm and not gpu and not slow" $(PYTEST_ARGS)
+
+test-all: setup ## every test, the slow ones too
+	$(PYTEST) $(PYTEST_ARGS)
+
+lint: setup ## ruff, mypy and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The CPU lock leaves out three packages that vLLM lists but does not need, and whose CUDA builds break a CPU torch.
+LOCK = $(UV) pip compile --quiet --python-version 3.11 --override requirements/override.txt \
+	--custom-compile-command "make lock"
+lock: setup ## rewrite requirements/*.lock from requirements/*.in
+	$(LOCK) $(TORCH_CPU) requirements/cpu.in --output-file requirements/cpu.lock \
+		--no-emit-package torchaudio --no-emit-package torchcodec --no-emit-package torchvision
+	sed -i 's/^\(torch==[0-9.]*\)+cpu$$/\1/' requirements/cpu.lock
+	$(LOCK) --python-platform x86_64-manylinux_2_35 requirements/gpu.in --output-file requirements/gpu.lock
+
+check-extras: setup ## show that the package and each of its extras resolve (needs the network)
+	@for extra in "" vllm llmcompressor peft math plots demo test dev; do \
+		echo "trl-qurl$${extra:+[$$extra]}"; \
+		$(UV) pip compile --quiet --no-header --no-annotate --python-version 3.11 \
+			--python-platform x86_64-manylinux_2_35 setup.cfg $${extra:+--extra $$extra} \
+		| grep -E '^(compressed-tensors|llmcompressor|torch|transformers|trl|vllm)==' | sed 's/^/    /' || exit 1; \
+	done
+
+clean: ## remove .venv, builds and caches
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,221 @@
+"""Make `.venv` match the lock file of this machine's profile, and do nothing when it already does.
+
+The lock files name every package, so pip resolves nothing: torch goes first, with its dependencies (its CUDA
+libraries differ from build to build), then the whole lock file with `--no-deps`, then the project itself.
+`requirements/README.md` says why. A state file inside `.venv` is marked complete at the very end; until then, the
+next call takes the work up again, and reinstalls whatever pip had only half unpacked.
+
+Only the standard library is used: this runs before anything is installed.
+"""
+
+import argparse
+import contextlib
+import csv
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+VENV_PYTHON = VENV / "bin" / "python"
+STATE_FILE = VENV / "trl-qurl-setup.json"
+LOG_FILE = VENV / "trl-qurl-setup.log"
+
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 13)  # what the lock files hold for
+DISK_NEEDED_GB = {"cpu": 8, "gpu": 20}  # installed size plus room to unpack
+SECONDS_BETWEEN_REPORTS = 10
+LOG_LINES_SHOWN = 15
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--profile", choices=("auto", "cpu", "gpu"), default="auto", help="which lock file to install")
+    profile = parser.parse_args().profile
+    check_platform()
+    profile = profile_of_this_machine() if profile == "auto" else profile
+    lock_file = ROOT / "requirements" / f"{profile}.lock"
+    wanted = {
+        "profile": profile,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "inputs": fingerprint(lock_file, ROOT / "setup.cfg", ROOT / "pyproject.toml"),
+    }
+    done = {**wanted, "complete": True}
+    if read_state() == done:
+        print(f".venv is up to date ({profile} profile)")
+        return
+
+    started = time.monotonic()
+    with only_one_at_a_time():
+        state = read_state()
+        if state == done:  # by the process that this one waited for
+            return
+        if must_be_created(state, wanted):
+            create_venv(profile)
+        elif not state.get("complete"):
+            forget_half_installed()
+        write_state({**wanted, "complete": False})
+        LOG_FILE.write_text("")
+        pip_install(f"[1/3] torch ({profile} profile)", "--constraint", lock_file, "torch")
+        pip_install(f"[2/3] {lock_file.relative_to(ROOT)}", "--no-deps", "--requirement", lock_file)
+        pip_install("[3/3] trl-qurl, editable", "--no-deps", "--no-build-isolation", "--editable", ROOT)
+        write_state(done)
+    print(f".venv is ready after {time.monotonic() - started:.0f} s", flush=True)
+
+
+def check_platform() -> None:
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        fail(
+            f"the lock files are for Linux on x86_64, and this is {platform.system()} on {platform.machine()}. "
+            "Install without them, into an environment of your own: pip install -e '.[vllm]'"
+        )
+    if not OLDEST_PYTHON <= sys.version_info[:2] <= NEWEST_PYTHON:
+        fail(
+            f"this is Python {platform.python_version()}, and the lock files are for Python 3.11 to 3.13. "
+            "Name one of those: make setup PYTHON=/path/to/python3.11"
+        )
+
+
+def profile_of_this_machine() -> str:
+    """gpu where the NVIDIA driver lists a device, else cpu."""
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return "cpu"
+    return "gpu" if listing.returncode == 0 and "GPU" in listing.stdout else "cpu"
+
+
+def fingerprint(*files: Path) -> str:
+    """One hash of the files' contents and of where the environment lies, for the scripts in it hold that path."""
+    digest = hashlib.sha256(str(VENV).encode())
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def read_state() -> dict[str, object]:
+    """What the last run recorded; empty if there was none, or if the environment's Python is gone."""
+    try:
+        return json.loads(STATE_FILE.read_text()) if os.access(VENV_PYTHON, os.X_OK) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def write_state(state: dict[str, object]) -> None:
+    temporary = STATE_FILE.with_suffix(".tmp")
+    temporary.write_text(json.dumps(state, indent=2) + "\n")
+    os.replace(temporary, STATE_FILE)
+
+
+@contextlib.contextmanager
+def only_one_at_a_time() -> Iterator[None]:
+    """Hold a lock on the repository folder: two terminals must not install into one environment."""
+    folder = os.open(ROOT, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("waiting for another set-up of this folder to finish", flush=True)
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def must_be_created(state: dict[str, object], wanted: dict[str, object]) -> bool:
+    """False if there is an environment with a working pip, and it was not made for another profile or Python."""
+    if not os.access(VENV_PYTHON, os.X_OK):
+        return True
+    if any(state.get(key, wanted[key]) != wanted[key] for key in ("profile", "python")):
+        return True
+    return subprocess.run([VENV_PYTHON, "-m", "pip", "--version"], capture_output=True).returncode != 0
+
+
+def create_venv(profile: str) -> None:
+    """A fresh, empty environment; the two profiles overwrite each other's files, so an old one makes way first."""
+    if importlib.util.find_spec("ensurepip") is None:
+        fail(
+            f"this Python ({sys.executable}) cannot create environments: it lacks ensurepip. "
+            "Install it (on Debian and Ubuntu the package python3-venv), or name another Python with PYTHON=..."
+        )
+    old = VENV.with_name(".venv.old")
+    if VENV.exists():
+        VENV.rename(old)
+    shutil.rmtree(old, ignore_errors=True)
+    free_gb, needed_gb = shutil.disk_usage(ROOT).free / 1e9, DISK_NEEDED_GB[profile]
+    if free_gb < needed_gb:
+        fail(
+            f"the {profile} profile needs about {needed_gb} GB of disk space, and {ROOT} has {free_gb:.1f} GB left. "
+            "Free some, or clone the repository to a larger disk"
+        )
+    print(f"creating .venv with Python {platform.python_version()}", flush=True)
+    venv.create(VENV, with_pip=True)
+
+
+def forget_half_installed() -> None:
+    """Drop the metadata of every package that is not whole on disk, so that pip installs it again."""
+    for site_packages in VENV.glob("lib/python*/site-packages"):
+        for leftover in site_packages.glob("~*"):  # pip's name for what an unfinished upgrade was about to remove
+            shutil.rmtree(leftover, ignore_errors=True)
+        for metadata in site_packages.glob("*.dist-info"):
+            if not is_whole(metadata):
+                print(f"  installing again: {metadata.name.removesuffix('.dist-info')}")
+                shutil.rmtree(metadata)
+
+
+def is_whole(metadata: Path) -> bool:
+    """True if pip left its INSTALLER mark, which comes last, and each file has the size that RECORD gives.
+
+    Bytecode does not count: Python itself rewrites it.
+    """
+    try:
+        with open(metadata / "RECORD", newline="") as record:
+            rows = [(path, size) for path, _, size in csv.reader(record) if size and not path.endswith(".pyc")]
+        sizes = [(metadata.parent / path, int(size)) for path, size in rows]
+        return (metadata / "INSTALLER").exists() and all(path.stat().st_size == size for path, size in sizes)
+    except (OSError, ValueError):
+        return False
+
+
+def pip_install(title: str, *arguments: str | Path) -> None:
+    """Run `pip install`, its output going to the log file and a line now and then to the screen."""
+    print(title, flush=True)
+    command = [VENV_PYTHON, "-m", "pip", "install", "--no-input", "--progress-bar", "off", *arguments]
+    packages, reported = 0, time.monotonic()
+    with (
+        open(LOG_FILE, "a") as log,
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
+    ):
+        for line in process.stdout or ():
+            log.write(line)
+            if line.startswith("Installing collected packages: ") and "," in line:
+                print(f"      unpacking {line.count(',') + 1} packages, which may take minutes", flush=True)
+            if line.startswith("Collecting "):
+                packages += 1
+                if time.monotonic() - reported > SECONDS_BETWEEN_REPORTS:
+                    reported = time.monotonic()
+                    print(f"      fetching package {packages}: {line.split()[1]}", flush=True)
+    if process.returncode:
+        tail = "\n".join(LOG_FILE.read_text().splitlines()[-LOG_LINES_SHOWN:])
+        fail(f"pip failed. Run the same command to resume. Its last lines (all are in {LOG_FILE}):\n\n{tail}")
+
+
+def fail(message: str) -> NoReturn:
+    sys.exit(f"setup: {message}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\nsetup: interrupted; run the same command to resume")
