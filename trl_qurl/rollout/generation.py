@@ -101,7 +101,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             with substitute(vllm_generation, "VLLMClient", client):
                 super()._init_vllm()
             if client is CheckpointVLLMClient and self.accelerator.is_main_process:
-                self.vllm_client.check_ready(self.rollout.scheme)
+                self.vllm_client.check_ready(self.rollout.scheme, self.rollout.ignore)
             return
         start = self._write_checkpoint("start") if self._starts_from_checkpoint() else None
         build_engine = functools.partial(_build_engine, vllm_generation.LLM, start, self.rollout.engine_kwargs)

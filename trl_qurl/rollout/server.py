@@ -4,6 +4,9 @@ TRL's own client streams tensors through a CUDA process group. This one writes n
 which directory to load, which works between processes that share a file system, on any device.
 """
 
+from collections.abc import Collection
+from typing import Any
+
 import torch
 from trl.generation.vllm_client import VLLMClient
 
@@ -17,6 +20,9 @@ SERVER_COMMAND = (
     f"--worker-extension-cls {WORKER_EXTENSION}"
 )
 """How a server for training is started."""
+
+
+UNQUANTIZED: dict[str, Any] = {"format": None, "ignore": []}
 
 
 class CheckpointVLLMClient(VLLMClient):
@@ -42,37 +48,27 @@ class CheckpointVLLMClient(VLLMClient):
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         """Do nothing: no process group is needed, and TRL's would insist on a CUDA device."""
 
-    def check_ready(self, scheme: QuantizationScheme | None) -> None:
+    def check_ready(self, scheme: QuantizationScheme | None, ignore: Collection[str]) -> None:
         """
         Make sure that the server can load our weights and runs in the format they will have.
 
         Raises:
-            ValueError: If it lacks the worker extension, or was started from an unquantized or differently quantized
-            model.
+            ValueError: If it lacks the worker extension, or serves an unquantized or differently quantized model.
         """
         if self.get_server_info()["parallel_config"]["worker_extension_cls"] != WORKER_EXTENSION:
             raise ValueError(
                 f"The vLLM server at {self.base_url} runs without trl-qurl's worker extension, which loads the "
                 f"weights: restart it with `{SERVER_COMMAND}`."
             )
-        served = self.served_format()
-        wanted = scheme.checkpoint_format if scheme else None
-        if served != wanted:
-            name = f"rollout_quantization={scheme.name!r}" if scheme else "rollout_quantization=None"
-            start = f"`trl-qurl quantize MODEL OUT --scheme {scheme.name}`" if scheme else "the model itself"
+        served = self._call_workers("rollout_format", {})["results"][0]
+        wanted = {"format": scheme.checkpoint_format, "ignore": list(ignore)} if scheme else UNQUANTIZED
+        if served["format"] != wanted["format"] or set(served["ignore"]) != set(wanted["ignore"]):
+            start = f"the output of `trl-qurl quantize MODEL OUT --scheme {scheme.name}`" if scheme else "the model"
             raise ValueError(
-                f"The vLLM server at {self.base_url} serves {self.model!r} with {served or 'unquantized'} weights, "
-                f"but {name} sends {wanted or 'unquantized'} ones: start the server on the output of {start}, or "
-                "change rollout_quantization."
+                f"The vLLM server at {self.base_url} serves {self.model!r} with {_describe(served)}, but "
+                f"rollout_quantization={scheme.name if scheme else None!r} sends {_describe(wanted)}: start the "
+                f"server on {start}, or change rollout_quantization or quantization_ignore."
             )
-
-    def served_format(self) -> str | None:
-        """compressed-tensors' name for the format of the served weights; `None` if they are not quantized."""
-        model_config = self.get_server_info()["model_config"]
-        method = model_config["quantization"]
-        if method != "compressed-tensors":
-            return method
-        return model_config["hf_config"]["quantization_config"]["format"]
 
     def reload_weights(self, path: str) -> None:
         """
@@ -82,12 +78,25 @@ class CheckpointVLLMClient(VLLMClient):
         Raises:
             RuntimeError: If the server could not load it; its answer is part of the message.
         """
-        request = {"method": "load_rollout_weights", "kwargs": {"weights_path": path}}
+        try:
+            self._call_workers("load_rollout_weights", {"weights_path": path})
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"The vLLM server could not load the weights written to {path}: make sure that it sees that directory "
+                f"(rollout_checkpoint_dir) and serves the model that is being trained. {error}"
+            ) from None
+        self.reset_prefix_cache()
+
+    def _call_workers(self, method: str, kwargs: dict[str, str]) -> dict[str, Any]:
+        request = {"method": method, "kwargs": kwargs}
         response = self.session.post(f"{self.base_url}/collective_rpc", json=request)
         if response.status_code != 200:
-            raise RuntimeError(
-                f"The vLLM server at {self.base_url} could not load the weights written to {path} (HTTP "
-                f"{response.status_code}: {response.text.strip()[:500]}): make sure that it sees that directory "
-                "(rollout_checkpoint_dir) and serves the model that is being trained."
-            )
-        self.reset_prefix_cache()
+            reason = response.text.strip()[:500]
+            raise RuntimeError(f"{self.base_url} answered {method} with HTTP {response.status_code}: {reason}")
+        return response.json()
+
+
+def _describe(rollout_format: dict[str, Any]) -> str:
+    if rollout_format["format"] is None:
+        return "unquantized weights"
+    return f"{rollout_format['format']} weights except {sorted(rollout_format['ignore'])}"

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 import torch
 from vllm.model_executor.kernels.linear import register_linear_kernel
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
 from vllm.platforms.interface import PlatformEnum
@@ -40,6 +41,22 @@ class RolloutWorker:
             for layer in self.get_model().modules():
                 if isinstance(layer, ParallelLMHead) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
                     layer.quant_method.process_weights_after_loading(layer)
+
+
+    def rollout_format(self) -> dict[str, object]:
+        """
+        How the layers of this worker are quantized.
+
+        Returns:
+            `format`: compressed-tensors' name for the way codes are stored, another method's name, or `None`;
+            `ignore`: patterns of the modules kept in full precision.
+        """
+        quantization = self.vllm_config.quant_config
+        if quantization is None:
+            return {"format": None, "ignore": []}
+        if not isinstance(quantization, CompressedTensorsConfig):
+            return {"format": quantization.get_name(), "ignore": []}
+        return {"format": quantization.quant_format, "ignore": list(quantization.ignore)}
 
 
 class ReloadableCPUInt8Kernel(CPUInt8ScaledMMLinearKernel):

@@ -1,0 +1,157 @@
+"""The command as a user meets it: help that comes at once, and mistakes answered in one line."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from trl_qurl import __version__, cli
+from trl_qurl.recipes.arguments import check_model, check_settings_file
+from trl_qurl.recipes.grpo import parse_arguments
+
+HEAVY = ("torch", "transformers", "trl", "vllm", "datasets", "matplotlib", "rich")
+
+
+def run(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "trl_qurl", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=120,
+        check=False,
+    )
+
+
+def test_version():
+    done = run("--version")
+    assert (done.returncode, done.stdout.strip()) == (0, f"trl-qurl {__version__}")
+
+
+def test_help_names_the_commands_and_loads_nothing_heavy():
+    code = "import sys; from trl_qurl import cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\n"
+    code += f"assert not [name for name in {HEAVY} if name in sys.modules]"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    for command in ("grpo", "quantize", "demo"):
+        assert command in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [("quantize", "model", "out", "--scheme", "int3"), ("demo", "--sheme", "int8"), ("train",), ()]
+)
+def test_arguments_that_do_not_exist(arguments):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert "trl-qurl" in done.stderr and "error:" in done.stderr
+
+
+def test_a_missing_data_set_is_one_line_without_a_traceback():
+    arguments = ("grpo", "--dataset", "missing.jsonl", "--use_cpu", "true", "--report_to", "none")
+    done = run(*arguments)
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if line.startswith("trl-qurl: error:")]
+    assert errors == [line for line in errors if "missing.jsonl does not exist" in line] and len(errors) == 1
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("error", [ValueError, FileNotFoundError, ImportError, OSError, ConnectionError])
+def test_user_errors_become_one_line(monkeypatch, capsys, error):
+    def fail(args):
+        raise error("first line\n  second line")
+
+    monkeypatch.setattr(cli, "run_demo", fail)
+    assert cli.main(["demo"]) == 2
+    assert capsys.readouterr().err == "trl-qurl: error: first line second line\n"
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    def fail(args):
+        raise ValueError("deep")
+
+    monkeypatch.setattr(cli, "run_demo", fail)
+    monkeypatch.setenv("TRL_QURL_DEBUG", "1")
+    with pytest.raises(ValueError, match="deep"):
+        cli.main(["demo"])
+
+
+def test_faults_of_our_own_are_not_hidden(monkeypatch):
+    def fail(args):
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(cli, "run_demo", fail)
+    with pytest.raises(TypeError):
+        cli.main(["demo"])
+
+
+def test_everything_after_grpo_goes_to_trl(monkeypatch):
+    seen = []
+    monkeypatch.setattr(cli, "run_grpo", lambda args: seen.append(args.trl_arguments) or 0)
+    cli.main(["grpo", "--config", "run.yaml", "--learning_rate", "1e-6", "--help"])
+    assert seen == [["--config", "run.yaml", "--learning_rate", "1e-6", "--help"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1\n b: 2", "is not valid YAML"),
+        ("- learning_rate", "holds no `name: value` lines"),
+        ("learning_rte: 1.0e-6", "sets learning_rte, which no setting is called"),
+        (None, "does not exist"),
+    ],
+)
+def test_settings_files_that_cannot_be_used(tmp_path, text, message):
+    path = tmp_path / "run.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
+        check_settings_file(["--config", str(path)], known_names={"learning_rate"})
+    assert str(path) in str(caught.value)
+
+
+def test_settings_files_that_can(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("learning_rate: 1.0e-6\nenv:\n  NAME: value\n")
+    check_settings_file(["--seed", "1", "--config", str(path)], known_names={"learning_rate"})
+    check_settings_file(["--seed", "1"], known_names=())
+    with pytest.raises(ValueError, match="needs the name"):
+        check_settings_file(["--config"], known_names=())
+
+
+def test_a_directory_without_a_model_is_not_taken_for_a_hub_name(tmp_path):
+    check_model("Qwen/Qwen2.5-0.5B-Instruct")
+    with pytest.raises(FileNotFoundError, match="There is no model in"):
+        check_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    check_model(str(tmp_path))
+
+
+def test_command_line_overrides_file_overrides_recipe(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("learning_rate: 3.0e-6\nlora_r: 8\n")
+    arguments = ["--use_cpu", "true", "--bf16", "false", "--output_dir", str(tmp_path)]
+    script, training, model = parse_arguments([*arguments, "--lora_r", "4", "--config", str(path)])
+    assert script.dataset == "openai/gsm8k"
+    assert (training.learning_rate, training.uaq_scale, model.lora_r) == (3e-6, 1.0, 4)
+    updates_per_rollout = training.steps_per_generation // training.gradient_accumulation_steps
+    assert updates_per_rollout == 4
+
+
+def test_quantize_passes_its_arguments_on(monkeypatch, tmp_path, capsys):
+    import transformers
+
+    from trl_qurl import quantization
+
+    calls = []
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda name, dtype: f"model of {name}")
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: f"tokenizer of {name}")
+    monkeypatch.setattr(
+        quantization, "write_checkpoint", lambda *args, **kwargs: calls.append((args, kwargs)), raising=False
+    )
+    out = tmp_path / "out"
+    arguments = ["--scheme", "fp8", "--ignore", "lm_head", "re:.*down_proj"]
+    assert cli.main(["quantize", "some/model", str(out), *arguments]) == 0
+    expected = ("model of some/model", "tokenizer of some/model", "fp8", out)
+    assert calls == [(expected, {"ignore": ("lm_head", "re:.*down_proj"), "quantizer": "llmcompressor"})]
+    assert str(out) in capsys.readouterr().out

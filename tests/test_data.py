@@ -1,0 +1,101 @@
+"""Loading questions: what comes out, and that every mistake in the source is named before anything slow happens."""
+
+import gzip
+import json
+
+import pytest
+
+from trl_qurl.data import INSTRUCTION, final_answer, load_questions
+
+
+def write(path, rows):
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["questions.jsonl", "questions.jsonl.gz"])
+def test_rows_become_one_user_message_and_a_text_answer(tmp_path, name):
+    path = write(
+        tmp_path / name, [{"question": "2 + 2?", "answer": 4}, {"question": "Half of 1?", "answer": "\\frac12"}]
+    )
+    questions = load_questions(path)
+    assert questions.column_names == ["prompt", "answer"]
+    assert questions[0]["prompt"] == [{"role": "user", "content": f"2 + 2?\n\n{INSTRUCTION}"}]
+    assert questions["answer"][:] == ["4", "\\frac12"]
+
+
+def test_a_json_file_holds_a_list(tmp_path):
+    path = tmp_path / "questions.json"
+    path.write_text(json.dumps([{"question": "q", "answer": "a"}]))
+    assert len(load_questions(str(path))) == 1
+
+
+def test_limit_keeps_the_first(tmp_path):
+    path = write(tmp_path / "q.jsonl", [{"question": str(index), "answer": str(index)} for index in range(5)])
+    assert load_questions(path, limit=2)["answer"][:] == ["0", "1"]
+    assert len(load_questions(path, limit=9)) == 5
+
+
+def test_gsm8k_answer_is_what_follows_the_hashes():
+    assert final_answer("She earns 40*30 = <<40*30=1200>>1,200 dollars.\n#### 1,200") == "1200"
+    assert final_answer(" (1, 2) ") == "(1, 2)"  # other data sets: commas mean something
+
+
+def test_a_hub_name_is_not_looked_for_on_disk(monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load_dataset(*args, **kwargs):
+        asked.append((args, kwargs))
+        return datasets.Dataset.from_dict({"question": ["q", "r"], "answer": ["w #### 1", "w #### 2"]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert load_questions("openai/gsm8k", split="test", config="main", limit=1)["answer"][:] == ["1"]
+    assert asked == [(("openai/gsm8k", "main"), {"split": "test"})]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"question": "q", "solution": "s"}], r"Row 1 .* has no answer; its columns are question, solution"),
+        ([{"question": "q", "answer": "a"}, {"prompt": "p"}], r"Row 2 .* has no question and no answer"),
+        ([{"question": "q", "answer": None}], r"Row 1 .* has no answer"),
+        ([["q", "a"]], r"Row 1 .* is a JSON list"),
+        ([], "holds no questions"),
+    ],
+)
+def test_a_bad_file_is_named_with_its_fault(tmp_path, rows, message):
+    path = write(tmp_path / "bad.jsonl", rows)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_questions(path)
+    assert path in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["no.jsonl", "no.jsonl.gz", "./no"])
+def test_a_missing_file_is_not_mistaken_for_a_hub_name(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="does not exist; give a .json"):
+        load_questions(name)
+
+
+def test_files_that_are_not_what_their_name_says(tmp_path):
+    (tmp_path / "broken.jsonl").write_text('{"question": \n')
+    (tmp_path / "plain.jsonl.gz").write_text('{"question": "q", "answer": "a"}\n')
+    (tmp_path / "one.json").write_text('{"question": "q", "answer": "a"}')
+    (tmp_path / "table.csv").write_text("question,answer\n")
+    for name, message in [
+        ("broken.jsonl", "cannot be read as jsonl"),
+        ("plain.jsonl.gz", "cannot be read as jsonl.gz"),
+        ("one.json", "holds one JSON dict"),
+        ("table.csv", "is not a .json"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            load_questions(str(tmp_path / name))
+
+
+def test_a_limit_that_leaves_nothing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="limit=0"):
+        load_questions(str(tmp_path / "unread.jsonl"), limit=0)

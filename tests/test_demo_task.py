@@ -1,0 +1,175 @@
+"""The demo's pieces that need no engine: the task, its tokenizer, accuracy, the cached warm start, the record."""
+
+import csv
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from trl_qurl.demo import evaluate, task, warm_start
+from trl_qurl.demo.run import Measured, find_shortfall
+
+TINY = warm_start.WarmStartSettings(target=0.0, max_updates=2, evaluate_every=1, batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return task.build_tokenizer()
+
+
+def test_a_problem_by_hand():
+    problem = task.Problem(123, 456)  # 579, padded 0579, units first 9750
+    assert (problem.prompt, problem.answer) == ("123+456=", "9750")
+    assert task.Problem(999, 999).answer == "8991"
+
+
+def test_tokenizer_round_trip_through_disk(tokenizer, tmp_path):
+    from transformers import AutoConfig, AutoTokenizer, Qwen2Config
+
+    Qwen2Config(vocab_size=task.VOCABULARY_SIZE).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path).model_type == "qwen2"
+    loaded = AutoTokenizer.from_pretrained(tmp_path)  # as TRL and vLLM load it, beside a model's config
+    for one in (tokenizer, loaded):
+        ids = one("123+456=9750<end>")["input_ids"]
+        assert ids == [3, 4, 5, 12, 6, 7, 8, 13, 11, 9, 7, 2, 1]  # digits from 2, plus 12, equals 13, end 1
+        assert one.decode(ids) == "123+456=9750<end>"
+        assert one.decode(ids, skip_special_tokens=True) == "123+456=9750"
+        assert len(one) == task.VOCABULARY_SIZE
+        assert (one.pad_token_id, one.eos_token_id) == (0, 1)
+
+
+def test_splits_share_no_problem_in_either_order():
+    training = set(task.sample_problems(5000, seed=1))
+    held_out = set(task.sample_problems(1000, seed=1, held_out=True))
+    assert not held_out & training
+    assert not {task.Problem(problem.right, problem.left) for problem in held_out} & training
+    share = sum(task.Problem(left, 500).held_out for left in range(100, 1000)) / 900
+    assert 0.5 / task.HELD_OUT_ONE_IN < share < 2 / task.HELD_OUT_ONE_IN
+
+
+def test_the_same_seed_gives_the_same_problems():
+    assert task.sample_problems(20, seed=3) == task.sample_problems(20, seed=3) != task.sample_problems(20, seed=4)
+
+
+def test_dataset_and_reward(tokenizer):
+    dataset = task.build_dataset([task.Problem(123, 456)], tokenizer)
+    assert dataset[0] == {"prompt": "123+456=", "answer_ids": [11, 9, 7, 2, 1]}
+    right = dataset[0]["answer_ids"]
+    completions = [right, right[:4], [*right[:4], 0], [11, 9, 0, 7, 2], [11, 9, 7, 3, 1]]
+    assert task.exact_match(completion_ids=completions, answer_ids=[right] * 5, prompts=None) == [1.0, 0, 0, 0, 0]
+
+
+def test_expected_and_greedy_accuracy_by_hand():
+    # Two problems with two answer tokens of a vocabulary of three; the right tokens are (0, 1) and (2, 0).
+    probabilities = torch.tensor(
+        [
+            [[0.5, 0.3, 0.2], [0.1, 0.8, 0.1]],  # 0.5 * 0.8 = 0.4, both most likely: greedy finds it
+            [[0.1, 0.3, 0.6], [0.25, 0.5, 0.25]],  # 0.6 * 0.25 = 0.15, the second is not: greedy fails
+        ]
+    )
+    accuracy = evaluate.score_answers(probabilities.log() + 7.0, torch.tensor([[0, 1], [2, 0]]))
+    assert accuracy.expected == pytest.approx((0.4 + 0.15) / 2, abs=1e-6)
+    assert accuracy.greedy == 0.5
+
+
+def test_teacher_forcing_agrees_with_sampling_token_by_token(tokenizer):
+    from trl_qurl.demo.model import build_model
+
+    policy = build_model(tokenizer, seed=0).train()
+    ids = task.encode_problems(task.sample_problems(3, seed=0), tokenizer)
+    slow = 0.0
+    with torch.no_grad():
+        for row in ids:
+            logp = 0.0
+            for position in range(task.PROMPT_TOKENS, len(row)):
+                logits = policy(input_ids=row[None, :position]).logits[0, -1]
+                logp += logits.log_softmax(-1)[row[position]].item()
+            slow += math.exp(logp) / len(ids)
+    assert evaluate.measure_policy(policy, ids).expected == pytest.approx(slow, rel=1e-4)
+    assert policy.training  # the trainer's logging depends on the mode
+
+
+def test_the_actor_is_measured_greedily_after_a_sync(tokenizer):
+    ids = task.encode_problems(task.sample_problems(4, seed=0), tokenizer)
+
+    class Engine:
+        temperature = 1.0
+        calls = ()
+
+        def sync_weights(self):
+            self.calls += ("sync",)
+
+        def generate(self, prompts, images, num_generations):
+            self.calls += (("generate", self.temperature, num_generations),)
+            answers = ids[:, task.PROMPT_TOKENS :].tolist()
+            answers[0][0] += 1  # one of four wrong
+            return prompts, answers, None, None
+
+    engine = Engine()
+    assert evaluate.measure_actor(engine, ids) == 0.75
+    assert engine.calls == ("sync", ("generate", 0.0, 1))
+    assert engine.temperature == 1.0
+
+
+def test_warm_start_is_cached_and_not_trained_again(tmp_path, monkeypatch):
+    updates = []
+    place = warm_start.cached_warm_start(TINY, tmp_path, lambda update, accuracy: updates.append(update))
+    assert updates == [1]  # a target of 0 is reached at the first evaluation
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in place.iterdir()}
+    monkeypatch.setattr(warm_start, "train_warm_start", None)
+    assert warm_start.cached_warm_start(TINY, tmp_path) == place
+    assert [path.name for path in tmp_path.iterdir()] == [place.name]
+
+
+def test_an_interrupted_save_leaves_nothing(tmp_path, monkeypatch, tokenizer):
+    def interrupted(self, directory, **kwargs):
+        (directory / "config.json").write_text("{")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        warm_start.cached_warm_start(TINY, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_settings_and_code_name_the_cache(monkeypatch, tmp_path):
+    name = warm_start.fingerprint(TINY)
+    assert name == warm_start.fingerprint(TINY) != warm_start.fingerprint(replace(TINY, seed=1))
+    changed = tmp_path / "task.py"
+    changed.write_text("# other code")
+    monkeypatch.setattr(task, "__file__", str(changed))
+    assert warm_start.fingerprint(TINY) != name
+
+
+def test_a_warm_start_that_never_gets_there_says_so(tmp_path):
+    with pytest.raises(ValueError, match="max_updates=2, below target=0.9"):
+        warm_start.cached_warm_start(replace(TINY, target=0.9), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shortfall_names_both_figures():
+    before, after = Measured(0.47, 0.5, 0.5), Measured(0.60, 0.7, 0.7)
+    assert find_shortfall(before, after, required_rise=0.1) is None
+    assert "0.470 to 0.600, a change of +0.130 where at least +0.25" in find_shortfall(before, after, 0.25)
+
+
+def test_the_log_and_the_picture_bear_missing_metrics(tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("rich")
+    from trl_qurl.demo.figure import draw_figure
+    from trl_qurl.demo.record import describe, write_csv
+
+    rows = [
+        {"rollout": 1, "reward": 0.5, "mismatch/kl_k3": None},
+        {"rollout": 2, "reward": 0.6, "mismatch/kl_k3": 1e-4, "clip_ratio/region_mean": 0.0},
+    ]
+    write_csv(rows, tmp_path / "log.csv")
+    with open(tmp_path / "log.csv", newline="") as file:
+        read = list(csv.DictReader(file))
+    assert [row["mismatch/kl_k3"] for row in read] == ["", "0.0001"]
+    assert [row["clip_ratio/region_mean"] for row in read] == ["", "0.0"]
+    draw_figure(rows, tmp_path / "demo.png", actor="INT8")
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert "KL" not in describe(rows[0]) and "KL 1.0e-04" in describe(rows[1])

@@ -1,0 +1,7 @@
+"""`python -m trl_qurl`: the command `trl-qurl`."""
+
+import sys
+
+from trl_qurl.cli import main
+
+sys.exit(main())

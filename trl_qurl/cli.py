@@ -1,0 +1,102 @@
+"""The command `trl-qurl`: parse, call, print.
+
+Everything heavy is imported inside the subcommand that needs it, so that `--help` answers at once. What a user can
+cause (a missing file, a setting that does not fit, a part that is not installed) is printed as one line; with
+`TRL_QURL_DEBUG=1` the traceback is shown instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trl_qurl._version import __version__
+
+USER_ERRORS = (ValueError, ImportError, OSError)  # OSError covers FileNotFoundError and ConnectionError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand and return the exit status: 0, 1 if a demo fell short of its goal, 2 for a user's error."""
+    parser = build_parser()
+    args, further = parser.parse_known_args(argv)
+    if args.command == "grpo":
+        args.trl_arguments = further
+    elif further:
+        parser.error(f"unrecognized arguments: {' '.join(further)}")
+    try:
+        return args.run(args)
+    except USER_ERRORS as error:
+        if os.environ.get("TRL_QURL_DEBUG") == "1":
+            raise
+        message = " ".join(str(error).split()) or type(error).__name__
+        print(f"trl-qurl: error: {message}", file=sys.stderr)
+        return 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All subcommands; each sets `run`, the function that serves it."""
+    parser = argparse.ArgumentParser(prog="trl-qurl", description="Reinforcement learning with quantized rollouts.")
+    parser.add_argument("--version", action="version", version=f"trl-qurl {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    grpo = commands.add_parser("grpo", add_help=False, help="train on questions with checkable answers (GSM8K)")
+    grpo.set_defaults(run=run_grpo)
+
+    quantize = commands.add_parser("quantize", help="write the 8-bit checkpoint of a model")
+    quantize.add_argument("model", metavar="MODEL", help="name on the Hub, or a local directory")
+    quantize.add_argument("output_dir", metavar="OUT", type=Path, help="directory of the checkpoint")
+    quantize.add_argument("--scheme", choices=["int8", "fp8"], required=True)
+    quantize.add_argument("--ignore", nargs="+", default=["lm_head"], metavar="PATTERN", help="modules to leave alone")
+    quantize.add_argument("--quantizer", choices=["llmcompressor", "streaming"], default="llmcompressor")
+    quantize.set_defaults(run=run_quantize)
+
+    demo = commands.add_parser("demo", help="train a tiny model on three-digit addition, in minutes, on CPU")
+    demo.add_argument("--scheme", choices=["int8", "fp8", "none"], default="int8", help="none: BF16 rollouts")
+    demo.add_argument("--output-dir", type=Path, default=Path("demo-output"), help="for the picture and the log")
+    demo.add_argument("--rollouts", type=int, default=120, help="each makes 256 completions and four updates")
+    demo.add_argument("--required-rise", type=float, default=0.25, help="of the expected accuracy, or the demo fails")
+    demo.add_argument("--seed", type=int, default=0)
+    demo.set_defaults(run=run_demo)
+    return parser
+
+
+def run_grpo(args: argparse.Namespace) -> int:
+    """`trl-qurl grpo`: whatever follows is for TRL's own argument parser."""
+    from trl_qurl.recipes.grpo import parse_arguments, train
+
+    trainer = train(*parse_arguments(args.trl_arguments))
+    trainer.accelerator.print(f"Policy saved to {trainer.args.output_dir}")
+    return 0
+
+
+def run_quantize(args: argparse.Namespace) -> int:
+    """`trl-qurl quantize`: the checkpoint that vLLM starts from."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from trl_qurl.quantization import write_checkpoint
+    from trl_qurl.recipes.arguments import check_model
+
+    check_model(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    write_checkpoint(
+        model, tokenizer, args.scheme, args.output_dir, ignore=tuple(args.ignore), quantizer=args.quantizer
+    )
+    print(f"{args.scheme} checkpoint written to {args.output_dir}")
+    return 0
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    """`trl-qurl demo`: exit status 1 if the policy did not learn enough."""
+    from trl_qurl.demo.run import run_demo as run
+
+    scheme = None if args.scheme == "none" else args.scheme
+    result = run(scheme, args.output_dir, args.rollouts, args.required_rise, args.seed)
+    print(f"Log: {result.log_path}\nPicture: {result.figure_path}")
+    if result.shortfall is not None:
+        print(f"trl-qurl: the demo failed: {result.shortfall}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,102 @@
+"""Questions with checkable answers, as TRL's trainers want them.
+
+Reads a data set of the Hub or a local `.json`, `.jsonl` or gzipped file with the columns `question` and `answer`.
+Every check runs here, before a model is loaded or an engine started. Chat templates are left to TRL.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from datasets import Dataset
+
+INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+REQUIRED_COLUMNS = ("question", "answer")
+LOCAL_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+
+
+def load_questions(
+    name_or_path: str, split: str = "train", config: str | None = None, limit: int | None = None
+) -> Dataset:
+    """Load questions as a data set with the columns `prompt` (one user message) and `answer` (str).
+
+    Args:
+        name_or_path: a name on the Hub (`openai/gsm8k`), or a local `.json`, `.jsonl`, `.json.gz` or `.jsonl.gz`.
+        split: split of a Hub data set; a local file is one split and ignores it.
+        config: configuration of a Hub data set (`main` for GSM8K); a local file ignores it.
+        limit: keep only the first `limit` questions; `None` keeps all.
+
+    Raises:
+        FileNotFoundError: if `name_or_path` looks like a local file and there is none.
+        ValueError: if a column is missing, there are no questions, or the file is not JSON.
+    """
+    from datasets import Dataset
+
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit={limit} leaves no questions; give a positive number, or None for all of them.")
+    rows = _read_local(Path(name_or_path)) if _is_local(name_or_path) else _read_hub(name_or_path, split, config)
+    if len(rows) == 0:
+        raise ValueError(f"{name_or_path} holds no questions; give a data set with at least one.")
+    questions, answers = [], []
+    for number, row in enumerate(islice(rows, limit), start=1):
+        _check_row(row, name_or_path, number)
+        questions.append([{"role": "user", "content": f"{row['question']}\n\n{INSTRUCTION}"}])
+        answers.append(final_answer(str(row["answer"])))
+    return Dataset.from_dict({"prompt": questions, "answer": answers})
+
+
+def final_answer(answer: str) -> str:
+    """The answer itself: of GSM8K's worked solutions the number after `####`, without its thousands separators."""
+    _, marker, after = answer.rpartition("####")
+    return after.strip().replace(",", "") if marker else answer.strip()
+
+
+def _is_local(name_or_path: str) -> bool:
+    looks_local = name_or_path.endswith(LOCAL_SUFFIXES) or name_or_path.startswith((".", "/", "~"))
+    return looks_local or Path(name_or_path).exists()
+
+
+def _read_local(path: Path) -> list[dict[str, Any]]:
+    path = path.expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"The data set file {path} does not exist; give a {', '.join(LOCAL_SUFFIXES)} file or a name on the Hub."
+        )
+    if not path.name.endswith(LOCAL_SUFFIXES):
+        raise ValueError(f"{path} is not a {', '.join(LOCAL_SUFFIXES)} file; convert it, or give a name on the Hub.")
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as file:
+        try:
+            if path.name.removesuffix(".gz").endswith(".json"):
+                rows = json.load(file)
+            else:
+                rows = [json.loads(line) for line in file if line.strip()]
+        except (json.JSONDecodeError, UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+            raise ValueError(f"{path} cannot be read as {path.name.split('.', 1)[-1]}: {error}.") from error
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} holds one JSON {type(rows).__name__}; give a list of objects, or a .jsonl file.")
+    return rows
+
+
+def _read_hub(name: str, split: str, config: str | None) -> Collection[dict[str, Any]]:
+    from datasets import load_dataset
+
+    return load_dataset(name, config, split=split)
+
+
+def _check_row(row: Any, source: str, number: int) -> None:
+    if not isinstance(row, dict):
+        raise ValueError(f"Row {number} of {source} is a JSON {type(row).__name__}; every row must be an object.")
+    missing = [column for column in REQUIRED_COLUMNS if row.get(column) is None]
+    if missing:
+        raise ValueError(
+            f"Row {number} of {source} has no {' and no '.join(missing)}; its columns are {', '.join(row) or 'none'}, "
+            f"and {' and '.join(REQUIRED_COLUMNS)} are needed: rename or add them."
+        )
