@@ -26,12 +26,12 @@ def tiny_model(family: str = "qwen2", dtype: torch.dtype = torch.float32, seed: 
     torch.manual_seed(seed)
     settings = {
         "vocab_size": 100,
-        "hidden_size": 64,
+        "hidden_size": 128,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
+        "head_dim": 32,
         "max_position_embeddings": 128,
         "tie_word_embeddings": True,
         "pad_token_id": 0,

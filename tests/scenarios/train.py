@@ -1,0 +1,122 @@
+"""One short training run on a tiny random model, in a process of its own; prints a JSON record as its last line.
+
+An engine takes over its process (distributed groups, threads), so every test that needs one runs this script.
+"""
+
+import argparse
+import copy
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from datasets import Dataset
+from tiny import tiny_model, tiny_tokenizer
+
+from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+
+PROBE = [40, 50, 60, 70, 41, 51, 61, 71]
+PROMPTS = ["ab", "cde", "f g", "h1", "i22", "jj", "k", "lm"]
+
+
+def count_vowels(completions, **kwargs):
+    return [sum(character in "aeiou4567" for character in completion) / 8 for completion in completions]
+
+
+def engine_logps(trainer) -> list[float]:
+    """The engine's log-probabilities of the probe's tokens from the second on."""
+    generation = trainer.vllm_generation
+    if generation.mode == "server":
+        result = generation.vllm_client.get_sequence_logprobs([PROBE], [1], top_logprobs=1)
+        return [logps[0] for logps in result["actual_logprobs"][0]]
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    [output] = generation.llm.generate([{"prompt_token_ids": PROBE}], params, use_tqdm=False)
+    return [logps[token].logprob for token, logps in zip(PROBE[1:], output.prompt_logprobs[1:], strict=True)]
+
+
+def export(model, scheme: str | None, ignore: list[str], directory: str) -> None:
+    """The model's weights as a checkpoint for an engine of their own, made by llm-compressor."""
+    from peft import PeftModel
+
+    from trl_qurl.quantization import write_checkpoint
+
+    if isinstance(model, PeftModel):
+        model = copy.deepcopy(model).merge_and_unload()
+    if scheme is None:
+        model.config.architectures = [type(model).__name__]
+        model.save_pretrained(directory)
+        tiny_tokenizer().save_pretrained(directory)
+    else:
+        write_checkpoint(model, tiny_tokenizer(), scheme, directory, ignore=ignore)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("output_dir")
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--untied", action="store_true")
+    parser.add_argument("--export")
+    parser.add_argument("--resume")
+    parser.add_argument("--plain-trl", action="store_true")
+    parser.add_argument("--config", default="{}", help="JSON of further config fields")
+    options = parser.parse_args()
+
+    config = {
+        "per_device_train_batch_size": 8,
+        "steps_per_generation": 2,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "weight_metrics_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "save_strategy": "no",
+        "vllm_max_model_length": 64,
+        "vllm_engine_kwargs": {"enforce_eager": True},
+    }
+    config |= json.loads(options.config)
+    if config.get("vllm_mode") == "server":
+        del config["vllm_engine_kwargs"]
+    peft_config = None
+    if options.lora:
+        from peft import LoraConfig
+
+        # B starts random, so that a sync of the base alone would be noticed at once.
+        peft_config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    trainer = QuRLGRPOTrainer(
+        model=tiny_model(tie_word_embeddings=not options.untied),
+        reward_funcs=count_vowels,
+        args=QuRLGRPOConfig(options.output_dir, **config),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),
+        processing_class=tiny_tokenizer(),
+        peft_config=peft_config,
+    )
+    trainer.vllm_generation.sync_weights()
+    record = {"probe_start": engine_logps(trainer)}
+    trainer.train(resume_from_checkpoint=options.resume)
+
+    adapter = {name: p.clone() for name, p in trainer.model.named_parameters() if "lora_" in name}
+    trainer.vllm_generation.sync_weights()
+    record["adapter_untouched"] = all(
+        p.equal(adapter[name]) for name, p in trainer.model.named_parameters() if name in adapter
+    )
+    record["probe_end"] = engine_logps(trainer)
+    record["history"] = trainer.state.log_history
+    record["weight_version"] = trainer.vllm_generation.weight_version
+    record["uaq_scale"] = getattr(trainer.model.config, "uaq_scale", 1.0)
+    if options.export:
+        export(trainer.model, trainer.args.rollout_quantization, trainer.args.quantization_ignore, options.export)
+    print("RECORD " + json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()
