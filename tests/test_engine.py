@@ -89,5 +89,7 @@ def test_server_holds_the_trained_weights(arguments, int8_server, run_scenario, 
 @pytest.mark.xdist_group("server")
 def test_server_in_another_format_is_refused(int8_server, run_scenario, tmp_path):
     config = {"vllm_mode": "server", "vllm_server_base_url": int8_server, "rollout_quantization": "fp8"}
-    with pytest.raises(AssertionError, match=r"serves .* with int-quantized weights .*, but .*fp8.* sends float-quantized"):
+    with pytest.raises(
+        AssertionError, match=r"serves .* with int-quantized weights .*, but .*fp8.* sends float-quantized"
+    ):
         run_scenario("train.py", tmp_path / "out", "--config", json.dumps(config))

@@ -33,7 +33,7 @@ def named_parameters(model):
 
 
 def test_int8_codes_by_hand():
-    # Channel 0: absmax 1.275, scale 1.275 / 127.5 = 0.01, codes 100, -127.5 -> clipped to -127.5 -> rounds to -128 (even).
+    # Channel 0: absmax 1.275, scale 1.275 / 127.5 = 0.01, codes 100 and -127.5, which rounds to the even -128.
     # Channel 1: all zero, scale = float32's eps, codes 0.
     weight = torch.tensor([[1.0, -1.275], [0.0, 0.0]])
     codes, scale = quantize_weight(weight, INT8)
@@ -49,7 +49,7 @@ def test_int8_largest_positive_weight_is_clipped_to_127():
 
 
 def test_fp8_codes_by_hand():
-    # absmax 448 -> scale 1. E4M3 has three bits of mantissa: 17 lies between 16 and 18 and ties to the even mantissa, 16.
+    # absmax 448 -> scale 1. E4M3 has three bits of mantissa: 17 lies between 16 and 18 and ties to the even one, 16.
     codes, scale = quantize_weight(torch.tensor([[448.0, 17.0, -1.0]]), FP8)
     assert codes.dtype == torch.float8_e4m3fn
     assert codes.float().tolist() == [[448.0, 16.0, -1.0]]
@@ -62,8 +62,8 @@ def test_int8_error_is_at_most_half_a_step(seed, dtype, magnitude):
     weight = (magnitude * torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))).to(dtype)
     codes, scale = quantize_weight(weight, INT8)
     steps = (codes.double() - weight.double() / scale.double()).abs()
-    # Half a step from rounding; in bfloat16 the quotient near 127 is itself rounded to multiples of 0.5: 0.25 more, and
-    # the scale's own rounding (2^-9 relative) moves a quotient of 127.5 by another 0.25.
+    # Half a step from rounding; in bfloat16 the quotient near 127 is itself rounded to multiples of 0.5: 0.25 more,
+    # and the scale's own rounding (2^-9 relative) moves a quotient of 127.5 by another 0.25.
     assert steps.max() <= (0.5 + 1e-4 if dtype == torch.float32 else 1.0)
 
 
@@ -118,7 +118,7 @@ def test_ignore_patterns(ignore, kept):
 
 
 def test_ignoring_everything_is_an_error():
-    with pytest.raises(ValueError, match=r"matches all 15 linear layers of Qwen2ForCausalLM.*rollout_quantization=None"):
+    with pytest.raises(ValueError, match=r"matches all 15 linear layers of Qwen2.*rollout_quantization=None"):
         quantized_layer_names(tiny_model(), ["Linear"])
 
 

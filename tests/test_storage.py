@@ -70,9 +70,9 @@ def test_a_tensor_may_change_after_it_was_taken(tmp_path):
 
 def test_a_parent_that_is_a_file_is_one_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="checkpoint directory .*file/out cannot be written.*rollout_checkpoint_dir"):
-        with new_directory(tmp_path / "file" / "out"):
-            pass
+    message = "checkpoint directory .*file/out cannot be written.*rollout_checkpoint_dir"
+    with pytest.raises(OSError, match=message), new_directory(tmp_path / "file" / "out"):
+        pass
 
 
 def test_too_little_room_is_noticed_beforehand(tmp_path):
@@ -93,7 +93,7 @@ def full_disk(tmp_path):
 
 
 def test_a_full_disk_is_one_clear_error_and_leaves_nothing(full_disk):
-    with pytest.raises(OSError, match="no space left on the device.*rollout_checkpoint_dir"):
-        with new_directory(full_disk / "out") as draft:
-            write_tensors([("t", torch.ones(10**6))], draft)
+    message = "no space left on the device.*rollout_checkpoint_dir"
+    with pytest.raises(OSError, match=message), new_directory(full_disk / "out") as draft:
+        write_tensors([("t", torch.ones(10**6))], draft)
     assert not list(full_disk.iterdir())

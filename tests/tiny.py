@@ -21,7 +21,9 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
 
 
-def tiny_model(family: str = "qwen2", dtype: torch.dtype = torch.float32, seed: int = 0, **overrides) -> PreTrainedModel:
+def tiny_model(
+    family: str = "qwen2", dtype: torch.dtype = torch.float32, seed: int = 0, **overrides
+) -> PreTrainedModel:
     """A causal model with grouped-query attention; biases (Qwen2) and norm gains are moved off their neutral start."""
     torch.manual_seed(seed)
     settings = {

@@ -152,10 +152,19 @@ class QuRLGRPOConfig(GRPOConfig):
         super().__post_init__()
         if isinstance(self.rollout_quantization, str) and self.rollout_quantization.lower() in ("none", "bf16"):
             self.rollout_quantization = None
-        self.vllm_engine_kwargs = dict(self.vllm_engine_kwargs or {})
         self._check_rollout()
         self._check_objective()
         self._warn_if_inert()
+
+    @property
+    def engine_kwargs(self) -> dict[str, Any]:
+        """`vllm_engine_kwargs` as a dictionary, which the command line gives as JSON."""
+        if isinstance(self.vllm_engine_kwargs, str):
+            raise ValueError(
+                f"vllm_engine_kwargs is {self.vllm_engine_kwargs!r}: write a JSON dictionary, such as "
+                """'{"enforce_eager": true}'."""
+            )
+        return dict(self.vllm_engine_kwargs or {})
 
     @property
     def weight_transport(self) -> str:
@@ -199,12 +208,13 @@ class QuRLGRPOConfig(GRPOConfig):
             raise ValueError(
                 f"weight_metrics_steps is {self.weight_metrics_steps}: give a number of rollouts, or 0 for none."
             )
-        if self.vllm_engine_kwargs and self.vllm_mode == "server":
+        engine_kwargs = self.engine_kwargs
+        if engine_kwargs and self.vllm_mode == "server":
             raise ValueError(
-                f"vllm_engine_kwargs {sorted(self.vllm_engine_kwargs)} would have no effect with vllm_mode='server': "
+                f"vllm_engine_kwargs {sorted(engine_kwargs)} would have no effect with vllm_mode='server': "
                 "pass them to `vllm serve` instead."
             )
-        for argument in self.vllm_engine_kwargs.keys() & TAKEN_ENGINE_ARGUMENTS.keys():
+        for argument in engine_kwargs.keys() & TAKEN_ENGINE_ARGUMENTS.keys():
             raise ValueError(
                 f"vllm_engine_kwargs sets {argument!r}, which is already set: it is governed by "
                 f"{TAKEN_ENGINE_ARGUMENTS[argument]}. Remove it from vllm_engine_kwargs."

@@ -9,7 +9,7 @@ import functools
 import shutil
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,7 +95,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         self._layers = quantized_layer_names(self.model, self.rollout.ignore) if self.rollout.scheme else frozenset()
-        self._directory = self._shared_directory() if self._needs_directory() else None
+        if self._needs_directory():
+            self._directory = self._shared_directory()
         if self.mode == "server":
             client = CheckpointVLLMClient if self.rollout.weight_sync == "checkpoint" else vllm_generation.VLLMClient
             with substitute(vllm_generation, "VLLMClient", client):
@@ -120,14 +121,15 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _shared_directory(self) -> Path:
         """A directory for this run's checkpoints, the same on every process, gone when the main process ends."""
-        paths = [None]
+        paths: list[Path] = []
         if self.accelerator.is_main_process:
             # Two generations at most: the one being written and the one the engine may still be reading.
             generations = 2 if self.rollout.weight_sync == "checkpoint" else 1
             paths = [working_directory(self.rollout.checkpoint_dir, generations * self._checkpoint_bytes())]
             weakref.finalize(self, shutil.rmtree, paths[0], ignore_errors=True)
-        broadcast_object_list(paths, from_process=0)
-        return paths[0]
+        shared: list[Any] = paths or [None]
+        broadcast_object_list(shared, from_process=0)
+        return shared[0]
 
     def _checkpoint_bytes(self) -> int:
         names = {f"{layer}.weight" for layer in self._layers}
@@ -195,12 +197,14 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def _write_checkpoint(self, name: str) -> Path:
         """Write the current weights as a checkpoint on the main process; all processes take part in gathering."""
         path = self._directory / name
-        by_llmcompressor = self.rollout.quantizer == "llmcompressor" and self.rollout.scheme is not None
-        tensors = self._iter_observed_params() if by_llmcompressor else self._iter_named_params()
-        write = write_llmcompressor_checkpoint if by_llmcompressor else write_streamed_checkpoint
+        scheme = self.rollout.scheme
+        write: Callable[..., Any] = write_streamed_checkpoint
+        tensors = self._iter_named_params()
+        if scheme is not None and self.rollout.quantizer == "llmcompressor":
+            write = write_llmcompressor_checkpoint
+            tensors = self._iter_observed_params(scheme)
         if self.accelerator.is_main_process:
-            arguments = (self._base_model(), self.processing_class, self.rollout.scheme, self.rollout.ignore, path)
-            write(tensors, *arguments)
+            write(tensors, self._base_model(), self.processing_class, scheme, self.rollout.ignore, path)
         else:
             for _ in tensors:
                 pass
@@ -217,12 +221,12 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             tensors = ((name, tensor.clone()) for name, tensor in tensors)
         return self._timed(tensors)
 
-    def _iter_observed_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _iter_observed_params(self, scheme: QuantizationScheme) -> Iterator[tuple[str, torch.Tensor]]:
         """Full-precision parameters for llm-compressor, which rounds them to the codes that the tracker is shown."""
         for name, tensor in super()._iter_named_params():
             layer = name.removesuffix(".weight")
             if self._tracker.observes and layer in self._layers and layer != name:
-                self._tracker.observe(layer, tensor, *quantize_weight(tensor, self.rollout.scheme))
+                self._tracker.observe(layer, tensor, *quantize_weight(tensor, scheme))
             yield name, tensor
 
     def _timed(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -9,10 +9,13 @@ reloads two things wrongly, silently, and both are put right here with vLLM's ow
 start.
 """
 
+import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
+from vllm.config import VllmConfig
 from vllm.model_executor.kernels.linear import register_linear_kernel
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
@@ -22,7 +25,11 @@ from vllm.platforms.interface import PlatformEnum
 
 
 class RolloutWorker:
-    """Methods that vLLM mixes into its worker class."""
+    """Methods that vLLM mixes into its worker class, whose attributes the first three are."""
+
+    reload_weights: Callable[..., None]
+    get_model: Callable[[], torch.nn.Module]
+    vllm_config: VllmConfig
 
     def load_rollout_weights(
         self,
@@ -36,12 +43,12 @@ class RolloutWorker:
             weights_iterator: `(name, tensor)` pairs; only inside the trainer's own process.
             weights_path: Checkpoint directory on a file system that this worker sees.
         """
-        self.reload_weights(weights_iterator=weights_iterator, weights_path=weights_path)
+        with _only_real_reload_failures():
+            self.reload_weights(weights_iterator=weights_iterator, weights_path=weights_path)
         if current_platform.is_cpu():
             for layer in self.get_model().modules():
                 if isinstance(layer, ParallelLMHead) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
                     layer.quant_method.process_weights_after_loading(layer)
-
 
     def rollout_format(self) -> dict[str, object]:
         """
@@ -57,6 +64,27 @@ class RolloutWorker:
         if not isinstance(quantization, CompressedTensorsConfig):
             return {"format": quantization.get_name(), "ignore": []}
         return {"format": quantization.quant_format, "ignore": list(quantization.ignore)}
+
+
+@contextmanager
+def _only_real_reload_failures() -> Iterator[None]:
+    """
+    Silence vLLM's "Failed to load weights" for layers that no checkpoint has weights for.
+
+    Rotary embeddings compute theirs, and a tied head shares the embedding's; every other layer named is news.
+    """
+    weightless = ("RotaryEmbedding", "RotaryEmbeddingInterleaved", "ParallelLMHead")
+
+    def is_news(record: logging.LogRecord) -> bool:
+        layer, _, event = record.getMessage().partition(": ")
+        return not (event == "Failed to load weights" and layer.endswith(weightless))
+
+    reload_logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    reload_logger.addFilter(is_news)
+    try:
+        yield
+    finally:
+        reload_logger.removeFilter(is_news)
 
 
 class ReloadableCPUInt8Kernel(CPUInt8ScaledMMLinearKernel):

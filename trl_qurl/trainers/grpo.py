@@ -57,6 +57,9 @@ class QuRLGRPOTrainer(GRPOTrainer):
     ```
     """
 
+    epsilon_low: Any
+    epsilon_high: Any
+
     _tag_names = ["trl", "grpo", "qurl"]
     _name = "QuRL"
     _paper = {
@@ -82,7 +85,7 @@ class QuRLGRPOTrainer(GRPOTrainer):
         self._step_timer = StepTimer(record=lambda seconds: self._record("train", {"time/update_s": seconds}))
         arguments["callbacks"] = [*callbacks, self._step_timer]
         self._scoring_seconds = 0.0
-        self._policy_logps: torch.Tensor | None = None
+        self._policy_logps = torch.empty(0)  # (B, T), of the latest forward pass
         with quantized_generation(grpo_trainer, _rollout_settings(config)):
             super().__init__(**arguments)
 
@@ -135,22 +138,21 @@ class QuRLGRPOTrainer(GRPOTrainer):
         behavior_logps = inputs["sampling_per_token_logps"]
         # A token that is not learned from has no ratio; NaN says so, and keeps its padding out of exp().
         behavior_logps = behavior_logps.masked_fill(~_learned_tokens(inputs), torch.nan)
+        epsilon_low, epsilon_high = float(self.epsilon_low), float(self.epsilon_high)
         terms = surrogate_terms(
             self.args.objective,
             inputs["old_per_token_logps"],
             behavior_logps,
             cap=self._cap,
             floor=self.vllm_importance_sampling_clip_min,
-            epsilon_low=self.epsilon_low,
-            epsilon_high=self.epsilon_high,
+            epsilon_low=epsilon_low,
+            epsilon_high=epsilon_high,
         )
         inputs = {**inputs, "old_per_token_logps": terms.old_logps, "importance_sampling_ratio": terms.weight}
-        epsilon_high = self.epsilon_high
         with self._clip_bounds(terms):
             loss = super()._compute_loss(model, inputs)
         if self.args.objective == "acr":
             self._record("train" if self.model.training else "eval", self._acr_shares(inputs, terms, epsilon_high))
-        self._policy_logps = None
         return loss
 
     @contextmanager
@@ -248,6 +250,6 @@ def _rollout_settings(config: QuRLGRPOConfig) -> RolloutSettings:
         quantizer=config.quantizer,
         weight_sync=config.weight_transport,
         checkpoint_dir=config.rollout_checkpoint_dir,
-        engine_kwargs=config.vllm_engine_kwargs,
+        engine_kwargs=config.engine_kwargs,
         weight_metrics_steps=config.weight_metrics_steps,
     )

@@ -1,0 +1,244 @@
+"""The trainer's loss is the paper's: against the reference functions, TRL's own loss, and counts by hand."""
+
+import os
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import pytest
+import torch
+from datasets import Dataset
+from tiny import tiny_model, tiny_tokenizer
+from trl import GRPOTrainer
+
+from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+from trl_qurl.config import CLIPPED_LOSS_TYPES
+from trl_qurl.objective import OBJECTIVES, reference_loss
+
+# One trainer, with a real engine, in one process: an engine cannot be started twice in a process.
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("trainer")]
+
+CAP, EPSILON_LOW, EPSILON_HIGH = 2.0, 0.2, 0.28
+B, T = 4, 6
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    config = QuRLGRPOConfig(
+        str(tmp_path_factory.mktemp("out")),
+        per_device_train_batch_size=B,
+        steps_per_generation=4,
+        num_generations=4,
+        max_completion_length=T + 2,
+        epsilon=EPSILON_LOW,
+        epsilon_high=EPSILON_HIGH,
+        vllm_max_model_length=64,
+        vllm_engine_kwargs={"enforce_eager": True},
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+    )
+    trainer = QuRLGRPOTrainer(
+        model=tiny_model(),
+        reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": ["ab", "cd", "ef", "gh"]}),
+        processing_class=tiny_tokenizer(),
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    return trainer
+
+
+@pytest.fixture
+def batch(trainer):
+    """Random inputs: padding, unscored tokens, R on both sides of the clip range, ρ from 1e-5 to 1e5."""
+    torch.manual_seed(0)
+    lengths = torch.tensor([T, 3, 1, 4])
+    inputs = {
+        "prompt_ids": torch.randint(2, 90, (B, 3)),
+        "prompt_mask": torch.ones(B, 3, dtype=torch.long),
+        "completion_ids": torch.randint(2, 90, (B, T)),
+        "completion_mask": (torch.arange(T) < lengths[:, None]).long(),
+        "advantages": torch.tensor([1.5, -0.7, 0.3, 0.9]),
+        "num_items_in_batch": torch.tensor(40),
+    }
+    with torch.no_grad():
+        policy_logps = policy_log_probabilities(trainer, inputs)
+    inputs["old_per_token_logps"] = policy_logps + 0.4 * torch.randn(B, T)
+    log_rho = 11.5 * (2 * torch.rand(B, T) - 1)  # ln(1e5) = 11.5
+    log_rho[:, ::2] = 0.3 * torch.randn(B, 3)  # as usual in training
+    log_rho[0, :2] = torch.tensor([1.2, 0.9])  # above the cap, positive advantage
+    behavior_logps = inputs["old_per_token_logps"] - log_rho
+    behavior_logps[0, 3] = behavior_logps[3, 1] = torch.nan
+    # Padding holds whatever TRL padded with: its ratio must reach neither loss nor metrics.
+    behavior_logps[inputs["completion_mask"] == 0] = 1000.0
+    inputs["sampling_per_token_logps"] = behavior_logps
+    inputs["importance_sampling_ratio"] = trl_ratio(inputs)
+    return inputs
+
+
+def policy_log_probabilities(trainer, inputs):
+    input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    return trainer._get_per_token_logps_and_entropies(trainer.model, input_ids, mask, T, compute_entropy=True)[0]
+
+
+def trl_ratio(inputs):
+    """What TRL puts beside the tokens with `token_truncate` and C = 2."""
+    difference = (inputs["old_per_token_logps"] - inputs["sampling_per_token_logps"]) * inputs["completion_mask"]
+    return difference.nan_to_num(0.0).exp().clamp(max=CAP)
+
+
+def gradients(trainer, loss):
+    trainer.model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+def reference(trainer, inputs, objective, loss_type):
+    behavior_logps = inputs["sampling_per_token_logps"].masked_fill(inputs["completion_mask"] == 0, torch.nan)
+    return reference_loss(
+        objective,
+        policy_log_probabilities(trainer, inputs),
+        inputs["old_per_token_logps"],
+        behavior_logps,
+        inputs["advantages"],
+        inputs["completion_mask"],
+        loss_type=loss_type,
+        epsilon_low=EPSILON_LOW,
+        epsilon_high=EPSILON_HIGH,
+        cap=CAP,
+        max_completion_length=T + 2,
+        num_items=40 / 4,  # TRL divides the tokens of the generation batch among its four steps
+    )
+
+
+@pytest.mark.parametrize("loss_type", CLIPPED_LOSS_TYPES)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_loss_and_gradient_equal_the_reference(objective, loss_type, trainer, batch):
+    trainer.args.objective, trainer.loss_type = objective, loss_type
+    loss = trainer._compute_loss(trainer.model, batch)
+    expected = reference(trainer, batch, objective, loss_type)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    actual_gradients, expected_gradients = gradients(trainer, loss), gradients(trainer, expected)
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(
+            actual_gradients[name], gradient, rtol=1e-4, atol=1e-6 * gradient.abs().max().item()
+        )
+
+
+def test_the_objectives_differ_on_these_inputs(trainer, batch):
+    trainer.loss_type = "bnpo"
+    losses = []
+    for objective in OBJECTIVES:
+        trainer.args.objective = objective
+        losses.append(trainer._compute_loss(trainer.model, batch).item())
+    assert len({round(loss, 6) for loss in losses}) == len(OBJECTIVES)
+
+
+@pytest.mark.parametrize("loss_type", CLIPPED_LOSS_TYPES)
+def test_tis_is_trls_own_truncated_loss(loss_type, trainer, batch):
+    trainer.args.objective, trainer.loss_type = "tis", loss_type
+    ours = trainer._compute_loss(trainer.model, batch)
+    theirs = GRPOTrainer._compute_loss(trainer, trainer.model, batch)
+    assert ours.item() == theirs.item()
+
+
+def test_acr_equals_tis_where_no_ratio_exceeds_the_cap(trainer, batch):
+    trainer.loss_type = "dapo"
+    batch["sampling_per_token_logps"] = batch["sampling_per_token_logps"].maximum(
+        batch["old_per_token_logps"] - 0.69  # ρ <= exp(0.69) = 1.994
+    )
+    losses = []
+    for objective in ("acr", "tis"):
+        trainer.args.objective = objective
+        losses.append(trainer._compute_loss(trainer.model, batch))
+    assert losses[0].item() == losses[1].item()
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_without_quantization_and_with_one_update_every_objective_is_trls_loss(objective, trainer, batch):
+    # R = 1 and ρ = 1: the policy has not moved, and the engine sampled from it.
+    trainer.args.objective, trainer.loss_type = objective, "dapo"
+    with torch.no_grad():
+        batch["old_per_token_logps"] = policy_log_probabilities(trainer, batch)
+    batch["sampling_per_token_logps"] = batch["old_per_token_logps"].clone()
+    batch["importance_sampling_ratio"] = torch.ones(B, T)
+    ours = trainer._compute_loss(trainer.model, batch)
+    theirs = GRPOTrainer._compute_loss(trainer, trainer.model, batch)
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
+    ours_gradients, theirs_gradients = gradients(trainer, ours), gradients(trainer, theirs)
+    for name, gradient in theirs_gradients.items():
+        torch.testing.assert_close(ours_gradients[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_clip_metrics_count_the_lifted_bounds(trainer, batch):
+    trainer.args.objective, trainer.loss_type = "acr", "dapo"
+    # One advantage for all, positive: then only the upper bound clips, and every token above it is counted.
+    batch["advantages"] = torch.ones(B)
+    trainer._metrics["train"].clear()
+    trainer._compute_loss(trainer.model, batch)
+    with torch.no_grad():
+        ratio = (policy_log_probabilities(trainer, batch) - batch["old_per_token_logps"]).exp()
+    rho = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).exp().nan_to_num(1.0)
+    lifted = let_through = clipped = tokens = 0
+    for i in range(B):
+        for t in range(int(batch["completion_mask"][i].sum())):
+            upper = (1 + EPSILON_HIGH) * max(1.0, rho[i, t].item() / CAP)
+            tokens += 1
+            lifted += rho[i, t].item() > CAP
+            clipped += ratio[i, t].item() > upper
+            let_through += 1 + EPSILON_HIGH < ratio[i, t].item() <= upper
+    assert lifted and let_through and clipped, "the inputs show nothing"
+    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    assert metrics["acr/lifted_share"] == pytest.approx(lifted / tokens)
+    assert metrics["acr/let_through_share"] == pytest.approx(let_through / tokens)
+    assert metrics["clip_ratio/high_mean"] == pytest.approx(clipped / tokens)
+
+
+def test_the_bounds_are_scalars_again_afterwards(trainer, batch):
+    trainer.args.objective = "acr"
+    trainer._compute_loss(trainer.model, batch)
+    assert (trainer.epsilon_low, trainer.epsilon_high) == (EPSILON_LOW, EPSILON_HIGH)
+
+
+def test_evaluation_uses_the_same_loss(trainer, batch):
+    trainer.args.objective, trainer.loss_type = "acr", "bnpo"
+    trainer.model.eval()
+    try:
+        with torch.no_grad():
+            loss = trainer._compute_loss(trainer.model, batch)
+    finally:
+        trainer.model.train()
+    assert loss.item() == pytest.approx(reference(trainer, batch, "acr", "bnpo").item(), rel=1e-5)
+    assert "acr/lifted_share" in trainer._metrics["eval"]
+
+
+def test_gradient_accumulation_and_tool_tokens(trainer, batch):
+    # Tool output is in the completion but was not sampled: it counts for nothing.
+    trainer.args.objective, trainer.loss_type = "acr", "bnpo"
+    tool_mask = torch.ones(B, T, dtype=torch.long)
+    tool_mask[0, 1:3] = 0
+    with_tools = {**batch, "tool_mask": tool_mask}
+    trainer.current_gradient_accumulation_steps = 2
+    try:
+        loss = trainer._compute_loss(trainer.model, with_tools)
+    finally:
+        trainer.current_gradient_accumulation_steps = 1
+    learned = {**batch, "completion_mask": batch["completion_mask"] * tool_mask}
+    # The policy still reads the tool tokens, so the log-probabilities come from the whole completion.
+    logps = policy_log_probabilities(trainer, batch)
+    expected = reference_loss(
+        "acr",
+        logps,
+        batch["old_per_token_logps"],
+        batch["sampling_per_token_logps"],
+        batch["advantages"],
+        learned["completion_mask"],
+        loss_type="bnpo",
+        epsilon_low=EPSILON_LOW,
+        epsilon_high=EPSILON_HIGH,
+        cap=CAP,
+    )
+    assert loss.item() == pytest.approx(expected.item() / 2, rel=1e-5)
