@@ -136,7 +136,7 @@ def test_fused_experts_are_refused():
         quantized_layer_names(model)
 
 
-# Against llm-compressor -----------------------------------------------------------------------------------------------
+# Against llm-compressor ----------------------------------------------------------------------------------------------
 
 
 def assert_streamed_equals_llmcompressor(model, scheme, directory):

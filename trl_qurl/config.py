@@ -152,6 +152,8 @@ class QuRLGRPOConfig(GRPOConfig):
         super().__post_init__()
         if isinstance(self.rollout_quantization, str) and self.rollout_quantization.lower() in ("none", "bf16"):
             self.rollout_quantization = None
+        if isinstance(self.quantization_ignore, str):  # one pattern, as YAML may give it
+            self.quantization_ignore = [self.quantization_ignore]
         self._check_rollout()
         self._check_objective()
         self._warn_if_inert()

@@ -20,7 +20,7 @@ TRAINING_PROBLEMS = 8192
 HELD_OUT_PROBLEMS = 512
 
 ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about speed on CPU, and come back at every weight sync
+    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about speed on CPU
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the default takes half the memory of the machine
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, so that weights are handed over and not sent
     "TOKENIZERS_PARALLELISM": "false",
