@@ -93,3 +93,17 @@ def test_server_in_another_format_is_refused(int8_server, run_scenario, tmp_path
         AssertionError, match=r"serves .* with int-quantized weights .*, but .*fp8.* sends float-quantized"
     ):
         run_scenario("train.py", tmp_path / "out", "--config", json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("left_out", "layer"),
+    [
+        ("layers.1.mlp.down_proj", "RowParallelLinear"),
+        ("layers.0.input_layernorm", "RMSNorm"),
+        ("embed_tokens", "VocabParallelEmbedding"),
+    ],
+)
+def test_a_layer_left_without_new_weights_is_an_error(left_out, layer, run_scenario, tmp_path):
+    message = run_scenario("partial_sync.py", tmp_path / "checkpoint", left_out)
+    assert message is not None, "the engine kept old weights and said nothing"
+    assert f"no new weights for 1 of its layers ({layer})" in message

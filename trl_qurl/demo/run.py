@@ -6,6 +6,7 @@ The settings are those of a study in which the expected accuracy went from .47 t
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -65,6 +66,8 @@ def run_demo(
     """
     for name, value in ENVIRONMENT.items():  # before vLLM is imported, which reads them once
         os.environ.setdefault(name, value)
+    # Raised by vLLM about its own use of torch; nobody who runs this can act on it.
+    warnings.filterwarnings("ignore", category=FutureWarning, message="`torch.distributed.reduce_op`")
     require_drawing()
     from rich.console import Console
     from transformers.utils import logging as transformers_logging

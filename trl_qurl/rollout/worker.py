@@ -1,27 +1,24 @@
 """What runs inside vLLM's workers: how new weights enter a layer.
 
 vLLM takes this class by name (`--worker-extension-cls`, its official way to add a worker method) and it imports
-nothing but vLLM, so the engine's environment needs no TRL. On CUDA it is vLLM's own reload. The CPU build of vLLM 0.31
-reloads two things wrongly, silently, and both are put right here with vLLM's own means:
-
-- the oneDNN INT8 kernel (CPUs without AMX) keeps a pointer to scales that a reload frees: its outputs become noise;
-- a tied output head multiplies with a packed copy of the embedding that a reload does not renew: it stays at the
-start.
+nothing but vLLM, so the engine's environment needs no TRL. On CUDA it is vLLM's own reload. On CPU, `cpu_repairs` adds
+to it.
 """
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from vllm.config import VllmConfig
-from vllm.model_executor.kernels.linear import register_linear_kernel
-from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.platforms import current_platform
-from vllm.platforms.interface import PlatformEnum
+
+if current_platform.is_cpu():
+    # Workers import this module before they build the model, which is when kernels are chosen.
+    from trl_qurl.rollout import cpu_repairs
+
+    cpu_repairs.register_reloadable_int8_kernel()
 
 
 class RolloutWorker:
@@ -42,13 +39,14 @@ class RolloutWorker:
         Args:
             weights_iterator: `(name, tensor)` pairs; only inside the trainer's own process.
             weights_path: Checkpoint directory on a file system that this worker sees.
+
+        Raises:
+            RuntimeError: If a layer was left with its old weights.
         """
-        with _only_real_reload_failures():
+        with _watched_reload():
             self.reload_weights(weights_iterator=weights_iterator, weights_path=weights_path)
         if current_platform.is_cpu():
-            for layer in self.get_model().modules():
-                if isinstance(layer, ParallelLMHead) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
-                    layer.quant_method.process_weights_after_loading(layer)
+            cpu_repairs.repack_output_head(self.get_model())
 
     def rollout_format(self) -> dict[str, object]:
         """
@@ -67,38 +65,40 @@ class RolloutWorker:
 
 
 @contextmanager
-def _only_real_reload_failures() -> Iterator[None]:
+def _watched_reload() -> Iterator[None]:
     """
-    Silence vLLM's "Failed to load weights" for layers that no checkpoint has weights for.
+    Turn vLLM's report of a layer that got no new weights into what it means.
 
-    Rotary embeddings compute theirs, and a tied head shares the embedding's; every other layer named is news.
+    vLLM only logs it, and goes on with the old weights. For a layer that has weights in every checkpoint that is an
+    error; rotary embeddings compute theirs and a tied head shares the embedding's, so for them it is not worth a line;
+    about any other layer vLLM's own warning is left to speak.
+
+    Raises:
+        RuntimeError: At the end of the block, if such a layer was reported.
     """
+    always_loaded = ("Linear", "VocabParallelEmbedding", "Norm")
     weightless = ("RotaryEmbedding", "RotaryEmbeddingInterleaved", "ParallelLMHead")
+    stale: list[str] = []
 
-    def is_news(record: logging.LogRecord) -> bool:
+    def is_worth_a_line(record: logging.LogRecord) -> bool:
         layer, _, event = record.getMessage().partition(": ")
-        return not (event == "Failed to load weights" and layer.endswith(weightless))
+        if event != "Failed to load weights":
+            return True
+        if layer.endswith(always_loaded):
+            stale.append(layer)
+        return not layer.endswith(always_loaded + weightless)
 
     reload_logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-    reload_logger.addFilter(is_news)
+    level = reload_logger.level
+    reload_logger.setLevel(logging.WARNING)  # a quieter VLLM_LOGGING_LEVEL would keep the report from us as well
+    reload_logger.addFilter(is_worth_a_line)
     try:
         yield
     finally:
-        reload_logger.removeFilter(is_news)
-
-
-class ReloadableCPUInt8Kernel(CPUInt8ScaledMMLinearKernel):
-    """vLLM's INT8 kernel for CPUs, holding on to the scales its oneDNN primitive points to."""
-
-    def process_weights_for_onednn(self, layer: torch.nn.Module) -> None:
-        """Build the primitive, and keep what it refers to alive until the next one."""
-        super().process_weights_for_onednn(layer)
-        self._scales_in_use = getattr(layer, self.layer_param_names[1])
-
-
-if current_platform.is_cpu():
-    # A registered kernel is only tried after vLLM's own, so that one has to step back. Workers import this module
-    # before they build the model.
-    register_linear_kernel(ReloadableCPUInt8Kernel, PlatformEnum.CPU, "int8")
-    disabled = [name for name in os.environ.get("VLLM_DISABLED_KERNELS", "").split(",") if name]
-    os.environ["VLLM_DISABLED_KERNELS"] = ",".join({*disabled, CPUInt8ScaledMMLinearKernel.__name__})
+        reload_logger.removeFilter(is_worth_a_line)
+        reload_logger.setLevel(level)
+    if stale:
+        raise RuntimeError(
+            f"The engine got no new weights for {len(stale)} of its layers ({', '.join(sorted(set(stale)))}) and "
+            "still holds the old ones: the checkpoint or stream is not of the model that it serves."
+        )

@@ -111,7 +111,13 @@ class QuRLGRPOTrainer(GRPOTrainer):
         )
         # Accelerators without float64 exist; the sums were formed in it.
         sums = self.accelerator.reduce(sums.float(), reduction="sum")
-        return mismatch_metrics(sums, self.accelerator.gather(ratio_max.float()).max().item())
+        metrics = mismatch_metrics(sums, self.accelerator.gather(ratio_max.float()).max().item())
+        if not metrics:
+            raise RuntimeError(
+                "The engine gave no finite log-probability for any token of this rollout, so its weights are broken "
+                "and what it sampled is noise: resume from the last checkpoint, and report model and vLLM version."
+            )
+        return metrics
 
     def _rollout_cost(self) -> dict[str, float]:
         cost = self.vllm_generation.pop_cost()

@@ -1,0 +1,34 @@
+"""A sync that leaves out one layer, as a wrong name or a dropped tensor would: what does the engine say?"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tiny import tiny_model, tiny_tokenizer
+from vllm import LLM
+
+from trl_qurl.quantization import SCHEMES, quantize_weights, quantized_layer_names, write_checkpoint
+from trl_qurl.rollout.server import WORKER_EXTENSION
+
+if __name__ == "__main__":
+    checkpoint, left_out = sys.argv[1:]
+    model = tiny_model()
+    write_checkpoint(model, tiny_tokenizer(), "int8", checkpoint, quantizer="streaming")
+    engine = LLM(
+        checkpoint, enforce_eager=True, max_model_len=64, max_num_seqs=16, worker_extension_cls=WORKER_EXTENSION
+    )
+    parameters = ((name, parameter.data) for name, parameter in model.named_parameters())
+    tensors = quantize_weights(parameters, SCHEMES["int8"], quantized_layer_names(model))
+    kept = (pair for pair in tensors if left_out not in pair[0])
+    try:
+        engine.collective_rpc("load_rollout_weights", kwargs={"weights_iterator": kept})
+        message = None
+    except RuntimeError as error:
+        message = str(error)
+    print("RECORD " + json.dumps(message))
