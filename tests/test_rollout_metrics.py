@@ -91,3 +91,12 @@ def test_the_weights_are_kept_by_value_and_in_host_memory():
 def test_zero_measures_nothing():
     tracker = WeightChangeTracker(every=0)
     assert [sync(tracker, torch.ones(1, 2)) for _ in range(3)] == [{}] * 3
+
+
+def test_unquantized_rollouts_measure_the_update_alone():
+    tracker = WeightChangeTracker(every=1)
+    for weight in (torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.1]])):
+        tracker.begin_sync()
+        tracker.observe("layer", weight, None, None)
+        metrics = tracker.end_sync()
+    assert metrics == {"weights/normalized_update": pytest.approx(0.01)}

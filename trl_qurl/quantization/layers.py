@@ -8,6 +8,20 @@ from collections.abc import Iterable
 from torch import nn
 
 
+def linear_layer_names(model: nn.Module, ignore: Iterable[str] = ("lm_head",)) -> frozenset[str]:
+    """Names of the linear layers that no pattern of `ignore` matches, adapters apart; possibly none."""
+    from compressed_tensors.utils import is_match
+
+    ignore = tuple(ignore)
+    return frozenset(
+        checkpoint_name(name)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and not _is_adapter(name)
+        and not is_match(checkpoint_name(name), module, ignore)
+    )
+
+
 def quantized_layer_names(model: nn.Module, ignore: Iterable[str] = ("lm_head",)) -> frozenset[str]:
     """
     Names of the linear layers that are quantized: every `nn.Linear` that no pattern of `ignore` matches.
@@ -24,19 +38,12 @@ def quantized_layer_names(model: nn.Module, ignore: Iterable[str] = ("lm_head",)
     Raises:
         ValueError: If nothing is left to quantize, or if the model has fused expert weights, which no scheme covers.
     """
-    from compressed_tensors.utils import is_match
-
-    ignore = tuple(ignore)
-    linear = {
-        checkpoint_name(name): module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not _is_adapter(name)
-    }
-    names = frozenset(name for name, module in linear.items() if not is_match(name, module, ignore))
+    names = linear_layer_names(model, ignore)
     if not names:
         raise ValueError(
-            f"quantization_ignore={list(ignore)} matches all {len(linear)} linear layers of {type(model).__name__}, "
-            "so there is nothing to quantize: narrow the patterns, or set rollout_quantization=None for BF16 rollouts."
+            f"quantization_ignore={list(ignore)} matches all {len(linear_layer_names(model, ()))} linear layers of "
+            f"{type(model).__name__}, so there is nothing to quantize: narrow the patterns, or set "
+            "rollout_quantization=None for BF16 rollouts."
         )
     if fused := [name for name, weight in model.named_parameters() if weight.ndim == 3 and "expert" in name]:
         raise ValueError(

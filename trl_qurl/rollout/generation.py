@@ -21,7 +21,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_qurl.quantization.checkpoint import write_llmcompressor_checkpoint, write_streamed_checkpoint
-from trl_qurl.quantization.layers import quantized_layer_names
+from trl_qurl.quantization.layers import linear_layer_names, quantized_layer_names
 from trl_qurl.quantization.schemes import QuantizationScheme
 from trl_qurl.quantization.storage import working_directory
 from trl_qurl.quantization.weights import quantize_weight, quantize_weights
@@ -94,7 +94,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     # Engine start ----------------------------------------------------------------------------------------------------
 
     def _init_vllm(self) -> None:
-        self._layers = quantized_layer_names(self.model, self.rollout.ignore) if self.rollout.scheme else frozenset()
+        names = quantized_layer_names if self.rollout.scheme else linear_layer_names
+        self._layers = names(self.model, self.rollout.ignore)
         if self._needs_directory():
             self._directory = self._shared_directory()
         if self.mode == "server":
@@ -132,7 +133,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         return shared[0]
 
     def _checkpoint_bytes(self) -> int:
-        names = {f"{layer}.weight" for layer in self._layers}
+        names = {f"{layer}.weight" for layer in self._layers} if self.rollout.scheme else ()
         return sum(
             parameter.numel() * (1 if name in names else parameter.element_size())
             for name, parameter in self._base_model().named_parameters()
@@ -213,20 +214,22 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The parent's parameters, quantized: what every transport sends."""
-        tensors = super()._iter_named_params()
-        if self.rollout.scheme is not None:
+        if self.rollout.scheme is None:
+            tensors = self._iter_observed_params(None)
+        else:
+            tensors = super()._iter_named_params()
             tensors = quantize_weights(tensors, self.rollout.scheme, self._layers, self._tracker.observe)
         if is_peft_model(self.model):
             # vLLM may hold a tensor until its layer is complete; by then the adapter is unmerged from the parameter.
             tensors = ((name, tensor.clone()) for name, tensor in tensors)
         return self._timed(tensors)
 
-    def _iter_observed_params(self, scheme: QuantizationScheme) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full-precision parameters for llm-compressor, which rounds them to the codes that the tracker is shown."""
+    def _iter_observed_params(self, scheme: QuantizationScheme | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full-precision parameters; the tracker is shown the codes that llm-compressor will round them to, if any."""
         for name, tensor in super()._iter_named_params():
             layer = name.removesuffix(".weight")
             if self._tracker.observes and layer in self._layers and layer != name:
-                self._tracker.observe(layer, tensor, *quantize_weight(tensor, scheme))
+                self._tracker.observe(layer, tensor, *(quantize_weight(tensor, scheme) if scheme else (None, None)))
             yield name, tensor
 
     def _timed(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -50,22 +50,35 @@ class WeightChangeTracker:
         self._sums = dict.fromkeys(("update", "old_norm", "error", "norm", "flipped", "codes"), 0.0)
 
     @torch.no_grad()
-    def observe(self, layer: str, weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> None:
-        """See one quantized layer: weight (out, in), codes (out, in), scale (out, 1). Nothing is modified."""
-        if not self.observes:
-            return
+    def observe(
+        self, layer: str, weight: torch.Tensor, codes: torch.Tensor | None, scale: torch.Tensor | None
+    ) -> None:
+        """
+        See one layer; nothing is modified.
+
+        Args:
+            layer: Its name.
+            weight: Full-precision weight, (out, in).
+            codes: What it was rounded to, (out, in); `None` in unquantized rollouts.
+            scale: The codes' scales, (out, 1), or `None`.
+        """
         if self.measures:
-            self._compare(layer, weight, codes, scale)
-        if self._precedes_measurement:
+            self._compare_weights(layer, weight)
+            if codes is not None and scale is not None:
+                self._compare_codes(layer, weight, codes, scale)
+        if self._precedes_measurement and codes is not None:
             self._codes[layer] = _raw(codes).to("cpu", copy=True)
 
-    def _compare(self, layer: str, weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> None:
+    def _compare_codes(self, layer: str, weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> None:
         sums = self._sums
         sums["norm"] += _squared_norm(weight)
         sums["error"] += _squared_norm(dequantize_weight(codes, scale) - weight)
         if layer in self._codes:
             sums["flipped"] += (_raw(codes) != self._codes[layer].to(codes.device)).sum().item()
             sums["codes"] += codes.numel()
+
+    def _compare_weights(self, layer: str, weight: torch.Tensor) -> None:
+        sums = self._sums
         if layer in self._weights:
             old = self._weights[layer].to(weight.device)
             sums["old_norm"] += _squared_norm(old)
