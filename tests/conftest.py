@@ -37,7 +37,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_scenario() -> Callable[..., Any]:
     """Run a script of tests/scenarios and return the record it prints."""
 

@@ -15,6 +15,8 @@ from trl_qurl.objective import get_objective
 from trl_qurl.quantization.checkpoint import QUANTIZERS, require_llmcompressor
 from trl_qurl.quantization.schemes import get_scheme
 
+VLLM_MODES = ("colocate", "server")
+
 WEIGHT_SYNCS = ("auto", "stream", "checkpoint")
 
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
@@ -187,6 +189,7 @@ class QuRLGRPOConfig(GRPOConfig):
             )
         if self.rollout_quantization is not None:
             get_scheme(self.rollout_quantization)
+        _check_choice("vllm_mode", self.vllm_mode, VLLM_MODES)
         _check_choice("quantizer", self.quantizer, QUANTIZERS)
         _check_choice("weight_sync", self.weight_sync, WEIGHT_SYNCS)
         if self.quantizer == "llmcompressor":

@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("output_dir")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--untied", action="store_true")
+    parser.add_argument("--model", help="directory of a saved model, instead of a new one")
     parser.add_argument("--export")
     parser.add_argument("--resume")
     parser.add_argument("--plain-trl", action="store_true")
@@ -93,7 +94,7 @@ def main() -> None:
         # B starts random, so that a sync of the base alone would be noticed at once.
         peft_config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     trainer = QuRLGRPOTrainer(
-        model=tiny_model(tie_word_embeddings=not options.untied),
+        model=options.model or tiny_model(tie_word_embeddings=not options.untied),
         reward_funcs=count_vowels,
         args=QuRLGRPOConfig(options.output_dir, **config),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),

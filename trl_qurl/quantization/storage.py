@@ -142,7 +142,7 @@ def working_directory(requested: str | None, bytes_needed: int) -> Path:
             free = shutil.disk_usage(parent).free
             if free >= bytes_needed:
                 return Path(tempfile.mkdtemp(prefix="trl-qurl-", dir=parent))
-            reason = f"{free / 1e9:.1f} GB are free and {bytes_needed / 1e9:.1f} GB are needed"
+            reason = f"{free / 1e9:.3g} GB are free and {bytes_needed / 1e9:.3g} GB are needed"
         except OSError as error:
             reason = error.strerror or str(error)
     raise OSError(

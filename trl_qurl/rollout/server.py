@@ -39,7 +39,7 @@ class CheckpointVLLMClient(VLLMClient):
         """Wait for the server to answer, as the parent does; say how to start one if it does not."""
         try:
             super().check_server(total_timeout, retry_interval)
-        except ConnectionError:
+        except OSError:  # what `requests` raises is its own ConnectionError, not Python's
             raise ConnectionError(
                 f"No vLLM server answers at {self.base_url} after {total_timeout:.0f} seconds: start one on a "
                 f"quantized checkpoint with `{SERVER_COMMAND}`, or correct vllm_server_base_url."
@@ -55,7 +55,14 @@ class CheckpointVLLMClient(VLLMClient):
         Raises:
             ValueError: If it lacks the worker extension, or serves an unquantized or differently quantized model.
         """
-        if self.get_server_info()["parallel_config"]["worker_extension_cls"] != WORKER_EXTENSION:
+        try:
+            info = self.get_server_info()
+        except RuntimeError:
+            raise ValueError(
+                f"The vLLM server at {self.base_url} runs without its development endpoints, through which weights "
+                f"are loaded: restart it with `{SERVER_COMMAND}`."
+            ) from None
+        if info["parallel_config"]["worker_extension_cls"] != WORKER_EXTENSION:
             raise ValueError(
                 f"The vLLM server at {self.base_url} runs without trl-qurl's worker extension, which loads the "
                 f"weights: restart it with `{SERVER_COMMAND}`."

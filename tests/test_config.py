@@ -1,0 +1,305 @@
+"""QuRLGRPOConfig: its defaults, what it refuses and with which way out, and when it warns."""
+
+import importlib.util
+import json
+import warnings
+
+import pytest
+import yaml
+from transformers import HfArgumentParser
+from trl import GRPOConfig, TrlParser
+
+from trl_qurl import QuRLGRPOConfig
+from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS
+from trl_qurl.objective import OBJECTIVES
+
+PLAIN = {"use_cpu": True, "bf16": False, "report_to": []}
+"""What any machine can do, whatever it has."""
+
+SEVERAL_UPDATES = {"steps_per_generation": 4, "gradient_accumulation_steps": 1}
+"""Four updates per rollout: the objective acts, and nothing is warned of."""
+
+
+def config(**settings):
+    return QuRLGRPOConfig("out", **PLAIN | SEVERAL_UPDATES | settings)
+
+
+# Defaults ------------------------------------------------------------------------------------------------------------
+
+OWN_DEFAULTS = {
+    "rollout_quantization": "int8",
+    "quantization_ignore": ["lm_head"],
+    "quantizer": "streaming",
+    "weight_sync": "auto",
+    "rollout_checkpoint_dir": None,
+    "objective": "acr",
+    "uaq_scale": 1.5,
+    "vllm_engine_kwargs": {},
+    "weight_metrics_steps": 16,
+}
+CHANGED_DEFAULTS = {
+    "use_vllm": True,
+    "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_importance_sampling_clip_max": 2.0,
+}
+
+
+def test_defaults():
+    assert {name: getattr(config(), name) for name in OWN_DEFAULTS | CHANGED_DEFAULTS} == (
+        OWN_DEFAULTS | CHANGED_DEFAULTS
+    )
+
+
+def test_only_these_fields_are_new_or_differ_from_trl():
+    ours, theirs = vars(config()), vars(GRPOConfig("out", **PLAIN | SEVERAL_UPDATES))
+    timestamped = {"_n_gpu", "logging_dir", "run_name"}
+    assert ours.keys() - theirs.keys() == OWN_DEFAULTS.keys()
+    differing = {name for name in theirs.keys() - timestamped if ours[name] != theirs[name]}
+    # The device is compared by what it is for: both are built for the CPU.
+    assert differing - {"distributed_state"} == CHANGED_DEFAULTS.keys()
+
+
+def test_no_default_is_shared_between_two_configs():
+    first, second = config(), config()
+    first.quantization_ignore.append("re:.*down_proj")
+    first.vllm_engine_kwargs["enforce_eager"] = True
+    assert (second.quantization_ignore, second.vllm_engine_kwargs) == (["lm_head"], {})
+
+
+@pytest.mark.parametrize(("given", "expected"), [("none", None), ("None", None), ("bf16", None), (None, None)])
+def test_unquantized_rollouts_by_name(given, expected):
+    assert config(rollout_quantization=given).rollout_quantization is expected
+
+
+def test_one_ignore_pattern_may_stand_without_a_list():
+    # Taken as a sequence, the string would be the seven patterns "l", "m", "_", ...: the head would be quantized.
+    assert config(quantization_ignore="lm_head").quantization_ignore == ["lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "transport"),
+    [
+        ({}, "stream"),
+        ({"rollout_quantization": None}, "stream"),
+        ({"vllm_mode": "server"}, "checkpoint"),
+        ({"quantizer": "llmcompressor"}, "checkpoint"),
+        ({"quantizer": "llmcompressor", "weight_sync": "checkpoint"}, "checkpoint"),
+        ({"weight_sync": "checkpoint"}, "checkpoint"),
+        ({"weight_sync": "stream"}, "stream"),
+        ({"weight_sync": "stream", "vllm_mode": "server"}, "stream"),
+    ],
+)
+def test_weight_transport(settings, transport, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # whether llm-compressor is here or not
+    assert config(**settings).weight_transport == transport
+
+
+@pytest.mark.parametrize(
+    ("steps_per_generation", "gradient_accumulation_steps", "num_iterations", "updates"),
+    [(4, 1, 1, 4), (4, 2, 1, 2), (4, 4, 1, 1), (4, 4, 3, 3), (2, 4, 1, 0.5)],
+)
+def test_updates_per_rollout(steps_per_generation, gradient_accumulation_steps, num_iterations, updates):
+    settings = config(
+        steps_per_generation=steps_per_generation,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        num_iterations=num_iterations,
+        objective="tis",
+    )
+    assert settings.updates_per_rollout == updates
+
+
+# Refusals ------------------------------------------------------------------------------------------------------------
+
+# Settings that cannot work together -> what is wrong ... the way out.
+REFUSED = [
+    ({"use_vllm": False}, r"use_vllm=False leaves no rollout to quantize: keep use_vllm=True, or .*trl\.GRPOTrainer"),
+    ({"rollout_quantization": "int4"}, r"Unknown quantization scheme 'int4': choose one of 'int8', 'fp8', or None"),
+    ({"quantizer": "awq"}, r"quantizer is 'awq', but must be one of 'streaming', 'llmcompressor'"),
+    ({"weight_sync": "nccl"}, r"weight_sync is 'nccl', but must be one of 'auto', 'stream', 'checkpoint'"),
+    (
+        {"quantizer": "llmcompressor", "weight_sync": "stream"},
+        r"weight_sync='stream' cannot send: set weight_sync='checkpoint' \(or 'auto'\), or quantizer='streaming'",
+    ),
+    ({"uaq_scale": 0.0}, r"uaq_scale is 0\.0, .* must be positive and finite \(.* 1\.5; 1\.0 turns UAQ off\)"),
+    ({"uaq_scale": -1.5}, r"uaq_scale is -1\.5, .* 1\.0 turns UAQ off"),
+    ({"uaq_scale": float("inf")}, r"uaq_scale is inf, .* 1\.0 turns UAQ off"),
+    ({"uaq_scale": float("nan")}, r"uaq_scale is nan, .* 1\.0 turns UAQ off"),
+    (
+        {"sync_ref_model": True, "beta": 0.1},
+        r"sync_ref_model=True mixes .* uaq_scale=1\.5 .*: set uaq_scale=1\.0, or sync_ref_model=False",
+    ),
+    ({"weight_metrics_steps": -1}, r"weight_metrics_steps is -1: give a number of rollouts, or 0 for none"),
+    (
+        {"vllm_mode": "server", "vllm_engine_kwargs": {"enforce_eager": True}},
+        r"\['enforce_eager'\] would have no effect with vllm_mode='server': pass them to `vllm serve`",
+    ),
+    (
+        {"vllm_engine_kwargs": "enforce_eager"},
+        r"vllm_engine_kwargs is 'enforce_eager': write a JSON dictionary, such as",
+    ),
+    ({"objective": "ppo"}, r"no objective 'ppo'\. Choose one of: acr, tis, decoupled, quantized_ratio, naive"),
+    (
+        {"vllm_importance_sampling_correction": False},
+        r"vllm_importance_sampling_correction=False would hide .*: leave it True, and set objective='naive'",
+    ),
+    (
+        {"vllm_importance_sampling_clip_max": None, "vllm_importance_sampling_clip_min": 0.5},
+        r"is None: give a positive cap C .*, or use objective='decoupled'",
+    ),
+    # Without a lower bound either, TRL itself objects.
+    (
+        {"vllm_importance_sampling_clip_max": None},
+        r"At least one of .* `vllm_importance_sampling_clip_max` must be set",
+    ),
+    ({"vllm_importance_sampling_clip_max": 0.0}, r"is 0\.0: give a positive cap C .*, or use objective='decoupled'"),
+    ({"vllm_importance_sampling_clip_max": float("inf")}, r"is inf: give a positive cap C .*objective='decoupled'"),
+    (
+        {"objective": "tis", "vllm_importance_sampling_clip_max": -1.0},
+        r"objective='tis' truncates .* give a positive cap",
+    ),
+    ({"delta": 4.0}, r"delta=4\.0 puts a second upper bound .*: set delta=None, or use objective='tis'"),
+    *(
+        (
+            {"objective": objective, "vllm_importance_sampling_mode": mode},
+            rf"mode='{mode}' does not fit objective='{objective}'.* Use 'token_truncate', or trl\.GRPOTrainer",
+        )
+        for objective in OBJECTIVES
+        for mode in ("token_mask", "sequence_truncate", "sequence_mask")
+    ),
+    *(
+        (
+            {"objective": objective, "importance_sampling_level": "sequence"},
+            rf"importance_sampling_level='sequence' does not fit objective='{objective}', .*: use 'token'",
+        )
+        for objective in OBJECTIVES
+    ),
+    *(
+        (
+            {"objective": objective, "loss_type": loss_type},
+            rf"loss_type='{loss_type}' does not fit objective='{objective}'.*'grpo', 'bnpo', 'dr_grpo', 'dapo'",
+        )
+        for objective in OBJECTIVES
+        for loss_type in ("cispo", "sapo", "vespo", "luspo")
+    ),
+    *(
+        (
+            {"vllm_engine_kwargs": {argument: None}},
+            rf"vllm_engine_kwargs sets '{argument}', which is already set: it is governed by .*\. Remove it from",
+        )
+        for argument in TAKEN_ENGINE_ARGUMENTS
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[json.dumps(settings) for settings, _ in REFUSED])
+def test_what_cannot_work_is_refused_with_the_way_out(settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(**settings)
+
+
+# Each way out, taken.
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"objective": objective, "loss_type": loss} for objective in OBJECTIVES for loss in CLIPPED_LOSS_TYPES),
+        *(
+            {"objective": objective, "vllm_importance_sampling_clip_max": float("inf")}
+            for objective in ("decoupled", "naive", "quantized_ratio")
+        ),
+        {
+            "objective": "decoupled",
+            "vllm_importance_sampling_clip_max": None,
+            "vllm_importance_sampling_clip_min": 0.5,
+        },
+        {"objective": "tis", "delta": 4.0},
+        {"sync_ref_model": True, "beta": 0.1, "uaq_scale": 1.0},
+        {"vllm_engine_kwargs": {"enforce_eager": True, "kv_cache_dtype": "fp8"}},
+        {"vllm_engine_kwargs": None},
+        {"weight_metrics_steps": 0},
+    ],
+    ids=json.dumps,
+)
+def test_what_fits_is_accepted_without_a_warning(settings):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config(**settings)
+
+
+def test_llmcompressor_missing_names_the_extra_and_the_other_way(monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llmcompressor" else find_spec(name))
+    with pytest.raises(ImportError, match=r"pip install trl-qurl\[llmcompressor\]`, or use quantizer='streaming'"):
+        config(quantizer="llmcompressor")
+
+
+# The command line and YAML -------------------------------------------------------------------------------------------
+
+COMMAND_LINE = ["--output_dir", "out", "--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
+COMMAND_LINE += ["--steps_per_generation", "4"]
+
+
+@pytest.mark.parametrize("parser", [TrlParser, HfArgumentParser])
+def test_the_command_line(parser):
+    arguments = ["--rollout_quantization", "none", "--vllm_engine_kwargs", '{"enforce_eager": true, "seed_": 3}']
+    arguments += ["--quantization_ignore", "lm_head", "re:.*down_proj", "--objective", "tis", "--uaq_scale", "1.0"]
+    [settings] = parser(QuRLGRPOConfig).parse_args_into_dataclasses([*COMMAND_LINE, *arguments])
+    assert settings.rollout_quantization is None
+    assert settings.engine_kwargs == {"enforce_eager": True, "seed_": 3}
+    assert settings.quantization_ignore == ["lm_head", "re:.*down_proj"]
+    assert (settings.objective, settings.uaq_scale) == ("tis", 1.0)
+
+
+def test_a_clash_is_found_in_json_as_well():
+    arguments = [*COMMAND_LINE, "--vllm_engine_kwargs", '{"seed": 1}']
+    with pytest.raises(ValueError, match=r"vllm_engine_kwargs sets 'seed', .* governed by seed"):
+        TrlParser(QuRLGRPOConfig).parse_args_and_config(arguments)
+
+
+def test_yaml(tmp_path):
+    path = tmp_path / "run.yaml"
+    settings = {"rollout_quantization": "none", "quantization_ignore": ["lm_head", "re:.*mlp.*"], "objective": "tis"}
+    settings |= {"vllm_engine_kwargs": {"enforce_eager": True}, "vllm_importance_sampling_clip_max": 4.0}
+    path.write_text(yaml.safe_dump(settings))
+    [parsed] = TrlParser(QuRLGRPOConfig).parse_args_and_config([*COMMAND_LINE, "--config", str(path)])
+    assert {name: getattr(parsed, name) for name in settings} == settings | {"rollout_quantization": None}
+
+
+def test_yaml_with_one_ignore_pattern(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("quantization_ignore: lm_head\n")
+    [parsed] = TrlParser(QuRLGRPOConfig).parse_args_and_config([*COMMAND_LINE, "--config", str(path)])
+    assert parsed.quantization_ignore == ["lm_head"]
+
+
+# The warning ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"steps_per_generation": 1},
+        {"steps_per_generation": 4, "gradient_accumulation_steps": 4},
+        {"steps_per_generation": 2, "gradient_accumulation_steps": 4},
+        {"steps_per_generation": None, "gradient_accumulation_steps": 4},  # TRL's default: as many
+    ],
+)
+def test_an_inert_objective_is_warned_of_once_with_both_ways_out(settings):
+    way_out = "set steps_per_generation above gradient_accumulation_steps, or num_iterations above 1"
+    with pytest.warns(UserWarning, match=way_out) as caught:
+        config(**settings)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__, "the warning should point at the line that builds the config"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"num_iterations": 2, "steps_per_generation": 1},
+        *({"steps_per_generation": 1, "objective": objective} for objective in OBJECTIVES if objective != "acr"),
+    ],
+)
+def test_no_warning_where_the_objective_acts(settings):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config(**settings)

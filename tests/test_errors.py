@@ -1,0 +1,224 @@
+"""Mistakes as a user meets them: one sentence with the way out, before the engine starts, and nothing left behind."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from conftest import child_environment, free_port, vllm_server
+from tiny import tiny_model, tiny_tokenizer
+
+from trl_qurl.quantization import SCHEMES
+from trl_qurl.rollout.server import WORKER_EXTENSION, CheckpointVLLMClient
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k_grpo.py"
+
+# Put on PYTHONPATH, this hides a package from a new process as if it were not installed.
+HIDE = """
+import importlib.util, os, sys
+hidden, find_spec = os.environ["HIDDEN"], importlib.util.find_spec
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == hidden:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hidden())
+importlib.util.find_spec = lambda name, package=None: None if name == hidden else find_spec(name, package)
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(directory)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def train(model, tmp_path):
+    """Run `trl-qurl grpo` with what is wrong, and return the error that it prints."""
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n")
+    plain = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--output_dir", str(tmp_path / "out")]
+    plain += ["--model_name_or_path", str(model), "--dataset", str(questions)]
+    plain += ["--rollout_checkpoint_dir", str(tmp_path / "rollouts")]
+
+    def run(*arguments, hidden=None):
+        return failure("grpo", *plain, *arguments, scratch=tmp_path, hidden=hidden)
+
+    return run
+
+
+def failure(*arguments, scratch, hidden=None):
+    (scratch / "hide").mkdir()
+    (scratch / "hide" / "sitecustomize.py").write_text(HIDE if hidden else "")
+    environment = child_environment(PYTHONPATH=str(scratch / "hide"), HIDDEN=hidden or "", VLLM_LOGGING_LEVEL="INFO")
+    command = [sys.executable, "-m", "trl_qurl", *map(str, arguments)]
+    done = subprocess.run(command, env=environment, cwd=scratch, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+    assert "Initializing a V1 LLM engine" not in done.stdout + done.stderr, "the engine was started first"
+    errors = [line for line in done.stderr.splitlines() if line.startswith("trl-qurl: error: ")]
+    assert len(errors) == 1, done.stderr[-3000:]
+    rollouts = scratch / "rollouts"
+    left = [*scratch.rglob("*.safetensors"), *(rollouts.iterdir() if rollouts.exists() else ())]
+    assert not left, f"something half-written was left: {left}"
+    return errors[0].removeprefix("trl-qurl: error: ")
+
+
+# Parts that are not installed ----------------------------------------------------------------------------------------
+
+
+def test_vllm_missing(train):
+    message = train(hidden="vllm")
+    assert message.startswith("Quantized rollouts need vLLM, which is not installed: run `pip install trl-qurl[vllm]`")
+
+
+def test_llmcompressor_missing_for_training(train):
+    message = train("--quantizer", "llmcompressor", hidden="llmcompressor")
+    assert "run `pip install trl-qurl[llmcompressor]`, or use quantizer='streaming'" in message
+
+
+def test_llmcompressor_missing_for_a_checkpoint(model, tmp_path):
+    arguments = ["quantize", model, tmp_path / "out", "--scheme", "int8"]
+    message = failure(*arguments, scratch=tmp_path, hidden="llmcompressor")
+    assert "run `pip install trl-qurl[llmcompressor]`, or use quantizer='streaming'" in message
+    assert not (tmp_path / "out").exists()
+
+
+# Settings ------------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_scheme(train):
+    message = train("--rollout_quantization", "int4")
+    assert message == (
+        "Unknown quantization scheme 'int4': choose one of 'int8', 'fp8', or None for rollouts in BF16."
+    )
+
+
+def test_all_layers_ignored(train):
+    message = train("--quantization_ignore", "lm_head", "re:.*layers.*")
+    assert "matches all 15 linear layers of Qwen2ForCausalLM, so there is nothing to quantize: narrow the" in message
+    assert "rollout_quantization=None" in message
+
+
+# Questions -----------------------------------------------------------------------------------------------------------
+
+
+def test_questions_without_answers(train, tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"question": "1 + 1?", "solution": "2"}\n')
+    message = train("--dataset", tmp_path / "bad.jsonl")
+    assert "has no answer; its columns are question, solution, and question and answer are needed" in message
+
+
+def test_the_example_ends_with_the_sentence(tmp_path):
+    command = [sys.executable, EXAMPLE, "--dataset", "missing.jsonl", "--use_cpu", "true", "--bf16", "false"]
+    command += ["--report_to", "none", "--output_dir", tmp_path / "out"]
+    done = subprocess.run(
+        [*map(str, command)], env=child_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        "FileNotFoundError: The data set file missing.jsonl does not exist; give a .json"
+    )
+    frames = [line for line in done.stderr.splitlines() if line.startswith("  File ")]
+    assert not [line for line in frames if "site-packages" in line], "the traceback shows libraries below"
+
+
+# The checkpoint directory --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def mounted(directory, options):
+    directory.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", directory], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs privileges")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", directory], check=True)
+
+
+WAY_OUT = "set rollout_checkpoint_dir to a writable directory with enough space."
+
+
+def test_no_permission(train, tmp_path):
+    if os.geteuid() != 0:
+        (tmp_path / "locked").mkdir(mode=0o500)
+        message = train("--rollout_checkpoint_dir", tmp_path / "locked" / "here")
+        assert "(Permission denied)" in message
+    else:  # whom permissions do not stop
+        with mounted(tmp_path / "locked", "ro") as locked:
+            message = train("--rollout_checkpoint_dir", locked / "here")
+        assert "(Read-only file system)" in message
+    assert "No room for the rollout engine's checkpoint in" in message and message.endswith(WAY_OUT)
+
+
+def test_no_space(train, tmp_path):
+    with mounted(tmp_path / "small", "size=64k") as small:
+        message = train("--rollout_checkpoint_dir", small)
+        assert not list(small.iterdir())
+    assert "are free and" in message and message.endswith(WAY_OUT)
+
+
+# The server ----------------------------------------------------------------------------------------------------------
+
+
+def test_no_server(train):
+    url = f"http://127.0.0.1:{free_port()}"
+    message = train("--vllm_mode", "server", "--vllm_server_base_url", url, "--vllm_server_timeout", "1")
+    assert message.startswith(f"No vLLM server answers at {url} after 1 seconds: start one on a quantized checkpoint")
+    assert f"--worker-extension-cls {WORKER_EXTENSION}" in message
+    assert message.endswith("or correct vllm_server_base_url.")
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("server")
+def test_server_of_an_unquantized_model(train, model, tmp_path):
+    extension = ("--worker-extension-cls", WORKER_EXTENSION)
+    with vllm_server(model, tmp_path / "log", *extension) as url:
+        message = train("--vllm_mode", "server", "--vllm_server_base_url", url)
+    assert "with unquantized weights, but rollout_quantization='int8' sends int-quantized weights" in message
+    assert "start the server on the output of `trl-qurl quantize MODEL OUT --scheme int8`" in message
+
+
+@contextmanager
+def answering(server_info):
+    """What a vLLM server says about itself, without the fifteen seconds that a real one takes to start."""
+    answers = {"/health": {}, "/v1/models": {"data": [{"id": "model"}]}, "/server_info": server_info}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            answer = answers.get(self.path.split("?")[0])
+            self.send_response(404 if answer is None else 200)
+            self.end_headers()
+            self.wfile.write(json.dumps(answer).encode())
+
+        def log_message(self, *arguments):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("server_info", "fault"),
+    [
+        ({"vllm_config": {"parallel_config": {"worker_extension_cls": ""}}}, "without trl-qurl's worker extension"),
+        (None, "without its development endpoints"),  # VLLM_SERVER_DEV_MODE is not set
+    ],
+)
+def test_server_that_cannot_load_weights(server_info, fault):
+    with answering(server_info) as url:
+        client = CheckpointVLLMClient(base_url=url)
+        with pytest.raises(ValueError, match=f"{url} runs {fault}.*: restart it with `VLLM_SERVER_DEV_MODE=1 vllm"):
+            client.check_ready(SCHEMES["int8"], ["lm_head"])

@@ -1,0 +1,95 @@
+"""A run that stops and resumes is the run that never stopped.
+
+The uninterrupted run saves a checkpoint every two steps; each of the others starts a new process from one of them, as
+after a crash. Four updates share a rollout, so checkpoint 2 lies inside a rollout and checkpoint 4 between two.
+"""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="equality to the last bit is claimed for the CPU only"),
+]
+
+STEPS = 12
+INSIDE_A_ROLLOUT, BETWEEN_ROLLOUTS = 2, 4
+CONFIG = {"steps_per_generation": 4, "max_steps": STEPS, "save_strategy": "steps", "save_steps": 2}
+
+# Neither of these is a property of the policy: seconds, and comparisons with weights that the new process never saw.
+NOT_RESTORED = ("time/", "step_time", "throughput/", "weights/normalized_update", "weights/codes_changed_share")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, run_scenario):
+    directory = tmp_path_factory.mktemp("uninterrupted")
+    return directory, run_scenario("train.py", directory, "--config", json.dumps(CONFIG))
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory, run_scenario, uninterrupted):
+    """The run that starts from a checkpoint of the uninterrupted one, and where it writes its own."""
+    runs = {}
+
+    def resume(step):
+        if step not in runs:
+            directory = tmp_path_factory.mktemp("resumed")
+            checkpoint = uninterrupted[0] / f"checkpoint-{step}"
+            arguments = [directory, "--resume", checkpoint, "--config", json.dumps(CONFIG)]
+            runs[step] = directory, run_scenario("train.py", *arguments)
+        return runs[step]
+
+    return resume
+
+
+def metrics_by_step(record):
+    return {
+        row["step"]: {name: value for name, value in row.items() if not name.startswith(NOT_RESTORED)}
+        for row in record["history"]
+        if "loss" in row
+    }
+
+
+@pytest.mark.xdist_group("resume")
+@pytest.mark.parametrize("step", [INSIDE_A_ROLLOUT, BETWEEN_ROLLOUTS])
+def test_later_steps_are_those_of_the_uninterrupted_run(step, uninterrupted, resumed):
+    expected, seen = metrics_by_step(uninterrupted[1]), metrics_by_step(resumed(step)[1])
+    assert expected.keys() == seen.keys() == set(range(1, STEPS + 1))
+    # No tolerance. Everything that decides the next token is restored: weights, optimizer, the place in the data, the
+    # rollout in progress, and torch's generator, from which vLLM samples on a CPU. One thread sums in one order.
+    for later in range(step + 1, STEPS + 1):
+        assert seen[later] == expected[later], f"step {later} differs after resuming at step {step}"
+    # What is compared moves, and is there.
+    assert len({metrics["loss"] for metrics in expected.values()}) == STEPS
+    assert all({"grad_norm", "entropy"} <= metrics.keys() for metrics in expected.values())
+    rollouts = [expected[first] for first in range(1, STEPS + 1, 4)]
+    assert all("reward" in rollout for rollout in rollouts)
+    assert len({rollout["mismatch/kl_k3"] for rollout in rollouts}) == len(rollouts)
+
+
+@pytest.mark.xdist_group("resume")
+@pytest.mark.parametrize("step", [INSIDE_A_ROLLOUT, BETWEEN_ROLLOUTS])
+def test_uaq_is_not_applied_again_on_resuming(step, uninterrupted, resumed):
+    # A second division by 1.5 leaves the outputs as they are, so the weights themselves are compared.
+    ends = [
+        load_file(directory / f"checkpoint-{STEPS}" / "model.safetensors")
+        for directory, _ in (uninterrupted, resumed(step))
+    ]
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=0)
+    assert resumed(step)[1]["uaq_scale"] == uninterrupted[1]["uaq_scale"] == 1.5
+    assert resumed(step)[1]["probe_end"] == uninterrupted[1]["probe_end"]
+
+
+@pytest.mark.xdist_group("resume")
+def test_training_a_saved_model_again_does_not_scale_it_again(uninterrupted, run_scenario, tmp_path):
+    saved = uninterrupted[0] / f"checkpoint-{STEPS}"
+    # With a learning rate of 0 nothing but UAQ could change the weights.
+    still = {"learning_rate": 0.0, "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    record = run_scenario("train.py", tmp_path, "--model", saved, "--config", json.dumps(still))
+    start, end = load_file(saved / "model.safetensors"), load_file(tmp_path / "checkpoint-1" / "model.safetensors")
+    torch.testing.assert_close(end, start, rtol=0, atol=0)
+    assert record["uaq_scale"] == 1.5
+    assert record["probe_start"] == uninterrupted[1]["probe_end"]

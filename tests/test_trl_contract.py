@@ -1,0 +1,513 @@
+"""Everything private that the code leans on in TRL, vLLM, transformers, accelerate and llm-compressor.
+
+Libraries move, and a seam that moved must not be found by a wrong loss. Each entry and each test names one thing, and
+its failure says in a sentence what is gone and what in trl_qurl stands on it. Sources are read, not imported, so this
+file needs no engine and is the first to run after an upgrade (`pytest tests/test_trl_contract.py`).
+"""
+
+import ast
+import configparser
+import functools
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS
+
+GRPO = "trl.trainer.grpo_trainer"
+GENERATION = "trl.generation.vllm_generation"
+CLIENT = "trl.generation.vllm_client"
+LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
+COMPRESSED_TENSORS = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors"
+CPU_KERNELS = "vllm.model_executor.kernels.linear.scaled_mm.cpu"
+HEAD = "vllm.model_executor.layers.vocab_parallel_embedding"
+
+# (module, name, parameters it takes, what leans on it)
+DEFINITIONS = [
+    (GRPO, "GRPOTrainer.__init__", "model args callbacks peft_config", "trainers/grpo.py reads and replaces them"),
+    (GRPO, "GRPOTrainer._generate_and_score_completions", "inputs", "trainers/grpo.py measures the mismatch after it"),
+    (
+        GRPO,
+        "GRPOTrainer._get_per_token_logps_and_entropies",
+        "model",
+        "trainers/grpo.py times it and keeps its result",
+    ),
+    (GRPO, "GRPOTrainer._compute_loss", "model inputs", "trainers/grpo.py computes every objective through it"),
+    (GRPO, "GRPOTrainer._save_checkpoint", "model trial", "trainers/grpo.py adds the rollout in progress"),
+    (GRPO, "GRPOTrainer._load_optimizer_and_scheduler", "checkpoint", "trainers/grpo.py reads the rollout back there"),
+    ("transformers.trainer", "Trainer._get_output_dir", "trial", "trainers/grpo.py finds the checkpoint by it"),
+    ("transformers.trainer", "Trainer._load_rng_state", "checkpoint", "a resumed run samples on where it stopped"),
+    (
+        "transformers.initialization",
+        "no_init_weights",
+        "",
+        "quantization/checkpoint.py copies a model without it cold",
+    ),
+    ("accelerate.utils.modeling", "is_peft_model", "model", "rollout/generation.py tells adapters by it"),
+    (
+        "accelerate.utils.operations",
+        "broadcast_object_list",
+        "object_list from_process",
+        "processes share a directory",
+    ),
+    ("trl.import_utils", "is_vllm_available", "", "trainers/grpo.py names the extra that brings vLLM"),
+    (
+        GENERATION,
+        "VLLMGeneration.__init__",
+        "model accelerator processing_class",
+        "QuantizedVLLMGeneration passes them",
+    ),
+    (GENERATION, "VLLMGeneration._init_vllm", "", "QuantizedVLLMGeneration starts the engine through it"),
+    (GENERATION, "VLLMGeneration._iter_named_params", "", "QuantizedVLLMGeneration quantizes what it yields"),
+    (GENERATION, "VLLMGeneration.sync_weights", "", "QuantizedVLLMGeneration replaces it"),
+    (GENERATION, "VLLMGeneration.generate", "prompts", "QuantizedVLLMGeneration counts its seconds and tokens"),
+    (GENERATION, "empty_cache", "", "QuantizedVLLMGeneration calls it before waking the engine"),
+    (CLIENT, "VLLMClient.__init__", "base_url connection_timeout", "CheckpointVLLMClient is built as it is"),
+    (CLIENT, "VLLMClient.check_server", "total_timeout retry_interval", "CheckpointVLLMClient rewords its error"),
+    (CLIENT, "VLLMClient.init_communicator", "device", "CheckpointVLLMClient leaves NCCL out by overriding it"),
+    (CLIENT, "VLLMClient.get_server_info", "", "CheckpointVLLMClient looks for the worker extension in it"),
+    (CLIENT, "VLLMClient.reset_prefix_cache", "", "CheckpointVLLMClient drops what old weights cached"),
+    (
+        "vllm.entrypoints.llm",
+        "LLM.collective_rpc",
+        "method kwargs",
+        "QuantizedVLLMGeneration sends weights through it",
+    ),
+    ("vllm.entrypoints.llm", "LLM.reset_prefix_cache", "", "QuantizedVLLMGeneration drops what old weights cached"),
+    ("vllm.entrypoints.llm", "LLM.wake_up", "tags", "QuantizedVLLMGeneration wakes the weights before loading"),
+    ("vllm.v1.worker.gpu_worker", "Worker.reload_weights", "", "RolloutWorker.load_rollout_weights calls it"),
+    ("vllm.v1.worker.gpu_worker", "Worker.get_model", "", "RolloutWorker repairs the model it returns"),
+    ("vllm.v1.worker.cpu_worker", "CPUWorker", "", "RolloutWorker is mixed into it"),
+    (
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner.reload_weights",
+        "weights_iterator weights_path",
+        "RolloutWorker.load_rollout_weights passes both",
+    ),
+    (LAYERWISE, "initialize_layerwise_reload", "", "a reload takes checkpoint tensors as often as one likes"),
+    (COMPRESSED_TENSORS, "CompressedTensorsConfig.__init__", "ignore quant_format", "rollout_format reports both"),
+    (
+        "vllm.model_executor.kernels.linear",
+        "register_linear_kernel",
+        "kernel_class platform kernel_type",
+        "rollout/cpu_repairs.py offers its INT8 kernel by it",
+    ),
+    (
+        CPU_KERNELS,
+        "CPUInt8ScaledMMLinearKernel.process_weights_for_onednn",
+        "layer",
+        "ReloadableCPUInt8Kernel keeps the scales that it hands to oneDNN",
+    ),
+    (HEAD, "ParallelLMHead", "", "rollout/cpu_repairs.py packs its weight anew"),
+    (
+        HEAD,
+        "UnquantizedEmbeddingMethod.process_weights_after_loading",
+        "layer",
+        "rollout/cpu_repairs.py packs the output head's weight by it",
+    ),
+    ("compressed_tensors.utils.match", "is_match", "name module targets", "quantization/layers.py ignores by it"),
+    (
+        "compressed_tensors.quantization.quant_scheme",
+        "preset_name_to_scheme",
+        "name targets",
+        "quantization/schemes.py writes vLLM's config.json from it",
+    ),
+]
+
+
+# Reading sources -----------------------------------------------------------------------------------------------------
+
+
+def source_file(module: str) -> Path | None:
+    """Where a module's source is, found without importing its package; `None` if there is no such file."""
+    package, *rest = module.split(".")
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        pytest.skip(f"{package} is not installed")
+    path = Path(spec.submodule_search_locations[0], *rest)
+    return next((found for found in (path.with_suffix(".py"), path / "__init__.py") if found.is_file()), None)
+
+
+@functools.cache
+def tree(module: str) -> ast.Module:
+    path = source_file(module)
+    assert path is not None, f"{module} is gone, and trl_qurl leans on it: see DEFINITIONS in this file."
+    return ast.parse(path.read_text())
+
+
+def definition(module: str, name: str) -> ast.AST | None:
+    """The class or function called `name` (dotted inside classes), also inside an `if` of the module."""
+    node = tree(module)
+    for part in name.split("."):
+        kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+        nodes = ast.walk(node) if node is tree(module) else node.body
+        node = next((child for child in nodes if isinstance(child, kinds) and child.name == part), None)
+        if node is None:
+            return None
+    return node
+
+
+def body_of(module: str, name: str) -> ast.AST:
+    found = definition(module, name)
+    assert found is not None, f"{module}.{name} is gone; DEFINITIONS in this file says what leans on it."
+    return found
+
+
+def text_of(module: str, name: str) -> str:
+    """Source of a definition in one canonical form: single quotes, one space, no comments."""
+    return ast.unparse(body_of(module, name))
+
+
+def calls(node: ast.AST, function: str) -> list[ast.Call]:
+    return [call for call in ast.walk(node) if isinstance(call, ast.Call) and ast.unparse(call.func) == function]
+
+
+def assigned_attributes(module: str, name: str) -> set[str]:
+    targets = (target for node in ast.walk(body_of(module, name)) for target in getattr(node, "targets", ()))
+    return {target.attr for target in targets if isinstance(target, ast.Attribute)}
+
+
+# TRL -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "parameters", "leaning"), DEFINITIONS, ids=[f"{entry[0]}.{entry[1]}" for entry in DEFINITIONS]
+)
+def test_what_is_called_or_overridden_exists(module, name, parameters, leaning):
+    assert source_file(module) is not None, f"The module {module} is gone ({name} was in it); {leaning}."
+    found = definition(module, name)
+    assert found is not None, f"{module}.{name} is gone; {leaning}."
+    if parameters:
+        taken = {argument.arg for argument in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)}
+        missing = set(parameters.split()) - taken
+        assert not missing, f"{module}.{name} takes no {', '.join(sorted(missing))} any more; {leaning}."
+
+
+@pytest.mark.parametrize(
+    ("module", "where", "name"),
+    [
+        (GRPO, "GRPOTrainer.__init__", "VLLMGeneration"),
+        (GENERATION, "VLLMGeneration._init_vllm", "LLM"),
+        (GENERATION, "VLLMGeneration._init_vllm", "VLLMClient"),
+    ],
+)
+def test_classes_are_looked_up_by_module_name(module, where, name):
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert name in imported and len(calls(body_of(module, where), name)) == 1, (
+        f"{module}.{where} no longer builds {name} by its name in the module, so rollout/substitution.py cannot put "
+        "ours in its place."
+    )
+
+
+def test_arguments_of_the_engine_are_those_the_config_reserves():
+    [call] = calls(body_of(GENERATION, "VLLMGeneration._init_vllm"), "LLM")
+    given = {keyword.arg for keyword in call.keywords}
+    assert not call.args and None not in given, (
+        "TRL builds vllm.LLM with more than keywords; _build_engine takes those."
+    )
+    ours = {"worker_extension_cls"}
+    reserved = TAKEN_ENGINE_ARGUMENTS.keys() - ours
+    assert given == reserved, (
+        "TRL gives vllm.LLM other arguments than config.TAKEN_ENGINE_ARGUMENTS reserves: new "
+        f"{sorted(given - reserved)}, gone {sorted(reserved - given)}."
+    )
+    fixed = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    assert fixed["max_num_batched_tokens"] == "4096", (
+        "TRL changed max_num_batched_tokens, which config.py says is 4096."
+    )
+    assert fixed["logprobs_mode"] == "'processed_logprobs'", "The importance ratio needs processed log-probabilities."
+    assert fixed["model"] == "model.name_or_path", "_starts_from_checkpoint asks whether model.name_or_path is empty."
+
+
+def test_attributes_of_the_generation_backend():
+    used = {"model", "accelerator", "processing_class", "mode", "enable_sleep_mode", "llm", "vllm_client"}
+    used |= {"_llm_weights_sleeping"}
+    missing = used - assigned_attributes(GENERATION, "VLLMGeneration")
+    assert not missing, f"VLLMGeneration no longer has {sorted(missing)}, which rollout/generation.py uses."
+
+
+def test_the_constructor_starts_the_engine_last():
+    last = body_of(GENERATION, "VLLMGeneration.__init__").body[-1]
+    assert ast.unparse(last) == "self._init_vllm()", (
+        "VLLMGeneration.__init__ does not end with _init_vllm(), whose override needs every attribute to be there."
+    )
+
+
+def test_generate_returns_completions_second():
+    [returned] = [
+        node for node in ast.walk(body_of(GENERATION, "VLLMGeneration.generate")) if isinstance(node, ast.Return)
+    ]
+    assert ast.unparse(returned.value) == "(prompt_ids, completion_ids, logprobs, logprob_token_ids)", (
+        "VLLMGeneration.generate returns something else; QuantizedVLLMGeneration.generate counts the tokens of [1]."
+    )
+
+
+def test_sleeping_engines_sync_inside_generate():
+    assert calls(body_of(GENERATION, "VLLMGeneration.generate"), "self.sync_weights"), (
+        "VLLMGeneration.generate does not sync a sleeping engine itself, for which our generate subtracts the seconds."
+    )
+
+
+def test_the_trainer_syncs_before_the_first_rollout_of_every_step():
+    body = text_of(GRPO, "GRPOTrainer._generate_single_turn")
+    condition, call = "if self.state.global_step != self._last_loaded_step:", "self.vllm_generation.sync_weights()"
+    assert condition in body and body.index(condition) < body.index(call) < body.index("vllm_generation.generate("), (
+        "GRPOTrainer._generate_single_turn does not sync weights before it generates; QuRLGRPOTrainer leaves it to it."
+    )
+
+
+def test_clip_bounds_are_read_in_clamps_and_clip_metrics_only():
+    loss = body_of(GRPO, "GRPOTrainer._compute_loss")
+    reads = {id(node) for node in ast.walk(loss) if ast.unparse(node) in ("self.epsilon_low", "self.epsilon_high")}
+    places = [*calls(loss, "torch.clamp"), *(node for node in ast.walk(loss) if isinstance(node, ast.Compare))]
+    allowed = {id(node) for place in places if "coef_1" in ast.unparse(place) for node in ast.walk(place)}
+    assert reads, (
+        "GRPOTrainer._compute_loss reads no self.epsilon_low/high: QuRLGRPOTrainer._clip_bounds does nothing."
+    )
+    assert reads <= allowed, (
+        "GRPOTrainer._compute_loss reads self.epsilon_low/high outside the clamp of coef_1 and clip metrics, where "
+        "QuRLGRPOTrainer._clip_bounds puts (B, T) tensors."
+    )
+
+
+def test_the_clipped_surrogate_is_the_one_that_the_objectives_are_made_of():
+    body = text_of(GRPO, "GRPOTrainer._compute_loss")
+    for line in (
+        "log_ratio = per_token_logps - old_per_token_logps",
+        "coef_1 = torch.exp(log_importance_weights)",
+        "coef_2 = torch.clamp(coef_1, 1 - self.epsilon_low, 1 + self.epsilon_high)",
+        "per_token_loss = -torch.min(per_token_loss1, per_token_loss2)",
+        "per_token_loss = per_token_loss * inputs['importance_sampling_ratio']",
+        "if advantages.dim() == 1:",
+    ):
+        assert line in body, (
+            f"GRPOTrainer._compute_loss has no `{line}`, through which objective.surrogate_terms acts."
+        )
+    [branch] = [
+        node.test
+        for node in ast.walk(body_of(GRPO, "GRPOTrainer._compute_loss"))
+        if isinstance(node, ast.If) and any("coef_2 = torch.clamp" in ast.unparse(line) for line in node.body)
+    ]
+    clipped = set(ast.literal_eval(branch.comparators[0]))
+    assert set(CLIPPED_LOSS_TYPES) <= clipped, (
+        f"config.CLIPPED_LOSS_TYPES are no longer all clamped; TRL's: {clipped}."
+    )
+
+
+def test_a_log_probability_below_the_ratio_may_be_replaced():
+    body = text_of(GRPO, "GRPOTrainer._compute_loss")
+    assert "inputs.get('old_per_token_logps')" in body, (
+        "GRPOTrainer._compute_loss takes old_per_token_logps from elsewhere than its inputs, where objective "
+        "'quantized_ratio' puts the behaviour policy's."
+    )
+
+
+def test_what_scoring_hands_over():
+    body = text_of(GRPO, "GRPOTrainer._generate_and_score_completions")
+    used = ("old_per_token_logps", "sampling_per_token_logps", "completion_mask", "tool_mask", "advantages")
+    for key in used:
+        assert f"'{key}': {key}" in body or f"output['{key}'] = {key}" in body, (
+            f"GRPOTrainer._generate_and_score_completions hands over no {key!r}, which trainers/grpo.py reads."
+        )
+
+
+def test_log_probabilities_are_the_first_result():
+    body = body_of(GRPO, "GRPOTrainer._get_per_token_logps_and_entropies")
+    [returned] = [node for node in ast.walk(body) if isinstance(node, ast.Return)]
+    assert ast.unparse(returned.value).startswith("(logps, "), (
+        "_get_per_token_logps_and_entropies does not return log-probabilities first; trainers/grpo.py keeps [0]."
+    )
+    assert "self._get_per_token_logps_and_entropies(" in text_of(GRPO, "GRPOTrainer._compute_loss"), (
+        "_compute_loss does not score through _get_per_token_logps_and_entropies, so acr/... would use an old result."
+    )
+
+
+def test_attributes_of_the_trainer():
+    used = {"epsilon_low", "epsilon_high", "vllm_generation", "_metrics", "_step", "_buffered_inputs"}
+    used |= {"vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"}
+    missing = used - assigned_attributes(GRPO, "GRPOTrainer.__init__")
+    assert not missing, f"GRPOTrainer.__init__ no longer sets {sorted(missing)}, which trainers/grpo.py uses."
+
+
+def test_metrics_are_lists_by_mode_and_name():
+    assert "self._metrics = {'train': defaultdict(list), 'eval': defaultdict(list)}" in text_of(
+        GRPO, "GRPOTrainer.__init__"
+    ), "GRPOTrainer._metrics is no longer lists by mode and name, to which QuRLGRPOTrainer._record appends."
+    assert "for key, val in self._metrics[mode].items()" in text_of(GRPO, "GRPOTrainer.log"), (
+        "GRPOTrainer.log does not log what is in _metrics, where QuRLGRPOTrainer._record puts ours."
+    )
+
+
+def test_the_place_within_a_rollout_is_step_and_buffer():
+    body = text_of(GRPO, "GRPOTrainer._prepare_inputs")
+    for line in (
+        "if self._step % generate_every == 0 or self._buffered_inputs is None:",
+        "inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]",
+    ):
+        assert line in body, f"GRPOTrainer._prepare_inputs has no `{line}`; rollout_state.py saves those two."
+
+
+def test_checkpoints_are_named_as_rollout_state_expects():
+    body = text_of("transformers.trainer", "Trainer._save_checkpoint")
+    assert "f'{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}'" in body and "self._get_output_dir(" in body, (
+        "Trainer._save_checkpoint names its directory otherwise; QuRLGRPOTrainer._save_checkpoint writes into it."
+    )
+
+
+def test_trl_takes_the_vllm_that_the_extra_installs():
+    versions = ast.unparse(body_of("trl.import_utils", "is_vllm_available"))
+    setup = configparser.ConfigParser()
+    setup.read(Path(__file__).parents[1] / "setup.cfg")
+    [requirement] = [line for line in setup["options.extras_require"]["vllm"].split() if line.startswith("vllm>=")]
+    lowest, highest = (part.split("=")[1] for part in requirement.split(","))
+    assert f"Version('{highest}')" in versions, f"TRL's newest vLLM is not {highest}, as the extra `vllm` says."
+    oldest = [text.split("'")[0] for text in versions.split("Version('")[1:]][0]
+    assert oldest.startswith(lowest), f"TRL's oldest vLLM is {oldest}, and the extra `vllm` says {lowest}."
+
+
+def test_trl_is_the_minor_release_that_this_file_was_written_for():
+    installed = importlib.metadata.version("trl")
+    assert installed.startswith("1.16."), (
+        f"TRL is {installed}: read its changes to what this file lists, then edit this."
+    )
+
+
+# vLLM ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_worker_extension_is_mixed_in_by_name():
+    assert "parallel_config.worker_extension_cls" in ast.unparse(tree("vllm.v1.worker.worker_base")), (
+        "vLLM's worker_base does not read parallel_config.worker_extension_cls, by which RolloutWorker gets in."
+    )
+    assert "worker_extension_cls: str" in text_of("vllm.config.parallel", "ParallelConfig"), (
+        "ParallelConfig has no worker_extension_cls, which CheckpointVLLMClient.check_ready reads from /server_info."
+    )
+
+
+def test_a_reload_goes_layer_by_layer_through_load_weights():
+    body = text_of("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.reload_weights")
+    for call in (
+        "initialize_layerwise_reload(model)",
+        "model.load_weights(weights_iterator)",
+        "finalize_layerwise_reload",
+    ):
+        assert call in body, (
+            f"vLLM's reload_weights has no `{call}`: quantized tensors may not be taken twice any more."
+        )
+
+
+def test_a_reload_reports_layers_without_weights():
+    assert "logger = init_logger(__name__)" in ast.unparse(tree(LAYERWISE)), (
+        f"The logger of vLLM's reload is not {LAYERWISE!r}, which rollout/worker.py listens to."
+    )
+    body = text_of(LAYERWISE, "finalize_layerwise_processing")
+    assert "logger.warning('%s: Failed to load weights', layer.__class__.__name__)" in body, (
+        "vLLM words its report of a layer without new weights otherwise; rollout/worker.py makes an error of it."
+    )
+
+
+def test_names_of_the_int8_parameters():
+    body = text_of(CPU_KERNELS, "CPUInt8ScaledMMLinearKernel.process_weights_for_onednn")
+    assert "w_q_name, w_s_name, i_s_name, i_zp_name, azp_adj_name = self.layer_param_names" in body, (
+        "layer_param_names are in another order; ReloadableCPUInt8Kernel takes the scales' name from [1]."
+    )
+    assert "ops.create_onednn_scaled_mm(weight, getattr(layer, w_s_name)" in body, (
+        "The oneDNN primitive is not built from layer_param_names[1], which ReloadableCPUInt8Kernel holds on to."
+    )
+
+
+def test_kernels_step_back_when_disabled_by_name():
+    kernels = "vllm.model_executor.kernels.linear"
+    choice = text_of(kernels, "is_supported_and_can_implement_kernel")
+    assert "kernel.__name__ in envs.VLLM_DISABLED_KERNELS" in choice, (
+        "VLLM_DISABLED_KERNELS no longer takes class names; rollout/cpu_repairs.py disables vLLM's INT8 kernel by it."
+    )
+    assert "_POSSIBLE_INT8_KERNELS[platform].append(kernel_class)" in text_of(kernels, "register_linear_kernel"), (
+        "register_linear_kernel does not add an 'int8' kernel to those tried; rollout/cpu_repairs.py adds one."
+    )
+
+
+def test_quantized_models_say_in_which_format():
+    attributes = assigned_attributes(COMPRESSED_TENSORS, "CompressedTensorsConfig.__init__")
+    assert {"quant_format", "ignore"} <= attributes, (
+        "CompressedTensorsConfig has no quant_format and ignore, by which RolloutWorker.rollout_format tells what a "
+        "server holds."
+    )
+
+
+@pytest.mark.parametrize(
+    ("router", "route", "leaning"),
+    [
+        ("rpc", "router.post('/collective_rpc')", "CheckpointVLLMClient has weights loaded by it"),
+        ("cache", "router.post('/reset_prefix_cache')", "TRL's client drops what old weights cached by it"),
+        ("server_info", "router.get('/server_info')", "CheckpointVLLMClient looks for the worker extension there"),
+    ],
+)
+def test_server_endpoints(router, route, leaning):
+    module = f"vllm.entrypoints.serve.dev.{router}.api_router"
+    assert f"@{route}" in ast.unparse(tree(module)), f"vLLM's server has no {route} any more; {leaning}."
+
+
+def test_remote_calls_return_dictionaries_as_they_are():
+    body = text_of("vllm.entrypoints.serve.dev.rpc.api_router", "collective_rpc")
+    assert "isinstance(result, dict | list)" in body and "{'results': response}" in body, (
+        "/collective_rpc does not return a worker's dictionary under 'results', where check_ready finds the format."
+    )
+
+
+# llm-compressor ------------------------------------------------------------------------------------------------------
+
+
+def test_llmcompressor_quantizes_a_model_without_data():
+    oneshot = body_of("llmcompressor.entrypoints.oneshot", "oneshot")
+    taken = {argument.arg for argument in (*oneshot.args.args, *oneshot.args.kwonlyargs)}
+    assert {"model", "recipe"} <= taken, (
+        "oneshot takes no model and recipe; write_llmcompressor_checkpoint gives both."
+    )
+
+
+def test_transformers_warning_about_offloaded_modules_is_worded_as_it_is_silenced():
+    assert (
+        "Attempting to save a model with offloaded modules" in source_file("transformers.modeling_utils").read_text()
+    ), "transformers words it otherwise; quantization/checkpoint.py silences it by these words, at every step."
+
+
+# What is repaired ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plain_reload(run_scenario, tmp_path_factory):
+    """One reload by vLLM alone, on a CPU."""
+    if torch.cuda.is_available():
+        pytest.skip("the repairs are for vLLM on CPU")
+    return run_scenario("plain_reload.py", tmp_path_factory.mktemp("plain_reload"))
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("plain_reload")
+def test_a_tied_head_is_still_left_stale_by_vllm(plain_reload):
+    assert plain_reload["started"]["head_error"] < 0.02, "the head is wrong before any reload: this test shows nothing"
+    assert plain_reload["reloaded"]["head_error"] > 0.1, (
+        "vLLM repaired it: the workaround repack_output_head in trl_qurl/rollout/cpu_repairs.py can go."
+    )
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("plain_reload")
+@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="with AMX, vLLM uses another INT8 kernel")
+def test_int8_scales_are_still_freed_under_the_primitive_by_vllm(plain_reload):
+    # Using freed memory would make this a matter of luck. Addresses do not: those of the layers' scales are in use all
+    # the time, so an address that is none of them belongs to a tensor that only the kernel knew.
+    assert plain_reload["started"]["primitives"] == plain_reload["reloaded"]["primitives"] == 8
+    assert plain_reload["started"]["dangling"] == 0
+    assert plain_reload["reloaded"]["dangling"] == 8, (
+        "vLLM repaired it: the workaround ReloadableCPUInt8Kernel in trl_qurl/rollout/cpu_repairs.py can go."
+    )
