@@ -90,12 +90,6 @@ DEFINITIONS = [
     (LAYERWISE, "initialize_layerwise_reload", "", "a reload takes checkpoint tensors as often as one likes"),
     (COMPRESSED_TENSORS, "CompressedTensorsConfig.__init__", "ignore quant_format", "rollout_format reports both"),
     (
-        "vllm.model_executor.kernels.linear",
-        "register_linear_kernel",
-        "kernel_class platform kernel_type",
-        "rollout/cpu_repairs.py offers its INT8 kernel by it",
-    ),
-    (
         CPU_KERNELS,
         "CPUInt8ScaledMMLinearKernel.process_weights_for_onednn",
         "layer",
@@ -424,14 +418,18 @@ def test_names_of_the_int8_parameters():
     )
 
 
-def test_kernels_step_back_when_disabled_by_name():
-    kernels = "vllm.model_executor.kernels.linear"
-    choice = text_of(kernels, "is_supported_and_can_implement_kernel")
-    assert "kernel.__name__ in envs.VLLM_DISABLED_KERNELS" in choice, (
-        "VLLM_DISABLED_KERNELS no longer takes class names; rollout/cpu_repairs.py disables vLLM's INT8 kernel by it."
+def test_a_quantized_layer_says_which_kernel_it_uses():
+    scheme = "vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_w8a8_int8"
+    assert "kernel" in assigned_attributes(scheme, "CompressedTensorsW8A8Int8.create_weights"), (
+        "CompressedTensorsW8A8Int8 no longer keeps its kernel as `kernel`; rollout/cpu_repairs.py exchanges it there."
     )
-    assert "_POSSIBLE_INT8_KERNELS[platform].append(kernel_class)" in text_of(kernels, "register_linear_kernel"), (
-        "register_linear_kernel does not add an 'int8' kernel to those tried; rollout/cpu_repairs.py adds one."
+    assert "layer.scheme = " in ast.unparse(tree(COMPRESSED_TENSORS)), (
+        "A quantized layer no longer keeps its scheme as `scheme`; rollout/cpu_repairs.py looks for it there."
+    )
+    kernels = "vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel"
+    attributes = assigned_attributes(kernels, "ScaledMMLinearKernel.__init__")
+    assert {"config", "layer_param_names"} <= attributes, (
+        "Kernels keep their arguments under other names; rollout/cpu_repairs.py builds one from another's."
     )
 
 

@@ -7,13 +7,10 @@ start.
 Imported only where vLLM runs on CPU.
 """
 
-import os
-
 import torch
-from vllm.model_executor.kernels.linear import register_linear_kernel
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Int8
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
-from vllm.platforms.interface import PlatformEnum
 
 
 class ReloadableCPUInt8Kernel(CPUInt8ScaledMMLinearKernel):
@@ -25,15 +22,17 @@ class ReloadableCPUInt8Kernel(CPUInt8ScaledMMLinearKernel):
         self._scales_in_use = getattr(layer, self.layer_param_names[1])
 
 
-def register_reloadable_int8_kernel() -> None:
+def use_reloadable_int8_kernels(model: torch.nn.Module) -> None:
     """
-    Let vLLM choose `ReloadableCPUInt8Kernel` for INT8 layers.
+    Exchange vLLM's INT8 kernel for `ReloadableCPUInt8Kernel` in every layer of this model that has it.
 
-    A registered kernel is tried after vLLM's own, so that one is told to step back, by vLLM's own setting for it.
+    To be called before a reload, which prepares each layer anew with the kernel it then finds. Registering the kernel
+    with vLLM instead would need an environment variable to disable its own, which every later process would inherit.
     """
-    register_linear_kernel(ReloadableCPUInt8Kernel, PlatformEnum.CPU, "int8")
-    disabled = [name for name in os.environ.get("VLLM_DISABLED_KERNELS", "").split(",") if name]
-    os.environ["VLLM_DISABLED_KERNELS"] = ",".join({*disabled, CPUInt8ScaledMMLinearKernel.__name__})
+    for layer in model.modules():
+        scheme = getattr(layer, "scheme", None)  # only quantized layers have one
+        if isinstance(scheme, CompressedTensorsW8A8Int8) and type(scheme.kernel) is CPUInt8ScaledMMLinearKernel:
+            scheme.kernel = ReloadableCPUInt8Kernel(scheme.kernel.config, scheme.kernel.layer_param_names)
 
 
 def repack_output_head(model: torch.nn.Module) -> None:

@@ -15,10 +15,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.platforms import current_platform
 
 if current_platform.is_cpu():
-    # Workers import this module before they build the model, which is when kernels are chosen.
     from trl_qurl.rollout import cpu_repairs
-
-    cpu_repairs.register_reloadable_int8_kernel()
 
 
 class RolloutWorker:
@@ -43,6 +40,8 @@ class RolloutWorker:
         Raises:
             RuntimeError: If a layer was left with its old weights.
         """
+        if current_platform.is_cpu():
+            cpu_repairs.use_reloadable_int8_kernels(self.get_model())
         with _watched_reload():
             self.reload_weights(weights_iterator=weights_iterator, weights_path=weights_path)
         if current_platform.is_cpu():
