@@ -54,13 +54,12 @@ def run_scenario() -> Callable[..., Any]:
 
 
 @contextmanager
-def vllm_server(checkpoint: Path, log: Path, *arguments: str) -> Iterator[str]:
-    """A real vLLM server on a free local port; yields its URL."""
+def vllm_server(model: Path, log: Path, *arguments: str) -> Iterator[str]:
+    """A server for training on a free local port, as a user starts it; yields its URL."""
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "64"]
-    command += ["--max-num-seqs", "16", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", *arguments]
-    environment = child_environment(VLLM_SERVER_DEV_MODE="1", VLLM_CPU_KVCACHE_SPACE="1")
+    command = [sys.executable, "-m", "trl_qurl", "serve", str(model), "--port", str(port), *arguments]
+    command += ["--enforce-eager", "--max-model-len", "64", "--max-num-seqs", "16"]
+    environment = child_environment(TRL_QURL_CACHE=str(log.parent / "cache"), VLLM_CPU_KVCACHE_SPACE="1")
     with log.open("w") as output:
         server = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
     try:

@@ -87,7 +87,7 @@ def test_faults_of_our_own_are_not_hidden(monkeypatch):
 
 def test_everything_after_grpo_goes_to_trl(monkeypatch):
     seen = []
-    monkeypatch.setattr(cli, "run_grpo", lambda args: seen.append(args.trl_arguments) or 0)
+    monkeypatch.setattr(cli, "run_grpo", lambda args: seen.append(args.further) or 0)
     cli.main(["grpo", "--config", "run.yaml", "--learning_rate", "1e-6", "--help"])
     assert seen == [["--config", "run.yaml", "--learning_rate", "1e-6", "--help"]]
 

@@ -36,6 +36,7 @@ OWN_DEFAULTS = {
     "uaq_scale": 1.5,
     "vllm_engine_kwargs": {},
     "weight_metrics_steps": 16,
+    "sync_check_steps": 16,
 }
 CHANGED_DEFAULTS = {
     "use_vllm": True,
@@ -128,6 +129,7 @@ REFUSED = [
         {"sync_ref_model": True, "beta": 0.1},
         r"sync_ref_model=True mixes .* uaq_scale=1\.5 .*: set uaq_scale=1\.0, or sync_ref_model=False",
     ),
+    ({"sync_check_steps": -1}, r"sync_check_steps is -1: give a number of rollouts, or 0 for none"),
     ({"weight_metrics_steps": -1}, r"weight_metrics_steps is -1: give a number of rollouts, or 0 for none"),
     (
         {"vllm_mode": "server", "vllm_engine_kwargs": {"enforce_eager": True}},

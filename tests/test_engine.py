@@ -6,9 +6,6 @@ import pytest
 from conftest import vllm_server
 from tiny import tiny_model, tiny_tokenizer
 
-from trl_qurl.quantization import write_checkpoint
-from trl_qurl.rollout.server import WORKER_EXTENSION
-
 pytestmark = pytest.mark.vllm
 
 # An engine that started from the same checkpoint runs the same kernels on the same bytes: its figures are the same to
@@ -68,9 +65,9 @@ def assert_metrics(history, scheme):
 @pytest.fixture(scope="module")
 def int8_server(tmp_path_factory):
     directory = tmp_path_factory.mktemp("server")
-    write_checkpoint(tiny_model(), tiny_tokenizer(), "int8", directory / "int8", quantizer="streaming")
-    extension = ("--worker-extension-cls", WORKER_EXTENSION)
-    with vllm_server(directory / "int8", directory / "log", *extension) as url:
+    tiny_model().save_pretrained(directory / "model")
+    tiny_tokenizer().save_pretrained(directory / "model")
+    with vllm_server(directory / "model", directory / "log", "--scheme", "int8") as url:
         yield url
 
 

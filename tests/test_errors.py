@@ -182,8 +182,7 @@ def test_no_server(train):
 @pytest.mark.vllm
 @pytest.mark.xdist_group("server")
 def test_server_of_an_unquantized_model(train, model, tmp_path):
-    extension = ("--worker-extension-cls", WORKER_EXTENSION)
-    with vllm_server(model, tmp_path / "log", *extension) as url:
+    with vllm_server(model, tmp_path / "log", "--scheme", "none") as url:
         message = train("--vllm_mode", "server", "--vllm_server_base_url", url)
     assert "with unquantized weights, but rollout_quantization='int8' sends int-quantized weights" in message
     assert "start the server on the output of `trl-qurl quantize MODEL OUT --scheme int8`" in message

@@ -77,6 +77,13 @@ DEFINITIONS = [
         "QuantizedVLLMGeneration sends weights through it",
     ),
     ("vllm.entrypoints.llm", "LLM.reset_prefix_cache", "", "QuantizedVLLMGeneration drops what old weights cached"),
+    (
+        "vllm.v1.engine.llm_engine",
+        "LLMEngine.set_weight_version",
+        "weight_version",
+        "ColocatedEngine names the weights",
+    ),
+    ("vllm.v1.engine.llm_engine", "LLMEngine.get_weight_version", "", "ColocatedEngine asks for the weights' name"),
     ("vllm.entrypoints.llm", "LLM.wake_up", "tags", "QuantizedVLLMGeneration wakes the weights before loading"),
     ("vllm.v1.worker.gpu_worker", "Worker.reload_weights", "", "RolloutWorker.load_rollout_weights calls it"),
     ("vllm.v1.worker.gpu_worker", "Worker.get_model", "", "RolloutWorker repairs the model it returns"),
@@ -84,8 +91,8 @@ DEFINITIONS = [
     (
         "vllm.v1.worker.gpu_model_runner",
         "GPUModelRunner.reload_weights",
-        "weights_iterator weights_path",
-        "RolloutWorker.load_rollout_weights passes both",
+        "weights_iterator",
+        "RolloutWorker.load_rollout_weights passes it",
     ),
     (LAYERWISE, "initialize_layerwise_reload", "", "a reload takes checkpoint tensors as often as one likes"),
     (COMPRESSED_TENSORS, "CompressedTensorsConfig.__init__", "ignore quant_format", "rollout_format reports both"),
@@ -446,6 +453,8 @@ def test_quantized_models_say_in_which_format():
     [
         ("rpc", "router.post('/collective_rpc')", "CheckpointVLLMClient has weights loaded by it"),
         ("cache", "router.post('/reset_prefix_cache')", "TRL's client drops what old weights cached by it"),
+        ("rlhf", "router.post('/update_weight_version')", "CheckpointVLLMClient names the weights by it"),
+        ("rlhf", "router.get('/weight_info')", "CheckpointVLLMClient asks for the weights' name by it"),
         ("server_info", "router.get('/server_info')", "CheckpointVLLMClient looks for the worker extension there"),
     ],
 )

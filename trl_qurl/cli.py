@@ -22,8 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return the exit status: 0, 1 if a demo fell short of its goal, 2 for a user's error."""
     parser = build_parser()
     args, further = parser.parse_known_args(argv)
-    if args.command == "grpo":
-        args.trl_arguments = further
+    if args.command in ("grpo", "serve"):
+        args.further = further
     elif further:
         parser.error(f"unrecognized arguments: {' '.join(further)}")
     try:
@@ -53,6 +53,18 @@ def build_parser() -> argparse.ArgumentParser:
     quantize.add_argument("--quantizer", choices=["llmcompressor", "streaming"], default="llmcompressor")
     quantize.set_defaults(run=run_quantize)
 
+    serve = commands.add_parser(
+        "serve",
+        help="start a vLLM server for training; options it does not know go to vLLM",
+        epilog="The server loads weights from whoever reaches it: keep it on a private interface.",
+    )
+    serve.add_argument("model", metavar="MODEL", help="full-precision model: name on the Hub, or a local directory")
+    serve.add_argument("--scheme", choices=["int8", "fp8", "none"], default="int8", help="none: BF16 rollouts")
+    serve.add_argument("--ignore", nargs="+", default=["lm_head"], metavar="PATTERN", help="modules to leave alone")
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--port", type=int, default=8000)
+    serve.set_defaults(run=run_serve)
+
     demo = commands.add_parser("demo", help="train a tiny model on three-digit addition, in minutes, on CPU")
     demo.add_argument("--scheme", choices=["int8", "fp8", "none"], default="int8", help="none: BF16 rollouts")
     demo.add_argument("--output-dir", type=Path, default=Path("demo-output"), help="for the picture and the log")
@@ -67,7 +79,7 @@ def run_grpo(args: argparse.Namespace) -> int:
     """`trl-qurl grpo`: whatever follows is for TRL's own argument parser."""
     from trl_qurl.recipes.grpo import parse_arguments, train
 
-    trainer = train(*parse_arguments(args.trl_arguments))
+    trainer = train(*parse_arguments(args.further))
     trainer.accelerator.print(f"Policy saved to {trainer.args.output_dir}")
     return 0
 
@@ -86,6 +98,22 @@ def run_quantize(args: argparse.Namespace) -> int:
         model, tokenizer, args.scheme, args.output_dir, ignore=tuple(args.ignore), quantizer=args.quantizer
     )
     print(f"{args.scheme} checkpoint written to {args.output_dir}")
+    return 0
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """`trl-qurl serve`: prepare the checkpoint, then become vLLM's own server."""
+    from trl_qurl.recipes.arguments import check_model
+    from trl_qurl.rollout import launch
+
+    check_model(args.model)
+    launch.require_vllm()
+    model = launch.resolve_model(args.model)
+    if args.scheme != "none":
+        model = str(launch.starting_checkpoint(model, args.scheme, args.ignore, launch.default_cache_directory()))
+    if warning := launch.exposure_warning(args.host, args.further):
+        print(f"trl-qurl: {warning}", file=sys.stderr)
+    launch.become_server(launch.server_command(model, args.host, args.port, args.further))
     return 0
 
 

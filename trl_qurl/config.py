@@ -73,6 +73,10 @@ class QuRLGRPOConfig(GRPOConfig):
         rollout_checkpoint_dir (`str` or `None`, *optional*):
             Directory for those checkpoints. With a server, it must see the same directory. By default memory
             (`/dev/shm`) where there is room, else the system's temporary directory. Removed at the end of the run.
+        sync_check_steps (`int`, *optional*, defaults to `16`):
+            Syncs between checks of the engine: digests of all tensors on both sides, and log-probabilities of a probe
+            against the trainer's own quantized forward pass. The first sync is always among them; `0` for neither.
+            The version of the weights is checked at every sync.
         vllm_engine_kwargs (`dict`, *optional*, defaults to `{}`):
             Further arguments of the colocated `vllm.LLM` (`enforce_eager`, `kv_cache_dtype`, ...).
 
@@ -138,6 +142,10 @@ class QuRLGRPOConfig(GRPOConfig):
     vllm_engine_kwargs: dict[str, Any] | str | None = field(
         default_factory=dict,
         metadata={"help": "Further arguments of the colocated vLLM engine, as a JSON dictionary."},
+    )
+
+    sync_check_steps: int = field(
+        default=16, metadata={"help": "Syncs between checks of the engine by digest and probe; 0 for neither."}
     )
 
     # Objective
@@ -209,10 +217,9 @@ class QuRLGRPOConfig(GRPOConfig):
                 f"uaq_scale is {self.uaq_scale}, but weights are divided by it: it must be positive and finite (the "
                 "paper uses 1.5; 1.0 turns UAQ off)."
             )
-        if self.weight_metrics_steps < 0:
-            raise ValueError(
-                f"weight_metrics_steps is {self.weight_metrics_steps}: give a number of rollouts, or 0 for none."
-            )
+        for name in ("weight_metrics_steps", "sync_check_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a number of rollouts, or 0 for none.")
         engine_kwargs = self.engine_kwargs
         if engine_kwargs and self.vllm_mode == "server":
             raise ValueError(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from trl_qurl.quantization.weights import NamedTensors
@@ -93,6 +93,24 @@ def write_tensors(named_tensors: NamedTensors, directory: Path, shard_bytes: int
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / INDEX_NAME).write_text(json.dumps(index, indent=2))
     return total
+
+
+def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """
+    The tensors of a checkpoint, one at a time, as `write_tensors` left them.
+
+    Raises:
+        FileNotFoundError: If the directory holds no weights.
+    """
+    shards = sorted(directory.glob("*.safetensors"))
+    if not shards:
+        raise FileNotFoundError(
+            f"{directory} holds no .safetensors file: it is not a checkpoint this process can see."
+        )
+    for shard in shards:
+        with safe_open(shard, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118, safetensors' handle is no dictionary
+                yield name, file.get_tensor(name)
 
 
 def write_config(model: "PreTrainedModel", directory: Path, quantization: dict | None) -> None:

@@ -8,8 +8,9 @@ parameters are gathered (FSDP, ZeRO-3, PEFT) and how completions are generated i
 import functools
 import shutil
 import time
+import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,10 @@ from trl_qurl.quantization.checkpoint import write_llmcompressor_checkpoint, wri
 from trl_qurl.quantization.layers import linear_layer_names, quantized_layer_names
 from trl_qurl.quantization.schemes import QuantizationScheme
 from trl_qurl.quantization.storage import working_directory
-from trl_qurl.quantization.weights import quantize_weight, quantize_weights
+from trl_qurl.quantization.weights import quantize_weights
+from trl_qurl.rollout.engines import ColocatedEngine, Engine, ServedEngine
+from trl_qurl.rollout.probe import check_probe, probe_prompts
+from trl_qurl.rollout.proof import DigestRecorder, SyncError, compare_digests
 from trl_qurl.rollout.server import WORKER_EXTENSION, CheckpointVLLMClient
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.weight_change import WeightChangeTracker
@@ -43,6 +47,7 @@ class RolloutSettings:
         checkpoint_dir: Where checkpoints for the engine are written; `None` to choose.
         engine_kwargs: Further arguments of the colocated engine.
         weight_metrics_steps: Rollouts between measurements of the weights; 0 for none.
+        sync_check_steps: Syncs between checks by digest and probe; 0 for neither.
     """
 
     scheme: QuantizationScheme | None
@@ -52,14 +57,16 @@ class RolloutSettings:
     checkpoint_dir: str | None = None
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     weight_metrics_steps: int = 16
+    sync_check_steps: int = 16
 
 
 @dataclass
 class RolloutCost:
-    """Seconds and tokens on this process since the last look. `sync_s` contains `quantize_s`."""
+    """Seconds and tokens on this process since the last look. `sync_s` contains `quantize_s`, and digests if any."""
 
     quantize_s: float = 0.0
     sync_s: float = 0.0
+    check_s: float = 0.0
     generate_s: float = 0.0
     tokens: int = 0
 
@@ -75,7 +82,11 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def __init__(self, *args: Any, rollout: RolloutSettings, **kwargs: Any) -> None:
         self.rollout = rollout
-        self.weight_version = 0
+        self.weight_version = "none"
+        self.global_step: Callable[[], int] = lambda: 0
+        self.engine: Engine | None = None
+        self._run = uuid.uuid4().hex[:8]
+        self._syncs = 0
         self.weight_metrics: dict[str, float] = {}
         self._cost = RolloutCost()
         self._tracker = WeightChangeTracker(rollout.weight_metrics_steps)
@@ -104,11 +115,15 @@ class QuantizedVLLMGeneration(VLLMGeneration):
                 super()._init_vllm()
             if client is CheckpointVLLMClient and self.accelerator.is_main_process:
                 self.vllm_client.check_ready(self.rollout.scheme, self.rollout.ignore)
+                self.engine = ServedEngine(self.vllm_client)
             return
-        start = self._write_checkpoint("start") if self._starts_from_checkpoint() else None
+        start = None
+        if self._starts_from_checkpoint():
+            start = self._write_checkpoint("start", self._iter_named_params())
         build_engine = functools.partial(_build_engine, vllm_generation.LLM, start, self.rollout.engine_kwargs)
         with substitute(vllm_generation, "LLM", build_engine):
             super()._init_vllm()
+        self.engine = ColocatedEngine(self.llm)
         if start is not None and self.accelerator.is_main_process:
             # The weights are in the engine now, and tmpfs is memory.
             for weights in start.glob("*.safetensors"):
@@ -139,54 +154,76 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             for name, parameter in self._base_model().named_parameters()
         )
 
-    def _base_model(self) -> torch.nn.Module:
+    def _base_model(self) -> Any:
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
     # Weight sync -----------------------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
         """
-        Bring the engine to the policy's current weights, quantized.
+        Bring the engine to the policy's current weights, quantized, and make sure that it got there.
 
         A collective operation: every process takes part in gathering the parameters.
 
         Raises:
-            RuntimeError: If the engine did not read every tensor.
+            SyncError: The engine does not hold what was sent; see `proof`.
+            RuntimeError: The engine could not load the weights.
         """
         started = time.perf_counter()
         self._tracker.begin_sync()
-        if self.rollout.weight_sync == "checkpoint":
-            self._sync_by_checkpoint()
-        elif self.mode == "server":
+        every = self.rollout.sync_check_steps
+        checked = every > 0 and self._syncs % every == 0
+        self._syncs += 1
+        self.weight_version = f"{self._run}-step{self.global_step()}-sync{self._syncs}"
+        if self.mode == "server" and self.rollout.weight_sync == "stream":
             super().sync_weights()
         else:
-            self._sync_in_process()
-        self.weight_version += 1
+            self._load(digest=checked)
         self.weight_metrics = self._tracker.end_sync()
         self._cost.sync_s += time.perf_counter() - started
+        if checked:
+            self._check_probe()
 
-    def _sync_in_process(self) -> None:
+    def _load(self, digest: bool) -> None:
+        """Send the weights through the engine's loader, then compare what it says about them with what was sent."""
         self._wake_up_weights()
-        tensors = _Exhaustible(self._iter_named_params())
-        self.llm.collective_rpc("load_rollout_weights", kwargs={"weights_iterator": tensors})
-        if not tensors.exhausted:
-            raise RuntimeError(
-                "vLLM stopped reading the new weights before the last tensor, so its model is half updated: this vLLM "
-                "version reloads weights in a way that trl-qurl does not know; see tests/test_trl_contract.py."
-            )
-        self.llm.reset_prefix_cache()
-
-    def _sync_by_checkpoint(self) -> None:
-        path = self._write_checkpoint(f"version-{self.weight_version + 1}")
-        if self.mode == "colocate":
-            self._wake_up_weights()
-            self.llm.collective_rpc("load_rollout_weights", kwargs={"weights_path": str(path)})
-            self.llm.reset_prefix_cache()
+        sent = DigestRecorder(self._iter_named_params(), enabled=digest)
+        source: DigestRecorder | Path = sent
+        if self.rollout.weight_sync == "checkpoint":
+            source = self._write_checkpoint(f"sync-{self._syncs}", sent)
+        if self.engine is not None:
+            reports = self.engine.load(source, self.weight_version, digest)
+            for report in reports:
+                if report.version != self.weight_version:
+                    raise SyncError(f"The engine loaded {report.version!r} when {self.weight_version!r} was sent.")
+                if digest:
+                    compare_digests(sent.digests, report.digests)
+            if source is sent and not sent.exhausted:
+                raise SyncError("The engine stopped reading before the last tensor: its model is half updated.")
+            self._require_version()
+        if self.rollout.weight_sync == "checkpoint":
             self.accelerator.wait_for_everyone()  # nobody reads the old directory any more
-        elif self.accelerator.is_main_process:
-            self.vllm_client.reload_weights(str(path))
-        if self.accelerator.is_main_process:
-            shutil.rmtree(self._directory / f"version-{self.weight_version}", ignore_errors=True)
+            if self.accelerator.is_main_process:
+                shutil.rmtree(self._directory / f"sync-{self._syncs - 1}", ignore_errors=True)
+
+    def _require_version(self) -> None:
+        held = self.engine.version() if self.engine is not None else self.weight_version
+        if held != self.weight_version:
+            raise SyncError(
+                f"The engine holds the weights {held!r}, not {self.weight_version!r} which this run sent last: it was "
+                "restarted, or another run uses it. Give every run a server of its own, and resume from the last "
+                "checkpoint."
+            )
+
+    def _check_probe(self) -> None:
+        """Compare the engine with the trainer's own quantized forward pass, where the trainer has whole weights."""
+        started = time.perf_counter()
+        if self.engine is not None and not self._dist.is_fsdp and not self._dist.is_zero3:
+            vocabulary_size = self._base_model().config.get_text_config().vocab_size
+            prompts = probe_prompts(vocabulary_size, longest=self.max_model_length and self.max_model_length - 1)
+            scored = self.engine.next_token_logps(prompts)
+            check_probe(self.model, prompts, scored, self._layers, self.rollout.scheme)
+        self._cost.check_s += time.perf_counter() - started
 
     def _wake_up_weights(self) -> None:
         # As the parent does: loading into unmapped memory crashes on some devices.
@@ -195,15 +232,17 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
 
-    def _write_checkpoint(self, name: str) -> Path:
-        """Write the current weights as a checkpoint on the main process; all processes take part in gathering."""
+    def _write_checkpoint(self, name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> Path:
+        """Write tensors as a checkpoint on the main process; all processes take part in gathering them."""
         path = self._directory / name
         scheme = self.rollout.scheme
         write: Callable[..., Any] = write_streamed_checkpoint
-        tensors = self._iter_named_params()
         if scheme is not None and self.rollout.quantizer == "llmcompressor":
             write = write_llmcompressor_checkpoint
-            tensors = self._iter_observed_params(scheme)
+            # llm-compressor rounds for itself; our stream beside it is what its result is measured and checked by.
+            for _ in tensors:
+                pass
+            tensors = super()._iter_named_params()
         if self.accelerator.is_main_process:
             write(tensors, self._base_model(), self.processing_class, scheme, self.rollout.ignore, path)
         else:
@@ -215,7 +254,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The parent's parameters, quantized: what every transport sends."""
         if self.rollout.scheme is None:
-            tensors = self._iter_observed_params(None)
+            tensors = self._iter_observed_params()
         else:
             tensors = super()._iter_named_params()
             tensors = quantize_weights(tensors, self.rollout.scheme, self._layers, self._tracker.observe)
@@ -224,12 +263,12 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             tensors = ((name, tensor.clone()) for name, tensor in tensors)
         return self._timed(tensors)
 
-    def _iter_observed_params(self, scheme: QuantizationScheme | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full-precision parameters; the tracker is shown the codes that llm-compressor will round them to, if any."""
+    def _iter_observed_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full-precision parameters, shown to the tracker."""
         for name, tensor in super()._iter_named_params():
             layer = name.removesuffix(".weight")
-            if self._tracker.observes and layer in self._layers and layer != name:
-                self._tracker.observe(layer, tensor, *(quantize_weight(tensor, scheme) if scheme else (None, None)))
+            if layer in self._layers and layer != name:
+                self._tracker.observe(layer, tensor, None, None)
             yield name, tensor
 
     def _timed(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -245,7 +284,9 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     # Generation ------------------------------------------------------------------------------------------------------
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
-        """The parent's generation, with its seconds and tokens counted."""
+        """The parent's generation, from the weights of this run's last sync, with its seconds and tokens counted."""
+        if self.mode == "server":
+            self._require_version()
         sync_before = self._cost.sync_s
         started = time.perf_counter()
         output = super().generate(*args, **kwargs)
@@ -253,18 +294,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._cost.generate_s += time.perf_counter() - started - (self._cost.sync_s - sync_before)
         self._cost.tokens += sum(len(completion) for completion in output[1])
         return output
-
-
-class _Exhaustible:
-    """An iterator that remembers whether its reader reached the end."""
-
-    def __init__(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self._iterator = iterator
-        self.exhausted = False
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._iterator
-        self.exhausted = True
 
 
 def _build_engine(engine: type, start: Path | None, engine_kwargs: dict[str, Any], **trl_kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ which directory to load, which works between processes that share a file system,
 from collections.abc import Collection
 from typing import Any
 
+import requests
 import torch
 from trl.generation.vllm_client import VLLMClient
 
@@ -34,6 +35,11 @@ class CheckpointVLLMClient(VLLMClient):
     Raises:
         ConnectionError: If no server answers within `connection_timeout`; names the command that starts one.
     """
+
+    def __init__(self, *args: Any, connection_timeout: float = 0.0, **kwargs: Any) -> None:
+        # A server that hangs is waited for as long as one that starts.
+        self.request_timeout = max(connection_timeout, 10.0)
+        super().__init__(*args, connection_timeout=connection_timeout, **kwargs)
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """Wait for the server to answer, as the parent does; say how to start one if it does not."""
@@ -78,29 +84,53 @@ class CheckpointVLLMClient(VLLMClient):
                 f"server on {start}, or change rollout_quantization or quantization_ignore."
             )
 
-    def reload_weights(self, path: str) -> None:
+    def load_checkpoint(self, path: str, version: str, digest: bool) -> list[dict[str, Any]]:
         """
-        Make every worker of the server load the checkpoint at `path` in place, and drop what was cached under the old
-        one.
+        Make every worker of the server load the checkpoint at `path` in place, and drop what was cached under the old.
+
+        Args:
+            path: Directory that the server sees.
+            version: Name of these weights, which `weight_version` returns from then on.
+            digest: Whether the workers report a digest of every tensor.
+
+        Returns:
+            What each worker reports.
 
         Raises:
             RuntimeError: If the server could not load it; its answer is part of the message.
         """
+        request = {"weights_path": path, "version": version, "digest": digest}
         try:
-            self._call_workers("load_rollout_weights", {"weights_path": path})
+            reports = self._call_workers("load_rollout_weights", request)["results"]
         except RuntimeError as error:
             raise RuntimeError(
                 f"The vLLM server could not load the weights written to {path}: make sure that it sees that directory "
                 f"(rollout_checkpoint_dir) and serves the model that is being trained. {error}"
             ) from None
         self.reset_prefix_cache()
+        self._request("POST", "/update_weight_version", json={"new_version": version})
+        return reports
 
-    def _call_workers(self, method: str, kwargs: dict[str, str]) -> dict[str, Any]:
-        request = {"method": method, "kwargs": kwargs}
-        response = self.session.post(f"{self.base_url}/collective_rpc", json=request)
+    def weight_version(self) -> str:
+        """Name of the weights the server holds; vLLM's own default for those it started with."""
+        return self._request("GET", "/weight_info")["weight_version"]
+
+    def _call_workers(self, method: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return self._request("POST", "/collective_rpc", json={"method": method, "kwargs": kwargs})
+
+    def _request(self, verb: str, path: str, **kwargs: Any) -> dict[str, Any]:
+        try:
+            response = self.session.request(verb, f"{self.base_url}{path}", timeout=self.request_timeout, **kwargs)
+        except requests.Timeout:
+            raise RuntimeError(
+                f"{self.base_url}{path} did not answer within {self.request_timeout:.0f} seconds; if the server is "
+                "only slow, raise vllm_server_timeout."
+            ) from None
+        except requests.RequestException as error:
+            raise RuntimeError(f"{self.base_url}{path} could not be reached ({error}).") from None
         if response.status_code != 200:
             reason = response.text.strip()[:500]
-            raise RuntimeError(f"{self.base_url} answered {method} with HTTP {response.status_code}: {reason}")
+            raise RuntimeError(f"{self.base_url}{path} answered with HTTP {response.status_code}: {reason}")
         return response.json()
 
 

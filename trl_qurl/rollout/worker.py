@@ -8,11 +8,15 @@ to it.
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.platforms import current_platform
+
+from trl_qurl.quantization.storage import read_tensors
+from trl_qurl.rollout.proof import DigestRecorder
 
 if current_platform.is_cpu():
     from trl_qurl.rollout import cpu_repairs
@@ -29,23 +33,34 @@ class RolloutWorker:
         self,
         weights_iterator: Iterable[tuple[str, torch.Tensor]] | None = None,
         weights_path: str | None = None,
-    ) -> None:
+        version: str = "",
+        digest: bool = False,
+    ) -> dict[str, object]:
         """
         Replace all weights in place by checkpoint-format tensors, from a stream or from a directory.
 
         Args:
             weights_iterator: `(name, tensor)` pairs; only inside the trainer's own process.
             weights_path: Checkpoint directory on a file system that this worker sees.
+            version: Name of these weights.
+            digest: Whether to compute a digest of every tensor on its way in.
+
+        Returns:
+            `version` as given, once the weights are loaded, and `digests`, tensor name to digest.
 
         Raises:
             RuntimeError: If a layer was left with its old weights.
         """
+        if weights_iterator is None:
+            weights_iterator = read_tensors(Path(weights_path or ""))
+        received = DigestRecorder(weights_iterator, enabled=digest)
         if current_platform.is_cpu():
             cpu_repairs.use_reloadable_int8_kernels(self.get_model())
         with _watched_reload():
-            self.reload_weights(weights_iterator=weights_iterator, weights_path=weights_path)
+            self.reload_weights(weights_iterator=received)
         if current_platform.is_cpu():
             cpu_repairs.repack_output_head(self.get_model())
+        return {"version": version, "digests": received.digests}
 
     def rollout_format(self) -> dict[str, object]:
         """

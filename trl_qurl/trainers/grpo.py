@@ -88,6 +88,7 @@ class QuRLGRPOTrainer(GRPOTrainer):
         self._policy_logps = torch.empty(0)  # (B, T), of the latest forward pass
         with quantized_generation(grpo_trainer, _rollout_settings(config)):
             super().__init__(**arguments)
+        self.vllm_generation.global_step = lambda: self.state.global_step
 
     # Rollout ---------------------------------------------------------------------------------------------------------
 
@@ -126,6 +127,7 @@ class QuRLGRPOTrainer(GRPOTrainer):
         return {
             "time/quantize_s": cost.quantize_s,
             "time/sync_s": cost.sync_s,
+            "time/sync_check_s": cost.check_s,
             "time/generate_s": cost.generate_s,
             "time/logps_s": self._scoring_seconds,
             "throughput/generated_tokens_per_s": tokens / cost.generate_s if cost.generate_s else 0.0,
@@ -258,4 +260,5 @@ def _rollout_settings(config: QuRLGRPOConfig) -> RolloutSettings:
         checkpoint_dir=config.rollout_checkpoint_dir,
         engine_kwargs=config.engine_kwargs,
         weight_metrics_steps=config.weight_metrics_steps,
+        sync_check_steps=config.sync_check_steps,
     )

@@ -1,0 +1,154 @@
+"""A sync that goes wrong on its way, or an engine that lies about it: which check notices?
+
+The faults are put between trl-qurl and vLLM, where a bug of either would sit. Prints what the sync raised.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from datasets import Dataset
+from tiny import tiny_model, tiny_tokenizer
+
+from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+
+SCALE = "model.layers.1.mlp.gate_proj.weight_scale"
+
+
+def skip_a_tensor(tensors):
+    return ((name, tensor) for name, tensor in tensors if name != SCALE)
+
+
+def double_a_scale(tensors):
+    return ((name, 2 * tensor if name == SCALE else tensor) for name, tensor in tensors)
+
+
+def swap_two_layers(tensors):
+    swapped = {"layers.0.mlp.up_proj": "layers.1.mlp.up_proj", "layers.1.mlp.up_proj": "layers.0.mlp.up_proj"}
+
+    def other(name):
+        for ours, theirs in swapped.items():
+            if ours in name:
+                return name.replace(ours, theirs)
+        return name
+
+    return ((other(name), tensor) for name, tensor in tensors)
+
+
+def break_stream(generation, fault):
+    """On the way from the trainer to the worker, after the trainer's digests were taken."""
+    load = generation.engine.load
+    generation.engine.load = lambda source, version, digest: load(_Marked(fault(source), source), version, digest)
+
+
+class _Marked:
+    """A changed stream that still tells whether the original was read to its end."""
+
+    def __init__(self, tensors, original):
+        self.tensors, self.original = tensors, original
+
+    def __iter__(self):
+        return iter(self.tensors)
+
+
+def break_quantizer(generation, fault):
+    """Before the digests are taken: both sides agree on wrong tensors."""
+    produce = generation._iter_named_params
+    generation._iter_named_params = lambda: fault(produce())
+
+
+def load_nothing(generation):
+    """The worker claims success and digests without loading anything."""
+    from trl_qurl.rollout.engines import LoadReport
+
+    def load(source, version, digest):
+        for _ in source:
+            pass
+        generation.llm.llm_engine.set_weight_version(version)
+        return [LoadReport(version, dict(source.digests))]
+
+    generation.engine.load = load
+
+
+def forget_the_version(generation):
+    """As after a restart of the engine: it holds other weights than this run sent."""
+    generation.llm.llm_engine.set_weight_version = lambda version: None
+
+
+def keep_the_prefix_cache(generation):
+    """The engine says it emptied its cache of keys and values, and did not."""
+    generation.llm.reset_prefix_cache = lambda *args, **kwargs: True
+
+
+FAULTS = {
+    "none": lambda generation: None,
+    "tensor skipped": lambda generation: break_stream(generation, skip_a_tensor),
+    "scale doubled on the way": lambda generation: break_stream(generation, double_a_scale),
+    "layers swapped on the way": lambda generation: break_stream(generation, swap_two_layers),
+    "scale doubled before sending": lambda generation: break_quantizer(generation, double_a_scale),
+    "layers swapped before sending": lambda generation: break_quantizer(generation, swap_two_layers),
+    "reload that does nothing": load_nothing,
+    "version forgotten": forget_the_version,
+    "prefix cache kept": keep_the_prefix_cache,
+}
+
+
+def main() -> None:
+    config = QuRLGRPOConfig(
+        sys.argv[1],
+        per_device_train_batch_size=8,
+        num_generations=4,
+        steps_per_generation=2,
+        max_completion_length=8,
+        vllm_max_model_length=64,
+        sync_check_steps=1,
+        # vLLM on CPU caches in blocks of 128 tokens by default; 32 is its smallest block.
+        vllm_engine_kwargs={"enforce_eager": True, "block_size": 32},
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+    )
+    # Weights of a trained model's size: a random one of width 128 says the same whatever is done to a layer.
+    model = tiny_model(initializer_range=0.15)
+    trainer = QuRLGRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": ["ab", "cd"] * 4}),
+        processing_class=tiny_tokenizer(),
+    )
+    generation = trainer.vllm_generation
+    record = {}
+    for fault in FAULTS:
+        if fault not in sys.argv[2:]:
+            continue
+        untouched = dict(vars(generation)), dict(vars(generation.engine)), dict(vars(generation.llm))
+        engine_attributes = dict(vars(generation.llm.llm_engine))
+        generation.sync_weights()
+        with torch.no_grad():  # as an update would
+            for parameter in model.parameters():
+                parameter.add_(0.3 * parameter.std() * torch.randn_like(parameter))
+        FAULTS[fault](generation)
+        try:
+            generation.sync_weights()
+            record[fault] = None
+        except RuntimeError as error:
+            record[fault] = f"{type(error).__name__}: {error}"
+        for thing, attributes in zip((generation, generation.engine, generation.llm), untouched, strict=True):
+            for name in ("load", "_iter_named_params", "reset_prefix_cache"):
+                if name in vars(thing) and name not in attributes:
+                    delattr(thing, name)
+        if "set_weight_version" in vars(generation.llm.llm_engine) and "set_weight_version" not in engine_attributes:
+            del generation.llm.llm_engine.set_weight_version
+        generation.llm.reset_prefix_cache()
+    print("RECORD " + json.dumps(record))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""A sync that goes wrong is noticed: digests, probe and version, by hand and against a real engine."""
+
+import pytest
+import torch
+
+from trl_qurl.quantization import SCHEMES, dequantize_weight, quantize_weight, quantized_layer_names
+from trl_qurl.quantization.fake_quantization import quantize_activations, quantized_forward
+from trl_qurl.rollout.probe import PROBE_LENGTHS, probe_prompts
+from trl_qurl.rollout.proof import DigestRecorder, SyncError, compare_digests, compare_probe, tensor_digest
+
+# What was broken, and the check that names it.
+BY_CHECK = {
+    "tensor skipped": "of 40 tensors, 1 missing (first model.layers.1.mlp.gate_proj.weight_scale)",
+    "scale doubled on the way": "of 40 tensors, 1 different (first model.layers.1.mlp.gate_proj.weight_scale)",
+    "layers swapped on the way": "of 40 tensors, 4 different (first model.layers.0.mlp.up_proj.weight)",
+    "scale doubled before sending": "log-probabilities of the probe differ",
+    "layers swapped before sending": "log-probabilities of the probe differ",
+    "reload that does nothing": "log-probabilities of the probe differ",
+    "version forgotten": "it was restarted, or another run uses it",
+    "prefix cache kept": "or keeps a cache from older ones",
+}
+
+
+@pytest.fixture(scope="module")
+def broken_syncs(run_scenario, tmp_path_factory):
+    return run_scenario("broken_sync.py", tmp_path_factory.mktemp("out"), "none", *BY_CHECK)
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("proof")
+@pytest.mark.parametrize("fault", BY_CHECK)
+def test_a_broken_sync_is_noticed(fault, broken_syncs):
+    assert broken_syncs[fault] is not None, "nobody noticed"
+    assert broken_syncs[fault].startswith("SyncError")
+    assert BY_CHECK[fault] in broken_syncs[fault]
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("proof")
+def test_a_sound_sync_raises_nothing(broken_syncs):
+    assert broken_syncs["none"] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32])
+def test_a_digest_sees_every_bit_the_shape_and_the_dtype(dtype):
+    tensor = torch.arange(12.0).reshape(3, 4).to(dtype)
+    changed = tensor.clone()
+    changed.view(torch.uint8)[-1, -1] ^= 1
+    digests = {
+        tensor_digest(t) for t in (tensor, changed, tensor.reshape(4, 3), tensor.reshape(3, 4).view(torch.uint8))
+    }
+    assert len(digests) == 4
+    assert tensor_digest(tensor) == tensor_digest(tensor.clone())
+    assert tensor_digest(tensor) == tensor_digest(tensor.t().contiguous().t()), "strides are not contents"
+
+
+def test_a_recorder_changes_nothing_and_knows_the_end():
+    tensors = [("a", torch.ones(2)), ("b", torch.zeros(0))]
+    recorder = DigestRecorder(iter(tensors))
+    assert [name for name, _ in recorder] == ["a", "b"]
+    assert recorder.exhausted
+    assert recorder.digests == {name: tensor_digest(tensor) for name, tensor in tensors}
+    unread = DigestRecorder(iter(tensors), enabled=False)
+    next(iter(unread))
+    assert unread.digests == {} and not unread.exhausted
+
+
+def test_digests_name_what_differs():
+    with pytest.raises(SyncError, match=r"of 3 tensors, 1 missing \(first c\), 1 unexpected \(first d\), 1 different"):
+        compare_digests({"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "x", "d": "3"})
+    compare_digests({"a": "1"}, {"a": "1"})
+
+
+def test_the_probe_allows_what_rounding_explains_and_no_more():
+    policy, rounded = torch.tensor([-1.0, -2.0]), torch.tensor([-1.01, -2.0])  # rounding: 0.01; tolerance 0.06
+    assert compare_probe(torch.tensor([-1.0, -2.05]), policy, rounded) == pytest.approx(0.05)
+    with pytest.raises(SyncError, match="0.07 nats, where rounding explains 0.06"):
+        compare_probe(torch.tensor([-1.0, -2.07]), policy, rounded)
+    with pytest.raises(SyncError):
+        compare_probe(torch.tensor([-1.0, float("nan")]), policy, rounded)
+
+
+def test_probe_prompts_are_fixed_and_within_bounds():
+    prompts = probe_prompts(50)
+    assert prompts == probe_prompts(50)
+    assert tuple(map(len, prompts)) == PROBE_LENGTHS
+    assert max(max(prompt) for prompt in prompts) < 50
+    assert max(map(len, probe_prompts(50, longest=5))) == 5
+
+
+def test_activations_are_rounded_per_token_by_hand():
+    # Token 0: absmax 1.27, scale 0.01: 0.504 -> 50.4 -> 50. Token 1: ten times that, with a scale of its own.
+    rounded = quantize_activations(torch.tensor([[1.27, 0.504], [12.7, 5.04]]), SCHEMES["int8"])
+    torch.testing.assert_close(rounded, torch.tensor([[1.27, 0.5], [12.7, 5.0]]))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
+def test_fake_quantization_is_that_of_the_codes(scheme):
+    from tiny import tiny_model
+
+    model = tiny_model(initializer_range=0.15).eval()
+    layers = quantized_layer_names(model)
+    tokens = torch.tensor([[5, 9, 70, 33]])
+    plain = model(tokens).logits
+    layer = model.model.layers[0].mlp.up_proj
+    inputs = torch.randn(1, 3, layer.in_features)
+    with quantized_forward(model, layers, scheme):
+        quantized = model(tokens).logits
+        output = layer(inputs)
+    expected = quantize_activations(inputs, scheme) @ dequantize_weight(*quantize_weight(layer.weight, scheme)).t()
+    torch.testing.assert_close(output, expected)
+    assert not torch.equal(plain, quantized)
+    assert torch.equal(plain, model(tokens).logits), "the hooks outlived the block"

