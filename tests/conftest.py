@@ -18,10 +18,15 @@ import pytest
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 
+DISTRIBUTED_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What TRL sets for an engine in its own process."""
+
 
 def child_environment(**extra: str) -> dict[str, str]:
     """One thread per process and no network, whatever the machine; ports that no neighbour has."""
-    return os.environ | {
+    # An engine in this process leaves its rank behind in the environment; a child has its own.
+    inherited = {name: value for name, value in os.environ.items() if name not in DISTRIBUTED_VARIABLES}
+    return inherited | {
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",

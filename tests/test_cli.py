@@ -1,10 +1,10 @@
 """The command as a user meets it: help that comes at once, and mistakes answered in one line."""
 
-import os
 import subprocess
 import sys
 
 import pytest
+from conftest import child_environment
 
 from trl_qurl import __version__, cli
 from trl_qurl.recipes.arguments import check_model, check_settings_file
@@ -18,7 +18,7 @@ def run(*arguments, **environment):
         [sys.executable, "-m", "trl_qurl", *arguments],
         capture_output=True,
         text=True,
-        env={**os.environ, **environment},
+        env=child_environment(**environment),
         timeout=120,
         check=False,
     )

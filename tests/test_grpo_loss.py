@@ -7,6 +7,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import pytest
 import torch
+from conftest import DISTRIBUTED_VARIABLES
 from datasets import Dataset
 from tiny import tiny_model, tiny_tokenizer
 from trl import GRPOTrainer
@@ -45,6 +46,9 @@ def trainer(tmp_path_factory):
         train_dataset=Dataset.from_dict({"prompt": ["ab", "cd", "ef", "gh"]}),
         processing_class=tiny_tokenizer(),
     )
+    # TRL leaves a rank in the environment for its engine, which later tests of this process would take for theirs.
+    for name in DISTRIBUTED_VARIABLES:
+        os.environ.pop(name, None)
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     return trainer

@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from trl_qurl.trainers.rollout_state import RolloutState, load_rollout_state, save_rollout_state
+
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(torch.cuda.is_available(), reason="equality to the last bit is claimed for the CPU only"),
@@ -93,3 +95,13 @@ def test_training_a_saved_model_again_does_not_scale_it_again(uninterrupted, run
     torch.testing.assert_close(end, start, rtol=0, atol=0)
     assert record["uaq_scale"] == 1.5
     assert record["probe_start"] == uninterrupted[1]["probe_end"]
+
+
+def test_a_state_loads_onto_the_device_of_one_process_among_several(tmp_path):
+    # Accelerate calls it "cpu:0", which torch.load cannot restore to.
+    batches = [{"advantages": torch.arange(3.0), "num_items_in_batch": torch.tensor(7)}]
+    save_rollout_state(RolloutState(5, batches), tmp_path, process_index=1)
+    state = load_rollout_state(tmp_path, 1, torch.device("cpu", 0))
+    assert state is not None and state.step == 5
+    assert torch.equal(state.batches[0]["advantages"], batches[0]["advantages"])
+    assert load_rollout_state(tmp_path, 0, torch.device("cpu")) is None

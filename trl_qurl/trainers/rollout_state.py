@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import send_to_device
 
 
 class RolloutState(NamedTuple):
@@ -34,7 +35,9 @@ def load_rollout_state(
     path = _path(checkpoint, process_index)
     if not path.exists():
         return None
-    return RolloutState(**torch.load(path, map_location=device, weights_only=True))
+    # By way of the CPU: torch cannot load straight to "cpu:0", the device of one process among several on CPU.
+    state = RolloutState(**torch.load(path, map_location="cpu", weights_only=True))
+    return RolloutState(state.step, send_to_device(state.batches, device))
 
 
 def _path(checkpoint: str | os.PathLike[str], process_index: int) -> Path:
