@@ -37,6 +37,7 @@ OWN_DEFAULTS = {
     "vllm_engine_kwargs": {},
     "weight_metrics_steps": 16,
     "sync_check_steps": 16,
+    "sync_probe": False,
 }
 CHANGED_DEFAULTS = {
     "use_vllm": True,

@@ -74,9 +74,11 @@ class QuRLGRPOConfig(GRPOConfig):
             Directory for those checkpoints. With a server, it must see the same directory. By default memory
             (`/dev/shm`) where there is room, else the system's temporary directory. Removed at the end of the run.
         sync_check_steps (`int`, *optional*, defaults to `16`):
-            Syncs between checks of the engine: digests of all tensors on both sides, and log-probabilities of a probe
-            against the trainer's own quantized forward pass. The first sync is always among them; `0` for neither.
-            The version of the weights is checked at every sync.
+            Syncs between checks of the engine by digests of all tensors on both sides. The first sync is always among
+            them; `0` for none. The version of the weights is checked at every sync.
+        sync_probe (`bool`, *optional*, defaults to `False`):
+            Whether those checks also compare the engine's log-probabilities of a probe with the trainer's own quantized
+            forward pass. Off until its tolerance is right for sharply trained policies, which it stops without cause.
         vllm_engine_kwargs (`dict`, *optional*, defaults to `{}`):
             Further arguments of the colocated `vllm.LLM` (`enforce_eager`, `kv_cache_dtype`, ...).
 
@@ -145,7 +147,11 @@ class QuRLGRPOConfig(GRPOConfig):
     )
 
     sync_check_steps: int = field(
-        default=16, metadata={"help": "Syncs between checks of the engine by digest and probe; 0 for neither."}
+        default=16, metadata={"help": "Syncs between checks of the engine by digest; 0 for none."}
+    )
+
+    sync_probe: bool = field(
+        default=False, metadata={"help": "Whether those checks include the probe. Strict: see proof.compare_probe."}
     )
 
     # Objective

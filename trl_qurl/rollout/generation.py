@@ -47,7 +47,8 @@ class RolloutSettings:
         checkpoint_dir: Where checkpoints for the engine are written; `None` to choose.
         engine_kwargs: Further arguments of the colocated engine.
         weight_metrics_steps: Rollouts between measurements of the weights; 0 for none.
-        sync_check_steps: Syncs between checks by digest and probe; 0 for neither.
+        sync_check_steps: Syncs between checks by digest; 0 for none.
+        sync_probe: Whether those checks include the probe.
     """
 
     scheme: QuantizationScheme | None
@@ -58,6 +59,7 @@ class RolloutSettings:
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     weight_metrics_steps: int = 16
     sync_check_steps: int = 16
+    sync_probe: bool = False
 
 
 @dataclass
@@ -181,7 +183,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             self._load(digest=checked)
         self.weight_metrics = self._tracker.end_sync()
         self._cost.sync_s += time.perf_counter() - started
-        if checked:
+        if checked and self.rollout.sync_probe:
             self._check_probe()
 
     def _load(self, digest: bool) -> None:

@@ -261,4 +261,5 @@ def _rollout_settings(config: QuRLGRPOConfig) -> RolloutSettings:
         engine_kwargs=config.engine_kwargs,
         weight_metrics_steps=config.weight_metrics_steps,
         sync_check_steps=config.sync_check_steps,
+        sync_probe=config.sync_probe,
     )
