@@ -77,8 +77,9 @@ class QuRLGRPOConfig(GRPOConfig):
             Syncs between checks of the engine by digests of all tensors on both sides. The first sync is always among
             them; `0` for none. The version of the weights is checked at every sync.
         sync_probe (`bool`, *optional*, defaults to `False`):
-            Whether those checks also compare the engine's log-probabilities of a probe with the trainer's own quantized
-            forward pass. Off until its tolerance is right for sharply trained policies, which it stops without cause.
+            Whether those checks also compare the engine's log-probabilities of a probe with the trainer's own
+            quantized forward pass. Off until its tolerance is right for sharply trained policies, which it stops
+            without cause.
         vllm_engine_kwargs (`dict`, *optional*, defaults to `{}`):
             Further arguments of the colocated `vllm.LLM` (`enforce_eager`, `kv_cache_dtype`, ...).
 
