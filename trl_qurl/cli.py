@@ -110,7 +110,7 @@ def run_serve(args: argparse.Namespace) -> int:
     launch.require_vllm()
     model = launch.resolve_model(args.model)
     if args.scheme != "none":
-        model = str(launch.starting_checkpoint(model, args.scheme, args.ignore, launch.default_cache_directory()))
+        model = str(launch.starting_checkpoint(model, args.scheme, args.ignore))
     if warning := launch.exposure_warning(args.host, args.further):
         print(f"trl-qurl: {warning}", file=sys.stderr)
     launch.become_server(launch.server_command(model, args.host, args.port, args.further))

@@ -62,7 +62,7 @@ def run_demo(
         rollouts: each makes 256 completions and four updates.
         required_rise: rise of the expected accuracy below which the result has a `shortfall`.
         seed: of the reinforcement learning; the warm start has its own.
-        cache_dir: where the warm start is kept; default `warm_start.default_cache_dir()`.
+        cache_dir: where the warm start is kept; default `cache_directory()`.
     """
     for name, value in ENVIRONMENT.items():  # before vLLM is imported, which reads them once
         os.environ.setdefault(name, value)
@@ -118,8 +118,9 @@ def actor_name(scheme: str | None) -> str:
 
 def prepare_policy(cache_dir: Path | None, console: Console) -> Path:
     """Directory of the warm-started policy, trained under a progress bar if it is not cached."""
+    from trl_qurl.cache import cache_directory
     from trl_qurl.demo.record import progress_bar
-    from trl_qurl.demo.warm_start import WarmStartSettings, cached_warm_start, default_cache_dir
+    from trl_qurl.demo.warm_start import WarmStartSettings, cached_warm_start
 
     settings = WarmStartSettings()
     with progress_bar(console, "accuracy {task.fields[accuracy]:.3f}") as bar:
@@ -128,7 +129,7 @@ def prepare_policy(cache_dir: Path | None, console: Console) -> Path:
         def show(update: int, accuracy: float) -> None:
             bar.update(task, completed=update, accuracy=accuracy, visible=True)
 
-        policy_dir = cached_warm_start(settings, cache_dir or default_cache_dir(), show)
+        policy_dir = cached_warm_start(settings, cache_dir or cache_directory(), show)
     console.print(f"Warm-started policy: {policy_dir}")
     return policy_dir
 

@@ -1,22 +1,20 @@
 """Supervised training from nothing to about 47 %: the point from which reinforcement learning has something to do.
 
-The result is cached under a name made of the settings and the code that produced it, so a stale one is never found,
-and moved into place in one step, so that a half-written one is never there.
+The result is cached under a name made of the settings and the code that produced it, so a stale one is never found.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trl_qurl.cache import cached
 from trl_qurl.demo import evaluate, model, task
+from trl_qurl.quantization.storage import new_directory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,34 +38,17 @@ class WarmStartSettings:
     seed: int = 0
 
 
-def default_cache_dir() -> Path:
-    """`$TRL_QURL_CACHE`, or `trl-qurl` in the user's cache directory."""
-    chosen = os.environ.get("TRL_QURL_CACHE")
-    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(chosen) if chosen else Path(user_cache) / "trl-qurl"
-
-
 def cached_warm_start(settings: WarmStartSettings, cache_dir: Path, progress: Progress | None = None) -> Path:
     """Directory of the warm-started policy and its tokenizer, trained now if the cache does not have it yet."""
-    place = cache_dir / f"warm-start-{fingerprint(settings)}"
-    if place.is_dir():
-        return place
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    tokenizer = task.build_tokenizer()
-    policy = train_warm_start(settings, tokenizer, progress)
-    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=cache_dir))
-    try:
-        policy.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        partial.chmod(0o755)  # mkdtemp's directories are private; a shared cache is for everyone
-        try:
-            partial.rename(place)
-        except OSError:
-            if not place.is_dir():  # otherwise another process was faster, and its result is the same
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return place
+
+    def make(place: Path) -> None:
+        tokenizer = task.build_tokenizer()
+        policy = train_warm_start(settings, tokenizer, progress)
+        with new_directory(place) as draft:
+            policy.save_pretrained(draft)
+            tokenizer.save_pretrained(draft)
+
+    return cached(cache_dir / f"warm-start-{fingerprint(settings)}", make)
 
 
 def fingerprint(settings: WarmStartSettings) -> str:

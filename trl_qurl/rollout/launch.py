@@ -16,32 +16,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 
+from trl_qurl.cache import cache_directory, cached
 from trl_qurl.quantization.checkpoint import write_checkpoint
 from trl_qurl.rollout.server import WORKER_EXTENSION
 
-CACHE_VARIABLE = "TRL_QURL_CACHE"
 
-
-def default_cache_directory() -> Path:
-    """Where starting checkpoints are kept: `$TRL_QURL_CACHE`, else the user's cache directory."""
-    base = os.environ.get(CACHE_VARIABLE)
-    return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "trl-qurl"
-
-
-def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str], cache: Path) -> Path:
+def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str]) -> Path:
     """
     The quantized checkpoint of a model, made if it is not there yet.
 
     It is cached under a digest of what it is made from, so that a model that changed under its name is quantized anew.
-    Two servers that start at once wait for each other rather than write twice.
 
     Args:
         model: Directory of the full-precision model (see `resolve_model`).
         scheme: `"int8"` or `"fp8"`.
         ignore: Modules kept in full precision.
-        cache: Directory of the cached checkpoints.
 
     Returns:
         Directory of a complete checkpoint.
@@ -50,17 +40,16 @@ def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str], cache: P
         OSError: The cache cannot be written.
     """
     key = hashlib.blake2b(json.dumps([scheme, sorted(ignore), content_digest(Path(model))]).encode(), digest_size=10)
-    target = cache / f"{Path(model).name}-{scheme}-{key.hexdigest()}"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{target}.lock"):
-        if not target.exists():
-            from transformers import AutoModelForCausalLM, AutoTokenizer
 
-            print(f"Quantizing {model} to {scheme} (kept in {target})", flush=True)
-            loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
-            tokenizer = AutoTokenizer.from_pretrained(model)
-            write_checkpoint(loaded, tokenizer, scheme, target, ignore=ignore, quantizer="streaming")
-    return target
+    def make(place: Path) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        print(f"Quantizing {model} to {scheme} (kept in {place})", flush=True)
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        write_checkpoint(loaded, tokenizer, scheme, place, ignore=ignore, quantizer="streaming")
+
+    return cached(cache_directory() / f"{Path(model).name}-{scheme}-{key.hexdigest()}", make)
 
 
 def resolve_model(name: str) -> str:
