@@ -14,7 +14,7 @@ from conftest import child_environment, free_port, vllm_server
 from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl.quantization import SCHEMES
-from trl_qurl.rollout.server import WORKER_EXTENSION, CheckpointVLLMClient
+from trl_qurl.rollout.server import CheckpointVLLMClient
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k_grpo.py"
 
@@ -174,8 +174,7 @@ def test_no_space(train, tmp_path):
 def test_no_server(train):
     url = f"http://127.0.0.1:{free_port()}"
     message = train("--vllm_mode", "server", "--vllm_server_base_url", url, "--vllm_server_timeout", "1")
-    assert message.startswith(f"No vLLM server answers at {url} after 1 seconds: start one on a quantized checkpoint")
-    assert f"--worker-extension-cls {WORKER_EXTENSION}" in message
+    assert message.startswith(f"No vLLM server answers at {url} after 1 seconds: start one with `trl-qurl serve")
     assert message.endswith("or correct vllm_server_base_url.")
 
 
@@ -185,7 +184,7 @@ def test_server_of_an_unquantized_model(train, model, tmp_path):
     with vllm_server(model, tmp_path / "log", "--scheme", "none") as url:
         message = train("--vllm_mode", "server", "--vllm_server_base_url", url)
     assert "with unquantized weights, but rollout_quantization='int8' sends int-quantized weights" in message
-    assert "start the server on the output of `trl-qurl quantize MODEL OUT --scheme int8`" in message
+    assert "restart it with `trl-qurl serve MODEL --scheme int8`" in message
 
 
 @contextmanager
@@ -219,5 +218,5 @@ def answering(server_info):
 def test_server_that_cannot_load_weights(server_info, fault):
     with answering(server_info) as url:
         client = CheckpointVLLMClient(base_url=url)
-        with pytest.raises(ValueError, match=f"{url} runs {fault}.*: restart it with `VLLM_SERVER_DEV_MODE=1 vllm"):
+        with pytest.raises(ValueError, match=f"{url} runs {fault}.*: restart it with `trl-qurl serve MODEL"):
             client.check_ready(SCHEMES["int8"], ["lm_head"])

@@ -16,13 +16,6 @@ from trl_qurl.quantization.schemes import QuantizationScheme
 WORKER_EXTENSION = "trl_qurl.rollout.worker.RolloutWorker"
 """vLLM's `worker_extension_cls`. A name, so that only the engine imports the class."""
 
-SERVER_COMMAND = (
-    "VLLM_SERVER_DEV_MODE=1 vllm serve CHECKPOINT --logprobs-mode processed_logprobs --max-logprobs -1 "
-    f"--worker-extension-cls {WORKER_EXTENSION}"
-)
-"""How a server for training is started."""
-
-
 UNQUANTIZED: dict[str, Any] = {"format": None, "ignore": []}
 
 
@@ -47,8 +40,9 @@ class CheckpointVLLMClient(VLLMClient):
             super().check_server(total_timeout, retry_interval)
         except OSError:  # what `requests` raises is its own ConnectionError, not Python's
             raise ConnectionError(
-                f"No vLLM server answers at {self.base_url} after {total_timeout:.0f} seconds: start one on a "
-                f"quantized checkpoint with `{SERVER_COMMAND}`, or correct vllm_server_base_url."
+                f"No vLLM server answers at {self.base_url} after {total_timeout:.0f} seconds: start one with "
+                "`trl-qurl serve MODEL --scheme int8` (or the scheme of rollout_quantization), or correct "
+                "vllm_server_base_url."
             ) from None
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
@@ -61,27 +55,27 @@ class CheckpointVLLMClient(VLLMClient):
         Raises:
             ValueError: If it lacks the worker extension, or serves an unquantized or differently quantized model.
         """
+        command = f"`trl-qurl serve MODEL --scheme {scheme.name if scheme else 'none'}`"
         try:
             info = self.get_server_info()
         except RuntimeError:
             raise ValueError(
                 f"The vLLM server at {self.base_url} runs without its development endpoints, through which weights "
-                f"are loaded: restart it with `{SERVER_COMMAND}`."
+                f"are loaded: restart it with {command}."
             ) from None
         if info["parallel_config"]["worker_extension_cls"] != WORKER_EXTENSION:
             raise ValueError(
                 f"The vLLM server at {self.base_url} runs without trl-qurl's worker extension, which loads the "
-                f"weights: restart it with `{SERVER_COMMAND}`."
+                f"weights: restart it with {command}."
             )
         served = self._call_workers("rollout_format", {})["results"][0]
         wanted = {"format": scheme.checkpoint_format, "ignore": list(ignore)} if scheme else UNQUANTIZED
         # vLLM may have renamed the ignored modules to its own names, so their number is compared.
         if served["format"] != wanted["format"] or len(served["ignore"]) != len(wanted["ignore"]):
-            start = f"the output of `trl-qurl quantize MODEL OUT --scheme {scheme.name}`" if scheme else "the model"
             raise ValueError(
                 f"The vLLM server at {self.base_url} serves {self.model!r} with {_describe(served)}, but "
-                f"rollout_quantization={scheme.name if scheme else None!r} sends {_describe(wanted)}: start the "
-                f"server on {start}, or change rollout_quantization or quantization_ignore."
+                f"rollout_quantization={scheme.name if scheme else None!r} sends {_describe(wanted)}: restart it with "
+                f"{command} (and the same --ignore), or change rollout_quantization or quantization_ignore."
             )
 
     def load_checkpoint(self, path: str, version: str, digest: bool) -> list[dict[str, Any]]:
