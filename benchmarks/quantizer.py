@@ -39,7 +39,7 @@ from trl_qurl.quantization.checkpoint import (
     write_llmcompressor_checkpoint,
     write_streamed_checkpoint,
 )
-from trl_qurl.quantization.storage import working_directory
+from trl_qurl.rollout.directory import CheckpointDirectory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 IGNORE = ("lm_head",)
@@ -342,11 +342,9 @@ def main() -> None:
     record = {"benchmark": "quantizer", **provenance(device, measured="trl_qurl/quantization")}
 
     peaks = measure_memory(cases, shape, device, console)
-    directory = working_directory(arguments.directory, bytes_needed=2 * 4 * total)
-    try:
-        seconds = measure_seconds(cases, shape, device, arguments.repeats, directory, console)
-    finally:
-        shutil.rmtree(directory)
+    directory = CheckpointDirectory(arguments.directory, bytes_needed=2 * 4 * total)
+    seconds = measure_seconds(cases, shape, device, arguments.repeats, directory.path, console)
+    directory.remove()
     record |= {"shape": asdict(shape), "parameters": total, "repeats": arguments.repeats}
     record["equal"] = True  # or measure_seconds would have raised
     record["cells"] = summarize(seconds, peaks, largest_layer_bytes(shape))

@@ -4,17 +4,19 @@ A checkpoint is written beside its final place and renamed when it is complete, 
 ever meets half of one. Tensors are taken from a stream and written in shards; memory holds one shard at a time.
 """
 
+import errno
 import json
 import os
+import re
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from trl_qurl.quantization.weights import NamedTensors
@@ -27,30 +29,46 @@ SHARD_BYTES = 2 * 1024**3
 
 INDEX_NAME = "model.safetensors.index.json"
 
+UNWRITABLE = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EFBIG,
+    errno.EIO,
+}
+"""What the system says when a directory cannot be written."""
+
 
 @contextmanager
 def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
-    Create a directory atomically: yields a private temporary one, which takes the name `path` if the block succeeds.
+    Create a directory atomically: yields a temporary one beside it, which takes the name `path` if the block succeeds.
 
     An existing `path` is replaced. If the block fails, nothing is left behind and an existing `path` stays as it was.
 
     Raises:
-        OSError: One sentence that names the directory, what failed and the way out, whichever library noticed it.
+        OSError: Where the system refused to write, one sentence that names the directory, the reason and the way out,
+            whichever library noticed it. Any other error passes as it is.
     """
     final = Path(path)
+    draft = final.parent / f".{final.name}-{uuid.uuid4().hex[:8]}"
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
-    except OSError as error:
-        raise _unwritable(final, error) from error
-    try:
+        draft.mkdir(parents=True)
         yield draft
         if final.exists():
             shutil.rmtree(final)
         os.replace(draft, final)
-    except (OSError, SafetensorError) as error:
-        raise _unwritable(final, error) from error
+    except Exception as error:
+        reason = _refusal(error)
+        if reason is None:
+            raise
+        raise OSError(
+            f"The checkpoint directory {final} cannot be written ({reason}): free space there, or name a writable "
+            "directory with enough room (rollout_checkpoint_dir in the config, OUT on the command line)."
+        ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -124,46 +142,10 @@ def write_config(model: "PreTrainedModel", directory: Path, quantization: dict |
     (directory / "config.json").write_text(text + "\n")
 
 
-def _unwritable(path: Path, error: Exception) -> OSError:
-    reason = str(error).strip() or type(error).__name__
-    if "os error 28" in reason or "code: 28" in reason or getattr(error, "errno", None) == 28:
-        reason = "no space left on the device"
-    return OSError(
-        f"The checkpoint directory {path} cannot be written ({reason}): free space there, or name a writable "
-        "directory with enough room (rollout_checkpoint_dir in the config, OUT on the command line)."
-    )
-
-
-def working_directory(requested: str | None, bytes_needed: int) -> Path:
-    """
-    Create a private directory for checkpoints that live as long as the run.
-
-    Memory (`/dev/shm`) is preferred, since these files are written and read at every step; where it is missing or too
-    small (containers often give it 64 MB), the system's temporary directory is used.
-
-    Args:
-        requested: Parent directory the user asked for, or `None` to choose.
-        bytes_needed: What has to fit.
-
-    Returns:
-        A new empty directory that only this user can read.
-
-    Raises:
-        OSError: `requested` cannot be created or written, or too little space is left.
-    """
-    parents = [Path(requested)] if requested else [Path("/dev/shm"), Path(tempfile.gettempdir())]
-    reason = "no directory was found"
-    for parent in parents:
-        try:
-            if requested:
-                parent.mkdir(parents=True, exist_ok=True)
-            free = shutil.disk_usage(parent).free
-            if free >= bytes_needed:
-                return Path(tempfile.mkdtemp(prefix="trl-qurl-", dir=parent))
-            reason = f"{free / 1e9:.3g} GB are free and {bytes_needed / 1e9:.3g} GB are needed"
-        except OSError as error:
-            reason = error.strerror or str(error)
-    raise OSError(
-        f"No room for the rollout engine's checkpoint in {' or '.join(map(str, parents))} ({reason}): set "
-        "rollout_checkpoint_dir to a writable directory with enough space."
-    )
+def _refusal(error: Exception) -> str | None:
+    """Why the system would not write, if that is what the error says; `None` for any other error."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None:  # safetensors and tokenizers raise errors of their own around the system's
+        found = re.search(r"\(os error (\d+)\)|code: (\d+)", str(error))
+        number = int(found[1] or found[2]) if found else None
+    return os.strerror(number).lower() if number in UNWRITABLE else None

@@ -5,12 +5,10 @@ the engine runs. What differs is how a call gets there.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
+from trl_qurl.quantization.weights import NamedTensors
 from trl_qurl.rollout.proof import SyncError
 from trl_qurl.rollout.server import CheckpointVLLMClient
 
@@ -19,8 +17,6 @@ if TYPE_CHECKING:
 
 PROBE_TOP = 20
 """Most likely next tokens whose log-probabilities a probe compares. vLLM's default `max_logprobs`."""
-
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 class LoadReport(NamedTuple):

@@ -9,10 +9,9 @@ import functools
 import shutil
 import time
 import uuid
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,43 +22,15 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_qurl.quantization.checkpoint import write_llmcompressor_checkpoint, write_streamed_checkpoint
 from trl_qurl.quantization.layers import linear_layer_names, quantized_layer_names
-from trl_qurl.quantization.schemes import QuantizationScheme
-from trl_qurl.quantization.storage import working_directory
 from trl_qurl.quantization.weights import quantize_weights
+from trl_qurl.rollout.directory import CheckpointDirectory
 from trl_qurl.rollout.engines import ColocatedEngine, Engine, ServedEngine
 from trl_qurl.rollout.probe import check_probe, probe_prompts
 from trl_qurl.rollout.proof import DigestRecorder, SyncError, compare_digests
 from trl_qurl.rollout.server import WORKER_EXTENSION, CheckpointVLLMClient
+from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.weight_change import WeightChangeTracker
-
-
-@dataclass(frozen=True)
-class RolloutSettings:
-    """
-    What the trainer's config says about rollouts.
-
-    Attributes:
-        scheme: Format of the rollout weights; `None` for full precision.
-        ignore: Modules kept in full precision.
-        quantizer: `"streaming"` or `"llmcompressor"`.
-        weight_sync: `"stream"` or `"checkpoint"`.
-        checkpoint_dir: Where checkpoints for the engine are written; `None` to choose.
-        engine_kwargs: Further arguments of the colocated engine.
-        weight_metrics_steps: Rollouts between measurements of the weights; 0 for none.
-        sync_check_steps: Syncs between checks by digest; 0 for none.
-        sync_probe: Whether those checks include the probe.
-    """
-
-    scheme: QuantizationScheme | None
-    ignore: tuple[str, ...] = ("lm_head",)
-    quantizer: str = "streaming"
-    weight_sync: str = "stream"
-    checkpoint_dir: str | None = None
-    engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    weight_metrics_steps: int = 16
-    sync_check_steps: int = 16
-    sync_probe: bool = False
 
 
 @dataclass
@@ -138,14 +109,13 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         return self.rollout.weight_sync == "checkpoint" or (self.mode == "colocate" and self._starts_from_checkpoint())
 
     def _shared_directory(self) -> Path:
-        """A directory for this run's checkpoints, the same on every process, gone when the main process ends."""
-        paths: list[Path] = []
+        """The directory of this run's checkpoints, the same on every process; the main process owns it."""
+        shared: list[Any] = [None]
         if self.accelerator.is_main_process:
             # Two generations at most: the one being written and the one the engine may still be reading.
             generations = 2 if self.rollout.weight_sync == "checkpoint" else 1
-            paths = [working_directory(self.rollout.checkpoint_dir, generations * self._checkpoint_bytes())]
-            weakref.finalize(self, shutil.rmtree, paths[0], ignore_errors=True)
-        shared: list[Any] = paths or [None]
+            self._owned = CheckpointDirectory(self.rollout.checkpoint_dir, generations * self._checkpoint_bytes())
+            shared = [self._owned.path]
         broadcast_object_list(shared, from_process=0)
         return shared[0]
 

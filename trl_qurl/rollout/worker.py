@@ -1,8 +1,8 @@
 """What runs inside vLLM's workers: how new weights enter a layer.
 
-vLLM takes this class by name (`--worker-extension-cls`, its official way to add a worker method) and it imports
-nothing but vLLM, so the engine's environment needs no TRL. On CUDA it is vLLM's own reload. On CPU, `cpu_repairs` adds
-to it.
+vLLM takes this class by name (`--worker-extension-cls`, its official way to add a worker method). Neither it nor what
+it imports needs TRL, so the engine may live in an environment without it. On CUDA it is vLLM's own reload. On CPU,
+`cpu_repairs` adds to it.
 """
 
 import logging

@@ -22,8 +22,9 @@ from trl.trainer import grpo_trainer
 from trl_qurl.config import QuRLGRPOConfig
 from trl_qurl.objective import SurrogateTerms, surrogate_terms
 from trl_qurl.quantization.schemes import get_scheme
-from trl_qurl.rollout.generation import RolloutSettings, quantized_generation
+from trl_qurl.rollout.generation import quantized_generation
 from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
+from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.trainers.callbacks import UpdateAwareQuantizationCallback
 from trl_qurl.trainers.rollout_state import RolloutState, load_rollout_state, save_rollout_state
 from trl_qurl.trainers.step_timer import StepTimer

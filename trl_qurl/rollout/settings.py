@@ -1,0 +1,34 @@
+"""What a trainer's config says about rollouts, as flat values: config objects stop at the trainers."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl_qurl.quantization.schemes import QuantizationScheme
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """
+    What the trainer's config says about rollouts.
+
+    Attributes:
+        scheme: Format of the rollout weights; `None` for full precision.
+        ignore: Modules kept in full precision.
+        quantizer: `"streaming"` or `"llmcompressor"`.
+        weight_sync: `"stream"` or `"checkpoint"`.
+        checkpoint_dir: Where checkpoints for the engine are written; `None` to choose.
+        engine_kwargs: Further arguments of the colocated engine.
+        weight_metrics_steps: Rollouts between measurements of the weights; 0 for none.
+        sync_check_steps: Syncs between checks by digest; 0 for none.
+        sync_probe: Whether those checks include the probe.
+    """
+
+    scheme: QuantizationScheme | None
+    ignore: tuple[str, ...] = ("lm_head",)
+    quantizer: str = "streaming"
+    weight_sync: str = "stream"
+    checkpoint_dir: str | None = None
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    weight_metrics_steps: int = 16
+    sync_check_steps: int = 16
+    sync_probe: bool = False
