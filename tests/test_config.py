@@ -37,7 +37,8 @@ OWN_DEFAULTS = {
     "vllm_engine_kwargs": {},
     "weight_metrics_steps": 16,
     "sync_check_steps": 16,
-    "sync_probe": False,
+    "sync_probe": True,
+    "vllm_request_timeout": 1800.0,
 }
 CHANGED_DEFAULTS = {
     "use_vllm": True,
@@ -83,7 +84,8 @@ def test_one_ignore_pattern_may_stand_without_a_list():
     [
         ({}, "stream"),
         ({"rollout_quantization": None}, "stream"),
-        ({"vllm_mode": "server"}, "checkpoint"),
+        ({"vllm_mode": "server"}, "auto"),
+        ({"vllm_mode": "server", "quantizer": "llmcompressor"}, "checkpoint"),
         ({"quantizer": "llmcompressor"}, "checkpoint"),
         ({"quantizer": "llmcompressor", "weight_sync": "checkpoint"}, "checkpoint"),
         ({"weight_sync": "checkpoint"}, "checkpoint"),

@@ -14,7 +14,7 @@ from conftest import child_environment, free_port, vllm_server
 from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl.quantization import SCHEMES
-from trl_qurl.rollout.server import CheckpointVLLMClient
+from trl_qurl.rollout.server import RolloutVLLMClient
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k_grpo.py"
 
@@ -217,6 +217,6 @@ def answering(server_info):
 )
 def test_server_that_cannot_load_weights(server_info, fault):
     with answering(server_info) as url:
-        client = CheckpointVLLMClient(base_url=url)
+        client = RolloutVLLMClient(base_url=url, scheme=SCHEMES["int8"], ignore=["lm_head"])
         with pytest.raises(ValueError, match=f"{url} runs {fault}.*: restart it with `trl-qurl serve MODEL"):
-            client.check_ready(SCHEMES["int8"], ["lm_head"])
+            client.init_communicator("cpu")

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from tiny import tiny_model
 
 from trl_qurl.quantization import SCHEMES, dequantize_weight, quantize_weight, quantized_layer_names
 from trl_qurl.quantization.fake_quantization import quantize_activations, quantized_forward
-from trl_qurl.rollout.probe import PROBE_LENGTHS, probe_prompts
-from trl_qurl.rollout.proof import DigestRecorder, SyncError, compare_digests, compare_probe, tensor_digest
+from trl_qurl.rollout.errors import SyncError
+from trl_qurl.rollout.probe import _disturbed, compare_probe, probe_prompts
+from trl_qurl.rollout.proof import DigestRecorder, compare_digests, tensor_digest
 
 # What was broken, and the check that names it.
 BY_CHECK = {
@@ -72,20 +74,48 @@ def test_digests_name_what_differs():
 
 
 def test_the_probe_allows_what_rounding_explains_and_no_more():
-    policy, rounded = torch.tensor([-1.0, -2.0]), torch.tensor([-1.01, -2.0])  # rounding: 0.01; tolerance 0.06
-    assert compare_probe(torch.tensor([-1.0, -2.05]), policy, rounded) == pytest.approx(0.05)
-    with pytest.raises(SyncError, match="0.07 nats, where rounding explains 0.06"):
-        compare_probe(torch.tensor([-1.0, -2.07]), policy, rounded)
-    with pytest.raises(SyncError):
-        compare_probe(torch.tensor([-1.0, float("nan")]), policy, rounded)
+    # Two tokens of probability .5. Rounding moves the first by 0.01 nats: a distance of 0.5 * 0.01 = 0.005, and so a
+    # tolerance of 3 * 0.005 + 0.002 = 0.017. What it does to the third, which the engine did not name, is no matter.
+    half = torch.tensor(0.5).log().item()
+    scored = [{0: half, 1: half}]
+    rounding = torch.tensor([[-0.01, 0.0, 4.0]])
+    near = torch.tensor([[half + 0.03, half, -9.0]])  # distance 0.5 * 0.03 = 0.015
+    far = torch.tensor([[half + 0.04, half, -9.0]])  # 0.02
+    assert compare_probe(scored, near, near + rounding) == pytest.approx(0.015, abs=1e-5)
+    with pytest.raises(SyncError, match="0.02 nats, where rounding explains 0.017"):
+        compare_probe(scored, far, far + rounding)
+    with pytest.raises(SyncError, match="nan"):
+        compare_probe([{0: float("nan")}], near, near + rounding)
+
+
+def test_one_prompt_on_the_edge_does_not_stop_a_run_and_most_do():
+    policy = torch.zeros(3, 2)
+    right, wrong = {0: 0.0}, {0: -1.0}  # distances 0 and exp(-1) * 1 = .37
+    assert compare_probe([right, right, wrong], policy, policy) == 0.0
+    with pytest.raises(SyncError, match="0.368 nats, where rounding explains 0.002"):
+        compare_probe([right, wrong, wrong], policy, policy)
 
 
 def test_probe_prompts_are_fixed_and_within_bounds():
-    prompts = probe_prompts(50)
-    assert prompts == probe_prompts(50)
-    assert tuple(map(len, prompts)) == PROBE_LENGTHS
-    assert max(max(prompt) for prompt in prompts) < 50
-    assert max(map(len, probe_prompts(50, longest=5))) == 5
+    prompts = probe_prompts(1000, block_size=16)
+    assert prompts == probe_prompts(1000, block_size=16)
+    assert sorted(map(len, prompts)) == [7] * 8 + [23] * 16
+    assert min(map(min, prompts)) >= 50 and max(map(max, prompts)) < 900
+    assert {len(prompt) for prompt in probe_prompts(50, block_size=16, longest=9)} == {7, 9}
+    assert {token for prompt in probe_prompts(2, block_size=16) for token in prompt} == {0}
+
+
+def test_the_disturbance_is_that_of_a_rounding_and_passes():
+    model = tiny_model().eval()
+    tokens = torch.tensor([[5, 9, 70, 33]])
+    plain = model(tokens).logits
+    with torch.no_grad(), _disturbed(model):
+        disturbed, again = model(tokens).logits, model(tokens).logits
+    assert torch.equal(plain, model(tokens).logits), "the hooks outlived the block"
+    assert not torch.equal(disturbed, again), "the error is the same at every layer of every pass"
+    rounded = tiny_model().bfloat16().eval()(tokens).logits
+    sizes = [(other - plain).abs().mean().item() for other in (disturbed, rounded)]
+    assert sizes[1] / 3 < sizes[0] < sizes[1] * 3
 
 
 def test_activations_are_rounded_per_token_by_hand():
@@ -96,8 +126,6 @@ def test_activations_are_rounded_per_token_by_hand():
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
 def test_fake_quantization_is_that_of_the_codes(scheme):
-    from tiny import tiny_model
-
     model = tiny_model(initializer_range=0.15).eval()
     layers = quantized_layer_names(model)
     tokens = torch.tensor([[5, 9, 70, 33]])

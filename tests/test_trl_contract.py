@@ -20,6 +20,8 @@ from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS
 GRPO = "trl.trainer.grpo_trainer"
 GENERATION = "trl.generation.vllm_generation"
 CLIENT = "trl.generation.vllm_client"
+TRANSFER = "vllm.distributed.weight_transfer.base"
+PACKED = "vllm.distributed.weight_transfer.packed_tensor"
 LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
 COMPRESSED_TENSORS = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors"
 CPU_KERNELS = "vllm.model_executor.kernels.linear.scaled_mm.cpu"
@@ -65,11 +67,12 @@ DEFINITIONS = [
     (GENERATION, "VLLMGeneration.sync_weights", "", "QuantizedVLLMGeneration replaces it"),
     (GENERATION, "VLLMGeneration.generate", "prompts", "QuantizedVLLMGeneration counts its seconds and tokens"),
     (GENERATION, "empty_cache", "", "QuantizedVLLMGeneration calls it before waking the engine"),
-    (CLIENT, "VLLMClient.__init__", "base_url connection_timeout", "CheckpointVLLMClient is built as it is"),
-    (CLIENT, "VLLMClient.check_server", "total_timeout retry_interval", "CheckpointVLLMClient rewords its error"),
-    (CLIENT, "VLLMClient.init_communicator", "device", "CheckpointVLLMClient leaves NCCL out by overriding it"),
-    (CLIENT, "VLLMClient.get_server_info", "", "CheckpointVLLMClient looks for the worker extension in it"),
-    (CLIENT, "VLLMClient.reset_prefix_cache", "", "CheckpointVLLMClient drops what old weights cached"),
+    (CLIENT, "VLLMClient.__init__", "base_url connection_timeout", "RolloutVLLMClient is built as it is"),
+    (CLIENT, "VLLMClient.check_server", "total_timeout retry_interval", "RolloutVLLMClient waits before it"),
+    (CLIENT, "VLLMClient.init_communicator", "device", "RolloutVLLMClient opens NCCL by it, or leaves it out"),
+    (CLIENT, "VLLMClient.get_server_info", "", "RolloutVLLMClient looks for the worker extension in it"),
+    (CLIENT, "VLLMClient._post", "url", "RolloutVLLMClient bounds every request in time by overriding it"),
+    (CLIENT, "VLLMClient._get", "url", "RolloutVLLMClient bounds every request in time by overriding it"),
     (
         "vllm.entrypoints.llm",
         "LLM.collective_rpc",
@@ -86,6 +89,12 @@ DEFINITIONS = [
     ("vllm.v1.engine.llm_engine", "LLMEngine.get_weight_version", "", "ColocatedEngine asks for the weights' name"),
     ("vllm.entrypoints.llm", "LLM.wake_up", "tags", "QuantizedVLLMGeneration wakes the weights before loading"),
     ("vllm.v1.worker.gpu_worker", "Worker.reload_weights", "", "RolloutWorker.load_rollout_weights calls it"),
+    ("vllm.v1.worker.gpu_worker", "Worker.start_weight_update", "", "RolloutWorker receives a stream between"),
+    ("vllm.v1.worker.gpu_worker", "Worker.update_weights", "update_info", "RolloutWorker receives a stream by it"),
+    ("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", "", "RolloutWorker receives a stream between"),
+    (TRANSFER, "WeightTransferEngine.set_weight_update_target", "model model_config", "RolloutWorker takes digests"),
+    (TRANSFER, "WeightTransferEngine.reset_weight_update_target", "", "RolloutWorker takes digests"),
+    (PACKED, "packed_nccl_broadcast_producer", "iterator group src post_iter_func", "RolloutVLLMClient streams by it"),
     ("vllm.v1.worker.gpu_worker", "Worker.get_model", "", "RolloutWorker repairs the model it returns"),
     ("vllm.v1.worker.cpu_worker", "CPUWorker", "", "RolloutWorker is mixed into it"),
     (
@@ -95,7 +104,7 @@ DEFINITIONS = [
         "RolloutWorker.load_rollout_weights passes it",
     ),
     (LAYERWISE, "initialize_layerwise_reload", "", "a reload takes checkpoint tensors as often as one likes"),
-    (COMPRESSED_TENSORS, "CompressedTensorsConfig.__init__", "ignore quant_format", "rollout_format reports both"),
+    (COMPRESSED_TENSORS, "CompressedTensorsConfig.__init__", "ignore quant_format", "describe_rollouts reports both"),
     (
         CPU_KERNELS,
         "CPUInt8ScaledMMLinearKernel.process_weights_for_onednn",
@@ -389,7 +398,7 @@ def test_the_worker_extension_is_mixed_in_by_name():
         "vLLM's worker_base does not read parallel_config.worker_extension_cls, by which RolloutWorker gets in."
     )
     assert "worker_extension_cls: str" in text_of("vllm.config.parallel", "ParallelConfig"), (
-        "ParallelConfig has no worker_extension_cls, which CheckpointVLLMClient.check_ready reads from /server_info."
+        "ParallelConfig has no worker_extension_cls, which RolloutVLLMClient reads from /server_info."
     )
 
 
@@ -443,19 +452,19 @@ def test_a_quantized_layer_says_which_kernel_it_uses():
 def test_quantized_models_say_in_which_format():
     attributes = assigned_attributes(COMPRESSED_TENSORS, "CompressedTensorsConfig.__init__")
     assert {"quant_format", "ignore"} <= attributes, (
-        "CompressedTensorsConfig has no quant_format and ignore, by which RolloutWorker.rollout_format tells what a "
-        "server holds."
+        "CompressedTensorsConfig has no quant_format and ignore, by which RolloutWorker.describe_rollouts tells "
+        "what a server holds."
     )
 
 
 @pytest.mark.parametrize(
     ("router", "route", "leaning"),
     [
-        ("rpc", "router.post('/collective_rpc')", "CheckpointVLLMClient has weights loaded by it"),
+        ("rpc", "router.post('/collective_rpc')", "RolloutVLLMClient has weights loaded by it"),
         ("cache", "router.post('/reset_prefix_cache')", "TRL's client drops what old weights cached by it"),
-        ("rlhf", "router.post('/update_weight_version')", "CheckpointVLLMClient names the weights by it"),
-        ("rlhf", "router.get('/weight_info')", "CheckpointVLLMClient asks for the weights' name by it"),
-        ("server_info", "router.get('/server_info')", "CheckpointVLLMClient looks for the worker extension there"),
+        ("rlhf", "router.post('/update_weight_version')", "RolloutVLLMClient names the weights by it"),
+        ("rlhf", "router.get('/weight_info')", "RolloutVLLMClient asks for the weights' name by it"),
+        ("server_info", "router.get('/server_info')", "RolloutVLLMClient looks for the worker extension there"),
     ],
 )
 def test_server_endpoints(router, route, leaning):
@@ -466,7 +475,7 @@ def test_server_endpoints(router, route, leaning):
 def test_remote_calls_return_dictionaries_as_they_are():
     body = text_of("vllm.entrypoints.serve.dev.rpc.api_router", "collective_rpc")
     assert "isinstance(result, dict | list)" in body and "{'results': response}" in body, (
-        "/collective_rpc does not return a worker's dictionary under 'results', where check_ready finds the format."
+        "/collective_rpc does not return a worker's dictionary under 'results', where RolloutVLLMClient finds reports."
     )
 
 

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trl_qurl._version import __version__
+from trl_qurl.rollout.errors import RolloutError
 
-USER_ERRORS = (ValueError, ImportError, OSError)  # OSError covers FileNotFoundError and ConnectionError
+USER_ERRORS = (ValueError, ImportError, OSError, RolloutError)  # OSError covers FileNotFoundError, ConnectionError
 
 
 def main(argv: Sequence[str] | None = None) -> int:

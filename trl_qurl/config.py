@@ -69,17 +69,20 @@ class QuRLGRPOConfig(GRPOConfig):
 
         weight_sync (`str`, *optional*, defaults to `"auto"`):
             `"stream"` sends tensors (in process, or over TRL's NCCL weight transfer), `"checkpoint"` writes them for
-            the engine to reload. `"auto"` streams to a colocated engine and writes checkpoints for a server.
+            the engine to reload. `"auto"` streams to a colocated engine, and to a server if both sides have NCCL;
+            otherwise it writes checkpoints. What was chosen, and why, is logged.
         rollout_checkpoint_dir (`str` or `None`, *optional*):
             Directory for those checkpoints. With a server, it must see the same directory. By default memory
             (`/dev/shm`) where there is room, else the system's temporary directory. Removed at the end of the run.
         sync_check_steps (`int`, *optional*, defaults to `16`):
-            Syncs between checks of the engine by digests of all tensors on both sides. The first sync is always among
-            them; `0` for none. The version of the weights is checked at every sync.
-        sync_probe (`bool`, *optional*, defaults to `False`):
-            Whether those checks also compare the engine's log-probabilities of a probe with the trainer's own
-            quantized forward pass. Off until its tolerance is right for sharply trained policies, which it stops
-            without cause.
+            Syncs between checks of the engine: digests of all tensors on both sides, and the probe. The first sync is
+            always among them; `0` for none. The version of the weights is checked at every sync.
+        sync_probe (`bool`, *optional*, defaults to `True`):
+            Whether those checks include the probe: the engine's log-probabilities of fixed prompts against the
+            trainer's own quantized forward pass. Left out under FSDP 1 and ZeRO-3, whose layers are never whole.
+        vllm_request_timeout (`float`, *optional*, defaults to `1800.0`):
+            Seconds a request to the server may take (a rollout is many requests, one per prompt) before it counts as
+            hanging and training stops.
         vllm_engine_kwargs (`dict`, *optional*, defaults to `{}`):
             Further arguments of the colocated `vllm.LLM` (`enforce_eager`, `kv_cache_dtype`, ...).
 
@@ -148,11 +151,15 @@ class QuRLGRPOConfig(GRPOConfig):
     )
 
     sync_check_steps: int = field(
-        default=16, metadata={"help": "Syncs between checks of the engine by digest; 0 for none."}
+        default=16, metadata={"help": "Syncs between checks of the engine by digest and probe; 0 for none."}
     )
 
     sync_probe: bool = field(
-        default=False, metadata={"help": "Whether those checks include the probe. Strict: see proof.compare_probe."}
+        default=True, metadata={"help": "Whether those checks include the engine's log-probabilities of a probe."}
+    )
+
+    vllm_request_timeout: float = field(
+        default=1800.0, metadata={"help": "Seconds a request to the vLLM server may take before training stops."}
     )
 
     # Objective
@@ -187,10 +194,12 @@ class QuRLGRPOConfig(GRPOConfig):
 
     @property
     def weight_transport(self) -> str:
-        """`weight_sync` with `"auto"` decided: `"stream"` or `"checkpoint"`."""
+        """`weight_sync` with `"auto"` decided as far as it can be before a server is asked."""
         if self.weight_sync != "auto":
             return self.weight_sync
-        return "checkpoint" if self.vllm_mode == "server" or self.quantizer == "llmcompressor" else "stream"
+        if self.quantizer == "llmcompressor":
+            return "checkpoint"
+        return "auto" if self.vllm_mode == "server" else "stream"
 
     @property
     def updates_per_rollout(self) -> float:
@@ -223,6 +232,10 @@ class QuRLGRPOConfig(GRPOConfig):
             raise ValueError(
                 f"uaq_scale is {self.uaq_scale}, but weights are divided by it: it must be positive and finite (the "
                 "paper uses 1.5; 1.0 turns UAQ off)."
+            )
+        if not self.vllm_request_timeout > 0:
+            raise ValueError(
+                f"vllm_request_timeout is {self.vllm_request_timeout}: give a positive number of seconds."
             )
         for name in ("weight_metrics_steps", "sync_check_steps"):
             if getattr(self, name) < 0:

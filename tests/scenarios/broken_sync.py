@@ -44,7 +44,7 @@ def swap_two_layers(tensors):
 def break_stream(generation, fault):
     """On the way from the trainer to the worker, after the trainer's digests were taken."""
     load = generation.engine.load
-    generation.engine.load = lambda source, version, digest: load(_Marked(fault(source), source), version, digest)
+    generation.engine.load = lambda source, *arguments: load(_Marked(fault(source), source), *arguments)
 
 
 class _Marked:
@@ -67,7 +67,7 @@ def load_nothing(generation):
     """The worker claims success and digests without loading anything."""
     from trl_qurl.rollout.engines import LoadReport
 
-    def load(source, version, digest):
+    def load(source, version, digest, metadata):
         for _ in source:
             pass
         generation.llm.llm_engine.set_weight_version(version)
@@ -108,7 +108,6 @@ def main() -> None:
         max_completion_length=8,
         vllm_max_model_length=64,
         sync_check_steps=1,
-        sync_probe=True,
         # vLLM on CPU caches in blocks of 128 tokens by default; 32 is its smallest block.
         vllm_engine_kwargs={"enforce_eager": True, "block_size": 32},
         report_to=[],

@@ -70,6 +70,25 @@ def _round_channels(
     codes.copy_(quotient.round_() if scheme.rounds else quotient)
 
 
+def quantized_metadata(
+    named_tensors: NamedTensors, scheme: QuantizationScheme, layers: Collection[str]
+) -> Iterator[tuple[str, torch.dtype, torch.Size]]:
+    """
+    Name, dtype and shape of everything that `quantize_weights` would yield, without rounding anything.
+
+    Args:
+        named_tensors: Parameters under their checkpoint names.
+        scheme: Target format.
+        layers: Names of the layers to quantize.
+    """
+    for name, tensor in named_tensors:
+        if name.endswith(".weight") and name.removesuffix(".weight") in layers:
+            yield name, scheme.dtype, tensor.shape
+            yield f"{name}_scale", tensor.dtype, torch.Size((tensor.shape[0], 1))
+        else:
+            yield name, tensor.dtype, tensor.shape
+
+
 def dequantize_weight(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The weight that codes (out, in) and scales (out, 1) stand for, in the scales' dtype, shape (out, in)."""
     return codes.to(scale.dtype) * scale

@@ -1,4 +1,4 @@
-"""The two places an engine can live, behind one interface: load weights, say their version, score a probe.
+"""The two places an engine can live, behind one interface: load weights, name their version, score a probe.
 
 Loading always ends in `RolloutWorker.load_rollout_weights`, so the same code checks a tensor on its way in wherever
 the engine runs. What differs is how a call gets there.
@@ -9,14 +9,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trl_qurl.quantization.weights import NamedTensors
-from trl_qurl.rollout.proof import SyncError
-from trl_qurl.rollout.server import CheckpointVLLMClient
+from trl_qurl.rollout.errors import SyncError
+from trl_qurl.rollout.server import RolloutVLLMClient
+from trl_qurl.rollout.stream import TensorMetadata
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 PROBE_TOP = 20
 """Most likely next tokens whose log-probabilities a probe compares. vLLM's default `max_logprobs`."""
+
+
+class EngineDescription(NamedTuple):
+    """What an engine says about itself."""
+
+    format: str | None  # compressed-tensors' name for the way codes are stored
+    ignore: list[str]  # patterns of the modules kept in full precision
+    block_size: int  # tokens per block of the key-value cache
+    max_model_len: int  # tokens of the longest sequence
 
 
 class LoadReport(NamedTuple):
@@ -30,7 +40,9 @@ class Engine(ABC):
     """An engine that rollouts are sampled from."""
 
     @abstractmethod
-    def load(self, source: NamedTensors | Path, version: str, digest: bool) -> list[LoadReport]:
+    def load(
+        self, source: NamedTensors | Path, version: str, digest: bool, metadata: TensorMetadata | None = None
+    ) -> list[LoadReport]:
         """
         Replace the weights in place and forget what was cached under the old ones.
 
@@ -38,12 +50,14 @@ class Engine(ABC):
             source: A stream of tensors, or a checkpoint directory that the engine sees.
             version: Name of these weights.
             digest: Whether each worker reports digests of what it received.
+            metadata: Of the tensors of a stream to a server, in order.
 
         Returns:
             One report per worker.
 
         Raises:
-            RuntimeError: The engine could not load them.
+            RuntimeError: The engine could not load them (`ServerError` from a server).
+            SyncError: It kept what it had cached.
         """
 
     @abstractmethod
@@ -54,6 +68,10 @@ class Engine(ABC):
     def next_token_logps(self, prompts: list[list[int]]) -> list[dict[int, float]]:
         """Log-probabilities of the most likely next tokens of each prompt, token to nats."""
 
+    @abstractmethod
+    def describe(self) -> EngineDescription:
+        """What the engine says about itself."""
+
 
 class ColocatedEngine(Engine):
     """vLLM in the trainer's own process."""
@@ -61,7 +79,9 @@ class ColocatedEngine(Engine):
     def __init__(self, llm: "LLM") -> None:
         self._llm = llm
 
-    def load(self, source: NamedTensors | Path, version: str, digest: bool) -> list[LoadReport]:  # noqa: D102
+    def load(  # noqa: D102
+        self, source: NamedTensors | Path, version: str, digest: bool, metadata: TensorMetadata | None = None
+    ) -> list[LoadReport]:
         place = {"weights_path": str(source)} if isinstance(source, Path) else {"weights_iterator": source}
         reports = self._llm.collective_rpc(
             "load_rollout_weights", kwargs={**place, "version": version, "digest": digest}
@@ -74,6 +94,9 @@ class ColocatedEngine(Engine):
     def version(self) -> str:  # noqa: D102
         return self._llm.llm_engine.get_weight_version()
 
+    def describe(self) -> EngineDescription:  # noqa: D102
+        return EngineDescription(**self._llm.collective_rpc("describe_rollouts")[0])
+
     def next_token_logps(self, prompts: list[list[int]]) -> list[dict[int, float]]:  # noqa: D102
         from vllm import SamplingParams
 
@@ -83,17 +106,25 @@ class ColocatedEngine(Engine):
 
 
 class ServedEngine(Engine):
-    """vLLM behind its HTTP server, which reads weights from a directory."""
+    """vLLM behind its HTTP server."""
 
-    def __init__(self, client: CheckpointVLLMClient) -> None:
+    def __init__(self, client: RolloutVLLMClient) -> None:
         self._client = client
 
-    def load(self, source: NamedTensors | Path, version: str, digest: bool) -> list[LoadReport]:  # noqa: D102
-        reports = self._client.load_checkpoint(str(source), version, digest)
+    def load(  # noqa: D102
+        self, source: NamedTensors | Path, version: str, digest: bool, metadata: TensorMetadata | None = None
+    ) -> list[LoadReport]:
+        if isinstance(source, Path):
+            reports = self._client.load_checkpoint(str(source), version, digest)
+        else:
+            reports = self._client.load_stream(source, metadata or [], version, digest)
         return [LoadReport(**report) for report in reports]
 
     def version(self) -> str:  # noqa: D102
         return self._client.weight_version()
+
+    def describe(self) -> EngineDescription:  # noqa: D102
+        return EngineDescription(**self._client.describe())
 
     def next_token_logps(self, prompts: list[list[int]]) -> list[dict[int, float]]:  # noqa: D102
         output: dict[str, Any] = self._client.generate(prompts, max_tokens=1, temperature=1.0, logprobs=PROBE_TOP)

@@ -22,13 +22,14 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_qurl.quantization.checkpoint import write_llmcompressor_checkpoint, write_streamed_checkpoint
 from trl_qurl.quantization.layers import linear_layer_names, quantized_layer_names
-from trl_qurl.quantization.weights import quantize_weights
 from trl_qurl.rollout.directory import CheckpointDirectory
 from trl_qurl.rollout.engines import ColocatedEngine, Engine, ServedEngine
+from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.probe import check_probe, probe_prompts
-from trl_qurl.rollout.proof import DigestRecorder, SyncError, compare_digests
-from trl_qurl.rollout.server import WORKER_EXTENSION, CheckpointVLLMClient
+from trl_qurl.rollout.proof import DigestRecorder, compare_digests
+from trl_qurl.rollout.server import WORKER_EXTENSION, RolloutVLLMClient
 from trl_qurl.rollout.settings import RolloutSettings
+from trl_qurl.rollout.stream import TensorMetadata, announce, rollout_tensors, timed
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.weight_change import WeightChangeTracker
 
@@ -43,6 +44,10 @@ class RolloutCost:
     generate_s: float = 0.0
     tokens: int = 0
 
+    def add_quantization(self, seconds: float) -> None:
+        """Count seconds of gathering and rounding."""
+        self.quantize_s += seconds
+
 
 class QuantizedVLLMGeneration(VLLMGeneration):
     """
@@ -52,6 +57,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         rollout: Format and transport of the weights.
         args, kwargs: As for the parent.
     """
+
+    _weight_metadata: TensorMetadata | None
 
     def __init__(self, *args: Any, rollout: RolloutSettings, **kwargs: Any) -> None:
         self.rollout = rollout
@@ -80,17 +87,38 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def _init_vllm(self) -> None:
         names = quantized_layer_names if self.rollout.scheme else linear_layer_names
         self._layers = names(self.model, self.rollout.ignore)
-        if self._needs_directory():
-            self._directory = self._shared_directory()
         if self.mode == "server":
-            client = CheckpointVLLMClient if self.rollout.weight_sync == "checkpoint" else vllm_generation.VLLMClient
-            with substitute(vllm_generation, "VLLMClient", client):
-                super()._init_vllm()
-            if client is CheckpointVLLMClient and self.accelerator.is_main_process:
-                self.vllm_client.check_ready(self.rollout.scheme, self.rollout.ignore)
-                self.engine = ServedEngine(self.vllm_client)
-            return
+            self._connect()
+        else:
+            self._start_colocated()
+
+    def _connect(self) -> None:
+        """Let the main process connect to the server; every process learns how weights will travel."""
+        rollout = self.rollout
+        client = functools.partial(
+            RolloutVLLMClient,
+            scheme=rollout.scheme,
+            ignore=rollout.ignore,
+            weight_sync=rollout.weight_sync,
+            request_timeout=rollout.request_timeout,
+        )
+        with substitute(vllm_generation, "VLLMClient", client):
+            super()._init_vllm()
+        transport: list[Any] = [None]
+        if self.accelerator.is_main_process:
+            self.engine = ServedEngine(self.vllm_client)
+            transport = [self.vllm_client.transport]
+        broadcast_object_list(transport, from_process=0)
+        self._transport = transport[0]
+        if self._transport == "checkpoint":
+            self._directory = self._shared_directory()
+
+    def _start_colocated(self) -> None:
+        """Start an engine in this process, on a checkpoint that says how its layers are quantized."""
+        self._transport = self.rollout.weight_sync
         start = None
+        if self._transport == "checkpoint" or self._starts_from_checkpoint():
+            self._directory = self._shared_directory()
         if self._starts_from_checkpoint():
             start = self._write_checkpoint("start", self._iter_named_params())
         build_engine = functools.partial(_build_engine, vllm_generation.LLM, start, self.rollout.engine_kwargs)
@@ -105,15 +133,12 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def _starts_from_checkpoint(self) -> bool:
         return self.rollout.scheme is not None or not self.model.name_or_path
 
-    def _needs_directory(self) -> bool:
-        return self.rollout.weight_sync == "checkpoint" or (self.mode == "colocate" and self._starts_from_checkpoint())
-
     def _shared_directory(self) -> Path:
         """The directory of this run's checkpoints, the same on every process; the main process owns it."""
         shared: list[Any] = [None]
         if self.accelerator.is_main_process:
             # Two generations at most: the one being written and the one the engine may still be reading.
-            generations = 2 if self.rollout.weight_sync == "checkpoint" else 1
+            generations = 2 if self._transport == "checkpoint" else 1
             self._owned = CheckpointDirectory(self.rollout.checkpoint_dir, generations * self._checkpoint_bytes())
             shared = [self._owned.path]
         broadcast_object_list(shared, from_process=0)
@@ -139,7 +164,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
         Raises:
             SyncError: The engine does not hold what was sent; see `proof`.
-            RuntimeError: The engine could not load the weights.
+            RuntimeError: The engine could not load the weights (`ServerError` from a server).
         """
         started = time.perf_counter()
         self._tracker.begin_sync()
@@ -147,10 +172,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         checked = every > 0 and self._syncs % every == 0
         self._syncs += 1
         self.weight_version = f"{self._run}-step{self.global_step()}-sync{self._syncs}"
-        if self.mode == "server" and self.rollout.weight_sync == "stream":
-            super().sync_weights()
-        else:
-            self._load(digest=checked)
+        self._load(digest=checked)
         self.weight_metrics = self._tracker.end_sync()
         self._cost.sync_s += time.perf_counter() - started
         if checked and self.rollout.sync_probe:
@@ -159,24 +181,41 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def _load(self, digest: bool) -> None:
         """Send the weights through the engine's loader, then compare what it says about them with what was sent."""
         self._wake_up_weights()
-        sent = DigestRecorder(self._iter_named_params(), enabled=digest)
+        metadata = self._announce() if self.mode == "server" and self._transport == "stream" else None
+        sent = DigestRecorder(self._iter_named_params(), enabled=digest and self._writes)
         source: DigestRecorder | Path = sent
-        if self.rollout.weight_sync == "checkpoint":
+        if self._transport == "checkpoint":
             source = self._write_checkpoint(f"sync-{self._syncs}", sent)
         if self.engine is not None:
-            reports = self.engine.load(source, self.weight_version, digest)
+            reports = self.engine.load(source, self.weight_version, digest, metadata)
             for report in reports:
                 if report.version != self.weight_version:
                     raise SyncError(f"The engine loaded {report.version!r} when {self.weight_version!r} was sent.")
-                if digest:
+                if digest and self._writes:
                     compare_digests(sent.digests, report.digests)
             if source is sent and not sent.exhausted:
                 raise SyncError("The engine stopped reading before the last tensor: its model is half updated.")
             self._require_version()
-        if self.rollout.weight_sync == "checkpoint":
+        elif source is sent:
+            for _ in sent:  # gathering a parameter takes every process
+                pass
+        self._cost.check_s += sent.seconds
+        if self._transport == "checkpoint":
             self.accelerator.wait_for_everyone()  # nobody reads the old directory any more
             if self.accelerator.is_main_process:
                 shutil.rmtree(self._directory / f"sync-{self._syncs - 1}", ignore_errors=True)
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this process hands its own tensors to an engine, and so knows their digests."""
+        shares_engine = self.mode == "server" or self._transport == "checkpoint"
+        return self.accelerator.is_main_process or not shares_engine
+
+    def _announce(self) -> TensorMetadata:
+        """What the stream will hold, for a server that must know it beforehand; the parameters are walked once."""
+        if self._weight_metadata is None:
+            self._weight_metadata = announce(super()._iter_named_params(), self.rollout.scheme, self._layers)
+        return self._weight_metadata
 
     def _require_version(self) -> None:
         held = self.engine.version() if self.engine is not None else self.weight_version
@@ -188,12 +227,21 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             )
 
     def _check_probe(self) -> None:
-        """Compare the engine with the trainer's own quantized forward pass, where the trainer has whole weights."""
+        """Compare the engine with the trainer's own quantized forward pass, where the trainer can make one."""
         started = time.perf_counter()
-        if self.engine is not None and not self._dist.is_fsdp and not self._dist.is_zero3:
+        sharded = self._dist.is_fsdp or self._dist.is_zero3
+        if self._dist.is_zero3 or (self._dist.is_fsdp and self._dist.fsdp_version == 1):
+            return  # a layer's weight is not whole where the pass would quantize it
+        probe: list[Any] = [None]  # prompts, and what the engine says of them
+        if self.engine is not None:
+            engine = self.engine.describe()
             vocabulary_size = self._base_model().config.get_text_config().vocab_size
-            prompts = probe_prompts(vocabulary_size, longest=self.max_model_length and self.max_model_length - 1)
-            scored = self.engine.next_token_logps(prompts)
+            prompts = probe_prompts(vocabulary_size, engine.block_size, longest=engine.max_model_len - 1)
+            probe = [(prompts, self.engine.next_token_logps(prompts))]
+        if self.mode == "server" and sharded:
+            broadcast_object_list(probe, from_process=0)  # each process holds a part of the weights
+        if probe[0] is not None:
+            prompts, scored = probe[0]
             check_probe(self.model, prompts, scored, self._layers, self.rollout.scheme)
         self._cost.check_s += time.perf_counter() - started
 
@@ -225,43 +273,23 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The parent's parameters, quantized: what every transport sends."""
-        if self.rollout.scheme is None:
-            tensors = self._iter_observed_params()
-        else:
-            tensors = super()._iter_named_params()
-            tensors = quantize_weights(tensors, self.rollout.scheme, self._layers, self._tracker.observe)
+        tensors = rollout_tensors(
+            super()._iter_named_params(), self.rollout.scheme, self._layers, self._tracker.observe
+        )
         if is_peft_model(self.model):
             # vLLM may hold a tensor until its layer is complete; by then the adapter is unmerged from the parameter.
             tensors = ((name, tensor.clone()) for name, tensor in tensors)
-        return self._timed(tensors)
-
-    def _iter_observed_params(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full-precision parameters, shown to the tracker."""
-        for name, tensor in super()._iter_named_params():
-            layer = name.removesuffix(".weight")
-            if layer in self._layers and layer != name:
-                self._tracker.observe(layer, tensor, None, None)
-            yield name, tensor
-
-    def _timed(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        iterator = iter(tensors)
-        while True:
-            started = time.perf_counter()
-            item = next(iterator, None)
-            self._cost.quantize_s += time.perf_counter() - started
-            if item is None:
-                return
-            yield item
+        return timed(tensors, self._cost.add_quantization)
 
     # Generation ------------------------------------------------------------------------------------------------------
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
         """The parent's generation, from the weights of this run's last sync, with its seconds and tokens counted."""
-        if self.mode == "server":
-            self._require_version()
+        self._require_version()
         sync_before = self._cost.sync_s
         started = time.perf_counter()
         output = super().generate(*args, **kwargs)
+        self._require_version()  # a server that restarted meanwhile answers from other weights
         # With sleep mode the parent syncs in here.
         self._cost.generate_s += time.perf_counter() - started - (self._cost.sync_s - sync_before)
         self._cost.tokens += sum(len(completion) for completion in output[1])

@@ -1,19 +1,19 @@
-"""Evidence that a sync took effect: what was sent against what arrived, and what the engine says about a probe.
+"""Evidence that a sync took effect: what was sent against what arrived.
 
 The field's worst bugs are silent: an engine that samples from stale or half-loaded weights. Two checks that share no
-code say that this one does not. *Digests* compare every tensor as it left the trainer with the tensor as it entered
-the engine. The *probe* compares the engine's log-probabilities with those of the trainer's own quantized forward pass,
-so it also sees what happens behind the door: a kernel that dropped a scale, a cache that outlived its weights.
+code say that this one does not. *Digests*, here, compare every tensor as it left the trainer with the tensor as it
+entered the engine. The *probe* (`probe`) compares the engine's log-probabilities with those of the trainer's own
+quantized forward pass, so it also sees what happens behind the door: a kernel that dropped a scale, a cache that
+outlived its weights.
 """
 
 import hashlib
+import time
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-
-class SyncError(RuntimeError):
-    """The engine does not hold the weights that were sent to it; training must not go on."""
+from trl_qurl.rollout.errors import SyncError
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
@@ -32,18 +32,26 @@ class DigestRecorder:
     Args:
         named_tensors: The stream.
         enabled: `False` lets it pass unread.
+
+    Attributes:
+        digests: Name to digest, of what has passed.
+        seconds: Spent on them.
+        exhausted: Whether the stream was read to its end.
     """
 
     def __init__(self, named_tensors: Iterable[tuple[str, torch.Tensor]], enabled: bool = True) -> None:
         self._named_tensors = named_tensors
         self._enabled = enabled
         self.digests: dict[str, str] = {}
+        self.seconds = 0.0
         self.exhausted = False
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._named_tensors:
             if self._enabled:
+                started = time.perf_counter()
                 self.digests[name] = tensor_digest(tensor)
+                self.seconds += time.perf_counter() - started
             yield name, tensor
         self.exhausted = True
 
@@ -66,37 +74,3 @@ def compare_digests(sent: Mapping[str, str], received: Mapping[str, str]) -> Non
             f"The engine did not receive the weights that were sent: of {len(sent)} tensors, {', '.join(found)}. "
             "Training has stopped before sampling from them; resume from the last checkpoint."
         )
-
-
-def compare_probe(engine: torch.Tensor, policy: torch.Tensor, policy_rounded: torch.Tensor) -> float:
-    r"""
-    Compare the engine's log-probabilities of a probe with the trainer's own quantized forward pass.
-
-    The engine computes in its own dtype, in its own order, so they are never equal. How much of a difference rounding
-    makes for these weights and this probe is measured: the trainer runs the pass twice, in float32 and in the engine's
-    dtype. The engine's rounding errors have the size of the second pass's, in another order, so
-
-    $$\max|\ell_{engine} - \ell_{32}| \le 4 \max|\ell_{dtype} - \ell_{32}| + 0.02$$
-
-    Where 4 leaves room for the largest of many errors to fall elsewhere, and 0.02 nats for passes that round alike.
-
-    Args:
-        engine: Log-probabilities from the engine, any shape.
-        policy: The same from the trainer, in float32.
-        policy_rounded: The same from the trainer, in the engine's dtype.
-
-    Returns:
-        The largest difference, nats.
-
-    Raises:
-        SyncError: The difference exceeds the tolerance, or is not finite.
-    """
-    difference = (engine.double() - policy.double()).abs().max().item()
-    tolerance = 4 * (policy_rounded.double() - policy.double()).abs().max().item() + 0.02
-    if not difference <= tolerance:
-        raise SyncError(
-            f"The engine's log-probabilities of the probe differ from the policy's own quantized forward pass by "
-            f"{difference:.3g} nats, where rounding explains {tolerance:.3g}: it does not compute with the weights "
-            "that were sent, or keeps a cache from older ones. Training has stopped; resume from the last checkpoint."
-        )
-    return difference

@@ -15,12 +15,13 @@ class RolloutSettings:
         scheme: Format of the rollout weights; `None` for full precision.
         ignore: Modules kept in full precision.
         quantizer: `"streaming"` or `"llmcompressor"`.
-        weight_sync: `"stream"` or `"checkpoint"`.
+        weight_sync: `"stream"` or `"checkpoint"`; with a server also `"auto"`.
         checkpoint_dir: Where checkpoints for the engine are written; `None` to choose.
         engine_kwargs: Further arguments of the colocated engine.
         weight_metrics_steps: Rollouts between measurements of the weights; 0 for none.
         sync_check_steps: Syncs between checks by digest; 0 for none.
         sync_probe: Whether those checks include the probe.
+        request_timeout: Seconds a request to a server may take.
     """
 
     scheme: QuantizationScheme | None
@@ -31,4 +32,5 @@ class RolloutSettings:
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     weight_metrics_steps: int = 16
     sync_check_steps: int = 16
-    sync_probe: bool = False
+    sync_probe: bool = True
+    request_timeout: float = 1800.0

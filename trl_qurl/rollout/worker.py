@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from vllm.config import VllmConfig
@@ -23,25 +24,31 @@ if current_platform.is_cpu():
 
 
 class RolloutWorker:
-    """Methods that vLLM mixes into its worker class, whose attributes the first three are."""
+    """Methods that vLLM mixes into its worker class, whose attributes these are."""
 
     reload_weights: Callable[..., None]
     get_model: Callable[[], torch.nn.Module]
     vllm_config: VllmConfig
+    weight_transfer_engine: Any
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, list]], None]
+    finish_weight_update: Callable[[], None]
 
     def load_rollout_weights(
         self,
         weights_iterator: Iterable[tuple[str, torch.Tensor]] | None = None,
         weights_path: str | None = None,
+        announced: dict[str, list] | None = None,
         version: str = "",
         digest: bool = False,
     ) -> dict[str, object]:
         """
-        Replace all weights in place by checkpoint-format tensors, from a stream or from a directory.
+        Replace all weights in place by checkpoint-format tensors from one of three sources.
 
         Args:
             weights_iterator: `(name, tensor)` pairs; only inside the trainer's own process.
             weights_path: Checkpoint directory on a file system that this worker sees.
+            announced: `names`, `dtype_names` and `shapes` of what is about to come over vLLM's weight transfer.
             version: Name of these weights.
             digest: Whether to compute a digest of every tensor on its way in.
 
@@ -51,6 +58,10 @@ class RolloutWorker:
         Raises:
             RuntimeError: If a layer was left with its old weights.
         """
+        if announced is not None:
+            with _watched_reload():
+                digests = self._receive(announced, digest)
+            return {"version": version, "digests": digests}
         if weights_iterator is None:
             weights_iterator = read_tensors(Path(weights_path or ""))
         received = DigestRecorder(weights_iterator, enabled=digest)
@@ -62,20 +73,53 @@ class RolloutWorker:
             cpu_repairs.repack_output_head(self.get_model())
         return {"version": version, "digests": received.digests}
 
-    def rollout_format(self) -> dict[str, object]:
+    def _receive(self, announced: dict[str, list], digest: bool) -> dict[str, str]:
+        """Take one update from vLLM's weight transfer; digests of its tensors, if asked for."""
+        self.start_weight_update()
+        engine = self.weight_transfer_engine
+        received = _RecordingModel(engine.model, digest)
+        engine.set_weight_update_target(received, engine.model_config)
+        self.update_weights(announced)
+        engine.reset_weight_update_target()
+        self.finish_weight_update()
+        return received.digests
+
+    def describe_rollouts(self) -> dict[str, object]:
         """
-        How the layers of this worker are quantized.
+        What the trainer has to know about this worker.
 
         Returns:
             `format`: compressed-tensors' name for the way codes are stored, another method's name, or `None`;
-            `ignore`: patterns of the modules kept in full precision.
+            `ignore`: patterns of the modules kept in full precision;
+            `block_size`: tokens per block of the key-value cache;
+            `max_model_len`: tokens of the longest sequence.
         """
         quantization = self.vllm_config.quant_config
-        if quantization is None:
-            return {"format": None, "ignore": []}
-        if not isinstance(quantization, CompressedTensorsConfig):
-            return {"format": quantization.get_name(), "ignore": []}
-        return {"format": quantization.quant_format, "ignore": list(quantization.ignore)}
+        description: dict[str, object] = {"format": None, "ignore": []}
+        if isinstance(quantization, CompressedTensorsConfig):
+            description = {"format": quantization.quant_format, "ignore": list(quantization.ignore)}
+        elif quantization is not None:
+            description["format"] = quantization.get_name()
+        return description | {
+            "block_size": self.vllm_config.cache_config.block_size,
+            "max_model_len": self.vllm_config.model_config.max_model_len,
+        }
+
+
+class _RecordingModel:
+    """What a weight transfer engine needs of a model, with a digest of every tensor on its way in."""
+
+    def __init__(self, model: torch.nn.Module, digest: bool) -> None:
+        self._model = model
+        self._digest = digest
+        self.digests: dict[str, str] = {}
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+        """Pass one batch of tensors on to the model."""
+        received = DigestRecorder(weights, enabled=self._digest)
+        loaded = self._model.load_weights(received)  # type: ignore[operator]
+        self.digests |= received.digests
+        return loaded
 
 
 @contextmanager

@@ -263,4 +263,5 @@ def _rollout_settings(config: QuRLGRPOConfig) -> RolloutSettings:
         weight_metrics_steps=config.weight_metrics_steps,
         sync_check_steps=config.sync_check_steps,
         sync_probe=config.sync_probe,
+        request_timeout=config.vllm_request_timeout,
     )
