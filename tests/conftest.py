@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import tiny_model, tiny_tokenizer
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 
@@ -44,10 +45,11 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def run_scenario() -> Callable[..., Any]:
-    """Run a script of tests/scenarios and return the record it prints."""
+    """Run a script of tests/scenarios, in one process or several, and return the record it prints."""
 
-    def run(script: str, *arguments: object, **environment: str) -> Any:
-        command = [sys.executable, str(SCENARIOS / script), *map(str, arguments)]
+    def run(script: str, *arguments: object, processes: int = 1, **environment: str) -> Any:
+        launcher = [sys.executable] if processes == 1 else accelerate_launch(processes)
+        command = [*launcher, str(SCENARIOS / script), *map(str, arguments)]
         finished = subprocess.run(
             command, env=child_environment(**environment), capture_output=True, text=True, timeout=400
         )
@@ -58,35 +60,101 @@ def run_scenario() -> Callable[..., Any]:
     return run
 
 
-@contextmanager
-def vllm_server(model: Path, log: Path, *arguments: str) -> Iterator[str]:
-    """A server for training on a free local port, as a user starts it; yields its URL."""
-    port = free_port()
-    command = [sys.executable, "-m", "trl_qurl", "serve", str(model), "--port", str(port), *arguments]
-    command += ["--enforce-eager", "--max-model-len", "64", "--max-num-seqs", "16"]
-    environment = child_environment(TRL_QURL_CACHE=str(log.parent / "cache"), VLLM_CPU_KVCACHE_SPACE="1")
-    with log.open("w") as output:
-        server = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        wait_until_healthy(url, server, log)
-        yield url
-    finally:
-        server.send_signal(signal.SIGTERM)
+@pytest.fixture(scope="session")
+def train(run_scenario) -> Callable[..., list[Any]]:
+    """Run tests/scenarios/train.py once for each list of arguments, in one process (or group of them); the records."""
+
+    def run(*runs: list, processes: int = 1) -> list[Any]:
+        arguments = runs[0] + [part for further in runs[1:] for part in ["--and", *further]]
+        return run_scenario("train.py", *arguments, processes=processes)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def int8_server(tmp_path_factory) -> Iterator["Server"]:
+    """A server of the tiny model, for all tests that leave it alive."""
+    directory = tmp_path_factory.mktemp("server")
+    tiny_model().save_pretrained(directory / "model")
+    tiny_tokenizer().save_pretrained(directory / "model")
+    with vllm_server(directory / "model", directory, "--scheme", "int8") as server:
+        yield server
+
+
+def accelerate_launch(processes: int) -> list[str]:
+    """The command of a user who launches several processes on CPU, on a port that no neighbour has."""
+    config = Path(__file__).parents[1] / "examples" / "accelerate_configs" / "multi_cpu.yaml"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    return [*command, "--num_processes", str(processes), "--main_process_port", str(free_port())]
+
+
+class Server:
+    """
+    `trl-qurl serve` as a user starts it, on a local port of its own, and what may happen to it.
+
+    Args:
+        model: Directory of the full-precision model.
+        directory: For its log and its cache.
+        arguments: Further arguments.
+        port: Where the last one listened, to start it again in its place.
+    """
+
+    def __init__(self, model: Path, directory: Path, *arguments: str, port: int | None = None) -> None:
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = directory / f"server-{time.monotonic_ns()}.log"
+        command = [sys.executable, "-m", "trl_qurl", "serve", str(model), "--port", str(self.port), *arguments]
+        command += ["--enforce-eager", "--max-model-len", "64", "--max-num-seqs", "16"]
+        environment = child_environment(TRL_QURL_CACHE=str(directory / "cache"), VLLM_CPU_KVCACHE_SPACE="1")
+        with self.log.open("w") as output:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=output, stderr=output, start_new_session=True
+            )
+
+    def wait_until_healthy(self, timeout: float = 240.0) -> "Server":
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"the server ended:\n{self.log.read_text()[-6000:]}"
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=5)
+                return self
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                time.sleep(0.2)
+        raise AssertionError(f"the server did not start within {timeout} s:\n{self.log.read_text()[-6000:]}")
+
+    def send(self, number: int) -> None:
+        """To the server and every process it started."""
+        os.killpg(self.process.pid, number)
+
+    def kill(self) -> None:
+        """As a crash, or a machine that went down."""
+        if self.process.poll() is None:
+            self.send(signal.SIGKILL)
+        self.process.wait(30)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """As a user or a batch system does; the exit status."""
+        self.process.send_signal(number)
         try:
-            server.wait(timeout=20)
+            return self.process.wait(60)
         except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+            self.kill()
+            raise
+
+    def survivors(self) -> list[int]:
+        """Processes of the server that still run."""
+        groups = (
+            (int(path.parent.name), path.read_text().rpartition(")")[2].split())
+            for path in Path("/proc").glob("[0-9]*/stat")
+        )
+        return [pid for pid, (state, _, group, *_) in groups if int(group) == self.process.pid and state != "Z"]
 
 
-def wait_until_healthy(url: str, server: subprocess.Popen, log: Path, timeout: float = 240.0) -> None:
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        assert server.poll() is None, f"the server ended:\n{log.read_text()[-6000:]}"
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=5)
-            return
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(0.5)
-    raise AssertionError(f"the server did not start within {timeout} s:\n{log.read_text()[-6000:]}")
+@contextmanager
+def vllm_server(model: Path, directory: Path, *arguments: str) -> Iterator[Server]:
+    """A server that is up inside the block."""
+    server = Server(model, directory, *arguments)
+    try:
+        yield server.wait_until_healthy()
+    finally:
+        server.kill()

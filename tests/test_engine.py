@@ -3,8 +3,6 @@
 import json
 
 import pytest
-from conftest import vllm_server
-from tiny import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.vllm
 
@@ -34,12 +32,26 @@ def assert_synced(record, fresh, lora=False):
     assert record["uaq_scale"] == (1.0 if lora else 1.5)
 
 
-@pytest.mark.parametrize(("config", "arguments"), COLOCATED.values(), ids=COLOCATED.keys())
-def test_colocated_engine_holds_the_trained_weights(config, arguments, run_scenario, tmp_path):
-    checkpoint = tmp_path / "checkpoint"
-    arguments = [tmp_path / "out", "--export", checkpoint, "--config", json.dumps(config), *arguments]
-    record = run_scenario("train.py", *arguments)
-    assert_synced(record, run_scenario("fresh_engine.py", checkpoint), lora="--lora" in arguments)
+@pytest.fixture(scope="module")
+def colocated(train, run_scenario, tmp_path_factory):
+    """Each case's training record, and what an engine started from the checkpoint of the same weights says."""
+    directory = tmp_path_factory.mktemp("colocated")
+    checkpoints = [directory / f"checkpoint {number}" for number in range(len(COLOCATED))]
+    records = train(
+        *(
+            [directory / "out", "--export", checkpoint, "--config", json.dumps(config), *arguments]
+            for checkpoint, (config, arguments) in zip(checkpoints, COLOCATED.values(), strict=True)
+        )
+    )
+    return dict(zip(COLOCATED, zip(records, run_scenario("fresh_engine.py", *checkpoints), strict=True), strict=True))
+
+
+@pytest.mark.xdist_group("colocated")
+@pytest.mark.parametrize("case", COLOCATED)
+def test_colocated_engine_holds_the_trained_weights(case, colocated):
+    config, arguments = COLOCATED[case]
+    record, fresh = colocated[case]
+    assert_synced(record, fresh, lora="--lora" in arguments)
     assert_metrics(record["history"], config.get("rollout_quantization", "int8"))
 
 
@@ -62,45 +74,37 @@ def assert_metrics(history, scheme):
         assert rollouts[-1]["weights/normalized_update"] > 0
 
 
-@pytest.fixture(scope="module")
-def int8_server(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("server")
-    tiny_model().save_pretrained(directory / "model")
-    tiny_tokenizer().save_pretrained(directory / "model")
-    with vllm_server(directory / "model", directory / "log", "--scheme", "int8") as url:
-        yield url
+@pytest.mark.xdist_group("server")
+def test_server_holds_the_trained_weights(int8_server, train, run_scenario, tmp_path):
+    config = {"vllm_mode": "server", "vllm_server_base_url": int8_server.url, "rollout_checkpoint_dir": str(tmp_path)}
+    plain = [tmp_path / "out", "--config", json.dumps(config), "--export"]
+    records = train([*plain, tmp_path / "full"], [*plain, tmp_path / "merged", "--lora"])
+    fresh = run_scenario("fresh_engine.py", tmp_path / "full", tmp_path / "merged")
+    for lora in (False, True):
+        assert_synced(records[lora], fresh[lora], lora)
+        assert_metrics(records[lora]["history"], "int8")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "merged", "out"], "checkpoints were left"
 
 
 @pytest.mark.xdist_group("server")
-@pytest.mark.parametrize("arguments", [[], ["--lora"]], ids=["full", "LoRA"])
-def test_server_holds_the_trained_weights(arguments, int8_server, run_scenario, tmp_path):
-    config = {"vllm_mode": "server", "vllm_server_base_url": int8_server, "rollout_checkpoint_dir": str(tmp_path)}
-    checkpoint = tmp_path / "checkpoint"
-    arguments = [tmp_path / "out", "--export", checkpoint, "--config", json.dumps(config), *arguments]
-    record = run_scenario("train.py", *arguments)
-    assert_synced(record, run_scenario("fresh_engine.py", checkpoint), lora="--lora" in arguments)
-    assert_metrics(record["history"], "int8")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "out"], "rollout checkpoints were left"
-
-
-@pytest.mark.xdist_group("server")
-def test_server_in_another_format_is_refused(int8_server, run_scenario, tmp_path):
-    config = {"vllm_mode": "server", "vllm_server_base_url": int8_server, "rollout_quantization": "fp8"}
+def test_server_in_another_format_is_refused(int8_server, train, tmp_path):
+    config = {"vllm_mode": "server", "vllm_server_base_url": int8_server.url, "rollout_quantization": "fp8"}
     with pytest.raises(
         AssertionError, match=r"serves .* with int-quantized weights .*, but .*fp8.* sends float-quantized"
     ):
-        run_scenario("train.py", tmp_path / "out", "--config", json.dumps(config))
+        train([tmp_path / "out", "--config", json.dumps(config)])
 
 
-@pytest.mark.parametrize(
-    ("left_out", "layer"),
-    [
-        ("layers.1.mlp.down_proj", "RowParallelLinear"),
-        ("layers.0.input_layernorm", "RMSNorm"),
-        ("embed_tokens", "VocabParallelEmbedding"),
-    ],
-)
-def test_a_layer_left_without_new_weights_is_an_error(left_out, layer, run_scenario, tmp_path):
-    message = run_scenario("partial_sync.py", tmp_path / "checkpoint", left_out)
-    assert message is not None, "the engine kept old weights and said nothing"
-    assert f"no new weights for 1 of its layers ({layer})" in message
+LEFT_OUT = {
+    "layers.1.mlp.down_proj": "RowParallelLinear",
+    "layers.0.input_layernorm": "RMSNorm",
+    "embed_tokens": "VocabParallelEmbedding",
+}
+
+
+@pytest.mark.xdist_group("colocated")
+def test_a_layer_left_without_new_weights_is_an_error(run_scenario, tmp_path):
+    messages = run_scenario("partial_sync.py", tmp_path / "checkpoint", *LEFT_OUT)
+    for left_out, layer in LEFT_OUT.items():
+        assert messages[left_out] is not None, "the engine kept old weights and said nothing"
+        assert f"no new weights for 1 of its layers ({layer})" in messages[left_out]

@@ -181,8 +181,8 @@ def test_no_server(train):
 @pytest.mark.vllm
 @pytest.mark.xdist_group("server")
 def test_server_of_an_unquantized_model(train, model, tmp_path):
-    with vllm_server(model, tmp_path / "log", "--scheme", "none") as url:
-        message = train("--vllm_mode", "server", "--vllm_server_base_url", url)
+    with vllm_server(model, tmp_path, "--scheme", "none") as server:
+        message = train("--vllm_mode", "server", "--vllm_server_base_url", server.url)
     assert "with unquantized weights, but rollout_quantization='int8' sends int-quantized weights" in message
     assert "restart it with `trl-qurl serve MODEL --scheme int8`" in message
 

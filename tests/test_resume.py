@@ -1,7 +1,7 @@
 """A run that stops and resumes is the run that never stopped.
 
-The uninterrupted run saves a checkpoint every two steps; each of the others starts a new process from one of them, as
-after a crash. Four updates share a rollout, so checkpoint 2 lies inside a rollout and checkpoint 4 between two.
+The uninterrupted run saves a checkpoint every two steps; the others start in a new process from two of them, as after
+a crash. Four updates share a rollout, so checkpoint 2 lies inside a rollout and checkpoint 4 between two.
 """
 
 import json
@@ -26,25 +26,23 @@ NOT_RESTORED = ("time/", "step_time", "throughput/", "weights/normalized_update"
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory, run_scenario):
+def uninterrupted(tmp_path_factory, train):
     directory = tmp_path_factory.mktemp("uninterrupted")
-    return directory, run_scenario("train.py", directory, "--config", json.dumps(CONFIG))
+    [record] = train([directory, "--config", json.dumps(CONFIG)])
+    return directory, record
 
 
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory, run_scenario, uninterrupted):
-    """The run that starts from a checkpoint of the uninterrupted one, and where it writes its own."""
-    runs = {}
-
-    def resume(step):
-        if step not in runs:
-            directory = tmp_path_factory.mktemp("resumed")
-            checkpoint = uninterrupted[0] / f"checkpoint-{step}"
-            arguments = [directory, "--resume", checkpoint, "--config", json.dumps(CONFIG)]
-            runs[step] = directory, run_scenario("train.py", *arguments)
-        return runs[step]
-
-    return resume
+def resumed(tmp_path_factory, train, uninterrupted):
+    """The runs that start from a checkpoint of the uninterrupted one, and where they write their own."""
+    directories = {step: tmp_path_factory.mktemp("resumed") for step in (INSIDE_A_ROLLOUT, BETWEEN_ROLLOUTS)}
+    records = train(
+        *(
+            [directory, "--resume", uninterrupted[0] / f"checkpoint-{step}", "--config", json.dumps(CONFIG)]
+            for step, directory in directories.items()
+        )
+    )
+    return dict(zip(directories, zip(directories.values(), records, strict=True), strict=True))
 
 
 def metrics_by_step(record):
@@ -58,7 +56,7 @@ def metrics_by_step(record):
 @pytest.mark.xdist_group("resume")
 @pytest.mark.parametrize("step", [INSIDE_A_ROLLOUT, BETWEEN_ROLLOUTS])
 def test_later_steps_are_those_of_the_uninterrupted_run(step, uninterrupted, resumed):
-    expected, seen = metrics_by_step(uninterrupted[1]), metrics_by_step(resumed(step)[1])
+    expected, seen = metrics_by_step(uninterrupted[1]), metrics_by_step(resumed[step][1])
     assert expected.keys() == seen.keys() == set(range(1, STEPS + 1))
     # No tolerance. Everything that decides the next token is restored: weights, optimizer, the place in the data, the
     # rollout in progress, and torch's generator, from which vLLM samples on a CPU. One thread sums in one order.
@@ -78,19 +76,19 @@ def test_uaq_is_not_applied_again_on_resuming(step, uninterrupted, resumed):
     # A second division by 1.5 leaves the outputs as they are, so the weights themselves are compared.
     ends = [
         load_file(directory / f"checkpoint-{STEPS}" / "model.safetensors")
-        for directory, _ in (uninterrupted, resumed(step))
+        for directory, _ in (uninterrupted, resumed[step])
     ]
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=0)
-    assert resumed(step)[1]["uaq_scale"] == uninterrupted[1]["uaq_scale"] == 1.5
-    assert resumed(step)[1]["probe_end"] == uninterrupted[1]["probe_end"]
+    assert resumed[step][1]["uaq_scale"] == uninterrupted[1]["uaq_scale"] == 1.5
+    assert resumed[step][1]["probe_end"] == uninterrupted[1]["probe_end"]
 
 
 @pytest.mark.xdist_group("resume")
-def test_training_a_saved_model_again_does_not_scale_it_again(uninterrupted, run_scenario, tmp_path):
+def test_training_a_saved_model_again_does_not_scale_it_again(uninterrupted, train, tmp_path):
     saved = uninterrupted[0] / f"checkpoint-{STEPS}"
     # With a learning rate of 0 nothing but UAQ could change the weights.
     still = {"learning_rate": 0.0, "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    record = run_scenario("train.py", tmp_path, "--model", saved, "--config", json.dumps(still))
+    [record] = train([tmp_path, "--model", saved, "--config", json.dumps(still)])
     start, end = load_file(saved / "model.safetensors"), load_file(tmp_path / "checkpoint-1" / "model.safetensors")
     torch.testing.assert_close(end, start, rtol=0, atol=0)
     assert record["uaq_scale"] == 1.5

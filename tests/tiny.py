@@ -11,6 +11,9 @@ SHARED = Path(__file__).parents[2] / "shared"
 
 VOCABULARY = ["<pad>", "<eos>", *map(chr, range(32, 127))]
 
+PROBE = [40, 50, 60, 70, 41, 51, 61, 71]
+"""Tokens whose log-probabilities say which weights an engine holds."""
+
 FAMILIES = ("llama", "qwen2", "qwen3")
 
 

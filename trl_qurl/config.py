@@ -218,6 +218,12 @@ class QuRLGRPOConfig(GRPOConfig):
         _check_choice("weight_sync", self.weight_sync, WEIGHT_SYNCS)
         if self.quantizer == "llmcompressor":
             require_llmcompressor()
+            if self.world_size > 1:
+                raise ValueError(
+                    f"quantizer='llmcompressor' works in one process, and this run has {self.world_size}: as soon as "
+                    "there are several, llm-compressor waits for all of them, while one writes the checkpoint. Use "
+                    "quantizer='streaming', which makes the same codes and scales."
+                )
             if self.weight_sync == "stream":
                 raise ValueError(
                     "quantizer='llmcompressor' makes checkpoints, which weight_sync='stream' cannot send: set "

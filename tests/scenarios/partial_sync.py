@@ -1,4 +1,4 @@
-"""A sync that leaves out one layer, as a wrong name or a dropped tensor would: what does the engine say?"""
+"""Syncs that leave out one layer each, as a wrong name or a dropped tensor would: what do their engines say?"""
 
 import json
 import os
@@ -16,10 +16,8 @@ from vllm import LLM
 from trl_qurl.quantization import SCHEMES, quantize_weights, quantized_layer_names, write_checkpoint
 from trl_qurl.rollout.server import WORKER_EXTENSION
 
-if __name__ == "__main__":
-    checkpoint, left_out = sys.argv[1:]
-    model = tiny_model()
-    write_checkpoint(model, tiny_tokenizer(), "int8", checkpoint, quantizer="streaming")
+
+def sync_without(left_out: str, model, checkpoint: str) -> str | None:
     engine = LLM(
         checkpoint, enforce_eager=True, max_model_len=64, max_num_seqs=16, worker_extension_cls=WORKER_EXTENSION
     )
@@ -28,7 +26,13 @@ if __name__ == "__main__":
     kept = (pair for pair in tensors if left_out not in pair[0])
     try:
         engine.collective_rpc("load_rollout_weights", kwargs={"weights_iterator": kept})
-        message = None
     except RuntimeError as error:
-        message = str(error)
-    print("RECORD " + json.dumps(message))
+        return str(error)
+    return None
+
+
+if __name__ == "__main__":
+    checkpoint, *cases = sys.argv[1:]
+    model = tiny_model()
+    write_checkpoint(model, tiny_tokenizer(), "int8", checkpoint, quantizer="streaming")
+    print("RECORD " + json.dumps({left_out: sync_without(left_out, model, checkpoint) for left_out in cases}))

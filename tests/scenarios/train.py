@@ -1,6 +1,7 @@
-"""One short training run on a tiny random model, in a process of its own; prints a JSON record as its last line.
+"""Short training runs on tiny random models, outside the tests' own process; prints a JSON record of each.
 
-An engine takes over its process (distributed groups, threads), so every test that needs one runs this script.
+An engine takes over its process (distributed groups, threads), so every test that needs one runs this script. Starting
+Python with TRL and vLLM takes longer than a run does, so `--and` lets several follow one another.
 """
 
 import argparse
@@ -14,12 +15,13 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import torch
+from accelerate.utils import gather_object
 from datasets import Dataset
-from tiny import tiny_model, tiny_tokenizer
+from tiny import PROBE, tiny_model, tiny_tokenizer
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 
-PROBE = [40, 50, 60, 70, 41, 51, 61, 71]
 PROMPTS = ["ab", "cde", "f g", "h1", "i22", "jj", "k", "lm"]
 
 
@@ -28,8 +30,10 @@ def count_vowels(completions, **kwargs):
 
 
 def engine_logps(trainer) -> list[float]:
-    """The engine's log-probabilities of the probe's tokens from the second on."""
+    """The engine's log-probabilities of the probe's tokens from the second on; only this process's own engine's."""
     generation = trainer.vllm_generation
+    if generation.engine is None:
+        return []
     if generation.mode == "server":
         result = generation.vllm_client.get_sequence_logprobs([PROBE], [1], top_logprobs=1)
         return [logps[0] for logps in result["actual_logprobs"][0]]
@@ -41,7 +45,7 @@ def engine_logps(trainer) -> list[float]:
 
 
 def export(model, scheme: str | None, ignore: list[str], directory: str) -> None:
-    """The model's weights as a checkpoint for an engine of their own, made by llm-compressor."""
+    """The model's weights as a checkpoint for an engine of their own, made by llm-compressor where it can be."""
     from peft import PeftModel
 
     from trl_qurl.quantization import write_checkpoint
@@ -53,10 +57,26 @@ def export(model, scheme: str | None, ignore: list[str], directory: str) -> None
         model.save_pretrained(directory)
         tiny_tokenizer().save_pretrained(directory)
     else:
-        write_checkpoint(model, tiny_tokenizer(), scheme, directory, ignore=ignore)
+        # Among several processes llm-compressor waits for all of them.
+        quantizer = (
+            "streaming"
+            if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+            else "llmcompressor"
+        )
+        write_checkpoint(model, tiny_tokenizer(), scheme, directory, ignore=ignore, quantizer=quantizer)
 
 
-def main() -> None:
+def whole_model(trainer):
+    """The trained model with all of its weights in this process, also where training splits them."""
+    if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+        return trainer.model
+    whole = type(trainer.model)(trainer.model.config)
+    whole.load_state_dict(trainer.accelerator.get_state_dict(trainer.model_wrapped), strict=False)
+    whole.tie_weights()
+    return whole
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("output_dir")
     parser.add_argument("--lora", action="store_true")
@@ -64,10 +84,11 @@ def main() -> None:
     parser.add_argument("--model", help="directory of a saved model, instead of a new one")
     parser.add_argument("--export")
     parser.add_argument("--resume")
-    parser.add_argument("--plain-trl", action="store_true")
     parser.add_argument("--config", default="{}", help="JSON of further config fields")
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
 
+
+def run(options: argparse.Namespace) -> dict:
     config = {
         "per_device_train_batch_size": 8,
         "steps_per_generation": 2,
@@ -108,16 +129,33 @@ def main() -> None:
     adapter = {name: p.clone() for name, p in trainer.model.named_parameters() if "lora_" in name}
     trainer.vllm_generation.sync_weights()
     record["adapter_untouched"] = all(
-        p.equal(adapter[name]) for name, p in trainer.model.named_parameters() if name in adapter
+        torch.equal(p, adapter[name]) for name, p in trainer.model.named_parameters() if name in adapter
     )
     record["probe_end"] = engine_logps(trainer)
     record["history"] = trainer.state.log_history
     record["weight_version"] = trainer.vllm_generation.weight_version
     record["uaq_scale"] = getattr(trainer.model.config, "uaq_scale", 1.0)
     if options.export:
-        export(trainer.model, trainer.args.rollout_quantization, trainer.args.quantization_ignore, options.export)
-    print("RECORD " + json.dumps(record))
+        model = whole_model(trainer)
+        if trainer.accelerator.is_main_process:
+            export(model, trainer.args.rollout_quantization, trainer.args.quantization_ignore, options.export)
+    record["processes"] = trainer.accelerator.num_processes
+    record["distribution"] = str(trainer.accelerator.distributed_type.value)
+    record["probes"] = gather_object([record["probe_end"]])
+    return record
+
+
+def split(arguments: list[str], separator: str) -> list[list[str]]:
+    parts = [[]]
+    for argument in arguments:
+        if argument == separator:
+            parts.append([])
+        else:
+            parts[-1].append(argument)
+    return parts
 
 
 if __name__ == "__main__":
-    main()
+    records = [run(parse(arguments)) for arguments in split(sys.argv[1:], "--and")]
+    if os.environ.get("RANK", "0") == "0":
+        print("RECORD " + json.dumps(records))

@@ -9,11 +9,13 @@ embedding and the head are left alone. The table below is all that is known of a
 import logging
 import math
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 from transformers.utils import is_peft_available
 
 logger = logging.getLogger(__name__)
@@ -103,8 +105,8 @@ def scale_model_(model: PreTrainedModel, scale: float) -> bool:
     groups = _feeding_norms(model, architecture)
     _warn_if_rounded(groups, scale, architecture.gain_offset)
 
-    with torch.no_grad():
-        for norm, linears in groups:
+    for norm, linears in groups:
+        with torch.no_grad(), _whole([norm, *linears]):
             for weight in linears:
                 weight.div_(scale)
             # s · (offset + w) − offset
@@ -142,13 +144,22 @@ def restore(model: PreTrainedModel) -> bool:
     groups = _feeding_norms(model, architecture)
     _warn_if_rounded(groups, scale, architecture.gain_offset)
 
-    with torch.no_grad():
-        for norm, linears in groups:
+    for norm, linears in groups:
+        with torch.no_grad(), _whole([norm, *linears]):
             for weight in linears:
                 weight.mul_(scale)
             norm.sub_((scale - 1.0) * architecture.gain_offset).div_(scale)
     del model.config.uaq_scale
     return True
+
+
+def _whole(parameters: list[torch.Tensor]) -> AbstractContextManager[None]:
+    """Parameters that ZeRO-3 keeps in parts are whole inside the block, and what is done to them there is kept."""
+    if not is_deepspeed_zero3_enabled():
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
 
 
 def _architecture(model: PreTrainedModel) -> Architecture:
@@ -205,11 +216,13 @@ def _weight(layer: nn.Module, layer_name: str, name: str, kind: type[nn.Module] 
             f"UAQ needs plain floating-point weights, and {where} is a {type(module).__name__} of {weight.dtype}. "
             "Load the model unquantized and without adapters, or set uaq_scale=1.0."
         )
-    if weight.numel() == 0 or weight.is_meta:
+    # ZeRO-3's parts are gathered; FSDP, loading to the first process only, sends the others its scaled weights.
+    comes_later = is_deepspeed_zero3_enabled() or is_fsdp_enabled()
+    if (weight.is_meta or weight.numel() == 0) and not comes_later:
         raise ValueError(
-            f"The weight of {where} is not in memory here: shape {tuple(weight.shape)}, device {weight.device} "
-            "(ZeRO-3 leaves empty shards). Scale the checkpoint beforehand, on one process: from_pretrained, "
-            "scale_model_, save_pretrained. Or set uaq_scale=1.0."
+            f"The weight of {where} is not in memory here: shape {tuple(weight.shape)}, device {weight.device}. Scale "
+            "the checkpoint beforehand, on one process: from_pretrained, scale_model_, save_pretrained. Or set "
+            "uaq_scale=1.0."
         )
     return weight
 

@@ -147,7 +147,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def _checkpoint_bytes(self) -> int:
         names = {f"{layer}.weight" for layer in self._layers} if self.rollout.scheme else ()
         return sum(
-            parameter.numel() * (1 if name in names else parameter.element_size())
+            # ZeRO-3 leaves an empty tensor and notes how many elements there are.
+            getattr(parameter, "ds_numel", parameter.numel()) * (1 if name in names else parameter.element_size())
             for name, parameter in self._base_model().named_parameters()
         )
 

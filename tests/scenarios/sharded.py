@@ -1,0 +1,113 @@
+"""A sync from weights that several processes hold in parts; prints what each process's engine then says of the probe.
+
+accelerate turns neither FSDP2 nor ZeRO-3 on for CPUs, so the model is split by PyTorch and DeepSpeed themselves, and
+the generation backend is told so. What gathers the parameters is TRL's code for each.
+"""
+
+import argparse
+import copy
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset
+from tiny import tiny_model, tiny_tokenizer
+from train import PROMPTS, count_vowels, engine_logps, export, split
+
+from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+
+
+def split_by_fsdp2(model, generation):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    generation._dist.fsdp_version = 2
+
+
+def split_by_zero3(model, generation):
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    settings = {
+        "train_batch_size": 2,
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+    }
+    deepspeed.initialize(model=model, config=settings, model_parameters=model.parameters())
+    generation._dist.zero_stage = 3
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("output_dir")
+    parser.add_argument("way", choices=["fsdp2", "zero3"])
+    parser.add_argument("--export", required=True)
+    parser.add_argument("--config", default="{}", help="JSON of further config fields")
+    return parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> dict:
+    config = {
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "steps_per_generation": 2,
+        "max_completion_length": 8,
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "uaq_scale": 1.0,
+        "sync_check_steps": 1,
+        "vllm_max_model_length": 64,
+        "vllm_engine_kwargs": {"enforce_eager": True},
+    }
+    config |= json.loads(options.config)
+    if config.get("vllm_mode") == "server":
+        del config["vllm_engine_kwargs"]
+    trainer = QuRLGRPOTrainer(
+        model=tiny_model(),
+        reward_funcs=count_vowels,
+        args=QuRLGRPOConfig(options.output_dir, **config),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        processing_class=tiny_tokenizer(),
+    )
+    generation = trainer.vllm_generation
+    generation.sync_weights()
+    before = gather_object([engine_logps(trainer)])
+
+    torch.manual_seed(1)  # the same update on every process
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.add_(0.3 * parameter.std() * torch.randn_like(parameter))
+    if trainer.accelerator.is_main_process:
+        export(copy.deepcopy(trainer.model), config.get("rollout_quantization", "int8"), ["lm_head"], options.export)
+    trainer.accelerator.wait_for_everyone()
+    {"fsdp2": split_by_fsdp2, "zero3": split_by_zero3}[options.way](trainer.model, generation)
+    held = sum(
+        parameter.numel() if options.way == "zero3" else parameter.to_local().numel()
+        for parameter in trainer.model.parameters()
+    )
+    whole = sum(parameter.numel() for parameter in tiny_model().parameters())
+    generation.sync_weights()
+    return {
+        "before": before,
+        "after": gather_object([engine_logps(trainer)]),
+        "processes": trainer.accelerator.num_processes,
+        "held_share": held / whole,
+        "probed": generation.pop_cost().check_s > 0,
+    }
+
+
+if __name__ == "__main__":
+    records = [run(parse(arguments)) for arguments in split(sys.argv[1:], "--and")]
+    if os.environ["RANK"] == "0":
+        print("RECORD " + json.dumps(records))
