@@ -156,5 +156,7 @@ def vllm_server(model: Path, directory: Path, *arguments: str) -> Iterator[Serve
     server = Server(model, directory, *arguments)
     try:
         yield server.wait_until_healthy()
+        server.stop()
+        assert not server.survivors(), f"SIGTERM left processes behind: {server.survivors()}"
     finally:
         server.kill()

@@ -472,6 +472,15 @@ def test_server_endpoints(router, route, leaning):
     assert f"@{route}" in ast.unparse(tree(module)), f"vLLM's server has no {route} any more; {leaning}."
 
 
+def test_an_api_key_does_not_guard_the_development_endpoints():
+    from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX
+
+    for path in ("/collective_rpc", "/update_weight_version", "/weight_info", "/server_info", "/reset_prefix_cache"):
+        assert not path.startswith(GUARDED_PREFIX), (
+            f"vLLM's --api-key guards {path} now: launch.exposure_warning and docs/reliability.md say otherwise."
+        )
+
+
 def test_remote_calls_return_dictionaries_as_they_are():
     body = text_of("vllm.entrypoints.serve.dev.rpc.api_router", "collective_rpc")
     assert "isinstance(result, dict | list)" in body and "{'results': response}" in body, (

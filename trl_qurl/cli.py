@@ -57,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve = commands.add_parser(
         "serve",
         help="start a vLLM server for training; options it does not know go to vLLM",
-        epilog="The server loads weights from whoever reaches it: keep it on a private interface.",
+        epilog="The server loads weights from whoever reaches it, key or not: keep it on a private interface.",
     )
     serve.add_argument("model", metavar="MODEL", help="full-precision model: name on the Hub, or a local directory")
     serve.add_argument("--scheme", choices=["int8", "fp8", "none"], default="int8", help="none: BF16 rollouts")

@@ -131,6 +131,15 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, file.get_tensor(name)
 
 
+def tensor_shapes(directory: Path) -> dict[str, list[int]]:
+    """Shapes of a checkpoint's tensors by name; only the files' headers are read."""
+    shapes = {}
+    for shard in directory.glob("*.safetensors"):
+        with safe_open(shard, framework="pt") as file:
+            shapes.update({name: file.get_slice(name).get_shape() for name in file.keys()})  # noqa: SIM118
+    return shapes
+
+
 def write_config(model: "PreTrainedModel", directory: Path, quantization: dict | None) -> None:
     """Write the model's `config.json` with the given `quantization_config` entry; its config object is left alone."""
     contents = model.config.to_dict()

@@ -19,7 +19,7 @@ import torch
 
 from trl_qurl.cache import cache_directory, cached
 from trl_qurl.quantization.checkpoint import write_checkpoint
-from trl_qurl.rollout.server import WORKER_EXTENSION
+from trl_qurl.rollout.server import API_KEY_VARIABLE, WORKER_EXTENSION
 
 
 def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str]) -> Path:
@@ -111,12 +111,19 @@ def require_vllm() -> None:
 
 
 def exposure_warning(host: str, further: Sequence[str]) -> str | None:
-    """What to tell someone who lets others reach the server without a key, or `None`."""
-    if _is_loopback(host) or any(argument.split("=")[0] == "--api-key" for argument in further):
+    """
+    What to tell someone who lets others reach the server, or `None`.
+
+    vLLM's API key guards generation only (paths that begin with `/v1` and a few more): the endpoints by which weights
+    are replaced and workers are called stay open to whoever reaches the port.
+    """
+    if _is_loopback(host):
         return None
+    has_key = API_KEY_VARIABLE in os.environ or any(argument.split("=")[0] == "--api-key" for argument in further)
+    without = "" if has_key else " without --api-key, so that anyone who reaches this port can use the model"
     return (
-        f"warning: listening on {host} without --api-key. The development endpoints that training needs let anyone "
-        "who reaches this port replace the weights: keep it inside a private network."
+        f"warning: listening on {host}{without}. The development endpoints that training needs let anyone who reaches "
+        "it replace the weights, with or without a key: keep it inside a private network or an SSH tunnel."
     )
 
 

@@ -74,7 +74,7 @@ class RolloutVLLMClient(VLLMClient):
         # The parent also retries requests whose answer never came, five times: a server that hangs would be waited for
         # six times over, and one that restarted meanwhile would answer from other weights.
         retries = Retry(
-            total=3, read=0, status_forcelist=[502, 503], backoff_factor=1, allowed_methods=["POST", "GET"]
+            total=3, read=False, status_forcelist=[502, 503], backoff_factor=1, allowed_methods=["POST", "GET"]
         )
         for scheme_name in ("http://", "https://"):
             self.session.mount(scheme_name, HTTPAdapter(max_retries=retries, pool_maxsize=64))

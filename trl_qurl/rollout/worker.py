@@ -16,7 +16,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.platforms import current_platform
 
-from trl_qurl.quantization.storage import read_tensors
+from trl_qurl.quantization.storage import read_tensors, tensor_shapes
 from trl_qurl.rollout.proof import DigestRecorder
 
 if current_platform.is_cpu():
@@ -58,10 +58,27 @@ class RolloutWorker:
         Raises:
             RuntimeError: If a layer was left with its old weights.
         """
+        self._refuse_other_model(weights_path, announced)
+        if getattr(self, "rollout_load_failed", False):
+            raise RuntimeError(
+                "An earlier load of weights failed halfway, after which vLLM can't load any: start the server again."
+            )
+        self.rollout_load_failed = True
+        digests = self._load_from(weights_iterator, weights_path, announced, digest)
+        self.rollout_load_failed = False
+        return {"version": version, "digests": digests}
+
+    def _load_from(
+        self,
+        weights_iterator: Iterable[tuple[str, torch.Tensor]] | None,
+        weights_path: str | None,
+        announced: dict[str, list] | None,
+        digest: bool,
+    ) -> dict[str, str]:
+        """Load from whichever source is given; digests of what came."""
         if announced is not None:
             with _watched_reload():
-                digests = self._receive(announced, digest)
-            return {"version": version, "digests": digests}
+                return self._receive(announced, digest)
         if weights_iterator is None:
             weights_iterator = read_tensors(Path(weights_path or ""))
         received = DigestRecorder(weights_iterator, enabled=digest)
@@ -71,7 +88,35 @@ class RolloutWorker:
             self.reload_weights(weights_iterator=received)
         if current_platform.is_cpu():
             cpu_repairs.repack_output_head(self.get_model())
-        return {"version": version, "digests": received.digests}
+        return received.digests
+
+    def _refuse_other_model(self, weights_path: str | None, announced: dict[str, list] | None) -> None:
+        """
+        Refuse weights of another model before any layer is touched.
+
+        Names and shapes are compared with those of the quantized checkpoint that the server started from. Unquantized
+        ones are not: a model's own checkpoint may name its tensors otherwise than its parameters.
+
+        Raises:
+            RuntimeError: If they differ.
+        """
+        start = Path(self.vllm_config.model_config.model)
+        if self.vllm_config.quant_config is None or not any(start.glob("*.safetensors")):
+            return
+        if announced is not None:
+            sent = {name: list(shape) for name, shape in zip(announced["names"], announced["shapes"], strict=True)}
+        elif weights_path is not None:
+            sent = tensor_shapes(Path(weights_path))
+        else:
+            return  # the trainer's own engine, started from the trainer's own model
+        served = tensor_shapes(start)
+        differing = sorted(name for name in sent.keys() | served.keys() if sent.get(name) != served.get(name))
+        if differing:
+            name = differing[0]
+            raise RuntimeError(
+                f"These are weights of another model than the one served: {len(differing)} tensors differ, first "
+                f"{name} (shape {sent.get(name)} instead of {served.get(name)}). Nothing was loaded."
+            )
 
     def _receive(self, announced: dict[str, list], digest: bool) -> dict[str, str]:
         """Take one update from vLLM's weight transfer; digests of its tensors, if asked for."""

@@ -1,0 +1,286 @@
+"""What goes wrong with a server, done to a real one: the run stops with one sentence, and a new one goes on.
+
+docs/reliability.md tells users the same, fault by fault.
+"""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from conftest import SCENARIOS, Server, child_environment
+from datasets import Dataset
+from tiny import tiny_model, tiny_tokenizer
+from transformers import TrainerCallback
+
+from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+from trl_qurl.rollout.errors import ServerError, SyncError
+from trl_qurl.rollout.server import RolloutVLLMClient
+
+# In this order, since a server takes long to start: those that lose it come last.
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("faults")]
+
+
+class Deployment:
+    """A model, a server of it that can be lost and started again in its place, and trainers that use it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.model = directory / "model"
+        tiny_model().save_pretrained(self.model)
+        tiny_tokenizer().save_pretrained(self.model)
+        self.rollouts = directory / "rollouts"
+        self.server: Server | None = None
+
+    def start(self) -> Server:
+        port = self.server.port if self.server else None
+        self.server = Server(self.model, self.directory, "--scheme", "int8", port=port)
+        return self.server
+
+    def up(self) -> Server:
+        """The server, started again if a test has lost it."""
+        if self.server is None or self.server.process.poll() is not None:
+            self.start()
+        return self.server.wait_until_healthy()
+
+    def config(self, **settings):
+        return {
+            "per_device_train_batch_size": 8,
+            "num_generations": 4,
+            "max_completion_length": 8,
+            "max_steps": 4,
+            "learning_rate": 1e-3,
+            "report_to": [],
+            "use_cpu": True,
+            "bf16": False,
+            "save_strategy": "no",
+            "vllm_mode": "server",
+            "vllm_server_base_url": self.server.url,
+            "rollout_checkpoint_dir": str(self.rollouts),
+            "vllm_request_timeout": 20.0,
+            **settings,
+        }
+
+    def trainer(self, model=None, **settings):
+        return QuRLGRPOTrainer(
+            model=model or str(self.model),
+            reward_funcs=lambda completions, **kwargs: [completion.count("e") / 8 for completion in completions],
+            args=QuRLGRPOConfig(str(self.directory / "out"), **self.config(**settings)),
+            train_dataset=Dataset.from_dict({"prompt": ["ab", "cd", "e", "fgh"] * 4}),
+            processing_class=tiny_tokenizer(),
+        )
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory):
+    deployment = Deployment(tmp_path_factory.mktemp("deployment"))
+    deployment.start()  # comes up while the first test waits for it
+    yield deployment
+    deployment.server.kill()
+
+
+def before(call, act):
+    """`call`, with `act` done first."""
+
+    def wrapped(*args, **kwargs):
+        act()
+        return call(*args, **kwargs)
+
+    return wrapped
+
+
+def at_step(step, act):
+    class Act(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == step:
+                act()
+
+    return Act()
+
+
+def held_version(deployment):
+    return RolloutVLLMClient(base_url=deployment.server.url).weight_version()
+
+
+def test_not_up_yet_is_waited_for(deployment, caplog):
+    trainer = deployment.trainer(vllm_server_timeout=240.0)
+    waited = [record.getMessage() for record in caplog.records if "Waiting for the vLLM server" in record.getMessage()]
+    assert waited, "nothing was said while the server started"
+    assert re.search(rf"at {deployment.server.url} \(1\d of 240 s\)", waited[0])
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
+def test_hangs(deployment):
+    server = deployment.up()
+    trainer = deployment.trainer(vllm_request_timeout=3.0)
+    trainer.add_callback(at_step(2, lambda: server.send(signal.SIGSTOP)))
+    try:
+        started = time.monotonic()
+        with pytest.raises(
+            ServerError, match="did not answer /.* within 3 seconds: it hangs, or needs a larger vllm_"
+        ):
+            trainer.train()
+        assert time.monotonic() - started < 30, "a hanging server was waited for again and again"
+    finally:
+        server.send(signal.SIGCONT)
+    deployment.trainer(max_steps=1).train()  # nothing of the broken run is in the way
+
+
+def test_two_trainers_on_one_server(deployment):
+    deployment.up()
+    first, second = deployment.trainer(), deployment.trainer()
+    first.add_callback(at_step(2, second.vllm_generation.sync_weights))
+    first.vllm_generation.sync_weights()
+    # The second's weights come between a sync of the first and the generation that relies on it.
+    generation = first.vllm_generation
+    generation.generate = before(generation.generate, second.vllm_generation.sync_weights)
+    with pytest.raises(SyncError, match="or another run uses it. Give every run a server of its own"):
+        first.train()
+    second.train()  # the other goes on
+
+
+def test_wrong_model_on_the_server(deployment):
+    deployment.up()
+    # Neither of other width or depth, nor with the same tensors and another function.
+    for overrides in ({"hidden_size": 64, "num_attention_heads": 2}, {"num_hidden_layers": 3}):
+        with pytest.raises(ServerError, match="serves the model that is being trained"):
+            deployment.trainer(model=tiny_model(**overrides)).train()
+    with pytest.raises(SyncError, match="log-probabilities of the probe differ"):
+        deployment.trainer(model=tiny_model(rms_norm_eps=1.0)).train()
+    deployment.trainer(max_steps=1).train()  # the right one mends what the wrong ones left
+
+
+def test_full_disk(deployment, tmp_path):
+    deployment.up()
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs privileges")
+    try:
+        trainer = deployment.trainer(rollout_checkpoint_dir=str(disk))
+
+        def fill():
+            with (disk / "others").open("wb") as file, pytest.raises(OSError):
+                file.write(bytes(2**22))
+
+        trainer.add_callback(at_step(2, fill))
+        with pytest.raises(OSError, match="cannot be written .no space left on device.: free space there"):
+            trainer.train()
+        assert held_version(deployment).endswith("step1-sync2"), "the server took what could not be written"
+        left = {path.parent.name for path in disk.rglob("*.safetensors")}
+        assert left == {"sync-2"}, "half a checkpoint was left where the server could read it"
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)  # the trainer still has its lock there
+
+
+def test_trainer_is_killed_during_a_sync(deployment):
+    server = deployment.up()
+    config = {**deployment.config(max_steps=40, save_strategy="steps", save_steps=1), "per_device_train_batch_size": 8}
+    directory = deployment.directory / "killed"
+    command = [sys.executable, SCENARIOS / "train.py", directory, "--model", deployment.model]
+    command += ["--config", json.dumps(config)]
+    trainer = subprocess.Popen(list(map(str, command)), env=child_environment())
+    try:
+        deadline = time.monotonic() + 120
+        while not (directory / "checkpoint-2" / "trainer_state.json").exists():
+            assert time.monotonic() < deadline and trainer.poll() is None
+            time.sleep(0.01)
+        seen = {path.name for path in deployment.rollouts.glob("trl-qurl-*/sync-*")}
+        while {path.name for path in deployment.rollouts.glob("trl-qurl-*/*sync-*")} == seen:
+            assert time.monotonic() < deadline and trainer.poll() is None
+    finally:
+        trainer.kill()  # a checkpoint has just been begun
+        trainer.wait(30)
+    assert list(deployment.rollouts.iterdir()), "it was not killed in time: it had no chance to clean up"
+    resumed = deployment.trainer(max_steps=4)
+    assert len(list(deployment.rollouts.iterdir())) == 1, "the killed run's files are still in memory"
+    resumed.train(resume_from_checkpoint=str(directory / "checkpoint-2"))
+    assert resumed.state.global_step == 4
+    assert server.process.poll() is None
+    assert held_version(deployment) == resumed.vllm_generation.weight_version
+
+
+def test_restarts_with_old_weights(deployment):
+    deployment.up()
+    trainer = deployment.trainer(save_strategy="steps", save_steps=1)
+
+    def restart():
+        deployment.server.kill()
+        deployment.start().wait_until_healthy()
+
+    # Between a sync and the generation that relies on it.
+    generation = trainer.vllm_generation
+    trainer.add_callback(at_step(2, lambda: setattr(generation, "generate", before(generation.generate, restart))))
+    with pytest.raises(SyncError, match="holds the weights 'default', not '.*step2.*' which .* was restarted"):
+        trainer.train()
+    # The way out that the message names: a new run brings the server to the checkpoint's weights and goes on.
+    resumed = deployment.trainer(save_strategy="no")
+    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
+    assert resumed.state.global_step == 4
+    assert held_version(deployment) == resumed.vllm_generation.weight_version
+
+
+def test_dies_during_generation(deployment):
+    server = deployment.up()
+    trainer = deployment.trainer()
+    client = trainer.vllm_generation.vllm_client
+
+    def die():  # once the request is on its way
+        server.send(signal.SIGSTOP)
+        threading.Timer(1.0, server.kill).start()
+
+    trainer.add_callback(at_step(2, lambda: setattr(client, "generate", before(client.generate, die))))
+    with pytest.raises(
+        ServerError, match=f"server at {server.url} is gone .*start it again, and resume from the last"
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_dies_during_a_sync(deployment):
+    server = deployment.up()
+    trainer = deployment.trainer()
+    client = trainer.vllm_generation.vllm_client
+
+    def die():
+        server.send(signal.SIGSTOP)
+        threading.Timer(1.0, server.kill).start()
+
+    trainer.add_callback(at_step(2, lambda: setattr(client, "load_checkpoint", before(client.load_checkpoint, die))))
+    with pytest.raises(ServerError, match="could not load the weights written to .*is gone .*/collective_rpc"):
+        trainer.train()
+
+
+def test_answers_500():
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.answer(200, {"data": [{"id": "model"}]})
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            requests.append(self.path)
+            self.answer(500, {"error": {"message": "EngineDeadError: look at the log"}})
+
+        def answer(self, status, content):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(content).encode())
+
+        def log_message(self, *arguments):
+            pass
+
+    requests: list[str] = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as stub:
+        threading.Thread(target=stub.serve_forever, daemon=True).start()
+        client = RolloutVLLMClient(base_url=f"http://127.0.0.1:{stub.server_port}")
+        with pytest.raises(ServerError, match="answered /v1/completions with HTTP 500: look at the .*EngineDeadError"):
+            client.generate([[1, 2]] * 500)
+        assert len(requests) <= 64, "requests went on after one had failed"
+        stub.shutdown()

@@ -1,0 +1,249 @@
+"""Streaming to a server: what is announced, sent, cut up, received and digested, with a stand-in for NCCL.
+
+The two ends are real: our client with vLLM's packed sender, our worker with vLLM's NCCL engine as receiver. Between
+them, two threads hand tensors over in memory instead of two GPUs.
+"""
+
+import queue
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import tiny_model, tiny_tokenizer
+
+from trl_qurl.quantization import SCHEMES, quantized_layer_names, write_checkpoint
+from trl_qurl.rollout.errors import ServerError, SyncError
+from trl_qurl.rollout.proof import DigestRecorder, compare_digests
+from trl_qurl.rollout.server import RolloutVLLMClient
+from trl_qurl.rollout.stream import announce, as_announced, rollout_tensors
+from trl_qurl.rollout.transport import choose_transport
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op`:FutureWarning")
+
+INT8, FP8 = SCHEMES["int8"], SCHEMES["fp8"]
+
+
+def parameters(model):
+    return ((name, parameter.data) for name, parameter in model.named_parameters())
+
+
+def unobserved(layer, weight, codes, scale):
+    pass
+
+
+def stream(model, scheme):
+    return rollout_tensors(parameters(model), scheme, quantized_layer_names(model), unobserved)
+
+
+# What is announced ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", [INT8, FP8, None], ids=["int8", "fp8", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_announced_is_what_comes(scheme, dtype):
+    model = tiny_model(dtype=dtype)
+    metadata = announce(parameters(model), scheme, quantized_layer_names(model))
+    sent = list(stream(model, scheme))
+    assert metadata == [(name, str(t.dtype).split(".")[1], list(t.shape)) for name, t in sent]
+    assert [name for name, _ in as_announced(sent, metadata, lambda: False)] == [name for name, _ in sent]
+    if scheme is INT8:
+        layer = metadata.index(("model.layers.0.mlp.up_proj.weight", "int8", [128, 128]))
+        assert metadata[layer + 1] == (
+            "model.layers.0.mlp.up_proj.weight_scale",
+            str(dtype).removeprefix("torch."),
+            [128, 1],
+        )
+
+
+def test_a_stream_that_is_not_as_announced_is_stopped():
+    one, other = ("a", torch.zeros(2)), ("b", torch.zeros(3))
+    metadata = [("a", "float32", [2]), ("b", "float32", [3])]
+    with pytest.raises(SyncError, match=r"Tensor 0 of the stream is \('b'.*where \('a'"):
+        list(as_announced([other, one], metadata, lambda: False))
+    with pytest.raises(SyncError, match="ended after 1 tensors, where 2 were announced"):
+        list(as_announced([one], metadata, lambda: False))
+    with pytest.raises(SyncError, match="where nothing was announced"):
+        list(as_announced([one, other, one], metadata, lambda: False))
+    with pytest.raises(SyncError, match="answered before the last tensor"):
+        list(as_announced([one, other], metadata, lambda: True))
+
+
+# From end to end -----------------------------------------------------------------------------------------------------
+
+
+class HandedOver:
+    """vLLM's process group between two threads of one process."""
+
+    def __init__(self):
+        self.tensors = queue.Queue()
+
+    def sender(self):
+        return SimpleNamespace(broadcast=lambda tensor, src: self.tensors.put(tensor.clone()))
+
+    def receiver(self):
+        return SimpleNamespace(broadcast=lambda tensor, src: tensor.copy_(self.tensors.get(timeout=20)))
+
+
+class Loading(torch.nn.Module):
+    """A model that only keeps what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.loaded = {}
+
+    def load_weights(self, weights):
+        self.loaded.update((name, tensor.clone()) for name, tensor in weights)
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """A client and the worker it reaches, with a hand-over in place of NCCL and nothing in place of CUDA streams."""
+    from vllm.distributed.weight_transfer import packed_tensor
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+    from trl_qurl.rollout.worker import RolloutWorker
+
+    idle = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(packed_tensor, "_get_streams", lambda device, count: (idle,) * count)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    between = HandedOver()
+    config = SimpleNamespace(parallel_config=None, model_config=SimpleNamespace(model=""), quant_config=None)
+
+    class Worker(RolloutWorker):
+        def __init__(self):
+            self.vllm_config = config
+            self.model = Loading()
+            engine = NCCLWeightTransferEngine(None, config, torch.device("cpu"), self.model)
+            engine.packed, engine.model_update_group = True, between.receiver()
+            self.weight_transfer_engine = engine
+            self.session = []
+
+        def start_weight_update(self):
+            self.session.append("start")
+
+        def update_weights(self, announced):
+            self.session.append("update")
+            self.weight_transfer_engine.update_weights(announced)
+
+        def finish_weight_update(self):
+            assert self.weight_transfer_engine.model is self.model, "the reload would be finished on the recorder"
+            self.session.append("finish")
+
+    worker = Worker()
+    client = RolloutVLLMClient.__new__(RolloutVLLMClient)  # without the connection that its constructor makes
+    client.communicator, client._failure, client.worker = between.sender(), None, worker
+    client.requests = []
+
+    def answer(verb, path, json=None):
+        client.requests.append(path)
+        if path == "/collective_rpc":
+            try:
+                return {"results": [getattr(worker, json["method"])(**json["kwargs"])]}
+            except RuntimeError as error:
+                raise ServerError(str(error)) from None
+        return {"success": True}
+
+    client._answer = answer
+    return client, worker
+
+
+@pytest.mark.parametrize("scheme", [INT8, FP8, None], ids=["int8", "fp8", "bf16"])
+def test_tensors_arrive_in_order_and_bit_for_bit(scheme, ends):
+    client, worker = ends
+    model = tiny_model(dtype=torch.bfloat16)
+    metadata = announce(parameters(model), scheme, quantized_layer_names(model))
+    sent = DigestRecorder(stream(model, scheme))
+    [report] = client.load_stream(sent, metadata, "v1", digest=True)
+    assert report["version"] == "v1"
+    compare_digests(sent.digests, report["digests"])
+    expected = dict(stream(model, scheme))
+    assert list(worker.model.loaded) == list(expected)
+    for name, tensor in worker.model.loaded.items():
+        assert tensor.dtype == expected[name].dtype
+        assert torch.equal(tensor.view(torch.uint8), expected[name].contiguous().view(torch.uint8)), name
+    assert worker.session == ["start", "update", "finish"]
+    assert client.requests == ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
+    [report] = client.load_stream(stream(model, scheme), metadata, "v2", digest=False)
+    assert report == {"version": "v2", "digests": {}}
+
+
+def test_int8_halves_the_bytes_of_the_layers():
+    model = tiny_model(dtype=torch.bfloat16)
+    layers = quantized_layer_names(model)
+    sizes = {}
+    for scheme in (INT8, None):
+        sizes[scheme] = sum(t.nbytes for name, t in stream(model, scheme) if name.split(".weight")[0] in layers)
+    scales = sum(2 * t.shape[0] for name, t in parameters(model) if name.removesuffix(".weight") in layers)
+    assert sizes[INT8] == sizes[None] / 2 + scales
+
+
+def test_a_server_that_refuses_says_why_and_nobody_hangs(ends):
+    client, worker = ends
+    model = tiny_model()
+    metadata = announce(parameters(model), INT8, quantized_layer_names(model))
+
+    def refuse(announced):
+        raise RuntimeError("no weight transfer here")
+
+    worker.update_weights = refuse
+    with ThreadPoolExecutor(1) as executor:
+        outcome = executor.submit(client.load_stream, stream(model, INT8), metadata, "v1", True)
+        with pytest.raises(ServerError, match="no weight transfer here"):
+            outcome.result(timeout=20)
+    # Half loaded, vLLM cannot be loaded again; whoever tries is told.
+    with pytest.raises(RuntimeError, match="An earlier load of weights failed halfway.*start the server again"):
+        worker.load_rollout_weights(weights_iterator=iter(()), version="v2")
+
+
+def test_weights_of_another_model_are_refused_before_anything_is_touched(ends, tmp_path):
+    client, worker = ends
+    write_checkpoint(tiny_model(), tiny_tokenizer(), "int8", tmp_path / "start", quantizer="streaming")
+    worker.vllm_config = SimpleNamespace(
+        quant_config=object(), model_config=SimpleNamespace(model=str(tmp_path / "start"))
+    )
+    deeper = tiny_model(num_hidden_layers=3)
+    metadata = announce(parameters(deeper), INT8, quantized_layer_names(deeper))
+    with pytest.raises(
+        ServerError, match=r"of another model.*: 19 tensors differ, first model.layers.2.input_layernorm"
+    ):
+        client.load_stream(stream(deeper, INT8), metadata, "v1", True)
+    write_checkpoint(deeper, tiny_tokenizer(), "int8", tmp_path / "deeper", quantizer="streaming")
+    with pytest.raises(RuntimeError, match="another model than the one served"):
+        worker.load_rollout_weights(weights_path=str(tmp_path / "deeper"), version="v1")
+    assert worker.session == [], "the reload was begun"
+    same = tiny_model(seed=1)
+    metadata = announce(parameters(same), INT8, quantized_layer_names(same))
+    assert (
+        worker._refuse_other_model(None, dict(zip(("names", "_", "shapes"), zip(*metadata, strict=True), strict=True)))
+        is None
+    )
+
+
+# Which way -----------------------------------------------------------------------------------------------------------
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("requested", "device", "has_transfer", "name", "reason"),
+    [
+        ("auto", CUDA, True, "stream", "both have NCCL"),
+        ("auto", CUDA, False, "checkpoint", "without --weight-transfer-config"),
+        ("auto", CPU, True, "checkpoint", "the trainer's is 'cpu'"),
+        ("checkpoint", CUDA, True, "checkpoint", "weight_sync says so"),
+        ("stream", CUDA, True, "stream", "weight_sync says so"),
+    ],
+)
+def test_how_weights_travel(requested, device, has_transfer, name, reason):
+    transport = choose_transport(requested, device, has_transfer)
+    assert transport.name == name and reason in transport.reason
+
+
+@pytest.mark.parametrize(("device", "has_transfer"), [(CPU, True), (CUDA, False)])
+def test_a_stream_that_cannot_be_is_refused(device, has_transfer):
+    with pytest.raises(ValueError, match=r"weight_sync='stream' is not possible: .* set weight_sync='checkpoint'"):
+        choose_transport("stream", device, has_transfer)
