@@ -7,7 +7,7 @@ from tiny import tiny_model
 from trl_qurl.quantization import SCHEMES, dequantize_weight, quantize_weight, quantized_layer_names
 from trl_qurl.quantization.fake_quantization import quantize_activations, quantized_forward
 from trl_qurl.rollout.errors import SyncError
-from trl_qurl.rollout.probe import _disturbed, compare_probe, probe_prompts
+from trl_qurl.rollout.probe import Continuation, _disturbed, check_probe, compare_probe, probe_prompts
 from trl_qurl.rollout.proof import DigestRecorder, compare_digests, tensor_digest
 
 # What was broken, and the check that names it.
@@ -88,7 +88,7 @@ def test_the_probe_allows_what_rounding_explains_and_no_more():
         compare_probe([{0: float("nan")}], near, near + rounding)
 
 
-def test_one_prompt_on_the_edge_does_not_stop_a_run_and_most_do():
+def test_one_step_on_the_edge_does_not_stop_a_run_and_most_do():
     policy = torch.zeros(3, 2)
     right, wrong = {0: 0.0}, {0: -1.0}  # distances 0 and exp(-1) * 1 = .37
     assert compare_probe([right, right, wrong], policy, policy) == 0.0
@@ -97,12 +97,23 @@ def test_one_prompt_on_the_edge_does_not_stop_a_run_and_most_do():
 
 
 def test_probe_prompts_are_fixed_and_within_bounds():
-    prompts = probe_prompts(1000, block_size=16)
-    assert prompts == probe_prompts(1000, block_size=16)
-    assert sorted(map(len, prompts)) == [7] * 8 + [23] * 16
+    prompts = probe_prompts(1000, block_size=16, max_model_len=64)
+    assert prompts == probe_prompts(1000, block_size=16, max_model_len=64)
+    assert list(map(len, prompts)) == [7, 23, 23]
     assert min(map(min, prompts)) >= 50 and max(map(max, prompts)) < 900
-    assert {len(prompt) for prompt in probe_prompts(50, block_size=16, longest=9)} == {7, 9}
-    assert {token for prompt in probe_prompts(2, block_size=16) for token in prompt} == {0}
+    assert [len(prompt) for prompt in probe_prompts(50, block_size=16, max_model_len=17)] == [7, 9, 9]
+    assert {token for prompt in probe_prompts(2, block_size=16, max_model_len=64) for token in prompt} == {0}
+
+
+def test_a_continuation_is_scored_where_its_tokens_were_chosen():
+    model = tiny_model().eval()
+    prompts, continuation = [[5, 9, 70]], [33, 12]
+    expected = [model(torch.tensor([prefix])).logits[0, -1].log_softmax(-1) for prefix in ([5, 9, 70], [5, 9, 70, 33])]
+    scored = [Continuation(continuation, [{token: logps[token].item() for token in (33, 12)} for logps in expected])]
+    assert check_probe(model, prompts, scored, layers=(), scheme=None) < 1e-5
+    shifted = [Continuation(continuation, scored[0].logps[::-1])]
+    with pytest.raises(SyncError):
+        check_probe(tiny_model(initializer_range=0.5), prompts, shifted, layers=(), scheme=None)
 
 
 def test_the_disturbance_is_that_of_a_rounding_and_passes():

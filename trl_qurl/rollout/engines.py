@@ -1,4 +1,4 @@
-"""The two places an engine can live, behind one interface: load weights, name their version, score a probe.
+"""The two places an engine can live, behind one interface: load weights, name their version, answer a probe.
 
 Loading always ends in `RolloutWorker.load_rollout_weights`, so the same code checks a tensor on its way in wherever
 the engine runs. What differs is how a call gets there.
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trl_qurl.quantization.weights import NamedTensors
 from trl_qurl.rollout.errors import SyncError
+from trl_qurl.rollout.probe import Continuation
 from trl_qurl.rollout.server import RolloutVLLMClient
 from trl_qurl.rollout.stream import TensorMetadata
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 PROBE_TOP = 20
-"""Most likely next tokens whose log-probabilities a probe compares. vLLM's default `max_logprobs`."""
+"""Likeliest tokens whose log-probabilities a probe compares. vLLM's default `max_logprobs`."""
 
 
 class EngineDescription(NamedTuple):
@@ -65,8 +66,8 @@ class Engine(ABC):
         """Name of the weights the engine holds, by vLLM's own account."""
 
     @abstractmethod
-    def next_token_logps(self, prompts: list[list[int]]) -> list[dict[int, float]]:
-        """Log-probabilities of the most likely next tokens of each prompt, token to nats."""
+    def continue_greedily(self, prompts: list[list[int]], steps: int) -> list[Continuation]:
+        """Continue each prompt by the likeliest tokens, whatever they are, without touching any random state."""
 
     @abstractmethod
     def describe(self) -> EngineDescription:
@@ -97,12 +98,19 @@ class ColocatedEngine(Engine):
     def describe(self) -> EngineDescription:  # noqa: D102
         return EngineDescription(**self._llm.collective_rpc("describe_rollouts")[0])
 
-    def next_token_logps(self, prompts: list[list[int]]) -> list[dict[int, float]]:  # noqa: D102
+    def continue_greedily(self, prompts: list[list[int]], steps: int) -> list[Continuation]:  # noqa: D102
         from vllm import SamplingParams
 
-        params = SamplingParams(max_tokens=1, temperature=1.0, logprobs=PROBE_TOP)
+        params = SamplingParams(max_tokens=steps, temperature=0.0, logprobs=PROBE_TOP, ignore_eos=True)
         outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        return [{token: entry.logprob for token, entry in output.outputs[0].logprobs[0].items()} for output in outputs]
+        completions = [output.outputs[0] for output in outputs]
+        return [
+            Continuation(
+                list(completion.token_ids),
+                [{token: entry.logprob for token, entry in entries.items()} for entries in completion.logprobs],
+            )
+            for completion in completions
+        ]
 
 
 class ServedEngine(Engine):
@@ -126,9 +134,15 @@ class ServedEngine(Engine):
     def describe(self) -> EngineDescription:  # noqa: D102
         return EngineDescription(**self._client.describe())
 
-    def next_token_logps(self, prompts: list[list[int]]) -> list[dict[int, float]]:  # noqa: D102
-        output: dict[str, Any] = self._client.generate(prompts, max_tokens=1, temperature=1.0, logprobs=PROBE_TOP)
+    def continue_greedily(self, prompts: list[list[int]], steps: int) -> list[Continuation]:  # noqa: D102
+        output: dict[str, Any] = self._client.generate(
+            prompts, max_tokens=steps, temperature=0.0, logprobs=PROBE_TOP, generation_kwargs={"ignore_eos": True}
+        )
+        answers = zip(output["completion_ids"], output["logprob_token_ids"], output["logprobs"], strict=True)
         return [
-            dict(zip(tokens[0], logps[0], strict=True))
-            for tokens, logps in zip(output["logprob_token_ids"], output["logprobs"], strict=True)
+            Continuation(
+                completion,
+                [dict(zip(names, values, strict=True)) for names, values in zip(tokens, logps, strict=True)],
+            )
+            for completion, tokens, logps in answers
         ]

@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +21,17 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_qurl.quantization.checkpoint import write_llmcompressor_checkpoint, write_streamed_checkpoint
 from trl_qurl.quantization.layers import linear_layer_names, quantized_layer_names
+from trl_qurl.rollout.cost import RolloutCost
 from trl_qurl.rollout.directory import CheckpointDirectory
 from trl_qurl.rollout.engines import ColocatedEngine, Engine, ServedEngine
 from trl_qurl.rollout.errors import SyncError
-from trl_qurl.rollout.probe import check_probe, probe_prompts
+from trl_qurl.rollout.probe import STEPS, check_probe, probe_prompts
 from trl_qurl.rollout.proof import DigestRecorder, compare_digests
 from trl_qurl.rollout.server import WORKER_EXTENSION, RolloutVLLMClient
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.stream import TensorMetadata, announce, rollout_tensors, timed
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.weight_change import WeightChangeTracker
-
-
-@dataclass
-class RolloutCost:
-    """Seconds and tokens on this process since the last look. `sync_s` contains `quantize_s`, and digests if any."""
-
-    quantize_s: float = 0.0
-    sync_s: float = 0.0
-    check_s: float = 0.0
-    generate_s: float = 0.0
-    tokens: int = 0
-
-    def add_quantization(self, seconds: float) -> None:
-        """Count seconds of gathering and rounding."""
-        self.quantize_s += seconds
 
 
 class QuantizedVLLMGeneration(VLLMGeneration):
@@ -233,17 +218,17 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         sharded = self._dist.is_fsdp or self._dist.is_zero3
         if self._dist.is_zero3 or (self._dist.is_fsdp and self._dist.fsdp_version == 1):
             return  # a layer's weight is not whole where the pass would quantize it
-        probe: list[Any] = [None]  # prompts, and what the engine says of them
+        probe: list[Any] = [None]  # prompts, and what the engine makes of them
         if self.engine is not None:
             engine = self.engine.describe()
             vocabulary_size = self._base_model().config.get_text_config().vocab_size
-            prompts = probe_prompts(vocabulary_size, engine.block_size, longest=engine.max_model_len - 1)
-            probe = [(prompts, self.engine.next_token_logps(prompts))]
+            prompts = probe_prompts(vocabulary_size, engine.block_size, engine.max_model_len)
+            probe = [(prompts, self.engine.continue_greedily(prompts, STEPS))]
         if self.mode == "server" and sharded:
             broadcast_object_list(probe, from_process=0)  # each process holds a part of the weights
         if probe[0] is not None:
-            prompts, scored = probe[0]
-            check_probe(self.model, prompts, scored, self._layers, self.rollout.scheme)
+            prompts, continuations = probe[0]
+            check_probe(self.model, prompts, continuations, self._layers, self.rollout.scheme)
         self._cost.check_s += time.perf_counter() - started
 
     def _wake_up_weights(self) -> None:

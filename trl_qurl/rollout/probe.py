@@ -1,27 +1,28 @@
-r"""A few fixed prompts whose next-token distributions the trainer computes for itself, to check the engine by.
+r"""A few fixed prompts whose continuations the trainer scores for itself, to check the engine by.
 
-The engine computes in its own dtype and order, so its figures are never the policy's. How far apart rounding alone
-takes them depends on the model: for a sharply trained one on prompts unlike its data, single tokens differ by whole
-nats. So the tolerance is measured, with the same weights on the same prompts: the trainer runs its pass a second time
-with every layer's output disturbed as rounding to bfloat16 would, and compares its two passes as it compares itself
-with the engine. Each prompt gives a distance
+The engine continues each prompt greedily and says how probable it found the likeliest tokens at every step; the
+trainer scores the same tokens. The engine computes in its own dtype and order, so the figures never agree. How far
+apart rounding alone takes them depends on the model: for a sharply trained one on text unlike its data, single tokens
+differ by whole nats. So the tolerance is measured, with the same weights on the same tokens: the trainer runs its pass
+a second time with every layer's output disturbed as rounding to bfloat16 would, and compares its two passes as it
+compares itself with the engine. Each step gives a distance
 
 $$d(p, q) = \sum_k p_k \, |\log p_k - \log q_k|$$
 
-over the engine's most likely next tokens k, and the median over prompts counts, because a few prompts on the edge
-between two answers would rule a mean. The engine is right if
+over the engine's likeliest next tokens k, and the median over steps counts, because a few on the edge between two
+continuations would rule a mean. The engine is right if
 
 $$\mathrm{median}\; d(engine, policy) \le 3 \; \mathrm{median}\; d(disturbed, policy) + 0.002$$
 
-On sound engines the first median was between 0.2 and 1.8 times the second (INT8, FP8 and BF16 engines; float32 and
-bfloat16 policies; random weights and a trained policy at five stages). It was 3 to 300 times the second with one
-projection's scales doubled or two layers' projections swapped, except for query and key projections, whose scale a
-sharp policy hardly notices and a query norm cancels: those are the digests' to find.
+Of 110 probes of sound engines (INT8, FP8 and BF16; float32 and bfloat16 policies; random weights, and a trained policy
+at four stages; ten sets of prompts each) none used more than 0.71 of that. With a layer's projection swapped for
+another's, all exceeded it, 4 to 170 times over; with one projection's scales doubled most did. Query and key
+projections, whose scale a sharp policy hardly notices and a query norm cancels, are the digests' to find.
 """
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import is_peft_model
@@ -32,9 +33,9 @@ from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.schemes import QuantizationScheme
 from trl_qurl.rollout.errors import SyncError
 
-SHORT_PROMPTS, LONG_PROMPTS = 8, 16
-SHORT_LENGTH = 7
-BATCH = 4  # prompts per forward pass; it divides both numbers, so that a batch has one length
+SHORT_LENGTH = 7  # tokens
+LONG_PROMPTS = 2  # beside one short one
+STEPS = 8  # tokens by which each prompt is continued
 
 ROUNDING = 2.0**-8
 """Relative size of the disturbance: the largest error of one rounding to bfloat16, doubled for input and output."""
@@ -42,38 +43,46 @@ ROUNDING = 2.0**-8
 FACTOR, FLOOR = 3.0, 0.002  # see above; the floor (nats) is for passes in which nothing is rounded
 
 
-def probe_prompts(vocabulary_size: int, block_size: int, longest: int | None = None) -> list[list[int]]:
+class Continuation(NamedTuple):
+    """What the engine made of a prompt."""
+
+    tokens: list[int]
+    logps: list[dict[int, float]]  # at each of them, the likeliest tokens' log-probabilities, nats
+
+
+def probe_prompts(vocabulary_size: int, block_size: int, max_model_len: int) -> list[list[int]]:
     """
     Prompts of arbitrary tokens, the same at every call.
 
-    Two thirds of them fill a block of the key-value cache, which the engine would reuse had it not been emptied.
+    Most fill a block of the key-value cache, which the engine would use again had it not been emptied.
 
     Args:
         vocabulary_size: Tokens are below it. Those at both ends, where special tokens stand, are left out.
         block_size: Tokens per block of the engine's key-value cache.
-        longest: Prompts are cut to this many tokens, where the engine's context is shorter.
+        max_model_len: Tokens that prompt and continuation may have together.
     """
     generator = torch.Generator().manual_seed(0)
     first, last = vocabulary_size // 20, max(1, vocabulary_size * 9 // 10)
-    lengths = [SHORT_LENGTH] * SHORT_PROMPTS + [block_size + SHORT_LENGTH] * LONG_PROMPTS
-    return [torch.randint(first, last, (length,), generator=generator).tolist()[:longest] for length in lengths]
+    lengths = [SHORT_LENGTH] + [block_size + SHORT_LENGTH] * LONG_PROMPTS
+    prompts = [torch.randint(first, last, (length,), generator=generator).tolist() for length in lengths]
+    return [prompt[: max(1, max_model_len - STEPS)] for prompt in prompts]
 
 
 @torch.no_grad()
 def check_probe(
     model: Any,
     prompts: list[list[int]],
-    scored: list[dict[int, float]],
+    continuations: list[Continuation],
     layers: Collection[str],
     scheme: QuantizationScheme | None,
 ) -> float:
     """
-    Compare the engine's next-token log-probabilities with the policy's own, computed with fake quantization.
+    Compare the engine's log-probabilities with the policy's own, computed with fake quantization.
 
     Args:
         model: The policy, possibly with an adapter, which is merged for the length of this call.
         prompts: Token lists.
-        scored: What the engine said: for each prompt some next tokens with their log-probabilities, nats.
+        continuations: What the engine said, one per prompt.
         layers: Names of the quantized layers.
         scheme: Their format; `None` for an unquantized engine.
 
@@ -91,13 +100,14 @@ def check_probe(
     base.eval()
     try:
         with quantized_forward(base, layers, scheme) if scheme else nullcontext():
-            policy = _next_token_logps(base, prompts)
+            policy = _score(base, prompts, continuations)
             with _disturbed(base):
-                disturbed = _next_token_logps(base, prompts)
+                disturbed = _score(base, prompts, continuations)
     finally:
         base.train(training)
         if adapted:
             model.unmerge_adapter()
+    scored = [logps for continuation in continuations for logps in continuation.logps]
     return compare_probe(scored, policy, disturbed)
 
 
@@ -106,9 +116,9 @@ def compare_probe(scored: list[dict[int, float]], policy: torch.Tensor, disturbe
     Compare distributions by the rule of this module.
 
     Args:
-        scored: The engine's log-probabilities of some next tokens, one dictionary per prompt.
-        policy: The policy's, of all tokens, (prompts, V).
-        disturbed: The same, disturbed by rounding, (prompts, V).
+        scored: The engine's log-probabilities of the likeliest tokens, one dictionary per step.
+        policy: The policy's, of all tokens, (steps, V).
+        disturbed: The same, disturbed by rounding, (steps, V).
 
     Returns:
         The median distance, nats.
@@ -135,12 +145,13 @@ def compare_probe(scored: list[dict[int, float]], policy: torch.Tensor, disturbe
     return distance
 
 
-def _next_token_logps(model: PreTrainedModel, prompts: list[list[int]]) -> torch.Tensor:
-    """Log-probabilities after each prompt, (prompts, V), float32."""
+def _score(model: PreTrainedModel, prompts: list[list[int]], continuations: list[Continuation]) -> torch.Tensor:
+    """Log-probabilities of all tokens at each step of each continuation, (steps, V), float32."""
     found = []
-    for first in range(0, len(prompts), BATCH):
-        tokens = torch.tensor(prompts[first : first + BATCH], device=model.device)
-        found.append(model(input_ids=tokens).logits[:, -1].float().log_softmax(-1).cpu())
+    for prompt, continuation in zip(prompts, continuations, strict=True):
+        tokens = torch.tensor([prompt + continuation.tokens], device=model.device)  # (1, T)
+        logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1]  # what follows each token but the last
+        found.append(logits.float().log_softmax(-1).cpu())
     return torch.cat(found)
 
 
