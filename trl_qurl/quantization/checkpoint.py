@@ -147,16 +147,22 @@ def write_llmcompressor_checkpoint(
 @contextlib.contextmanager
 def _quiet_llmcompressor() -> Iterator[None]:
     """Keep its progress bars and its account of each stage out of a log that gets one checkpoint per step."""
+    from llmcompressor.logger import LOGGER_CONFIG
     from loguru import logger
 
-    logger.disable("llmcompressor")
+    # In a process with a process group (an engine makes one), oneshot configures its logger anew from this.
+    wanted, LOGGER_CONFIG.disabled = LOGGER_CONFIG.disabled, True
+    for package in ("llmcompressor", "compressed_tensors"):
+        logger.disable(package)
     try:
         with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
             # Saving from host memory is what is wanted here.
             warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
             yield
     finally:
-        logger.enable("llmcompressor")
+        LOGGER_CONFIG.disabled = wanted
+        for package in ("llmcompressor", "compressed_tensors"):
+            logger.enable(package)
 
 
 def _duplicate(named_tensors: NamedTensors, model: "PreTrainedModel") -> "PreTrainedModel":

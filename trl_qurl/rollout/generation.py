@@ -220,6 +220,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             return  # a layer's weight is not whole where the pass would quantize it
         probe: list[Any] = [None]  # prompts, and what the engine makes of them
         if self.engine is not None:
+            if self.mode == "colocate" and self.enable_sleep_mode:
+                self.llm.wake_up(tags=["kv_cache"])  # as the parent will, before it generates
             engine = self.engine.describe()
             vocabulary_size = self._base_model().config.get_text_config().vocab_size
             prompts = probe_prompts(vocabulary_size, engine.block_size, engine.max_model_len)
@@ -233,7 +235,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _wake_up_weights(self) -> None:
         # As the parent does: loading into unmapped memory crashes on some devices.
-        if self.enable_sleep_mode:
+        if self.mode == "colocate" and self.enable_sleep_mode:
             vllm_generation.empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False

@@ -1,0 +1,228 @@
+"""What does a sync cost, for each format, transport and quantizer: seconds, bytes, and its share of a training step?
+
+    python benchmarks/weight_sync.py
+    python benchmarks/weight_sync.py --layers 2 --hidden 256 --vocabulary 1000 --repeats 3
+
+A real trainer with a real colocated engine and random weights of Qwen3-0.6B's shape, in a process of its own for each
+way. After a warm-up, syncs without checks are timed; then one with digests and one probe; then one training step,
+whose parts come from the trainer's own log. A checkpoint goes through /dev/shm, as it would to a server on the same
+machine, to which only the HTTP requests are added. On a CPU without FP8 arithmetic a step with FP8 rollouts would take
+minutes, so there only the syncs are measured.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from provenance import provenance, result_path
+from quantizer import Shape
+from rich.console import Console
+from rich.table import Table
+
+COMPLETIONS = 8
+COMPLETION_TOKENS = 64
+
+
+class Way(NamedTuple):
+    """How weights get into the engine."""
+
+    scheme: str | None
+    transport: str
+    quantizer: str
+
+
+WAYS = [
+    Way(None, "stream", "-"),
+    Way("int8", "stream", "streaming"),
+    Way("fp8", "stream", "streaming"),
+    Way(None, "checkpoint", "-"),
+    Way("int8", "checkpoint", "streaming"),
+    Way("fp8", "checkpoint", "streaming"),
+    Way("int8", "checkpoint", "llmcompressor"),
+    Way("fp8", "checkpoint", "llmcompressor"),
+]
+
+
+def measure(way: Way, shape: Shape, repeats: int, device: str) -> dict[str, Any]:
+    """Build a trainer, sync, train one step; in this process, which holds an engine from then on."""
+    from datasets import Dataset
+
+    from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+    from trl_qurl.rollout.stream import announce
+
+    trains = way.scheme != "fp8" or device == "cuda"
+    with tempfile.TemporaryDirectory() as directory:
+        config = QuRLGRPOConfig(
+            directory,
+            rollout_quantization=way.scheme,
+            weight_sync=way.transport,
+            quantizer=way.quantizer if way.scheme else "streaming",
+            sync_check_steps=0,
+            weight_metrics_steps=0,
+            uaq_scale=1.0,
+            per_device_train_batch_size=COMPLETIONS,
+            num_generations=COMPLETIONS,
+            max_completion_length=COMPLETION_TOKENS,
+            max_steps=1,
+            logging_steps=1,
+            vllm_max_model_length=512,
+            vllm_gpu_memory_utilization=0.5,
+            generation_kwargs={"ignore_eos": True},
+            use_cpu=device == "cpu",
+            bf16=device == "cuda",
+            gradient_checkpointing=False,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        trainer = QuRLGRPOTrainer(
+            model=shape.build(torch.float32, torch.device("cpu")),
+            reward_funcs=lambda completions, **kwargs: [float(len(completion)) for completion in completions],
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": ["What is the capital of France?"] * COMPLETIONS}),
+            processing_class=characters(),
+        )
+        generation = trainer.vllm_generation
+        syncs = []
+        for _ in range(repeats + 1):
+            generation.pop_cost()
+            generation.sync_weights()
+            cost = generation.pop_cost()
+            syncs.append((cost.sync_s, cost.quantize_s))
+        result = {
+            "sync_s": statistics.median(sync for sync, _ in syncs[1:]),
+            "sync_s_min": min(sync for sync, _ in syncs[1:]),
+            "sync_s_max": max(sync for sync, _ in syncs[1:]),
+            "quantize_s": statistics.median(quantize for _, quantize in syncs[1:]),
+        }
+        checked = replace(generation.rollout, sync_check_steps=1, sync_probe=False)
+        generation.rollout = checked
+        started = time.perf_counter()
+        generation.sync_weights()
+        result["digest_s"] = time.perf_counter() - started - result["sync_s"]
+        if trains:
+            started = time.perf_counter()
+            generation._check_probe()
+            result["probe_s"] = time.perf_counter() - started
+        generation.rollout = replace(checked, sync_check_steps=0)
+        parameters = ((name, parameter.data) for name, parameter in trainer.model.named_parameters())
+        result["bytes"] = sum(
+            torch.Size(size).numel() * getattr(torch, dtype).itemsize
+            for _, dtype, size in announce(parameters, generation.rollout.scheme, generation._layers)
+        )
+        if trains:
+            trainer.train()
+            log = next(row for row in trainer.state.log_history if "time/generate_s" in row)
+            for part in ("sync", "generate", "logps", "update"):
+                result[f"step_{part}_s"] = log[f"time/{part}_s"]
+    return result
+
+
+def characters() -> Any:
+    """A tokenizer of printable ASCII: what the weights are random for needs no better."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: number for number, token in enumerate(["<pad>", "<eos>", *map(chr, range(32, 127))])}
+    characters = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
+
+
+def measure_apart(way: Way, shape: Shape, repeats: int, device: str) -> dict[str, Any]:
+    """`measure` in a process of its own; what went wrong there is the result."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    child = context.Process(target=_send, args=(there, way, shape, repeats, device))
+    child.start()
+    there.close()
+    try:
+        result = here.recv()
+    except EOFError:
+        result = {"failure": "the process died"}
+    child.join()
+    return result
+
+
+def _send(there: Any, *arguments: Any) -> None:
+    try:
+        there.send(measure(*arguments))
+    except Exception as error:  # a way that fails is a result, and the others go on
+        there.send({"failure": f"{type(error).__name__}: {error}"})
+        raise
+
+
+def print_table(record: dict[str, Any], console: Console) -> None:
+    """What was measured, one way per line."""
+    table = Table(title=f"Weight sync, {record['parameters'] / 1e9:.2f} billion parameters, {record['hardware']}")
+    for column in ("format", "transport", "quantizer"):
+        table.add_column(column)
+    for column in ("MB", "sync s", "min-max", "of it quantize s", "digest s", "probe s", "step s", "sync share"):
+        table.add_column(column, justify="right")
+    for cell in record["cells"]:
+        names = (cell["scheme"] or "bf16", cell["transport"], cell["quantizer"])
+        if "failure" in cell:
+            table.add_row(*names, cell["failure"][:60])
+            continue
+        parts = (
+            [cell[f"step_{part}_s"] for part in ("sync", "generate", "logps", "update")]
+            if "step_sync_s" in cell
+            else []
+        )
+        table.add_row(
+            *names,
+            f"{cell['bytes'] / 1e6:.0f}",
+            f"{cell['sync_s']:.2f}",
+            f"{cell['sync_s_min']:.2f}-{cell['sync_s_max']:.2f}",
+            f"{cell['quantize_s']:.2f}",
+            f"{cell['digest_s']:.2f}",
+            f"{cell['probe_s']:.2f}" if "probe_s" in cell else "",
+            f"{sum(parts):.1f}" if parts else "",
+            f"{parts[0] / sum(parts):.1%}" if parts else "",
+        )
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=Shape.layers)
+    parser.add_argument("--hidden", type=int, default=Shape.hidden)
+    parser.add_argument("--vocabulary", type=int, default=Shape.vocabulary)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    shape = Shape(arguments.layers, arguments.hidden, arguments.vocabulary)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    record = {"benchmark": "weight_sync", **provenance(torch.device(arguments.device), measured="trl_qurl")}
+    record |= {"shape": asdict(shape), "repeats": arguments.repeats}
+    record |= {"completions": COMPLETIONS, "completion_tokens": COMPLETION_TOKENS}
+    meta = shape.build(torch.float32, torch.device("meta"))
+    record["parameters"] = sum(parameter.numel() for parameter in meta.parameters())
+    record["cells"] = []
+    for way in WAYS:
+        started = time.perf_counter()
+        cell = measure_apart(way, shape, arguments.repeats, arguments.device)
+        record["cells"].append({**way._asdict(), **cell})
+        console.print(
+            f"{way.scheme or 'bf16'}, {way.transport}, {way.quantizer}: {time.perf_counter() - started:.0f} s"
+        )
+    output = arguments.output or result_path("weight_sync", record)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(record, indent=2) + "\n")
+    print_table(record, console)
+    console.print(f"Written to {output}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()
