@@ -76,6 +76,7 @@ def measure(way: Way, shape: Shape, repeats: int, device: str) -> dict[str, Any]
             logging_steps=1,
             vllm_max_model_length=512,
             vllm_gpu_memory_utilization=0.5,
+            vllm_engine_kwargs={"enforce_eager": device == "cpu"},  # compiling takes minutes there
             generation_kwargs={"ignore_eos": True},
             use_cpu=device == "cpu",
             bf16=device == "cuda",

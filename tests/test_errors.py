@@ -81,6 +81,11 @@ def test_vllm_missing(train):
     assert message.startswith("Quantized rollouts need vLLM, which is not installed: run `pip install trl-qurl[vllm]`")
 
 
+def test_vllm_missing_beside_a_server(train):
+    message = train("--vllm_mode", "server", hidden="vllm")
+    assert "not installed (TRL imports it here even though a server generates): run `pip install trl-qurl" in message
+
+
 def test_llmcompressor_missing_for_training(train):
     message = train("--quantizer", "llmcompressor", hidden="llmcompressor")
     assert "run `pip install trl-qurl[llmcompressor]`, or use quantizer='streaming'" in message

@@ -225,9 +225,10 @@ def _learned_tokens(inputs: dict[str, Any]) -> torch.Tensor:
 
 def _checked_config(config: Any, model: Any) -> QuRLGRPOConfig:
     if not is_vllm_available():
+        even = " (TRL imports it here even though a server generates)" if _uses_server(config) else ""
         raise ImportError(
-            "Quantized rollouts need vLLM, which is not installed: run `pip install trl-qurl[vllm]`, or train with "
-            "trl.GRPOTrainer and use_vllm=False."
+            f"Quantized rollouts need vLLM, which is not installed{even}: run `pip install trl-qurl[vllm]`, or train "
+            "with trl.GRPOTrainer and use_vllm=False."
         )
     if config is None:
         name = model if isinstance(model, str) else model.config._name_or_path
@@ -238,6 +239,10 @@ def _checked_config(config: Any, model: Any) -> QuRLGRPOConfig:
             "takes the same fields and adds its own)."
         )
     return config
+
+
+def _uses_server(config: Any) -> bool:
+    return isinstance(config, QuRLGRPOConfig) and config.vllm_mode == "server"
 
 
 def _uaq_callbacks(model: Any, peft_config: Any, scale: float) -> list[UpdateAwareQuantizationCallback]:
