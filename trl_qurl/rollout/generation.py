@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, is_peft_model
+from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -52,7 +52,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.engine: Engine | None = None
         self._run = uuid.uuid4().hex[:8]
         self._syncs = 0
-        self.weight_metrics: dict[str, float] = {}
+        self._weight_metrics: dict[str, float] = {}
         self._cost = RolloutCost()
         self._tracker = WeightChangeTracker(rollout.weight_metrics_steps)
         super().__init__(*args, **kwargs)
@@ -64,7 +64,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def pop_weight_metrics(self) -> dict[str, float]:
         """Weight metrics of the last sync, once."""
-        metrics, self.weight_metrics = self.weight_metrics, {}
+        metrics, self._weight_metrics = self._weight_metrics, {}
         return metrics
 
     # Engine start ----------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         with substitute(vllm_generation, "LLM", build_engine):
             super()._init_vllm()
         self.engine = ColocatedEngine(self.llm)
-        if start is not None and self.accelerator.is_main_process:
+        if start is not None and self._is_writer:
             # The weights are in the engine now, and tmpfs is memory.
             for weights in start.glob("*.safetensors"):
                 weights.unlink()
@@ -118,16 +118,23 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def _starts_from_checkpoint(self) -> bool:
         return self.rollout.scheme is not None or not self.model.name_or_path
 
+    @property
+    def _is_writer(self) -> bool:
+        """Whether this process writes checkpoints: one process for a server, one on each node for its own engines."""
+        accelerator = self.accelerator
+        return accelerator.is_main_process if self.mode == "server" else accelerator.is_local_main_process
+
     def _shared_directory(self) -> Path:
-        """The directory of this run's checkpoints, the same on every process; the main process owns it."""
-        shared: list[Any] = [None]
-        if self.accelerator.is_main_process:
+        """The directory of the checkpoints that this process's engine loads; whoever writes them owns it."""
+        owned: Path | None = None
+        if self._is_writer:
             # Two generations at most: the one being written and the one the engine may still be reading.
             generations = 2 if self._transport == "checkpoint" else 1
             self._owned = CheckpointDirectory(self.rollout.checkpoint_dir, generations * self._checkpoint_bytes())
-            shared = [self._owned.path]
-        broadcast_object_list(shared, from_process=0)
-        return shared[0]
+            owned = self._owned.path
+        first_of_node = self.accelerator.process_index - self.accelerator.local_process_index
+        writer = 0 if self.mode == "server" else first_of_node
+        return gather_object([owned])[writer]
 
     def _checkpoint_bytes(self) -> int:
         names = {f"{layer}.weight" for layer in self._layers} if self.rollout.scheme else ()
@@ -159,7 +166,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._syncs += 1
         self.weight_version = f"{self._run}-step{self.global_step()}-sync{self._syncs}"
         self._load(digest=checked)
-        self.weight_metrics = self._tracker.end_sync()
+        self._weight_metrics = self._tracker.end_sync()
         self._cost.sync_s += time.perf_counter() - started
         if checked and self.rollout.sync_probe:
             self._check_probe()
@@ -168,7 +175,9 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         """Send the weights through the engine's loader, then compare what it says about them with what was sent."""
         self._wake_up_weights()
         metadata = self._announce() if self.mode == "server" and self._transport == "stream" else None
-        sent = DigestRecorder(self._iter_named_params(), enabled=digest and self._writes)
+        # In process every engine gets its own stream; otherwise what the writer sends is what all engines load.
+        knows = self._is_writer or (self.mode == "colocate" and self._transport == "stream")
+        sent = DigestRecorder(self._iter_named_params(), enabled=digest and knows)
         source: DigestRecorder | Path = sent
         if self._transport == "checkpoint":
             source = self._write_checkpoint(f"sync-{self._syncs}", sent)
@@ -177,7 +186,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             for report in reports:
                 if report.version != self.weight_version:
                     raise SyncError(f"The engine loaded {report.version!r} when {self.weight_version!r} was sent.")
-                if digest and self._writes:
+                if digest and knows:
                     compare_digests(sent.digests, report.digests)
             if source is sent and not sent.exhausted:
                 raise SyncError("The engine stopped reading before the last tensor: its model is half updated.")
@@ -188,14 +197,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._cost.check_s += sent.seconds
         if self._transport == "checkpoint":
             self.accelerator.wait_for_everyone()  # nobody reads the old directory any more
-            if self.accelerator.is_main_process:
+            if self._is_writer:
                 shutil.rmtree(self._directory / f"sync-{self._syncs - 1}", ignore_errors=True)
-
-    @property
-    def _writes(self) -> bool:
-        """Whether this process hands its own tensors to an engine, and so knows their digests."""
-        shares_engine = self.mode == "server" or self._transport == "checkpoint"
-        return self.accelerator.is_main_process or not shares_engine
 
     def _announce(self) -> TensorMetadata:
         """What the stream will hold, for a server that must know it beforehand; the parameters are walked once."""
@@ -216,7 +219,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         """Compare the engine with the trainer's own quantized forward pass, where the trainer can make one."""
         started = time.perf_counter()
         sharded = self._dist.is_fsdp or self._dist.is_zero3
-        if self._dist.is_zero3 or (self._dist.is_fsdp and self._dist.fsdp_version == 1):
+        if self._dist.is_zero3 or self._dist.fsdp_version == 1:
             return  # a layer's weight is not whole where the pass would quantize it
         probe: list[Any] = [None]  # prompts, and what the engine makes of them
         if self.engine is not None:
@@ -241,7 +244,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             self._llm_weights_sleeping = False
 
     def _write_checkpoint(self, name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> Path:
-        """Write tensors as a checkpoint on the main process; all processes take part in gathering them."""
+        """Write tensors as a checkpoint where this process is to; all processes take part in gathering them."""
         path = self._directory / name
         scheme = self.rollout.scheme
         write: Callable[..., Any] = write_streamed_checkpoint
@@ -251,7 +254,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             for _ in tensors:
                 pass
             tensors = super()._iter_named_params()
-        if self.accelerator.is_main_process:
+        if self._is_writer:
             write(tensors, self._base_model(), self.processing_class, scheme, self.rollout.ignore, path)
         else:
             for _ in tensors:
