@@ -122,6 +122,9 @@ def ends(monkeypatch):
             self.weight_transfer_engine = engine
             self.session = []
 
+        def get_model(self):
+            return self.model
+
         def start_weight_update(self):
             self.session.append("start")
 
@@ -168,7 +171,7 @@ def test_tensors_arrive_in_order_and_bit_for_bit(scheme, ends):
     assert worker.session == ["start", "update", "finish"]
     assert client.requests == ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
     [report] = client.load_stream(stream(model, scheme), metadata, "v2", digest=False)
-    assert report == {"version": "v2", "digests": {}}
+    assert report == {"version": "v2", "digests": {}, "held": 0}
 
 
 def test_int8_halves_the_bytes_of_the_layers():

@@ -472,6 +472,13 @@ def test_server_endpoints(router, route, leaning):
     assert f"@{route}" in ast.unparse(tree(module)), f"vLLM's server has no {route} any more; {leaning}."
 
 
+def test_layers_that_multiply_have_a_method_for_it():
+    for module, layer in (("vllm.model_executor.layers.linear", "LinearBase"), (HEAD, "VocabParallelEmbedding")):
+        assert "quant_method" in assigned_attributes(module, f"{layer}.__init__"), (
+            f"{layer} keeps its method under another name; rollout/held.py leaves layers out that have a quant_method."
+        )
+
+
 def test_an_api_key_does_not_guard_the_development_endpoints():
     from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX
 

@@ -6,7 +6,9 @@ The faults are put between trl-qurl and vLLM, where a bug of either would sit. P
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -41,12 +43,6 @@ def swap_two_layers(tensors):
     return ((other(name), tensor) for name, tensor in tensors)
 
 
-def break_stream(generation, fault):
-    """On the way from the trainer to the worker, after the trainer's digests were taken."""
-    load = generation.engine.load
-    generation.engine.load = lambda source, *arguments: load(_Marked(fault(source), source), *arguments)
-
-
 class _Marked:
     """A changed stream that still tells whether the original was read to its end."""
 
@@ -57,10 +53,32 @@ class _Marked:
         return iter(self.tensors)
 
 
-def break_quantizer(generation, fault):
+# Each returns a context in which the fault is there.
+
+
+def sound(generation):
+    return nullcontext()
+
+
+def on_the_way(fault):
+    """Between the trainer and the worker, after the trainer's digests were taken."""
+
+    def context(generation):
+        load = generation.engine.load
+        broken = lambda source, *arguments: load(_Marked(fault(source), source), *arguments)  # noqa: E731
+        return patch.object(generation.engine, "load", broken)
+
+    return context
+
+
+def before_sending(fault):
     """Before the digests are taken: both sides agree on wrong tensors."""
-    produce = generation._iter_named_params
-    generation._iter_named_params = lambda: fault(produce())
+
+    def context(generation):
+        produce = generation._iter_named_params
+        return patch.object(generation, "_iter_named_params", lambda: fault(produce()))
+
+    return context
 
 
 def load_nothing(generation):
@@ -71,29 +89,39 @@ def load_nothing(generation):
         for _ in source:
             pass
         generation.llm.llm_engine.set_weight_version(version)
-        return [LoadReport(version, dict(source.digests))]
+        return [LoadReport(version, dict(source.digests), held=1)]
 
-    generation.engine.load = load
+    return patch.object(generation.engine, "load", load)
+
+
+def double_a_norm_inside(generation):
+    """Behind the worker's door: the tensors arrive as they were sent, and the model's loader changes one."""
+    [model] = generation.llm.apply_model(lambda model: model)
+    load = model.load_weights
+    norm = "model.layers.0.input_layernorm.weight"
+    broken = lambda weights: load((n, 2 * t if n == norm else t) for n, t in weights)  # noqa: E731
+    return patch.object(model, "load_weights", broken)
 
 
 def forget_the_version(generation):
     """As after a restart of the engine: it holds other weights than this run sent."""
-    generation.llm.llm_engine.set_weight_version = lambda version: None
+    return patch.object(generation.llm.llm_engine, "set_weight_version", lambda version: None)
 
 
 def keep_the_prefix_cache(generation):
     """The engine says it emptied its cache of keys and values, and did not."""
-    generation.llm.reset_prefix_cache = lambda *args, **kwargs: True
+    return patch.object(generation.llm, "reset_prefix_cache", lambda *args, **kwargs: True)
 
 
 FAULTS = {
-    "none": lambda generation: None,
-    "tensor skipped": lambda generation: break_stream(generation, skip_a_tensor),
-    "scale doubled on the way": lambda generation: break_stream(generation, double_a_scale),
-    "layers swapped on the way": lambda generation: break_stream(generation, swap_two_layers),
-    "scale doubled before sending": lambda generation: break_quantizer(generation, double_a_scale),
-    "layers swapped before sending": lambda generation: break_quantizer(generation, swap_two_layers),
+    "none": sound,
+    "tensor skipped": on_the_way(skip_a_tensor),
+    "scale doubled on the way": on_the_way(double_a_scale),
+    "layers swapped on the way": on_the_way(swap_two_layers),
+    "scale doubled before sending": before_sending(double_a_scale),
+    "layers swapped before sending": before_sending(swap_two_layers),
     "reload that does nothing": load_nothing,
+    "norm doubled inside": double_a_norm_inside,
     "version forgotten": forget_the_version,
     "prefix cache kept": keep_the_prefix_cache,
 }
@@ -128,24 +156,16 @@ def main() -> None:
     for fault in FAULTS:
         if fault not in sys.argv[2:]:
             continue
-        untouched = dict(vars(generation)), dict(vars(generation.engine)), dict(vars(generation.llm))
-        engine_attributes = dict(vars(generation.llm.llm_engine))
         generation.sync_weights()
         with torch.no_grad():  # as an update would
             for parameter in model.parameters():
                 parameter.add_(0.3 * parameter.std() * torch.randn_like(parameter))
-        FAULTS[fault](generation)
-        try:
-            generation.sync_weights()
-            record[fault] = None
-        except RuntimeError as error:
-            record[fault] = f"{type(error).__name__}: {error}"
-        for thing, attributes in zip((generation, generation.engine, generation.llm), untouched, strict=True):
-            for name in ("load", "_iter_named_params", "reset_prefix_cache"):
-                if name in vars(thing) and name not in attributes:
-                    delattr(thing, name)
-        if "set_weight_version" in vars(generation.llm.llm_engine) and "set_weight_version" not in engine_attributes:
-            del generation.llm.llm_engine.set_weight_version
+        with FAULTS[fault](generation):
+            try:
+                generation.sync_weights()
+                record[fault] = None
+            except RuntimeError as error:
+                record[fault] = f"{type(error).__name__}: {error}"
         generation.llm.reset_prefix_cache()
     print("RECORD " + json.dumps(record))
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -72,6 +73,8 @@ def train(script_args: ScriptArguments, training_args: QuRLGRPOConfig, model_arg
     from trl_qurl.data import load_questions
     from trl_qurl.rewards import answer_reward
 
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("trl_qurl").setLevel(logging.INFO)  # how weights travel, and why that way
     # First of all, because a wrong name should not cost the time it takes to start an engine.
     check_model(model_args.model_name_or_path)
     questions = load_questions(

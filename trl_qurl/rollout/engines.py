@@ -35,6 +35,7 @@ class LoadReport(NamedTuple):
 
     version: str
     digests: dict[str, str]  # tensor name to digest, empty if none were asked for
+    held: int  # parameters found in the model as they came in, 0 if no digests were asked for
 
 
 class Engine(ABC):

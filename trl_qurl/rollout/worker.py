@@ -17,6 +17,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.platforms import current_platform
 
 from trl_qurl.quantization.storage import read_tensors, tensor_shapes
+from trl_qurl.rollout.held import HeldTensors
 from trl_qurl.rollout.proof import DigestRecorder
 
 if current_platform.is_cpu():
@@ -53,10 +54,12 @@ class RolloutWorker:
             digest: Whether to compute a digest of every tensor on its way in.
 
         Returns:
-            `version` as given, once the weights are loaded, and `digests`, tensor name to digest.
+            `version` as given, once the weights are loaded; `digests`, tensor name to digest; `held`, how many of the
+            loaded parameters were found in the model as they came in.
 
         Raises:
-            RuntimeError: If a layer was left with its old weights.
+            RuntimeError: If a layer was left with its old weights, or holds something else than came in for it; if
+                these are another model's weights, or an earlier load failed.
         """
         self._refuse_other_model(weights_path, announced)
         if getattr(self, "rollout_load_failed", False):
@@ -64,9 +67,11 @@ class RolloutWorker:
                 "An earlier load of weights failed halfway, after which vLLM can't load any: start the server again."
             )
         self.rollout_load_failed = True
-        digests = self._load_from(weights_iterator, weights_path, announced, digest)
+        held = HeldTensors(self.get_model(), enabled=digest)
+        digests = self._load_from(weights_iterator, weights_path, announced, digest, held)
         self.rollout_load_failed = False
-        return {"version": version, "digests": digests}
+        compared = held.compare()
+        return {"version": version, "digests": digests, "held": len(compared)}
 
     def _load_from(
         self,
@@ -74,18 +79,19 @@ class RolloutWorker:
         weights_path: str | None,
         announced: dict[str, list] | None,
         digest: bool,
+        held: HeldTensors,
     ) -> dict[str, str]:
         """Load from whichever source is given; digests of what came."""
         if announced is not None:
             with _watched_reload():
-                return self._receive(announced, digest)
+                return self._receive(announced, digest, held)
         if weights_iterator is None:
             weights_iterator = read_tensors(Path(weights_path or ""))
         received = DigestRecorder(weights_iterator, enabled=digest)
         if current_platform.is_cpu():
             cpu_repairs.use_reloadable_int8_kernels(self.get_model())
         with _watched_reload():
-            self.reload_weights(weights_iterator=received)
+            self.reload_weights(weights_iterator=held.watch(received))
         if current_platform.is_cpu():
             cpu_repairs.repack_output_head(self.get_model())
         return received.digests
@@ -118,11 +124,11 @@ class RolloutWorker:
                 f"{name} (shape {sent.get(name)} instead of {served.get(name)}). Nothing was loaded."
             )
 
-    def _receive(self, announced: dict[str, list], digest: bool) -> dict[str, str]:
+    def _receive(self, announced: dict[str, list], digest: bool, held: HeldTensors) -> dict[str, str]:
         """Take one update from vLLM's weight transfer; digests of its tensors, if asked for."""
         self.start_weight_update()
         engine = self.weight_transfer_engine
-        received = _RecordingModel(engine.model, digest)
+        received = _RecordingModel(engine.model, digest, held)
         engine.set_weight_update_target(received, engine.model_config)
         self.update_weights(announced)
         engine.reset_weight_update_target()
@@ -154,15 +160,16 @@ class RolloutWorker:
 class _RecordingModel:
     """What a weight transfer engine needs of a model, with a digest of every tensor on its way in."""
 
-    def __init__(self, model: torch.nn.Module, digest: bool) -> None:
+    def __init__(self, model: torch.nn.Module, digest: bool, held: HeldTensors) -> None:
         self._model = model
         self._digest = digest
+        self._held = held
         self.digests: dict[str, str] = {}
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
         """Pass one batch of tensors on to the model."""
         received = DigestRecorder(weights, enabled=self._digest)
-        loaded = self._model.load_weights(received)  # type: ignore[operator]
+        loaded = self._model.load_weights(self._held.watch(received))  # type: ignore[operator]
         self.digests |= received.digests
         return loaded
 
