@@ -133,6 +133,8 @@ REFUSED = [
         r"sync_ref_model=True mixes .* uaq_scale=1\.5 .*: set uaq_scale=1\.0, or sync_ref_model=False",
     ),
     ({"sync_check_steps": -1}, r"sync_check_steps is -1: give a number of rollouts, or 0 for none"),
+    ({"vllm_request_timeout": 0}, r"vllm_request_timeout is 0: give a positive number of seconds"),
+    ({"vllm_request_timeout": float("nan")}, r"vllm_request_timeout is nan: give a positive number of seconds"),
     ({"weight_metrics_steps": -1}, r"weight_metrics_steps is -1: give a number of rollouts, or 0 for none"),
     (
         {"vllm_mode": "server", "vllm_engine_kwargs": {"enforce_eager": True}},
@@ -228,6 +230,14 @@ def test_what_fits_is_accepted_without_a_warning(settings):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config(**settings)
+
+
+def test_llmcompressor_works_in_one_process(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # whether llm-compressor is here or not
+    monkeypatch.setattr(QuRLGRPOConfig, "world_size", 2)
+    with pytest.raises(ValueError, match=r"works in one process, and this run has 2: .* quantizer='streaming'"):
+        config(quantizer="llmcompressor")
+    config(quantizer="streaming")
 
 
 def test_llmcompressor_missing_names_the_extra_and_the_other_way(monkeypatch):

@@ -76,7 +76,8 @@ def assert_metrics(history, scheme):
 
 @pytest.mark.xdist_group("server")
 def test_server_holds_the_trained_weights(int8_server, train, run_scenario, tmp_path):
-    config = {"vllm_mode": "server", "vllm_server_base_url": int8_server.url, "rollout_checkpoint_dir": str(tmp_path)}
+    config = {"vllm_mode": "server", "vllm_server_base_url": int8_server.url, "sync_check_steps": 1}
+    config["rollout_checkpoint_dir"] = str(tmp_path)
     plain = [tmp_path / "out", "--config", json.dumps(config), "--export"]
     records = train([*plain, tmp_path / "full"], [*plain, tmp_path / "merged", "--lora"])
     fresh = run_scenario("fresh_engine.py", tmp_path / "full", tmp_path / "merged")
