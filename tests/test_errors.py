@@ -10,11 +10,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import child_environment, free_port, vllm_server
+from conftest import child_environment, free_port
 from tiny import tiny_model, tiny_tokenizer
 
+from trl_qurl import cli
 from trl_qurl.quantization import SCHEMES
-from trl_qurl.rollout.server import RolloutVLLMClient
+from trl_qurl.rollout.server import WORKER_EXTENSION, RolloutVLLMClient
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k_grpo.py"
 
@@ -42,7 +43,7 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def train(model, tmp_path):
+def train(model, tmp_path, monkeypatch, capfd):
     """Run `trl-qurl grpo` with what is wrong, and return the error that it prints."""
     questions = tmp_path / "questions.jsonl"
     questions.write_text(json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n")
@@ -51,22 +52,34 @@ def train(model, tmp_path):
     plain += ["--rollout_checkpoint_dir", str(tmp_path / "rollouts")]
 
     def run(*arguments, hidden=None):
-        return failure("grpo", *plain, *arguments, scratch=tmp_path, hidden=hidden)
+        if hidden:
+            return failure("grpo", *plain, *arguments, scratch=tmp_path, hidden=hidden)
+        # In this process, which has TRL and vLLM already: importing them takes longer than failing does.
+        monkeypatch.chdir(tmp_path)
+        capfd.readouterr()
+        status = cli.main(["grpo", *plain, *map(str, arguments)])
+        return printed_error(status, *capfd.readouterr(), scratch=tmp_path)
 
     return run
 
 
-def failure(*arguments, scratch, hidden=None):
+def failure(*arguments, scratch, hidden):
+    """The error that `trl-qurl` prints in a process that does not find the package `hidden`."""
     (scratch / "hide").mkdir()
-    (scratch / "hide" / "sitecustomize.py").write_text(HIDE if hidden else "")
-    environment = child_environment(PYTHONPATH=str(scratch / "hide"), HIDDEN=hidden or "", VLLM_LOGGING_LEVEL="INFO")
+    (scratch / "hide" / "sitecustomize.py").write_text(HIDE)
+    environment = child_environment(PYTHONPATH=str(scratch / "hide"), HIDDEN=hidden)
     command = [sys.executable, "-m", "trl_qurl", *map(str, arguments)]
     done = subprocess.run(command, env=environment, cwd=scratch, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2, done.stderr[-3000:]
-    assert "Traceback" not in done.stderr
-    assert "Initializing a V1 LLM engine" not in done.stdout + done.stderr, "the engine was started first"
-    errors = [line for line in done.stderr.splitlines() if line.startswith("trl-qurl: error: ")]
-    assert len(errors) == 1, done.stderr[-3000:]
+    return printed_error(done.returncode, done.stdout, done.stderr, scratch)
+
+
+def printed_error(status, out, err, scratch):
+    """The one line that says what is wrong, with nothing begun and nothing left."""
+    assert status == 2, err[-3000:]
+    assert "Traceback" not in err
+    assert "Loading safetensors checkpoint shards" not in err, "the engine was started first"
+    errors = [line for line in err.splitlines() if line.startswith("trl-qurl: error: ")]
+    assert len(errors) == 1, err[-3000:]
     rollouts = scratch / "rollouts"
     left = [*scratch.rglob("*.safetensors"), *(rollouts.iterdir() if rollouts.exists() else ())]
     assert not left, f"something half-written was left: {left}"
@@ -183,21 +196,17 @@ def test_no_server(train):
     assert message.endswith("or correct vllm_server_base_url.")
 
 
-@pytest.mark.vllm
-@pytest.mark.xdist_group("server")
-def test_server_of_an_unquantized_model(train, model, tmp_path):
-    with vllm_server(model, tmp_path, "--scheme", "none") as server:
-        message = train("--vllm_mode", "server", "--vllm_server_base_url", server.url)
-    assert "with unquantized weights, but rollout_quantization='int8' sends int-quantized weights" in message
-    assert "restart it with `trl-qurl serve MODEL --scheme int8`" in message
-
-
 @contextmanager
-def answering(server_info):
-    """What a vLLM server says about itself, without the fifteen seconds that a real one takes to start."""
+def answering(server_info, workers=None):
+    """What a vLLM server says about itself, without the half minute that a real one takes to start."""
     answers = {"/health": {}, "/v1/models": {"data": [{"id": "model"}]}, "/server_info": server_info}
+    answers["/collective_rpc"] = {"results": [workers]}
 
     class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
+
         def do_GET(self):
             answer = answers.get(self.path.split("?")[0])
             self.send_response(404 if answer is None else 200)
@@ -211,6 +220,25 @@ def answering(server_info):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("server")
+def test_quantized_server_for_an_unquantized_run(train, int8_server):
+    message = train(
+        "--vllm_mode", "server", "--vllm_server_base_url", int8_server.url, "--rollout_quantization", "none"
+    )
+    assert "with int-quantized weights except ['lm_head'], but rollout_quantization=None sends unquantized" in message
+    assert "restart it with `trl-qurl serve MODEL --scheme none`" in message
+
+
+def test_unquantized_server_for_a_quantized_run(train):
+    info = {"parallel_config": {"worker_extension_cls": WORKER_EXTENSION}, "weight_transfer_config": None}
+    workers = {"format": None, "ignore": [], "block_size": 16, "max_model_len": 64}
+    with answering({"vllm_config": info}, workers) as url:
+        message = train("--vllm_mode", "server", "--vllm_server_base_url", url)
+    assert "with unquantized weights, but rollout_quantization='int8' sends int-quantized weights" in message
+    assert "restart it with `trl-qurl serve MODEL --scheme int8`" in message
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ class Deployment:
         tiny_tokenizer().save_pretrained(self.model)
         self.rollouts = directory / "rollouts"
         self.server: Server | None = None
+        self.end = threading.Timer(0, lambda: None)
 
     def start(self) -> Server:
         port = self.server.port if self.server else None
@@ -45,9 +46,17 @@ class Deployment:
 
     def up(self) -> Server:
         """The server, started again if a test has lost it."""
+        if self.end.is_alive():
+            self.end.join()
         if self.server is None or self.server.process.poll() is not None:
             self.start()
         return self.server.wait_until_healthy()
+
+    def lose(self) -> None:
+        """Stop the server from answering what is on its way, and kill it a second later."""
+        self.server.send(signal.SIGSTOP)
+        self.end = threading.Timer(1.0, self.server.kill)
+        self.end.start()
 
     def config(self, **settings):
         return {
@@ -232,11 +241,7 @@ def test_dies_during_generation(deployment):
     trainer = deployment.trainer()
     client = trainer.vllm_generation.vllm_client
 
-    def die():  # once the request is on its way
-        server.send(signal.SIGSTOP)
-        threading.Timer(1.0, server.kill).start()
-
-    trainer.add_callback(at_step(2, lambda: setattr(client, "generate", before(client.generate, die))))
+    trainer.add_callback(at_step(2, lambda: setattr(client, "generate", before(client.generate, deployment.lose))))
     with pytest.raises(
         ServerError, match=f"server at {server.url} is gone .*start it again, and resume from the last"
     ):
@@ -245,15 +250,13 @@ def test_dies_during_generation(deployment):
 
 
 def test_dies_during_a_sync(deployment):
-    server = deployment.up()
+    deployment.up()
     trainer = deployment.trainer()
     client = trainer.vllm_generation.vllm_client
 
-    def die():
-        server.send(signal.SIGSTOP)
-        threading.Timer(1.0, server.kill).start()
-
-    trainer.add_callback(at_step(2, lambda: setattr(client, "load_checkpoint", before(client.load_checkpoint, die))))
+    trainer.add_callback(
+        at_step(2, lambda: setattr(client, "load_checkpoint", before(client.load_checkpoint, deployment.lose)))
+    )
     with pytest.raises(ServerError, match="could not load the weights written to .*is gone .*/collective_rpc"):
         trainer.train()
 

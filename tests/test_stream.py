@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny import tiny_model, tiny_tokenizer
 
-from trl_qurl.quantization import SCHEMES, quantized_layer_names, write_checkpoint
+from trl_qurl.quantization import SCHEMES, quantization_config, quantized_layer_names, write_checkpoint
 from trl_qurl.rollout.errors import ServerError, SyncError
 from trl_qurl.rollout.proof import DigestRecorder, compare_digests
 from trl_qurl.rollout.server import RolloutVLLMClient
@@ -224,6 +224,25 @@ def test_weights_of_another_model_are_refused_before_anything_is_touched(ends, t
         worker._refuse_other_model(None, dict(zip(("names", "_", "shapes"), zip(*metadata, strict=True), strict=True)))
         is None
     )
+
+
+def test_a_worker_says_how_its_model_is_quantized(ends):
+    client, worker = ends
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+    def describe(quant_config):
+        worker.vllm_config = SimpleNamespace(
+            quant_config=quant_config,
+            cache_config=SimpleNamespace(block_size=16),
+            model_config=SimpleNamespace(model="", max_model_len=64),
+        )
+        return client.describe()
+
+    assert describe(None) == {"format": None, "ignore": [], "block_size": 16, "max_model_len": 64}
+    other = SimpleNamespace(get_name=lambda: "awq")
+    assert describe(other)["format"] == "awq"
+    ours = CompressedTensorsConfig.from_config(quantization_config(INT8, ["lm_head"]))
+    assert (describe(ours)["format"], describe(ours)["ignore"]) == ("int-quantized", ["lm_head"])
 
 
 # Which way -----------------------------------------------------------------------------------------------------------
