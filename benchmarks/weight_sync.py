@@ -2,6 +2,7 @@
 
     python benchmarks/weight_sync.py
     python benchmarks/weight_sync.py --layers 2 --hidden 256 --vocabulary 1000 --repeats 3
+    python benchmarks/weight_sync.py --quantizer llmcompressor
 
 A real trainer with a real colocated engine and random weights of Qwen3-0.6B's shape, in a process of its own for each
 way. After a warm-up, syncs without checks are timed; then one with digests and one probe; then one training step,
@@ -18,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,8 +54,11 @@ WAYS = [
 ]
 
 
-def measure(way: Way, shape: Shape, repeats: int, device: str) -> dict[str, Any]:
-    """Build a trainer, sync, train one step; in this process, which holds an engine from then on."""
+def measure(way: Way, shape: Shape, repeats: int, device: str) -> Iterator[dict[str, Any]]:
+    """Build a trainer, sync, train one step; in this process, which holds an engine from then on.
+
+    Yields what is known so far: a step may need more memory than the machine has, and a sync is of interest even so.
+    """
     from datasets import Dataset
 
     from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
@@ -99,7 +104,7 @@ def measure(way: Way, shape: Shape, repeats: int, device: str) -> dict[str, Any]
             generation.sync_weights()
             cost = generation.pop_cost()
             syncs.append((cost.sync_s, cost.quantize_s))
-        result = {
+        result: dict[str, Any] = {
             "sync_s": statistics.median(sync for sync, _ in syncs[1:]),
             "sync_s_min": min(sync for sync, _ in syncs[1:]),
             "sync_s_max": max(sync for sync, _ in syncs[1:]),
@@ -120,12 +125,13 @@ def measure(way: Way, shape: Shape, repeats: int, device: str) -> dict[str, Any]
             torch.Size(size).numel() * getattr(torch, dtype).itemsize
             for _, dtype, size in announce(parameters, generation.rollout.scheme, generation._layers)
         )
+        yield result
         if trains:
             trainer.train()
             log = next(row for row in trainer.state.log_history if "time/generate_s" in row)
             for part in ("sync", "generate", "logps", "update"):
                 result[f"step_{part}_s"] = log[f"time/{part}_s"]
-    return result
+            yield result
 
 
 def characters() -> Any:
@@ -139,23 +145,27 @@ def characters() -> Any:
 
 
 def measure_apart(way: Way, shape: Shape, repeats: int, device: str) -> dict[str, Any]:
-    """`measure` in a process of its own; what went wrong there is the result."""
+    """The last that `measure` knew, in a process of its own, and what went wrong there."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     child = context.Process(target=_send, args=(there, way, shape, repeats, device))
     child.start()
     there.close()
+    result: dict[str, Any] = {}
     try:
-        result = here.recv()
+        while True:
+            result |= here.recv()
     except EOFError:
-        result = {"failure": "the process died"}
-    child.join()
+        child.join()
+    if child.exitcode != 0:
+        result.setdefault("failure", f"the process ended with {child.exitcode}")
     return result
 
 
 def _send(there: Any, *arguments: Any) -> None:
     try:
-        there.send(measure(*arguments))
+        for result in measure(*arguments):
+            there.send(result)
     except Exception as error:  # a way that fails is a result, and the others go on
         there.send({"failure": f"{type(error).__name__}: {error}"})
         raise
@@ -170,7 +180,7 @@ def print_table(record: dict[str, Any], console: Console) -> None:
         table.add_column(column, justify="right")
     for cell in record["cells"]:
         names = (cell["scheme"] or "bf16", cell["transport"], cell["quantizer"])
-        if "failure" in cell:
+        if "sync_s" not in cell:
             table.add_row(*names, cell["failure"][:60])
             continue
         parts = (
@@ -186,7 +196,7 @@ def print_table(record: dict[str, Any], console: Console) -> None:
             f"{cell['quantize_s']:.2f}",
             f"{cell['digest_s']:.2f}",
             f"{cell['probe_s']:.2f}" if "probe_s" in cell else "",
-            f"{sum(parts):.1f}" if parts else "",
+            f"{sum(parts):.1f}" if parts else cell.get("failure", "")[:40],
             f"{parts[0] / sum(parts):.1%}" if parts else "",
         )
     console.print(table)
@@ -198,6 +208,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=Shape.hidden)
     parser.add_argument("--vocabulary", type=int, default=Shape.vocabulary)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quantizer", choices=["streaming", "llmcompressor"], help="measure only ways that use it")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -211,7 +222,7 @@ def main() -> None:
     meta = shape.build(torch.float32, torch.device("meta"))
     record["parameters"] = sum(parameter.numel() for parameter in meta.parameters())
     record["cells"] = []
-    for way in WAYS:
+    for way in (way for way in WAYS if arguments.quantizer in (None, way.quantizer)):
         started = time.perf_counter()
         cell = measure_apart(way, shape, arguments.repeats, arguments.device)
         record["cells"].append({**way._asdict(), **cell})

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import weakref
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from trl_qurl.quantization import (
     SCHEMES,
+    checkpoint,
     dequantize_weight,
     get_scheme,
     quantize_weight,
@@ -167,6 +169,22 @@ def test_stream_equals_llmcompressor_bit_for_bit(family, scheme, dtype, tied, tm
 def test_stream_equals_llmcompressor_on_trained_weights(scheme, dtype, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(SHARED / "models" / "stories260K", dtype=dtype)
     assert_streamed_equals_llmcompressor(model, scheme, tmp_path)
+
+
+@needs_llmcompressor
+def test_llmcompressor_leaves_no_copy_of_the_model_behind(tmp_path, monkeypatch):
+    # A run makes one at every step; where there is a process group, in shared memory.
+    copies = []
+
+    def duplicate(*arguments):
+        copy = make(*arguments)
+        copies.append(weakref.ref(copy))
+        return copy
+
+    make = checkpoint._duplicate
+    monkeypatch.setattr(checkpoint, "_duplicate", duplicate)
+    write_checkpoint(tiny_model(), None, "int8", tmp_path / "out", quantizer="llmcompressor")
+    assert [copy() for copy in copies] == [None]
 
 
 @needs_llmcompressor

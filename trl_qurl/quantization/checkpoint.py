@@ -6,6 +6,7 @@ scales. This is the only file that imports llm-compressor.
 """
 
 import contextlib
+import gc
 import importlib.util
 import io
 import os
@@ -129,10 +130,28 @@ def write_llmcompressor_checkpoint(
         OSError: The directory cannot be written; nothing is left behind.
     """
     require_llmcompressor()
+    from llmcompressor import reset_session
+
+    try:
+        _quantize_duplicate(_duplicate(named_tensors, model), model, tokenizer, scheme, ignore, output_dir)
+    finally:
+        # The copy is bound in cycles, and llm-compressor keeps hold of the last one. Where there is a process group
+        # its tensors lie in shared memory, of which a run would fill another model's worth at every step.
+        reset_session()
+        gc.collect()
+
+
+def _quantize_duplicate(
+    duplicate: "PreTrainedModel",
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase | None",
+    scheme: QuantizationScheme,
+    ignore: Collection[str],
+    output_dir: str | os.PathLike[str],
+) -> None:
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
-    duplicate = _duplicate(named_tensors, model)
     with new_directory(output_dir) as draft:
         _write_companions(model, tokenizer, draft)
         # llm-compressor looks its model up by name, on the hub unless the name is a directory: give it this one.
