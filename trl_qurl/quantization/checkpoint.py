@@ -137,7 +137,8 @@ def write_llmcompressor_checkpoint(
     finally:
         # The copy is bound in cycles, and llm-compressor keeps hold of the last one. Where there is a process group
         # its tensors lie in shared memory, of which a run would fill another model's worth at every step.
-        reset_session()
+        with _quiet_llmcompressor():
+            reset_session()
         gc.collect()
 
 
