@@ -63,3 +63,14 @@ def test_nothing_is_read_where_nothing_is_asked(model):
     given = tensors()
     assert dict(held.watch(given.items())) == given
     assert held.compare() == []
+
+
+def test_a_parameter_that_is_kept_wider_is_not_compared():
+    class Wider(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(8, 6))
+
+    held = HeldTensors(nn.ModuleDict({"positions": Wider()}))
+    list(held.watch({"positions.weight": torch.randn(5, 4)}.items()))
+    assert held.compare() == []
