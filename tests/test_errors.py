@@ -15,6 +15,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl import cli
 from trl_qurl.quantization import SCHEMES
+from trl_qurl.rollout.errors import ServerError
 from trl_qurl.rollout.server import WORKER_EXTENSION, RolloutVLLMClient
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k_grpo.py"
@@ -197,8 +198,11 @@ def test_no_server(train):
 
 
 @contextmanager
-def answering(server_info, workers=None):
-    """What a vLLM server says about itself, without the half minute that a real one takes to start."""
+def answering(server_info, workers=None, statuses=None, asked=None):
+    """What a vLLM server says about itself, without the half minute that a real one takes to start.
+
+    By path, `statuses` are what it answers with instead; `asked` gets every path that is asked for.
+    """
     answers = {"/health": {}, "/v1/models": {"data": [{"id": "model"}]}, "/server_info": server_info}
     answers["/collective_rpc"] = {"results": [workers]}
 
@@ -208,8 +212,11 @@ def answering(server_info, workers=None):
             self.do_GET()
 
         def do_GET(self):
-            answer = answers.get(self.path.split("?")[0])
-            self.send_response(404 if answer is None else 200)
+            path = self.path.split("?")[0]
+            if asked is not None:
+                asked.append(path)
+            answer = answers.get(path)
+            self.send_response((statuses or {}).get(path, 404 if answer is None else 200))
             self.end_headers()
             self.wfile.write(json.dumps(answer).encode())
 
@@ -253,3 +260,24 @@ def test_server_that_cannot_load_weights(server_info, fault):
         client = RolloutVLLMClient(base_url=url, scheme=SCHEMES["int8"], ignore=["lm_head"])
         with pytest.raises(ValueError, match=f"{url} runs {fault}.*: restart it with `trl-qurl serve MODEL"):
             client.init_communicator("cpu")
+
+
+def test_server_that_wants_a_key():
+    with answering(None, statuses={"/weight_info": 401}) as url:
+        client = RolloutVLLMClient(base_url=url)
+        with pytest.raises(ServerError, match=f"{url} wants an API key: set VLLM_API_KEY to it for the trainer"):
+            client.weight_version()
+
+
+def test_after_one_failure_the_server_is_not_asked_again():
+    # The rest of a rollout, hundreds of requests, is queued behind the one that failed.
+    asked = []
+    with answering(None, {"block_size": 16}, statuses={"/weight_info": 500}, asked=asked) as url:
+        client = RolloutVLLMClient(base_url=url)
+        assert client.describe() == {"block_size": 16}
+        with pytest.raises(ServerError, match="answered /weight_info with HTTP 500") as first:
+            client.weight_version()
+        asked.clear()
+        with pytest.raises(ServerError) as second:
+            client.describe()
+    assert second.value is first.value and not asked
