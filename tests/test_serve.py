@@ -44,6 +44,8 @@ def test_a_model_that_changed_under_its_name_is_quantized_anew(model, name):
     (model / name).write_bytes(contents)
     (model / "notes.md").write_text("not part of the model")
     assert launch.content_digest(model) == before
+    (model / name).rename((model / name).with_stem("other"))
+    assert launch.content_digest(model) != before
 
 
 def test_servers_that_start_at_once_quantize_once(model, monkeypatch):
