@@ -9,8 +9,16 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerState
+from trl.trainer.utils import RepeatSampler
 
-from trl_qurl.trainers.rollout_state import RolloutState, load_rollout_state, save_rollout_state
+from trl_qurl.trainers.rollout_state import (
+    RolloutState,
+    epochs_done,
+    load_rollout_state,
+    save_rollout_state,
+    skip_epochs,
+)
 
 pytestmark = [
     pytest.mark.vllm,
@@ -103,3 +111,19 @@ def test_a_state_loads_onto_the_device_of_one_process_among_several(tmp_path):
     assert state is not None and state.step == 5
     assert torch.equal(state.batches[0]["advantages"], batches[0]["advantages"])
     assert load_rollout_state(tmp_path, 0, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_resumed_epoch_has_its_own_order(shuffle, tmp_path):
+    def orders(epochs, skipped=0):
+        sampler = RepeatSampler(range(50), mini_repeat_count=2, batch_size=5, shuffle=shuffle, seed=3)
+        skip_epochs(sampler, skipped)
+        return [list(sampler) for _ in range(epochs)]
+
+    first, second, third = orders(3)
+    assert orders(1, skipped=2) == [third] and orders(1, skipped=1) == [second]
+    assert (first != second) is shuffle
+    skip_epochs(None, 2)  # a streamed data set has no sampler
+    for epoch, done in ((0.0, 0), (0.75, 0), (1.0, 1), (2.5, 2), (None, 0)):
+        TrainerState(epoch=epoch).save_to_json(str(tmp_path / "trainer_state.json"))
+        assert epochs_done(tmp_path) == done

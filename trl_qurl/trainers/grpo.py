@@ -26,7 +26,13 @@ from trl_qurl.rollout.generation import quantized_generation
 from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.trainers.callbacks import UpdateAwareQuantizationCallback
-from trl_qurl.trainers.rollout_state import RolloutState, load_rollout_state, save_rollout_state
+from trl_qurl.trainers.rollout_state import (
+    RolloutState,
+    epochs_done,
+    load_rollout_state,
+    save_rollout_state,
+    skip_epochs,
+)
 from trl_qurl.trainers.step_timer import StepTimer
 
 
@@ -86,6 +92,7 @@ class QuRLGRPOTrainer(GRPOTrainer):
         self._step_timer = StepTimer(record=lambda seconds: self._record("train", {"time/update_s": seconds}))
         arguments["callbacks"] = [*callbacks, self._step_timer]
         self._scoring_seconds = 0.0
+        self._train_sampler: Any = None
         self._policy_logps = torch.empty(0)  # (B, T), of the latest forward pass
         with quantized_generation(grpo_trainer, _rollout_settings(config)):
             super().__init__(**arguments)
@@ -206,10 +213,15 @@ class QuRLGRPOTrainer(GRPOTrainer):
         state = RolloutState(self._step, self._buffered_inputs)
         save_rollout_state(state, checkpoint, self.accelerator.process_index)
 
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        self._train_sampler = super()._get_train_sampler(dataset)
+        return self._train_sampler
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
+        skip_epochs(self._train_sampler, epochs_done(checkpoint))
         state = load_rollout_state(checkpoint, self.accelerator.process_index, self.accelerator.device)
         if state is not None:
             self._step, self._buffered_inputs = state

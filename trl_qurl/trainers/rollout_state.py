@@ -1,7 +1,10 @@
-"""The rollout in progress, kept in checkpoints so that a resumed run continues inside it.
+"""Where a run stands in its rollout and in its data, so that a resumed one continues there.
 
 One rollout serves several optimizer updates. TRL keeps its tokens in memory only: a run that stops between two of
 those updates would sample anew on resuming and lose its place in the data. One small file per process prevents that.
+
+Each epoch has an order of its own, drawn from one generator, which is seeded anew in the resumed process: there, the
+orders of the epochs that are over must be drawn again.
 """
 
 import os
@@ -10,6 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import send_to_device
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from trl.trainer.utils import RepeatSampler
 
 
 class RolloutState(NamedTuple):
@@ -38,6 +44,17 @@ def load_rollout_state(
     # By way of the CPU: torch cannot load straight to "cpu:0", the device of one process among several on CPU.
     state = RolloutState(**torch.load(path, map_location="cpu", weights_only=True))
     return RolloutState(state.step, send_to_device(state.batches, device))
+
+
+def epochs_done(checkpoint: str | os.PathLike[str]) -> int:
+    """Whole epochs that were over when the checkpoint was written."""
+    return int(TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).epoch or 0)
+
+
+def skip_epochs(sampler: RepeatSampler | None, epochs: int) -> None:
+    """Let a sampler draw and forget the orders of epochs that are over; nothing without a sampler, or a shuffle."""
+    for _ in range(epochs if sampler is not None and sampler.shuffle else 0):
+        next(iter(sampler))
 
 
 def _path(checkpoint: str | os.PathLike[str], process_index: int) -> Path:
