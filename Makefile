@@ -14,7 +14,7 @@ TORCH_CPU ?= --torch-backend cpu
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-all lint format lock check-extras clean
+.PHONY: help setup demo demo-ppo test test-fast test-all lint format lock check-extras clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ setup: ## create or update .venv from the lock file of this machine's profile
 
 demo: setup ## train a tiny model on addition with quantized rollouts; prints before and after
 	$(BIN)/trl-qurl demo --scheme $(SCHEME)
+
+demo-ppo: setup ## the same with a critic, and once more with BF16 rollouts for comparison
+	$(BIN)/trl-qurl demo --algorithm ppo --scheme $(SCHEME) --compare none --output-dir demo-output-ppo
 
 test: setup ## the tests, without those marked slow
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)

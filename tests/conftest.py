@@ -133,13 +133,23 @@ class Server:
         self.process.wait(30)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """As a user or a batch system does; the exit status."""
-        self.process.send_signal(number)
-        try:
-            return self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            raise
+        """As a user or a batch system does, who asks again after a while; the exit status."""
+        for patience in (30, 60):
+            # Python loses an interrupt that comes while vLLM's imports run a callback.
+            self.process.send_signal(number)
+            try:
+                return self.process.wait(patience)
+            except subprocess.TimeoutExpired:
+                continue
+        self.kill()
+        raise AssertionError(f"the server went on after signal {number}:\n{self.log.read_text()[-6000:]}")
+
+    def survivors_after(self, seconds: float) -> list[int]:
+        """Processes that still run when that time is over; those that are about to end may take it."""
+        deadline = time.monotonic() + seconds
+        while self.survivors() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return self.survivors()
 
     def survivors(self) -> list[int]:
         """Processes of the server that still run."""
@@ -157,6 +167,6 @@ def vllm_server(model: Path, directory: Path, *arguments: str) -> Iterator[Serve
     try:
         yield server.wait_until_healthy()
         server.stop()
-        assert not server.survivors(), f"SIGTERM left processes behind: {server.survivors()}"
+        assert not server.survivors_after(10), f"SIGTERM left processes behind: {server.survivors()}"
     finally:
         server.kill()

@@ -7,6 +7,7 @@ import pytest
 from conftest import child_environment
 
 from trl_qurl import __version__, cli
+from trl_qurl.recipes import ppo
 from trl_qurl.recipes.arguments import check_model, check_settings_file
 from trl_qurl.recipes.grpo import parse_arguments
 
@@ -85,10 +86,11 @@ def test_faults_of_our_own_are_not_hidden(monkeypatch):
         cli.main(["demo"])
 
 
-def test_everything_after_grpo_goes_to_trl(monkeypatch):
+@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+def test_everything_after_a_recipe_goes_to_trl(monkeypatch, recipe):
     seen = []
-    monkeypatch.setattr(cli, "run_grpo", lambda args: seen.append(args.further) or 0)
-    cli.main(["grpo", "--config", "run.yaml", "--learning_rate", "1e-6", "--help"])
+    monkeypatch.setattr(cli, f"run_{recipe}", lambda args: seen.append(args.further) or 0)
+    cli.main([recipe, "--config", "run.yaml", "--learning_rate", "1e-6", "--help"])
     assert seen == [["--config", "run.yaml", "--learning_rate", "1e-6", "--help"]]
 
 
@@ -97,7 +99,7 @@ def test_everything_after_grpo_goes_to_trl(monkeypatch):
     [
         ("a: [1\n b: 2", "is not valid YAML"),
         ("- learning_rate", "holds no `name: value` lines"),
-        ("learning_rte: 1.0e-6", "sets learning_rte, which no setting is called"),
+        ("learning_rte: 1.0e-6", "sets learning_rte, which no setting is called; `trl-qurl ppo --help` lists"),
         (None, "does not exist"),
     ],
 )
@@ -106,17 +108,17 @@ def test_settings_files_that_cannot_be_used(tmp_path, text, message):
     if text is not None:
         path.write_text(text)
     with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
-        check_settings_file(["--config", str(path)], known_names={"learning_rate"})
+        check_settings_file(["--config", str(path)], known_names={"learning_rate"}, command="ppo")
     assert str(path) in str(caught.value)
 
 
 def test_settings_files_that_can(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("learning_rate: 1.0e-6\nenv:\n  NAME: value\n")
-    check_settings_file(["--seed", "1", "--config", str(path)], known_names={"learning_rate"})
-    check_settings_file(["--seed", "1"], known_names=())
+    check_settings_file(["--seed", "1", "--config", str(path)], known_names={"learning_rate"}, command="ppo")
+    check_settings_file(["--seed", "1"], known_names=(), command="ppo")
     with pytest.raises(ValueError, match="needs the name"):
-        check_settings_file(["--config"], known_names=())
+        check_settings_file(["--config"], known_names=(), command="ppo")
 
 
 def test_a_directory_without_a_model_is_not_taken_for_a_hub_name(tmp_path):
@@ -136,6 +138,16 @@ def test_command_line_overrides_file_overrides_recipe(tmp_path):
     assert (training.learning_rate, training.uaq_scale, model.lora_r) == (3e-6, 1.0, 4)
     updates_per_rollout = training.steps_per_generation // training.gradient_accumulation_steps
     assert updates_per_rollout == 4
+
+
+def test_the_ppo_recipe_is_the_papers_run(tmp_path):
+    arguments = ["--use_cpu", "true", "--bf16", "false", "--output_dir", str(tmp_path), "--value_model", "other"]
+    script, training, model = ppo.parse_arguments(arguments)
+    assert (model.model_name_or_path, script.value_model) == ("Qwen/Qwen2.5-0.5B-Instruct", "other")
+    assert (training.generation_batch_size, training.num_generations, training.max_completion_length) == (256, 1, 512)
+    updates_per_rollout = training.steps_per_generation // training.gradient_accumulation_steps
+    assert training.max_steps == 435 * updates_per_rollout
+    assert (training.learning_rate, training.critic_learning_rate, training.uaq_scale) == (1e-5, 1e-5, 1.0)
 
 
 def test_quantize_passes_its_arguments_on(monkeypatch, tmp_path, capsys):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from trl_qurl.demo import evaluate, task, warm_start
+from trl_qurl.demo.algorithms import ALGORITHMS, critic_shortfall
 from trl_qurl.demo.run import Measured, find_shortfall
 
 TINY = warm_start.WarmStartSettings(target=0.0, max_updates=2, evaluate_every=1, batch_size=4)
@@ -159,11 +160,23 @@ def test_shortfall_names_both_figures():
     assert "0.470 to 0.600, a change of +0.130 where at least +0.25" in find_shortfall(before, after, 0.25)
 
 
+def test_a_critic_must_stay_useful_once_it_has_begun():
+    def rows(*shares):
+        return [{"critic/explained_variance": share} for share in shares]
+
+    assert critic_shortfall(rows(*[-3.0] * 20, *[0.1] * 20)) is None  # it has the first half to begin
+    assert critic_shortfall(rows(*[0.1] * 30, *[0.3, -0.2] * 5)) is None  # single rollouts scatter
+    assert critic_shortfall([{"reward": 0.5}] * 4) is None
+    assert critic_shortfall(rows(-3.0, 0.1, None)) is None  # None: all returns were equal, with nothing to explain
+    assert "fell to -0.100 in" in critic_shortfall(rows(*[0.2] * 30, *[-0.1] * 10))
+    assert "fell to -0.100 in" in critic_shortfall(rows(0.2, -0.1))
+
+
 def test_the_log_and_the_picture_bear_missing_metrics(tmp_path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("rich")
     from trl_qurl.demo.figure import draw_figure
-    from trl_qurl.demo.record import describe, write_csv
+    from trl_qurl.demo.record import describe, read_csv, write_csv
 
     rows = [
         {"rollout": 1, "reward": 0.5, "mismatch/kl_k3": None},
@@ -174,6 +187,10 @@ def test_the_log_and_the_picture_bear_missing_metrics(tmp_path):
         read = list(csv.DictReader(file))
     assert [row["mismatch/kl_k3"] for row in read] == ["", "0.0001"]
     assert [row["clip_ratio/region_mean"] for row in read] == ["", "0.0"]
-    draw_figure(rows, tmp_path / "demo.png", actor="INT8")
-    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert read_csv(tmp_path / "log.csv") == [rows[0] | {"clip_ratio/region_mean": None}, rows[1]]
+    for runs in ({"INT8": rows}, {"INT8": rows, "BF16": rows[:1]}):
+        for algorithm in ALGORITHMS:
+            draw_figure(runs, tmp_path / "demo.png", algorithm)
+            assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+            (tmp_path / "demo.png").unlink()
     assert "KL" not in describe(rows[0]) and "KL 1.0e-04" in describe(rows[1])

@@ -1,4 +1,4 @@
-"""The real recipe, run as users run it, on a tiny model with random weights.
+"""The real recipes, run as users run them, on a tiny model with random weights.
 
 A plumbing check: two steps of a model that knows nothing earn no reward. What is shown is that the arguments parse,
 the questions load, rollouts and updates happen, and the saved policy loads again.
@@ -14,13 +14,15 @@ import torch
 import yaml
 from conftest import child_environment
 from tiny import SHARED, tiny_model, tiny_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 pytestmark = pytest.mark.vllm
 
 BIN = Path(sys.executable).parent
-EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k_grpo.py"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 GSM8K = SHARED / "data" / "gsm8k" / "train.jsonl.gz"
+
+needs_gsm8k = pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not beside this checkout")
 
 SETTINGS = {
     "per_device_train_batch_size": 4,
@@ -79,19 +81,23 @@ def assert_trained(directory, start, steps):
         torch.testing.assert_close(policy(**tokens).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-LAUNCHERS = {
-    "python": [sys.executable],
-    "accelerate launch": [BIN / "accelerate", "launch", "--num_processes", "1", "--cpu"],
-}
-
-
-@pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not beside this checkout")
-@pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS.keys())
-def test_two_steps_on_gsm8k(launcher, model, tmp_path):
+@needs_gsm8k
+def test_two_steps_of_grpo_on_gsm8k(model, tmp_path):
     settings = {"model_name_or_path": str(model), "dataset": str(GSM8K), "dataset_limit": 8, "max_steps": 2}
     # No update: rewards are 0 for a random model, unless luck has it.
-    run([*launcher, EXAMPLE], settings | {"learning_rate": 0.0}, tmp_path)
+    run([sys.executable, EXAMPLES / "gsm8k_grpo.py"], settings | {"learning_rate": 0.0}, tmp_path)
     assert_trained(tmp_path, model, steps=2)
+
+
+@needs_gsm8k
+def test_two_steps_of_ppo_on_gsm8k_with_accelerate_launch(model, tmp_path):
+    settings = {"model_name_or_path": str(model), "dataset": str(GSM8K), "dataset_limit": 8, "max_steps": 2}
+    settings |= {"learning_rate": 0.0, "num_generations": 1}
+    launcher = [BIN / "accelerate", "launch", "--num_processes", "1", "--cpu"]
+    run([*launcher, EXAMPLES / "gsm8k_ppo.py"], settings, tmp_path)
+    assert_trained(tmp_path, model, steps=2)
+    critic = AutoModelForTokenClassification.from_pretrained(tmp_path / "policy" / "critic")
+    assert critic.config.num_labels == 1
 
 
 def test_the_command_with_a_settings_file_and_own_questions(model, questions, tmp_path):

@@ -133,9 +133,6 @@ def test_control_c_during_the_start_leaves_no_process_behind(model, tmp_path):
             time.sleep(0.1)
         time.sleep(2)
         server.stop(signal.SIGINT)
-        ended = time.monotonic() + 10
-        while server.survivors() and time.monotonic() < ended:
-            time.sleep(0.1)
-        assert not server.survivors()
+        assert not server.survivors_after(10)
     finally:
         server.kill()

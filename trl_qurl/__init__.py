@@ -9,17 +9,27 @@ from typing import TYPE_CHECKING
 from trl_qurl._version import __version__
 
 if TYPE_CHECKING:
-    from trl_qurl.config import QuRLGRPOConfig
+    from trl_qurl.config import QuRLGRPOConfig, QuRLPPOConfig
     from trl_qurl.trainers.callbacks import UpdateAwareQuantizationCallback
     from trl_qurl.trainers.grpo import QuRLGRPOTrainer
+    from trl_qurl.trainers.ppo import QuRLPPOTrainer
 
 _HOMES = {
     "QuRLGRPOConfig": "trl_qurl.config",
     "QuRLGRPOTrainer": "trl_qurl.trainers.grpo",
+    "QuRLPPOConfig": "trl_qurl.config",
+    "QuRLPPOTrainer": "trl_qurl.trainers.ppo",
     "UpdateAwareQuantizationCallback": "trl_qurl.trainers.callbacks",
 }
 
-__all__ = ["QuRLGRPOConfig", "QuRLGRPOTrainer", "UpdateAwareQuantizationCallback", "__version__"]
+__all__ = [
+    "QuRLGRPOConfig",
+    "QuRLGRPOTrainer",
+    "QuRLPPOConfig",
+    "QuRLPPOTrainer",
+    "UpdateAwareQuantizationCallback",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return the exit status: 0, 1 if a demo fell short of its goal, 2 for a user's error."""
     parser = build_parser()
     args, further = parser.parse_known_args(argv)
-    if args.command in ("grpo", "serve"):
+    if args.command in ("grpo", "ppo", "serve"):
         args.further = further
     elif further:
         parser.error(f"unrecognized arguments: {' '.join(further)}")
@@ -45,6 +45,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     grpo = commands.add_parser("grpo", add_help=False, help="train on questions with checkable answers (GSM8K)")
     grpo.set_defaults(run=run_grpo)
+
+    ppo = commands.add_parser("ppo", add_help=False, help="the same with a critic, as in the paper's first experiment")
+    ppo.set_defaults(run=run_ppo)
 
     quantize = commands.add_parser("quantize", help="write the 8-bit checkpoint of a model")
     quantize.add_argument("model", metavar="MODEL", help="name on the Hub, or a local directory")
@@ -68,6 +71,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="train a tiny model on three-digit addition, in minutes, on CPU")
     demo.add_argument("--scheme", choices=["int8", "fp8", "none"], default="int8", help="none: BF16 rollouts")
+    demo.add_argument("--algorithm", choices=["grpo", "ppo"], default="grpo", help="ppo: a critic, and no groups")
+    demo.add_argument("--compare", choices=["int8", "fp8", "none"], help="then train with these rollouts as well")
     demo.add_argument("--output-dir", type=Path, default=Path("demo-output"), help="for the picture and the log")
     demo.add_argument("--rollouts", type=int, default=120, help="each makes 256 completions and four updates")
     demo.add_argument("--required-rise", type=float, default=0.25, help="of the expected accuracy, or the demo fails")
@@ -82,6 +87,15 @@ def run_grpo(args: argparse.Namespace) -> int:
 
     trainer = train(*parse_arguments(args.further))
     trainer.accelerator.print(f"Policy saved to {trainer.args.output_dir}")
+    return 0
+
+
+def run_ppo(args: argparse.Namespace) -> int:
+    """`trl-qurl ppo`: whatever follows is for TRL's own argument parser."""
+    from trl_qurl.recipes.ppo import parse_arguments, train
+
+    trainer = train(*parse_arguments(args.further))
+    trainer.accelerator.print(f"Policy saved to {trainer.args.output_dir}, its critic to critic/ in it")
     return 0
 
 
@@ -122,8 +136,16 @@ def run_demo(args: argparse.Namespace) -> int:
     """`trl-qurl demo`: exit status 1 if the policy did not learn enough."""
     from trl_qurl.demo.run import run_demo as run
 
-    scheme = None if args.scheme == "none" else args.scheme
-    result = run(scheme, args.output_dir, args.rollouts, args.required_rise, args.seed)
+    schemes = {"int8": "int8", "fp8": "fp8", "none": None}
+    result = run(
+        schemes[args.scheme],
+        args.output_dir,
+        args.rollouts,
+        args.required_rise,
+        args.seed,
+        algorithm=args.algorithm,
+        compared_schemes=() if args.compare is None else (schemes[args.compare],),
+    )
     print(f"Log: {result.log_path}\nPicture: {result.figure_path}")
     if result.shortfall is not None:
         print(f"trl-qurl: the demo failed: {result.shortfall}", file=sys.stderr)

@@ -20,7 +20,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from tiny import PROBE, tiny_model, tiny_tokenizer
 
-from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer
 
 PROMPTS = ["ab", "cde", "f g", "h1", "i22", "jj", "k", "lm"]
 
@@ -84,8 +84,21 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", help="directory of a saved model, instead of a new one")
     parser.add_argument("--export")
     parser.add_argument("--resume")
+    parser.add_argument("--ppo", action="store_true", help="with a critic")
+    parser.add_argument("--value-model", help="directory where the critic starts, instead of the policy's start")
+    parser.add_argument("--critic-lora", action="store_true")
+    parser.add_argument("--save", action="store_true", help="save the model to output_dir at the end")
     parser.add_argument("--config", default="{}", help="JSON of further config fields")
     return parser.parse_args(arguments)
+
+
+def critic_arguments(options: argparse.Namespace) -> dict:
+    arguments = {"value_model": options.value_model}
+    if options.critic_lora:
+        from peft import LoraConfig
+
+        arguments["value_peft_config"] = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    return arguments
 
 
 def run(options: argparse.Namespace) -> dict:
@@ -114,14 +127,20 @@ def run(options: argparse.Namespace) -> dict:
 
         # B starts random, so that a sync of the base alone would be noticed at once.
         peft_config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    trainer = QuRLGRPOTrainer(
+    kind, config_kind, critic = QuRLGRPOTrainer, QuRLGRPOConfig, {}
+    if options.ppo:
+        kind, config_kind, critic = QuRLPPOTrainer, QuRLPPOConfig, critic_arguments(options)
+    trainer = kind(
         model=options.model or tiny_model(tie_word_embeddings=not options.untied),
         reward_funcs=count_vowels,
-        args=QuRLGRPOConfig(options.output_dir, **config),
+        args=config_kind(options.output_dir, **config),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),
         processing_class=tiny_tokenizer(),
         peft_config=peft_config,
+        **critic,
     )
+    if options.ppo:
+        critic_start = {name: p.detach().clone() for name, p in trainer.critic.model.named_parameters()}
     trainer.vllm_generation.sync_weights()
     record = {"probe_start": engine_logps(trainer)}
     trainer.train(resume_from_checkpoint=options.resume)
@@ -139,6 +158,17 @@ def run(options: argparse.Namespace) -> dict:
         model = whole_model(trainer)
         if trainer.accelerator.is_main_process:
             export(model, trainer.args.rollout_quantization, trainer.args.quantization_ignore, options.export)
+    if options.ppo:
+        moved = (
+            (p - critic_start[name.removeprefix("module.")]).norm().item()
+            for name, p in trainer.critic.model.named_parameters()
+            if p.requires_grad
+        )
+        record["critic_moved"] = sum(change > 0 for change in moved)
+        record["critic_parameters"] = sum(p.requires_grad for p in trainer.critic.model.parameters())
+        record["sent_names"] = sorted(name for name, _ in trainer.vllm_generation._iter_named_params())
+    if options.save:
+        trainer.save_model()
     record["processes"] = trainer.accelerator.num_processes
     record["distribution"] = str(trainer.accelerator.distributed_type.value)
     record["probes"] = gather_object([record["probe_end"]])

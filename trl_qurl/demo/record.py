@@ -24,6 +24,7 @@ SHOWN = (
     ("reward", "reward", "{:.3f}"),
     ("mismatch/kl_k3", "KL", "{:.1e}"),
     ("clip_ratio/region_mean", "clipped", "{:.1%}"),
+    ("critic/explained_variance", "critic", "{:.0%}"),
 )
 SHOW_EVERY = 10  # rollouts
 
@@ -83,7 +84,7 @@ class RolloutRecorder(TrainerCallback):
 def describe(row: Row) -> str:
     """One line on a rollout; a metric that was not logged is left out."""
     shown = [f"{label} {form.format(row[name])}" for name, label, form in SHOWN if row.get(name) is not None]
-    return f"  rollout {row['rollout']:>4}   " + "   ".join(shown)
+    return "  ".join([f"rollout {row['rollout']:>3}", *shown])  # fits into 80 columns
 
 
 def write_csv(rows: list[Row], path: Path) -> None:
@@ -93,3 +94,9 @@ def write_csv(rows: list[Row], path: Path) -> None:
         writer = csv.DictWriter(file, columns, restval="")
         writer.writeheader()
         writer.writerows(rows)
+
+
+def read_csv(path: Path) -> list[Row]:
+    """Read back what `write_csv` wrote; all metrics are numbers."""
+    with open(path, newline="", encoding="utf-8") as file:
+        return [{name: float(cell) if cell else None for name, cell in row.items()} for row in csv.DictReader(file)]

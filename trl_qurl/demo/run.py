@@ -1,24 +1,32 @@
-"""The demonstration from start to end: warm start, measure, train with `QuRLGRPOTrainer`, measure again, draw.
-
-The settings are those of a study in which the expected accuracy went from .47 to .84 in 120 rollouts.
-"""
+"""The demonstration from start to end: warm start, measure, train with quantized rollouts, measure again, draw."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from trl_qurl.demo.algorithms import build_config, build_trainer, critic_shortfall
 
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-    from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+    from trl_qurl import QuRLGRPOTrainer
+    from trl_qurl.demo.record import Row
 
-UPDATES_PER_ROLLOUT = 4
-TRAINING_PROBLEMS = 8192
 HELD_OUT_PROBLEMS = 512
+LOG_NAME, FIGURE_NAME = "log.csv", "demo.png"
+
+COMPARED_ROLLOUTS = 10
+COMPARED_METRICS = (
+    ("expected_accuracy", "full-precision policy, expected"),
+    ("greedy_accuracy", "full-precision policy, greedy"),
+    ("critic/explained_variance", "critic, explained variance"),
+)
 
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about speed on CPU
@@ -53,6 +61,8 @@ def run_demo(
     required_rise: float = 0.25,
     seed: int = 0,
     cache_dir: Path | None = None,
+    algorithm: str = "grpo",
+    compared_schemes: tuple[str | None, ...] = (),
 ) -> DemoResult:
     """Warm-start, train and measure; prints progress and a table, writes `log.csv` and `demo.png` to `output_dir`.
 
@@ -63,6 +73,8 @@ def run_demo(
         required_rise: rise of the expected accuracy below which the result has a `shortfall`.
         seed: of the reinforcement learning; the warm start has its own.
         cache_dir: where the warm start is kept; default `cache_directory()`.
+        algorithm: `"grpo"`, or `"ppo"` for a critic in the place of groups.
+        compared_schemes: formats to train with as well, one after the other, drawn into the same picture.
     """
     for name, value in ENVIRONMENT.items():  # before vLLM is imported, which reads them once
         os.environ.setdefault(name, value)
@@ -84,9 +96,14 @@ def run_demo(
     console = Console()
     name = actor_name(scheme)
 
-    config = build_config(scheme, output_dir, rollouts, seed)  # refuses a bad scheme before the warm start
+    config = build_config(algorithm, scheme, output_dir, rollouts, seed)  # refuses a bad scheme before the warm start
     policy_dir = prepare_policy(cache_dir, console)
     held_out = encode_problems(sample_problems(HELD_OUT_PROBLEMS, seed=0, held_out=True), build_tokenizer())
+    # Before the engine of this run, which takes memory, a port and some of the environment for itself.
+    compared = {}
+    for other in compared_schemes:
+        console.print(f"First the same with {actor_name(other)} rollouts, for comparison")
+        compared[actor_name(other)] = train_elsewhere(algorithm, other, output_dir, rollouts, seed)
     console.print(f"Starting vLLM with the {name} actor")
     trainer = build_trainer(policy_dir, config)
     before = measure(trainer, held_out)
@@ -95,11 +112,36 @@ def run_demo(
     trainer.train()
     after = measure(trainer, held_out)
 
-    log_path, figure_path = output_dir / "log.csv", output_dir / "demo.png"
+    log_path, figure_path = output_dir / LOG_NAME, output_dir / FIGURE_NAME
     write_csv(recorder.rows, log_path)
-    draw_figure(recorder.rows, figure_path, actor=name)
     print_table(before, after, name, console)
-    return DemoResult(before, after, find_shortfall(before, after, required_rise), log_path, figure_path)
+    runs = {name: recorder.rows, **compared}
+    draw_figure(runs, figure_path, algorithm)
+    if len(runs) > 1:
+        print_comparison(runs, console)
+    shortfall = find_shortfall(before, after, required_rise) or critic_shortfall(recorder.rows)
+    return DemoResult(before, after, shortfall, log_path, figure_path)
+
+
+def train_elsewhere(algorithm: str, scheme: str | None, output_dir: Path, rollouts: int, seed: int) -> list[Row]:
+    """The rows of another run, in a process of its own: an engine does not leave the one it was started in.
+
+    Raises:
+        ChildProcessError: that run failed; what it printed says why.
+    """
+    from trl_qurl.demo.record import read_csv
+
+    directory = output_dir / actor_name(scheme).lower()
+    command = [sys.executable, "-m", "trl_qurl", "demo", "--algorithm", algorithm, "--scheme", scheme or "none"]
+    command += ["--rollouts", str(rollouts), "--seed", str(seed), "--output-dir", str(directory)]
+    (directory / LOG_NAME).unlink(missing_ok=True)  # of an earlier run
+    # It is there to be compared with, whatever it reaches.
+    done = subprocess.run([*command, "--required-rise", "-1"])
+    if not (directory / LOG_NAME).is_file():
+        raise ChildProcessError(
+            f"The run to compare with failed with exit status {done.returncode}: {' '.join(command)}"
+        )
+    return read_csv(directory / LOG_NAME)
 
 
 def require_drawing() -> None:
@@ -134,61 +176,6 @@ def prepare_policy(cache_dir: Path | None, console: Console) -> Path:
     return policy_dir
 
 
-def build_config(scheme: str | None, output_dir: Path, rollouts: int, seed: int) -> QuRLGRPOConfig:
-    """Settings of the reinforcement learning; four updates per rollout, so that clipping has something to do."""
-    import torch
-
-    from trl_qurl import QuRLGRPOConfig
-
-    return QuRLGRPOConfig(
-        output_dir=str(output_dir),
-        rollout_quantization=scheme,
-        objective="acr",
-        # A larger s makes larger updates: the paper wants them at a learning rate of 1e-6 and leaves them off at 1e-5.
-        # Here, at 1e-4, a study found the policy no better for them (.80 against .82 under 3-bit weights).
-        uaq_scale=1.0,
-        per_device_train_batch_size=64,
-        steps_per_generation=UPDATES_PER_ROLLOUT,
-        num_generations=8,
-        max_completion_length=5,
-        max_steps=rollouts * UPDATES_PER_ROLLOUT,
-        learning_rate=1e-4,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=20,
-        logging_steps=UPDATES_PER_ROLLOUT,
-        weight_metrics_steps=1,
-        vllm_mode="colocate",
-        vllm_max_model_length=32,
-        vllm_engine_kwargs={"enforce_eager": True},  # compiling would take longer than it saves here
-        # The policy is so small that mixed precision and checkpointing only cost time.
-        bf16=False,
-        gradient_checkpointing=False,
-        use_cpu=not torch.cuda.is_available(),
-        seed=seed,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-
-
-def build_trainer(policy_dir: Path, config: QuRLGRPOConfig) -> QuRLGRPOTrainer:
-    """The trainer with its engine started, on problems that are not held out."""
-    from transformers import PrinterCallback
-
-    from trl_qurl import QuRLGRPOTrainer
-    from trl_qurl.demo.task import build_dataset, build_tokenizer, exact_match, sample_problems
-
-    problems = sample_problems(TRAINING_PROBLEMS, seed=config.seed + 1)
-    trainer = QuRLGRPOTrainer(
-        model=str(policy_dir),
-        reward_funcs=exact_match,
-        args=config,
-        train_dataset=build_dataset(problems, build_tokenizer()),
-    )
-    trainer.remove_callback(PrinterCallback)  # the recorder shows the few metrics that matter here
-    return trainer
-
-
 def measure(trainer: QuRLGRPOTrainer, problem_ids: Tensor) -> Measured:
     """Accuracy of the policy and of its actor as they stand, on encoded problems of shape (B, P + A)."""
     from trl_qurl.demo.evaluate import measure_actor, measure_policy
@@ -209,6 +196,27 @@ def print_table(before: Measured, after: Measured, name: str, console: Console) 
     for label, old, new in zip(labels, before, after, strict=True):
         table.add_row(label, f"{old:.3f}", f"{new:.3f}", f"{new - old:+.3f}")
     console.print(table)
+
+
+def print_comparison(runs: dict[str, list[Row]], console: Console) -> None:
+    """Print what the runs reached, side by side."""
+    from rich.table import Table
+
+    table = Table(title=f"The same training on different rollouts, means of the last {COMPARED_ROLLOUTS}")
+    table.add_column("metric")
+    for name in runs:
+        table.add_column(name, justify="right")
+    for metric, label in COMPARED_METRICS:
+        means = [mean_of_last(rows, metric) for rows in runs.values()]
+        if None not in means:
+            table.add_row(label, *(f"{mean:.3f}" for mean in means))
+    console.print(table)
+
+
+def mean_of_last(rows: list[Row], metric: str) -> float | None:
+    """Mean of a metric over the last rollouts in which it was logged."""
+    values = [row[metric] for row in rows[-COMPARED_ROLLOUTS:] if row.get(metric) is not None]
+    return sum(values) / len(values) if values else None
 
 
 def find_shortfall(before: Measured, after: Measured, required_rise: float) -> str | None:

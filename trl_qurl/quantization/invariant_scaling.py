@@ -9,7 +9,6 @@ embedding and the head are left alone. The table below is all that is known of a
 import logging
 import math
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -17,6 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 from transformers.utils import is_peft_available
+
+from trl_qurl.parameters import whole
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ def scale_model_(model: PreTrainedModel, scale: float) -> bool:
     _warn_if_rounded(groups, scale, architecture.gain_offset)
 
     for norm, linears in groups:
-        with torch.no_grad(), _whole([norm, *linears]):
+        with torch.no_grad(), whole([norm, *linears]):
             for weight in linears:
                 weight.div_(scale)
             # s · (offset + w) − offset
@@ -145,21 +146,12 @@ def restore(model: PreTrainedModel) -> bool:
     _warn_if_rounded(groups, scale, architecture.gain_offset)
 
     for norm, linears in groups:
-        with torch.no_grad(), _whole([norm, *linears]):
+        with torch.no_grad(), whole([norm, *linears]):
             for weight in linears:
                 weight.mul_(scale)
             norm.sub_((scale - 1.0) * architecture.gain_offset).div_(scale)
     del model.config.uaq_scale
     return True
-
-
-def _whole(parameters: list[torch.Tensor]) -> AbstractContextManager[None]:
-    """Parameters that ZeRO-3 keeps in parts are whole inside the block, and what is done to them there is kept."""
-    if not is_deepspeed_zero3_enabled():
-        return nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters(parameters, modifier_rank=0)
 
 
 def _architecture(model: PreTrainedModel) -> Architecture:

@@ -6,12 +6,13 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 
-def check_settings_file(argv: Sequence[str], known_names: Collection[str]) -> None:
+def check_settings_file(argv: Sequence[str], known_names: Collection[str], command: str) -> None:
     """Check the YAML file that `--config` names, if there is one.
 
     Args:
         argv: the arguments of the command line.
         known_names: settings the file may hold; `env`, TRL's mapping of environment variables, is always allowed.
+        command: `trl-qurl`'s name of the recipe, for the message.
 
     Raises:
         FileNotFoundError: if the file does not exist.
@@ -37,7 +38,7 @@ def check_settings_file(argv: Sequence[str], known_names: Collection[str]) -> No
     if unknown:
         raise ValueError(
             f"The settings file {path} sets {', '.join(unknown)}, which no setting is called; "
-            "`trl-qurl grpo --help` lists the names."
+            f"`trl-qurl {command} --help` lists the names."
         )
 
 

@@ -1,5 +1,6 @@
 """Callbacks that any Hugging Face Trainer takes; none of them needs a trainer of this package."""
 
+from torch.optim import Optimizer
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_qurl.quantization.invariant_scaling import recorded_scale, scale_model_
@@ -52,3 +53,30 @@ class UpdateAwareQuantizationCallback(TrainerCallback):
                 "The callback acts when the trainer is built: pass it in callbacks=[...] there, not to add_callback, "
                 "and pass a model, not model_init."
             )
+
+
+class CriticWarmupCallback(TrainerCallback):
+    """Keeps the policy as it is for the first optimizer steps, so that its critic can learn first.
+
+    The optimizer runs without gradients, so it changes no weight, keeps no momentum and decays nothing. DeepSpeed
+    steps by itself, before a callback is asked: there the trainer's zero loss keeps the policy, but for weight decay.
+
+    Args:
+        steps: Optimizer steps at the start of training.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        optimizer: Optimizer,
+        **kwargs: object,
+    ) -> None:
+        """Forget the gradients."""
+        if state.global_step < self.steps:
+            optimizer.zero_grad()

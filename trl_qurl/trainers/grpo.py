@@ -67,6 +67,8 @@ class QuRLGRPOTrainer(GRPOTrainer):
     epsilon_low: Any
     epsilon_high: Any
 
+    _config_class = QuRLGRPOConfig
+    _algorithm = "GRPO"
     _tag_names = ["trl", "grpo", "qurl"]
     _name = "QuRL"
     _paper = {
@@ -83,9 +85,8 @@ class QuRLGRPOTrainer(GRPOTrainer):
     }
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Bound to the parent's signature, so that this constructor is TRL's by construction, positions included.
-        arguments = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
-        config = arguments["args"] = _checked_config(arguments.get("args"), arguments["model"])
+        arguments = named_arguments(*args, **kwargs)
+        config = arguments["args"] = self._checked_config(arguments.get("args"), arguments["model"])
         callbacks = list(arguments.get("callbacks") or [])
         if config.uaq_scale != 1.0:
             callbacks += _uaq_callbacks(arguments["model"], arguments.get("peft_config"), config.uaq_scale)
@@ -97,6 +98,21 @@ class QuRLGRPOTrainer(GRPOTrainer):
         with quantized_generation(grpo_trainer, _rollout_settings(config)):
             super().__init__(**arguments)
         self.vllm_generation.global_step = lambda: self.state.global_step
+
+    @classmethod
+    def _checked_config(cls, config: Any, model: Any) -> Any:
+        """The config of this trainer, made up if none is given."""
+        _require_vllm(config)
+        kind = cls._config_class
+        if config is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            return kind(f"{name.split('/')[-1] or 'model'}-QuRL-{cls._algorithm}")
+        if not isinstance(config, kind):
+            raise TypeError(
+                f"args is a {type(config).__name__}, which lacks settings of {cls.__name__}: pass a "
+                f"trl_qurl.{kind.__name__} (it takes the same fields and adds its own)."
+            )
+        return config
 
     # Rollout ---------------------------------------------------------------------------------------------------------
 
@@ -115,7 +131,7 @@ class QuRLGRPOTrainer(GRPOTrainer):
         sums, ratio_max = mismatch_sums(
             proximal_logps=batch["old_per_token_logps"],
             behavior_logps=batch["sampling_per_token_logps"],
-            mask=_learned_tokens(batch),
+            mask=learned_tokens(batch),
             cap=self._cap,
         )
         # Accelerators without float64 exist; the sums were formed in it.
@@ -153,7 +169,7 @@ class QuRLGRPOTrainer(GRPOTrainer):
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         behavior_logps = inputs["sampling_per_token_logps"]
         # A token that is not learned from has no ratio; NaN says so, and keeps its padding out of exp().
-        behavior_logps = behavior_logps.masked_fill(~_learned_tokens(inputs), torch.nan)
+        behavior_logps = behavior_logps.masked_fill(~learned_tokens(inputs), torch.nan)
         epsilon_low, epsilon_high = float(self.epsilon_low), float(self.epsilon_high)
         terms = surrogate_terms(
             self.args.objective,
@@ -183,7 +199,7 @@ class QuRLGRPOTrainer(GRPOTrainer):
 
     def _acr_shares(self, inputs: dict[str, Any], terms: SurrogateTerms, epsilon_high: float) -> dict[str, float]:
         """Share of tokens whose upper bound was lifted, and of those that TIS would have clipped and ACR did not."""
-        learned = _learned_tokens(inputs)
+        learned = learned_tokens(inputs)
         advantages = inputs["advantages"]
         advantages = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)  # (B, T) or (B, 1)
         ratio = torch.exp(self._policy_logps - terms.old_logps)  # (B, T)
@@ -227,7 +243,7 @@ class QuRLGRPOTrainer(GRPOTrainer):
             self._step, self._buffered_inputs = state
 
 
-def _learned_tokens(inputs: dict[str, Any]) -> torch.Tensor:
+def learned_tokens(inputs: dict[str, Any]) -> torch.Tensor:
     """Completion tokens that the model produced and learns from, bool (B, T): no padding, no tool output."""
     mask = inputs["completion_mask"]
     if "tool_mask" in inputs:
@@ -235,22 +251,22 @@ def _learned_tokens(inputs: dict[str, Any]) -> torch.Tensor:
     return mask.bool()
 
 
-def _checked_config(config: Any, model: Any) -> QuRLGRPOConfig:
+def named_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """A call's arguments by name, as TRL's constructor names them.
+
+    Bound to its signature, so that our constructors are TRL's by construction, positions included.
+    """
+    parameters = list(inspect.signature(GRPOTrainer.__init__).parameters.values())[1:]  # without self
+    return inspect.Signature(parameters).bind(*args, **kwargs).arguments
+
+
+def _require_vllm(config: Any) -> None:
     if not is_vllm_available():
         even = " (TRL imports it here even though a server generates)" if _uses_server(config) else ""
         raise ImportError(
             f"Quantized rollouts need vLLM, which is not installed{even}: run `pip install trl-qurl[vllm]`, or train "
             "with trl.GRPOTrainer and use_vllm=False."
         )
-    if config is None:
-        name = model if isinstance(model, str) else model.config._name_or_path
-        return QuRLGRPOConfig(f"{name.split('/')[-1] or 'model'}-QuRL-GRPO")
-    if not isinstance(config, QuRLGRPOConfig):
-        raise TypeError(
-            f"args is a {type(config).__name__}, which has no rollout format: pass a trl_qurl.QuRLGRPOConfig (it "
-            "takes the same fields and adds its own)."
-        )
-    return config
 
 
 def _uses_server(config: Any) -> bool:

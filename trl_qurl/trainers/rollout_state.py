@@ -53,7 +53,9 @@ def epochs_done(checkpoint: str | os.PathLike[str]) -> int:
 
 def skip_epochs(sampler: RepeatSampler | None, epochs: int) -> None:
     """Let a sampler draw and forget the orders of epochs that are over; nothing without a sampler, or a shuffle."""
-    for _ in range(epochs if sampler is not None and sampler.shuffle else 0):
+    if sampler is None or not sampler.shuffle:
+        return
+    for _ in range(epochs):
         next(iter(sampler))
 
 

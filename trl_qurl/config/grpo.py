@@ -185,12 +185,7 @@ class QuRLGRPOConfig(GRPOConfig):
     @property
     def engine_kwargs(self) -> dict[str, Any]:
         """`vllm_engine_kwargs` as a dictionary, which the command line gives as JSON."""
-        if isinstance(self.vllm_engine_kwargs, str):
-            raise ValueError(
-                f"vllm_engine_kwargs is {self.vllm_engine_kwargs!r}: write a JSON dictionary, such as "
-                """'{"enforce_eager": true}'."""
-            )
-        return dict(self.vllm_engine_kwargs or {})
+        return as_dictionary("vllm_engine_kwargs", self.vllm_engine_kwargs, example='{"enforce_eager": true}')
 
     @property
     def weight_transport(self) -> str:
@@ -301,6 +296,17 @@ class QuRLGRPOConfig(GRPOConfig):
                 "steps_per_generation above gradient_accumulation_steps, or num_iterations above 1.",
                 stacklevel=4,
             )
+
+
+def as_dictionary(name: str, value: dict[str, Any] | str | None, example: str) -> dict[str, Any]:
+    """A setting that the command line gives as JSON, as a dictionary.
+
+    Raises:
+        ValueError: It is a text that is no JSON dictionary.
+    """
+    if isinstance(value, str):
+        raise ValueError(f"{name} is {value!r}: write a JSON dictionary, such as '{example}'.")
+    return dict(value or {})
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -1,0 +1,93 @@
+"""QuRLPPOConfig: what it takes over, what it refuses, and what one completion per prompt leaves on."""
+
+import re
+
+import pytest
+from trl import GRPOConfig
+
+from trl_qurl import QuRLPPOConfig
+
+# Several updates per rollout, so that no warning about inert objectives is in the way.
+SETTINGS = {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 4, "steps_per_generation": 2}
+
+
+def config(tmp_path, **settings):
+    return QuRLPPOConfig(str(tmp_path), **SETTINGS | settings)
+
+
+def test_defaults_are_those_of_the_papers_framework(tmp_path):
+    seen = config(tmp_path)
+    assert (seen.gamma, seen.gae_lambda, seen.whiten_advantages, seen.value_clip_range) == (1.0, 1.0, True, 0.5)
+    assert (seen.critic_learning_rate, seen.critic_lr_scheduler_type, seen.critic_max_grad_norm) == (
+        1e-5,
+        "constant",
+        1.0,
+    )
+    assert (seen.num_generations, seen.rollout_quantization, seen.objective) == (1, "int8", "acr")
+
+
+@pytest.mark.parametrize("generations", [1, 2, 3, 8])
+def test_any_number_of_generations_from_one_up(tmp_path, generations):
+    seen = config(tmp_path, num_generations=generations, per_device_train_batch_size=12)
+    assert seen.num_generations == generations and type(seen.num_generations) is int
+    assert QuRLPPOConfig(**{**seen.to_dict(), "generation_batch_size": None}).num_generations == generations
+
+
+def test_a_batch_of_a_single_completion_is_allowed(tmp_path):
+    assert config(tmp_path, per_device_train_batch_size=1, steps_per_generation=3).generation_batch_size == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_generations": 3}, "must be divisible by num_generations"),
+        ({"num_generations": 1, "generation_batch_size": 6, "steps_per_generation": None}, "divisible by the global"),
+        ({"num_generations": 1, "generation_batch_size": 8}, "can not be both configured"),
+        (
+            {"num_generations": 1, "vllm_importance_sampling_clip_min": 3.0},
+            "clip_min (3.0) must be less than",
+        ),
+        ({"num_generations": 1, "auto_find_batch_size": True}, "auto_find_batch_size is not supported"),
+        ({"num_generations": 1, "objective": "ppo"}, "no objective 'ppo'"),
+    ],
+)
+def test_the_parents_other_checks_stay_on(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        config(tmp_path, **settings)
+
+
+def test_trl_itself_refuses_one_generation(tmp_path):
+    # The only check that one generation per prompt has to get past; if it goes, so can our way around it.
+    with pytest.raises(ValueError, match="at least 2 generations per prompt"):
+        GRPOConfig(str(tmp_path), **SETTINGS, num_generations=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_generations": 0}, "num_generations is 0: give 1 or more"),
+        ({"gamma": 1.1}, "gamma is 1.1, but must lie in [0, 1]"),
+        ({"gae_lambda": -0.1}, "gae_lambda is -0.1, but must lie in [0, 1]"),
+        ({"critic_learning_rate": 0.0}, "critic_learning_rate is 0.0: give a positive number"),
+        ({"critic_max_grad_norm": -1.0}, "critic_max_grad_norm is -1.0"),
+        ({"value_loss_coef": 0.0}, "value_loss_coef is 0.0"),
+        ({"critic_warmup_steps": -1}, "critic_warmup_steps is -1"),
+        ({"critic_lr_warmup_steps": -1}, "critic_lr_warmup_steps is -1"),
+        ({"value_clip_range": 0.0}, "or None for no clipping"),
+        ({"kl_in_reward": True}, "kl_in_reward=True with beta=0 penalises nothing"),
+        ({"scale_rewards": "group"}, "scale_rewards='group' scales rewards for a group's baseline"),
+        ({"scale_rewards": "batch"}, "scale_rewards='batch'"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "use 'sum_then_normalize'"),
+        ({"critic_lr_scheduler_type": "sine"}, "critic_lr_scheduler_type is 'sine', but must be one of 'linear'"),
+        ({"critic_lr_scheduler_type": "reduce_lr_on_plateau"}, "but must be one of"),
+        ({"critic_lr_scheduler_type": "cosine_with_min_lr"}, "does not fit critic_lr_scheduler_type='cosine_with_min"),
+    ],
+)
+def test_refusals_name_the_setting_and_the_way_out(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        config(tmp_path, **settings)
+
+
+def test_settings_that_are_fine(tmp_path):
+    config(tmp_path, value_clip_range=None, scale_rewards=False, kl_in_reward=True, beta=0.001)
+    config(tmp_path, critic_lr_scheduler_type="cosine_with_min_lr", critic_lr_scheduler_kwargs={"min_lr_rate": 0.1})

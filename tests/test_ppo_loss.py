@@ -1,0 +1,227 @@
+"""PPO's policy gradient on real rollouts: REINFORCE, and the plain PPO loss, where it must reduce to them."""
+
+import os
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import pytest
+import torch
+from conftest import DISTRIBUTED_VARIABLES
+from datasets import Dataset
+from tiny import tiny_model, tiny_tokenizer
+
+from trl_qurl import QuRLPPOConfig, QuRLPPOTrainer
+from trl_qurl.advantages import generalized_advantages, masked_moments, token_rewards, whiten
+
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("trainer")]
+
+B, T, CAP = 6, 8, 1.0005  # a cap that cuts some of the ratios of INT8 rollouts, which are close to 1
+
+
+def lengths(completions, **kwargs):
+    return [len(set(completion)) / 4 - 1 for completion in completions]
+
+
+def build(directory, scheme, **settings):
+    tiny_model().save_pretrained(directory / "model")
+    tiny_tokenizer().save_pretrained(directory / "model")
+    config = QuRLPPOConfig(
+        str(directory / "out"),
+        rollout_quantization=scheme,
+        per_device_train_batch_size=B,
+        steps_per_generation=2,
+        max_completion_length=T,
+        vllm_importance_sampling_clip_max=CAP,
+        weight_metrics_steps=0,
+        sync_check_steps=0,
+        vllm_max_model_length=64,
+        vllm_engine_kwargs={"enforce_eager": True},
+        gradient_checkpointing=False,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        **settings,
+    )
+    trainer = QuRLPPOTrainer(
+        model=str(directory / "model"),
+        reward_funcs=lengths,
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": ["ab", "cde", "ef", "ghi j", "k", "l 2"] * 4}),
+    )
+    # TRL leaves a rank in the environment for its engine, which later tests of this process would take for theirs.
+    for name in DISTRIBUTED_VARIABLES:
+        os.environ.pop(name, None)
+    trainer.current_gradient_accumulation_steps = 2
+    trainer.model.train()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("int8"), "int8", whiten_advantages=False)
+
+
+def rollout(trainer):
+    """A real rollout, in two micro-batches."""
+    prompts = [{"prompt": prompt} for prompt in trainer.train_dataset["prompt"][: 2 * B]]
+    return trainer._generate_and_score_completions(prompts)
+
+
+def micro_batch(batch, rows=slice(0, B)):
+    return {name: part[rows] if part.dim() else part for name, part in batch.items()}
+
+
+def policy_gradient(trainer, loss):
+    trainer.model.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+
+
+def policy_logps(trainer, batch):
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    logits = trainer.model(input_ids=ids, attention_mask=mask).logits[:, -T - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)  # (B, T)
+
+
+def test_a_zero_critic_makes_it_reinforce_with_the_same_correction(trainer):
+    batch = rollout(trainer)
+    assert not batch["values"].any(), "a new head starts at zero"
+    inputs = micro_batch(batch)
+    seen = policy_gradient(trainer, trainer._compute_loss(trainer.model, inputs))
+
+    mask = inputs["completion_mask"]
+    rho = (inputs["old_per_token_logps"] - inputs["sampling_per_token_logps"]).exp()
+    assert (rho[mask.bool()] > CAP).any() and (rho[mask.bool()] < CAP).any(), "the cap cuts all or nothing"
+    rewards = trainer._rewards_per_func[:B, 0]
+    reinforce = rho.clamp(max=CAP) * rewards.unsqueeze(1) * policy_logps(trainer, inputs) * mask
+    # Each of the two micro-batches is its share of the mean over all tokens of the rollout.
+    expected = policy_gradient(trainer, -reinforce.sum() / batch["num_items_in_batch"])
+    assert expected.norm() > 1e-3
+    torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_completions_that_were_cut_are_bootstrapped_and_those_that_ended_are_not(trainer):
+    batch = rollout(trainer)
+    values = torch.arange(1.0, T + 2).expand(len(batch["completion_ids"]), -1)  # (B, T + 1)
+    ids, mask = batch["completion_ids"], batch["completion_mask"]
+    batch["completion_ids"][0, :] = 5  # cut at full length: the value after the last token, number T
+    mask[0, :] = 1
+    ids[1, :4], mask[1] = torch.tensor([5, 6, 7, 1]), torch.tensor([1] * 4 + [0] * (T - 4))  # ended: token 1 is eos
+    ids[2, :3], mask[2] = torch.tensor([5, 6, 7]), torch.tensor([1] * 3 + [0] * (T - 3))  # cut early, say by a tool
+    assert trainer._bootstrap(batch, values)[:3].tolist() == [T + 1, 0.0, 4.0]
+
+
+def test_a_completion_without_a_reward_teaches_nobody(trainer):
+    batch = rollout(trainer)
+    trainer._rewards_per_func[0] = torch.nan
+    trainer._add_advantages(batch, torch.full((len(batch["completion_ids"]), T + 1), 0.5), "train")
+    assert not batch["advantages"][0].any() and not batch["critic_mask"][0].any()
+    assert batch["advantages"][1:].isfinite().all() and batch["critic_mask"][1:].any()
+
+
+def test_several_rewards_are_weighed(trainer):
+    batch = rollout(trainer)
+    functions = torch.tensor([[1.0, 2.0], [1.0, torch.nan], [torch.nan, torch.nan]]).repeat(4, 1)
+    trainer._rewards_per_func, weights = functions, trainer.reward_weights
+    trainer.reward_weights = torch.tensor([1.0, 0.5])
+    try:
+        seen = trainer._local_rewards(batch)
+    finally:
+        trainer.reward_weights = weights
+    torch.testing.assert_close(seen[:3], torch.tensor([2.0, 1.0, torch.nan]), equal_nan=True)
+
+
+def test_values_are_those_before_each_token(trainer):
+    batch = rollout(trainer)
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    score = trainer.critic.model.score
+    with torch.no_grad():
+        score.weight.normal_()
+        seen = trainer.critic.rollout_values(batch, batch_size=4)
+        # By the definition: run the critic on the text so far, token by token.
+        start = batch["prompt_ids"].size(1)
+        for t in range(T + 1):
+            so_far = trainer.critic.model(input_ids=ids[:, : start + t], attention_mask=mask[:, : start + t])
+            alive = mask[:, start + t - 1].bool()
+            torch.testing.assert_close(seen[alive, t], so_far.logits[alive, -1, 0], rtol=1e-4, atol=1e-5)
+        score.weight.zero_()
+
+
+def test_advantages_are_whitened_over_the_whole_rollout_and_returns_are_not(trainer):
+    batch = rollout(trainer)
+    values = torch.randn(len(batch["completion_ids"]), T + 1)
+    trainer.args.whiten_advantages = True
+    try:
+        trainer._add_advantages(batch, values, "train")
+    finally:
+        trainer.args.whiten_advantages = False
+    mask = batch["completion_mask"].bool()
+    plain = generalized_advantages(
+        token_rewards(trainer._rewards_per_func[:, 0], mask),
+        values[:, :-1],
+        trainer._bootstrap(batch, values),
+        mask,
+        1.0,
+        1.0,
+    )
+    expected = whiten(plain.advantages, mask, masked_moments(plain.advantages, mask))
+    torch.testing.assert_close(batch["advantages"], expected)
+    torch.testing.assert_close(batch["returns"], plain.returns)
+    logged = trainer._metrics["train"]
+    assert logged["advantages/mean"][-1] == pytest.approx(plain.advantages[mask].mean().item(), abs=1e-5)
+    assert logged["advantages/std"][-1] == pytest.approx(plain.advantages[mask].std().item(), rel=1e-4)
+    assert logged["critic/returns_std"][-1] == pytest.approx(plain.returns[mask].std().item(), rel=1e-4)
+
+
+def test_the_table_of_completions_shows_the_critics_advantages(trainer):
+    batch = rollout(trainer)
+    shown = list(trainer._logs["advantages"])
+    means = (batch["advantages"] * batch["completion_mask"]).sum(1) / batch["completion_mask"].sum(1)
+    assert shown == pytest.approx(means.tolist())
+    assert "frac_reward_zero_std" not in trainer._metrics["train"]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """No quantization, no correction, and a penalty in the reward."""
+    return build(tmp_path_factory.mktemp("plain"), None, objective="naive", beta=0.3, kl_in_reward=True)
+
+
+def test_naive_without_quantization_is_the_plain_ppo_loss(plain):
+    batch = rollout(plain)
+    inputs = micro_batch(batch)
+    seen = policy_gradient(plain, plain._compute_loss(plain.model, inputs))
+    mask, advantages = inputs["completion_mask"], inputs["advantages"]
+    assert advantages.dim() == 2 and advantages[:, 0].std() > 0.1
+    ratio = (policy_logps(plain, inputs) - inputs["old_per_token_logps"]).exp()
+    torch.testing.assert_close(ratio * mask, mask.float(), rtol=0, atol=1e-4)  # R = 1: no update was made yet
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    expected = policy_gradient(plain, -(surrogate * mask).sum() / batch["num_items_in_batch"])
+    assert expected.norm() > 1e-3
+    torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_penalty_in_the_reward_is_not_in_the_loss_as_well(plain):
+    batch = rollout(plain)
+    # As after some updates: a reference that is no longer the policy.
+    batch["ref_per_token_logps"] = batch["old_per_token_logps"] - 0.5
+    values = torch.zeros(len(batch["completion_ids"]), T + 1)
+    plain.args.whiten_advantages = False
+    try:
+        plain._add_advantages(batch, values, "train")
+    finally:
+        plain.args.whiten_advantages = True
+    learned = batch["completion_mask"].bool()
+    # γ = λ = 1: the reward of the sequence, less β·0.5 for this token and each one after it.
+    remaining = batch["completion_mask"].flip(1).cumsum(1).flip(1)
+    expected = plain._rewards_per_func - 0.3 * 0.5 * remaining
+    torch.testing.assert_close(batch["returns"][learned], expected[learned])
+    assert plain._metrics["train"]["kl"][-1] == pytest.approx(0.5, abs=1e-5)
+    inputs = micro_batch(batch)
+    with_reference = plain._compute_loss(plain.model, inputs)
+    without = plain._compute_loss(plain.model, inputs | {"ref_per_token_logps": inputs["old_per_token_logps"]})
+    assert torch.equal(with_reference, without)
+    assert plain.beta == 0.3, "the next rollout needs the reference"

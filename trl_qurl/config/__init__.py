@@ -1,0 +1,6 @@
+"""Configuration of the trainers: TRL's, plus what quantized rollouts and the critic add."""
+
+from trl_qurl.config.grpo import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS, QuRLGRPOConfig
+from trl_qurl.config.ppo import QuRLPPOConfig
+
+__all__ = ["CLIPPED_LOSS_TYPES", "TAKEN_ENGINE_ARGUMENTS", "QuRLGRPOConfig", "QuRLPPOConfig"]

@@ -1,0 +1,202 @@
+"""Configuration of PPO: that of GRPO on quantized rollouts, plus advantages from a critic."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from transformers import get_scheduler
+from transformers.trainer_utils import SchedulerType
+
+from trl_qurl.config.grpo import QuRLGRPOConfig, as_dictionary
+
+
+class _SingleGeneration(int):
+    """
+    One generation per prompt, for the length of `GRPOConfig`'s checks.
+
+    They compare `num_generations` with something in one place only: to refuse less than two, of which a group's
+    baseline cannot be made. A critic needs no group. All other checks see the number 1, and stay on.
+    """
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+
+@dataclass
+class QuRLPPOConfig(QuRLGRPOConfig):
+    r"""
+    [`QuRLGRPOConfig`] plus the settings of the critic. Only new fields, and those whose default or meaning changes,
+    are listed.
+
+    Defaults are those of verl, the framework of the paper's PPO run, where it has the setting (marked "verl").
+
+    > Advantages
+
+    Args:
+        gamma (`float`, *optional*, defaults to `1.0`):
+            Discount γ per token (verl). Below 1, early tokens of a long answer see little of its reward.
+        gae_lambda (`float`, *optional*, defaults to `1.0`):
+            λ of generalised advantage estimation (verl): 1 trusts the rewards, 0 the critic.
+        whiten_advantages (`bool`, *optional*, defaults to `True`):
+            Whether to shift and scale advantages to mean 0 and variance 1 over the tokens of the whole rollout, on all
+            processes (verl).
+        kl_in_reward (`bool`, *optional*, defaults to `False`):
+            Whether `beta` weighs a penalty in each token's reward, β·(log π − log π_ref) (Ziegler et al. 2019), in
+            place of the KL term in the loss.
+
+    > Critic
+
+        share_backbone (`bool`, *optional*, defaults to `False`):
+            Whether policy and critic share one backbone with two heads, which halves the memory; the critic's loss
+            then trains the policy's backbone as well.
+        value_loss_coef (`float`, *optional*, defaults to `0.1`):
+            Weight of the value loss beside the policy's, with `share_backbone` only (TRL's former PPO trainer).
+        value_clip_range (`float` or `None`, *optional*, defaults to `0.5`):
+            How far a value may move from its estimate at rollout time before its loss is clipped, in units of reward
+            (verl). `None` for no clipping.
+        critic_warmup_steps (`int`, *optional*, defaults to `0`):
+            Optimizer steps at the start in which only the critic learns. The policy's schedule counts them.
+        critic_learning_rate (`float`, *optional*, defaults to `1e-5`):
+            Learning rate of the critic (the paper's GSM8K run and verl).
+        critic_lr_scheduler_type (`str`, *optional*, defaults to `"constant"`):
+            Its schedule, by transformers' names (verl: constant).
+        critic_lr_warmup_steps (`int`, *optional*, defaults to `0`):
+            Steps over which its learning rate rises, for schedules that have a warm-up (verl: none).
+        critic_lr_scheduler_kwargs (`dict`, *optional*, defaults to `{}`):
+            Further arguments of that schedule.
+        critic_max_grad_norm (`float`, *optional*, defaults to `1.0`):
+            Norm at which its gradient is clipped (verl). With DeepSpeed, `gradient_clipping` of its configuration.
+        critic_gradient_checkpointing (`bool` or `None`, *optional*):
+            Whether to recompute the critic's activations. By default as the policy: `gradient_checkpointing`.
+        critic_model_init_kwargs (`dict`, *optional*):
+            Arguments of `from_pretrained` for the critic. By default `model_init_kwargs`.
+
+    > Changed defaults
+
+        num_generations (`int`, *optional*, defaults to `1`): No group is needed; any number from 1 up will do.
+        scale_rewards (`str`, *optional*, defaults to `"none"`): Rewards are not compared within groups.
+
+    The optimizer, its betas and its weight decay are the policy's (`optim`, `adam_beta1`, `weight_decay`, ...).
+
+    Raises:
+        ValueError: Settings that cannot work together; the message names them and the way out.
+    """
+
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
+        *QuRLGRPOConfig._VALID_DICT_FIELDS,
+        "critic_model_init_kwargs",
+        "critic_lr_scheduler_kwargs",
+    ]
+
+    num_generations: int | None = field(
+        default=1, metadata={"help": "Completions per prompt, from 1 up: a critic needs no group."}
+    )
+    scale_rewards: str = field(
+        default="none", metadata={"help": "TRL's scaling of rewards within groups; only 'none' fits a critic."}
+    )
+
+    # Advantages
+    gamma: float = field(default=1.0, metadata={"help": "Discount per token, in [0, 1]."})
+    gae_lambda: float = field(
+        default=1.0, metadata={"help": "Lambda of generalised advantage estimation: 1 trusts rewards, 0 the critic."}
+    )
+    whiten_advantages: bool = field(
+        default=True, metadata={"help": "Whether advantages get mean 0 and variance 1 over the whole rollout."}
+    )
+    kl_in_reward: bool = field(
+        default=False, metadata={"help": "Whether beta weighs a KL penalty in the rewards and not a term in the loss."}
+    )
+
+    # Critic
+    share_backbone: bool = field(
+        default=False, metadata={"help": "Whether policy and critic share one backbone with two heads."}
+    )
+    value_loss_coef: float = field(
+        default=0.1, metadata={"help": "Weight of the value loss beside the policy's; with share_backbone only."}
+    )
+    value_clip_range: float | None = field(
+        default=0.5, metadata={"help": "Distance from its old estimate beyond which a value's loss is clipped."}
+    )
+    critic_warmup_steps: int = field(
+        default=0, metadata={"help": "Optimizer steps at the start in which only the critic learns."}
+    )
+    critic_learning_rate: float = field(default=1e-5, metadata={"help": "Learning rate of the critic."})
+    critic_lr_scheduler_type: str = field(
+        default="constant", metadata={"help": "Schedule of the critic's learning rate, by transformers' names."}
+    )
+    critic_lr_warmup_steps: int = field(
+        default=0, metadata={"help": "Steps over which the critic's learning rate rises, if its schedule has that."}
+    )
+    critic_lr_scheduler_kwargs: dict[str, Any] | str | None = field(
+        default_factory=dict, metadata={"help": "Further arguments of that schedule, as a JSON dictionary."}
+    )
+    critic_max_grad_norm: float = field(
+        default=1.0, metadata={"help": "Norm at which the critic's gradient is clipped."}
+    )
+    critic_gradient_checkpointing: bool | None = field(
+        default=None, metadata={"help": "Whether to recompute the critic's activations; default: as the policy."}
+    )
+    critic_model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Arguments of from_pretrained for the critic, as a JSON dictionary."}
+    )
+
+    def __post_init__(self) -> None:
+        self._check_critic()
+        single = self.num_generations == 1
+        if single:
+            self.num_generations = _SingleGeneration(1)
+        super().__post_init__()
+        if single:
+            self.num_generations = 1
+        self._check_schedule()
+        as_dictionary("critic_model_init_kwargs", self.critic_model_init_kwargs, '{"dtype": "bfloat16"}')
+
+    def _check_critic(self) -> None:
+        if self.num_generations is None or self.num_generations < 1:
+            raise ValueError(f"num_generations is {self.num_generations}: give 1 or more completions per prompt.")
+        for name in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must lie in [0, 1] (verl's setting is 1).")
+        for name in ("critic_learning_rate", "critic_max_grad_norm", "value_loss_coef"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a positive number.")
+        for name in ("critic_warmup_steps", "critic_lr_warmup_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a number of optimizer steps, or 0 for none.")
+        if self.value_clip_range is not None and not self.value_clip_range > 0:
+            raise ValueError(
+                f"value_clip_range is {self.value_clip_range}: give a positive distance in units of reward, or None "
+                "for no clipping."
+            )
+        if self.kl_in_reward and self.beta == 0:
+            raise ValueError(
+                "kl_in_reward=True with beta=0 penalises nothing: give beta the weight of the penalty (0.001 is "
+                "usual), or set kl_in_reward=False."
+            )
+        if self.scale_rewards not in ("none", False):
+            raise ValueError(
+                f"scale_rewards={self.scale_rewards!r} scales rewards for a group's baseline, which the critic "
+                "replaces: use 'none'; whiten_advantages scales what the critic makes of them."
+            )
+        if self.multi_objective_aggregation != "sum_then_normalize":
+            raise ValueError(
+                f"multi_objective_aggregation={self.multi_objective_aggregation!r} normalises rewards within groups, "
+                "which the critic replaces: use 'sum_then_normalize', which sums them by their weights."
+            )
+
+    def _check_schedule(self) -> None:
+        name = self.critic_lr_scheduler_type
+        known = [schedule.value for schedule in SchedulerType if schedule != SchedulerType.REDUCE_ON_PLATEAU]
+        if name not in known:
+            raise ValueError(
+                f"critic_lr_scheduler_type is {name!r}, but must be one of {', '.join(map(repr, known))}."
+            )
+        weightless = torch.optim.SGD([torch.zeros(1)])
+        kwargs = as_dictionary("critic_lr_scheduler_kwargs", self.critic_lr_scheduler_kwargs, '{"num_cycles": 2}')
+        try:
+            get_scheduler(name, weightless, self.critic_lr_warmup_steps, 1000, scheduler_specific_kwargs=kwargs)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"critic_lr_scheduler_kwargs={kwargs} does not fit critic_lr_scheduler_type={name!r}: {error}"
+            ) from error

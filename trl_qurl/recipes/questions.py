@@ -1,0 +1,105 @@
+"""Training on questions with checkable answers: arguments and the run itself, whatever the algorithm.
+
+Arguments are TRL's, from the command line or a YAML file; a recipe adds its defaults.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from trl_qurl.recipes.arguments import check_model, check_settings_file
+
+if TYPE_CHECKING:
+    from trl import ModelConfig
+
+    from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+
+
+@dataclass
+class ScriptArguments:
+    """The questions to train on."""
+
+    dataset: str = field(
+        default="openai/gsm8k",
+        metadata={"help": "Name on the Hub, or a local .json or .jsonl file (or .gz), with `question` and `answer`."},
+    )
+    dataset_config: str = field(default="main", metadata={"help": "Configuration of a Hub data set."})
+    dataset_split: str = field(default="train", metadata={"help": "Split of a Hub data set."})
+    dataset_limit: int | None = field(default=None, metadata={"help": "Train on the first so many questions only."})
+
+
+def parse_arguments(
+    command: str,
+    argv: Sequence[str] | None,
+    script_arguments: type[ScriptArguments],
+    config: type[QuRLGRPOConfig],
+    defaults: dict[str, Any],
+) -> tuple[Any, Any, ModelConfig]:
+    """Read arguments from a command line and from the YAML file that `--config` names.
+
+    Args:
+        command: `trl-qurl`'s name of the recipe, for messages.
+        argv: the arguments; `None` for those of this process.
+        script_arguments: what the recipe adds.
+        config: of the trainer.
+        defaults: what the recipe changes of the defaults; a YAML file overrides it, and `argv` overrides both.
+
+    Returns:
+        The script's arguments, the trainer's and the model's.
+
+    Raises:
+        FileNotFoundError: the YAML file does not exist.
+        ValueError: it is not one, it holds unknown names, or settings do not fit together.
+    """
+    from trl import ModelConfig, TrlParser
+
+    argv = sys.argv[1:] if argv is None else list(argv)
+    groups = [script_arguments, config, ModelConfig]
+    known_names = {setting.name for group in groups for setting in fields(group)}
+    check_settings_file(argv, known_names, command)
+    parser = TrlParser(groups)
+    parser.set_defaults_with_config(**defaults)
+    return parser.parse_args_and_config(argv)
+
+
+def train(
+    trainer_class: type[QuRLGRPOTrainer],
+    script_args: ScriptArguments,
+    training_args: QuRLGRPOConfig,
+    model_args: ModelConfig,
+    **further: Any,
+) -> QuRLGRPOTrainer:
+    """Train on the questions, with the answers as the reward, and save to `output_dir`; `further` is the trainer's."""
+    from trl import get_peft_config
+
+    from trl_qurl.data import load_questions
+    from trl_qurl.rewards import answer_reward
+
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("trl_qurl").setLevel(logging.INFO)  # how weights travel, and why that way
+    # First of all, because a wrong name should not cost the time it takes to start an engine.
+    check_model(model_args.model_name_or_path)
+    questions = load_questions(
+        script_args.dataset, script_args.dataset_split, script_args.dataset_config, script_args.dataset_limit
+    )
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "attn_implementation": model_args.attn_implementation,
+        "dtype": model_args.dtype,
+        **(training_args.model_init_kwargs or {}),
+    }
+    trainer = trainer_class(
+        model=model_args.model_name_or_path,
+        reward_funcs=answer_reward,
+        args=training_args,
+        train_dataset=questions,
+        peft_config=get_peft_config(model_args),
+        **further,
+    )
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    trainer.save_model(training_args.output_dir)
+    return trainer

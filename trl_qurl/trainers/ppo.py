@@ -1,0 +1,272 @@
+"""`QuRLPPOTrainer`: PPO with a critic on quantized rollouts.
+
+Rollouts, corrections, objectives, UAQ and server mode are `QuRLGRPOTrainer`'s. Each override calls `super()` and adds
+the critic to it: scoring (values, advantages), the loss (what the critic learns from), a training step (its update),
+and checkpoints. TRL's own loss takes one advantage per token, so the policy's side of PPO is TRL's.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from trl_qurl.advantages import (
+    explained_variance,
+    generalized_advantages,
+    masked_moments,
+    token_rewards,
+    value_loss,
+    whiten,
+)
+from trl_qurl.config import QuRLPPOConfig
+from trl_qurl.trainers.callbacks import CriticWarmupCallback
+from trl_qurl.trainers.critic import CRITIC_DIRECTORY, Critic, build_optimizer, check_optimizer
+from trl_qurl.trainers.grpo import QuRLGRPOTrainer, learned_tokens, named_arguments
+from trl_qurl.trainers.shared_backbone import SharedBackboneCritic, check_shared
+from trl_qurl.trainers.value_model import build_value_model, critic_init_kwargs, policy_start, policy_tokenizer
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+
+class QuRLPPOTrainer(QuRLGRPOTrainer):
+    """
+    Proximal policy optimisation with a critic, on rollouts of an 8-bit copy of the policy.
+
+    Takes the arguments of [`QuRLGRPOTrainer`], with `args` a [`QuRLPPOConfig`], and two more.
+
+    Args:
+        value_model: Where the critic starts: a name, a path, or a token classifier with one label. `None` for where
+            the policy starts. With `share_backbone`, a directory with a saved value head, or `None` for a new one.
+        value_peft_config: For a critic that trains an adapter and its head only.
+
+    Raises:
+        TypeError: `args` is not a `QuRLPPOConfig`, or `value_model` is a model without a value per token.
+        ValueError: The critic cannot read the policy's tokens, its architecture has no token classifier, or the
+            arguments exclude each other.
+        ImportError: If vLLM is missing.
+
+    Example:
+
+    ```python
+    from datasets import load_dataset
+    from trl_qurl import QuRLPPOConfig, QuRLPPOTrainer
+
+    trainer = QuRLPPOTrainer(
+        model="Qwen/Qwen2.5-0.5B-Instruct",
+        reward_funcs=lambda completions, **kwargs: [float(len(set(completion))) for completion in completions],
+        args=QuRLPPOConfig("output", steps_per_generation=16, gradient_accumulation_steps=4),
+        train_dataset=load_dataset("trl-lib/tldr", split="train"),
+    )
+    trainer.train()
+    ```
+    """
+
+    _config_class = QuRLPPOConfig
+    _algorithm = "PPO"
+    _tag_names = ["trl", "ppo", "qurl"]
+
+    critic: Critic | SharedBackboneCritic
+    beta: float
+
+    def __init__(
+        self,
+        *args: Any,
+        value_model: str | PreTrainedModel | None = None,
+        value_peft_config: "PeftConfig | None" = None,
+        **kwargs: Any,
+    ) -> None:
+        arguments = named_arguments(*args, **kwargs)
+        config = arguments["args"] = self._checked_config(arguments.get("args"), arguments["model"])
+        critic_model = None
+        # The critic comes first: what is wrong with it should not cost the time in which an engine starts.
+        if config.share_backbone:
+            check_shared(config, value_model, value_peft_config)
+        else:
+            source = policy_start(arguments["model"]) if value_model is None else value_model
+            tokenizer = policy_tokenizer(arguments["model"], config, arguments.get("processing_class"))
+            critic_model = build_value_model(source, tokenizer, critic_init_kwargs(config), value_peft_config)
+            check_optimizer(config, critic_model)
+        if config.critic_warmup_steps:
+            warmup = CriticWarmupCallback(config.critic_warmup_steps)
+            arguments["callbacks"] = [*(arguments.get("callbacks") or []), warmup]
+        super().__init__(**arguments)
+        if critic_model is None:
+            self.critic = SharedBackboneCritic(self.model, config, self.accelerator, self._make_critic_optimizer)
+            if value_model is not None:
+                self.critic.load_head(value_model)
+        else:
+            self.critic = Critic(critic_model, config, self.accelerator, self._make_critic_optimizer)
+        self._rewards_per_func = torch.empty(0)  # of the latest rollout, on all processes: (B · processes, functions)
+        self._micro_batch: dict[str, Any] = {}
+        self._critic_seconds = 0.0
+
+    # Rollout ---------------------------------------------------------------------------------------------------------
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._rewards_per_func = super()._calculate_rewards(*args, **kwargs)
+        return self._rewards_per_func
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
+        with self.critic.watching():
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        self.critic.forget()
+        batch = super()._generate_and_score_completions(inputs)
+        started = time.perf_counter()
+        training = self.model.training
+        mode = "train" if training else "eval"
+        size = self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
+        values = self.critic.rollout_values(batch, size)  # (B, T + 1)
+        self._record(mode, {"time/values_s": time.perf_counter() - started})
+        self._add_advantages(batch, values, mode)
+        self._step_timer.exclude(time.perf_counter() - started)
+        return batch
+
+    def _add_advantages(self, batch: dict[str, Any], values: torch.Tensor, mode: str) -> None:
+        """Replace the group's advantages by the critic's, and keep what it learns from, as of this rollout."""
+        rewards = self._local_rewards(batch)  # (B,), NaN where no reward function had one
+        mask = learned_tokens(batch) & ~rewards.isnan().unsqueeze(1)  # (B, T)
+        advantages, returns = generalized_advantages(
+            token_rewards(rewards, mask, self._kl_penalty(batch, mask, mode)),
+            values[:, :-1],
+            self._bootstrap(batch, values),
+            mask,
+            self.args.gamma,
+            self.args.gae_lambda,
+        )
+        spread = masked_moments(advantages, mask, self._sum_over_processes)
+        targets = masked_moments(returns, mask, self._sum_over_processes)
+        self._record(
+            mode,
+            {
+                "critic/explained_variance": explained_variance(
+                    values[:, :-1], returns, mask, self._sum_over_processes
+                ),
+                "critic/returns_mean": targets.mean.item(),
+                "critic/returns_std": targets.variance.sqrt().item(),
+                "advantages/mean": spread.mean.item(),
+                "advantages/std": spread.variance.sqrt().item(),
+            },
+        )
+        self._log_advantages(advantages, mask, mode)
+        if self.args.whiten_advantages:
+            advantages = whiten(advantages, mask, spread)
+        batch |= {"advantages": advantages, "values": values[:, :-1], "returns": returns, "critic_mask": mask}
+
+    def _local_rewards(self, batch: dict[str, Any]) -> torch.Tensor:
+        weights = self.reward_weights.to(self._rewards_per_func.device)
+        rewards = (self._rewards_per_func * weights).nansum(dim=1)
+        rewards = rewards.masked_fill(self._rewards_per_func.isnan().all(dim=1), torch.nan)
+        count = batch["completion_ids"].size(0)
+        return rewards[self.accelerator.process_index * count :][:count]
+
+    def _kl_penalty(self, batch: dict[str, Any], mask: torch.Tensor, mode: str) -> torch.Tensor | None:
+        if not self.args.kl_in_reward:
+            return None
+        log_ratio = batch["old_per_token_logps"] - batch["ref_per_token_logps"]  # (B, T), its mean is the k1 estimate
+        self._record(mode, {"kl": masked_moments(log_ratio, mask, self._sum_over_processes).mean.item()})
+        return self.args.beta * log_ratio
+
+    def _bootstrap(self, batch: dict[str, Any], values: torch.Tensor) -> torch.Tensor:
+        """`(B,)`: the value after the last token of a completion that was cut, 0 where it ended by itself."""
+        lengths = batch["completion_mask"].sum(dim=1, keepdim=True)  # (B, 1)
+        last_ids = batch["completion_ids"].gather(1, (lengths - 1).clamp(min=0)).squeeze(1)  # (B,)
+        # The parent's own measure of a truncated completion (`completions/clipped_ratio`).
+        ends = torch.tensor([*self.eos_token_ids, self._tokenizer.pad_token_id], device=last_ids.device)
+        return torch.where(torch.isin(last_ids, ends), 0.0, values.gather(1, lengths).squeeze(1))
+
+    def _log_advantages(self, advantages: torch.Tensor, mask: torch.Tensor, mode: str) -> None:
+        """In the table of completions: the mean over its tokens, in the place of a group's advantage."""
+        means = advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+        everywhere = self.accelerator.gather(means).tolist()
+        logged = self._logs["advantages"]
+        for _ in range(min(len(everywhere), len(logged))):
+            logged.pop()
+        logged.extend(everywhere)
+        if self.num_generations == 1:
+            self._metrics[mode].pop("frac_reward_zero_std", None)  # of groups of one, so it would always be 1
+
+    def _sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.reduce(tensor, reduction="sum")
+
+    # Loss and update -------------------------------------------------------------------------------------------------
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        self.critic.forget()
+        with self._without_kl_term():
+            loss = super()._compute_loss(model, inputs)
+        if not self.model.training:
+            return loss
+        self._micro_batch = inputs
+        loss = self.critic.add_to_policy_loss(loss, inputs, self._value_loss)
+        # Only the critic learns during its warm-up; the callback makes sure that the optimizer changes nothing.
+        return loss * 0.0 if self.state.global_step < self.args.critic_warmup_steps else loss
+
+    @contextmanager
+    def _without_kl_term(self) -> Iterator[None]:
+        """A penalty that is in the rewards already stays out of the parent's loss."""
+        beta = self.beta
+        self.beta = 0.0 if self.args.kl_in_reward else beta
+        try:
+            yield
+        finally:
+            self.beta = beta
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The policy's forward and backward pass, and then the critic's, one after the other to spare memory."""
+        loss = super().training_step(*args, **kwargs)
+        started = time.perf_counter()
+        self.critic.learn(self._micro_batch, self._value_loss)
+        self._micro_batch = {}
+        if self.accelerator.sync_gradients:
+            self._record("train", self.critic.step())
+        self._critic_seconds += time.perf_counter() - started
+        if self.accelerator.sync_gradients:
+            self._record("train", {"time/critic_update_s": self._critic_seconds})
+            self._critic_seconds = 0.0
+        return loss
+
+    def _value_loss(self, values: torch.Tensor) -> torch.Tensor:
+        """Mean over the learned tokens of a whole optimizer step: this micro-batch's share of it, from (B, T + 1)."""
+        batch = self._micro_batch
+        mask = batch["critic_mask"]
+        loss, clipped = value_loss(values[:, :-1], batch["values"], batch["returns"], self.args.value_clip_range)
+        summed = torch.where(mask, loss, 0.0).sum()
+        counts = torch.stack([summed.detach(), (clipped & mask).sum().float(), mask.sum().float()])
+        total, clipped_count, count = self._sum_over_processes(counts).tolist()
+        count = max(count, 1.0)
+        self._record("train", {"critic/value_loss": total / count, "critic/value_clip_share": clipped_count / count})
+        # The number of tokens spans the whole rollout and all processes; as in the parent's token-level losses.
+        steps = self.args.steps_per_generation / self.current_gradient_accumulation_steps
+        return summed * steps * self.accelerator.num_processes / batch["num_items_in_batch"].clamp(min=1.0)
+
+    # Optimizer and checkpoints ---------------------------------------------------------------------------------------
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The policy's schedule; the critic is prepared for the same number of steps."""
+        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        self.critic.prepare(num_training_steps)
+        return scheduler
+
+    def _make_critic_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return build_optimizer(model, self.args, decayed=set(self.get_decay_parameter_names(model)))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        self.critic.save_state(Path(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.critic.load_state(Path(checkpoint))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the policy as any model of transformers, and the critic beside it in `critic/`."""
+        self.critic.save_pretrained(Path(output_dir or self.args.output_dir) / CRITIC_DIRECTORY, self._tokenizer)
+        super().save_model(output_dir, _internal_call)

@@ -1,0 +1,219 @@
+"""The critic's model: a causal backbone with a scalar head per token, made from whatever the user names.
+
+transformers has such a class for most architectures: `AutoModelForTokenClassification` with one label. A new head
+starts at zero, so that the first values are 0 and the first advantages are the returns, on every process alike.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import is_peft_model
+from transformers import (
+    AutoModelForTokenClassification,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
+from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, get_config_model_id
+
+from trl_qurl.config import QuRLPPOConfig
+from trl_qurl.parameters import whole
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+HEAD_NAMES = ("score", "classifier")
+"""How token classifiers of transformers call their head."""
+
+SHOWN_TOKENS = 3
+"""Tokens that an error about tokenizers names."""
+
+
+def build_value_model(
+    source: str | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    init_kwargs: Mapping[str, Any],
+    peft_config: "PeftConfig | None" = None,
+) -> PreTrainedModel:
+    """Load the critic, check that it can read the policy's tokens, and add an adapter if one is asked for.
+
+    Args:
+        source: a name, a path, or a token classifier with one label. A name or path may hold a causal model (its
+            backbone is taken), a reward model (its head as well) or a saved critic.
+        tokenizer: of the policy, whose tokens the critic will see.
+        init_kwargs: for `from_pretrained`.
+        peft_config: for a critic that trains an adapter and its head only.
+
+    Returns:
+        The model, without dropout: `model(input_ids, attention_mask).logits` is `(B, L, 1)`.
+
+    Raises:
+        TypeError: `source` is a model without such a head.
+        ValueError: the architecture has no token classifier, the weights do not fit, or the tokenizer differs.
+    """
+    if isinstance(source, str):
+        check_same_tokens(tokenizer, source, init_kwargs)
+        model = _load(source, init_kwargs)
+    else:
+        model = source
+        _check_head(model)
+        if name := get_config_model_id(model.config):
+            check_same_tokens(tokenizer, name, init_kwargs)
+    _check_vocabulary(model, tokenizer)
+    disable_dropout_in_model(model)
+    model.config.use_cache = False
+    if peft_config is not None:
+        from peft import TaskType, get_peft_model
+
+        # Another task type would leave the new head out of training and out of what is saved. It is trained whole, so
+        # that "all-linear" must not mean it as well.
+        peft_config = copy.deepcopy(peft_config)
+        peft_config.task_type = TaskType.TOKEN_CLS
+        excluded = getattr(peft_config, "exclude_modules", None)
+        if not isinstance(excluded, str):
+            peft_config.exclude_modules = [*(excluded or ()), *HEAD_NAMES]
+        model = get_peft_model(model, peft_config)
+    return model
+
+
+def policy_start(policy: str | PreTrainedModel) -> str:
+    """Name or path that the policy was loaded from, where the critic starts by default.
+
+    Raises:
+        ValueError: the policy was built in memory, so there is nothing to load.
+    """
+    if isinstance(policy, str):
+        return policy
+    name = get_config_model_id(policy.config)
+    if not name:
+        raise ValueError(
+            "The policy was not loaded from anywhere, so value_model=None has no start for the critic: save the "
+            "policy and pass its path as value_model, or pass an AutoModelForTokenClassification with num_labels=1."
+        )
+    return name
+
+
+def policy_tokenizer(
+    policy: str | PreTrainedModel, args: QuRLPPOConfig, processing_class: Any
+) -> PreTrainedTokenizerBase:
+    """The tokenizer that the policy will have, before the trainer has loaded it.
+
+    Raises:
+        ValueError: the policy reads more than text.
+    """
+    if processing_class is None:
+        name = policy if isinstance(policy, str) else get_config_model_id(policy.config)
+        revision = (args.model_init_kwargs or {}).get("revision")
+        # What the trainer itself will load, so that a policy for images is noticed here as well.
+        processing_class = AutoProcessor.from_pretrained(
+            name, revision=revision, trust_remote_code=args.trust_remote_code
+        )
+    if isinstance(processing_class, ProcessorMixin):
+        raise ValueError(
+            f"The policy takes a {type(processing_class).__name__}, that is, images or sound, which no token "
+            "classifier of transformers reads: use QuRLGRPOTrainer, which needs no critic."
+        )
+    return processing_class
+
+
+def critic_init_kwargs(args: QuRLPPOConfig) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for the critic: its own, or else the policy's."""
+    given: Any = args.critic_model_init_kwargs
+    kwargs = (args.model_init_kwargs if given is None else given) or {}
+    # Whole on every process; the launcher's wrapper moves it to where it belongs.
+    return {"device_map": None, "trust_remote_code": args.trust_remote_code, **kwargs}
+
+
+def check_same_tokens(tokenizer: PreTrainedTokenizerBase, source: str, init_kwargs: Mapping[str, Any]) -> None:
+    """Refuse a critic that would read other text in the policy's tokens.
+
+    Every token of the policy must have the same number in the critic's vocabulary, which may hold more. A model
+    without a tokenizer of its own passes: there is nothing to compare.
+
+    Raises:
+        ValueError: tokens differ; the message names some.
+    """
+    revision = init_kwargs.get("revision")
+    # Without the file, AutoTokenizer may answer with an empty tokenizer of the architecture's kind.
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    if cached_file(source, "tokenizer_config.json", revision=revision, **quiet) is None:
+        return
+    trusted = bool(init_kwargs.get("trust_remote_code"))
+    critic_tokens = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trusted).get_vocab()
+    different = [
+        f"{token!r} is {number} for the policy and {critic_tokens.get(token, 'unknown')} for the critic"
+        for token, number in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+        if critic_tokens.get(token) != number
+    ]
+    if different:
+        shown = "; ".join(different[:SHOWN_TOKENS])
+        raise ValueError(
+            f"value_model {source} has another tokenizer than the policy, so it would read other text in the same "
+            f"tokens ({len(different)} differ: {shown}). Use a critic of the policy's own family, or value_model=None."
+        )
+
+
+def _load(source: str, init_kwargs: Mapping[str, Any]) -> PreTrainedModel:
+    try:
+        with _quiet_loading():
+            model, loading = create_model_from_path(
+                source,
+                AutoModelForTokenClassification,
+                **{**init_kwargs, "num_labels": 1, "output_loading_info": True},
+            )
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        raise ValueError(
+            f"transformers has no token classifier for the architecture of {source}, so it cannot be a critic: pass "
+            "a value_model of another size of the same family that has one, or set share_backbone=True."
+        ) from error
+    missing = {name for name in loading["missing_keys"] if name.rpartition(".")[0].split(".")[-1] not in HEAD_NAMES}
+    if missing:
+        raise ValueError(
+            f"value_model {source} lacks weights of its backbone ({', '.join(sorted(missing)[:SHOWN_TOKENS])}): pass "
+            "the path of a complete model."
+        )
+    new_head = [parameter for name, parameter in model.named_parameters() if name in set(loading["missing_keys"])]
+    with torch.no_grad(), whole(new_head):
+        for parameter in new_head:
+            parameter.zero_()
+    return model
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """Without transformers' report on a missing head and an unused one, which are meant to be so here."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+def _check_head(model: PreTrainedModel) -> None:
+    inner = model.get_base_model() if is_peft_model(model) else model
+    has_head = any(hasattr(inner, name) for name in HEAD_NAMES)
+    if not has_head or "TokenClassification" not in type(inner).__name__ or inner.config.num_labels != 1:
+        raise TypeError(
+            f"value_model is a {type(inner).__name__} with {getattr(inner.config, 'num_labels', 'no')} labels, which "
+            "gives no value per token: pass AutoModelForTokenClassification.from_pretrained(..., num_labels=1), or "
+            "the name or path of a model, from which such a critic is made."
+        )
+
+
+def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    known, needed = model.get_input_embeddings().num_embeddings, len(tokenizer)
+    if known < needed:
+        raise ValueError(
+            f"The critic knows {known} tokens, but the policy's tokenizer makes {needed}: it must be of the same "
+            "family as the policy, with the same tokenizer."
+        )
