@@ -202,7 +202,7 @@ def print_comparison(runs: dict[str, list[Row]], console: Console) -> None:
     """Print what the runs reached, side by side."""
     from rich.table import Table
 
-    table = Table(title=f"The same training on different rollouts, means of the last {COMPARED_ROLLOUTS}")
+    table = Table(title=f"Means of the last {COMPARED_ROLLOUTS} rollouts")
     table.add_column("metric")
     for name in runs:
         table.add_column(name, justify="right")
