@@ -184,6 +184,18 @@ def test_the_table_of_completions_shows_the_critics_advantages(trainer):
     assert "frac_reward_zero_std" not in trainer._metrics["train"]
 
 
+def test_evaluation_measures_the_critic_and_changes_nothing(trainer):
+    before = [parameter.detach().clone() for parameter in trainer.critic.model.parameters()]
+    held_out = Dataset.from_dict({"prompt": ["ab", "cde", "ef", "ghi j"] * 2})
+    metrics = trainer.evaluate(held_out)
+    trainer.model.train()
+    assert metrics["eval_loss"] == metrics["eval_loss"], "NaN"
+    logged = next(row for row in reversed(trainer.state.log_history) if "eval_reward" in row)
+    assert {"eval_critic/explained_variance", "eval_critic/returns_mean", "eval_advantages/std"} <= logged.keys()
+    assert logged["eval_critic/returns_mean"] == pytest.approx(logged["eval_reward"], abs=0.5)
+    assert all(map(torch.equal, before, trainer.critic.model.parameters()))
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """No quantization, no correction, and a penalty in the reward."""

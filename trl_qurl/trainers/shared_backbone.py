@@ -153,12 +153,7 @@ class SharedBackboneCritic:
             FileNotFoundError: there is none in the directory.
             ValueError: it is of another width.
         """
-        path = Path(directory) / HEAD_FILE
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"With share_backbone=True the critic is a head on the policy, and {directory} holds no {HEAD_FILE}: "
-                "pass a directory that has one (critic/ in the output of such a run), or value_model=None."
-            )
+        path = _saved_head(directory)
         try:
             self.model.load_state_dict(load_file(path))
         except RuntimeError as error:
@@ -190,6 +185,7 @@ def check_shared(args: QuRLPPOConfig, value_model: Any, value_peft_config: Any) 
 
     Raises:
         ValueError: names the argument and the way out.
+        FileNotFoundError: `value_model` is no directory with a saved head.
     """
     if value_peft_config is not None or not (value_model is None or isinstance(value_model, str)):
         given = "value_model" if value_peft_config is None else "value_peft_config"
@@ -197,8 +193,20 @@ def check_shared(args: QuRLPPOConfig, value_model: Any, value_peft_config: Any) 
             f"share_backbone=True puts a head on the policy, so {given} has no use: leave it out, or set "
             "share_backbone=False for a critic of its own."
         )
+    if value_model is not None:
+        _saved_head(value_model)
     if args.fp16:
         raise ValueError(
             "share_backbone=True does not work with fp16=True, whose two loss scales would meet in one backbone: use "
             "bf16=True, or share_backbone=False."
         )
+
+
+def _saved_head(directory: str) -> Path:
+    path = Path(directory) / HEAD_FILE
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"With share_backbone=True the critic is a head on the policy, and {directory} holds no {HEAD_FILE}: "
+            "pass a directory that has one (critic/ in the output of such a run), or value_model=None."
+        )
+    return path
