@@ -187,6 +187,8 @@ def test_the_table_of_completions_shows_the_critics_advantages(trainer):
 def test_evaluation_measures_the_critic_and_changes_nothing(trainer):
     before = [parameter.detach().clone() for parameter in trainer.critic.model.parameters()]
     held_out = Dataset.from_dict({"prompt": ["ab", "cde", "ef", "ghi j"] * 2})
+    for column in ("prompt", "completion", "advantages"):
+        trainer._logs[column].clear()
     metrics = trainer.evaluate(held_out)
     trainer.model.train()
     assert metrics["eval_loss"] == metrics["eval_loss"], "NaN"
@@ -194,6 +196,7 @@ def test_evaluation_measures_the_critic_and_changes_nothing(trainer):
     assert {"eval_critic/explained_variance", "eval_critic/returns_mean", "eval_advantages/std"} <= logged.keys()
     assert logged["eval_critic/returns_mean"] == pytest.approx(logged["eval_reward"], abs=0.5)
     assert all(map(torch.equal, before, trainer.critic.model.parameters()))
+    assert len(trainer._logs["prompt"]) == len(trainer._logs["advantages"]) == 8, "columns of one table"
 
 
 @pytest.fixture(scope="module")
