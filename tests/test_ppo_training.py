@@ -248,6 +248,8 @@ def test_only_the_critic_learns_in_its_warmup(one_process, policy):
     assert norms and not torch.equal(policies[4]["model.embed_tokens.weight"], start["model.embed_tokens.weight"])
     critics = {step: load_file(path / "critic" / "model.safetensors") for step, path in checkpoints.items()}
     assert critics[2]["score.weight"].any()
+    losses = [row["loss"] for row in one_process[1]["long own"]["history"] if "loss" in row]
+    assert losses[:3] == [0, 0, 0] and losses[3] != 0, "DeepSpeed steps before the callback is asked"
 
 
 @pytest.mark.parametrize("name", ["critic_state", "critic_state.pt"])
