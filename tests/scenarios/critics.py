@@ -1,18 +1,20 @@
-"""Three steps of either critic on one batch, split over the processes; prints parameters and learning rates as JSON.
+"""Steps of either critic on one batch, split over the processes, saved and resumed; prints what became of it as JSON.
 
-No engine and no trainer: only what the critics themselves do with several processes.
+No engine and no trainer: only what the critics themselves do with several processes. accelerate turns FSDP2 on for
+GPUs only, so with the argument `fsdp2` it is told that it is on; all that follows is its own code.
 """
 
 import json
 import sys
-import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from accelerate import Accelerator
-from tiny import tiny_model
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForTokenClassification
 from trl.trainer.utils import disable_dropout_in_model
 
@@ -23,9 +25,16 @@ from trl_qurl.trainers.shared_backbone import SharedBackboneCritic
 B, P, T, STEPS = 4, 3, 5, 3
 
 
-def main() -> None:
+def turn_on_fsdp2() -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
+    AcceleratorState._shared_state["fsdp_plugin"] = plugin
+
+
+def main(directory: Path, *options: str) -> None:
     args = QuRLPPOConfig(
-        tempfile.mkdtemp(),
+        str(directory),
         use_cpu=True,
         bf16=False,
         optim="sgd",
@@ -34,12 +43,10 @@ def main() -> None:
         steps_per_generation=2,
     )
     accelerator = Accelerator(cpu=True)
+    if "fsdp2" in options:
+        turn_on_fsdp2()
     torch.manual_seed(0)
     ids, targets = torch.randint(2, 90, (B, P + T)), torch.randn(B, T + 1)
-    config = tiny_model().config
-    config.num_labels = 1
-    value_model = AutoModelForTokenClassification.from_config(config)
-    disable_dropout_in_model(value_model)
     share = slice(accelerator.process_index * B // accelerator.num_processes, None)
     part = slice(share.start, share.start + B // accelerator.num_processes)
     batch = {"prompt_ids": ids[part, :P], "completion_ids": ids[part, P:]}
@@ -47,37 +54,57 @@ def main() -> None:
 
     def value_loss(values: torch.Tensor) -> torch.Tensor:
         # A share of the mean over all processes, which average their gradients; as in the trainer.
-        return (values - targets[part]).square().sum() * accelerator.num_processes / targets.numel()
+        return (values - targets[part]).square().sum() * accelerator.num_processes / targets.numel() / 2
 
     def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
         return build_optimizer(model, args, decayed=set())
 
     policy = tiny_model()
-    critics = {
-        "own": Critic(value_model, args, accelerator, optimizer),
-        "shared": SharedBackboneCritic(policy, args, accelerator, optimizer),
-    }
-    record: dict[str, object] = {"processes": accelerator.num_processes}
-    for name, critic in critics.items():
-        critic.prepare(num_training_steps=10)
-        steps = []
-        for _ in range(STEPS):
+
+    def own() -> Critic:
+        config = tiny_model().config
+        config.num_labels = 1
+        torch.manual_seed(1)
+        model = AutoModelForTokenClassification.from_config(config)
+        disable_dropout_in_model(model)
+        return Critic(model, args, accelerator, optimizer)
+
+    def shared() -> SharedBackboneCritic:
+        return SharedBackboneCritic(policy, args, accelerator, optimizer)
+
+    def step(critic: Critic | SharedBackboneCritic) -> dict[str, float]:
+        for last in (False, True):  # two micro-batches, of which the last one sums over the processes
+            accelerator.gradient_state._set_sync_gradients(last)
+            critic.forget()
             with critic.watching():
                 logits = policy(input_ids=ids[part]).logits
             critic.add_to_policy_loss(logits.sum() * 0, batch, value_loss).backward()
             critic.learn(batch, value_loss)
-            steps.append(critic.step())
-        parameters = torch.cat([parameter.detach().flatten() for parameter in critic.model.parameters()])
-        everywhere = accelerator.gather(parameters.unsqueeze(0))
+        return critic.step()
+
+    record: dict[str, object] = {"processes": accelerator.num_processes}
+    for name, make in {"own": own, "shared": shared}.items():
+        critic = make()
+        critic.prepare(num_training_steps=10)
+        steps = [step(critic) for _ in range(STEPS)]
+        checkpoint = directory / name
+        checkpoint.mkdir(exist_ok=True)
+        accelerator.wait_for_everyone()
+        critic.save_state(checkpoint)
+        critic.save_pretrained(checkpoint / "critic", tiny_tokenizer())
+        accelerator.wait_for_everyone()
+        again = make()
+        again.prepare(num_training_steps=10)
+        again.load_state(checkpoint)
         record[name] = {
-            "steps": steps,
-            "same_everywhere": bool((everywhere == everywhere[0]).all()),
-            "parameters": parameters[-200:].tolist(),
-            "norm": parameters.norm().item(),
+            "steps": [*steps, step(critic)],
+            "resumed": step(again),
+            "kind": type(critic.model).__name__,
+            "held": sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in critic.model.parameters()),
         }
     if accelerator.is_main_process:
         print("RECORD " + json.dumps(record))
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]), *sys.argv[2:])
