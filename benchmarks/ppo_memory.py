@@ -10,18 +10,18 @@ models one after the other, so the activations of one are gone when those of the
 """
 
 import argparse
-import json
-import multiprocessing
 import os
 import resource
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import provenance, result_path
+from apart import measure_apart
+from provenance import provenance, write_record
 from quantizer import Shape
 from rich.console import Console
 from rich.table import Table
@@ -66,8 +66,8 @@ def settings(directory: Path, case: str, completions: int, device: str) -> Any:
     return QuRLPPOConfig(**common, share_backbone=case == "shared")
 
 
-def measure(case: str, directory: Path, completions: int, device: str) -> dict[str, float]:
-    """Bytes at the peak, over what the imports took."""
+def measure(case: str, directory: Path, completions: int, device: str) -> Iterator[dict[str, float]]:
+    """Yields the bytes at the peak, over what the imports took."""
     from datasets import Dataset
 
     from trl_qurl import QuRLGRPOTrainer, QuRLPPOTrainer
@@ -85,8 +85,9 @@ def measure(case: str, directory: Path, completions: int, device: str) -> dict[s
         )
         trainer.train()
     if device == "cuda":
-        return {"peak_bytes": torch.cuda.max_memory_allocated()}
-    return {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before}
+        yield {"peak_bytes": torch.cuda.max_memory_allocated()}
+    else:
+        yield {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before}
 
 
 def train_critic(model: str, args: Any) -> None:
@@ -114,29 +115,6 @@ def train_critic(model: str, args: Any) -> None:
 def resident() -> int:
     """Bytes of this process in memory now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _send(there: Any, *arguments: Any) -> None:
-    try:
-        there.send(measure(*arguments))
-    except Exception as error:  # a case that fails is a result, and the others go on
-        there.send({"failure": f"{type(error).__name__}: {error}"})
-        raise
-
-
-def measure_apart(*arguments: Any) -> dict[str, Any]:
-    """`measure` in a process of its own, whose peak is nobody else's."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    child = context.Process(target=_send, args=(there, *arguments))
-    child.start()
-    there.close()
-    try:
-        result = here.recv()
-    except EOFError:
-        result = {"failure": "the process died"}
-    child.join()
-    return result
 
 
 def print_table(record: dict[str, Any], console: Console) -> None:
@@ -180,13 +158,12 @@ def main() -> None:
         characters().save_pretrained(Path(directory) / "model")
         del model
         record["cells"] = {
-            case: measure_apart(case, Path(directory), arguments.completions, arguments.device) for case in CASES
+            case: measure_apart(measure, case, Path(directory), arguments.completions, arguments.device)
+            for case in CASES
         }
-    output = arguments.output or result_path("ppo_memory", record)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(record, indent=2) + "\n")
+    path = write_record(record, arguments.output)
     print_table(record, console)
-    console.print(f"Written to {output}", soft_wrap=True)
+    console.print(f"Written to {path}", soft_wrap=True)
 
 
 if __name__ == "__main__":

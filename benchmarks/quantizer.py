@@ -11,7 +11,6 @@ listing its layers, imports). A first round warms up and is dropped; in the othe
 
 import argparse
 import gc
-import json
 import multiprocessing
 import shutil
 import statistics
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from provenance import provenance, result_path
+from provenance import provenance, write_record
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -349,11 +348,9 @@ def main() -> None:
     record["equal"] = True  # or measure_seconds would have raised
     record["cells"] = summarize(seconds, peaks, largest_layer_bytes(shape))
 
-    output = arguments.output or result_path("quantizer", record)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(record, indent=2) + "\n")
+    path = write_record(record, arguments.output)
     print_table(record, console)
-    console.print(f"Written to {output}", soft_wrap=True)
+    console.print(f"Written to {path}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ minutes, so there only the syncs are measured.
 """
 
 import argparse
-import json
-import multiprocessing
 import os
 import statistics
 import sys
@@ -25,7 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from provenance import provenance, result_path
+from apart import measure_apart
+from provenance import provenance, write_record
 from quantizer import Shape
 from rich.console import Console
 from rich.table import Table
@@ -144,33 +143,6 @@ def characters() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
 
 
-def measure_apart(way: Way, shape: Shape, repeats: int, device: str) -> dict[str, Any]:
-    """The last that `measure` knew, in a process of its own, and what went wrong there."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    child = context.Process(target=_send, args=(there, way, shape, repeats, device))
-    child.start()
-    there.close()
-    result: dict[str, Any] = {}
-    try:
-        while True:
-            result |= here.recv()
-    except EOFError:
-        child.join()
-    if child.exitcode != 0:
-        result.setdefault("failure", f"the process ended with {child.exitcode}")
-    return result
-
-
-def _send(there: Any, *arguments: Any) -> None:
-    try:
-        for result in measure(*arguments):
-            there.send(result)
-    except Exception as error:  # a way that fails is a result, and the others go on
-        there.send({"failure": f"{type(error).__name__}: {error}"})
-        raise
-
-
 def print_table(record: dict[str, Any], console: Console) -> None:
     """What was measured, one way per line."""
     table = Table(title=f"Weight sync, {record['parameters'] / 1e9:.2f} billion parameters, {record['hardware']}")
@@ -224,16 +196,14 @@ def main() -> None:
     record["cells"] = []
     for way in (way for way in WAYS if arguments.quantizer in (None, way.quantizer)):
         started = time.perf_counter()
-        cell = measure_apart(way, shape, arguments.repeats, arguments.device)
+        cell = measure_apart(measure, way, shape, arguments.repeats, arguments.device)
         record["cells"].append({**way._asdict(), **cell})
         console.print(
             f"{way.scheme or 'bf16'}, {way.transport}, {way.quantizer}: {time.perf_counter() - started:.0f} s"
         )
-    output = arguments.output or result_path("weight_sync", record)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(record, indent=2) + "\n")
+    path = write_record(record, arguments.output)
     print_table(record, console)
-    console.print(f"Written to {output}", soft_wrap=True)
+    console.print(f"Written to {path}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -117,3 +117,33 @@ def test_largest_layer_by_hand(quantizer):
     # 3072 x 1024 weights: in float32 4 + 4 bytes of weight and quotient and 1 of code, in bfloat16 2 + 2 + 1.
     weights = 3072 * 1024
     assert quantizer.largest_layer_bytes(quantizer.Shape()) == {"float32": 9 * weights, "bfloat16": 5 * weights}
+
+
+TINY = ["--layers", "2", "--hidden", "128", "--vocabulary", "1000"]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "further", "figure"),
+    [("weight_sync", ["--repeats", "2", "--quantizer", "streaming"], "sync_s"), ("ppo_memory", [], "peak_bytes")],
+)
+def test_a_benchmark_with_engines_fills_every_cell(name, further, figure, tmp_path):
+    output = tmp_path / "record.json"
+    command = [sys.executable, BENCHMARKS / f"{name}.py", *TINY, *further, "--device", "cpu", "--output", output]
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    record = json.loads(output.read_text())
+    cells = record["cells"] if isinstance(record["cells"], list) else list(record["cells"].values())
+    assert len(cells) == 4 and all(cell[figure] > 0 and "failure" not in cell for cell in cells)
+
+
+def divide_by_zero():
+    yield {"first": 1}
+    yield {"second": 1 / 0}
+
+
+def test_what_was_measured_before_a_fault_is_kept(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    result = importlib.import_module("apart").measure_apart(divide_by_zero)
+    assert result == {"first": 1, "failure": "ZeroDivisionError: division by zero"}

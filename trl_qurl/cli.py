@@ -72,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="train a tiny model on three-digit addition, in minutes, on CPU")
     demo.add_argument("--scheme", choices=["int8", "fp8", "none"], default="int8", help="none: BF16 rollouts")
     demo.add_argument("--algorithm", choices=["grpo", "ppo"], default="grpo", help="ppo: a critic, and no groups")
-    demo.add_argument("--compare", choices=["int8", "fp8", "none"], help="then train with these rollouts as well")
+    demo.add_argument("--compare", choices=["int8", "fp8", "none"], help="first train with these rollouts as well")
     demo.add_argument("--output-dir", type=Path, default=Path("demo-output"), help="for the picture and the log")
     demo.add_argument("--rollouts", type=int, default=120, help="each makes 256 completions and four updates")
     demo.add_argument("--required-rise", type=float, default=0.25, help="of the expected accuracy, or the demo fails")

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from trl import GRPOConfig
 
+from trl_qurl.config.checks import as_dictionary, check_choice
 from trl_qurl.objective import get_objective
 from trl_qurl.quantization.checkpoint import QUANTIZERS, require_llmcompressor
 from trl_qurl.quantization.schemes import get_scheme
@@ -208,9 +209,9 @@ class QuRLGRPOConfig(GRPOConfig):
             )
         if self.rollout_quantization is not None:
             get_scheme(self.rollout_quantization)
-        _check_choice("vllm_mode", self.vllm_mode, VLLM_MODES)
-        _check_choice("quantizer", self.quantizer, QUANTIZERS)
-        _check_choice("weight_sync", self.weight_sync, WEIGHT_SYNCS)
+        check_choice("vllm_mode", self.vllm_mode, VLLM_MODES)
+        check_choice("quantizer", self.quantizer, QUANTIZERS)
+        check_choice("weight_sync", self.weight_sync, WEIGHT_SYNCS)
         if self.quantizer == "llmcompressor":
             require_llmcompressor()
             if self.world_size > 1:
@@ -296,19 +297,3 @@ class QuRLGRPOConfig(GRPOConfig):
                 "steps_per_generation above gradient_accumulation_steps, or num_iterations above 1.",
                 stacklevel=4,
             )
-
-
-def as_dictionary(name: str, value: dict[str, Any] | str | None, example: str) -> dict[str, Any]:
-    """A setting that the command line gives as JSON, as a dictionary.
-
-    Raises:
-        ValueError: It is a text that is no JSON dictionary.
-    """
-    if isinstance(value, str):
-        raise ValueError(f"{name} is {value!r}: write a JSON dictionary, such as '{example}'.")
-    return dict(value or {})
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}, but must be one of {', '.join(map(repr, choices))}.")

@@ -8,7 +8,8 @@ import torch
 from transformers import get_scheduler
 from transformers.trainer_utils import SchedulerType
 
-from trl_qurl.config.grpo import QuRLGRPOConfig, as_dictionary
+from trl_qurl.config.checks import as_dictionary, check_choice
+from trl_qurl.config.grpo import QuRLGRPOConfig
 
 
 class _SingleGeneration(int):
@@ -187,11 +188,8 @@ class QuRLPPOConfig(QuRLGRPOConfig):
 
     def _check_schedule(self) -> None:
         name = self.critic_lr_scheduler_type
-        known = [schedule.value for schedule in SchedulerType if schedule != SchedulerType.REDUCE_ON_PLATEAU]
-        if name not in known:
-            raise ValueError(
-                f"critic_lr_scheduler_type is {name!r}, but must be one of {', '.join(map(repr, known))}."
-            )
+        known = (schedule.value for schedule in SchedulerType if schedule != SchedulerType.REDUCE_ON_PLATEAU)
+        check_choice("critic_lr_scheduler_type", name, tuple(known))
         weightless = torch.optim.SGD([torch.zeros(1)])
         kwargs = as_dictionary("critic_lr_scheduler_kwargs", self.critic_lr_scheduler_kwargs, '{"num_cycles": 2}')
         try:

@@ -1,0 +1,41 @@
+"""Measuring in a process of its own: its engine and its peak are nobody else's, and its fault ends nothing else."""
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Measure = Callable[..., Iterator[dict[str, Any]]]
+"""Yields what it knows so far: a later part may need more memory than the machine has."""
+
+
+def measure_apart(measure: Measure, *arguments: Any) -> dict[str, Any]:
+    """
+    All that a measurement yielded, merged; under `failure`, what went wrong after that.
+
+    Args:
+        measure: A function of a module, run in a new process.
+        arguments: Its arguments.
+    """
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    child = context.Process(target=_send, args=(there, measure, *arguments))
+    child.start()
+    there.close()
+    result: dict[str, Any] = {}
+    try:
+        while True:
+            result |= here.recv()
+    except EOFError:
+        child.join()
+    if child.exitcode != 0:
+        result.setdefault("failure", f"the process ended with {child.exitcode}")
+    return result
+
+
+def _send(there: Any, measure: Measure, *arguments: Any) -> None:
+    try:
+        for result in measure(*arguments):
+            there.send(result)
+    except Exception as error:  # a case that fails is a result, and the others go on
+        there.send({"failure": f"{type(error).__name__}: {error}"})
+        raise
