@@ -49,8 +49,8 @@ class QuRLPPOConfig(QuRLGRPOConfig):
     > Critic
 
         share_backbone (`bool`, *optional*, defaults to `False`):
-            Whether policy and critic share one backbone with two heads, which halves the memory; the critic's loss
-            then trains the policy's backbone as well.
+            Whether policy and critic share one backbone with two heads, which takes hardly more memory than the policy
+            alone; the critic's loss then trains the policy's backbone as well.
         value_loss_coef (`float`, *optional*, defaults to `0.1`):
             Weight of the value loss beside the policy's, with `share_backbone` only (TRL's former PPO trainer).
         value_clip_range (`float` or `None`, *optional*, defaults to `0.5`):

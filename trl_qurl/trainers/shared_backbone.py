@@ -1,4 +1,4 @@
-"""A critic that is one more head on the policy: half the memory, and one forward pass for both.
+"""A critic that is one more head on the policy: hardly more memory, and one forward pass for both.
 
 The head reads the hidden states that the policy's backbone computes anyway. It is one linear layer, so every process
 keeps all of it, whatever the launcher does with the policy.
