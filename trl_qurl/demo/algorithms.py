@@ -20,8 +20,19 @@ TRAINING_PROBLEMS = 8192
 WINDOW = 10  # rollouts
 
 
-def build_config(algorithm: str, scheme: str | None, output_dir: Path, rollouts: int, seed: int) -> QuRLGRPOConfig:
-    """Settings of the reinforcement learning; four updates per rollout, so that clipping has something to do."""
+def build_config(
+    algorithm: str, scheme: str | None, output_dir: Path, rollouts: int, seed: int, **changed: Any
+) -> QuRLGRPOConfig:
+    """Settings of the reinforcement learning; four updates per rollout, so that clipping has something to do.
+
+    Args:
+        algorithm: `"grpo"` or `"ppo"`.
+        scheme: format of the rollouts.
+        output_dir: where the log goes.
+        rollouts: each makes four updates.
+        seed: of the sampling and the order of the problems.
+        **changed: settings that a study varies, by their names in the config.
+    """
     import torch
 
     from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig
@@ -55,8 +66,8 @@ def build_config(algorithm: str, scheme: str | None, output_dir: Path, rollouts:
         "disable_tqdm": True,
     }
     if algorithm == "ppo":
-        return QuRLPPOConfig(**common, num_generations=1, critic_learning_rate=5e-4)
-    return QuRLGRPOConfig(**common, num_generations=8)
+        return QuRLPPOConfig(**{**common, "num_generations": 1, "critic_learning_rate": 5e-4, **changed})
+    return QuRLGRPOConfig(**{**common, "num_generations": 8, **changed})
 
 
 def build_trainer(policy_dir: Path, config: QuRLGRPOConfig) -> QuRLGRPOTrainer:

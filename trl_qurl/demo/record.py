@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TrainerCallback
 
 from trl_qurl.demo.evaluate import measure_policy
+from trl_qurl.run_log import RUN_LOG, RunLog
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -63,15 +64,10 @@ class RolloutRecorder(TrainerCallback):
         if "reward" not in logs:  # the summary that closes a training run
             return
         accuracy = measure_policy(model, self._problem_ids)
-        self.rows.append(
-            {
-                "rollout": len(self.rows) + 1,
-                "step": state.global_step,
-                "expected_accuracy": accuracy.expected,
-                "greedy_accuracy": accuracy.greedy,
-                **logs,
-            }
-        )
+        measured = {"expected_accuracy": accuracy.expected, "greedy_accuracy": accuracy.greedy}
+        self.rows.append({"rollout": len(self.rows) + 1, "step": state.global_step, **measured, **logs})
+        # Beside the row that the trainer has written there by itself.
+        RunLog(Path(args.output_dir or ".") / RUN_LOG).append({"step": state.global_step, **measured})
         self._progress.advance(self._bar)
         if len(self.rows) % SHOW_EVERY == 0:
             self._progress.console.print(describe(self.rows[-1]))

@@ -1,9 +1,12 @@
 """Callbacks that any Hugging Face Trainer takes; none of them needs a trainer of this package."""
 
+from pathlib import Path
+
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trl_qurl.quantization.invariant_scaling import recorded_scale, scale_model_
+from trl_qurl.run_log import RUN_LOG, RunLog
 
 
 class UpdateAwareQuantizationCallback(TrainerCallback):
@@ -80,3 +83,47 @@ class CriticWarmupCallback(TrainerCallback):
         """Forget the gradients."""
         if state.global_step < self.steps:
             optimizer.zero_grad()
+
+
+class RunLogCallback(TrainerCallback):
+    """Writes `run.jsonl` into the output directory, in the first process: what `trl-qurl report` reads.
+
+    Args:
+        settings: what is written beside the trainer's own arguments, by name.
+    """
+
+    def __init__(self, settings: dict[str, object] | None = None) -> None:
+        self._settings = settings or {}
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: PreTrainedModel,
+        **kwargs: object,
+    ) -> None:
+        """Start the file, or go on with it after the step that training resumes from."""
+        if state.is_world_process_zero:
+            settings = {"model": getattr(model.config, "_name_or_path", None), **args.to_dict(), **self._settings}
+            _run_log(args).begin(settings, state.global_step)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        logs: dict[str, float],
+        **kwargs: object,
+    ) -> None:
+        """Add the row."""
+        log = _run_log(args)
+        # A trainer may be asked to evaluate without ever having trained: then there is no file.
+        if state.is_world_process_zero and log.path.exists():
+            log.append({"step": state.global_step, **logs})
+
+
+def _run_log(args: TrainingArguments) -> RunLog:
+    return RunLog(Path(args.output_dir or ".") / RUN_LOG)

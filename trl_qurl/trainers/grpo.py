@@ -25,7 +25,8 @@ from trl_qurl.quantization.schemes import get_scheme
 from trl_qurl.rollout.generation import quantized_generation
 from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
 from trl_qurl.rollout.settings import RolloutSettings
-from trl_qurl.trainers.callbacks import UpdateAwareQuantizationCallback
+from trl_qurl.trainers.callbacks import RunLogCallback, UpdateAwareQuantizationCallback
+from trl_qurl.trainers.loss_metrics import loss_metrics, loss_sums
 from trl_qurl.trainers.rollout_state import (
     RolloutState,
     epochs_done,
@@ -91,7 +92,8 @@ class QuRLGRPOTrainer(GRPOTrainer):
         if config.uaq_scale != 1.0:
             callbacks += _uaq_callbacks(arguments["model"], arguments.get("peft_config"), config.uaq_scale)
         self._step_timer = StepTimer(record=lambda seconds: self._record("train", {"time/update_s": seconds}))
-        arguments["callbacks"] = [*callbacks, self._step_timer]
+        run_log = RunLogCallback({"updates_per_rollout": config.updates_per_rollout, "algorithm": self._algorithm})
+        arguments["callbacks"] = [*callbacks, self._step_timer, run_log]
         self._scoring_seconds = 0.0
         self._train_sampler: Any = None
         self._policy_logps = torch.empty(0)  # (B, T), of the latest forward pass
@@ -180,11 +182,19 @@ class QuRLGRPOTrainer(GRPOTrainer):
             epsilon_low=epsilon_low,
             epsilon_high=epsilon_high,
         )
-        inputs = {**inputs, "old_per_token_logps": terms.old_logps, "importance_sampling_ratio": terms.weight}
+        exchanged = {"old_per_token_logps": terms.old_logps, "importance_sampling_ratio": terms.weight}
         with self._clip_bounds(terms):
-            loss = super()._compute_loss(model, inputs)
-        if self.args.objective == "acr":
-            self._record("train" if self.model.training else "eval", self._acr_shares(inputs, terms, epsilon_high))
+            loss = super()._compute_loss(model, {**inputs, **exchanged})
+        sums = loss_sums(
+            self._policy_logps,
+            inputs["old_per_token_logps"],
+            terms,
+            inputs["advantages"],
+            learned_tokens(inputs),
+            epsilon_high,
+        )
+        metrics = loss_metrics(self.accelerator.reduce(sums, reduction="sum"), self.args.objective == "acr")
+        self._record("train" if self.model.training else "eval", metrics)
         return loss
 
     @contextmanager
@@ -196,21 +206,6 @@ class QuRLGRPOTrainer(GRPOTrainer):
             yield
         finally:
             self.epsilon_low, self.epsilon_high = scalars
-
-    def _acr_shares(self, inputs: dict[str, Any], terms: SurrogateTerms, epsilon_high: float) -> dict[str, float]:
-        """Share of tokens whose upper bound was lifted, and of those that TIS would have clipped and ACR did not."""
-        learned = learned_tokens(inputs)
-        advantages = inputs["advantages"]
-        advantages = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)  # (B, T) or (B, 1)
-        ratio = torch.exp(self._policy_logps - terms.old_logps)  # (B, T)
-        lifted = learned & (terms.epsilon_high > epsilon_high)
-        let_through = lifted & (advantages > 0) & (ratio > 1 + epsilon_high) & (ratio <= 1 + terms.epsilon_high)
-        counts = torch.stack([lifted.sum(), let_through.sum(), learned.sum()]).float()
-        lifted_sum, let_through_sum, total = self.accelerator.reduce(counts, reduction="sum").tolist()
-        return {
-            "acr/lifted_share": lifted_sum / max(total, 1.0),
-            "acr/let_through_share": let_through_sum / max(total, 1.0),
-        }
 
     @property
     def _cap(self) -> float:

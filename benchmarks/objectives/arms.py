@@ -1,0 +1,119 @@
+"""What is compared: every arm of every experiment, as changes to the demonstration's settings.
+
+`EXPERIMENTS` is all that `study.py` can run; each answers one question, which its `question` states.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+OBJECTIVES = ("naive", "quantized_ratio", "decoupled", "tis", "acr")
+SEEDS = (0, 1, 2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train.
+
+    Attributes:
+        name: unique within its experiment.
+        scheme: format of the rollouts, a key of `SCHEMES` or one of `coarse.CODE_BITS`; `None` for BF16.
+        changed: fields of the trainer's config.
+        rollouts: length of the run.
+        activation_bits: of the engine's activations; 8 is its kernel's own.
+        seeds: of the runs.
+    """
+
+    name: str
+    scheme: str | None
+    changed: dict[str, Any] = field(default_factory=dict)
+    rollouts: int = 120
+    activation_bits: int = 8
+    seeds: tuple[int, ...] = SEEDS
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Arms that answer one question."""
+
+    name: str
+    question: str
+    arms: tuple[Arm, ...]
+
+
+def objective_arms(scheme: str, **common: Any) -> list[Arm]:
+    """The five objectives, and ACR with UAQ, on one format."""
+    arms = [Arm(f"{scheme}_{name}", scheme, {"objective": name}, **common) for name in OBJECTIVES]
+    return [*arms, Arm(f"{scheme}_acr_uaq", scheme, {"objective": "acr", "uaq_scale": 1.5}, **common)]
+
+
+def _main() -> Experiment:
+    arms = [Arm("bf16", None, {"objective": "naive"})]
+    for scheme in ("int3", "int8", "int4"):
+        arms += objective_arms(scheme)
+    return Experiment("main", "Which objective trains best on which format?", tuple(arms))
+
+
+def _long() -> Experiment:
+    common: dict[str, Any] = {"rollouts": 450, "seeds": (0, 1, 2)}
+    arms = [Arm("bf16", None, {"objective": "naive"}, **common)]
+    arms += [arm for arm in objective_arms("int3", **common) if arm.name != "int3_quantized_ratio"]
+    return Experiment("long", "Does TIS collapse after 1,500 updates, and does ACR not?", tuple(arms))
+
+
+def _cap() -> Experiment:
+    common: dict[str, Any] = {"activation_bits": 4, "seeds": (0, 1, 2)}
+    arms = [
+        Arm(
+            f"int3a4_{objective}_c{cap:g}",
+            "int3",
+            {"objective": objective, "vllm_importance_sampling_clip_max": cap},
+            **common,
+        )
+        for cap in (1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
+        for objective in ("tis", "acr")
+    ]
+    arms += [Arm(f"int3a4_{name}", "int3", {"objective": name}, **common) for name in ("naive", "decoupled")]
+    return Experiment("cap", "How much does the cap C matter, where ratios are large?", tuple(arms))
+
+
+def _updates() -> Experiment:
+    """Sixteen updates of 16 completions with a rollout of 256, so that the policy leaves the clip range often."""
+    common: dict[str, Any] = {"activation_bits": 4, "seeds": (0, 1, 2)}
+    more = {"per_device_train_batch_size": 16, "steps_per_generation": 16, "learning_rate": 5e-5}
+    arms = [
+        Arm(
+            f"int3a4_{objective}_c{cap:g}",
+            "int3",
+            {"objective": objective, "vllm_importance_sampling_clip_max": cap, **more},
+            **common,
+        )
+        for cap in (1.05, 1.2, 2.0)
+        for objective in ("tis", "acr")
+    ]
+    return Experiment("updates", "Does ACR gain over TIS where its lifted bounds act most often?", tuple(arms))
+
+
+def _low_rate() -> Experiment:
+    """At a tenth of the rate that suits the task, with UAQ, and with the rate that UAQ is said to stand for."""
+    common: dict[str, Any] = {"rollouts": 400, "seeds": (0, 1, 2)}
+    arms = [
+        Arm(f"int8_s{scale:g}", "int8", {"learning_rate": 1e-5, "uaq_scale": scale}, **common)
+        for scale in (1.0, 1.25, 1.5, 2.0, 3.0)
+    ]
+    arms += [Arm("int8_rate1.5", "int8", {"learning_rate": 1.5e-5}, **common)]
+    arms += [Arm("bf16_s1", None, {"learning_rate": 1e-5, "objective": "naive"}, **common)]
+    return Experiment("low_rate", "What does UAQ gain at a learning rate of 1e-5?", tuple(arms))
+
+
+def _lowest_rate() -> Experiment:
+    common: dict[str, Any] = {"rollouts": 1500, "seeds": (0,)}
+    arms = [
+        Arm(f"int8_s{scale:g}", "int8", {"learning_rate": 1e-6, "uaq_scale": scale}, **common)
+        for scale in (1.0, 1.5, 3.0)
+    ]
+    return Experiment("lowest_rate", "What does UAQ gain at a learning rate of 1e-6?", tuple(arms))
+
+
+EXPERIMENTS = {
+    experiment.name: experiment for experiment in (_main(), _cap(), _updates(), _long(), _low_rate(), _lowest_rate())
+}

@@ -1,0 +1,53 @@
+"""Harsher quantizers that run through the engine's own INT8 kernel: codes and activations of fewer bits.
+
+Eight bits do too little harm to a model of half a million parameters to tell the objectives apart. Weight codes of b
+bits are stored in int8 tensors, with absmax / (2^(b−1) − 1/2) as the scale, so that nothing but the scheme's range
+changes. Activations are rounded to b bits per token before the kernel rounds them once more to its own eight, which
+moves them by at most 1/254 of the largest one.
+"""
+
+import torch
+
+from trl_qurl.quantization.schemes import SCHEMES, QuantizationScheme
+
+CODE_BITS = {"int3": 3, "int4": 4}
+
+
+def add_coarse_schemes() -> None:
+    """Make `CODE_BITS` known to the trainers of this process."""
+    for name, bits in CODE_BITS.items():
+        half = 2.0 ** (bits - 1)
+        SCHEMES[name] = QuantizationScheme(name, "W8A8", "int-quantized", torch.int8, -half, half - 1, rounds=True)
+
+
+def round_activations(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Round each token's activations (..., D) to `bits` bits, symmetric, with absmax / (2^(b−1) − 1) as the step."""
+    step = x.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)  # (..., 1)
+    return torch.where(step > 0, (x / step).round() * step, x).to(x.dtype)
+
+
+def coarsen_activations(model: torch.nn.Module, bits: int) -> int:
+    """Let the engine's INT8 layers round their inputs first; returns how many layers do.
+
+    Raises:
+        RuntimeError: the engine has no INT8 layer of the CPU kind, so nothing would be rounded.
+    """
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Int8
+
+    from trl_qurl.rollout.cpu_repairs import ReloadableCPUInt8Kernel
+
+    class CoarseActivations(ReloadableCPUInt8Kernel):
+        def apply_weights(
+            self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            return super().apply_weights(layer, round_activations(x, bits), bias)
+
+    count = 0
+    for layer in model.modules():
+        scheme = getattr(layer, "scheme", None)
+        if isinstance(scheme, CompressedTensorsW8A8Int8):
+            scheme.kernel = CoarseActivations(scheme.kernel.config, scheme.kernel.layer_param_names)
+            count += 1
+    if count == 0:
+        raise RuntimeError("The engine has no INT8 layer whose activations could be rounded to fewer bits.")
+    return count

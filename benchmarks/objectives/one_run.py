@@ -1,0 +1,116 @@
+"""One run of the study: train one arm with one seed, and keep what the report and the tables need of its log."""
+
+import gzip
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.objectives.arms import Arm
+
+KEPT = (
+    "expected_accuracy",
+    "greedy_accuracy",
+    "reward",
+    "entropy",
+    "grad_norm",
+    "frac_reward_zero_std",
+    "mismatch/kl_k1",
+    "mismatch/kl_k3",
+    "mismatch/ratio_max",
+    "mismatch/capped_share",
+    "mismatch/ess",
+    "sampling/sampling_logp_difference/mean",
+    "policy/approx_kl",
+    "clip_ratio/low_mean",
+    "clip_ratio/high_mean",
+    "clip_ratio/region_mean",
+    "acr/lifted_share",
+    "acr/let_through_share",
+    "weights/normalized_update",
+    "weights/normalized_quantization_error",
+    "weights/codes_changed_share",
+    "time/quantize_s",
+    "time/sync_s",
+    "time/generate_s",
+    "time/logps_s",
+    "time/update_s",
+    "step_time",
+)
+KEPT_SETTINGS = (
+    "rollout_quantization",
+    "objective",
+    "uaq_scale",
+    "learning_rate",
+    "vllm_importance_sampling_clip_max",
+    "steps_per_generation",
+    "per_device_train_batch_size",
+    "num_generations",
+    "max_steps",
+    "updates_per_rollout",
+    "algorithm",
+    "seed",
+)
+DIGITS = 5
+
+
+def train_arm(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any], place: Path) -> None:
+    """Train, and write the shortened run log to `place`; a file that is there is complete."""
+    from rich.console import Console
+
+    from benchmarks.objectives.coarse import add_coarse_schemes, coarsen_activations
+    from trl_qurl.demo.algorithms import UPDATES_PER_ROLLOUT, build_config, build_trainer
+    from trl_qurl.demo.record import RolloutRecorder
+    from trl_qurl.demo.task import build_tokenizer, encode_problems, sample_problems
+    from trl_qurl.run_log import read_run
+
+    add_coarse_schemes()
+    held_out = encode_problems(sample_problems(512, seed=0, held_out=True), build_tokenizer())
+    updates = arm.changed.get("steps_per_generation", UPDATES_PER_ROLLOUT)
+    with tempfile.TemporaryDirectory() as output_dir:
+        config = build_config(
+            "grpo",
+            arm.scheme,
+            Path(output_dir),
+            arm.rollouts,
+            seed,
+            **{
+                "max_steps": arm.rollouts * updates,
+                "logging_steps": updates,
+                "weight_metrics_steps": 4,
+                # The first sync is checked, but not where activations are coarser than the probe would have them.
+                "sync_check_steps": 10**6 if arm.activation_bits == 8 else 0,
+                **arm.changed,
+            },
+        )
+        trainer = build_trainer(policy_dir, config)
+        if arm.activation_bits < 8:
+            llm = trainer.vllm_generation.llm
+            llm.apply_model(lambda model: coarsen_activations(model, arm.activation_bits))
+        with open(os.devnull, "w") as nowhere:
+            trainer.add_callback(RolloutRecorder(held_out, arm.rollouts, Console(file=nowhere)))
+            trainer.train()
+        run = read_run(output_dir)
+    settings = {name: run.settings[name] for name in KEPT_SETTINGS}
+    settings |= {"activation_bits": arm.activation_bits, "arm": arm.name, **provenance}
+    write_short_log(settings, run.rows, place)
+
+
+def write_short_log(settings: dict[str, Any], rows: list[dict[str, Any]], place: Path) -> None:
+    """One row per step with the `KEPT` metrics, to `DIGITS` significant digits, gzipped; written in one step."""
+    by_step: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        kept = {name: shortened(row[name]) for name in KEPT if row.get(name) is not None}
+        if kept:
+            by_step.setdefault(row["step"], {"step": row["step"]}).update(kept)
+    lines = [json.dumps(content) for content in [{"settings": settings}, *by_step.values()]]
+    place.parent.mkdir(parents=True, exist_ok=True)
+    draft = place.with_suffix(".tmp")
+    draft.write_bytes(gzip.compress(("\n".join(lines) + "\n").encode(), mtime=0))
+    os.replace(draft, place)
+
+
+def shortened(value: float) -> float:
+    """The number to `DIGITS` significant digits."""
+    return float(f"{value:.{DIGITS}g}")

@@ -1,0 +1,141 @@
+"""A run as one file, `run.jsonl` in its output directory: the settings first, then every row that was logged.
+
+It is what `trl-qurl report` draws from. Trainers log to TensorBoard, Weights & Biases and the like as well, as their
+config says; this file needs none of them, is there after every run, and grows line by line, so that a run that was
+killed has lost nothing but the line it was writing.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RUN_LOG = "run.jsonl"
+SETTINGS_KEY = "settings"
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run log holds: settings by name, and rows in the order they were written, each with its `step`."""
+
+    path: Path
+    settings: dict[str, Any]
+    rows: list[Row] = field(default_factory=list)
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """`(step, value)` wherever a metric was logged with a finite value; the last one where a step has several."""
+        values = {row["step"]: row[name] for row in self.rows if isinstance(row.get(name), int | float)}
+        return sorted(values.items())
+
+
+class RunLog:
+    """Writes the log of one run.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def begin(self, settings: dict[str, Any], step: int) -> None:
+        """Start the file, or go on with it.
+
+        A run that starts at step 0 puts the file of an earlier run aside, under the next free `run-1.jsonl`. A resumed
+        one keeps what was logged up to the checkpoint it resumes from, and drops what came after: those steps are made
+        again.
+
+        Args:
+            settings: what the run was asked to do; anything JSON cannot hold is written as text.
+            step: optimizer updates already made.
+        """
+        kept: list[Row] = []
+        if step > 0 and self.path.exists():
+            kept = [row for row in read_run(self.path).rows if row["step"] <= step]
+        elif self.path.exists():
+            os.replace(self.path, self._free_name())
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self.path.with_suffix(".tmp")
+        draft.write_text("".join(_line(content) for content in [{SETTINGS_KEY: settings}, *kept]), encoding="utf-8")
+        os.replace(draft, self.path)
+
+    def append(self, row: Row) -> None:
+        """Add one row, which must hold its `step`; on disk when this returns, but for the machine's own cache."""
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(_line(row))
+
+    def _free_name(self) -> Path:
+        number = 1
+        while (place := self.path.with_name(f"{self.path.stem}-{number}{self.path.suffix}")).exists():
+            number += 1
+        return place
+
+
+def read_run(path: str | os.PathLike[str]) -> Run:
+    """Read the log of a run.
+
+    Args:
+        path: the run's output directory, or the file itself, which may be gzipped.
+
+    Raises:
+        FileNotFoundError: there is no log.
+        ValueError: the file is not one; the last line, which a killed run leaves half-written, is not looked at.
+    """
+    file = Path(path)
+    if file.is_dir():
+        found = [file / name for name in (RUN_LOG, f"{RUN_LOG}.gz") if (file / name).is_file()]
+        if not found:
+            raise FileNotFoundError(
+                f"There is no {RUN_LOG} in {file}: give the output_dir of a run of trl-qurl's trainers, or the file."
+            )
+        file = found[0]
+    if not file.is_file():
+        raise FileNotFoundError(f"There is no run log {file}: give the output_dir of a run, or its {RUN_LOG}.")
+    contents = _read_lines(file)
+    if not contents or set(contents[0]) != {SETTINGS_KEY}:
+        raise ValueError(f"{file} is not a run log: its first line must hold the settings, as {RUN_LOG} does.")
+    rows = contents[1:]
+    if not all(isinstance(row.get("step"), int) for row in rows):
+        raise ValueError(f"{file} is not a run log: every row must say at which step it was logged.")
+    return Run(file, contents[0][SETTINGS_KEY], rows)
+
+
+def _read_lines(file: Path) -> list[dict[str, Any]]:
+    opened = gzip.open if file.suffix == ".gz" else open
+    try:
+        with opened(file, "rt", encoding="utf-8") as stream:
+            lines = stream.read().splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read as a run log: {error}.") from error
+    contents = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            content = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break  # the run was killed while it wrote this line
+            raise ValueError(f"Line {number} of {file} is not JSON: {error}.") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"Line {number} of {file} is a JSON {type(content).__name__}, not a row.")
+        contents.append(content)
+    return contents
+
+
+def _line(content: dict[str, Any]) -> str:
+    return json.dumps(_finite(content), default=str, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    """The same with `None` for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {str(name): _finite(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
