@@ -43,6 +43,14 @@ DEFINITIONS = [
     (GRPO, "GRPOTrainer._get_train_sampler", "dataset", "trainers/grpo.py skips past epochs in it on resuming"),
     ("trl.trainer.utils", "RepeatSampler.__init__", "shuffle seed", "trainers/rollout_state.py skips epochs in it"),
     (GRPO, "GRPOTrainer._calculate_rewards", "", "trainers/ppo.py keeps the rewards of whole sequences"),
+    (GRPO, "GRPOTrainer._generate", "prompts", "trainers/dynamic_sampling.py makes its rounds by it"),
+    (
+        GRPO,
+        "GRPOTrainer._calculate_rewards",
+        "inputs prompts completions completion_ids_list",
+        "trainers/dynamic_sampling.py scores its rounds by it",
+    ),
+    ("accelerate.utils.operations", "gather_object", "object", "trainers/dynamic_sampling.py moves groups by it"),
     (GRPO, "GRPOTrainer.training_step", "model inputs", "trainers/ppo.py lets the critic learn after it"),
     (
         "trl.trainer.utils",
@@ -371,6 +379,25 @@ def test_what_scoring_hands_over():
         assert f"'{key}': {key}" in body or f"output['{key}'] = {key}" in body, (
             f"GRPOTrainer._generate_and_score_completions hands over no {key!r}, which trainers/grpo.py reads."
         )
+
+
+def test_generation_and_scoring_are_called_as_dynamic_sampling_calls_them():
+    body = text_of(GRPO, "GRPOTrainer._generate_and_score_completions")
+    leaning = "which trainers/dynamic_sampling.py and dynamic_trainer.py lean on."
+    results = "prompt_ids_list, completion_ids_list, tool_mask_list, completions, sampling_per_token_logps_list, "
+    results += "extra_fields, images, tool_images = self._generate(prompts)"
+    assert results in body.replace("(prompt_ids_list", "prompt_ids_list").replace("tool_images)", "tool_images"), (
+        f"_generate returns something else, {leaning}"
+    )
+    call = "self._calculate_rewards(inputs, prompts, completions, completion_ids_list)"
+    assert call in body, f"_calculate_rewards is called otherwise, {leaning}"
+    assert "gather(rewards_per_func)" in text_of(GRPO, "GRPOTrainer._calculate_rewards"), (
+        f"_calculate_rewards does not return the rewards of all processes, {leaning}"
+    )
+    added = text_of(GRPO, "GRPOTrainer._log_completion_extra")
+    assert "self._pending_extra_logs[column].extend(values)" in added and (
+        "self._pending_extra_logs.clear()" in body and "self._pending_extra_logs.get(column" in body
+    ), f"columns that rewards add do not wait in _pending_extra_logs, {leaning}"
 
 
 def test_log_probabilities_are_the_first_result():

@@ -29,6 +29,22 @@ def count_vowels(completions, **kwargs):
     return [sum(character in "aeiou4567" for character in completion) / 8 for completion in completions]
 
 
+class Teaching:
+    """The reward of `count_vowels`, but 0 for the first kinds of prompt; adds a column to the completions' table."""
+
+    __name__ = "teaching"
+
+    def __init__(self, useless: int) -> None:
+        self.useless = tuple(PROMPTS[:useless])
+
+    def __call__(self, prompts, completions, log_extra=None, **kwargs):
+        log_extra("first letter", [prompt[0] for prompt in prompts])
+        counts = count_vowels(completions)
+        return [
+            0.0 if prompt.startswith(self.useless) else count for prompt, count in zip(prompts, counts, strict=True)
+        ]
+
+
 def engine_logps(trainer) -> list[float]:
     """The engine's log-probabilities of the probe's tokens from the second on; only this process's own engine's."""
     generation = trainer.vllm_generation
@@ -84,6 +100,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", help="directory of a saved model, instead of a new one")
     parser.add_argument("--export")
     parser.add_argument("--resume")
+    parser.add_argument("--useless", type=int, default=0, help="kinds of prompt whose completions all get 0")
     parser.add_argument("--ppo", action="store_true", help="with a critic")
     parser.add_argument("--value-model", help="directory where the critic starts, instead of the policy's start")
     parser.add_argument("--critic-lora", action="store_true")
@@ -130,11 +147,14 @@ def run(options: argparse.Namespace) -> dict:
     kind, config_kind, critic = QuRLGRPOTrainer, QuRLGRPOConfig, {}
     if options.ppo:
         kind, config_kind, critic = QuRLPPOTrainer, QuRLPPOConfig, critic_arguments(options)
+    prompts, reward = PROMPTS * 4, count_vowels
+    if options.useless:
+        prompts, reward = [f"{prompt}{i}" for i in range(4) for prompt in PROMPTS], Teaching(options.useless)
     trainer = kind(
         model=options.model or tiny_model(tie_word_embeddings=not options.untied),
-        reward_funcs=count_vowels,
+        reward_funcs=reward,
         args=config_kind(options.output_dir, **config),
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=tiny_tokenizer(),
         peft_config=peft_config,
         **critic,

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from trl import GRPOConfig
 
 from trl_qurl.config.checks import as_dictionary, check_choice
+from trl_qurl.config.dynamic_sampling import DynamicSamplingSettings
 from trl_qurl.objective import get_objective
 from trl_qurl.quantization.checkpoint import QUANTIZERS, require_llmcompressor
 from trl_qurl.quantization.schemes import get_scheme
@@ -45,7 +46,7 @@ TAKEN_ENGINE_ARGUMENTS: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass
-class QuRLGRPOConfig(GRPOConfig):
+class QuRLGRPOConfig(DynamicSamplingSettings, GRPOConfig):
     r"""
     [`~trl.GRPOConfig`] plus the settings of quantized rollouts. Only new fields, and those whose default changes, are
     listed.
@@ -92,6 +93,11 @@ class QuRLGRPOConfig(GRPOConfig):
         objective (`str`, *optional*, defaults to `"acr"`):
             `"acr"` (QuRL, Eq. 9), `"tis"` (FlashRL, Eq. 5), `"decoupled"` (Eq. 4), `"quantized_ratio"` (Eq. 3) or
             `"naive"` (Eq. 1). The cap C is `vllm_importance_sampling_clip_max`.
+
+    > Dynamic sampling
+
+        dynamic_sampling, dynamic_sampling_max_rounds, dynamic_sampling_reward:
+            See [`DynamicSamplingSettings`].
 
     > Measurements
 
@@ -181,6 +187,7 @@ class QuRLGRPOConfig(GRPOConfig):
             self.quantization_ignore = [self.quantization_ignore]
         self._check_rollout()
         self._check_objective()
+        self.check_dynamic_sampling()
         self._warn_if_inert()
 
     @property

@@ -175,6 +175,11 @@ class QuRLPPOConfig(QuRLGRPOConfig):
                 "kl_in_reward=True with beta=0 penalises nothing: give beta the weight of the penalty (0.001 is "
                 "usual), or set kl_in_reward=False."
             )
+        if self.dynamic_sampling:
+            raise ValueError(
+                "dynamic_sampling=True replaces groups whose rewards are all equal, and with a critic there are no "
+                "groups to judge: set it to False, or use QuRLGRPOTrainer."
+            )
         if self.scale_rewards not in ("none", False):
             raise ValueError(
                 f"scale_rewards={self.scale_rewards!r} scales rewards for a group's baseline, which the critic "

@@ -26,6 +26,7 @@ from trl_qurl.rollout.generation import quantized_generation
 from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.trainers.callbacks import RunLogCallback, UpdateAwareQuantizationCallback
+from trl_qurl.trainers.dynamic_trainer import DynamicSamplingTrainer
 from trl_qurl.trainers.loss_metrics import loss_metrics, loss_sums
 from trl_qurl.trainers.rollout_state import (
     RolloutState,
@@ -37,7 +38,7 @@ from trl_qurl.trainers.rollout_state import (
 from trl_qurl.trainers.step_timer import StepTimer
 
 
-class QuRLGRPOTrainer(GRPOTrainer):
+class QuRLGRPOTrainer(DynamicSamplingTrainer):
     """
     [`~trl.GRPOTrainer`] whose rollouts come from an 8-bit copy of the policy, re-quantized before every generation.
 
@@ -221,7 +222,7 @@ class QuRLGRPOTrainer(GRPOTrainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         checkpoint = f"{self._get_output_dir(trial=trial)}/{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        state = RolloutState(self._step, self._buffered_inputs)
+        state = RolloutState(self._step, self._buffered_inputs, self.prompts_drawn)
         save_rollout_state(state, checkpoint, self.accelerator.process_index)
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
@@ -235,7 +236,7 @@ class QuRLGRPOTrainer(GRPOTrainer):
         skip_epochs(self._train_sampler, epochs_done(checkpoint))
         state = load_rollout_state(checkpoint, self.accelerator.process_index, self.accelerator.device)
         if state is not None:
-            self._step, self._buffered_inputs = state
+            self._step, self._buffered_inputs, self.prompts_drawn = state
 
 
 def learned_tokens(inputs: dict[str, Any]) -> torch.Tensor:

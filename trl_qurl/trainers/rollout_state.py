@@ -23,6 +23,7 @@ class RolloutState(NamedTuple):
 
     step: int
     batches: list[dict[str, Any]] | None
+    prompts_drawn: int = 0  # for replacement, by dynamic sampling
 
 
 def save_rollout_state(state: RolloutState, checkpoint: str | os.PathLike[str], process_index: int) -> None:
@@ -43,7 +44,7 @@ def load_rollout_state(
         return None
     # By way of the CPU: torch cannot load straight to "cpu:0", the device of one process among several on CPU.
     state = RolloutState(**torch.load(path, map_location="cpu", weights_only=True))
-    return RolloutState(state.step, send_to_device(state.batches, device))
+    return state._replace(batches=send_to_device(state.batches, device))
 
 
 def epochs_done(checkpoint: str | os.PathLike[str]) -> int:

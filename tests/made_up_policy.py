@@ -1,0 +1,75 @@
+"""A policy and a reward without a model, for tests of dynamic sampling: every third prompt tells its answers apart."""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+
+from trl_qurl.trainers.dynamic_sampling import DynamicSampler, weighted_sum
+from trl_qurl.trainers.prompt_stream import PromptStream
+
+ROWS = [{"prompt": f"question {number}", "number": number} for number in range(60)]
+
+
+def tells_apart(row: dict[str, Any]) -> bool:
+    """Whether this prompt's completions get rewards that differ."""
+    return row["number"] % 3 == 0
+
+
+class MadeUpPolicy:
+    """
+    Answers each prompt with a text that names it, and the place of the completion within its group.
+
+    Args:
+        accelerator: Whose processes share the work.
+        group_size: Completions per prompt.
+        prompts: For replacement.
+        max_rounds: Of generation.
+        useful: Which rows' rewards differ.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        group_size: int,
+        prompts: PromptStream,
+        max_rounds: int = 10,
+        useful=tells_apart,
+        weights: tuple[float, ...] = (1.0, 0.5),
+    ) -> None:
+        self.accelerator = accelerator
+        self.group_size = group_size
+        self.useful = useful
+        self.rounds: list[int] = []  # completions made in each, in this process
+        self.extras: dict[str, list] = {}
+        self.sampler = DynamicSampler(
+            group_size,
+            max_rounds,
+            lambda rewards: weighted_sum(rewards, torch.tensor(weights)),
+            prompts,
+            accelerator,
+            self.generate,
+            self.score,
+            self.take_extras,
+        )
+
+    def generate(self, prompts: list[str]) -> tuple:
+        self.rounds.append(len(prompts))
+        offset = len(prompts) * self.accelerator.process_index
+        places = [(offset + i) % self.group_size for i in range(len(prompts))]
+        texts = [f"{prompt}, answer {place}" for prompt, place in zip(prompts, places, strict=True)]
+        ids = [[ord(character) for character in text] for text in texts]
+        return [[1]] * len(prompts), ids, None, texts, [[-1.0] * len(line) for line in ids], {}, None, []
+
+    def score(self, rows, prompts, completions, completion_ids) -> torch.Tensor:
+        assert [row["prompt"] for row in rows] == prompts
+        assert all(text.startswith(prompt + ",") for text, prompt in zip(completions, prompts, strict=True))
+        # The first completion of a useful group differs; the second reward is the row's number, equal within a group.
+        first = [float(self.useful(row) and text.endswith("0")) for row, text in zip(rows, completions, strict=True)]
+        self.extras = {"seen": [f"saw {text}" for text in completions], "of another length": [0]}
+        local = torch.tensor([first, [row["number"] for row in rows]]).T
+        return self.accelerator.gather(local)
+
+    def take_extras(self) -> dict[str, list]:
+        taken, self.extras = self.extras, {}
+        return taken

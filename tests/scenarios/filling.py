@@ -1,0 +1,33 @@
+"""Fill batches by dynamic sampling, with a made-up policy, in any number of processes; prints the whole as JSON."""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from made_up_policy import ROWS, MadeUpPolicy
+
+from trl_qurl.trainers.prompt_stream import PromptStream
+
+GROUPS, GROUP_SIZE, ROLLOUTS = 4, 3, 8
+
+
+def main() -> None:
+    accelerator = Accelerator(cpu=True)
+    policy = MadeUpPolicy(accelerator, GROUP_SIZE, PromptStream(ROWS, seed=1))
+    rollouts = []
+    for rollout in range(ROLLOUTS):
+        batch = [row for row in ROWS[rollout * GROUPS :][:GROUPS] for _ in range(GROUP_SIZE)]
+        size = len(batch) // accelerator.num_processes
+        filled = policy.sampler.fill(batch[accelerator.process_index * size :][:size])
+        samples = gather_object([[s.row["prompt"], s.completion, s.extras["seen"]] for s in filled.samples])
+        rollouts.append({"samples": samples, "rewards": filled.rewards.tolist(), "metrics": filled.metrics})
+    if accelerator.is_main_process:
+        print("RECORD " + json.dumps({"processes": accelerator.num_processes, "rollouts": rollouts}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Batches that dynamic sampling fills: all groups useful where there are such prompts, bounded where there are not."""
+
+import json
+import logging
+import math
+
+import pytest
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from made_up_policy import ROWS, MadeUpPolicy, tells_apart
+
+from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig
+from trl_qurl.trainers.dynamic_sampling import informative, weighted_sum
+from trl_qurl.trainers.dynamic_trainer import check_arguments
+from trl_qurl.trainers.prompt_stream import PromptStream, prompt_digest
+
+NAN = math.nan
+GROUP_SIZE = 3
+
+
+@pytest.fixture(scope="module")
+def accelerator():
+    return Accelerator(cpu=True)
+
+
+def batch_of(*numbers):
+    return [ROWS[number] for number in numbers for _ in range(GROUP_SIZE)]
+
+
+def fill(accelerator, rows, **settings):
+    policy = MadeUpPolicy(accelerator, GROUP_SIZE, PromptStream(ROWS, seed=0), **settings)
+    return policy, policy.sampler.fill(rows)
+
+
+def group_numbers(filled):
+    return [sample.row["number"] for sample in filled.samples[::GROUP_SIZE]]
+
+
+def test_useless_groups_give_way_and_useful_ones_stay_where_they_are(accelerator):
+    policy, filled = fill(accelerator, batch_of(0, 1, 3, 4, 5))
+    numbers = group_numbers(filled)
+    assert len(filled.samples) == 15
+    assert (numbers[0], numbers[2]) == (0, 3)
+    assert all(number % 3 == 0 for number in numbers), "a useless group was left"
+    assert len(set(numbers)) == 5, "a prompt is in the batch twice"
+    # Whole groups, each completion once and in its order, with its own tokens, reward and columns.
+    for place, sample in enumerate(filled.samples):
+        text = f"question {sample.row['number']}, answer {place % GROUP_SIZE}"
+        assert sample.completion == text and bytes(sample.completion_ids).decode() == text
+        assert sample.extras == {"seen": f"saw {text}"} and len(sample.logps) == len(text)
+        expected = [float(place % GROUP_SIZE == 0), sample.row["number"]]
+        assert filled.rewards[place].tolist() == expected
+    prompt_ids, completion_ids, tool_mask, completions, logps, extra, images, tool_images = filled.generated()
+    assert completions == [sample.completion for sample in filled.samples] and len(logps) == len(prompt_ids) == 15
+    assert (tool_mask, extra, images, tool_images) == (None, {}, None, [])
+
+
+def test_what_it_cost_is_what_was_generated(accelerator):
+    policy, filled = fill(accelerator, batch_of(0, 1, 3, 4, 5))
+    made = sum(policy.rounds)
+    assert policy.rounds[0] == 15 and len(policy.rounds) > 1
+    metrics = filled.metrics
+    assert metrics["dynamic_sampling/rounds"] == len(policy.rounds)
+    assert metrics["dynamic_sampling/discarded_share"] == pytest.approx(1 - 15 / made)
+    assert metrics["dynamic_sampling/filled_share"] == 1.0
+    # Three useless groups, and of later rounds what was not needed: texts of 20 or 21 characters.
+    thrown_away = made - 15
+    assert 20 * thrown_away <= metrics["dynamic_sampling/extra_tokens"] <= 21 * thrown_away + 15
+
+
+def test_rounds_are_as_large_as_they_have_to_be(accelerator):
+    # Two of five are useful so far: three missing ones take 3 / (2 / 5) = 7.5 prompts, but at most a batch of 5.
+    policy, _ = fill(accelerator, batch_of(0, 1, 3, 4, 5))
+    assert policy.rounds[1] == 5 * GROUP_SIZE
+    # One of five is missing: 1 / (4 / 5) = 1.25, so 2 prompts.
+    policy, _ = fill(accelerator, batch_of(0, 3, 6, 9, 10))
+    assert policy.rounds[1] == 2 * GROUP_SIZE
+
+
+def test_nothing_is_made_for_a_batch_that_is_full(accelerator):
+    policy, filled = fill(accelerator, batch_of(0, 3, 6))
+    assert policy.rounds == [9] and group_numbers(filled) == [0, 3, 6]
+    assert filled.metrics["dynamic_sampling/extra_tokens"] == 0
+    assert policy.sampler.prompts.drawn == 0
+
+
+def test_useless_prompts_bound_the_rounds_and_are_reported_once(accelerator, caplog):
+    rows = batch_of(1, 2, 4)
+    with caplog.at_level(logging.WARNING):
+        policy, filled = fill(accelerator, rows, max_rounds=4, useful=lambda row: False)
+        policy.sampler.fill(batch_of(5, 7, 8))
+    assert policy.rounds == [9] * 8
+    assert filled.rows == rows, "a batch that cannot be filled is used as it is"
+    assert filled.metrics["dynamic_sampling/filled_share"] == 0
+    assert filled.metrics["dynamic_sampling/discarded_share"] == 0.75
+    [message] = [record.getMessage() for record in caplog.records if "Dynamic sampling" in record.getMessage()]
+    assert "only 0 of 3 groups" in message and "in 4 rounds" in message
+
+
+def test_a_data_set_that_runs_out_ends_the_rounds(accelerator):
+    few = ROWS[:4]
+    policy = MadeUpPolicy(accelerator, GROUP_SIZE, PromptStream(few, seed=0))
+    filled = policy.sampler.fill(batch_of(1, 2, 3))
+    # Of the prompts outside the batch there is only number 0, which is useful.
+    assert sorted(group_numbers(filled)) in ([0, 1, 3], [0, 2, 3])
+    assert policy.rounds == [9, 3]
+    assert filled.metrics["dynamic_sampling/filled_share"] == pytest.approx(2 / 3)
+
+
+def test_a_prompt_that_was_made_but_not_needed_comes_again(accelerator):
+    policy, filled = fill(accelerator, batch_of(0, 1, 3, 4, 5))
+    order = [drawn.row["number"] for drawn in PromptStream(ROWS, seed=0).draw(60, set())]
+    drawn = policy.sampler.prompts.drawn
+    assert order[drawn - 1] in group_numbers(filled), "the next batch does not go on after the last one needed"
+    replaced = [number for number in order[:drawn] if number % 3 == 0 and number not in (0, 3)]
+    assert sorted(group_numbers(filled)) == sorted([0, 3, *replaced]), "a useful prompt was passed over"
+
+
+def test_two_processes_fill_the_batch_of_one(run_scenario):
+    one, two = run_scenario("filling.py"), run_scenario("filling.py", processes=2)
+    assert (one["processes"], two["processes"]) == (1, 2)
+    for alone, together in zip(one["rollouts"], two["rollouts"], strict=True):
+        numbers = [prompt for prompt, *_ in alone["samples"][::3]]
+        assert all(tells_apart(row) for row in ROWS if row["prompt"] in numbers) and len(set(numbers)) == 4
+        # Rounds are cut so that both get as many completions, so their sizes may differ; what is kept does not.
+        assert together["samples"] == alone["samples"]
+        assert together["rewards"] == alone["rewards"]
+        assert together["metrics"]["dynamic_sampling/filled_share"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "useful"),
+    [
+        ([0.0, 0.0, 0.0], False),
+        ([1.0, 1.0, 1.0], False),
+        ([0.0, 0.0, 1.0], True),
+        ([0.1 + 0.2, 0.3, 0.3], False),  # a rounding apart
+        ([-5.0, -5.0, -4.5], True),
+        ([NAN, NAN, NAN], False),
+        ([NAN, 1.0, 1.0], False),
+        ([NAN, 1.0, 0.0], True),
+    ],
+)
+def test_a_group_is_useful_if_its_rewards_differ(rewards, useful):
+    # Between two other groups, so that neighbours could leak in.
+    others = [[2.0, 2.0, 2.0], [0.0, 3.0, 0.0]]
+    assert informative(torch.tensor([*others[0], *rewards, *others[1]]), 3).tolist() == [False, useful, True]
+
+
+def test_the_weighted_sum_is_trls():
+    rewards = torch.tensor([[1.0, 2.0], [NAN, 2.0], [NAN, NAN]])
+    expected = torch.tensor([1 * 0.5 + 2 * 3, 2 * 3, NAN])
+    torch.testing.assert_close(weighted_sum(rewards, torch.tensor([0.5, 3.0])), expected, equal_nan=True)
+
+
+def test_a_stream_goes_on_where_it_was_left():
+    def draw_twice(stream):
+        return [[drawn.row["number"] for drawn in stream.draw(45, set())] for _ in range(2)]
+
+    first, second = draw_twice(PromptStream(ROWS, seed=7))
+    assert draw_twice(PromptStream(ROWS, seed=7, drawn=45))[0] == second
+    assert sorted(first + second[:15]) == list(range(60)), "an order holds every prompt once"
+    assert draw_twice(PromptStream(ROWS, seed=8))[0] != first
+    assert second[15:] != first[:30], "each order is another one"
+
+
+def test_a_stream_leaves_out_what_was_tried():
+    tried = {prompt_digest(row) for row in ROWS if row["number"] >= 5}
+    stream = PromptStream(ROWS, seed=0)
+    assert sorted(drawn.row["number"] for drawn in stream.draw(10, tried)) == [0, 1, 2, 3, 4]
+    assert stream.draw(1, tried) == [], "what was drawn counts as tried"
+
+
+def arguments(**changed):
+    data = Dataset.from_list(ROWS)
+    return {"train_dataset": data, "reward_funcs": [len_reward], **changed}
+
+
+def len_reward(completions, **kwargs):
+    return [float(len(completion)) for completion in completions]
+
+
+def test_what_it_cannot_work_with_is_refused():
+    check_arguments(arguments(), None)
+    check_arguments(arguments(), "len_reward")
+    with pytest.raises(ValueError, match="streaming=False"):
+        check_arguments(arguments(train_dataset=Dataset.from_list(ROWS).to_iterable_dataset()), None)
+    for name in ("tools", "rollout_func", "environment_factory"):
+        with pytest.raises(ValueError, match=name):
+            check_arguments(arguments(**{name: [len_reward]}), None)
+    with pytest.raises(ValueError, match="images"):
+        check_arguments(arguments(train_dataset=Dataset.from_list([{"prompt": "a", "image": "b"}])), None)
+    with pytest.raises(ValueError, match="'accuracy'.*'len_reward'"):
+        check_arguments(arguments(), "accuracy")
+
+
+def test_settings_that_make_no_sense_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="dynamic_sampling_max_rounds is 0"):
+        QuRLGRPOConfig(tmp_path, bf16=False, dynamic_sampling=True, dynamic_sampling_max_rounds=0)
+    with pytest.raises(ValueError, match="judges nothing"):
+        QuRLGRPOConfig(tmp_path, bf16=False, dynamic_sampling_reward="len_reward")
+    with pytest.raises(ValueError, match="no groups to judge"):
+        QuRLPPOConfig(tmp_path, bf16=False, dynamic_sampling=True)
+
+
+CONFIG = {
+    "dynamic_sampling": True,
+    "dynamic_sampling_max_rounds": 20,
+    "max_steps": 6,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "log_completions": True,
+}
+NOT_RESTORED = ("time/", "step_time", "throughput/", "weights/")
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("dynamic sampling")
+def test_a_trainer_fills_its_batches_and_resumes(train, tmp_path):
+    """Three of eight kinds of prompt always get the reward 0; two updates per rollout."""
+    whole, resumed = train(
+        [tmp_path / "whole", "--useless", "3", "--config", json.dumps(CONFIG)],
+        # Starts at the second rollout, which draws its replacements after those of the first.
+        [
+            tmp_path / "resumed",
+            "--useless",
+            "3",
+            "--resume",
+            tmp_path / "whole" / "checkpoint-2",
+            "--config",
+            json.dumps(CONFIG),
+        ],
+    )
+    rollouts = [row for row in whole["history"] if "reward" in row]
+    assert len(rollouts) == 3
+    assert all(row["dynamic_sampling/filled_share"] == 1.0 for row in rollouts)
+    assert all(row["frac_reward_zero_std"] == 0.0 for row in rollouts), "a group without advantages was trained on"
+    assert any(row["dynamic_sampling/discarded_share"] > 0 for row in rollouts)
+    assert any(row["dynamic_sampling/unfiltered_reward"] < row["reward"] for row in rollouts)
+
+    def of_steps(record):
+        return {
+            row["step"]: {name: value for name, value in row.items() if not name.startswith(NOT_RESTORED)}
+            for row in record["history"]
+            if "loss" in row
+        }
+
+    for step in (3, 4, 5, 6):
+        assert of_steps(resumed)[step] == of_steps(whole)[step]

@@ -1,0 +1,110 @@
+"""The log of a run: complete after a kill, continued by a resumed run, never overwritten by another."""
+
+import gzip
+import json
+
+import pytest
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from trl_qurl.run_log import RUN_LOG, RunLog, read_run
+from trl_qurl.trainers.callbacks import RunLogCallback
+
+
+def write(path, rows, settings=None, step=0):
+    log = RunLog(path)
+    log.begin(settings or {"learning_rate": 1e-5}, step)
+    for row in rows:
+        log.append(row)
+    return log
+
+
+def test_what_was_written_is_read(tmp_path):
+    rows = [{"step": 1, "reward": 0.5}, {"step": 1, "accuracy": 0.25}, {"step": 4, "reward": float("nan")}]
+    write(tmp_path / RUN_LOG, rows, {"seed": 3, "lr": float("inf"), "path": tmp_path})
+    run = read_run(tmp_path)
+    assert run.settings == {"seed": 3, "lr": None, "path": str(tmp_path)}
+    assert run.rows == [*rows[:2], {"step": 4, "reward": None}]
+    assert run.series("reward") == [(1, 0.5)] and run.series("accuracy") == [(1, 0.25)]
+
+
+def test_a_gzipped_log_reads_alike(tmp_path):
+    write(tmp_path / RUN_LOG, [{"step": 1, "reward": 0.5}])
+    packed = tmp_path / "packed" / f"{RUN_LOG}.gz"
+    packed.parent.mkdir()
+    packed.write_bytes(gzip.compress((tmp_path / RUN_LOG).read_bytes()))
+    assert read_run(packed).rows == read_run(packed.parent).rows == read_run(tmp_path).rows
+
+
+def test_a_resumed_run_goes_on_after_its_checkpoint(tmp_path):
+    write(tmp_path / RUN_LOG, [{"step": step, "reward": step / 10} for step in (1, 2, 3, 4)])
+    write(tmp_path / RUN_LOG, [{"step": 3, "reward": 0.7}], {"learning_rate": 2e-5}, step=2)
+    run = read_run(tmp_path)
+    assert run.series("reward") == [(1, 0.1), (2, 0.2), (3, 0.7)]
+    assert run.settings == {"learning_rate": 2e-5}
+
+
+def test_a_new_run_puts_the_old_one_aside(tmp_path):
+    for reward in (0.1, 0.2, 0.3):
+        write(tmp_path / RUN_LOG, [{"step": 1, "reward": reward}])
+    kept = [read_run(tmp_path / name).rows[0]["reward"] for name in ("run-1.jsonl", "run-2.jsonl", RUN_LOG)]
+    assert kept == [0.1, 0.2, 0.3]
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path):
+    write(tmp_path / RUN_LOG, [{"step": 1, "reward": 0.5}])
+    with open(tmp_path / RUN_LOG, "a") as file:
+        file.write('{"step": 2, "rew')
+    assert read_run(tmp_path).rows == [{"step": 1, "reward": 0.5}]
+    # Resuming writes the file anew, so that the next row does not end up on the broken line.
+    write(tmp_path / RUN_LOG, [{"step": 2, "reward": 0.6}], step=1)
+    assert read_run(tmp_path).series("reward") == [(1, 0.5), (2, 0.6)]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "first line must hold the settings"),
+        ('{"step": 1}\n', "first line must hold the settings"),
+        ('{"settings": {}}\n{"reward": 1}\n', "every row must say at which step"),
+        ('{"settings": {}}\nnonsense\n{"step": 1}\n', "Line 2 .* is not JSON"),
+        ('{"settings": {}}\n[1]\n', "Line 2 .* JSON list"),
+    ],
+)
+def test_other_files_are_refused(content, message, tmp_path):
+    (tmp_path / RUN_LOG).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_run(tmp_path)
+
+
+def test_a_missing_log_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="output_dir of a run"):
+        read_run(tmp_path)
+    with pytest.raises(FileNotFoundError, match="no run log"):
+        read_run(tmp_path / "absent.jsonl")
+    (tmp_path / "broken.jsonl.gz").write_bytes(b"not gzip")
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_run(tmp_path / "broken.jsonl.gz")
+
+
+class Model:
+    class config:
+        _name_or_path = "some/model"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_one_process_writes(first, tmp_path):
+    args = TrainingArguments(str(tmp_path), learning_rate=3e-5, hub_token="secret", use_cpu=True)
+    state = TrainerState(is_world_process_zero=first, global_step=0)
+    callback = RunLogCallback({"algorithm": "GRPO"})
+    callback.on_log(args, state, TrainerControl(), logs={"eval_reward": 1.0})
+    assert not (tmp_path / RUN_LOG).exists(), "evaluating without training leaves no log"
+    callback.on_train_begin(args, state, TrainerControl(), model=Model)
+    state.global_step = 2
+    callback.on_log(args, state, TrainerControl(), logs={"reward": 0.5})
+    assert (tmp_path / RUN_LOG).exists() is first
+    if first:
+        run = read_run(tmp_path)
+        assert run.rows == [{"step": 2, "reward": 0.5}]
+        assert run.settings["learning_rate"] == 3e-5
+        assert (run.settings["algorithm"], run.settings["model"]) == ("GRPO", "some/model")
+        assert "secret" not in json.dumps(run.settings)

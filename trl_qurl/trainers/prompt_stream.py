@@ -1,0 +1,68 @@
+"""Further prompts for dynamic sampling: the same in every process, and after an interruption the next in line."""
+
+import hashlib
+import json
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Drawn(NamedTuple):
+    """A prompt from the stream, and how many it had given with this one."""
+
+    row: dict[str, Any]
+    drawn: int
+
+
+class PromptStream:
+    """
+    Prompts for replacement: the data set in one random order after another, the same in every process.
+
+    Args:
+        dataset: With a length.
+        seed: Of the orders.
+        drawn: Prompts drawn so far, to go on after them.
+
+    Raises:
+        ValueError: The data set has no length.
+    """
+
+    def __init__(self, dataset: Any, seed: int, drawn: int = 0) -> None:
+        if not hasattr(dataset, "__len__"):
+            raise ValueError(
+                "dynamic_sampling=True draws further prompts by their number, which a streamed data set has not: "
+                "load it with streaming=False, or set dynamic_sampling=False."
+            )
+        self._dataset = dataset
+        self._seed = seed
+        self._epoch, self._order = -1, torch.empty(0)
+        self.drawn = drawn
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def draw(self, count: int, tried: set[str]) -> list[Drawn]:
+        """The next prompts that are not among those tried, which they join; fewer if the data set has no more."""
+        found: list[Drawn] = []
+        for _ in range(2 * len(self)):  # two orders: what is left of this one, and one whole
+            if len(found) == count:
+                break
+            row = self._dataset[self._number()]
+            self.drawn += 1
+            name = prompt_digest(row)
+            if name not in tried:
+                tried.add(name)
+                found.append(Drawn(row, self.drawn))
+        return found
+
+    def _number(self) -> int:
+        epoch, place = divmod(self.drawn, len(self))
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            self._epoch, self._order = epoch, torch.randperm(len(self), generator=generator)
+        return int(self._order[place])
+
+
+def prompt_digest(row: dict[str, Any]) -> str:
+    """Short name of a row's prompt, by which processes tell each other what was tried."""
+    return hashlib.blake2b(json.dumps(row["prompt"], default=str).encode(), digest_size=8).hexdigest()
