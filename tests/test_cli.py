@@ -8,7 +8,7 @@ from conftest import child_environment
 
 from trl_qurl import __version__, cli
 from trl_qurl.recipes import ppo
-from trl_qurl.recipes.arguments import check_model, check_settings_file
+from trl_qurl.recipes.arguments import check_model, take_settings
 from trl_qurl.recipes.grpo import parse_arguments
 
 HEAVY = ("torch", "transformers", "trl", "vllm", "datasets", "matplotlib", "rich")
@@ -108,17 +108,17 @@ def test_settings_files_that_cannot_be_used(tmp_path, text, message):
     if text is not None:
         path.write_text(text)
     with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
-        check_settings_file(["--config", str(path)], known_names={"learning_rate"}, command="ppo")
+        take_settings(["--config", str(path)], known_names={"learning_rate"}, command="ppo")
     assert str(path) in str(caught.value)
 
 
 def test_settings_files_that_can(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("learning_rate: 1.0e-6\nenv:\n  NAME: value\n")
-    check_settings_file(["--seed", "1", "--config", str(path)], known_names={"learning_rate"}, command="ppo")
-    check_settings_file(["--seed", "1"], known_names=(), command="ppo")
+    take_settings(["--seed", "1", "--config", str(path)], known_names={"learning_rate"}, command="ppo")
+    take_settings(["--seed", "1"], known_names=(), command="ppo")
     with pytest.raises(ValueError, match="needs the name"):
-        check_settings_file(["--config"], known_names=(), command="ppo")
+        take_settings(["--config"], known_names=(), command="ppo")
 
 
 def test_a_directory_without_a_model_is_not_taken_for_a_hub_name(tmp_path):

@@ -27,6 +27,13 @@ def config(**settings):
 # Defaults ------------------------------------------------------------------------------------------------------------
 
 OWN_DEFAULTS = {
+    "dynamic_sampling": False,
+    "dynamic_sampling_max_rounds": 10,
+    "dynamic_sampling_reward": None,
+    "eval_tasks": [],
+    "eval_tasks_steps": 100,
+    "eval_tasks_limit": None,
+    "eval_tasks_by": "actor",
     "rollout_quantization": "int8",
     "quantization_ignore": ["lm_head"],
     "quantizer": "streaming",
@@ -67,6 +74,23 @@ def test_no_default_is_shared_between_two_configs():
     first.quantization_ignore.append("re:.*down_proj")
     first.vllm_engine_kwargs["enforce_eager"] = True
     assert (second.quantization_ignore, second.vllm_engine_kwargs) == (["lm_head"], {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"eval_tasks_steps": 0}, "eval_tasks_steps is 0"),
+        ({"eval_tasks_limit": 0}, "eval_tasks_limit is 0"),
+        ({"eval_tasks_by": "engine"}, "eval_tasks_by is 'engine', but must be one of 'actor', 'policy'"),
+    ],
+)
+def test_benchmarks_that_cannot_run_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(**settings)
+
+
+def test_benchmarks_may_stand_in_one_text():
+    assert config(eval_tasks="gsm8k,math500").eval_tasks == ["gsm8k", "math500"]
 
 
 @pytest.mark.parametrize(("given", "expected"), [("none", None), ("None", None), ("bf16", None), (None, None)])

@@ -60,8 +60,14 @@ def test_a_hub_name_is_not_looked_for_on_disk(monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"question": "q", "solution": "s"}], r"Row 1 .* has no answer; its columns are question, solution"),
-        ([{"question": "q", "answer": "a"}, {"prompt": "p"}], r"Row 2 .* has no question and no answer"),
+        (
+            [{"question": "q", "solution": "s"}],
+            r"Row 1 .* has no answer or final_answer; its columns are question, solution",
+        ),
+        (
+            [{"question": "q", "answer": "a"}, {"prompt": "p"}],
+            r"Row 2 .* has no question or problem and no answer or final_answer",
+        ),
         ([{"question": "q", "answer": None}], r"Row 1 .* has no answer"),
         ([["q", "a"]], r"Row 1 .* is a JSON list"),
         ([], "holds no questions"),
@@ -72,6 +78,30 @@ def test_a_bad_file_is_named_with_its_fault(tmp_path, rows, message):
     with pytest.raises(ValueError, match=message) as caught:
         load_questions(path)
     assert path in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "answer"),
+    [
+        ({"problem": "q", "answer": 5}, {}, "5"),
+        ({"question": "q", "final_answer": ["1", "2"]}, {}, "1, 2"),
+        (
+            {"prompt": "q", "solution": "34", "answer": "x"},
+            {"question_column": "prompt", "answer_column": "solution"},
+            "34",
+        ),
+        ({"question": "q", "problem": "p", "answer": "1", "final_answer": "2"}, {}, "1"),
+    ],
+)
+def test_columns_have_the_names_that_sets_on_the_hub_give_them(row, columns, answer, tmp_path):
+    questions = load_questions(write(tmp_path / "q.jsonl", [row]), **columns)
+    assert questions[0]["prompt"][0]["content"].startswith("q\n") and questions["answer"][:] == [answer]
+
+
+def test_a_named_column_must_be_there(tmp_path):
+    path = write(tmp_path / "q.jsonl", [{"question": "q", "answer": "a"}])
+    with pytest.raises(ValueError, match="has no prompt; its columns are question, answer"):
+        load_questions(path, question_column="prompt")
 
 
 @pytest.mark.parametrize("name", ["no.jsonl", "no.jsonl.gz", "./no"])

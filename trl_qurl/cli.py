@@ -8,10 +8,12 @@ cause (a missing file, a setting that does not fit, a part that is not installed
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from trl_qurl._version import __version__
 from trl_qurl.rollout.errors import RolloutError
@@ -69,6 +71,41 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=int, default=8000)
     serve.set_defaults(run=run_serve)
 
+    evaluation = commands.add_parser(
+        "eval",
+        help="answer and grade benchmarks, in full precision and in 8 bits",
+        epilog="Started again with the same arguments, it makes only what is missing.",
+    )
+    evaluation.add_argument("model", metavar="MODEL", help="name on the Hub, or a local directory")
+    evaluation.add_argument(
+        "--tasks",
+        required=True,
+        metavar="TASK[,TASK...]",
+        help="of gsm8k, math500, aime24, amc23, minerva, olympiad; local .jsonl(.gz) files; owner/set[:config:split]; "
+        "name=source",
+    )
+    evaluation.add_argument("--schemes", default="none", metavar="none,int8,fp8", help="formats of the same weights")
+    evaluation.add_argument("--samples", type=int, default=0, metavar="K", help="sampled answers to each question")
+    evaluation.add_argument("--no-greedy", action="store_true", help="leave out the greedy answer to each question")
+    evaluation.add_argument("--temperature", type=float, default=1.0, help="of the samples (the paper: 1.0, or 0.6)")
+    evaluation.add_argument("--top-p", type=float, default=0.7, help="of the samples (default: the paper's 0.7)")
+    evaluation.add_argument("--max-tokens", type=int, default=2048, help="longest completion")
+    evaluation.add_argument("--limit", type=int, help="only the first so many questions of each task")
+    evaluation.add_argument("--seed", type=int, default=0)
+    evaluation.add_argument("--output-dir", type=Path, help="for answers and results (default: eval-MODEL)")
+    evaluation.add_argument("--ignore", nargs="+", default=["lm_head"], metavar="PATTERN", help="modules left alone")
+    evaluation.add_argument(
+        "--engine-kwargs", type=json_dictionary, default={}, metavar="JSON", help="further arguments of vllm.LLM"
+    )
+    evaluation.set_defaults(run=run_eval)
+
+    report = commands.add_parser("report", help="draw the paper's figures from the logs of runs, on one page")
+    report.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="output_dir of a run, or its run.jsonl(.gz)")
+    report.add_argument(
+        "-o", "--output", type=Path, default=Path("report.html"), help="the page (default: %(default)s)"
+    )
+    report.set_defaults(run=run_report)
+
     demo = commands.add_parser("demo", help="train a tiny model on three-digit addition, in minutes, on CPU")
     demo.add_argument("--scheme", choices=["int8", "fp8", "none"], default="int8", help="none: BF16 rollouts")
     demo.add_argument("--algorithm", choices=["grpo", "ppo"], default="grpo", help="ppo: a critic, and no groups")
@@ -79,6 +116,17 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=int, default=0)
     demo.set_defaults(run=run_demo)
     return parser
+
+
+def json_dictionary(text: str) -> dict[str, Any]:
+    """An argument that is a JSON dictionary; another one is a mistake that argparse reports."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON dictionary such as '{{\"enforce_eager\": true}}'")
+    return value
 
 
 def run_grpo(args: argparse.Namespace) -> int:
@@ -129,6 +177,50 @@ def run_serve(args: argparse.Namespace) -> int:
     if warning := launch.exposure_warning(args.host, args.further):
         print(f"trl-qurl: {warning}", file=sys.stderr)
     launch.become_server(launch.server_command(model, args.host, args.port, args.further))
+    return 0
+
+
+def run_eval(args: argparse.Namespace) -> int:
+    """`trl-qurl eval`: exit status 2 if something is missing or does not fit."""
+    from trl_qurl.evaluation.job import Sampling
+    from trl_qurl.evaluation.run import RESULTS_NAME, evaluate, require_packages
+    from trl_qurl.recipes.arguments import check_model
+
+    check_model(args.model)
+    require_packages()
+    output_dir = args.output_dir or Path(f"eval-{Path(args.model).name}")
+    sampling = Sampling(args.samples, not args.no_greedy, args.temperature, args.top_p, args.max_tokens, args.seed)
+    results = evaluate(
+        args.model,
+        args.tasks.split(","),
+        output_dir,
+        sampling,
+        args.schemes.split(","),
+        args.limit,
+        args.ignore,
+        args.engine_kwargs,
+    )
+    from rich.console import Console
+
+    from trl_qurl.evaluation.results import build_table
+
+    Console().print(build_table(results, args.model))
+    print(f"Answers and figures: {output_dir / RESULTS_NAME}")
+    return 0
+
+
+def run_report(args: argparse.Namespace) -> int:
+    """`trl-qurl report`: a page, and its pictures beside it."""
+    from trl_qurl.report import write_report
+
+    report = write_report(args.runs, args.output)
+    for note in report.notes:
+        print(f"trl-qurl: note: {note}", file=sys.stderr)
+    print(
+        f"Report: {report.page}\nPictures: {report.pictures[0].parent}"
+        if report.pictures
+        else f"Report: {report.page}"
+    )
     return 0
 
 

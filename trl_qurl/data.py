@@ -1,6 +1,6 @@
 """Questions with checkable answers, as TRL's trainers want them.
 
-Reads a data set of the Hub or a local `.json`, `.jsonl` or gzipped file with the columns `question` and `answer`.
+Reads a data set of the Hub or a local `.json`, `.jsonl` or gzipped file with a column of questions and one of answers.
 Every check runs here, before a model is loaded or an engine started. Chat templates are left to TRL.
 """
 
@@ -18,12 +18,18 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
-REQUIRED_COLUMNS = ("question", "answer")
+QUESTION_COLUMNS = ("question", "problem")
+ANSWER_COLUMNS = ("answer", "final_answer")
 LOCAL_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
 
 def load_questions(
-    name_or_path: str, split: str = "train", config: str | None = None, limit: int | None = None
+    name_or_path: str,
+    split: str = "train",
+    config: str | None = None,
+    limit: int | None = None,
+    question_column: str | None = None,
+    answer_column: str | None = None,
 ) -> Dataset:
     """Load questions as a data set with the columns `prompt` (one user message) and `answer` (str).
 
@@ -32,6 +38,8 @@ def load_questions(
         split: split of a Hub data set; a local file is one split and ignores it.
         config: configuration of a Hub data set (`main` for GSM8K); a local file ignores it.
         limit: keep only the first `limit` questions; `None` keeps all.
+        question_column: default: whichever of `QUESTION_COLUMNS` there is.
+        answer_column: default: whichever of `ANSWER_COLUMNS` there is. A list of answers is joined by commas.
 
     Raises:
         FileNotFoundError: if `name_or_path` looks like a local file and there is none.
@@ -45,10 +53,12 @@ def load_questions(
     if len(rows) == 0:
         raise ValueError(f"{name_or_path} holds no questions; give a data set with at least one.")
     questions, answers = [], []
+    question_columns = QUESTION_COLUMNS if question_column is None else (question_column,)
+    answer_columns = ANSWER_COLUMNS if answer_column is None else (answer_column,)
     for number, row in enumerate(islice(rows, limit), start=1):
-        _check_row(row, name_or_path, number)
-        questions.append([{"role": "user", "content": f"{row['question']}\n\n{INSTRUCTION}"}])
-        answers.append(final_answer(str(row["answer"])))
+        question, answer = _pick(row, (question_columns, answer_columns), name_or_path, number)
+        questions.append([{"role": "user", "content": f"{question}\n\n{INSTRUCTION}"}])
+        answers.append(final_answer(", ".join(map(str, answer)) if isinstance(answer, list) else str(answer)))
     return Dataset.from_dict({"prompt": questions, "answer": answers})
 
 
@@ -91,12 +101,15 @@ def _read_hub(name: str, split: str, config: str | None) -> Collection[dict[str,
     return load_dataset(name, config, split=split)
 
 
-def _check_row(row: Any, source: str, number: int) -> None:
+def _pick(row: Any, columns: tuple[tuple[str, ...], ...], source: str, number: int) -> list[Any]:
+    """Of each group of columns the first that the row has."""
     if not isinstance(row, dict):
         raise ValueError(f"Row {number} of {source} is a JSON {type(row).__name__}; every row must be an object.")
-    missing = [column for column in REQUIRED_COLUMNS if row.get(column) is None]
+    found = [[row[name] for name in names if row.get(name) is not None] for names in columns]
+    missing = [" or ".join(names) for names, values in zip(columns, found, strict=True) if not values]
     if missing:
         raise ValueError(
-            f"Row {number} of {source} has no {' and no '.join(missing)}; its columns are {', '.join(row) or 'none'}, "
-            f"and {' and '.join(REQUIRED_COLUMNS)} are needed: rename or add them."
+            f"Row {number} of {source} has no {' and no '.join(missing)}; its columns are {', '.join(row) or 'none'}: "
+            "say with question_column and answer_column which they are, or rename them."
         )
+    return [values[0] for values in found]

@@ -13,6 +13,7 @@ from trl import GRPOConfig
 
 from trl_qurl.config.checks import as_dictionary, check_choice
 from trl_qurl.config.dynamic_sampling import DynamicSamplingSettings
+from trl_qurl.config.task_evaluation import TaskEvaluationSettings
 from trl_qurl.objective import get_objective
 from trl_qurl.quantization.checkpoint import QUANTIZERS, require_llmcompressor
 from trl_qurl.quantization.schemes import get_scheme
@@ -46,7 +47,7 @@ TAKEN_ENGINE_ARGUMENTS: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass
-class QuRLGRPOConfig(DynamicSamplingSettings, GRPOConfig):
+class QuRLGRPOConfig(DynamicSamplingSettings, TaskEvaluationSettings, GRPOConfig):
     r"""
     [`~trl.GRPOConfig`] plus the settings of quantized rollouts. Only new fields, and those whose default changes, are
     listed.
@@ -94,10 +95,12 @@ class QuRLGRPOConfig(DynamicSamplingSettings, GRPOConfig):
             `"acr"` (QuRL, Eq. 9), `"tis"` (FlashRL, Eq. 5), `"decoupled"` (Eq. 4), `"quantized_ratio"` (Eq. 3) or
             `"naive"` (Eq. 1). The cap C is `vllm_importance_sampling_clip_max`.
 
-    > Dynamic sampling
+    > Dynamic sampling, benchmarks during training
 
         dynamic_sampling, dynamic_sampling_max_rounds, dynamic_sampling_reward:
             See [`DynamicSamplingSettings`].
+        eval_tasks, eval_tasks_steps, eval_tasks_limit, eval_tasks_by:
+            See [`TaskEvaluationSettings`].
 
     > Measurements
 
@@ -188,6 +191,7 @@ class QuRLGRPOConfig(DynamicSamplingSettings, GRPOConfig):
         self._check_rollout()
         self._check_objective()
         self.check_dynamic_sampling()
+        self.check_task_evaluation()
         self._warn_if_inert()
 
     @property

@@ -6,12 +6,13 @@ Arguments are TRL's, from the command line or a YAML file; a recipe adds its def
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from trl_qurl.recipes.arguments import check_model, check_settings_file
+from trl_qurl.recipes.arguments import check_model, take_settings
 
 if TYPE_CHECKING:
     from trl import ModelConfig
@@ -25,11 +26,19 @@ class ScriptArguments:
 
     dataset: str = field(
         default="openai/gsm8k",
-        metadata={"help": "Name on the Hub, or a local .json or .jsonl file (or .gz), with `question` and `answer`."},
+        metadata={"help": "Name on the Hub, or a local .json or .jsonl file (or .gz), of questions and answers."},
     )
     dataset_config: str = field(default="main", metadata={"help": "Configuration of a Hub data set."})
     dataset_split: str = field(default="train", metadata={"help": "Split of a Hub data set."})
     dataset_limit: int | None = field(default=None, metadata={"help": "Train on the first so many questions only."})
+    question_column: str | None = field(default=None, metadata={"help": "Default: `question` or `problem`."})
+    answer_column: str | None = field(default=None, metadata={"help": "Default: `answer` or `final_answer`."})
+    soft_overlong_cache: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens before max_completion_length over which a completion's reward falls by up to 1 (DAPO)."
+        },
+    )
 
 
 def parse_arguments(
@@ -39,20 +48,20 @@ def parse_arguments(
     config: type[QuRLGRPOConfig],
     defaults: dict[str, Any],
 ) -> tuple[Any, Any, ModelConfig]:
-    """Read arguments from a command line and from the YAML file that `--config` names.
+    """Read arguments from a command line and from the YAML files that `--config` names.
 
     Args:
         command: `trl-qurl`'s name of the recipe, for messages.
         argv: the arguments; `None` for those of this process.
         script_arguments: what the recipe adds.
         config: of the trainer.
-        defaults: what the recipe changes of the defaults; a YAML file overrides it, and `argv` overrides both.
+        defaults: what the recipe changes of the defaults; the YAML files override it, and `argv` overrides all.
 
     Returns:
         The script's arguments, the trainer's and the model's.
 
     Raises:
-        FileNotFoundError: the YAML file does not exist.
+        FileNotFoundError: a YAML file does not exist.
         ValueError: it is not one, it holds unknown names, or settings do not fit together.
     """
     from trl import ModelConfig, TrlParser
@@ -60,9 +69,10 @@ def parse_arguments(
     argv = sys.argv[1:] if argv is None else list(argv)
     groups = [script_arguments, config, ModelConfig]
     known_names = {setting.name for group in groups for setting in fields(group)}
-    check_settings_file(argv, known_names, command)
+    settings, argv = take_settings(argv, known_names, command)
+    os.environ.update({name: str(value) for name, value in settings.pop("env", {}).items()})
     parser = TrlParser(groups)
-    parser.set_defaults_with_config(**defaults)
+    parser.set_defaults_with_config(**{**defaults, **settings})
     return parser.parse_args_and_config(argv)
 
 
@@ -84,7 +94,12 @@ def train(
     # First of all, because a wrong name should not cost the time it takes to start an engine.
     check_model(model_args.model_name_or_path)
     questions = load_questions(
-        script_args.dataset, script_args.dataset_split, script_args.dataset_config, script_args.dataset_limit
+        script_args.dataset,
+        script_args.dataset_split,
+        script_args.dataset_config,
+        script_args.dataset_limit,
+        script_args.question_column,
+        script_args.answer_column,
     )
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
@@ -94,7 +109,7 @@ def train(
     }
     trainer = trainer_class(
         model=model_args.model_name_or_path,
-        reward_funcs=answer_reward,
+        reward_funcs=[answer_reward, *punishments(script_args.soft_overlong_cache, training_args)],
         args=training_args,
         train_dataset=questions,
         peft_config=get_peft_config(model_args),
@@ -103,3 +118,22 @@ def train(
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model(training_args.output_dir)
     return trainer
+
+
+def punishments(soft_overlong_cache: int | None, training_args: QuRLGRPOConfig) -> list[Any]:
+    """TRL's soft punishment of completions that come close to the limit of tokens, if it is asked for.
+
+    Raises:
+        ValueError: it would punish completions of any length.
+    """
+    from trl.rewards import get_soft_overlong_punishment
+
+    if soft_overlong_cache is None:
+        return []
+    longest = training_args.max_completion_length
+    if longest is None or not 0 < soft_overlong_cache < longest:
+        raise ValueError(
+            f"soft_overlong_cache={soft_overlong_cache} must lie between 0 and max_completion_length={longest}: it is "
+            "the number of tokens before that limit from which on a completion is punished."
+        )
+    return [get_soft_overlong_punishment(longest, soft_overlong_cache)]

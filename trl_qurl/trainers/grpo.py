@@ -20,6 +20,7 @@ from trl.import_utils import is_vllm_available
 from trl.trainer import grpo_trainer
 
 from trl_qurl.config import QuRLGRPOConfig
+from trl_qurl.evaluation.tasks import load_tasks
 from trl_qurl.objective import SurrogateTerms, surrogate_terms
 from trl_qurl.quantization.schemes import get_scheme
 from trl_qurl.rollout.generation import quantized_generation
@@ -36,6 +37,7 @@ from trl_qurl.trainers.rollout_state import (
     skip_epochs,
 )
 from trl_qurl.trainers.step_timer import StepTimer
+from trl_qurl.trainers.task_evaluation import TaskEvaluationCallback
 
 
 class QuRLGRPOTrainer(DynamicSamplingTrainer):
@@ -89,6 +91,7 @@ class QuRLGRPOTrainer(DynamicSamplingTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         arguments = named_arguments(*args, **kwargs)
         config = arguments["args"] = self._checked_config(arguments.get("args"), arguments["model"])
+        tasks = load_tasks(config.eval_tasks, config.eval_tasks_limit) if config.eval_tasks else []
         callbacks = list(arguments.get("callbacks") or [])
         if config.uaq_scale != 1.0:
             callbacks += _uaq_callbacks(arguments["model"], arguments.get("peft_config"), config.uaq_scale)
@@ -101,6 +104,8 @@ class QuRLGRPOTrainer(DynamicSamplingTrainer):
         with quantized_generation(grpo_trainer, _rollout_settings(config)):
             super().__init__(**arguments)
         self.vllm_generation.global_step = lambda: self.state.global_step
+        if tasks:
+            self.add_callback(TaskEvaluationCallback(self, tasks, config.eval_tasks_steps, config.eval_tasks_by))
 
     @classmethod
     def _checked_config(cls, config: Any, model: Any) -> Any:

@@ -1,0 +1,229 @@
+"""Tables of the comparison, from the logs of its runs.
+
+    python -m benchmarks.objectives.summary
+    python -m benchmarks.objectives.summary --runs DIRECTORY --output FILE.json
+
+Every figure is a mean over seeds with half the width of its interval of 95 % (Student's t). Differences are paired:
+the two runs of a seed have the same problems in the same order. Accuracy is the exact expected accuracy of the
+full-precision policy on 512 held-out problems, mean of the last 20 rollouts.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.objectives.arms import EXPERIMENTS
+from benchmarks.objectives.study import RESULTS
+from trl_qurl.report.curves import Estimate, estimate, final_value, points_of
+from trl_qurl.run_log import Run, read_run
+
+FIRST = 10  # rollouts
+ACCURACY = "expected_accuracy"
+SCHEMES = ("int8", "int4", "int3")
+CAPS = (1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
+UPDATE_CAPS = (1.05, 1.2, 2.0)
+
+Arms = Mapping[str, Mapping[int, Run]]  # by name and seed
+
+CONTRASTS: dict[str, list[tuple[str, str]]] = {
+    "main": [
+        *((f"{scheme}_{name}", "bf16") for scheme in SCHEMES for name in ("naive", "tis", "acr")),
+        *((f"{scheme}_quantized_ratio", f"{scheme}_naive") for scheme in SCHEMES),
+        *((f"{scheme}_tis", f"{scheme}_naive") for scheme in SCHEMES),
+        *((f"{scheme}_decoupled", f"{scheme}_tis") for scheme in SCHEMES),
+        *((f"{scheme}_acr", f"{scheme}_tis") for scheme in SCHEMES),
+        *((f"{scheme}_acr_uaq", f"{scheme}_acr") for scheme in SCHEMES),
+    ],
+    "long": [
+        ("int3_naive", "bf16"),
+        ("int3_tis", "int3_naive"),
+        ("int3_decoupled", "int3_tis"),
+        ("int3_acr", "int3_tis"),
+        ("int3_acr_uaq", "int3_acr"),
+    ],
+    "cap": [
+        *((f"int3a4_acr_c{cap:g}", f"int3a4_tis_c{cap:g}") for cap in CAPS),
+        *((f"int3a4_tis_c{cap:g}", "int3a4_tis_c2") for cap in CAPS if cap != 2.0),
+        ("int3a4_tis_c2", "int3a4_naive"),
+        ("int3a4_decoupled", "int3a4_tis_c2"),
+    ],
+    "updates": [(f"int3a4_acr_c{cap:g}", f"int3a4_tis_c{cap:g}") for cap in UPDATE_CAPS],
+    "low_rate": [
+        *((f"int8_s{scale:g}", "int8_s1") for scale in (1.25, 1.5, 2.0, 3.0)),
+        ("int8_rate1.5", "int8_s1.5"),
+        ("int8_s1", "bf16_s1"),
+    ],
+    "lowest_rate": [("int8_s1.5", "int8_s1"), ("int8_s3", "int8_s1")],
+}
+"""For each experiment the pairs of arms whose difference is stated."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the tables; write the figures as JSON if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=Path, default=RESULTS, help="directory that study.py wrote to")
+    parser.add_argument("--output", type=Path, help="JSON file for the figures")
+    args = parser.parse_args(argv)
+    record: dict[str, Any] = {}
+    for name, experiment in EXPERIMENTS.items():
+        arms = read_arms(args.runs / name, [arm.name for arm in experiment.arms])
+        if not arms:
+            continue
+        rows = {arm: summarize(runs) for arm, runs in arms.items()}
+        pairs = {
+            f"{arm} - {other}": difference(arms[arm], arms[other])
+            for arm, other in CONTRASTS[name]
+            if arm in arms and other in arms
+        }
+        print(f"\n### {name}: {experiment.question}\n\n{arm_table(rows)}\n\n{pair_table(pairs)}")
+        record[name] = {"question": experiment.question, "arms": rows, "differences": pairs}
+    runs = [run for path in sorted(args.runs.glob("*/*.jsonl.gz")) for run in [read_run(path)]]
+    record["runs"] = {**provenance(runs), "count": len(runs), "training_hours": sum(map(seconds, runs)) / 3600}
+    print(f"\n{json.dumps(record['runs'])}")
+    if args.output:
+        args.output.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def read_arms(directory: Path, names: Sequence[str]) -> Arms:
+    """The runs that are there, by arm and seed."""
+    arms: dict[str, dict[int, Run]] = {}
+    for name in names:
+        for path in sorted(directory.glob(f"{name}-seed*.jsonl.gz")):
+            run = read_run(path)
+            arms.setdefault(name, {})[run.settings["seed"]] = run
+    return arms
+
+
+def summarize(runs: Mapping[int, Run]) -> dict[str, Any]:
+    """What is said of an arm."""
+    every = list(runs.values())
+    updates = every[0].settings["updates_per_rollout"]
+    return {
+        "seeds": sorted(runs),
+        "rollouts": max(row["step"] for row in every[0].rows) / updates,
+        "accuracy": stated(accuracy(run) for run in every),
+        "greedy": stated(final_value(points_of(run, "greedy_accuracy")) for run in every),
+        "reward": stated(final_value(points_of(run, "reward")) for run in every),
+        "kl_first": stated(mean_of_first(run, "mismatch/kl_k3") for run in every),
+        "kl_last": stated(final_value(points_of(run, "mismatch/kl_k3")) for run in every),
+        "staleness": stated(final_value(points_of(run, "policy/approx_kl")) for run in every),
+        "ratio_max": max(value for run in every for _, value in run.series("mismatch/ratio_max")),
+        "capped": stated(mean_of(run, "mismatch/capped_share") for run in every),
+        "clipped": stated(mean_of(run, "clip_ratio/region_mean") for run in every),
+        "let_through": stated(mean_of(run, "acr/let_through_share") for run in every),
+    }
+
+
+def stated(values: Iterable[float | None]) -> list[float | None] | None:
+    """Mean and half-width over the seeds, as JSON takes them; `None` where nothing was logged."""
+    found: Estimate | None = estimate([value for value in values if value is not None])
+    return None if found is None else [found.mean, found.half_width]
+
+
+def accuracy(run: Run) -> float | None:
+    """By which a run is judged."""
+    return final_value(points_of(run, ACCURACY))
+
+
+def mean_of(run: Run, metric: str) -> float | None:
+    """Mean over the whole run."""
+    values = points_of(run, metric).values
+    return float(values.mean()) if values.size else None
+
+
+def mean_of_first(run: Run, metric: str) -> float | None:
+    """Mean of the first rollouts."""
+    values = points_of(run, metric).values[:FIRST]
+    return float(values.mean()) if values.size else None
+
+
+def difference(ours: Mapping[int, Run], theirs: Mapping[int, Run]) -> dict[str, Any]:
+    """Of the final accuracy, seed by seed."""
+    seeds = sorted(ours.keys() & theirs.keys())
+    pairs = [(accuracy(ours[seed]), accuracy(theirs[seed])) for seed in seeds]
+    return {"seeds": len(seeds), "accuracy": stated(a - b for a, b in pairs if a is not None and b is not None)}
+
+
+def arm_table(rows: Mapping[str, dict[str, Any]]) -> str:
+    """One line per arm, in Markdown."""
+    headings = (
+        "arm",
+        "seeds",
+        "rollouts",
+        "accuracy",
+        "actor's reward",
+        "KL, first 10 → last 20 rollouts",
+        "staleness",
+        "max ρ",
+        "ρ > C",
+        "clipped",
+        "let through by ACR",
+    )
+    lines = [
+        (
+            name,
+            str(len(row["seeds"])),
+            f"{row['rollouts']:.0f}",
+            plus_minus(row["accuracy"]),
+            plus_minus(row["reward"]),
+            f"{small(row['kl_first'])} → {small(row['kl_last'])}",
+            small(row["staleness"]),
+            f"{row['ratio_max']:.3g}",
+            small(row["capped"]),
+            percent(row["clipped"]),
+            small(row["let_through"]),
+        )
+        for name, row in rows.items()
+    ]
+    return markdown(headings, lines)
+
+
+def pair_table(pairs: Mapping[str, dict[str, Any]]) -> str:
+    """One line per difference, in Markdown; those whose interval leaves out zero are set in bold."""
+    lines = []
+    for name, pair in pairs.items():
+        shown = plus_minus(pair["accuracy"], "+.3f")
+        if pair["accuracy"] and pair["accuracy"][1] is not None and abs(pair["accuracy"][0]) > pair["accuracy"][1]:
+            shown = f"**{shown}**"
+        lines.append((name, str(pair["seeds"]), shown))
+    return markdown(("difference", "seeds", "accuracy"), lines)
+
+
+def markdown(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    return "\n".join("| " + " | ".join(line) + " |" for line in [headings, ["---"] * len(headings), *lines])
+
+
+def plus_minus(value: Sequence[float | None] | None, form: str = ".3f") -> str:
+    """Mean and half-width."""
+    if value is None:
+        return "–"
+    mean, half = value
+    return format(mean, form) if half is None else f"{mean:{form}} ± {half:.3f}"
+
+
+def small(value: Sequence[float | None] | None) -> str:
+    """A mean of any magnitude."""
+    return "–" if value is None else f"{value[0]:.2g}"
+
+
+def percent(value: Sequence[float | None] | None) -> str:
+    """A mean share."""
+    return "–" if value is None else f"{value[0]:.1%}"
+
+
+def seconds(run: Run) -> float:
+    """Time that a run spent in steps, rollouts included; start-up left out."""
+    return sum(value for _, value in run.series("step_time")) * run.settings["updates_per_rollout"]
+
+
+def provenance(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """What the runs say about when, where and with what they were made."""
+    names = ("date", "commit", "hardware")
+    return {name: sorted({str(run.settings[name]) for run in runs}) for name in names}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Run recipes for two steps each, as `trl-qurl grpo|ppo` would, on a tiny model; prints what each logged.
+
+Takes triples: the command, the name of the run, and its arguments as a JSON list.
+"""
+
+import json
+import os
+import sys
+from importlib import import_module
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+from trl_qurl.evaluation.tasks import encode_prompt
+from trl_qurl.trainers.task_evaluation import ANSWERERS
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    records = {}
+    for command, name, argv in zip(arguments[::3], arguments[1::3], arguments[2::3], strict=True):
+        recipe = import_module(f"trl_qurl.recipes.{command}")
+        trainer = recipe.train(*recipe.parse_arguments(json.loads(argv)))
+        records[name] = {"step": trainer.state.global_step, "history": trainer.state.log_history}
+        if trainer.args.rollout_quantization is None:
+            prompts = [encode_prompt(trainer.processing_class, row["prompt"]) for row in trainer.train_dataset]
+            records[name] |= {who: answer(trainer, prompts) for who, answer in ANSWERERS.items()}
+    print("RECORD " + json.dumps(records))
+
+
+if __name__ == "__main__":
+    main()

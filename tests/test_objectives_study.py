@@ -1,0 +1,136 @@
+"""The comparison of objectives: what its harsher quantizers do, what it would run, and what its tables say."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import child_environment
+
+from benchmarks.objectives import study, summary
+from benchmarks.objectives.arms import EXPERIMENTS
+from benchmarks.objectives.coarse import CODE_BITS, add_coarse_schemes, round_activations
+from benchmarks.objectives.one_run import shortened, write_short_log
+from trl_qurl.objective import OBJECTIVES
+from trl_qurl.quantization.schemes import SCHEMES, get_scheme
+from trl_qurl.quantization.weights import dequantize_weight, quantize_weight
+from trl_qurl.run_log import read_run
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def coarse(monkeypatch):
+    added = dict(SCHEMES)  # so that other tests see no more than there are
+    monkeypatch.setattr("trl_qurl.quantization.schemes.SCHEMES", added)
+    monkeypatch.setattr("benchmarks.objectives.coarse.SCHEMES", added)
+    add_coarse_schemes()
+
+
+@pytest.mark.parametrize(("name", "bits"), CODE_BITS.items())
+def test_coarse_codes_have_so_many_bits(name, bits, coarse):
+    weight = torch.randn(16, 400, generator=torch.Generator().manual_seed(0))
+    codes, scale = quantize_weight(weight, get_scheme(name))
+    assert codes.dtype == torch.int8 and len(codes.unique()) == 2**bits
+    # The largest code stands for absmax less half a step, as with INT8; nothing is further off than that.
+    half = 2 ** (bits - 1)
+    torch.testing.assert_close(scale, weight.abs().amax(1, keepdim=True) / (half - 0.5))
+    assert ((dequantize_weight(codes, scale) - weight).abs() <= scale / 2 + 1e-6).all()
+
+
+def test_coarse_activations_have_so_many_levels():
+    x = torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
+    rounded = round_activations(x, bits=4)
+    step = x.abs().amax(-1, keepdim=True) / 7
+    torch.testing.assert_close((rounded / step).round(), rounded / step, atol=1e-4, rtol=0)
+    assert ((rounded - x).abs() <= step / 2 + 1e-6).all()
+    assert all(len(row.unique()) <= 15 for row in rounded)
+    assert torch.equal(round_activations(torch.zeros(2, 3), 4), torch.zeros(2, 3))
+
+
+def test_every_experiment_can_be_told_apart_and_summed_up():
+    for name, experiment in EXPERIMENTS.items():
+        arms = {arm.name: arm for arm in experiment.arms}
+        assert len(arms) == len(experiment.arms), f"{name} has two arms of one name"
+        assert all(arm.changed["objective"] in OBJECTIVES for arm in experiment.arms if "objective" in arm.changed)
+        for pair in summary.CONTRASTS[name]:
+            assert set(pair) <= arms.keys(), f"{name} compares {pair}, which it does not run"
+    main = EXPERIMENTS["main"].arms
+    assert {arm.scheme for arm in main} == {None, "int8", "int4", "int3"}
+    assert all(len(arm.seeds) >= 5 for arm in main if arm.scheme in (None, "int8", "int3"))
+
+
+def test_only_what_is_missing_is_run(tmp_path):
+    every = study.missing_runs(["main"], tmp_path, None, None)
+    assert len(every) == 13 * 5 + 6 * 3
+    for _, seed, place in every[:10]:
+        write_short_log({"seed": seed}, [{"step": 4, "reward": 0.5}], place)
+    assert study.missing_runs(["main"], tmp_path, None, None) == every[10:]
+    few = study.missing_runs(["main"], tmp_path, [4], ["int3_acr"])
+    assert [(arm.name, seed) for arm, seed, _ in few] == [("int3_acr", 4), ("int3_acr_uaq", 4)]
+
+
+def test_short_logs_keep_what_is_needed(tmp_path):
+    rows = [
+        {"step": 4, "reward": 0.123456789, "learning_rate": 1e-4},
+        {"step": 4, "expected_accuracy": 0.5},
+        {"step": 8, "grad_norm": None},
+    ]
+    write_short_log({"seed": 1}, rows, tmp_path / "x.jsonl.gz")
+    run = read_run(tmp_path / "x.jsonl.gz")
+    assert run.settings == {"seed": 1}
+    assert run.rows == [{"step": 4, "reward": 0.12346, "expected_accuracy": 0.5}]
+    assert [shortened(value) for value in (1234567.0, 1.23456789e-9, 0.0)] == [1234600.0, 1.2346e-9, 0.0]
+
+
+def write_runs(directory, accuracies):
+    """Two updates a rollout, thirty rollouts; the first ten are far off, which the means must leave out."""
+    for arm, values in accuracies.items():
+        for seed, value in enumerate(values):
+            rows = [
+                {
+                    "step": 2 * rollout,
+                    "expected_accuracy": value + (1.0 if rollout <= 10 else 0.01 * (-1) ** rollout),
+                    "mismatch/kl_k3": 0.1 if rollout <= 10 else 0.3,
+                    "mismatch/ratio_max": 5.0 + seed if rollout == 3 else 1.0,
+                    "clip_ratio/region_mean": 0.02,
+                    "step_time": 0.5,
+                }
+                for rollout in range(1, 31)
+            ]
+            settings = {"seed": seed, "updates_per_rollout": 2, "date": "d", "commit": "c", "hardware": "h"}
+            write_short_log(settings, rows, directory / "main" / f"{arm}-seed{seed}.jsonl.gz")
+
+
+def test_tables_say_what_the_logs_say(tmp_path, capsys):
+    write_runs(tmp_path, {"bf16": [0.8, 0.6], "int8_naive": [0.7, 0.4], "int8_tis": [0.75]})
+    output = tmp_path / "out.json"
+    summary.main(["--runs", str(tmp_path), "--output", str(output)])
+    printed = capsys.readouterr().out
+    # bf16: mean .7, standard error .1 / sqrt(2) * ... = sd .1414 / sqrt(2) = .1, times t(1) = 12.706.
+    row = next(line for line in printed.splitlines() if line.startswith("| bf16 |"))
+    assert row.split(" | ")[1:4] == ["2", "30", "0.700 ± 1.271"]
+    assert "0.1 → 0.3" in row and " 6 " in row and "2.0%" in row
+    # Differences -.1 and -.2: mean -.15, sd .0707, standard error .05, times 12.706.
+    assert "| int8_naive - bf16 | 2 | -0.150 ± 0.635 |" in printed
+    assert "| int8_tis - bf16 | 1 | -0.050 |" in printed
+    assert "acr" not in printed, "an arm without runs was shown"
+    record = json.loads(output.read_text())
+    assert record["runs"]["count"] == 5
+    assert math.isclose(record["runs"]["training_hours"], 5 * 30 * 0.5 * 2 / 3600)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_study_runs(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.objectives.study", "cap", "--arms", "int3a4_acr_c2", "--seeds", "0"]
+    command += ["--rollouts", "2", "--jobs", "1", "--output", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=child_environment(), capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    run = read_run(tmp_path / "cap" / "int3a4_acr_c2-seed0.jsonl.gz")
+    assert len(run.series("expected_accuracy")) == 2 and run.settings["activation_bits"] == 4
+    # Activations of four bits put the actor much further from the policy than INT8 does.
+    assert run.series("mismatch/kl_k3")[0][1] > 0.02

@@ -1,0 +1,222 @@
+"""The paper's runs: every file parses with every variant, says what the paper says, and runs on the real questions."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny import SHARED, tiny_model, tiny_tokenizer
+
+from trl_qurl.recipes import grpo, ppo
+from trl_qurl.recipes.arguments import take_settings
+from trl_qurl.recipes.questions import punishments
+from trl_qurl.run_log import read_run
+
+RECIPES = sorted((Path(__file__).parents[1] / "examples" / "recipes").glob("*.yaml"))
+VARIANTS = sorted((Path(__file__).parents[1] / "examples" / "recipes" / "variants").glob("*.yaml"))
+ON_CPU = ["--use_cpu", "--bf16", "false"]
+
+# What the paper says: processes the file is written for, completions and prompts a rollout, rollouts, longest
+# completion, learning rate, KL coefficient, temperature.
+PAPER = {
+    "gsm8k_ppo": (1, 256, 256, 435, 512, 1e-5, 0.0, 1.0),
+    "dapo": (8, 512 * 16, 512, 200, 3072, 1e-6, 0.0, 1.0),
+    "deepscaler_8k": (8, 256 * 8, 256, 800, 8192, 1e-6, 1e-3, 0.6),
+    "deepscaler_16k": (8, 256 * 16, 256, 400, 16384, 1e-6, 1e-3, 0.6),
+    "deepscaler_24k": (8, 256 * 16, 256, 400, 24576, 1e-6, 1e-3, 0.6),
+}
+# Format, objective, UAQ's s; `None` for what the recipe says.
+VARIANT_SETTINGS = {
+    "bf16": (None, "naive", 1.0),
+    "naive": ("int8", "naive", 1.0),
+    "tis": ("int8", "tis", 1.0),
+    "qurl": ("int8", "acr", 1.5),
+    "qurl_without_uaq": ("int8", "acr", 1.0),
+}
+DATA = {"gsm8k_ppo": ("gsm8k/train", "gsm8k/test"), "dapo": ("dapo_math_17k/train", "aime2024/test")}
+DEEPSCALER = ("deepscaler/train_subset", "aime2024/test")
+
+
+def answered_by(recipe):
+    return "policy" if recipe.stem == "gsm8k_ppo" else "actor"
+
+
+def module_of(recipe):
+    return ppo if recipe.stem.endswith("ppo") else grpo
+
+
+def test_there_is_a_recipe_for_every_run_of_the_paper():
+    assert {recipe.stem for recipe in RECIPES} == PAPER.keys()
+    assert {variant.stem for variant in VARIANTS} == VARIANT_SETTINGS.keys()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_the_recipe_says_what_the_paper_says(recipe):
+    script, config, model = module_of(recipe).parse_arguments(["--config", str(recipe), *ON_CPU])
+    processes, completions, prompts, rollouts, longest, rate, beta, temperature = PAPER[recipe.stem]
+    made = config.per_device_train_batch_size * config.steps_per_generation * processes
+    assert (made, made // config.num_generations) == (completions, prompts)
+    assert config.max_steps == rollouts * config.updates_per_rollout
+    assert config.updates_per_rollout > 1, "no clip bound could act"
+    assert (config.max_completion_length, config.learning_rate) == (longest, rate)
+    assert (config.beta, config.temperature) == (beta, temperature)
+    assert config.objective == "acr" and config.rollout_quantization == "int8"
+    assert config.uaq_scale == (1.0 if recipe.stem == "gsm8k_ppo" else 1.5)
+    # A row of the log for each rollout, and a benchmark after a whole number of them.
+    assert config.logging_steps == config.updates_per_rollout
+    assert config.eval_tasks and config.eval_tasks_steps % config.updates_per_rollout == 0
+
+
+def test_dapo_is_dapo():
+    (recipe,) = (path for path in RECIPES if path.stem == "dapo")
+    script, config, _ = grpo.parse_arguments(["--config", str(recipe), *ON_CPU])
+    assert (config.epsilon, config.epsilon_high, config.loss_type) == (0.2, 0.28, "dapo")
+    assert config.dynamic_sampling and config.dynamic_sampling_reward == "answer_reward"
+    assert config.mask_truncated_completions
+    (punish,) = punishments(script.soft_overlong_cache, config)
+    # DAPO, Eq. 13, with 3072 tokens and 614 of them before the limit: -(2765 - 2458) / 614 = -0.5.
+    assert punish(completion_ids=[[0] * 2458, [0] * 2765, [0] * 3072]) == pytest.approx([0.0, -0.5, -1.0])
+
+
+def test_each_stage_starts_where_the_last_one_ended():
+    stages = [
+        grpo.parse_arguments(["--config", str(path), *ON_CPU])
+        for length in ("8k", "16k", "24k")
+        for path in RECIPES
+        if path.stem == f"deepscaler_{length}"
+    ]
+    for (_, before, _), (_, _, after) in itertools.pairwise(stages):
+        assert after.model_name_or_path == before.output_dir
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_variant_of_every_recipe_loads(recipe, variant):
+    _, config, _ = module_of(recipe).parse_arguments(["--config", str(recipe), str(variant), *ON_CPU])
+    scheme, objective, uaq_scale = VARIANT_SETTINGS[variant.stem]
+    assert (config.rollout_quantization, config.objective, config.uaq_scale) == (scheme, objective, uaq_scale)
+    _, plain, _ = module_of(recipe).parse_arguments(["--config", str(recipe), *ON_CPU])
+    assert (config.max_steps, config.learning_rate) == (plain.max_steps, plain.learning_rate)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_value_stands_beside_its_source(recipe):
+    """A quotation, an equation or table, or that it is our choice, above each block of settings."""
+    commented = False
+    for line in recipe.read_text().splitlines():
+        if line.startswith("#"):
+            commented = True
+        elif not line.strip():
+            commented = False
+        elif line.split(":")[0] not in ("extends", "output_dir", "logging_steps", "save_steps", "model_name_or_path"):
+            assert commented, f"{recipe.name}: nothing says where `{line}` comes from"
+
+
+@pytest.fixture(scope="module")
+def two_steps(run_scenario, tmp_path_factory):
+    """Every recipe for two steps of a tiny model on the real questions, each with another variant; what was logged."""
+    model = tmp_path_factory.mktemp("model")
+    tiny_model(max_position_embeddings=4096, tie_word_embeddings=False).save_pretrained(model)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(model)
+    directory = tmp_path_factory.mktemp("runs")
+    arguments = []
+    for recipe, variant in zip(RECIPES, itertools.cycle(VARIANTS)):
+        train, test = (SHARED / "data" / f"{name}.jsonl.gz" for name in DATA.get(recipe.stem, DEEPSCALER))
+        argv = ["--config", recipe, variant, *ON_CPU, "--model_name_or_path", model, "--max_steps", 2]
+        argv += [
+            "--dataset",
+            train,
+            "--dataset_limit",
+            12,
+            "--question_column",
+            "question",
+            "--answer_column",
+            "answer",
+        ]
+        argv += ["--eval_tasks", f"held_out={test}", "--eval_tasks_limit", 3, "--eval_tasks_steps", 2]
+        argv += ["--eval_tasks_by", answered_by(recipe)]
+        argv += ["--output_dir", directory / recipe.stem, "--logging_steps", 1, "--save_strategy", "no"]
+        argv += ["--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 1, "--steps_per_generation", 2]
+        argv += ["--max_completion_length", 6, "--report_to", "none", "--vllm_max_model_length", 4096]
+        argv += ["--vllm_engine_kwargs", '{"enforce_eager": true}', "--sync_check_steps", 0]
+        if module_of(recipe) is grpo:
+            argv += ["--num_generations", 4, "--dynamic_sampling_max_rounds", 2]
+        if recipe.stem == "dapo":
+            argv += ["--soft_overlong_cache", 3]
+        command = module_of(recipe).__name__.rpartition(".")[2]
+        arguments += [command, recipe.stem, json.dumps([str(argument) for argument in argv])]
+    return directory, run_scenario("recipes.py", *arguments)
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("recipes")
+@pytest.mark.skipif(not (SHARED / "data").exists(), reason="the data sets are not beside this checkout")
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_two_steps_on_the_real_questions(recipe, two_steps):
+    directory, records = two_steps
+    record = records[recipe.stem]
+    assert record["step"] == 2
+    updates = [row for row in record["history"] if "loss" in row]
+    assert len(updates) == 2 and all(row["loss"] == row["loss"] for row in updates)
+    [rollout] = [row for row in record["history"] if "reward" in row]
+    assert rollout["num_tokens"] > 100 and "rewards/answer_reward/mean" in rollout
+    metric = f"eval_held_out/{answered_by(recipe)}_avg@1"
+    evaluations = [row for row in record["history"] if metric in row]
+    assert [row["step"] for row in evaluations] == [0, 2], "a benchmark before the first step and after the second"
+    assert (directory / recipe.stem / "config.json").exists()
+    run = read_run(directory / recipe.stem)
+    assert len(run.series(metric)) == 2 and run.series("reward")
+    if recipe.stem == "dapo":
+        assert "rewards/soft_overlong_punishment_reward/mean" in rollout
+        # A model that knows nothing gets the same reward for every answer: the rounds end, and training goes on.
+        assert rollout["dynamic_sampling/rounds"] == 2 and rollout["dynamic_sampling/filled_share"] == 0
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("recipes")
+@pytest.mark.skipif(not (SHARED / "data").exists(), reason="the data sets are not beside this checkout")
+def test_an_unquantized_actor_answers_as_the_policy_does(two_steps):
+    [record] = [record for record in two_steps[1].values() if "policy" in record]
+    assert len(record["policy"]) == 12 and len({tuple(tokens) for tokens in record["policy"]}) > 1
+    assert record["actor"] == record["policy"]
+
+
+def write(path, **settings):
+    path.write_text(yaml.safe_dump(settings))
+    return str(path)
+
+
+def test_later_files_override_earlier_ones(tmp_path):
+    first, second = write(tmp_path / "a.yaml", seed=1, beta=2), write(tmp_path / "b.yaml", beta=3)
+    names = {"seed", "beta"}
+    assert take_settings(["--config", first, second, "--x", "y"], names, "grpo") == (
+        {"seed": 1, "beta": 3},
+        ["--x", "y"],
+    )
+    assert take_settings(["--config", second, "--config", first], names, "grpo")[0] == {"seed": 1, "beta": 2}
+
+
+def test_a_file_extends_another(tmp_path):
+    (tmp_path / "below").mkdir()
+    write(tmp_path / "base.yaml", seed=1, beta=2)
+    middle = write(tmp_path / "below" / "middle.yaml", extends="../base.yaml", beta=3)
+    last = write(tmp_path / "last.yaml", extends="below/middle.yaml", seed=4)
+    assert take_settings(["--config", middle], {"seed", "beta"}, "grpo")[0] == {"seed": 1, "beta": 3}
+    assert take_settings(["--config", last], {"seed", "beta"}, "grpo")[0] == {"seed": 4, "beta": 3}
+    circle = write(tmp_path / "circle.yaml", extends="circle.yaml")
+    with pytest.raises(ValueError, match="extends itself"):
+        take_settings(["--config", circle], (), "grpo")
+    dangling = write(tmp_path / "dangling.yaml", extends="absent.yaml")
+    with pytest.raises(FileNotFoundError, match=r"absent.yaml \(which .*dangling.yaml extends\)"):
+        take_settings(["--config", dangling], (), "grpo")
+
+
+def test_a_punishment_of_every_length_is_refused(tmp_path):
+    _, config, _ = grpo.parse_arguments(["--output_dir", str(tmp_path), "--max_completion_length", "100", *ON_CPU])
+    assert punishments(None, config) == []
+    for cache in (0, 100, 200):
+        with pytest.raises(ValueError, match=f"soft_overlong_cache={cache} .* max_completion_length=100"):
+            punishments(cache, config)

@@ -1,0 +1,109 @@
+"""From graded answers to figures: Avg@k, pass@k, and how far to trust them. `Q` questions, `k` answers to each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, pvariance
+
+Z95 = 1.959963984540054
+"""Quantile of the normal distribution for an interval of 95 %."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A share in [0, 1] (or a difference of two) with its interval of 95 %."""
+
+    value: float
+    low: float
+    high: float
+
+
+def average_at_k(graded: Sequence[Sequence[bool]]) -> Estimate:
+    r"""Share of right answers, Avg@k; with one answer per question, accuracy.
+
+    $$p = \frac{1}{Q} \sum_q p_q, \qquad n = \frac{p (1 - p)}{\mathrm{Var}(p_q) / Q}, \qquad
+      \frac{p + z^2/2n \pm z \sqrt{p (1 - p) / n + z^2 / 4n^2}}{1 + z^2/n}$$
+
+    Where p_q is a question's own share, n the number of independent answers that would scatter as much as the
+    questions do, and the last the Wilson interval for it. The questions are the sample: more answers to the same ones
+    narrow the interval only as far as the answers to one question differ. For k = 1, n is Q.
+
+    Source: E. B. Wilson, "Probable inference" (1927); n is Kish's effective sample size.
+
+    Args:
+        graded: whether each answer is right, (Q, k).
+
+    Raises:
+        ValueError: no questions, or a question without answers.
+    """
+    _check(graded)
+    shares = [fmean(answers) for answers in graded]  # (Q,)
+    value, spread = fmean(shares), pvariance(shares)
+    size = float(len(shares))  # all right or all wrong: the scatter says nothing, and every question counts once
+    if 0 < value < 1:
+        answers = sum(map(len, graded))
+        size = min(answers, value * (1 - value) * len(shares) / spread) if spread > 0 else answers
+    centre = (value + Z95**2 / (2 * size)) / (1 + Z95**2 / size)
+    half = Z95 * math.sqrt(value * (1 - value) / size + Z95**2 / (4 * size**2)) / (1 + Z95**2 / size)
+    return Estimate(value, max(0.0, centre - half), min(1.0, centre + half))
+
+
+def pass_at_k(graded: Sequence[Sequence[bool]], k: int) -> float:
+    r"""Share of questions that k answers solve, estimated without bias from n ≥ k answers to each.
+
+    $$\frac{1}{Q} \sum_q 1 - \binom{n_q - c_q}{k} / \binom{n_q}{k}$$
+
+    Where c_q of the n_q answers to a question are right.
+
+    Source: Chen et al. 2021 (arXiv:2107.03374), Eq. 1.
+
+    Args:
+        graded: whether each answer is right, (Q, n).
+        k: answers that are drawn.
+
+    Raises:
+        ValueError: fewer than k answers to a question.
+    """
+    _check(graded)
+    fewest = min(map(len, graded))
+    if not 1 <= k <= fewest:
+        raise ValueError(f"pass@{k} needs at least {k} answers to each question, and there is one with {fewest}.")
+    return fmean(1 - math.comb(len(a) - sum(a), k) / math.comb(len(a), k) for a in graded)
+
+
+def paired_difference(graded: Sequence[Sequence[bool]], baseline: Sequence[Sequence[bool]]) -> Estimate:
+    r"""How much better one set of answers is than another to the same questions.
+
+    $$\tilde{d} \pm z \sqrt{\Big(\frac{1 + \sum_q d_q^2}{Q + 2} - \tilde{d}^2\Big) / (Q + 2)}, \qquad
+      \tilde{d} = \frac{\sum_q d_q}{Q + 2}$$
+
+    Where d_q is the difference of a question's two shares of right answers; the value is their plain mean. The
+    interval pretends two more questions, so that it is one even where no question tells the two apart. Questions that
+    both solve, or neither, add nothing to it: it is narrower than the two intervals side by side would suggest.
+
+    Source: A. Agresti and Y. Min, "Simple improved confidence intervals for comparing matched proportions" (2005).
+
+    Args:
+        graded: whether each answer is right, (Q, k).
+        baseline: the same for what it is compared with, (Q, k').
+
+    Raises:
+        ValueError: the numbers of questions differ.
+    """
+    _check(graded)
+    _check(baseline)
+    if len(graded) != len(baseline):
+        raise ValueError(f"Cannot pair {len(graded)} questions with {len(baseline)}: evaluate both on the same task.")
+    differences = [fmean(ours) - fmean(theirs) for ours, theirs in zip(graded, baseline, strict=True)]  # (Q,)
+    size = len(differences) + 2
+    centre = sum(differences) / size
+    variance = (1 + sum(difference**2 for difference in differences)) / size - centre**2
+    half = Z95 * math.sqrt(variance / size)
+    return Estimate(fmean(differences), max(-1.0, centre - half), min(1.0, centre + half))
+
+
+def _check(graded: Sequence[Sequence[bool]]) -> None:
+    if not graded or not all(graded):
+        raise ValueError("There are no answers to count: give at least one question, and an answer to each.")
