@@ -421,9 +421,9 @@ def test_the_table_fits_what_it_shows(tmp_path):
     table = build_table(results, "some/model")
     rows = list(zip(*(list(column.cells) for column in table.columns), strict=True))
     assert [row[:3] for row in rows] == [
-        ("sums", "BF16", "2 greedy"),
+        ("sums (2)", "BF16", "greedy"),
         ("", "BF16", "Avg@2"),
-        ("", "INT8", "2 greedy"),
+        ("", "INT8", "greedy"),
         ("", "INT8", "Avg@2"),
     ]
     assert [row[3].split()[0] for row in rows] == ["100.0", "50.0", "0.0", "0.0"]

@@ -84,25 +84,28 @@ def count(answers: Sequence[Answer], baseline: Sequence[Answer] | None) -> Mode:
 
 
 def build_table(results: Sequence[Result], model: str) -> Table:
-    """The figures as a person reads them: per cent, with the interval of 95 % in brackets."""
+    """The figures as a person reads them: per cent, with the interval of 95 % in brackets; fits into 100 columns."""
     from rich import box
     from rich.table import Table
 
-    table = Table(title=model, box=box.SIMPLE_HEAD, caption="%, with intervals of 95 %", caption_justify="left")
     several = len({result.format for result in results}) > 1
+    caption = "%, with intervals of 95 %" + ("; difference from the first format" if several else "")
+    table = Table(
+        title=model, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=caption, caption_justify="left"
+    )
     for heading in ("task", "format", "answers"):
-        table.add_column(heading)
-    headings = ["right", *(["difference"] if several else []), "pass@k", "tokens", "cut off", "seconds", "tokens/s"]
+        table.add_column(heading, no_wrap=True, min_width=max(len(heading), 6))
+    headings = ["right", *(["difference"] if several else []), "pass@k", "tokens", "cut off", "s"]
     for heading in headings:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", min_width=len(heading))
     shown = ""
     for result in results:
         for mode, figures in result.modes.items():
-            answers = f"{result.questions} greedy" if mode == GREEDY else f"Avg@{max(figures.pass_at, default=1)}"
+            answers = "greedy" if mode == GREEDY else f"Avg@{max(figures.pass_at, default=1)}"
             solved = f"{100 * figures.pass_at[max(figures.pass_at)]:.1f}" if figures.pass_at else ""
             difference = "" if figures.difference is None else _shown(figures.difference, "+.1f")
             table.add_row(
-                "" if result.task == shown else result.task,
+                "" if result.task == shown else f"{result.task} ({result.questions})",
                 result.format,
                 answers,
                 _shown(figures.average, ".1f"),
@@ -111,7 +114,6 @@ def build_table(results: Sequence[Result], model: str) -> Table:
                 f"{figures.tokens:.0f}",
                 f"{100 * (1 - figures.finished):.1f}",
                 f"{figures.seconds:.0f}",
-                f"{figures.tokens_per_second:.0f}",
             )
             shown = result.task
     return table
@@ -119,4 +121,4 @@ def build_table(results: Sequence[Result], model: str) -> Table:
 
 def _shown(estimate: Estimate, form: str) -> str:
     value, low, high = (format(100 * share, form) for share in (estimate.value, estimate.low, estimate.high))
-    return f"{value} [{low}, {high}]"
+    return f"{value} [{low},{high}]"

@@ -27,6 +27,11 @@ LARGEST_POWER = 100_000
 
 BITS_OF_A_POINT = 8
 
+MAX_COMMAS = 10
+"""In the arguments of a function; the parser takes time that grows faster than a list."""
+
+_THOUSANDS_COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_NO_EXPRESSION = re.compile(r"\\text|[=<>]|\\(?:le|ge|ne|in|approx)(?![a-zA-Z])")
 _DECIMAL = re.compile(r"\d*\.\d+|\d+\.")
 _MIXED = re.compile(r"(?<![\w.)}^])(\d+) ?\\frac\{(\d+)\}\{(\d+)\}")
 _ADJACENT = re.compile(r"(?<=[\d)])(?<![_^]\d) ?(?=\()|(?<=\)) ?(?=\d|\\frac|\\sqrt)")
@@ -71,9 +76,9 @@ def expression(text: str) -> Any:
 
 def _explicit(text: str) -> str:
     """LaTeX that leaves the parser nothing to guess: it takes 2(3) for a mixed number, and decimals for floats."""
-    if r"\text" in text:
-        raise ValueError("Words are no mathematics.")
-    text = re.sub(r"(?<=\d),(?=\d{3})", "", text)
+    text = _THOUSANDS_COMMA.sub("", text)
+    if _NO_EXPRESSION.search(text) or text.count(",") > MAX_COMMAS:
+        raise ValueError("Words, relations and lists are no expression.")
     if _TRIGONOMETRY.search(text):
         text = _DEGREES.sub(r"(\\frac{\1\\pi}{180})", text)
     text = text.replace(r"^\circ", "")

@@ -12,6 +12,9 @@ import re
 TAIL = 2000
 """Characters at the end of a completion in which an answer without a box is looked for."""
 
+MAX_BOXES = 100
+"""Boxes, from the last one on, that are looked into."""
+
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])")
 _BOX_OPTIONS = re.compile(r"(?:\s*\[[^\]\n]{0,20}\]){0,2}\s*")
 _BETWEEN_BOXES = re.compile(
@@ -21,7 +24,7 @@ _BETWEEN_BOXES = re.compile(
 _FARTHEST_BOXES = 40
 _BARE_BOX = re.compile(r"([^{}\n$]{1,50}?)\s*(?:\$|\\[)\]]|\n)")
 _MARKER = re.compile(r"#{4}[ \t]*([^\n]*)")
-_ANSWER = re.compile(r"(?:(?i:\banswer)[^\n:=.]{0,40}?(?::|=|\bis\b)|答案(?:是|为|[:：])?)[\s:：*=]*")
+_ANSWER = re.compile(r"(?:(?i:\banswers?\b)[^\n:=.]{0,40}?(?::|=|\b(?:is|are)\b)|答案(?:是|为|[:：])?)[\s:：*=]*")
 _BRACE = re.compile(r"\\[{}\\]|[{}]")
 # A dollar sign before a number may be a price: "$5 and $7" holds no formula.
 _FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(?=\S)([^$\n]*[^$\s])\$(?!\d)|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
@@ -45,10 +48,11 @@ def final_answer(completion: str) -> str | None:
         return None
     boxes = list(_BOX.finditer(spoken))
     if boxes:
-        answer = _last_box(spoken, boxes)
+        answer = _last_box(spoken, boxes[-MAX_BOXES:])
         if answer != "":
             return answer
-    return _marked(spoken[-TAIL:]) or _announced(spoken[-TAIL:]) or _last_value(spoken[-TAIL:])
+    tail = spoken[-TAIL:]
+    return _marked(tail) or _announced(tail) or _last_value(tail) or None
 
 
 def _last_box(text: str, boxes: list[re.Match[str]]) -> str | None:
@@ -64,7 +68,7 @@ def _last_box(text: str, boxes: list[re.Match[str]]) -> str | None:
             answer = content
         elif end > start or start - end > _FARTHEST_BOXES or not _BETWEEN_BOXES.fullmatch(text, end, start):
             break
-        else:
+        elif content != answer:
             answer = f"{content}, {answer}"
         start = box.start()
     return answer

@@ -11,7 +11,7 @@ import re
 import unicodedata
 
 MAX_LENGTH = 1000
-MAX_NESTING = 40
+MAX_NESTING = 15
 
 ROW_END = r"\cr "
 """TeX's own name for the `\\\\` between the rows of a matrix: one that no other rule mistakes for a space."""

@@ -18,10 +18,10 @@ import signal
 import sys
 from typing import NoReturn
 
-COMPUTING_TIME = 2.0
+COMPUTING_TIME = 1.0
 """Seconds of a processor that a pair may take. Unlike the clock, it does not depend on what else the machine does."""
 
-WAITING_TIME = 10.0
+WAITING_TIME = 8.0
 """Seconds on the clock that a pair may take, for one that waits and does not compute."""
 
 MEMORY = 1 << 30

@@ -51,7 +51,7 @@ _BASE = re.compile(
     r"([+-]?) ?\(?((?:\\text\{)?(?=[A-Z]*\d)[0-9A-Z]+\}?)\)? ?_ ?\{? ?\(?(\d+|\\text\{[a-z]+\})\)? ?\}?"
 )
 
-_TEXT_BEHIND = re.compile(r"(.*?\S) ?\\text\{([^{}]*)\} ?(?:\^ ?\{?\d\}?)?")
+_TEXT_BEHIND = re.compile(r"(.*?\S) ?\\text\{([^{}\d]*)\} ?(?:\^ ?\{?\d\}?)?")
 _DEGREES_BEHIND = re.compile(r"((?!.*\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])).*?\S) ?(\^\\circ|%)")
 # Behind a plain number also unmarked words are a unit; in `3 abc` they may be a product.
 _WORDS_BEHIND = re.compile(

@@ -68,7 +68,7 @@ def stop() -> None:
 class _Worker:
     def __init__(self) -> None:
         # -P and this process's path: the worker imports what this one would, and not what lies about in its directory.
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        path = os.pathsep.join(str(entry) or os.getcwd() for entry in sys.path)
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _COMMAND, str(os.getpid())],
             stdin=subprocess.PIPE,
