@@ -121,4 +121,4 @@ def build_table(results: Sequence[Result], model: str) -> Table:
 
 def _shown(estimate: Estimate, form: str) -> str:
     value, low, high = (format(100 * share, form) for share in (estimate.value, estimate.low, estimate.high))
-    return f"{value} [{low},{high}]"
+    return f"{value} [{low}, {high}]"

@@ -22,7 +22,7 @@ from trl_qurl.evaluation.job import Job, Sampling
 from trl_qurl.evaluation.results import Result, summarize
 from trl_qurl.evaluation.tasks import Task, load_tasks
 
-LABELS = {"none": "BF16", "int8": "INT8", "fp8": "FP8"}
+FORMATS = ("none", "int8", "fp8")
 SETTINGS_NAME, RESULTS_NAME = "eval.json", "results.json"
 
 ENVIRONMENT = {
@@ -68,6 +68,9 @@ def evaluate(
     require_packages()
     from trl_qurl.rollout.launch import content_digest, resolve_model, starting_checkpoint
 
+    sixteen_bit, dtype = full_precision()
+    labels = {"none": sixteen_bit, "int8": "INT8", "fp8": "FP8"}
+    engine_kwargs = {"dtype": dtype, **(engine_kwargs or {})}
     directory = resolve_model(model)
     output_dir.mkdir(parents=True, exist_ok=True)
     settings = {
@@ -84,17 +87,17 @@ def evaluate(
             if scheme != "none":
                 checkpoint = str(starting_checkpoint(directory, scheme, ignore))
             job = Job(
-                LABELS[scheme],
+                labels[scheme],
                 checkpoint,
                 list(tasks),
                 limit,
                 sampling,
                 str(answers_path(output_dir, scheme)),
-                engine_kwargs or {},
+                engine_kwargs,
             )
             run_job(job, loaded, output_dir / f"{scheme}.job.json")
         results = summarize(
-            {LABELS[scheme]: AnswerFile(answers_path(output_dir, scheme)) for scheme in schemes}, loaded, sampling
+            {labels[scheme]: AnswerFile(answers_path(output_dir, scheme)) for scheme in schemes}, loaded, sampling
         )
         write_json({**settings, "results": [asdict(result) for result in results]}, output_dir / RESULTS_NAME)
     return results
@@ -102,10 +105,22 @@ def evaluate(
 
 def check_schemes(schemes: Sequence[str]) -> None:
     """Refuse number formats that there are not."""
-    if unknown := [scheme for scheme in schemes if scheme not in LABELS]:
-        raise ValueError(f"There is no format {', '.join(map(repr, unknown))}; choose of {', '.join(LABELS)}.")
+    if unknown := [scheme for scheme in schemes if scheme not in FORMATS]:
+        raise ValueError(f"There is no format {', '.join(map(repr, unknown))}; choose of {', '.join(FORMATS)}.")
     if not schemes or len(set(schemes)) < len(schemes):
-        raise ValueError(f"Give each format once, of {', '.join(LABELS)}; got {', '.join(schemes) or 'none'}.")
+        raise ValueError(f"Give each format once, of {', '.join(FORMATS)}; got {', '.join(schemes) or 'none'}.")
+
+
+def full_precision() -> tuple[str, str]:
+    """The 16-bit format of this machine, as shown and as vLLM calls it.
+
+    Not vLLM's own choice, which makes FP16 of the float32 weights that training saves.
+    """
+    import torch
+
+    if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return "FP16", "float16"
+    return "BF16", "bfloat16"
 
 
 def require_packages() -> None:

@@ -18,14 +18,22 @@ if TYPE_CHECKING:
     from sympy import Expr
 
 DIGITS = 60
-TOLERANCE = 40
-"""Decimal digits in which values must agree; the 20 between the two are for rounding."""
+"""Decimal digits to which values are worked out."""
+
+AGREEING_DIGITS = 40
+"""Decimal digits in which equal values agree; the others are for rounding."""
+
+SMALLEST = 1e-50
+"""Below it, a value that is not zero cannot be told from one that is zero but was not simplified."""
 
 POINTS = 4
+"""At which expressions with variables are compared."""
+
 LARGEST_POWER = 100_000
-"""Binary digits of the numbers that are worked out exactly."""
+"""Binary digits of the largest number that is worked out exactly."""
 
 BITS_OF_A_POINT = 8
+"""Binary digits of the variables' values, at least those of their numerators."""
 
 MAX_COMMAS = 10
 """In the arguments of a function; the parser takes time that grows faster than a list."""
@@ -165,5 +173,4 @@ def _number(value: Expr, places: dict[Any, Any]) -> Any:
 
 
 def _close(one: Any, other: Any) -> bool:
-    scale = max(1, abs(one), abs(other))
-    return bool(abs(one - other) <= scale * 10**-TOLERANCE)
+    return bool(abs(one - other) <= max(SMALLEST, abs(one), abs(other)) * 10**-AGREEING_DIGITS)

@@ -64,8 +64,8 @@ def _same(given: Answer, expected: Answer, algebra: Algebra) -> bool:
 
 
 def _same_named(given: Named, expected: Named, algebra: Algebra) -> bool:
-    """The same value of the same name; y = 2x is also x = y/2."""
-    if given.name == expected.name:
+    """The same value of the same name, where a name in words is as good as any; y = 2x is also x = y/2."""
+    if given.name == expected.name or (r"\text" in given.name) != (r"\text" in expected.name):
         return _same(given.value, expected.value, algebra)
     left, right = _as_relation(given), _as_relation(expected)
     return left is not None and right is not None and algebra(left, right)

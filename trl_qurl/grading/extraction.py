@@ -1,8 +1,8 @@
 r"""Where in a completion its final answer stands.
 
-The last box counts, even if it is wrong or empty-handed after a right one; then GSM8K's `####`; then what follows the
-last "answer is"; then the last formula or number. Only the end of a completion is read, so that its length costs
-nothing. What the answer means is left to the rest of the package.
+The last box counts, also where an earlier one was right; then GSM8K's `####`; then what follows the last "answer is";
+then the last formula or number. Apart from the boxes only the end of a completion is read, so that its length costs
+next to nothing. What the answer means is left to the rest of the package.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BETWEEN_BOXES = re.compile(
     r"[\s$]*(?:\\[)\]])?[\s$]*(?:\\quad|\\text\{)?\s*(?:,|;|,?\s*and|,?\s*or|和|或)\s*\}?[\s$]*(?:\\[(\[])?[\s$]*"
     r"(?:[a-zA-Z](?:_\d)?\s*=\s*)?"
 )
-_FARTHEST_BOXES = 40
+_FARTHEST_BOXES = 40  # characters between two that are one answer
 _BARE_BOX = re.compile(r"([^{}\n$]{1,50}?)\s*(?:\$|\\[)\]]|\n)")
 _MARKER = re.compile(r"#{4}[ \t]*([^\n]*)")
 _ANSWER = re.compile(r"(?:(?i:\banswers?\b)[^\n:=.]{0,40}?(?::|=|\b(?:is|are)\b)|答案(?:是|为|[:：])?)[\s:：*=]*")

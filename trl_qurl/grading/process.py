@@ -34,6 +34,7 @@ READY, MISSING, BROKEN = "ready", "missing", "broken"
 EQUAL, DIFFERENT, OUT_OF_TIME = "equal", "different", "out of time"
 
 _FINISHED, _REPLACED, _FAILED = 0, 10, 11  # exit statuses of a fork
+_INPUT, _OUTPUT, _ERROR = 0, 1, 2
 _OWNER_CHECK = 10_000  # milliseconds
 _EXAMPLES = [
     (r"\frac{\sqrt{3}}{2}+\pi", r"\frac{\sqrt{3}+2\pi}{2}"),
@@ -48,9 +49,8 @@ _EXAMPLES = [
 def main() -> None:
     """Serve pairs until the input ends or the process that the first argument names is gone."""
     owner = int(sys.argv[1])
-    requests, replies = os.dup(sys.stdin.fileno()), os.dup(sys.stdout.fileno())
-    null = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (sys.stdin.fileno(), sys.stdout.fileno()):
+    requests, replies, null = os.dup(_INPUT), os.dup(_OUTPUT), os.open(os.devnull, os.O_RDWR)
+    for descriptor in (_INPUT, _OUTPUT):
         os.dup2(null, descriptor)  # what a library prints is no verdict
     for number in (signal.SIGALRM, signal.SIGPROF, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)  # the parent may have had them ignored
@@ -66,7 +66,7 @@ def main() -> None:
     while True:
         child = os.fork()
         if child == 0:
-            os.dup2(null, sys.stderr.fileno())
+            os.dup2(null, _ERROR)
             _serve(requests, replies, is_busy, owner)
         _, status = os.waitpid(child, 0)
         if is_busy[0]:

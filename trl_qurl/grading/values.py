@@ -11,28 +11,44 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
+_NAMES_OF_UNITS = {
+    "%": "percent",
+    "degree": "deg",
+    "radian": "rad",
+    "dollar": "usd buck",
+    "cent": "",
+    "am": "a.m",
+    "pm": "p.m",
+    "mm": "millimeter millimetre",
+    "cm": "centimeter centimetre",
+    "m": "meter metre",
+    "km": "kilometer kilometre",
+    "in": "inch inches",
+    "ft": "foot feet",
+    "yd": "yard",
+    "mi": "mile",
+    "mph": "",
+    "ml": "milliliter millilitre",
+    "l": "liter litre",
+    "gal": "gallon",
+    "s": "sec second",
+    "min": "minute",
+    "h": "hr hour",
+    "day": "",
+    "week": "",
+    "month": "",
+    "yr": "year",
+    "mg": "milligram",
+    "g": "gram",
+    "kg": "kilogram",
+    "oz": "ounce",
+    "lb": "pound",
+}
 _UNITS = {
-    alias: names[0]
-    for names in map(
-        str.split,
-        [
-            *["% percent", "degree deg", "radian rad", "dollar usd buck", "cent", "euro", "am a.m", "pm p.m"],
-            *["mm millimeter millimetre", "cm centimeter centimetre", "m meter metre", "km kilometer kilometre"],
-            *[
-                "in inch inches",
-                "ft foot feet",
-                "yd yard",
-                "mi mile",
-                "mph",
-                "gallon gal",
-                "ml milliliter",
-                "l liter litre",
-            ],
-            *["s sec second", "min minute", "h hr hour", "day", "week", "month", "year yr"],
-            *["mg milligram", "g gram", "kg kilogram", "oz ounce", "lb pound", "ton"],
-        ],
-    )
-    for alias in [*names, *(f"{name}s" for name in names)]
+    alias: unit
+    for unit, names in _NAMES_OF_UNITS.items()
+    for name in [unit, *names.split()]
+    for alias in (name, f"{name}s")
 }
 _NUMBER_WORDS = [
     *["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"],
@@ -58,7 +74,7 @@ _WORDS_BEHIND = re.compile(
     rf"([+-]?(?:{_DIGITS})(?: ?/ ?\d+)?|[^a-zA-Z]*\\frac\{{\d+\}}\{{\d+\}}) ?([a-zA-Z][a-zA-Z. ]*)(?:\^ ?\{{?\d\}}?)?"
 )
 _POWER_WORDS = re.compile(r"\b(?:square|cubic|sq|cu)\b\.?")
-_TEXT_BEFORE = re.compile(r"\\text\{[^{}]*(?::|\bis) ?\} ?(.+)")
+_TEXT_BEFORE = re.compile(r"^\\text\{[^{}]*(?::|\bis) ?\} ?(.+)")
 _TEXT = re.compile(r"\\text\{ ?\(?([^{}]*?)\)? ?\}")
 _WORDS = re.compile(r"[a-zA-Z][a-zA-Z .'-]*(?:\d+)?")
 _LONG_WORD = re.compile(r"[a-zA-Z]{4}")
