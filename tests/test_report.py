@@ -28,7 +28,7 @@ from trl_qurl.report.curves import (
 )
 from trl_qurl.report.groups import MOST_PER_PLOT, group_runs, make_facets
 from trl_qurl.report.numerals import numeral, percentage, tick, with_error
-from trl_qurl.report.pictures import COLORS, DASHES, MARKERS, draw_plot
+from trl_qurl.report.pictures import COLORS, DASHES, MARKERS, draw_plot, to_png
 from trl_qurl.report.plots import Curves, plots_of
 from trl_qurl.report.questions import QUESTIONS, Measure, Panel, Question, ask, held_out_scores
 from trl_qurl.report.runs import load_runs
@@ -60,7 +60,7 @@ REWARD_ONLY = Question("learning", "", "", "", "", (Panel("Reward", "mean", (Mea
 
 
 def run_of(rows=({"step": 4, "reward": 0.5},), path="run.jsonl", **changed):
-    return Run(path, {**SETTINGS, **changed}, list(rows))
+    return Run(path, {**SETTINGS, **changed}, [dict(row) for row in rows])
 
 
 def rewards(values, updates=4):
@@ -191,7 +191,7 @@ def test_what_does_not_change_training_makes_no_group():
     flat = [flatten(run.settings) for run in runs]
     assert differing(flat[:2]) == []
     assert differing(flat) == ["arm"]  # nothing else tells the last two apart
-    assert set_aside(flat) == ["output_dir", "logging_steps", "vllm_server_port"]  # others are in one run only
+    assert set_aside(flat) == ["output_dir", "run_name", "logging_steps", "vllm_server_port"]
     groups, notes = group_runs(runs[:2])
     assert [len(group.runs) for group in groups] == [2] and not notes
 
@@ -329,9 +329,37 @@ def test_long_runs_are_smoothed_and_the_raw_values_shown_behind():
     assert raw.get_ydata().tolist() == values and raw.get_alpha() < 0.5
     assert line.get_ydata()[:3] == pytest.approx([1 / 2, 1 / 3, 2 / 3])  # window 3, cut at the end
     assert "mean · mean of 3 rollouts" in [text.get_text() for text in figure.texts]
+    assert line.get_markevery() == (0, 6)  # 40 / 7, rounded
     several = [run_of(rewards(values), objective=name) for name in ("naive", "tis", "acr")]
     (plot,) = drawn_plots(several)
     assert len(draw_plot(plot).axes[0].lines) == 3  # no room behind them
+
+
+def test_the_largest_ratio_is_smoothed_by_the_largest():
+    rows = [{"step": 4 * n, "mismatch/ratio_max": 50.0 if n == 20 else 2.0} for n in range(1, 41)]
+    (question,) = [question for question in QUESTIONS if question.name == "ratio"]
+    (plot,) = drawn_plots([run_of(rows)], question)
+    figure = draw_plot(plot)
+    assert figure.axes[0].lines[-1].get_ydata()[17:22].tolist() == [2, 50, 50, 50, 2]  # rollouts 18 to 22
+    assert "ρ · largest of 3 rollouts" in [text.get_text() for text in figure.texts]
+
+
+def test_shares_start_at_zero_and_a_bad_critic_does_not_hide_a_good_one():
+    rows = [{"step": 4 * n, "clip_ratio/region_mean": 0.02 + n / 100} for n in range(3)]
+    (plot,) = drawn_plots([run_of(rows)], QUESTIONS[1])
+    assert plot.limits == pytest.approx((0, 0.042))  # and a twentieth above 4 %
+    (critic,) = [question for question in QUESTIONS if question.name == "critic"]
+    rows = [{"step": 4 * n, "critic/explained_variance": value} for n, value in enumerate((-40.0, -3.0, 0.5))]
+    (plot,) = drawn_plots([run_of(rows)], critic)
+    assert plot.limits[0] == -0.5 and plot.limits[1] > 0.5
+
+
+def test_a_dollar_sign_is_no_formula():
+    runs = [run_of(objective="$a^{$"), run_of(objective="_hidden")]
+    (plot,) = drawn_plots(runs)
+    figure = draw_plot(plot._replace(title="$b^{$"))
+    assert to_png(figure).startswith(b"\x89PNG")
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["$a^{$", "_hidden"]
 
 
 def test_seeds_that_end_early_and_metrics_that_some_runs_lack():
@@ -364,6 +392,7 @@ def test_a_single_row_is_a_point_between_ticks(value, logarithmic):
     axes = figure.axes[0]
     assert axes.lines[0].get_marker() == "o" and axes.lines[0].get_markevery() == 1
     low, high = axes.get_ylim()
+    assert (low, high) == pytest.approx(plot.limits)  # matplotlib did not have to widen them
     assert low < value < high
     assert any(low <= place <= high for place in axes.get_yticks())
 
@@ -484,6 +513,12 @@ def test_summary_by_hand():
         ["tis", "1", "1", "0.250", "–", "–", "–"],
         ["acr", "2", "22", "0.700 ± 1.271", "(4.50 ± 0.00) × 10⁻⁵", "900", "1.23 ± 0.00"],
     ]
+
+
+def test_a_column_has_the_decimals_that_suit_most_of_it():
+    runs = [run_of(rewards([value]), objective=name) for name, value in [("a", 12.34), ("b", 0.1234), ("c", 0.5678)]]
+    rows = summary_table(group_runs(runs)[0], []).rows
+    assert [row[3] for row in rows] == ["12.340", "0.123", "0.568"]
 
 
 def test_lengths_of_seeds_that_differ():
@@ -620,7 +655,7 @@ def test_the_page_can_be_read_by_anyone(written):
         assert int(image["width"]) == 800 and int(image["height"]) > 400
     reward = page.all("img")[0]["alt"]
     # At rollout 3 both seeds of acr stand at 0.3; tis ended at rollout 2.
-    assert reward.endswith("At the end: <i>tis</i> $x_{$ 0.2; acr 0.3.")
+    assert reward.endswith("At the end: acr 0.3; <i>tis</i> $x_{$ 0.2.")
     assert len(page.all("section")) == len(page.all("h2"))
 
 
@@ -638,6 +673,7 @@ def test_the_page_says_what_was_averaged_and_what_is_missing(written):
     assert "the band reaches from the lowest seed to the highest" in text
     assert "Nothing is smoothed." in text
     assert "date: 2026-11-21" in text
+    assert "Logged as reward ." in text and "expected_accuracy" not in text
     missing = re.search(r"Not logged in these runs: (.*?)\.", text).group(1).split(", ")
     assert {"clipping", "ratio", "weights", "acr", "critic", "dynamic sampling"} <= set(missing)
     assert not {"learning", "mismatch", "seconds"} & set(missing)
@@ -665,7 +701,9 @@ def test_zipped_logs_and_killed_runs(tmp_path):
     runs, notes = load_runs([zipped, killed, tmp_path / "killed"])
     assert [[row["reward"] for row in run.rows] for run in runs] == [[0.1, 0.2], [0.3, 0.4]]
     assert notes == [f"{tmp_path / 'killed'} was given more than once and is counted once."]
-    assert write_report([zipped, killed], tmp_path / "page.html").page.exists()
+    again = write_run(tmp_path / "again", rewards([0.5]), seed=1)
+    (note,) = write_report([zipped, killed, again], tmp_path / "page.html").notes
+    assert "repetition 2" in note
 
 
 def test_runs_without_rows_are_left_out_and_named(tmp_path):

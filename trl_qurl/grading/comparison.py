@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from trl_qurl.grading.structure import Answer, Named, Ordered, Relation, Several, Value, structure
-from trl_qurl.grading.values import decided, read, units_agree
+from trl_qurl.grading.values import PERCENT, Reading, decided, read, units_agree
 
 Algebra = Callable[[Value | Relation, Value | Relation], bool]
 
@@ -151,10 +151,14 @@ def _same_value(given: Value, expected: Value, algebra: Algebra) -> bool:
     verdict = decided(one, other)
     if verdict is None:
         verdict = algebra(Value(one.text), Value(other.text))
-    if not verdict and (one.unit == "%") != (other.unit == "%"):
-        # 50% is also a half.
-        hundredths = [f"({side.text})/100" if side.unit == "%" else side.text for side in (one, other)]
-        if one.number is not None and other.number is not None:
-            return one.number / (100 if one.unit else 1) == other.number / (100 if other.unit else 1)
-        return algebra(Value(hundredths[0]), Value(hundredths[1]))
+    if not verdict and (one.unit == PERCENT) != (other.unit == PERCENT):
+        return _same_percentage(one, other, algebra)
     return verdict
+
+
+def _same_percentage(one: Reading, other: Reading, algebra: Algebra) -> bool:
+    """50% is also a half."""
+    if one.number is not None and other.number is not None:
+        return one.number / (100 if one.unit == PERCENT else 1) == other.number / (100 if other.unit == PERCENT else 1)
+    left, right = (f"({side.text})/100" if side.unit == PERCENT else side.text for side in (one, other))
+    return algebra(Value(left), Value(right))

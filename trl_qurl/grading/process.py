@@ -21,7 +21,7 @@ from typing import NoReturn
 COMPUTING_TIME = 1.0
 """Seconds of a processor that a pair may take. Unlike the clock, it does not depend on what else the machine does."""
 
-WAITING_TIME = 8.0
+WAITING_TIME = 13.0
 """Seconds on the clock that a pair may take, for one that waits and does not compute."""
 
 MEMORY = 1 << 30

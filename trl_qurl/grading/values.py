@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from typing import NamedTuple
 
 _NAMES_OF_UNITS = {
     "%": "percent",
@@ -67,17 +68,31 @@ _BASE = re.compile(
     r"([+-]?) ?\(?((?:\\text\{)?(?=[A-Z]*\d)[0-9A-Z]+\}?)\)? ?_ ?\{? ?\(?(\d+|\\text\{[a-z]+\})\)? ?\}?"
 )
 
-_TEXT_BEHIND = re.compile(r"(.*?\S) ?\\text\{([^{}\d]*)\} ?(?:\^ ?\{?\d\}?)?")
-_DEGREES_BEHIND = re.compile(r"((?!.*\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])).*?\S) ?(\^\\circ|%)")
+_WRAPPING = re.compile(r"\\text\{|\}")
+_POWER = r"(?:\^ ?\{?(\d)\}?)?"
+_TEXT_BEHIND = re.compile(rf"(.*?\S) ?\\text\{{([^{{}}\d]*)\}} ?{_POWER}")
+_DEGREES_BEHIND = re.compile(r"((?!.*\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])).*?\S) ?(\^\\circ|%)()")
 # Behind a plain number also unmarked words are a unit; in `3 abc` they may be a product.
 _WORDS_BEHIND = re.compile(
-    rf"([+-]?(?:{_DIGITS})(?: ?/ ?\d+)?|[^a-zA-Z]*\\frac\{{\d+\}}\{{\d+\}}) ?([a-zA-Z][a-zA-Z. ]*)(?:\^ ?\{{?\d\}}?)?"
+    rf"([+-]?(?:{_DIGITS})(?: ?/ ?\d+)?|[^a-zA-Z]*\\frac\{{\d+\}}\{{\d+\}}) ?([a-zA-Z][a-zA-Z. ]*){_POWER}"
 )
 _POWER_WORDS = re.compile(r"\b(?:square|cubic|sq|cu)\b\.?")
+_POWERS = {"s": "2", "c": "3"}  # square, cubic
 _TEXT_BEFORE = re.compile(r"^\\text\{[^{}]*(?::|\bis) ?\} ?(.+)")
 _TEXT = re.compile(r"\\text\{ ?\(?([^{}]*?)\)? ?\}")
 _WORDS = re.compile(r"[a-zA-Z][a-zA-Z .'-]*(?:\d+)?")
 _LONG_WORD = re.compile(r"[a-zA-Z]{4}")
+
+
+class Unit(NamedTuple):
+    """Name and power of a unit, each empty if it is not known."""
+
+    name: str
+    power: str
+
+
+NO_UNIT = Unit("", "")
+PERCENT = Unit("%", "")
 
 
 @dataclass(frozen=True)
@@ -85,7 +100,7 @@ class Reading:
     """A value taken apart: its text without the unit, that unit, and what it is if it is a number or a word."""
 
     text: str
-    unit: str = ""
+    unit: Unit = NO_UNIT
     number: Fraction | None = None
     word: str = ""
     is_marked_word: bool = False
@@ -104,9 +119,9 @@ def read(text: str) -> Reading:
     return Reading(text, unit, number, word, bool(marked) or bool(bare and _LONG_WORD.search(text)))
 
 
-def units_agree(given: str, expected: str) -> bool:
+def units_agree(given: Unit, expected: Unit) -> bool:
     """Whether the units are the same, as far as both are there and known."""
-    return given == expected or not (given and expected)
+    return all(one == other or not (one and other) for one, other in zip(given, expected, strict=True))
 
 
 def decided(given: Reading, expected: Reading) -> bool | None:
@@ -131,11 +146,10 @@ def parse_number(text: str) -> Fraction | None:
     try:
         if match := _NUMBER.fullmatch(text):
             return _signed(match[1], _decimal(match[2]))
+        if (match := _MIXED.fullmatch(text)) and (part := _proper_fraction(*match.groups()[2:])):
+            return _signed(match[1], int(match[2]) + part)
         if match := _FRACTION.fullmatch(text):
             return _signed(match[1], _decimal(match[2] or match[4]) / _decimal(match[3] or match[5]))
-        if match := _MIXED.fullmatch(text):
-            part = Fraction(int(match[3] or match[5]), int(match[4] or match[6]))
-            return _signed(match[1], int(match[2]) + part) if part < 1 else None
         if match := _SCIENTIFIC.fullmatch(text):
             exponent = int(match[2] or match[3])
             return _decimal(match[1]) * Fraction(10) ** exponent if abs(exponent) <= _LARGEST_EXPONENT else None
@@ -148,6 +162,12 @@ def parse_number(text: str) -> Fraction | None:
 
 def _decimal(text: str) -> Fraction:
     return Fraction(text.replace(",", "").replace(" ", ""))
+
+
+def _proper_fraction(*parts: str | None) -> Fraction | None:
+    """The fraction of a mixed number; `None` where 3 5/2 and 1 000/3 have none."""
+    over, under = [part for part in parts if part is not None]
+    return Fraction(int(over), int(under)) if 0 < int(over) < int(under) else None
 
 
 def _signed(sign: str, number: Fraction) -> Fraction:
@@ -170,16 +190,20 @@ def _digits_and_base(text: str) -> tuple[str, str]:
     match = _BASE.fullmatch(text)
     if not match:
         return text.replace(",", "").replace(" ", ""), ""
-    return match[1] + re.sub(r"\\text\{|\}", "", match[2]).lstrip("0"), re.sub(r"\W|text", "", match[3])
+    digits, base = (_WRAPPING.sub("", part) for part in match.group(2, 3))
+    return match[1] + digits.lstrip("0"), str(_NUMBER_WORDS.index(base)) if base in _NUMBER_WORDS else base
 
 
-def _without_unit(text: str) -> tuple[str, str]:
-    unit = ""
+def _without_unit(text: str) -> tuple[str, Unit]:
+    unit = NO_UNIT
     for pattern in (_TEXT_BEHIND, _WORDS_BEHIND, _DEGREES_BEHIND, _TEXT_BEHIND):
         match = pattern.fullmatch(text)
         if not match or (pattern is _WORDS_BEHIND and not _is_unit(text, match[2])):
             continue
-        text, unit = match[1], _canonical(match[2]) or unit
+        text, name = match[1], _canonical(match[2])
+        if name:
+            word = _POWER_WORDS.search(match[2].lower())
+            unit = Unit(name, match[3] or (_POWERS[word[0][0]] if word else ""))
     return text, unit
 
 

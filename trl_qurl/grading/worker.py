@@ -152,7 +152,10 @@ class _Worker:
 
 def _started() -> _Worker:
     global _worker
-    if _worker is None or not _worker.is_usable():
+    if _worker is not None and not _worker.is_usable():
+        _worker.close()
+        _worker = None
+    if _worker is None:
         _worker = _Worker()
     return _worker
 
