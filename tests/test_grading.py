@@ -21,6 +21,7 @@ from tiny import SHARED
 from trl_qurl import grading
 from trl_qurl.grading import GRADING_TIMEOUT, is_correct, is_gradable, worker
 from trl_qurl.grading.extraction import final_answer
+from trl_qurl.grading.notation import normalized
 from trl_qurl.grading.values import parse_number
 
 pytest.importorskip("math_verify")
@@ -49,7 +50,7 @@ RIGHT = {
         1/2 || \frac12 || 0.5 || ½ || 2/4 || \cfrac12 || \\frac{1}{2} || \tfrac 12 || \frac{2}{4} || \frac1{2}
         \frac12 || \frac{1}2 || .5 || 1:2
         \frac{-1}{2} || -\frac{1}{2} || \frac{1}{-2} || -0.5 || -1/2
-        \frac{1000}{3} || \frac{1,000}{3}
+        \frac{1000}{3} || \frac{1,000}{3} || 1 000/3
         \frac53 || 1\frac{2}{3} || 1 2/3 || 1\tfrac23
         -15.6 || -15\frac{3}{5}
         2.5 || 2\frac12 || 2½ || 2 \frac{1}{2}
@@ -107,7 +108,7 @@ RIGHT = {
     "tuple": r"""
         (1,2) || (1, 2) || \left( 1, 2 \right) || \langle 1, 2 \rangle || (x,y)=(1,2) || x=1, y=2 || （1，2）
         \left(\frac{1}{2},\frac{1}{2}\right) || \left(\frac12, 0.5\right)
-        (100, 101) || (100,101)
+        (100, 101) || (100,101) || (100,101.0)
         (2,2) || (\sqrt{4}, 2)
         \left(3, \frac{3}{2}\right) || (3, 1.5)
     """,
@@ -174,6 +175,11 @@ RIGHT = {
         \frac{x}{2} || 0.5x || \frac{1}{2}x
         2-\sqrt3 || \tan 15^\circ
         1/2 || \cos 60^\circ
+        0.5 || \sin 30^\circ || 2^{-1} || \sqrt{0.25}
+        0.1x || \frac{x}{10}
+        \sqrt{x} || x^{0.5} || x^0.5
+        0.5(x+1) || \frac{x+1}{2}
+        -0.5\sqrt2 || -\frac{\sqrt2}{2}
         \sin^2 x || 1-\cos^2 x
         \sin(2x) || 2\sin x\cos x || sin(2x)
         \ln 2 || \log 2
@@ -625,6 +631,13 @@ def test_hostile_references_are_wrong_in_time(name):
     assert not grade_in_time(boxed("x+1"), HOSTILE[name].removeprefix("Let me see. So it is "))
 
 
+@pytest.mark.parametrize("name", ["tower", "powers", "power of a variable", "factorial", "factorials"])
+def test_large_numbers_are_refused_before_they_take_time(name):
+    large = normalized(final_answer(HOSTILE[name]))
+    assert not worker.compare(large, "x+1")  # which would raise OutOfTimeError
+    assert not worker.compare("x+1", large)
+
+
 @pytest.mark.parametrize("name", ENDED)
 def test_endless_algebra_is_ended_in_any_thread(name):
     verdicts = []
@@ -891,7 +904,6 @@ def answers_that_sympy_reprints(stride):
     from sympy import Expr, expand, latex
 
     from trl_qurl.grading.algebra import expression
-    from trl_qurl.grading.notation import normalized
     from trl_qurl.grading.structure import Value, structure
     from trl_qurl.grading.values import read
 

@@ -563,6 +563,7 @@ def test_held_out_scores_are_what_evaluation_adds():
         "rewards/f/std",
         "eval_rewards/f/std",
     ]
+    logged += ["eval_aime24/seconds", "eval_aime24/actor_tokens", "eval_aime24/actor_finished"]
     assert [score.metric for score in held_out_scores(logged)] == [
         "eval_gsm8k/avg@1",
         "eval_reward",

@@ -97,7 +97,9 @@ def _explicit(text: str) -> str:
 
 def _exact_decimal(match: re.Match[str]) -> str:
     whole, _, decimals = match[0].partition(".")
-    return rf"{{\frac{{{int(whole + decimals)}}}{{{10 ** len(decimals)}}}}}"
+    fraction = rf"\frac{{{int(whole + decimals)}}}{{{10 ** len(decimals)}}}"
+    # An exponent needs braces; anywhere else the parser takes them for a set.
+    return f"{{{fraction}}}" if match.string[: match.start()].endswith("^") else f"({fraction})"
 
 
 def _same_expression(given: Any, expected: Any) -> bool:

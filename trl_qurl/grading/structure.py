@@ -199,8 +199,8 @@ def _bracketed(text: str) -> Answer | None:
     inner = text[1:-1]
     parts = _split(inner, ",;", inside=True)
     if len(parts) > 1:
-        return Ordered(text[0] + text[-1], tuple(structure(part, inside=True) for part in parts))
-    return structure(inner, inside=True) if text[0] + text[-1] in ("()", "[]") and inner.strip() else None
+        return Ordered(text[0] + text[-1], tuple(structure(part) for part in parts))
+    return structure(inner) if text[0] + text[-1] in ("()", "[]") and inner.strip() else None
 
 
 def _matrix(text: str) -> Answer | None:

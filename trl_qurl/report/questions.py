@@ -81,8 +81,8 @@ DEMO_SCORES = (
     Measure("greedy_accuracy", "Greedy accuracy, held out"),
 )
 
-NO_SCORE = re.compile(r"eval_(loss|runtime|model_preparation_time|.*_per_second)$")
-"""What every evaluation logs about itself."""
+NO_SCORE = re.compile(r"eval_(loss|runtime|model_preparation_time|.*_per_second|.*/seconds|.*_tokens|.*_finished)$")
+"""What evaluations log about themselves: transformers' own, and those of tasks."""
 
 MEAN_REWARD = re.compile(r"reward$|rewards/.*/mean$")
 
@@ -90,8 +90,9 @@ QUESTIONS = (
     Question(
         "learning",
         "Does the policy learn?",
-        "The reward is the quantized actor’s, on the prompts it trains on; held-out scores are the full-precision "
-        "policy’s, and what counts: an uncorrected objective can raise the former without the latter.",
+        "The reward is the quantized actor’s, on the prompts it trains on. Held-out scores are the full-precision "
+        "policy’s, unless they name the actor, and what counts: an uncorrected objective can raise the reward and not "
+        "the policy’s accuracy.",
         "Runs with quantized rollouts keep up with BF16 rollouts until the end.",
         "Fig. 2a, 6 and 7",
         (
