@@ -134,7 +134,7 @@ def test_all_layers_ignored(train):
 def test_questions_without_answers(train, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"question": "1 + 1?", "solution": "2"}\n')
     message = train("--dataset", tmp_path / "bad.jsonl")
-    assert "has no answer; its columns are question, solution, and question and answer are needed" in message
+    assert "has no answer or final_answer; its columns are question, solution: say with question_column" in message
 
 
 def test_the_example_ends_with_the_sentence(tmp_path):
