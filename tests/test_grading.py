@@ -51,6 +51,7 @@ RIGHT = {
         \frac12 || \frac{1}2 || .5 || 1:2
         \frac{-1}{2} || -\frac{1}{2} || \frac{1}{-2} || -0.5 || -1/2
         \frac{1000}{3} || \frac{1,000}{3} || 1 000/3
+        \frac{1100}{3} || 1 100/3
         \frac53 || 1\frac{2}{3} || 1 2/3 || 1\tfrac23
         -15.6 || -15\frac{3}{5}
         2.5 || 2\frac12 || 2½ || 2 \frac{1}{2}
@@ -131,12 +132,13 @@ RIGHT = {
         [1,2) || [1, 2) || \left[1,2\right) || 1 \le x < 2
         (1,2) || 1 < x < 2
         \left(-\infty,5\right] || (-\infty, 5] || x \le 5 || 5 \geq x
-        \mathbb{R} || (-\infty,\infty)
+        \mathbb{R} || (-\infty,\infty) || \text{all real numbers}
+        \mathbb{R} \setminus \{3\} || \mathbb{R} \setminus \{3.0\}
         (3,4)\cup(1,2) || (1,2) \cup (3,4) || (1,2) U (3,4)
         (-\infty,1)\cup(2,\infty) || (-∞, 1) ∪ (2, ∞)
         [-2,7] || x \in [-2,7]
         120 < n \leq 130 || (120, 130]
-        5 < x || x > 5
+        5 < x || x > 5 || \{x | x>5\} || \{ x \in \mathbb{R} \mid x > 5 \}
         (-\infty,-2]\cup[3,\infty) || x \le -2 \text{ or } x \ge 3
         -80\leq g(x)\leq 80 || 80 \ge g(x) \ge -80
         \infty || +\infty || infinity || ∞
@@ -196,6 +198,9 @@ RIGHT = {
         |x-1| || |1-x|
         3 || \lfloor 3.5 \rfloor || \log_2 8
         \binom{n}{m}(2n+1) || (2n+1)\binom{n}{m}
+        \frac{n(n+1)}{2} || \sum_{k=1}^{n} k
+        -2 || \begin{vmatrix} 1 & 2 \\ 3 & 4 \end{vmatrix}
+        f(4-x) || f(-x+4)
         \frac{\sqrt2}{10^{50}} || \sqrt{2}\cdot 10^{-50}
         0 || \sin^2 x + \cos^2 x - 1 || \sqrt{8}-2\sqrt{2}
     """,
@@ -297,6 +302,7 @@ WRONG = {
     "interval": r"""
         [1,2) || (1,2) || (1,2] || [1,2] || 1 < x < 2
         (1,2) || [1,2) || [1,2] || (1,2)\cup(3,4)
+        \mathbb{R} \setminus \{4\} || \mathbb{R} \setminus \{3\}
         [1,2] || (2,1)
         (-\infty,5] || (-\infty, 5)
         (1,2)\cup(3,4) || (1,2)\cup[3,4) || (1,2)
@@ -339,6 +345,7 @@ WRONG = {
         2-3i || 2+3i
         5 || 2(3)
         x-y || x+y
+        f(x) || f(y)
         7.389 || e^2
         0.5 || \log 2
         (-x)^2 || -x^2

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from trl_qurl.grading.notation import ROW_END
 from trl_qurl.grading.structure import Relation, Value
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ MAX_COMMAS = 10
 
 _THOUSANDS_COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _NO_EXPRESSION = re.compile(r"\\text|[=<>]|\\(?:le|ge|ne|in|approx)(?![a-zA-Z])")
+_SUBSCRIPT = re.compile(r"_ ?\{[^{}]*\}")  # the k=1 of a sum
 _DECIMAL = re.compile(r"\d*\.\d+|\d+\.")
 _MIXED = re.compile(r"(?<![\w.)}^])(\d+) ?\\frac\{(\d+)\}\{(\d+)\}")
 _ADJACENT = re.compile(r"(?<=[\d)])(?<![_^]\d) ?(?=\()|(?<=\)) ?(?=\d|\\frac|\\sqrt)")
@@ -85,11 +87,11 @@ def expression(text: str) -> Any:
 def _explicit(text: str) -> str:
     """LaTeX that leaves the parser nothing to guess: it takes 2(3) for a mixed number, and decimals for floats."""
     text = _THOUSANDS_COMMA.sub("", text)
-    if _NO_EXPRESSION.search(text) or text.count(",") > MAX_COMMAS:
+    if _NO_EXPRESSION.search(_SUBSCRIPT.sub("", text)) or text.count(",") > MAX_COMMAS:
         raise ValueError("Words, relations and lists are no expression.")
     if _TRIGONOMETRY.search(text):
         text = _DEGREES.sub(r"(\\frac{\1\\pi}{180})", text)
-    text = text.replace(r"^\circ", "")
+    text = text.replace(r"^\circ", "").replace(ROW_END, r"\\")
     text = _MIXED.sub(r"(\1+\\frac{\2}{\3})", text)
     text = _DECIMAL.sub(_exact_decimal, text)
     return _ADJACENT.sub(r"\\cdot ", text).strip()

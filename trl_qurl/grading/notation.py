@@ -61,7 +61,7 @@ _REWRITES = [
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\.?", ""),
         # Fonts say nothing; what stands in an upright one may be a word.
-        (r"\\mathbb\s*\{?\s*R\s*\}?|\\(?:R|reals)(?![a-zA-Z])", r"(-\\infty,\\infty)"),
+        (r"\\mathbb\s*\{?\s*R\s*\}?|\\(?:R|reals)(?![a-zA-Z])|(?i:all real numbers)", r"(-\\infty,\\infty)"),
         (r"\\(?:math(?:rm|bf|it|sf|tt)|text(?:bf|it|rm|sf|tt|normal)|[mhf]box|operatorname|emph)\*?\s*\{", r"\\text{"),
         (r"\\text\s+\{", r"\\text{"),
         (r"\\(?:displaystyle|textstyle|boldsymbol|bm|rm|bf|it|limits|quad|qquad)(?![a-zA-Z])", " "),
@@ -79,7 +79,7 @@ _REWRITES = [
         (r"\\rangle(?![a-zA-Z])|\\rparen(?![a-zA-Z])", ")"),
         (r"\\lbrack(?![a-zA-Z])", "["),
         (r"\\rbrack(?![a-zA-Z])", "]"),
-        (r"\\[lr]?vert(?![a-zA-Z])", "|"),
+        (r"\\(?:[lr]?vert|mid)(?![a-zA-Z])", "|"),
         (r"\\(?:leq?|leqslant)(?![a-zA-Z])|<=", r"\\le "),
         (r"\\(?:geq?|geqslant)(?![a-zA-Z])|>=", r"\\ge "),
         (r"\\lt(?![a-zA-Z])", "<"),

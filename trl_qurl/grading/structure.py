@@ -68,6 +68,7 @@ _NAME = re.compile(
     r"(?:\^\{-1\})?(?:\s*\(\s*\w+\s*\))?"
     r"|\(\s*[a-zA-Z](?:_\d)?(?:\s*,\s*[a-zA-Z](?:_\d)?)+\s*\)"
 )
+_SUCH_THAT = re.compile(r"^[a-zA-Z] ?(?:\\in ?\(-\\infty ?,\\infty ?\) ?)?[|:] ?")
 _MATRIX = re.compile(r"\\begin\{([pbvVB]?matrix|array)\}(?:\{[lcr| ]*\})?(.*)\\end\{\1\}")
 _WRAPPED_TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _VARIABLE = re.compile(
@@ -108,7 +109,7 @@ def _unwrapped(text: str, inside: bool) -> tuple[str, bool]:
         elif text.startswith("{") and closing(text, 0) == len(text) - 1:
             text = text[1:-1].strip()
         elif text.startswith(r"\{") and text.endswith(r"\}") and closing(text, 1) == len(text) - 1:
-            text, inside = text[2:-2].strip(), True
+            text, inside = _SUCH_THAT.sub("", text[2:-2].strip()), True
         else:
             return text, inside
 
