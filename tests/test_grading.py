@@ -491,7 +491,7 @@ def spellings(number: Fraction) -> list[str]:
 
 
 @given(fractions, fractions)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 def test_numbers_are_equal_in_any_spelling_and_only_to_themselves(number, other):
     for one in spellings(number):
         assert is_correct(boxed(one), spellings(number)[0])
@@ -714,7 +714,7 @@ def test_threads_get_the_verdicts_on_their_own_questions(fresh_verdicts):
 def test_the_verdict_depends_on_nothing_that_came_before(fresh_verdicts):
     table = [parameters.values for kind in ("expression", "equation") for parameters in pairs({kind: RIGHT[kind]})]
     table += [parameters.values for kind in ("expression", "equation") for parameters in pairs({kind: WRONG[kind]})]
-    table = table[::3]
+    table = table[::5]
     verdicts = [is_correct(boxed(answer), reference) for answer, reference in table]
     assert set(verdicts) == {True, False}
     worker.stop()
@@ -851,7 +851,7 @@ def equal_neighbours(name, stride):
 @needs_data
 @pytest.mark.parametrize("name", NAMES)
 def test_no_row_answers_its_neighbour(name):
-    stride = {"math500/test": 4, "deepscaler/train_subset": 16, "deepscaler/train_components": 32}.get(name, 1)
+    stride = {"math500/test": 4, "deepscaler/train_subset": 16, "deepscaler/train_components": 64}.get(name, 1)
     assert equal_neighbours(name, stride) <= EQUAL_NEIGHBOURS.get(name, set())
 
 
