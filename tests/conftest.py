@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import Forks
 from tiny import tiny_model, tiny_tokenizer
 
 SCENARIOS = Path(__file__).parent / "scenarios"
@@ -44,18 +45,27 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def run_scenario() -> Callable[..., Any]:
+def forks() -> Forks:
+    return Forks(child_environment(VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR"))
+
+
+@pytest.fixture(scope="session")
+def run_scenario(forks, tmp_path_factory) -> Callable[..., Any]:
     """Run a script of tests/scenarios, in one process or several, and return the record it prints."""
 
-    def run(script: str, *arguments: object, processes: int = 1, **environment: str) -> Any:
-        launcher = [sys.executable] if processes == 1 else accelerate_launch(processes)
-        command = [*launcher, str(SCENARIOS / script), *map(str, arguments)]
-        finished = subprocess.run(
-            command, env=child_environment(**environment), capture_output=True, text=True, timeout=400
+    def run(script: str, *arguments: object, processes: int = 1, **extra: str) -> Any:
+        environment = child_environment(**extra)
+        environments = [environment] if processes == 1 else launched_environments(environment, processes)
+        finished = forks.run(
+            SCENARIOS / script, list(map(str, arguments)), environments, tmp_path_factory.mktemp("printed"), 400
         )
-        records = [line for line in finished.stdout.splitlines() if line.startswith("RECORD ")]
-        assert records, f"{' '.join(command)} failed:\n{finished.stdout[-3000:]}\n{finished.stderr[-6000:]}"
-        return json.loads(records[-1].removeprefix("RECORD "))
+        records = [line for process in finished for line in process.stdout.splitlines() if line.startswith("RECORD ")]
+        assert all(process.status == 0 for process in finished) and len(records) == 1, "\n".join(
+            f"{script} {' '.join(map(str, arguments))}, process {rank}, ended with {process.status}:\n"
+            f"{process.stdout[-3000:]}\n{process.stderr[-6000:]}"
+            for rank, process in enumerate(finished)
+        )
+        return json.loads(records[0].removeprefix("RECORD "))
 
     return run
 
@@ -81,11 +91,16 @@ def int8_server(tmp_path_factory) -> Iterator["Server"]:
         yield server
 
 
-def accelerate_launch(processes: int) -> list[str]:
-    """The command of a user who launches several processes on CPU, on a port that no neighbour has."""
-    config = Path(__file__).parents[1] / "examples" / "accelerate_configs" / "multi_cpu.yaml"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    return [*command, "--num_processes", str(processes), "--main_process_port", str(free_port())]
+def launched_environments(environment: dict[str, str], processes: int) -> list[dict[str, str]]:
+    """What `accelerate launch` with examples/accelerate_configs/multi_cpu.yaml gives to each process."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "ACCELERATE_MIXED_PRECISION": "no"}
+    size = str(processes)
+    return [
+        environment
+        | common
+        | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        for rank in range(processes)
+    ]
 
 
 class Server:
