@@ -153,7 +153,7 @@ REFUSED = [
     ({"uaq_scale": float("inf")}, r"uaq_scale is inf, .* 1\.0 turns UAQ off"),
     ({"uaq_scale": float("nan")}, r"uaq_scale is nan, .* 1\.0 turns UAQ off"),
     (
-        {"sync_ref_model": True, "beta": 0.1},
+        {"sync_ref_model": True, "beta": 0.1, "uaq_scale": 1.5},
         r"sync_ref_model=True mixes .* uaq_scale=1\.5 .*: set uaq_scale=1\.0, or sync_ref_model=False",
     ),
     ({"sync_check_steps": -1}, r"sync_check_steps is -1: give a number of rollouts, or 0 for none"),
@@ -275,6 +275,22 @@ def test_llmcompressor_missing_names_the_extra_and_the_other_way(monkeypatch):
 
 COMMAND_LINE = ["--output_dir", "out", "--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
 COMMAND_LINE += ["--steps_per_generation", "4"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "scale"),
+    [
+        ({"learning_rate": 9.9e-6}, 1.5),
+        ({"learning_rate": 1e-5}, 1.0),
+        ({"learning_rate": 1e-5, "uaq_scale": 1.25}, 1.25),
+        ({"rollout_quantization": None}, 1.0),
+        ({"rollout_quantization": None, "uaq_scale": 1.5}, 1.5),
+        ({"sync_ref_model": True, "beta": 0.1}, 1.0),
+    ],
+    ids=json.dumps,
+)
+def test_update_aware_quantization_is_on_where_updates_are_small(settings, scale):
+    assert config(**settings).uaq_scale == scale
 
 
 @pytest.mark.parametrize("parser", [TrlParser, HfArgumentParser])

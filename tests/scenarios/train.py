@@ -127,6 +127,7 @@ def run(options: argparse.Namespace) -> dict:
         "max_steps": 4,
         "logging_steps": 1,
         "learning_rate": 1e-3,
+        "uaq_scale": 1.5,
         "weight_metrics_steps": 1,
         "report_to": [],
         "use_cpu": True,

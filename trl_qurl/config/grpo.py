@@ -22,6 +22,10 @@ VLLM_MODES = ("colocate", "server")
 
 WEIGHT_SYNCS = ("auto", "stream", "checkpoint")
 
+UAQ_SCALE = 1.5
+UAQ_LEARNING_RATE = 1e-5
+"""The paper has UAQ on at 1e-6 and off at 1e-5."""
+
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 """TRL's losses that clamp the ratio on both sides and average over tokens: what the paper's objectives are made of."""
 
@@ -64,9 +68,11 @@ class QuRLGRPOConfig(DynamicSamplingSettings, TaskEvaluationSettings, GRPOConfig
         quantizer (`str`, *optional*, defaults to `"streaming"`):
             Who makes the 8-bit weights at each step: `"streaming"`, our stream, or `"llmcompressor"`, a full
             llm-compressor checkpoint per step (the reference; slow).
-        uaq_scale (`float`, *optional*, defaults to `1.5`):
-            Update-Aware Quantization's s (Sec. 4.3; best value of Table 4). `1.0` turns it off, as the paper does at
-            learning rate 1e-5. Not applied to PEFT models.
+        uaq_scale (`float` or `None`, *optional*):
+            Update-Aware Quantization's s (Sec. 4.3); `1.0` turns it off. By default `1.5`, the best value of Table 4,
+            where rollouts are quantized and the learning rate is below 1e-5, else `1.0`: the paper leaves it off at
+            1e-5, and at 1e-4 it costs accuracy (docs/results.md). Off by default with `sync_ref_model` too. Not
+            applied to PEFT models.
 
     > Weight sync
 
@@ -144,8 +150,12 @@ class QuRLGRPOConfig(DynamicSamplingSettings, TaskEvaluationSettings, GRPOConfig
         default="streaming",
         metadata={"help": "Who makes the 8-bit weights each step: 'streaming' or 'llmcompressor'."},
     )
-    uaq_scale: float = field(
-        default=1.5, metadata={"help": "Update-Aware Quantization's s (a ratio); 1.0 turns it off."}
+    uaq_scale: float | None = field(
+        default=None,
+        metadata={
+            "help": "Update-Aware Quantization's s (a ratio); 1.0 turns it off. By default 1.5 below learning rate "
+            "1e-5, else off."
+        },
     )
 
     # Weight sync
@@ -236,6 +246,10 @@ class QuRLGRPOConfig(DynamicSamplingSettings, TaskEvaluationSettings, GRPOConfig
                     "quantizer='llmcompressor' makes checkpoints, which weight_sync='stream' cannot send: set "
                     "weight_sync='checkpoint' (or 'auto'), or quantizer='streaming'."
                 )
+        if self.uaq_scale is None:
+            updates_are_small = self.learning_rate < UAQ_LEARNING_RATE
+            wanted = self.rollout_quantization is not None and updates_are_small and not self.sync_ref_model
+            self.uaq_scale = UAQ_SCALE if wanted else 1.0
         if self.sync_ref_model and self.uaq_scale != 1.0:
             raise ValueError(
                 f"sync_ref_model=True mixes the policy's weights, which uaq_scale={self.uaq_scale} rescales, into a "
