@@ -99,6 +99,28 @@ def build_parser() -> argparse.ArgumentParser:
     )
     evaluation.set_defaults(run=run_eval)
 
+    bench = commands.add_parser(
+        "bench",
+        help="measure whether quantized rollouts pay on this machine",
+        epilog="No weights are loaded: what a step costs does not depend on what they are.",
+    )
+    bench.add_argument("model", metavar="MODEL", help="name on the Hub, or a directory with a config.json")
+    bench.add_argument("--prompt-len", type=int, default=256, help="tokens of a prompt (default: %(default)s)")
+    bench.add_argument("--completion-len", type=int, default=512, help="tokens of a completion (default: %(default)s)")
+    bench.add_argument("--batch", type=int, default=64, help="completions of a rollout (default: %(default)s)")
+    bench.add_argument("--generations", type=int, default=8, help="completions of a prompt (default: %(default)s)")
+    bench.add_argument("--train-batch", type=int, default=8, help="completions in a pass (default: %(default)s)")
+    bench.add_argument("--updates", type=int, default=4, help="optimizer steps per rollout (default: %(default)s)")
+    bench.add_argument("--no-gradient-checkpointing", action="store_true", help="train without it")
+    bench.add_argument("--schemes", metavar="int8,fp8", help="formats (default: those this machine has kernels for)")
+    bench.add_argument("--quick", action="store_true", help="spend seconds on each measurement, and estimate more")
+    bench.add_argument("--ignore", nargs="+", default=["lm_head"], metavar="PATTERN", help="modules left alone")
+    bench.add_argument(
+        "--engine-kwargs", type=json_dictionary, default={}, metavar="JSON", help="further arguments of vllm.LLM"
+    )
+    bench.add_argument("-o", "--output", type=Path, help="JSON file for all figures")
+    bench.set_defaults(run=run_bench)
+
     report = commands.add_parser("report", help="draw the paper's figures from the logs of runs, on one page")
     report.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="output_dir of a run, or its run.jsonl(.gz)")
     report.add_argument(
@@ -206,6 +228,37 @@ def run_eval(args: argparse.Namespace) -> int:
 
     Console().print(build_table(results, args.model))
     print(f"Answers and figures: {output_dir / RESULTS_NAME}")
+    return 0
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """`trl-qurl bench`: exit status 0 whatever the advice is."""
+    from rich.console import Console
+
+    from trl_qurl.bench.run import bench, write_bench
+    from trl_qurl.bench.table import build_table, sentences
+    from trl_qurl.bench.workload import Workload
+    from trl_qurl.recipes.arguments import check_model
+
+    workload = Workload(
+        args.prompt_len,
+        args.completion_len,
+        args.batch,
+        args.generations,
+        args.train_batch,
+        args.updates,
+        not args.no_gradient_checkpointing,
+    )
+    check_model(args.model)
+    schemes = args.schemes.split(",") if args.schemes else None
+    console = Console()
+    result = bench(args.model, workload, schemes, args.quick, args.ignore, args.engine_kwargs, console.print)
+    console.print(build_table(result))
+    for line in sentences(result):
+        console.print(line)
+    if args.output:
+        write_bench(result, args.output)
+        print(f"Figures: {args.output}")
     return 0
 
 

@@ -7,9 +7,6 @@ A process of its own, because an engine does not leave the one it was started in
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
 import sys
 import time
 import zlib
@@ -20,11 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from trl_qurl.evaluation.answers import GREEDY, Answer, AnswerFile, Request
 from trl_qurl.evaluation.job import Job, Sampling
 from trl_qurl.evaluation.tasks import Task, encode_prompt, load_tasks
+from trl_qurl.lifetime import die_with_parent
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
-
-PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux' prctl
 
 
 class Completion(NamedTuple):
@@ -150,14 +146,6 @@ def sampling_params(request: Request, sampling: Sampling) -> SamplingParams:
         max_tokens=sampling.max_tokens,
         seed=zlib.crc32(name.encode()),  # the same on every machine, unlike Python's hash
     )
-
-
-def die_with_parent() -> None:
-    """Leave no process behind that goes on writing answers when the command itself is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() == 1:  # it was killed before this line
-            os._exit(1)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,88 @@
+"""What a step of the user's training is made of."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Workload:
+    """
+    One rollout on one process, and the updates made from it.
+
+    Attributes:
+        prompt_len: Tokens of a prompt.
+        completion_len: Tokens of a completion.
+        batch: Completions of a rollout.
+        generations: Completions of one prompt.
+        train_batch: Completions in one forward and backward pass.
+        updates: Optimizer steps per rollout.
+        gradient_checkpointing: Whether the backward pass computes activations again (TRL's default).
+    """
+
+    prompt_len: int = 256
+    completion_len: int = 512
+    batch: int = 64
+    generations: int = 8
+    train_batch: int = 8
+    updates: int = 4
+    gradient_checkpointing: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_len", "completion_len", "batch", "generations", "train_batch", "updates"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a positive number.")
+        if self.batch % self.generations:
+            raise ValueError(
+                f"A batch of {self.batch} completions cannot hold groups of {self.generations}: give a batch that is "
+                "a multiple of --generations."
+            )
+        if self.batch % (self.train_batch * self.updates):
+            raise ValueError(
+                f"A batch of {self.batch} completions cannot be split into {self.updates} updates from passes of "
+                f"{self.train_batch}: make it a multiple of {self.train_batch * self.updates}, or change "
+                "--train-batch or --updates."
+            )
+
+    @property
+    def passes(self) -> int:
+        """Forward and backward passes per rollout."""
+        return self.batch // self.train_batch
+
+
+@dataclass(frozen=True)
+class Job:
+    """
+    What one process measures.
+
+    Attributes:
+        config_dir: Directory with the model's `config.json`.
+        scheme: Format of the rollouts; `None` for 16 bits.
+        workload: The step to predict.
+        budget: Seconds that each kind of measurement may take, roughly.
+        ignore: Modules kept in full precision.
+        measures_training: Whether scoring and updating are measured too; they are the same for every format.
+        engine_kwargs: Further arguments of `vllm.LLM`.
+    """
+
+    config_dir: str
+    scheme: str | None
+    workload: Workload
+    budget: float
+    ignore: tuple[str, ...] = ("lm_head",)
+    measures_training: bool = False
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        """Write the job for another process."""
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Job:
+        """Read what `write` wrote."""
+        content = json.loads(path.read_text(encoding="utf-8"))
+        content |= {"workload": Workload(**content["workload"]), "ignore": tuple(content["ignore"])}
+        return cls(**content)
