@@ -96,6 +96,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("output_dir")
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--lora-targets", default="all-linear")
+    parser.add_argument("--freeze", help="end of the names of parameters that are not trained")
     parser.add_argument("--untied", action="store_true")
     parser.add_argument("--model", help="directory of a saved model, instead of a new one")
     parser.add_argument("--export")
@@ -144,7 +146,9 @@ def run(options: argparse.Namespace) -> dict:
         from peft import LoraConfig
 
         # B starts random, so that a sync of the base alone would be noticed at once.
-        peft_config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        targets = options.lora_targets
+        targets = targets if targets == "all-linear" else targets.split(",")
+        peft_config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
     kind, config_kind, critic = QuRLGRPOTrainer, QuRLGRPOConfig, {}
     if options.ppo:
         kind, config_kind, critic = QuRLPPOTrainer, QuRLPPOConfig, critic_arguments(options)
@@ -160,10 +164,14 @@ def run(options: argparse.Namespace) -> dict:
         peft_config=peft_config,
         **critic,
     )
+    if options.freeze:
+        for name, parameter in trainer.model.named_parameters():
+            parameter.requires_grad_(not name.endswith(options.freeze))
     if options.ppo:
         critic_start = {name: p.detach().clone() for name, p in trainer.critic.model.named_parameters()}
+    trainer.vllm_generation.pop_cost()  # of the engine's start
     trainer.vllm_generation.sync_weights()
-    record = {"probe_start": engine_logps(trainer)}
+    record = {"probe_start": engine_logps(trainer), "whole_mb": trainer.vllm_generation.pop_cost().sent_bytes / 1e6}
     trainer.train(resume_from_checkpoint=options.resume)
 
     adapter = {name: p.clone() for name, p in trainer.model.named_parameters() if "lora_" in name}

@@ -10,9 +10,11 @@ class RolloutCost:
     quantize_s: float = 0.0
     sync_s: float = 0.0
     check_s: float = 0.0
+    sent_bytes: int = 0
     generate_s: float = 0.0
     tokens: int = 0
 
-    def add_quantization(self, seconds: float) -> None:
-        """Count seconds of gathering and rounding."""
+    def add_tensor(self, seconds: float, size: int) -> None:
+        """Count seconds of gathering and rounding, and the bytes that came of it."""
         self.quantize_s += seconds
+        self.sent_bytes += size

@@ -1,8 +1,9 @@
-"""Two things that the CPU build of vLLM 0.31 reloads wrongly, and silently, put right with vLLM's own means.
+"""What the CPU build of vLLM 0.31 reloads wrongly, put right with vLLM's own means.
 
 - The oneDNN INT8 kernel (CPUs without AMX) keeps a pointer to scales that a reload frees: its outputs become noise.
 - A tied output head multiplies with a packed copy of the embedding that a reload does not renew: it stays at the
 start.
+- A layer that a partial reload leaves alone loses the empty place of the weight that its kernel has packed: it fails.
 
 Imported only where vLLM runs on CPU.
 """
@@ -40,3 +41,10 @@ def repack_output_head(model: torch.nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
             layer.quant_method.process_weights_after_loading(layer)
+
+
+def restore_released_weights(model: torch.nn.Module) -> None:
+    """Give layers whose kernel holds the weight an empty one back, if a reload that left them alone removed it."""
+    for layer in model.modules():
+        if isinstance(getattr(layer, "scheme", None), CompressedTensorsW8A8Int8) and not hasattr(layer, "weight"):
+            layer.register_parameter("weight", None)

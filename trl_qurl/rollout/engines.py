@@ -28,6 +28,7 @@ class EngineDescription(NamedTuple):
     ignore: list[str]  # patterns of the modules kept in full precision
     block_size: int  # tokens per block of the key-value cache
     max_model_len: int  # tokens of the longest sequence
+    dtype: str | None  # of all parameters but codes and scales, as torch calls it; `None` where they differ
 
 
 class LoadReport(NamedTuple):
@@ -43,7 +44,12 @@ class Engine(ABC):
 
     @abstractmethod
     def load(
-        self, source: NamedTensors | Path, version: str, digest: bool, metadata: TensorMetadata | None = None
+        self,
+        source: NamedTensors | Path,
+        version: str,
+        digest: bool,
+        metadata: TensorMetadata | None = None,
+        partial: bool = False,
     ) -> list[LoadReport]:
         """
         Replace the weights in place and forget what was cached under the old ones.
@@ -53,6 +59,7 @@ class Engine(ABC):
             version: Name of these weights.
             digest: Whether each worker reports digests of what it received.
             metadata: Of the tensors of a stream to a server, in order.
+            partial: Whether layers that nothing comes for keep what they hold; otherwise that is an error.
 
         Returns:
             One report per worker.
@@ -82,11 +89,16 @@ class ColocatedEngine(Engine):
         self._llm = llm
 
     def load(  # noqa: D102
-        self, source: NamedTensors | Path, version: str, digest: bool, metadata: TensorMetadata | None = None
+        self,
+        source: NamedTensors | Path,
+        version: str,
+        digest: bool,
+        metadata: TensorMetadata | None = None,
+        partial: bool = False,
     ) -> list[LoadReport]:
         place = {"weights_path": str(source)} if isinstance(source, Path) else {"weights_iterator": source}
         reports = self._llm.collective_rpc(
-            "load_rollout_weights", kwargs={**place, "version": version, "digest": digest}
+            "load_rollout_weights", kwargs={**place, "version": version, "digest": digest, "partial": partial}
         )
         if not self._llm.reset_prefix_cache():
             raise SyncError("vLLM did not empty its prefix cache, which holds keys and values of the old weights.")
@@ -121,12 +133,17 @@ class ServedEngine(Engine):
         self._client = client
 
     def load(  # noqa: D102
-        self, source: NamedTensors | Path, version: str, digest: bool, metadata: TensorMetadata | None = None
+        self,
+        source: NamedTensors | Path,
+        version: str,
+        digest: bool,
+        metadata: TensorMetadata | None = None,
+        partial: bool = False,
     ) -> list[LoadReport]:
         if isinstance(source, Path):
-            reports = self._client.load_checkpoint(str(source), version, digest)
+            reports = self._client.load_checkpoint(str(source), version, digest, partial)
         else:
-            reports = self._client.load_stream(source, metadata or [], version, digest)
+            reports = self._client.load_stream(source, metadata or [], version, digest, partial)
         return [LoadReport(**report) for report in reports]
 
     def version(self) -> str:  # noqa: D102

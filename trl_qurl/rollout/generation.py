@@ -20,6 +20,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_qurl.quantization.checkpoint import write_llmcompressor_checkpoint, write_streamed_checkpoint
+from trl_qurl.quantization.invariant_scaling import recorded_scale
 from trl_qurl.quantization.layers import linear_layer_names, quantized_layer_names
 from trl_qurl.rollout.cost import RolloutCost
 from trl_qurl.rollout.directory import CheckpointDirectory
@@ -31,6 +32,7 @@ from trl_qurl.rollout.server import WORKER_EXTENSION, RolloutVLLMClient
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.stream import TensorMetadata, announce, rollout_tensors, timed
 from trl_qurl.rollout.substitution import substitute
+from trl_qurl.rollout.unchanged import frozen_parameters
 from trl_qurl.rollout.weight_change import WeightChangeTracker
 
 
@@ -52,6 +54,10 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.engine: Engine | None = None
         self._run = uuid.uuid4().hex[:8]
         self._syncs = 0
+        self._frozen: frozenset[str] = frozenset()  # at the last sync
+        self._frozen_at_scale = 1.0
+        self._left_out: frozenset[str] = frozenset()
+        self._sent_dtype: torch.dtype | None = None
         self._weight_metrics: dict[str, float] = {}
         self._cost = RolloutCost()
         self._tracker = WeightChangeTracker(rollout.weight_metrics_steps)
@@ -89,12 +95,13 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         )
         with substitute(vllm_generation, "VLLMClient", client):
             super()._init_vllm()
-        transport: list[Any] = [None]
+        way: list[Any] = [None, None]
         if self.accelerator.is_main_process:
             self.engine = ServedEngine(self.vllm_client)
-            transport = [self.vllm_client.transport]
-        broadcast_object_list(transport, from_process=0)
-        self._transport = transport[0]
+            way = [self.vllm_client.transport, self.engine.describe().dtype]
+        broadcast_object_list(way, from_process=0)
+        self._transport, dtype = way
+        self._sent_dtype = getattr(torch, dtype) if dtype else None
         if self._transport == "checkpoint":
             self._directory = self._shared_directory()
 
@@ -163,6 +170,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._tracker.begin_sync()
         every = self.rollout.sync_check_steps
         checked = every > 0 and self._syncs % every == 0
+        self._left_out = self._unchanged(checked)
         self._syncs += 1
         self.weight_version = f"{self._run}-step{self.global_step()}-sync{self._syncs}"
         self._load(digest=checked)
@@ -170,6 +178,23 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._cost.sync_s += time.perf_counter() - started
         if checked and self.rollout.sync_probe:
             self._check_probe()
+
+    def _unchanged(self, checked: bool) -> frozenset[str]:
+        """
+        What this sync leaves out: parameters that were frozen at the last one already, and still are.
+
+        A sync that is checked or measured sends everything, so that whatever changes a frozen parameter after all is
+        in the engine by then.
+        """
+        # UAQ scales norms whether they are trained or not.
+        scale = recorded_scale(self._base_model())
+        before = self._frozen if scale == self._frozen_at_scale else frozenset()
+        self._frozen_at_scale = scale
+        self._frozen = frozen_parameters(self.model) if self._dist.fsdp_version != 1 else frozenset()
+        sleeps = self.mode == "colocate" and self.enable_sleep_mode  # an engine that slept holds nothing
+        if checked or sleeps or self._tracker.observes or self.rollout.quantizer == "llmcompressor":
+            return frozenset()
+        return before & self._frozen
 
     def _load(self, digest: bool) -> None:
         """Send the weights through the engine's loader, then compare what it says about them with what was sent."""
@@ -182,7 +207,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if self._transport == "checkpoint":
             source = self._write_checkpoint(f"sync-{self._syncs}", sent)
         if self.engine is not None:
-            reports = self.engine.load(source, self.weight_version, digest, metadata)
+            reports = self.engine.load(source, self.weight_version, digest, metadata, partial=bool(self._left_out))
             for report in reports:
                 if report.version != self.weight_version:
                     raise SyncError(f"The engine loaded {report.version!r} when {self.weight_version!r} was sent.")
@@ -203,8 +228,11 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def _announce(self) -> TensorMetadata:
         """What the stream will hold, for a server that must know it beforehand; the parameters are walked once."""
         if self._weight_metadata is None:
-            self._weight_metadata = announce(super()._iter_named_params(), self.rollout.scheme, self._layers)
-        return self._weight_metadata
+            self._weight_metadata = announce(
+                super()._iter_named_params(), self.rollout.scheme, self._layers, self._sent_dtype
+            )
+        left_out = self._left_out | {f"{name}_scale" for name in self._left_out}
+        return [entry for entry in self._weight_metadata if entry[0] not in left_out]
 
     def _require_version(self) -> None:
         held = self.engine.version() if self.engine is not None else self.weight_version
@@ -264,13 +292,13 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The parent's parameters, quantized: what every transport sends."""
-        tensors = rollout_tensors(
-            super()._iter_named_params(), self.rollout.scheme, self._layers, self._tracker.observe
-        )
+        layers = {layer for layer in self._layers if f"{layer}.weight" not in self._left_out}
+        parameters = ((name, tensor) for name, tensor in super()._iter_named_params() if name not in self._left_out)
+        tensors = rollout_tensors(parameters, self.rollout.scheme, layers, self._tracker.observe, self._sent_dtype)
         if is_peft_model(self.model):
             # vLLM may hold a tensor until its layer is complete; by then the adapter is unmerged from the parameter.
             tensors = ((name, tensor.clone()) for name, tensor in tensors)
-        return timed(tensors, self._cost.add_quantization)
+        return timed(tensors, self._cost.add_tensor)
 
     # Generation ------------------------------------------------------------------------------------------------------
 

@@ -151,7 +151,7 @@ class RolloutVLLMClient(VLLMClient):
 
     # Weights ---------------------------------------------------------------------------------------------------------
 
-    def load_checkpoint(self, path: str, version: str, digest: bool) -> list[dict[str, Any]]:
+    def load_checkpoint(self, path: str, version: str, digest: bool, partial: bool = False) -> list[dict[str, Any]]:
         """
         Make every worker of the server load the checkpoint at `path` in place, and drop what was cached under the old.
 
@@ -159,6 +159,7 @@ class RolloutVLLMClient(VLLMClient):
             path: Directory that the server sees.
             version: Name of these weights, which `weight_version` returns from then on.
             digest: Whether the workers report a digest of every tensor.
+            partial: Whether layers that nothing comes for keep what they hold.
 
         Returns:
             What each worker reports.
@@ -168,7 +169,9 @@ class RolloutVLLMClient(VLLMClient):
             SyncError: If it kept what it had cached.
         """
         try:
-            reports = self._call_workers("load_rollout_weights", weights_path=path, version=version, digest=digest)
+            reports = self._call_workers(
+                "load_rollout_weights", weights_path=path, version=version, digest=digest, partial=partial
+            )
         except ServerError as error:
             raise ServerError(
                 f"The vLLM server could not load the weights written to {path}: make sure that it sees that directory "
@@ -183,6 +186,7 @@ class RolloutVLLMClient(VLLMClient):
         metadata: TensorMetadata,
         version: str,
         digest: bool,
+        partial: bool = False,
     ) -> list[dict[str, Any]]:
         """
         Broadcast tensors to the server's workers, which load them in place; as `load_checkpoint` otherwise.
@@ -192,6 +196,7 @@ class RolloutVLLMClient(VLLMClient):
             metadata: What will come, in order; the workers cut the stream by it.
             version: Name of these weights.
             digest: Whether the workers report a digest of every tensor.
+            partial: Whether layers that nothing comes for keep what they hold.
 
         Raises:
             ServerError: If the server could not load them.
@@ -205,7 +210,12 @@ class RolloutVLLMClient(VLLMClient):
         executor = ThreadPoolExecutor(max_workers=1)
         try:
             request = executor.submit(
-                self._call_workers, "load_rollout_weights", announced=announced, version=version, digest=digest
+                self._call_workers,
+                "load_rollout_weights",
+                announced=announced,
+                version=version,
+                digest=digest,
+                partial=partial,
             )
             packed_nccl_broadcast_producer(
                 iterator=as_announced(named_tensors, metadata, request.done),

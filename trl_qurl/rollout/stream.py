@@ -17,7 +17,11 @@ Observer = Callable[[str, torch.Tensor, torch.Tensor | None, torch.Tensor | None
 
 
 def rollout_tensors(
-    named_tensors: NamedTensors, scheme: QuantizationScheme | None, layers: Collection[str], observer: Observer
+    named_tensors: NamedTensors,
+    scheme: QuantizationScheme | None,
+    layers: Collection[str],
+    observer: Observer,
+    dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """
     What is sent to the engine, made from the policy's parameters.
@@ -27,26 +31,45 @@ def rollout_tensors(
         scheme: Format of the layers; `None` sends them as they are.
         layers: Names of the linear layers that are quantized, or would be.
         observer: Sees each of those layers on its way.
+        dtype: What tensors that are not quantized become; `None` leaves them as they are. An engine casts them to its
+            own as it loads them, to the same bits, so this only saves bytes on the way.
     """
     if scheme is not None:
-        yield from quantize_weights(named_tensors, scheme, layers, observer)
+        quantized = {f"{layer}.weight" for layer in layers}
+        quantized |= {f"{name}_scale" for name in quantized}
+        for name, tensor in quantize_weights(named_tensors, scheme, layers, observer):
+            yield name, tensor if name in quantized else tensor.to(sent_dtype(tensor.dtype, dtype))
         return
     for name, tensor in named_tensors:
         layer = name.removesuffix(".weight")
         if layer in layers and layer != name:
             observer(layer, tensor, None, None)
-        yield name, tensor
+        yield name, tensor.to(sent_dtype(tensor.dtype, dtype))
+
+
+def sent_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """What a tensor that is not quantized is sent as."""
+    return own if wanted is None or not own.is_floating_point else wanted
 
 
 def announce(
-    named_tensors: NamedTensors, scheme: QuantizationScheme | None, layers: Collection[str]
+    named_tensors: NamedTensors,
+    scheme: QuantizationScheme | None,
+    layers: Collection[str],
+    dtype: torch.dtype | None = None,
 ) -> TensorMetadata:
     """What `rollout_tensors` will yield for the same parameters, without making it."""
     if scheme is not None:
         entries = list(quantized_metadata(named_tensors, scheme, layers))
+        quantized = {f"{layer}.weight" for layer in layers}
+        quantized |= {f"{name}_scale" for name in quantized}
     else:
         entries = [(name, tensor.dtype, tensor.shape) for name, tensor in named_tensors]
-    return [(name, _dtype_name(dtype), list(shape)) for name, dtype, shape in entries]
+        quantized = set()
+    return [
+        (name, _dtype_name(own if name in quantized else sent_dtype(own, dtype)), list(shape))
+        for name, own, shape in entries
+    ]
 
 
 def as_announced(
@@ -77,13 +100,13 @@ def as_announced(
         raise SyncError(f"The stream ended after {sent} tensors, where {len(metadata)} were announced.")
 
 
-def timed(named_tensors: NamedTensors, record: Callable[[float], None]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The stream; `record` is called with the seconds that each tensor took to make."""
+def timed(named_tensors: NamedTensors, record: Callable[[float, int], None]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The stream; `record` is called with the seconds that each tensor took to make, and its bytes."""
     iterator = iter(named_tensors)
     while True:
         started = time.perf_counter()
         item = next(iterator, None)
-        record(time.perf_counter() - started)
+        record(time.perf_counter() - started, 0 if item is None else item[1].nbytes)
         if item is None:
             return
         yield item

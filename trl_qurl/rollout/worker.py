@@ -42,6 +42,7 @@ class RolloutWorker:
         announced: dict[str, list] | None = None,
         version: str = "",
         digest: bool = False,
+        partial: bool = False,
     ) -> dict[str, object]:
         """
         Replace all weights in place by checkpoint-format tensors from one of three sources.
@@ -52,6 +53,7 @@ class RolloutWorker:
             announced: `names`, `dtype_names` and `shapes` of what is about to come over vLLM's weight transfer.
             version: Name of these weights.
             digest: Whether to compute a digest of every tensor on its way in.
+            partial: Whether layers that nothing comes for keep what they hold, because it has not changed.
 
         Returns:
             `version` as given, once the weights are loaded; `digests`, tensor name to digest; `held`, how many of the
@@ -61,14 +63,15 @@ class RolloutWorker:
             RuntimeError: If a layer was left with its old weights, or holds something else than came in for it; if
                 these are another model's weights, or an earlier load failed.
         """
-        self._refuse_other_model(weights_path, announced)
+        self._refuse_other_model(weights_path, announced, partial)
         if getattr(self, "rollout_load_failed", False):
             raise RuntimeError(
                 "An earlier load of weights failed halfway, after which vLLM can't load any: start the server again."
             )
         self.rollout_load_failed = True
         held = HeldTensors(self.get_model(), enabled=digest)
-        digests = self._load_from(weights_iterator, weights_path, announced, digest, held)
+        with _watched_reload(partial):
+            digests = self._load_from(weights_iterator, weights_path, announced, digest, held)
         self.rollout_load_failed = False
         compared = held.compare()
         return {"version": version, "digests": digests, "held": len(compared)}
@@ -83,20 +86,19 @@ class RolloutWorker:
     ) -> dict[str, str]:
         """Load from whichever source is given; digests of what came."""
         if announced is not None:
-            with _watched_reload():
-                return self._receive(announced, digest, held)
+            return self._receive(announced, digest, held)
         if weights_iterator is None:
             weights_iterator = read_tensors(Path(weights_path or ""))
         received = DigestRecorder(weights_iterator, enabled=digest)
         if current_platform.is_cpu():
             cpu_repairs.use_reloadable_int8_kernels(self.get_model())
-        with _watched_reload():
-            self.reload_weights(weights_iterator=held.watch(received))
+        self.reload_weights(weights_iterator=held.watch(received))
         if current_platform.is_cpu():
             cpu_repairs.repack_output_head(self.get_model())
+            cpu_repairs.restore_released_weights(self.get_model())
         return received.digests
 
-    def _refuse_other_model(self, weights_path: str | None, announced: dict[str, list] | None) -> None:
+    def _refuse_other_model(self, weights_path: str | None, announced: dict[str, list] | None, partial: bool) -> None:
         """
         Refuse weights of another model before any layer is touched.
 
@@ -116,7 +118,8 @@ class RolloutWorker:
         else:
             return  # the trainer's own engine, started from the trainer's own model
         served = tensor_shapes(start)
-        differing = sorted(name for name in sent.keys() | served.keys() if sent.get(name) != served.get(name))
+        expected = sent.keys() if partial else sent.keys() | served.keys()
+        differing = sorted(name for name in expected if sent.get(name) != served.get(name))
         if differing:
             name = differing[0]
             raise RuntimeError(
@@ -143,7 +146,8 @@ class RolloutWorker:
             `format`: compressed-tensors' name for the way codes are stored, another method's name, or `None`;
             `ignore`: patterns of the modules kept in full precision;
             `block_size`: tokens per block of the key-value cache;
-            `max_model_len`: tokens of the longest sequence.
+            `max_model_len`: tokens of the longest sequence;
+            `dtype`: of all parameters but codes and scales, or `None` where they have several.
         """
         quantization = self.vllm_config.quant_config
         description: dict[str, object] = {"format": None, "ignore": []}
@@ -154,7 +158,18 @@ class RolloutWorker:
         return description | {
             "block_size": self.vllm_config.cache_config.block_size,
             "max_model_len": self.vllm_config.model_config.max_model_len,
+            "dtype": self._common_dtype(),
         }
+
+    def _common_dtype(self) -> str | None:
+        dtypes = {
+            parameter.dtype
+            for name, parameter in self.get_model().named_parameters()
+            if parameter.is_floating_point()
+            and parameter.element_size() > 1
+            and not name.endswith(("_scale", "_adj"))  # made by or for the quantized kernels
+        }
+        return str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None
 
 
 class _RecordingModel:
@@ -175,13 +190,16 @@ class _RecordingModel:
 
 
 @contextmanager
-def _watched_reload() -> Iterator[None]:
+def _watched_reload(partial: bool) -> Iterator[None]:
     """
     Turn vLLM's report of a layer that got no new weights into what it means.
 
     vLLM only logs it, and goes on with the old weights. For a layer that has weights in every checkpoint that is an
     error; rotary embeddings compute theirs and a tied head shares the embedding's, so for them it is not worth a line;
     about any other layer vLLM's own warning is left to speak.
+
+    Args:
+        partial: Whether layers without new weights are as they should be.
 
     Raises:
         RuntimeError: At the end of the block, if such a layer was reported.
@@ -207,7 +225,7 @@ def _watched_reload() -> Iterator[None]:
     finally:
         reload_logger.removeFilter(is_worth_a_line)
         reload_logger.setLevel(level)
-    if stale:
+    if stale and not partial:
         raise RuntimeError(
             f"The engine got no new weights for {len(stale)} of its layers ({', '.join(sorted(set(stale)))}) and "
             "still holds the old ones: the checkpoint or stream is not of the model that it serves."

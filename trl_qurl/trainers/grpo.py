@@ -160,6 +160,7 @@ class QuRLGRPOTrainer(DynamicSamplingTrainer):
             "time/quantize_s": cost.quantize_s,
             "time/sync_s": cost.sync_s,
             "time/sync_check_s": cost.check_s,
+            "sync/sent_mb": cost.sent_bytes / 1e6,
             "time/generate_s": cost.generate_s,
             "time/logps_s": self._scoring_seconds,
             "throughput/generated_tokens_per_s": tokens / cost.generate_s if cost.generate_s else 0.0,

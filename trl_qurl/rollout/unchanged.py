@@ -1,0 +1,40 @@
+"""Which parameters an engine that has them need not be sent again."""
+
+from torch import nn
+
+from trl_qurl.quantization.layers import checkpoint_name
+
+
+def frozen_parameters(model: nn.Module) -> frozenset[str]:
+    """
+    Checkpoint names of the parameters that training does not change.
+
+    An engine fuses neighbouring linear layers into one (query, key and value; gate and up), which it loads whole or
+    not at all. So a linear layer counts as frozen only if all linear layers beside it do, and every other module only
+    if all of its own parameters do. What an adapter is merged into is not frozen.
+
+    Args:
+        model: A transformers model, or a PEFT model around one.
+    """
+    modules = dict(model.named_modules())
+    groups: dict[str, str] = {}  # of each parameter, by checkpoint name
+    adapted = [path for path, module in modules.items() if _is_adapted(module)]
+    changing = {_group(path, is_linear) for path in adapted for is_linear in (False, True)}
+    for name, parameter in model.named_parameters():  # a shared one comes once, as it is sent
+        path = name.rpartition(".")[0]
+        if ".original_module" in path:
+            continue  # PEFT trains a copy of it
+        groups[checkpoint_name(name)] = group = _group(path, isinstance(modules[path], nn.Linear))
+        if parameter.requires_grad:
+            changing.add(group)
+    return frozenset(name for name, group in groups.items() if group not in changing)
+
+
+def _group(path: str, is_linear: bool) -> str:
+    """The modules that change together with this one."""
+    name = checkpoint_name(path)
+    return f"{name.rpartition('.')[0]}/linear" if is_linear else name
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    return any(base.__name__ == "BaseTunerLayer" for base in type(module).__mro__)  # without importing PEFT
