@@ -1,0 +1,103 @@
+"""Real trainers on models of random weights, as the benchmarks of rollouts and steps compare them."""
+
+import os
+import socket
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from quantizer import Shape
+from weight_sync import characters
+
+TRL = "plain TRL"
+LLMCOMPRESSOR = "llm-compressor"
+
+WAYS = {
+    TRL: {},
+    "bf16": {"rollout_quantization": None},
+    "int8": {"rollout_quantization": "int8"},
+    "fp8": {"rollout_quantization": "fp8"},
+    LLMCOMPRESSOR: {"rollout_quantization": "int8", "quantizer": "llmcompressor"},
+}
+"""Name to what distinguishes it: TRL's own trainer with BF16 rollouts, ours without and with quantization."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """One rollout: completions and their tokens, and how they are learned from."""
+
+    completions: int = 8
+    tokens: int = 128
+    prompt: int = 28  # characters, each a token
+    train_batch: int = 8
+    updates: int = 1
+
+
+def build_trainer(way: str, shape: Shape, load: Load, device: str, **further: Any) -> Any:
+    """
+    A trainer with an engine in this process, on a model of random weights; completions never end by themselves.
+
+    Args:
+        way: A name in `WAYS`.
+        shape: The model.
+        load: A rollout of it.
+        device: `"cpu"` or `"cuda"`.
+        further: Settings of the trainer's config.
+    """
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+
+    os.environ["MASTER_PORT"] = str(free_port())  # several trainers run side by side
+    passes = load.completions // load.train_batch
+    settings = {
+        "per_device_train_batch_size": load.train_batch,
+        "steps_per_generation": passes,
+        "gradient_accumulation_steps": passes // load.updates,
+        "num_generations": min(8, load.completions),
+        "max_completion_length": load.tokens,
+        "max_steps": load.updates,
+        "learning_rate": 1e-6,
+        "logging_steps": 1,
+        "vllm_max_model_length": load.prompt + load.tokens,
+        "vllm_gpu_memory_utilization": 0.3,
+        "generation_kwargs": {"ignore_eos": True},
+        "use_cpu": device == "cpu",
+        "bf16": device == "cuda",
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    } | further
+    directory = tempfile.mkdtemp(dir="/dev/shm" if device == "cpu" else None)
+    model: Any = shape.build(torch.float32, torch.device("cpu"))
+    if way == TRL:
+        # TRL's engine loads the model by its name.
+        model.save_pretrained(f"{directory}/model")
+        characters().save_pretrained(f"{directory}/model")
+        model = f"{directory}/model"
+        kind, config = GRPOTrainer, GRPOConfig(directory, use_vllm=True, vllm_mode="colocate", **settings)
+    else:
+        own = {"weight_metrics_steps": 0, "sync_check_steps": 0, "uaq_scale": 1.0, "objective": "acr"}
+        own |= {"vllm_engine_kwargs": {"enforce_eager": device == "cpu"}}  # compiling takes minutes there
+        kind, config = QuRLGRPOTrainer, QuRLGRPOConfig(directory, **(settings | own | WAYS[way]))
+    return kind(
+        model=model,
+        reward_funcs=lambda completions, **kwargs: [float(len(completion)) for completion in completions],
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": [prompt(load.prompt, number) for number in range(64)]}),
+        processing_class=characters(),
+    )
+
+
+def prompt(length: int, number: int) -> str:
+    """Some text of that many characters."""
+    return f"{number:02} What is the capital of France? ".ljust(length, "x")[:length]
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
