@@ -3,11 +3,13 @@
 import os
 import socket
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from quantizer import Shape
+from transformers import PrinterCallback
 from weight_sync import characters
 
 TRL = "plain TRL"
@@ -34,7 +36,9 @@ class Load:
     updates: int = 1
 
 
-def build_trainer(way: str, shape: Shape, load: Load, device: str, **further: Any) -> Any:
+def build_trainer(
+    way: str, shape: Shape, load: Load, device: str, callbacks: Sequence[Any] = (), **further: Any
+) -> Any:
     """
     A trainer with an engine in this process, on a model of random weights; completions never end by themselves.
 
@@ -43,6 +47,7 @@ def build_trainer(way: str, shape: Shape, load: Load, device: str, **further: An
         shape: The model.
         load: A rollout of it.
         device: `"cpu"` or `"cuda"`.
+        callbacks: Come before the trainer's own.
         further: Settings of the trainer's config.
     """
     from datasets import Dataset
@@ -82,13 +87,16 @@ def build_trainer(way: str, shape: Shape, load: Load, device: str, **further: An
         own = {"weight_metrics_steps": 0, "sync_check_steps": 0, "uaq_scale": 1.0, "objective": "acr"}
         own |= {"vllm_engine_kwargs": {"enforce_eager": device == "cpu"}}  # compiling takes minutes there
         kind, config = QuRLGRPOTrainer, QuRLGRPOConfig(directory, **(settings | own | WAYS[way]))
-    return kind(
+    trainer = kind(
         model=model,
         reward_funcs=lambda completions, **kwargs: [float(len(completion)) for completion in completions],
         args=config,
         train_dataset=Dataset.from_dict({"prompt": [prompt(load.prompt, number) for number in range(64)]}),
         processing_class=characters(),
+        callbacks=list(callbacks),
     )
+    trainer.remove_callback(PrinterCallback)  # the log is read, not looked at
+    return trainer
 
 
 def prompt(length: int, number: int) -> str:

@@ -77,9 +77,8 @@ class Gate(TrainerCallback):
 
 def build(way: str, shape: Shape, load: Load, repeats: int, device: str) -> Callable[[], dict[str, float]]:
     """A trainer that answers what its next step cost; run in a process of its own."""
-    trainer = build_trainer(way, shape, load, device, max_steps=(repeats + 2) * load.updates)
     gate = Gate(load.updates)
-    trainer.add_callback(gate)
+    trainer = build_trainer(way, shape, load, device, [gate], max_steps=(repeats + 2) * load.updates)
     threading.Thread(target=gate.run, args=(trainer,), daemon=True).start()
 
     def step() -> dict[str, float]:
@@ -162,9 +161,8 @@ def main() -> None:
     console = Console(width=None if sys.stdout.isatty() else 140)
     record = {"benchmark": "training_step", **provenance(torch.device(arguments.device), measured="trl_qurl")}
     record |= {"shape": asdict(shape), "load": asdict(load), "repeats": arguments.repeats}
-    contestants = {
-        way: Contestant(build, way, shape, load, arguments.repeats, arguments.device) for way in arguments.ways
-    }
+    settings = (shape, load, arguments.repeats, arguments.device)
+    contestants = {way: Contestant(build, way, *settings) for way in arguments.ways}
     try:
         record["cells"] = measure(contestants, arguments.repeats, console)
     finally:
