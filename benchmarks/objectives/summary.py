@@ -53,6 +53,7 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
     "low_rate": [
         *((f"int8_s{scale:g}", "int8_s1") for scale in (1.25, 1.5, 2.0, 3.0)),
         ("int8_rate1.5", "int8_s1.5"),
+        ("int8_rate1.5", "int8_s1"),
         ("int8_s1", "bf16_s1"),
     ],
     "lowest_rate": [("int8_s1.5", "int8_s1"), ("int8_s3", "int8_s1")],
