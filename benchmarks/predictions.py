@@ -1,6 +1,6 @@
 """Does `trl-qurl bench` say what a step will cost? Its predictions beside measured steps.
 
-    python benchmarks/predictions.py                          # six settings of a small Qwen3: half an hour on two cores
+    python benchmarks/predictions.py                     # six settings of a small Qwen3: half an hour on two cores
     python benchmarks/predictions.py --layers 2 --hidden 128 --vocabulary 500 --settings 1 --repeats 1
 
 For each setting, `trl-qurl bench --quick` predicts the step with 16-bit and with INT8 rollouts; then two real trainers
@@ -67,11 +67,8 @@ def compare(shape: Shape, load: Load, repeats: int, device: str, quick: bool, co
     for way, name in WAYS.items():
         step = said["baseline"] if name == "none" else said["comparisons"][name]["step"]
         predicted = {part: seconds[1] for part, seconds in step.items()}
-        result[way] = {
-            "predicted": predicted,
-            "predicted_s": sum(predicted.values()),
-            "measured_s": cells[way]["step_s"],
-        }
+        measured = cells[way]["step_s"]
+        result[way] = {"predicted": predicted, "predicted_s": sum(predicted.values()), "measured_s": measured}
     ratio = result["bf16"]["measured_s"] / result["int8"]["measured_s"]
     return result | {"predicted_speedup": said["comparisons"]["int8"]["speedup"], "measured_speedup": ratio}
 

@@ -147,3 +147,76 @@ def test_what_was_measured_before_a_fault_is_kept(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     result = importlib.import_module("apart").measure_apart(divide_by_zero)
     assert result == {"first": 1, "failure": "ZeroDivisionError: division by zero"}
+
+
+def build_adder(first):
+    def add(second):
+        if second == "die":
+            import os
+
+            os._exit(3)
+        return first + second
+
+    return add
+
+
+def build_nothing():
+    raise ValueError("no\nengine")
+
+
+def test_contestants_are_asked_one_by_one_and_fail_alone(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    contestant = importlib.import_module("turns").Contestant
+    one, other, broken = contestant(build_adder, 1), contestant(build_adder, 10), contestant(build_nothing)
+    try:
+        assert [one.ask(2), other.ask(2), one.ask(3)] == [3, 12, 4]
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="^ValueError: no engine$"):
+                broken.ask(1)
+        with pytest.raises(RuntimeError, match="TypeError: unsupported operand"):
+            one.ask("2")
+        with pytest.raises(RuntimeError, match="the process ended with 3"):
+            one.ask("die")
+        assert other.ask(1) == 11
+    finally:
+        for each in (one, other, broken):
+            each.stop()
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "further", "cells"),
+    [
+        ("rollouts", ["--batches", "1", "4", "--tokens", "8", "--repeats", "2"], 2 * 2 * 2),
+        ("training_step", ["--tokens", "16", "--repeats", "2", "--completions", "16", "--updates", "2"], 2),
+    ],
+)
+def test_a_benchmark_in_turns_fills_every_cell(name, further, cells, tmp_path):
+    record = run_benchmark(name, *further, output=tmp_path / "record.json")
+    assert len(record["cells"]) == cells
+    for cell in record["cells"]:
+        assert "failure" not in cell
+        if name == "rollouts":
+            assert len(cell["seconds"]) == 2 and cell["tokens_per_s"] > 0
+        else:
+            parts = sum(cell[f"{part}_s"] for part in ("sync", "generate", "logps", "update"))
+            assert 0 < parts <= 1.05 * cell["step_s"], "the parts are no more than the step"
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_predictions_stand_beside_measured_steps(tmp_path):
+    record = run_benchmark("predictions", "--settings", "1", "--repeats", "2", output=tmp_path / "record.json")
+    [setting] = record["settings"]
+    for way in ("bf16", "int8"):
+        assert setting[way]["predicted_s"] > 0 and setting[way]["measured_s"] > 0
+    low, middle, high = setting["predicted_speedup"]
+    assert low <= middle <= high
+
+
+def run_benchmark(name, *further, output):
+    command = [sys.executable, BENCHMARKS / f"{name}.py", *TINY, *further, "--device", "cpu", "--output", output]
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(output.read_text())

@@ -11,7 +11,11 @@ Imported only where vLLM runs on CPU.
 import torch
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Int8
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 
 
 class ReloadableCPUInt8Kernel(CPUInt8ScaledMMLinearKernel):
@@ -37,10 +41,22 @@ def use_reloadable_int8_kernels(model: torch.nn.Module) -> None:
 
 
 def repack_output_head(model: torch.nn.Module) -> None:
-    """Pack the weight that an unquantized output head holds now, be it its own or the embedding's."""
+    """
+    Let an unquantized output head multiply with the weight that it holds now.
+
+    A tied head takes the packed copy that a reload of the embedding has just made; any other packs its own.
+    """
+    packed = {
+        id(layer.weight): layer.cpu_linear
+        for layer in model.modules()
+        if type(layer) is VocabParallelEmbedding and hasattr(layer, "cpu_linear")
+    }
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
-            layer.quant_method.process_weights_after_loading(layer)
+            if id(layer.weight) in packed:
+                layer.cpu_linear = packed[id(layer.weight)]
+            else:
+                layer.quant_method.process_weights_after_loading(layer)
 
 
 def restore_released_weights(model: torch.nn.Module) -> None:
