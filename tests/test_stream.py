@@ -33,8 +33,8 @@ def unobserved(layer, weight, codes, scale):
     pass
 
 
-def stream(model, scheme):
-    return rollout_tensors(parameters(model), scheme, quantized_layer_names(model), unobserved)
+def stream(model, scheme, dtype=None):
+    return rollout_tensors(parameters(model), scheme, quantized_layer_names(model), unobserved, dtype)
 
 
 # What is announced ---------------------------------------------------------------------------------------------------
@@ -55,6 +55,21 @@ def test_what_is_announced_is_what_comes(scheme, dtype):
             str(dtype).removeprefix("torch."),
             [128, 1],
         )
+
+
+@pytest.mark.parametrize("scheme", [INT8, None], ids=["int8", "bf16"])
+def test_what_is_not_quantized_is_sent_in_the_engines_dtype(scheme):
+    model = tiny_model(dtype=torch.float32)
+    layers = quantized_layer_names(model)
+    metadata = announce(parameters(model), scheme, layers, torch.bfloat16)
+    sent = dict(stream(model, scheme, torch.bfloat16))
+    assert metadata == [(name, str(t.dtype).split(".")[1], list(t.shape)) for name, t in sent.items()]
+    assert sent["model.embed_tokens.weight"].dtype == sent["model.norm.weight"].dtype == torch.bfloat16
+    as_it_is = dict(stream(model, scheme))
+    for name, tensor in sent.items():
+        quantized = name.removesuffix("_scale").removesuffix(".weight") in layers and scheme is not None
+        assert tensor.dtype == (as_it_is[name].dtype if quantized else torch.bfloat16)
+        assert torch.equal(tensor, as_it_is[name].to(tensor.dtype)), "an engine would have cast it to the same bits"
 
 
 def test_a_stream_that_is_not_as_announced_is_stopped():
@@ -220,10 +235,14 @@ def test_weights_of_another_model_are_refused_before_anything_is_touched(ends, t
     assert worker.session == [], "the reload was begun"
     same = tiny_model(seed=1)
     metadata = announce(parameters(same), INT8, quantized_layer_names(same))
-    assert (
-        worker._refuse_other_model(None, dict(zip(("names", "_", "shapes"), zip(*metadata, strict=True), strict=True)))
-        is None
-    )
+    columns = dict(zip(("names", "_", "shapes"), zip(*metadata, strict=True), strict=True))
+    worker._refuse_other_model(None, columns, partial=False)
+    part = {name: column[:5] for name, column in columns.items()}
+    worker._refuse_other_model(None, part, partial=True)
+    with pytest.raises(RuntimeError, match=f"{len(metadata) - 5} tensors differ"):
+        worker._refuse_other_model(None, part, partial=False)
+    with pytest.raises(RuntimeError, match="1 tensors differ, first elsewhere"):
+        worker._refuse_other_model(None, {"names": ["elsewhere"], "shapes": [[1]]}, partial=True)
 
 
 def test_a_worker_says_how_its_model_is_quantized(ends):
@@ -238,7 +257,16 @@ def test_a_worker_says_how_its_model_is_quantized(ends):
         )
         return client.describe()
 
-    assert describe(None) == {"format": None, "ignore": [], "block_size": 16, "max_model_len": 64}
+    worker.model = torch.nn.ParameterDict({"a": torch.zeros(2, dtype=torch.bfloat16), "b_scale": torch.zeros(1)})
+    assert describe(None) == {
+        "format": None,
+        "ignore": [],
+        "block_size": 16,
+        "max_model_len": 64,
+        "dtype": "bfloat16",
+    }
+    worker.model["gate"] = torch.zeros(2, dtype=torch.float32)
+    assert describe(None)["dtype"] is None, "what one parameter holds in 32 bits would be sent in 16"
     other = SimpleNamespace(get_name=lambda: "awq")
     assert describe(other)["format"] == "awq"
     ours = CompressedTensorsConfig.from_config(quantization_config(INT8, ["lm_head"]))

@@ -65,7 +65,7 @@ def on_the_way(fault):
 
     def context(generation):
         load = generation.engine.load
-        broken = lambda source, *arguments: load(_Marked(fault(source), source), *arguments)  # noqa: E731
+        broken = lambda source, *args, **kwargs: load(_Marked(fault(source), source), *args, **kwargs)  # noqa: E731
         return patch.object(generation.engine, "load", broken)
 
     return context
@@ -85,7 +85,7 @@ def load_nothing(generation):
     """The worker claims success and digests without loading anything."""
     from trl_qurl.rollout.engines import LoadReport
 
-    def load(source, version, digest, metadata):
+    def load(source, version, digest, metadata, partial):
         for _ in source:
             pass
         generation.llm.llm_engine.set_weight_version(version)

@@ -23,8 +23,7 @@ def build_table(result: Bench) -> Table:
     table = Table(
         title=f"{result.model}: one step of {workload.batch} completions, {workload.completion_len} tokens each",
         box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
+        padding=0,
         caption="Seconds; estimated from shorter runs where a whole step would take too long.",
         caption_justify="left",
     )
