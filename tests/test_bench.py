@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from conftest import child_environment
@@ -100,6 +101,12 @@ def test_a_step_is_the_sum_of_its_parts():
     parts = [step.sync, step.generate, step.score, step.update]
     assert step.total.middle == pytest.approx(sum(part.middle for part in parts))
     assert step.rollout_share == pytest.approx((20.9 + 2.0) / step.total.middle)
+
+
+def test_one_update_per_rollout_scores_nothing_beforehand():
+    step = predict_step(engine(), TRAINING, replace(WORKLOAD, updates=1))
+    assert step.score == Range(0.0, 0.0, 0.0)
+    assert step.update.middle == pytest.approx(8 * 1.5 * 4 + 0.7)
 
 
 def test_the_speedup_is_that_of_the_whole_step():

@@ -246,3 +246,61 @@ def test_gradient_accumulation_and_tool_tokens(trainer, batch):
         cap=CAP,
     )
     assert loss.item() == pytest.approx(expected.item() / 2, rel=1e-5)
+
+
+def one_update_per_rollout(trainer, monkeypatch):
+    monkeypatch.setattr(trainer.args, "gradient_accumulation_steps", trainer.args.steps_per_generation)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_one_update_per_rollout_needs_no_scoring_pass(objective, trainer, monkeypatch):
+    monkeypatch.setattr(trainer.args, "objective", objective)
+    trainer.loss_type = "dapo"
+    rows = [{"prompt": prompt} for prompt in ("ab", "cd", "ef", "gh") for _ in range(4)]
+
+    def rollout():
+        trainer._metrics["train"].clear()
+        torch.manual_seed(0)
+        return trainer._generate_and_score_completions(rows)
+
+    scored = rollout()
+    scored_metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    one_update_per_rollout(trainer, monkeypatch)
+    unscored = rollout()
+    assert "old_per_token_logps" not in unscored and "importance_sampling_ratio" not in unscored
+    assert trainer._metrics["train"]["time/logps_s"] == [0.0]
+    # The very same rollout, so that the losses can be compared.
+    unscored = {name: part for name, part in scored.items() if name in unscored}
+    advantages = torch.linspace(-1, 1, len(rows))
+    assert not any(name.startswith("mismatch/") for name in trainer._metrics["train"])
+    for part in range(4):
+        rows_of_part = slice(B * part, B * part + B)
+        trainer._step = part + 1
+        losses = []
+        for batch in (scored, unscored):
+            micro_batch = {name: part[rows_of_part] if part.dim() else part for name, part in batch.items()}
+            micro_batch["advantages"] = advantages[rows_of_part]
+            losses.append(trainer._compute_loss(trainer.model, micro_batch))
+        # Scoring passes over other rows at once, and so rounds otherwise.
+        assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-4, abs=1e-6)
+        ours, theirs = gradients(trainer, losses[1]), gradients(trainer, losses[0])
+        for name, gradient in theirs.items():
+            torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
+        assert ("mismatch/kl_k3" in trainer._metrics["train"]) == (part == 3), "figures are those of whole rollouts"
+    for name, value in scored_metrics.items():
+        if name.startswith("mismatch/"):
+            assert trainer._metrics["train"][name] == [pytest.approx(value, rel=1e-2, abs=1e-7)], name
+
+
+def test_a_rollout_whose_tokens_the_engine_could_not_score_is_an_error(trainer, batch, monkeypatch):
+    one_update_per_rollout(trainer, monkeypatch)
+    del batch["old_per_token_logps"], batch["importance_sampling_ratio"]
+    batch["sampling_per_token_logps"] = torch.full((B, T), torch.nan)
+    trainer._step = 1
+    trainer._compute_loss(trainer.model, batch)
+    trainer._step = 4
+    with pytest.raises(RuntimeError, match="no finite log-probability for any token"):
+        trainer._compute_loss(trainer.model, batch)
+    # Nothing to learn from, as where all completions are cut and cut ones are masked, is no fault of the engine's.
+    batch["completion_mask"] = torch.zeros(B, T, dtype=torch.long)
+    trainer._compute_loss(trainer.model, batch)

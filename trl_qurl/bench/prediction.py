@@ -19,7 +19,7 @@ class Step:
     Attributes:
         sync: Getting the weights into the engine.
         generate: The rollout.
-        score: Log-probabilities of the policy that sampled.
+        score: Log-probabilities of the policy at rollout time; one update per rollout does without.
         update: Forward, backward and optimizer.
     """
 
@@ -67,13 +67,13 @@ class Comparison:
 
 
 def predict_step(engine: EngineCosts, training: TrainingCosts, workload: Workload) -> Step:
-    """A step of `workload`: sync, one rollout, a scoring pass over it, and its updates."""
+    """A step of `workload`: sync, one rollout, a scoring pass over it if there are several updates, and those."""
     tokens = workload.train_batch * (workload.prompt_len + workload.completion_len)
     passes = at_size(training.update, tokens).times(workload.passes)
     return Step(
         sync=engine.sync.range,
         generate=engine.generate(workload.completion_len),
-        score=at_size(training.score, tokens).times(workload.passes),
+        score=at_size(training.score, tokens).times(workload.passes if workload.updates > 1 else 0),
         update=passes + training.optimizer.range.times(workload.updates),
     )
 

@@ -1,12 +1,60 @@
 """How far the policy that sampled (behaviour) is from the policy that learns (proximal).
 
-Everything is computed from the ratio before any cap touches it. Sums come first and are reduced over processes by the
-caller; `mismatch_metrics` turns them into figures. B sequences, T completion tokens.
+Everything is computed from the ratio before any cap touches it. Sums come first, are added up over the parts of a
+rollout and over processes (`MismatchTally`), and become figures (`mismatch_metrics`). B sequences, T tokens of a
+completion.
 """
+
+from typing import TYPE_CHECKING
 
 import torch
 
 from trl_qurl.objective import importance_ratio
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+class MismatchTally:
+    """
+    The mismatch of a rollout, gathered from the parts in which its log-probabilities are computed.
+
+    Args:
+        accelerator: Of the processes that share the rollout.
+    """
+
+    def __init__(self, accelerator: "Accelerator") -> None:
+        self._accelerator = accelerator
+        self._clear()
+
+    def _clear(self) -> None:
+        self._sums = torch.zeros(6, dtype=torch.float64)  # tokens learned from, and `mismatch_sums`
+        self._ratio_max = torch.zeros(())
+
+    def add(self, proximal_logps: torch.Tensor, behavior_logps: torch.Tensor, mask: torch.Tensor, cap: float) -> None:
+        """Count a part of the rollout; arguments as of `mismatch_sums`."""
+        sums, ratio_max = mismatch_sums(proximal_logps, behavior_logps, mask, cap)
+        self._sums = self._sums.to(sums.device) + torch.cat([mask.sum().double().unsqueeze(0), sums])
+        self._ratio_max = torch.maximum(self._ratio_max.to(ratio_max), ratio_max)
+
+    def pop(self) -> dict[str, float]:
+        """
+        Figures of the whole rollout, once; all processes take part. Empty if there was no token to learn from.
+
+        Raises:
+            RuntimeError: The engine gave no finite log-probability for any token.
+        """
+        # Accelerators without float64 exist; the sums were formed in it.
+        sums = self._accelerator.reduce(self._sums.float().to(self._accelerator.device), reduction="sum")
+        ratio_max = self._accelerator.gather(self._ratio_max.float().to(self._accelerator.device)).max().item()
+        self._clear()
+        metrics = mismatch_metrics(sums[1:], ratio_max)
+        if not metrics and sums[0] > 0:
+            raise RuntimeError(
+                "The engine gave no finite log-probability for any token of this rollout, so its weights are broken "
+                "and what it sampled is noise: resume from the last checkpoint, and report model and vLLM version."
+            )
+        return metrics
 
 
 def mismatch_sums(

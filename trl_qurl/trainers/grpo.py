@@ -1,14 +1,18 @@
 """`QuRLGRPOTrainer`: TRL's `GRPOTrainer` on quantized rollouts.
 
 Every override calls `super()` and adds something before or after it: the constructor (engine, UAQ), scoring (mismatch
-metrics), the forward pass (its seconds, and its result for the clip metrics), the loss (the paper's objectives, as
-inputs and clip bounds of the parent's own loss) and checkpoints (the rollout in progress).
+metrics), the forward pass (its seconds, and its result for the objective), the loss (the paper's objectives, as inputs
+and clip bounds of the parent's own loss) and checkpoints (the rollout in progress).
+
+With one update per rollout the log-probabilities "at rollout time" are those of the update itself, so the pass that
+would compute them beforehand is left out, as the parent does it without vLLM.
 """
 
+import functools
 import inspect
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,10 +25,10 @@ from trl.trainer import grpo_trainer
 
 from trl_qurl.config import QuRLGRPOConfig
 from trl_qurl.evaluation.tasks import load_tasks
-from trl_qurl.objective import SurrogateTerms, surrogate_terms
+from trl_qurl.objective import surrogate_terms
 from trl_qurl.quantization.schemes import get_scheme
 from trl_qurl.rollout.generation import quantized_generation
-from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
+from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.trainers.callbacks import RunLogCallback, UpdateAwareQuantizationCallback
 from trl_qurl.trainers.dynamic_trainer import DynamicSamplingTrainer
@@ -70,6 +74,7 @@ class QuRLGRPOTrainer(DynamicSamplingTrainer):
 
     epsilon_low: Any
     epsilon_high: Any
+    vllm_importance_sampling_correction: bool
 
     _config_class = QuRLGRPOConfig
     _algorithm = "GRPO"
@@ -100,9 +105,10 @@ class QuRLGRPOTrainer(DynamicSamplingTrainer):
         arguments["callbacks"] = [*callbacks, self._step_timer, run_log]
         self._scoring_seconds = 0.0
         self._train_sampler: Any = None
-        self._policy_logps = torch.empty(0)  # (B, T), of the latest forward pass
+        self._on_policy_logps: Callable[[torch.Tensor], None] | None = None
         with quantized_generation(grpo_trainer, _rollout_settings(config)):
             super().__init__(**arguments)
+        self._mismatch = MismatchTally(self.accelerator)
         self.vllm_generation.global_step = lambda: self.state.global_step
         if tasks:
             self.add_callback(TaskEvaluationCallback(self, tasks, config.eval_tasks_steps, config.eval_tasks_by))
@@ -127,30 +133,35 @@ class QuRLGRPOTrainer(DynamicSamplingTrainer):
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         started = time.perf_counter()
         self._scoring_seconds = 0.0
-        batch = super()._generate_and_score_completions(inputs)
+        with self._scoring():
+            batch = super()._generate_and_score_completions(inputs)
         mode = "train" if self.model.training else "eval"
-        self._record(mode, self._mismatch(batch))
+        if "old_per_token_logps" in batch:
+            self._add_mismatch(batch["old_per_token_logps"], batch)
+            self._record(mode, self._mismatch.pop())
         self._record(mode, self._rollout_cost())
         self._record(mode, self.vllm_generation.pop_weight_metrics())
         self._step_timer.exclude(time.perf_counter() - started)
         return batch
 
-    def _mismatch(self, batch: dict[str, Any]) -> dict[str, float]:
-        sums, ratio_max = mismatch_sums(
-            proximal_logps=batch["old_per_token_logps"],
-            behavior_logps=batch["sampling_per_token_logps"],
-            mask=learned_tokens(batch),
-            cap=self._cap,
-        )
-        # Accelerators without float64 exist; the sums were formed in it.
-        sums = self.accelerator.reduce(sums.float(), reduction="sum")
-        metrics = mismatch_metrics(sums, self.accelerator.gather(ratio_max.float()).max().item())
-        if not metrics:
-            raise RuntimeError(
-                "The engine gave no finite log-probability for any token of this rollout, so its weights are broken "
-                "and what it sampled is noise: resume from the last checkpoint, and report model and vLLM version."
-            )
-        return metrics
+    @property
+    def _scores_in_update(self) -> bool:
+        """Whether every token of a rollout meets the policy that was in force when it was made."""
+        return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
+
+    @contextmanager
+    def _scoring(self) -> Iterator[None]:
+        """Keep the parent from scoring a rollout beforehand where the update does it."""
+        corrects = self.vllm_importance_sampling_correction
+        # What the parent needs them for is this ratio, which the loss then forms.
+        self.vllm_importance_sampling_correction = corrects and not self._scores_in_update
+        try:
+            yield
+        finally:
+            self.vllm_importance_sampling_correction = corrects
+
+    def _add_mismatch(self, proximal_logps: torch.Tensor, inputs: dict[str, Any]) -> None:
+        self._mismatch.add(proximal_logps, inputs["sampling_per_token_logps"], learned_tokens(inputs), self._cap)
 
     def _rollout_cost(self) -> dict[str, float]:
         cost = self.vllm_generation.pop_cost()
@@ -170,49 +181,54 @@ class QuRLGRPOTrainer(DynamicSamplingTrainer):
         started = time.perf_counter()
         result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         self._scoring_seconds += time.perf_counter() - started
-        self._policy_logps = result[0].detach()
+        if self._on_policy_logps is not None:
+            self._on_policy_logps(result[0].detach())
         return result
 
     # Objective -------------------------------------------------------------------------------------------------------
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        behavior_logps = inputs["sampling_per_token_logps"]
-        # A token that is not learned from has no ratio; NaN says so, and keeps its padding out of exp().
-        behavior_logps = behavior_logps.masked_fill(~learned_tokens(inputs), torch.nan)
+        mode = "train" if self.model.training else "eval"
+        loss_inputs = dict(inputs)
+        clip_bounds = self.epsilon_low, self.epsilon_high
+        # The parent's first deed is the forward pass; what it reads after that is completed as soon as that is done.
+        self._on_policy_logps = functools.partial(self._apply_objective, loss_inputs, mode)
+        try:
+            loss = super()._compute_loss(model, loss_inputs)
+        finally:
+            self._on_policy_logps = None
+            self.epsilon_low, self.epsilon_high = clip_bounds
+        if "old_per_token_logps" not in inputs and self._ends_rollout(mode):
+            self._record(mode, self._mismatch.pop())
+        return loss
+
+    def _apply_objective(self, loss_inputs: dict[str, Any], mode: str, policy_logps: torch.Tensor) -> None:
+        """Give the parent's loss the objective's inputs and clip bounds, given log-probabilities (B, T)."""
+        learned = learned_tokens(loss_inputs)
+        proximal_logps = loss_inputs.get("old_per_token_logps")
+        if proximal_logps is None:
+            proximal_logps = policy_logps
+            self._add_mismatch(proximal_logps, loss_inputs)
         epsilon_low, epsilon_high = float(self.epsilon_low), float(self.epsilon_high)
         terms = surrogate_terms(
             self.args.objective,
-            inputs["old_per_token_logps"],
-            behavior_logps,
+            proximal_logps,
+            # A token that is not learned from has no ratio; NaN says so, and keeps its padding out of exp().
+            loss_inputs["sampling_per_token_logps"].masked_fill(~learned, torch.nan),
             cap=self._cap,
             floor=self.vllm_importance_sampling_clip_min,
             epsilon_low=epsilon_low,
             epsilon_high=epsilon_high,
         )
-        exchanged = {"old_per_token_logps": terms.old_logps, "importance_sampling_ratio": terms.weight}
-        with self._clip_bounds(terms):
-            loss = super()._compute_loss(model, {**inputs, **exchanged})
-        sums = loss_sums(
-            self._policy_logps,
-            inputs["old_per_token_logps"],
-            terms,
-            inputs["advantages"],
-            learned_tokens(inputs),
-            epsilon_high,
-        )
-        metrics = loss_metrics(self.accelerator.reduce(sums, reduction="sum"), self.args.objective == "acr")
-        self._record("train" if self.model.training else "eval", metrics)
-        return loss
-
-    @contextmanager
-    def _clip_bounds(self, terms: SurrogateTerms) -> Iterator[None]:
-        """Let the parent's loss clip each token within its own bounds."""
-        scalars = self.epsilon_low, self.epsilon_high
+        loss_inputs |= {"old_per_token_logps": terms.old_logps, "importance_sampling_ratio": terms.weight}
         self.epsilon_low, self.epsilon_high = terms.epsilon_low, terms.epsilon_high
-        try:
-            yield
-        finally:
-            self.epsilon_low, self.epsilon_high = scalars
+        sums = loss_sums(policy_logps, proximal_logps, terms, loss_inputs["advantages"], learned, epsilon_high)
+        metrics = loss_metrics(self.accelerator.reduce(sums, reduction="sum"), self.args.objective == "acr")
+        self._record(mode, metrics)
+
+    def _ends_rollout(self, mode: str) -> bool:
+        """Whether this was the last part of a rollout; in evaluation each is one."""
+        return mode == "eval" or self._step % self.args.steps_per_generation == 0
 
     @property
     def _cap(self) -> float:

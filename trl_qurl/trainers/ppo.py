@@ -128,6 +128,11 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         self._step_timer.exclude(time.perf_counter() - started)
         return batch
 
+    @property
+    def _scores_in_update(self) -> bool:
+        """Never: the penalty in the rewards and a shared backbone's values come from the pass over a fresh rollout."""
+        return False
+
     def _add_advantages(self, batch: dict[str, Any], values: torch.Tensor, mode: str) -> None:
         """Replace the group's advantages by the critic's, and keep what it learns from, as of this rollout."""
         rewards = self._local_rewards(batch)  # (B,), NaN where no reward function had one
