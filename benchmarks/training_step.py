@@ -5,7 +5,8 @@
 
 Real trainers with real engines on random weights, each in a process of its own; all are there at once, and are asked
 for steps in turns. A step is a sync, a rollout, its log-probabilities and its update; its parts come from the log, its
-seconds from the clock. `plain TRL` is TRL's own trainer with rollouts in BF16, `llm-compressor` is ours with a
+seconds from the clock. `--apart` lets one trainer finish before the next is made, where memory holds no two of them.
+`plain TRL` is TRL's own trainer with rollouts in BF16, `llm-compressor` is ours with a
 checkpoint by llm-compressor for every step.
 """
 
@@ -151,6 +152,7 @@ def main() -> None:
     parser.add_argument("--train-batch", type=int, default=Load.train_batch)
     parser.add_argument("--updates", type=int, default=Load.updates)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--apart", action="store_true", help="one way after the other instead of in turns")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -162,12 +164,15 @@ def main() -> None:
     record = {"benchmark": "training_step", **provenance(torch.device(arguments.device), measured="trl_qurl")}
     record |= {"shape": asdict(shape), "load": asdict(load), "repeats": arguments.repeats}
     settings = (shape, load, arguments.repeats, arguments.device)
-    contestants = {way: Contestant(build, way, *settings) for way in arguments.ways}
-    try:
-        record["cells"] = measure(contestants, arguments.repeats, console)
-    finally:
-        for contestant in contestants.values():
-            contestant.stop()
+    record["in_turns"] = not arguments.apart
+    record["cells"] = []
+    for ways in [[way] for way in arguments.ways] if arguments.apart else [arguments.ways]:
+        contestants = {way: Contestant(build, way, *settings) for way in ways}
+        try:
+            record["cells"] += measure(contestants, arguments.repeats, console)
+        finally:
+            for contestant in contestants.values():
+                contestant.stop()
     path = write_record(record, arguments.output)
     print_table(record, console)
     console.print(f"Written to {path}", soft_wrap=True)

@@ -2,7 +2,7 @@
 
     python benchmarks/weight_sync.py
     python benchmarks/weight_sync.py --layers 2 --hidden 256 --vocabulary 1000 --repeats 3
-    python benchmarks/weight_sync.py --quantizer llmcompressor
+    python benchmarks/weight_sync.py --ways bf16-stream int8-stream int8-llmcompressor
 
 A real trainer with a real colocated engine and random weights of Qwen3-0.6B's shape, in a process of its own for each
 way. After a warm-up, syncs without checks are timed; then one with digests and one probe; then one training step,
@@ -39,6 +39,11 @@ class Way(NamedTuple):
     scheme: str | None
     transport: str
     quantizer: str
+
+    @property
+    def name(self) -> str:
+        """As it is asked for: `int8-stream`, `int8-checkpoint`, `int8-llmcompressor`."""
+        return f"{self.scheme or 'bf16'}-{'llmcompressor' if self.quantizer == 'llmcompressor' else self.transport}"
 
 
 WAYS = [
@@ -180,7 +185,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=Shape.hidden)
     parser.add_argument("--vocabulary", type=int, default=Shape.vocabulary)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--quantizer", choices=["streaming", "llmcompressor"], help="measure only ways that use it")
+    names = [way.name for way in WAYS]
+    parser.add_argument("--ways", nargs="+", choices=names, default=names, help="measure only these")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -194,7 +200,7 @@ def main() -> None:
     meta = shape.build(torch.float32, torch.device("meta"))
     record["parameters"] = sum(parameter.numel() for parameter in meta.parameters())
     record["cells"] = []
-    for way in (way for way in WAYS if arguments.quantizer in (None, way.quantizer)):
+    for way in (way for way in WAYS if way.name in arguments.ways):
         started = time.perf_counter()
         cell = measure_apart(measure, way, shape, arguments.repeats, arguments.device)
         record["cells"].append({**way._asdict(), **cell})

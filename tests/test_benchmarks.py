@@ -126,7 +126,14 @@ TINY = ["--layers", "2", "--hidden", "128", "--vocabulary", "1000"]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "further", "figure"),
-    [("weight_sync", ["--repeats", "2", "--quantizer", "streaming"], "sync_s"), ("ppo_memory", [], "peak_bytes")],
+    [
+        (
+            "weight_sync",
+            ["--repeats", "2", "--ways", "bf16-stream", "int8-stream", "fp8-stream", "int8-checkpoint"],
+            "sync_s",
+        ),
+        ("ppo_memory", [], "peak_bytes"),
+    ],
 )
 def test_a_benchmark_with_engines_fills_every_cell(name, further, figure, tmp_path):
     output = tmp_path / "record.json"
@@ -190,6 +197,7 @@ def test_contestants_are_asked_one_by_one_and_fail_alone(monkeypatch):
     [
         ("rollouts", ["--batches", "1", "4", "--tokens", "8", "--repeats", "2"], 2 * 2 * 2),
         ("training_step", ["--tokens", "16", "--repeats", "2", "--completions", "16", "--updates", "2"], 2),
+        ("training_step", ["--tokens", "16", "--repeats", "1", "--apart"], 2),
     ],
 )
 def test_a_benchmark_in_turns_fills_every_cell(name, further, cells, tmp_path):
