@@ -6,8 +6,8 @@
 Real trainers with real engines on random weights, each in a process of its own; all are there at once, and are asked
 for steps in turns. A step is a sync, a rollout, its log-probabilities and its update; its parts come from the log, its
 seconds from the clock. `--apart` lets one trainer finish before the next is made, where memory holds no two of them.
-`plain TRL` is TRL's own trainer with rollouts in BF16, `llm-compressor` is ours with a
-checkpoint by llm-compressor for every step.
+`plain TRL` is TRL's own trainer with rollouts in BF16, `llm-compressor` is ours with a checkpoint by llm-compressor
+for every step.
 """
 
 import argparse

@@ -223,6 +223,43 @@ def test_predictions_stand_beside_measured_steps(tmp_path):
     assert low <= middle <= high
 
 
+def test_time_to_target_adds_up_what_a_run_logged(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    module = importlib.import_module("time_to_target")
+    seconds = {"time/sync_s": 1.0, "time/generate_s": 2.0, "time/logps_s": 3.0, "time/update_s": 4.0}
+    rows = [{"expected_accuracy": 0.1 * number, **seconds} for number in range(1, 9)]
+    assert module.seconds_of(rows[0]) == 1 + 2 + 3 + 4 * 4  # four updates per rollout, of which the mean is logged
+    # The mean of the accuracies 0.2 to 0.6 is 0.4.
+    assert module.reached(rows, target=0.39) == {"rollouts": 6, "seconds": pytest.approx(6 * 22)}
+    assert module.reached(rows, target=0.1) == {"rollouts": 5, "seconds": pytest.approx(5 * 22)}
+    assert module.reached(rows, target=0.7) == {"rollouts": None, "seconds": None}
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_memory_is_measured_at_every_size(tmp_path):
+    record = run_benchmark("memory", "--growth", "1", "2", "--tokens", "16", output=tmp_path / "record.json")
+    assert len(record["cells"]) == 2 * 5
+    for cell in record["cells"]:
+        assert "failure" not in cell
+        assert cell["peak_bytes"] > cell["parameters_bytes"] > 0 and cell["sync_bytes"] >= 0
+    doubled = {cell["setting"]: cell["parameters_bytes"] for cell in record["cells"]}
+    assert doubled["layers x 2"] > doubled["base"] == doubled["tokens x 2"]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_time_to_target_trains_in_every_format(tmp_path):
+    output = tmp_path / "record.json"
+    command = [sys.executable, BENCHMARKS / "time_to_target.py", "--seeds", "0", "--rollouts", "6", "--target", "0.1"]
+    command += ["--output", output]
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    cells = json.loads(output.read_text())["cells"]
+    assert [(cell["format"], cell["rollouts"]) for cell in cells] == [("bf16", 5), ("int8", 5)]
+    assert all(cell["seconds"] > 0 and len(cell["accuracy"]) == 6 for cell in cells)
+
+
 def run_benchmark(name, *further, output):
     command = [sys.executable, BENCHMARKS / f"{name}.py", *TINY, *further, "--device", "cpu", "--output", output]
     done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=500, check=False)

@@ -1,0 +1,121 @@
+"""How long does a run take to reach an accuracy, with 16-bit and with quantized rollouts?
+
+    python benchmarks/time_to_target.py                                   # the demonstration: 25 minutes on two cores
+    python benchmarks/time_to_target.py --seeds 0 --rollouts 30 --target 0.5
+
+The only figure that counts: a rollout that is faster and teaches less gains nothing. Formats take turns, seed by seed;
+each run is `trl-qurl demo` in a process of its own (three-digit addition, half a million parameters). Its exact
+accuracy after every rollout is averaged over five; the seconds are those of sync, generation, log-probabilities and
+updates until that average reaches the target. Warm start, engine start and measuring are left out.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from provenance import provenance, write_record
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from trl_qurl.demo.algorithms import UPDATES_PER_ROLLOUT
+
+FORMATS = {"bf16": None, "int8": "int8", "fp8": "fp8"}
+PARTS = ("sync", "generate", "logps", "update")
+AVERAGED = 5
+
+
+def seconds_of(row: dict[str, Any]) -> float:
+    """One rollout and its updates, over which the mean of `time/update_s` is logged."""
+    times = {part: row.get(f"time/{part}_s") or 0.0 for part in PARTS}
+    return sum(times.values()) + (UPDATES_PER_ROLLOUT - 1) * times["update"]
+
+
+def reached(rows: list[dict[str, Any]], target: float) -> dict[str, Any]:
+    """Rollouts and seconds until the average accuracy of the last rollouts is `target`; `None` where it never was."""
+    spent = 0.0
+    accuracies: list[float] = []
+    for number, row in enumerate(rows, start=1):
+        spent += seconds_of(row)
+        accuracies.append(row["expected_accuracy"])
+        if number >= AVERAGED and statistics.mean(accuracies[-AVERAGED:]) >= target:
+            return {"rollouts": number, "seconds": spent}
+    return {"rollouts": None, "seconds": None}
+
+
+def measure(name: str, seed: int, rollouts: int, target: float, directory: Path) -> dict[str, Any]:
+    """One run; its failure is a result."""
+    from trl_qurl.demo.run import train_elsewhere
+
+    try:
+        rows = train_elsewhere("grpo", FORMATS[name], directory, rollouts, seed)
+    except ChildProcessError as error:
+        return {"format": name, "seed": seed, "failure": str(error)}
+    whole = [seconds_of(row) for row in rows]
+    last = statistics.mean(row["expected_accuracy"] for row in rows[-AVERAGED:])
+    return {
+        "format": name,
+        "seed": seed,
+        **reached(rows, target),
+        "step_s": statistics.median(whole),
+        "final_accuracy": last,
+        "accuracy": [round(row["expected_accuracy"], 4) for row in rows],
+    }
+
+
+def print_table(record: dict[str, Any], console: Console) -> None:
+    """One line per run, and the medians over seeds."""
+    title = f"To {record['target']:.0%} accuracy, {record['hardware']}"
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    for column in ("rollouts in", "seed", "rollouts", "seconds", "seconds per rollout", "accuracy at the end"):
+        table.add_column(column, justify="right")
+    for cell in record["cells"]:
+        if "failure" in cell:
+            table.add_row(cell["format"], str(cell["seed"]), "failed")
+            continue
+        to_target = ("never", "-") if cell["rollouts"] is None else (str(cell["rollouts"]), f"{cell['seconds']:.1f}")
+        step = f"{cell['step_s']:.2f}"
+        table.add_row(cell["format"], str(cell["seed"]), *to_target, step, f"{cell['final_accuracy']:.3f}")
+    console.print(table)
+    for name in dict.fromkeys(cell["format"] for cell in record["cells"]):
+        cells = [cell for cell in record["cells"] if cell["format"] == name and cell.get("seconds") is not None]
+        runs = sum(cell["format"] == name for cell in record["cells"])
+        if cells:
+            seconds = statistics.median(cell["seconds"] for cell in cells)
+            console.print(f"{name}: {len(cells)} of {runs} runs reached it, the median one in {seconds:.1f} s")
+        else:
+            console.print(f"{name}: none of {runs} runs reached it")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", nargs="+", choices=[*FORMATS], default=["bf16", "int8"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--rollouts", type=int, default=100)
+    parser.add_argument("--target", type=float, default=0.65, help="expected accuracy; a run starts at 0.465")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    record: dict[str, Any] = {
+        "benchmark": "time_to_target",
+        **provenance(torch.device("cuda" if torch.cuda.is_available() else "cpu"), measured="trl_qurl"),
+        "target": arguments.target,
+        "rollouts": arguments.rollouts,
+        "cells": [],
+    }
+    with tempfile.TemporaryDirectory() as directory:
+        for seed in arguments.seeds:
+            for name in arguments.formats:
+                cell = measure(name, seed, arguments.rollouts, arguments.target, Path(directory))
+                record["cells"].append(cell)
+    path = write_record(record, arguments.output)
+    print_table(record, console)
+    console.print(f"Written to {path}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()
