@@ -61,7 +61,7 @@ lock: setup ## rewrite requirements/*.lock from requirements/*.in
 	$(LOCK) --python-platform x86_64-manylinux_2_35 requirements/gpu.in --output-file requirements/gpu.lock
 
 check-extras: setup ## show that the package and each of its extras resolve (needs the network)
-	@for extra in "" vllm llmcompressor peft math eval plots report demo test dev; do \
+	@for extra in "" vllm llmcompressor peft math eval plots report demo docs test dev; do \
 		echo "trl-qurl$${extra:+[$$extra]}"; \
 		$(UV) pip compile --quiet --no-header --no-annotate --python-version 3.11 \
 			--python-platform x86_64-manylinux_2_35 setup.cfg $${extra:+--extra $$extra} \
