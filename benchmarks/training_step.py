@@ -11,12 +11,11 @@ for every step.
 """
 
 import argparse
+import functools
 import os
 import statistics
 import sys
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from queue import Queue
@@ -30,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from trainers import WAYS, Load, build_trainer
 from transformers import TrainerCallback
-from turns import Contestant
+from turns import Contestant, InForeground
 
 PARTS = ("sync", "generate", "logps", "update")
 
@@ -76,11 +75,10 @@ class Gate(TrainerCallback):
         return taken
 
 
-def build(way: str, shape: Shape, load: Load, repeats: int, device: str) -> Callable[[], dict[str, float]]:
+def build(way: str, shape: Shape, load: Load, repeats: int, device: str) -> InForeground:
     """A trainer that answers what its next step cost; run in a process of its own."""
     gate = Gate(load.updates)
     trainer = build_trainer(way, shape, load, device, [gate], max_steps=(repeats + 2) * load.updates)
-    threading.Thread(target=gate.run, args=(trainer,), daemon=True).start()
 
     def step() -> dict[str, float]:
         seen = len(trainer.state.log_history)
@@ -94,7 +92,7 @@ def build(way: str, shape: Shape, load: Load, repeats: int, device: str) -> Call
                 seconds[f"{part}_s"] = sum(values)
         return seconds
 
-    return step
+    return InForeground(step, functools.partial(gate.run, trainer))
 
 
 def measure(contestants: dict[str, Contestant], repeats: int, console: Console) -> list[dict[str, Any]]:

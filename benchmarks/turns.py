@@ -4,8 +4,27 @@ What is compared then meets the same minute of the same machine, and no engine s
 """
 
 import multiprocessing
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(frozen=True)
+class InForeground:
+    """
+    Answers for as long as something runs in the main thread.
+
+    That something is then measured as users run it: OpenMP gives each thread that computes a pool of its own, and vLLM
+    binds the main thread's to cores.
+
+    Attributes:
+        answer: Called in a second thread.
+        run: Called in the main thread.
+    """
+
+    answer: Callable[..., Any]
+    run: Callable[[], None]
 
 
 class Contestant:
@@ -13,11 +32,11 @@ class Contestant:
     Something that can be measured, in a process of its own.
 
     Args:
-        build: A function of a module; what it returns answers `ask`. Run in the new process.
+        build: A function of a module, run in the new process; what it returns answers `ask`, or is an `InForeground`.
         arguments: Its arguments.
     """
 
-    def __init__(self, build: Callable[..., Callable[..., Any]], *arguments: Any) -> None:
+    def __init__(self, build: Callable[..., Any], *arguments: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, there = context.Pipe()
         self._process = context.Process(target=_serve, args=(there, build, *arguments), daemon=True)
@@ -47,18 +66,32 @@ class Contestant:
         self._process.join()
 
 
-def _serve(pipe: Any, build: Callable[..., Callable[..., Any]], *arguments: Any) -> None:
+def _serve(pipe: Any, build: Callable[..., Any], *arguments: Any) -> None:
     try:
         answer = build(*arguments)
         failure = None
     except Exception as error:  # a contestant that fails is a result, and the others go on
-        failure = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        answer, failure = None, _sentence(error)
+    if isinstance(answer, InForeground):
+        answering = threading.Thread(target=_answer, args=(pipe, answer.answer, failure))
+        answering.start()
+        answer.run()
+        answering.join()
+    else:
+        _answer(pipe, answer, failure)
+
+
+def _answer(pipe: Any, answer: Callable[..., Any] | None, failure: str | None) -> None:
     while True:
         question = pipe.recv()
-        if failure is not None:
+        if answer is None:
             pipe.send((False, failure))
             continue
         try:
             pipe.send((True, answer(*question)))
         except Exception as error:
-            pipe.send((False, f"{type(error).__name__}: {' '.join(str(error).split())}"))
+            pipe.send((False, _sentence(error)))
+
+
+def _sentence(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
