@@ -1,7 +1,8 @@
 """Extension of griffe: docstrings in the manner of Hugging Face, as mkdocstrings reads them.
 
-A config's docstring puts its arguments into groups (`> Weight sync`) below one `Args:`, and names other classes as
-[`~trl.GRPOConfig`]. Griffe's Google style wants an `Args:` at each group; a link needs its target.
+A config's docstring puts its arguments into groups (`> Weight sync`) below one `Args:`, gives their types and defaults
+in words, and names other classes as [`~trl.GRPOConfig`]. Griffe's Google style wants an `Args:` at each group, takes
+types and defaults from the code, and a link needs its target.
 """
 
 import re
@@ -11,6 +12,7 @@ import griffe
 
 GROUP = re.compile(r"^> (?P<name>.+)\n\n(?!Args:)(?=    )", re.MULTILINE)
 FIRST_GROUP = re.compile(r"^> (?P<name>.+)$", re.MULTILINE)
+TYPE_IN_WORDS = re.compile(r"^(?P<name> +\w+) \([^()\n]*\*optional\*[^()\n]*\):", re.MULTILINE)
 REFERENCE = re.compile(r"\[`~?(?P<path>[A-Za-z_.]+)`\](?![\[(])")
 
 OURS = {
@@ -37,6 +39,7 @@ def rewritten(docstring: str) -> str:
     """A docstring with an `Args:` for each group, and links."""
     docstring = GROUP.sub(r"**\g<name>**\n\nArgs:\n", docstring)
     docstring = FIRST_GROUP.sub(r"**\g<name>**", docstring)
+    docstring = TYPE_IN_WORDS.sub(r"\g<name>:", docstring)
     return REFERENCE.sub(_link, docstring)
 
 

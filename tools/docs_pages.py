@@ -1,6 +1,6 @@
-"""Hooks of mkdocs: pages that live elsewhere in the repository, links out of docs/, and the help of the command line.
+"""Hooks of mkdocs: pages from elsewhere in the repository, links out of docs/, and the help of the command line.
 
-The Markdown files are written for GitHub, where a link may lead to any file of the repository. Here each link is turned
+The Markdown files are written for GitHub, where a link may lead to any file of the repository. Here each is turned
 into what leads to the same thing on the site: a page, a file on the repository's host if `repo_url` names one, else
 plain text. Nothing in docs/ knows of the site.
 """
@@ -73,7 +73,9 @@ def command_line_help() -> str:
         action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)
     ).choices
     return "\n\n".join(
-        f"## `trl-qurl {name}`\n\n```text\n{_help(parser)}```" for name, parser in subcommands.items() if parser.add_help
+        f"## `trl-qurl {name}`\n\n```text\n{_help(parser)}```"
+        for name, parser in subcommands.items()
+        if parser.add_help
     )
 
 
