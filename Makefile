@@ -36,8 +36,8 @@ docs: setup ## build the documentation into site/; any warning is an error
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict --quiet
 	@echo "Documentation: site/index.html"
 
-docs-serve: setup ## show the documentation at http://127.0.0.1:8000 while you write it
-	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs serve --strict
+docs-serve: setup ## show the documentation at http://127.0.0.1:8008 while you write it
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs serve --strict --dev-addr 127.0.0.1:8008
 
 test: setup ## the tests, without those marked slow
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
