@@ -45,6 +45,8 @@ def on_page_content(page_html: str, page: Page, config: MkDocsConfig, files: Fil
 def _drawing(formula: re.Match[str]) -> str:
     latex = " ".join(html.unescape(formula["latex"]).split())
     tag = formula["tag"]
+    if tag == "div":  # on a line of its own, where fractions have room
+        latex = latex.replace(r"\frac", r"\dfrac")
     return f'<{tag} class="formula" role="img" aria-label="{html.escape(latex)}">{draw(latex)}</{tag}>'
 
 
@@ -70,7 +72,8 @@ def draw(latex: str) -> str:
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
     svg = written.getvalue()
     svg = svg[svg.index("<svg") :].replace("#123456", "currentColor")
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    # Its style sheet would hold for the whole page.
+    svg = re.sub(r"<(metadata|style)[ >].*?</\1>", "", svg, flags=re.DOTALL)
     size = f'style="width:{width / POINTS:.3f}em;vertical-align:{-depth / POINTS:.3f}em"'
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', rf"\1 {size}", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)

@@ -53,6 +53,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return "".join(parts).replace(HELP_MARK, command_line_help())
 
 
+def on_page_content(page_html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """A default that a function makes, as what it makes: `['lm_head']` for `(lambda: ['lm_head'])()`."""
+    return re.sub(r"\(lambda: ([^()]*)\)\(\)", r"\1", page_html)
+
+
 def _turned(link: re.Match[str], source: Path, uri: str, repo_url: str | None) -> str:
     target, _, anchor = link["target"].partition("#")
     if not target or re.match(r"[a-z]+:", target):
