@@ -16,10 +16,13 @@ from documents import ROOT
 
 import trl_qurl
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("mkdocstrings") is None,
-    reason="needs mkdocs and mkdocstrings (trl-qurl[docs])",
-)
+pytestmark = [
+    pytest.mark.xdist_group("site"),  # it is built once
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(name) is None for name in ("matplotlib", "mkdocs", "mkdocstrings")),
+        reason="needs matplotlib, mkdocs and mkdocstrings (trl-qurl[docs])",
+    ),
+]
 
 WITHOUT_ALL = (
     "trl_qurl.advantages",
