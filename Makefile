@@ -14,7 +14,7 @@ TORCH_CPU ?= --torch-backend cpu
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-ppo test test-fast test-all lint format lock check-extras clean
+.PHONY: help setup demo demo-ppo docs docs-serve test test-fast test-all lint format lock check-extras clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +31,13 @@ demo: setup ## train a tiny model on addition with quantized rollouts; prints be
 
 demo-ppo: setup ## the same with a critic, and once more with BF16 rollouts for comparison
 	$(BIN)/trl-qurl demo --algorithm ppo --scheme $(SCHEME) --compare none --output-dir demo-output-ppo
+
+docs: setup ## build the documentation into site/; any warning is an error
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict --quiet
+	@echo "Documentation: site/index.html"
+
+docs-serve: setup ## show the documentation at http://127.0.0.1:8008 while you write it
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs serve --strict --dev-addr 127.0.0.1:8008
 
 test: setup ## the tests, without those marked slow
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
@@ -69,5 +76,5 @@ check-extras: setup ## show that the package and each of its extras resolve (nee
 	done
 
 clean: ## remove .venv, builds and caches
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -35,6 +35,7 @@ _PRESETS = (
     Objective("naive", "Eq. 1", "proximal", "none", lifts_upper_bound=False),
 )
 OBJECTIVES = {objective.name: objective for objective in _PRESETS}
+"""The objectives by name."""
 
 
 class ClipRange(NamedTuple):

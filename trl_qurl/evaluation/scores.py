@@ -53,7 +53,7 @@ def average_at_k(graded: Sequence[Sequence[bool]]) -> Estimate:
 def pass_at_k(graded: Sequence[Sequence[bool]], k: int) -> float:
     r"""Share of questions that k answers solve, estimated without bias from n ≥ k answers to each.
 
-    $$\frac{1}{Q} \sum_q 1 - \binom{n_q - c_q}{k} / \binom{n_q}{k}$$
+    $$\frac{1}{Q} \sum_q \Big(1 - \binom{n_q - c_q}{k} / \binom{n_q}{k}\Big)$$
 
     Where c_q of the n_q answers to a question are right.
 

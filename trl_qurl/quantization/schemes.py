@@ -50,6 +50,7 @@ SCHEMES: dict[str, QuantizationScheme] = {
         QuantizationScheme("fp8", "FP8_DYNAMIC", "float-quantized", torch.float8_e4m3fn, -448.0, 448.0, rounds=False),
     )
 }
+"""The formats by name."""
 
 
 def get_scheme(name: str) -> QuantizationScheme:

@@ -1,0 +1,186 @@
+"""Every command that the documentation shows exists as it is shown: program, file, target, subcommand, option, extra.
+
+`trl-qurl` lines, and those of scripts that train, go through the real parsers. `settings.yaml` and other files of the
+reader's own are made up; what is not ours (ssh, srun, ray, git, cd, kill) is only known by name.
+"""
+
+import argparse
+import configparser
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from documents import PAGES, ROOT, inline_code, shell_commands
+
+from trl_qurl.cli import build_parser
+from trl_qurl.recipes import grpo, ppo
+
+RECIPES = {"grpo": grpo, "ppo": ppo}
+ON_CPU = ["--use_cpu", "--bf16", "false", "--report_to", "none"]
+NOT_OURS = {"cd", "git", "kill", "nodes=($(scontrol", "address=$(srun", "ray"}
+MERGED_LATER = {"env"}
+"""Subcommands written at the same time as the pages that name them."""
+
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = set(re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.MULTILINE))
+VARIABLES = set(re.findall(r"^([A-Z_]+) \?=", MAKEFILE, re.MULTILINE))
+
+
+def extras() -> set[str]:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    return set(setup["options.extras_require"])
+
+
+def subcommands() -> dict[str, argparse.ArgumentParser]:
+    parser = build_parser()
+    [action] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return action.choices
+
+
+def check(words: list[str]) -> None:
+    """A command as a shell would start it.
+
+    Raises:
+        AssertionError: something in it does not exist.
+    """
+    program, *rest = words
+    checks = {
+        "accelerate": check_accelerate,
+        "make": check_make,
+        "pip": check_pip,
+        "python": check_python,
+        "trl-qurl": check_trl_qurl,
+        "ssh": lambda words: check(words[1:]),
+        "srun": lambda words: check(words[next(i for i, w in enumerate(words) if not w.startswith("-")) :]),
+    }
+    assert program in checks or program in NOT_OURS, f"nothing is known of {program}"
+    if program in checks:
+        checks[program](rest)
+
+
+def check_make(words: list[str]) -> None:
+    for word in words:
+        name, equals, _ = word.partition("=")
+        assert name in (VARIABLES if equals else TARGETS), f"make has no {name}"
+
+
+def check_pip(words: list[str]) -> None:
+    assert words[0] == "install"
+    for word in words[1:]:
+        if word.startswith("trl-qurl["):
+            assert set(word[len("trl-qurl[") : -1].split(",")) <= extras(), word
+        elif "/" in word:
+            assert (ROOT / word).exists(), word
+
+
+def check_accelerate(words: list[str]) -> None:
+    """`accelerate launch [options] SCRIPT|-m MODULE ...`; its own options that are shown take one value."""
+    assert words[0] == "launch"
+    i = 1
+    while words[i].startswith("--"):
+        if words[i] == "--config_file":
+            assert file_of(words[i + 1]).suffix == ".yaml"
+        assert words[i] in ("--config_file", "--num_processes", "--cpu"), words[i]
+        i += 1 if words[i] == "--cpu" else 2
+    check_python(words[i:])
+
+
+def check_python(words: list[str]) -> None:
+    if words[0] == "-m":
+        if words[1] == "trl_qurl":
+            return check_trl_qurl(words[2:])
+        assert importlib.util.find_spec(words[1]), words[1]
+        script = ROOT / (words[1].replace(".", "/") + ".py")
+    else:
+        script = file_of(words[0])
+        words = words[:1] + words
+    for kind, recipe in RECIPES.items():
+        if script.name == f"gsm8k_{kind}.py":
+            return check_training(recipe, words[2:])
+    for option in (word for word in words[2:] if word.startswith("--")):
+        assert f'"{option}"' in "".join(path.read_text() for path in neighbours(script)), f"{script.name} {option}"
+
+
+def neighbours(script: Path) -> list[Path]:
+    """A script, and what it takes its options from."""
+    return sorted(script.parent.glob("*.py"))
+
+
+def check_trl_qurl(words: list[str]) -> None:
+    if words[0] in RECIPES:
+        return check_training(RECIPES[words[0]], words[1:])
+    args, further = build_parser().parse_known_args(words)
+    assert args.command == "serve" or not further, further
+    if args.command == "report":
+        for run in map(str, args.runs):
+            assert "/" not in run or list(ROOT.glob(run)), run
+    if args.command == "serve" and further:  # for vLLM
+        vllm = pytest.importorskip("vllm.engine.arg_utils", reason="options of vLLM's server need vLLM")
+        fields = {field.replace("_", "-") for field in vllm.AsyncEngineArgs.__dataclass_fields__}
+        assert {word[2:] for word in further if word.startswith("--")} <= fields
+
+
+def check_training(recipe: object, words: list[str]) -> None:
+    """Through TRL's parser, with the reader's own files made up."""
+    given = [str(ROOT / "examples/recipes/gsm8k_ppo.yaml") if word == "settings.yaml" else word for word in words]
+    if recipe is grpo and "settings.yaml" in words:
+        given = [str(ROOT / "examples/recipes/dapo.yaml") if word == "settings.yaml" else word for word in words]
+    given = [str(ROOT / word) if word.startswith("examples/") else word for word in given]
+    recipe.parse_arguments([*given, *ON_CPU])
+
+
+def file_of(name: str) -> Path:
+    """A file by its path in the repository, or by its name where the reader has copied it."""
+    found = [ROOT / name] if (ROOT / name).exists() else list((ROOT / "examples").rglob(name))
+    assert len(found) == 1, f"there is no {name}"
+    return found[0]
+
+
+COMMANDS = shell_commands()
+
+
+def test_commands_were_found():
+    assert len(COMMANDS) > 60 and {words[0] for _, words in COMMANDS} >= {"make", "pip", "python", "trl-qurl", "ssh"}
+
+
+@pytest.mark.parametrize(
+    ("place", "words"), COMMANDS, ids=[f"{place} {' '.join(words[:3])}" for place, words in COMMANDS]
+)
+def test_a_command_exists_as_it_is_shown(place, words):
+    try:
+        check(words)
+    except SystemExit as refused:  # argparse
+        pytest.fail(f"{place}: {' '.join(words)} is refused: {refused}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_in_the_text_exist(page):
+    known = subcommands()
+    for code in inline_code(page):
+        program, *words = code.split()
+        if program == "make" and words:
+            check_make([word.strip("'\"") for word in words if "..." not in word and word[:1] not in "\"'"][:1])
+        if program == "pip" and words[:1] == ["install"]:
+            check_pip(words)
+        if program != "trl-qurl" or not words or words[0].startswith("-"):
+            continue
+        for name in words[0].split("|"):
+            assert name in known or (name in MERGED_LATER and not MERGED_LATER & known.keys()), code
+            if name in known and name not in RECIPES:
+                options = {option for action in known[name]._actions for option in action.option_strings}
+                assert {word for word in words if word.startswith("--")} <= options, code
+
+
+def test_every_subcommand_is_on_its_page():
+    shown = {code.split()[1] for code in inline_code(ROOT / "docs/api/cli.md") if code.startswith("trl-qurl ")}
+    assert subcommands().keys() <= shown
+
+
+def test_every_extra_and_target_is_told_of():
+    text = "".join(page.read_text() for page in PAGES)
+    for target in TARGETS - {"help", "setup", "lock", "clean"}:
+        assert re.search(rf"make (\S+ )?{target}\b", text), f"make {target}"
+    for extra in extras() - {"docs", "test", "dev", "plots", "demo"}:
+        assert re.search(rf"trl-qurl\[[\w,]*\b{extra}\b|`{extra}`", text), extra

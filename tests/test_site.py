@@ -1,0 +1,137 @@
+"""The site: it builds without a warning, needs nothing from elsewhere, and its reference has every public name."""
+
+import ast
+import importlib
+import importlib.util
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+from documents import ROOT
+
+import trl_qurl
+
+pytestmark = [
+    pytest.mark.xdist_group("site"),  # it is built once
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(name) is None for name in ("matplotlib", "mkdocs", "mkdocstrings")),
+        reason="needs matplotlib, mkdocs and mkdocstrings (trl-qurl[docs])",
+    ),
+]
+
+WITHOUT_ALL = (
+    "trl_qurl.advantages",
+    "trl_qurl.data",
+    "trl_qurl.evaluation.scores",
+    "trl_qurl.objective",
+    "trl_qurl.quantization.invariant_scaling",
+    "trl_qurl.rewards",
+    "trl_qurl.rollout.errors",
+    "trl_qurl.run_log",
+    "trl_qurl.trainers.callbacks",
+)
+"""Public modules without `__all__`: public there is what they define without a leading underscore."""
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(directory)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return directory
+
+
+def read(page: Path) -> str:
+    """A page without the source code it quotes."""
+    return re.sub(r'<details class="mkdocstrings-source">.*?</details>', "", page.read_text(), flags=re.DOTALL)
+
+
+def public_names() -> list[tuple[str, str]]:
+    """Module and name of everything public, of all packages with `__all__` and of `WITHOUT_ALL`."""
+    found = []
+    modules = ["trl_qurl", *(module.name for module in pkgutil.walk_packages(trl_qurl.__path__, "trl_qurl."))]
+    for module in modules:
+        source = Path(importlib.util.find_spec(module).origin).read_text()
+        if module in WITHOUT_ALL:
+            defined = [n.name for n in ast.parse(source).body if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
+            found += [(module, name) for name in defined if not name.startswith("_")]
+        elif re.search(r"^__all__ = ", source, re.MULTILINE):
+            found += [(module, name) for name in importlib.import_module(module).__all__]
+    return found
+
+
+def inventory(site: Path) -> set[str]:
+    """All names that the reference has an entry for."""
+    content = (site / "objects.inv").read_bytes()
+    listed = zlib.decompress(content[content.index(b"zlib.\n") + len(b"zlib.\n") :]).decode()
+    return {line.split()[0] for line in listed.splitlines()}
+
+
+def homes(module: str, name: str) -> set[str]:
+    """The ways in which a name may stand in the reference: where it is exported, and where it is defined."""
+    thing = getattr(importlib.import_module(module), name)
+    return {f"{module}.{name}", f"{getattr(thing, '__module__', module)}.{name}"}
+
+
+def test_every_public_name_is_in_the_reference(site):
+    listed, public = inventory(site), public_names()
+    assert len(public) > 50
+    assert [f"{module}.{name}" for module, name in public if not homes(module, name) & listed] == []
+
+
+def test_every_public_name_has_a_docstring():
+    griffe = pytest.importorskip("griffe")
+    package = griffe.load("trl_qurl", search_paths=[ROOT], resolve_aliases=True)
+    without = []
+    for module, name in public_names():
+        thing = package[f"{module}.{name}".removeprefix("trl_qurl.")]
+        thing = thing.final_target if thing.is_alias else thing
+        if not thing.has_docstring:
+            without.append(f"{module}.{name}")
+    assert without == []
+
+
+def test_nothing_comes_from_elsewhere(site):
+    for page in site.rglob("*.html"):
+        html = page.read_text()
+        loaded = re.findall(r"<(?:script|img|iframe|source)[^>]* src=\"([^\"]+)\"", html)
+        loaded += re.findall(r"<link[^>]* rel=\"(?:stylesheet|icon|preconnect|preload)\"[^>]*>", html)
+        assert loaded and not [address for address in loaded if "//" in address], page.name
+        assert "@import url" not in html
+
+
+def test_pictures_are_there(site):
+    shown = 0
+    for page in site.rglob("*.html"):
+        for source in re.findall(r"<img[^>]* src=\"([^\"]+)\"", page.read_text()):
+            assert (page.parent / source).exists(), f"{source} in {page.name}"
+            shown += 1
+    assert shown > 3
+
+
+def test_formulas_are_drawn(site):
+    pages = {page.relative_to(site).as_posix(): read(page) for page in site.rglob("*.html")}
+    assert pages["api/evaluation.html"].count('class="formula"') >= 3
+    assert pages["api/rollout.html"].count("<svg") > pages["api/advantages.html"].count("<svg")
+    for name, html in pages.items():
+        assert "$$" not in html and "arithmatex" not in html, name
+
+
+def test_settings_of_a_configuration_are_a_list_and_not_code(site):
+    html = read(site / "api/trainers.html")
+    for field in ("rollout_quantization", "weight_sync", "objective", "weight_metrics_steps", "critic_warmup_steps"):
+        assert re.search(rf"<b>{field}</b>|<code>{field}</code>", html), field
+    assert "*optional*" not in html and "&gt; Weight sync" not in html
+
+
+def test_the_help_of_every_subcommand_is_on_the_site(site):
+    html = (site / "api/cli.html").read_text()
+    for option in ("--no-such-option", "--completion-len", "--schemes", "--required-rise", "--port", "--quantizer"):
+        assert (option in html) == (option != "--no-such-option"), option

@@ -1,0 +1,83 @@
+r"""Hook of mkdocs: LaTeX formulas (`$$...$$` in a docstring or page, `$...$` in a line) become drawings in the page.
+
+They are drawn by matplotlib when the site is built. So the site needs neither the network nor a script to show them,
+which MathJax or KaTeX would, and a reader without them would see LaTeX. There are a dozen formulas, and matplotlib
+knows all that they use but for a few spellings. The LaTeX stands in the drawing's label, for those who have it read.
+"""
+
+import html
+import re
+import zlib
+from functools import lru_cache
+from io import StringIO
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.mathtext import MathTextParser
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import Files
+from mkdocs.structure.pages import Page
+
+FORMULA = re.compile(
+    r'<(?P<tag>div|span) class="arithmatex">\\[\[(](?P<latex>.*?)\\[\])]</(?P=tag)>',
+    re.DOTALL,
+)
+SPELLINGS = {
+    r"\lVert": r"\Vert",
+    r"\rVert": r"\Vert",
+    r"\Big(": r"\left(",
+    r"\Big)": r"\right)",
+    r"\le ": r"\leq ",
+    r"\ge ": r"\geq ",
+}
+"""LaTeX that matplotlib spells otherwise."""
+
+POINTS = 11
+"""Size of the letters before the page scales them."""
+
+
+def on_page_content(page_html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Replace every formula of a page."""
+    return FORMULA.sub(_drawing, page_html)
+
+
+def _drawing(formula: re.Match[str]) -> str:
+    latex = " ".join(html.unescape(formula["latex"]).split())
+    tag = formula["tag"]
+    if tag == "div":  # on a line of its own, where fractions have room
+        latex = latex.replace(r"\frac", r"\dfrac")
+    return f'<{tag} class="formula" role="img" aria-label="{html.escape(latex)}">{draw(latex)}</{tag}>'
+
+
+@lru_cache
+def draw(latex: str) -> str:
+    """A formula as an SVG element in the colour and size of the text around it.
+
+    Raises:
+        ValueError: matplotlib cannot read it; the message holds the formula.
+    """
+    for theirs, ours in SPELLINGS.items():
+        latex = latex.replace(theirs, ours)
+    font = FontProperties(size=POINTS, math_fontfamily="stix")
+    try:
+        width, height, depth, _, _ = MathTextParser("path").parse(f"${latex}$", dpi=72, prop=font)
+    except ValueError as error:
+        raise ValueError(f"The formula {latex} cannot be drawn: {error}") from error
+    # A formula of this height and depth, with nothing around it.
+    figure = Figure(figsize=(width / 72, height / 72))
+    figure.text(0, depth / height, f"${latex}$", fontproperties=font, color="#123456")
+    written = StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": latex, "svg.fonttype": "path"}):
+        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
+    svg = written.getvalue()
+    svg = svg[svg.index("<svg") :].replace("#123456", "currentColor")
+    # Its style sheet would hold for the whole page.
+    svg = re.sub(r"<(metadata|style)[ >].*?</\1>", "", svg, flags=re.DOTALL)
+    size = f'style="width:{width / POINTS:.3f}em;vertical-align:{-depth / POINTS:.3f}em"'
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', rf"\1 {size}", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    # Two formulas of a page must not share names of their parts.
+    name = f"f{zlib.crc32(latex.encode())}"
+    svg = re.sub(r'id="([^"]+)"', rf'id="{name}-\1"', svg)
+    return re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', svg)

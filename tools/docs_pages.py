@@ -1,0 +1,91 @@
+"""Hooks of mkdocs: pages from elsewhere in the repository, links out of docs/, and the help of the command line.
+
+The Markdown files are written for GitHub, where a link may lead to any file of the repository. Here each is turned
+into what leads to the same thing on the site: a page, a file on the repository's host if `repo_url` names one, else
+plain text. Nothing in docs/ knows of the site.
+"""
+
+import argparse
+import io
+import os
+import posixpath
+import re
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from trl_qurl.cli import build_parser
+
+ROOT = Path(__file__).resolve().parents[1]
+
+ELSEWHERE = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "notebooks/README.md": "notebooks.md",
+    "requirements/README.md": "environment.md",
+}
+"""Files outside docs/ that are pages of the site."""
+
+HELP_MARK = "<!-- Here the site has the help of every subcommand. -->"
+HELP_WIDTH = 88
+LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
+FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that live outside docs/."""
+    for source, uri in ELSEWHERE.items():
+        files.append(File.generated(config, uri, abs_src_path=str(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn links, and put the help in its place."""
+    source = Path(page.file.abs_src_path).resolve().relative_to(ROOT)
+    parts = FENCE.split(markdown)  # code is left alone: every other part
+    parts[::2] = [
+        LINK.sub(lambda link: _turned(link, source, page.file.src_uri, config.repo_url), part) for part in parts[::2]
+    ]
+    return "".join(parts).replace(HELP_MARK, command_line_help())
+
+
+def on_page_content(page_html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """A default that a function makes, as what it makes: `['lm_head']` for `(lambda: ['lm_head'])()`."""
+    return re.sub(r"\(lambda: ([^()]*)\)\(\)", r"\1", page_html)
+
+
+def _turned(link: re.Match[str], source: Path, uri: str, repo_url: str | None) -> str:
+    target, _, anchor = link["target"].partition("#")
+    if not target or re.match(r"[a-z]+:", target):
+        return link[0]
+    path = posixpath.normpath(posixpath.join(source.parent.as_posix(), target))
+    page = path.removeprefix("docs/") if path.startswith("docs/") and path.endswith(".md") else ELSEWHERE.get(path)
+    if path == "README.md":
+        page = "index.md"
+    if page:
+        place = posixpath.relpath(page, posixpath.dirname(uri) or ".")
+        return f"[{link['text']}]({place}{anchor and f'#{anchor}'})"
+    return f"[{link['text']}]({repo_url.rstrip('/')}/blob/main/{path})" if repo_url else link["text"]
+
+
+def command_line_help() -> str:
+    """A heading and the help of each subcommand; `grpo` and `ppo` take TRL's settings and print hundreds of lines."""
+    subcommands = next(
+        action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)
+    ).choices
+    return "\n\n".join(
+        f"## `trl-qurl {name}`\n\n```text\n{_help(parser)}```"
+        for name, parser in subcommands.items()
+        if parser.add_help
+    )
+
+
+def _help(parser: argparse.ArgumentParser) -> str:
+    os.environ["COLUMNS"] = str(HELP_WIDTH)
+    with redirect_stdout(io.StringIO()) as printed:
+        parser.print_help()
+    return printed.getvalue()
