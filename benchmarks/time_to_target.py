@@ -2,14 +2,18 @@
 
     python benchmarks/time_to_target.py                                   # the demonstration: 25 minutes on two cores
     python benchmarks/time_to_target.py --seeds 0 --rollouts 30 --target 0.5
+    python benchmarks/time_to_target.py --logs benchmarks/objectives/runs/main/{bf16,int8_acr,int8_tis}-seed*.jsonl.gz
 
 The only figure that counts: a rollout that is faster and teaches less gains nothing. Formats take turns, seed by seed;
 each run is `trl-qurl demo` in a process of its own (three-digit addition, half a million parameters). Its exact
 accuracy after every rollout is averaged over five; the seconds are those of sync, generation, log-probabilities and
-updates until that average reaches the target. Warm start, engine start and measuring are left out.
+updates until that average reaches the target. Warm start, engine start and measuring are left out. `--logs` reads runs
+that were made before, such as those of the study of objectives.
 """
 
 import argparse
+import gzip
+import json
 import statistics
 import sys
 import tempfile
@@ -47,6 +51,18 @@ def reached(rows: list[dict[str, Any]], target: float) -> dict[str, Any]:
     return {"rollouts": None, "seconds": None}
 
 
+def summed_up(name: str, seed: int, rows: list[dict[str, Any]], target: float) -> dict[str, Any]:
+    """The cell of one run."""
+    return {
+        "format": name,
+        "seed": seed,
+        **reached(rows, target),
+        "step_s": statistics.median(seconds_of(row) for row in rows),
+        "generate_s": statistics.median(row["time/generate_s"] for row in rows),
+        "final_accuracy": statistics.mean(row["expected_accuracy"] for row in rows[-AVERAGED:]),
+    }
+
+
 def measure(name: str, seed: int, rollouts: int, target: float, directory: Path) -> dict[str, Any]:
     """One run; its failure is a result."""
     from trl_qurl.demo.run import train_elsewhere
@@ -55,38 +71,43 @@ def measure(name: str, seed: int, rollouts: int, target: float, directory: Path)
         rows = train_elsewhere("grpo", FORMATS[name], directory, rollouts, seed)
     except ChildProcessError as error:
         return {"format": name, "seed": seed, "failure": str(error)}
-    whole = [seconds_of(row) for row in rows]
-    last = statistics.mean(row["expected_accuracy"] for row in rows[-AVERAGED:])
-    return {
-        "format": name,
-        "seed": seed,
-        **reached(rows, target),
-        "step_s": statistics.median(whole),
-        "final_accuracy": last,
-        "accuracy": [round(row["expected_accuracy"], 4) for row in rows],
-    }
+    return summed_up(name, seed, rows, target)
+
+
+def read_log(path: Path, target: float) -> dict[str, Any]:
+    """The same from the log of a run of the study: settings, then one row per rollout."""
+    with gzip.open(path, "rt") as file:
+        settings, *rows = map(json.loads, file)
+    settings = settings["settings"]
+    made = {name: settings[name] for name in ("date", "commit", "hardware")}
+    return summed_up(settings["arm"], settings["seed"], rows, target) | made
 
 
 def print_table(record: dict[str, Any], console: Console) -> None:
     """One line per run, and the medians over seeds."""
     title = f"To {record['target']:.0%} accuracy, {record['hardware']}"
     table = Table(title=title, box=box.SIMPLE_HEAD)
-    for column in ("rollouts in", "seed", "rollouts", "seconds", "seconds per rollout", "accuracy at the end"):
+    columns = ("run", "seed", "rollouts", "seconds", "seconds per rollout", "of it generation", "accuracy at the end")
+    for column in columns:
         table.add_column(column, justify="right")
     for cell in record["cells"]:
         if "failure" in cell:
             table.add_row(cell["format"], str(cell["seed"]), "failed")
             continue
         to_target = ("never", "-") if cell["rollouts"] is None else (str(cell["rollouts"]), f"{cell['seconds']:.1f}")
-        step = f"{cell['step_s']:.2f}"
-        table.add_row(cell["format"], str(cell["seed"]), *to_target, step, f"{cell['final_accuracy']:.3f}")
+        seconds = f"{cell['step_s']:.3f}", f"{cell['generate_s']:.3f}"
+        table.add_row(cell["format"], str(cell["seed"]), *to_target, *seconds, f"{cell['final_accuracy']:.3f}")
     console.print(table)
     for name in dict.fromkeys(cell["format"] for cell in record["cells"]):
         cells = [cell for cell in record["cells"] if cell["format"] == name and cell.get("seconds") is not None]
         runs = sum(cell["format"] == name for cell in record["cells"])
         if cells:
-            seconds = statistics.median(cell["seconds"] for cell in cells)
-            console.print(f"{name}: {len(cells)} of {runs} runs reached it, the median one in {seconds:.1f} s")
+            rollouts = statistics.median(cell["rollouts"] for cell in cells)
+            seconds = sorted(cell["seconds"] for cell in cells)
+            console.print(
+                f"{name}: {len(cells)} of {runs} runs reached it, after {rollouts:.0f} rollouts and "
+                f"{statistics.median(seconds):.1f} s ({seconds[0]:.1f}-{seconds[-1]:.1f})"
+            )
         else:
             console.print(f"{name}: none of {runs} runs reached it")
 
@@ -96,7 +117,8 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", choices=[*FORMATS], default=["bf16", "int8"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rollouts", type=int, default=100)
-    parser.add_argument("--target", type=float, default=0.65, help="expected accuracy; a run starts at 0.465")
+    parser.add_argument("--target", type=float, default=0.75, help="expected accuracy; a run starts at 0.465")
+    parser.add_argument("--logs", type=Path, nargs="+", help="read these runs instead of making any")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 140)
@@ -107,8 +129,10 @@ def main() -> None:
         "rollouts": arguments.rollouts,
         "cells": [],
     }
+    if arguments.logs:
+        record["cells"] = [read_log(path, arguments.target) for path in arguments.logs]
     with tempfile.TemporaryDirectory() as directory:
-        for seed in arguments.seeds:
+        for seed in [] if arguments.logs else arguments.seeds:
             for name in arguments.formats:
                 cell = measure(name, seed, arguments.rollouts, arguments.target, Path(directory))
                 record["cells"].append(cell)

@@ -257,7 +257,18 @@ def test_time_to_target_trains_in_every_format(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     cells = json.loads(output.read_text())["cells"]
     assert [(cell["format"], cell["rollouts"]) for cell in cells] == [("bf16", 5), ("int8", 5)]
-    assert all(cell["seconds"] > 0 and len(cell["accuracy"]) == 6 for cell in cells)
+    assert all(0 < cell["generate_s"] < cell["step_s"] < cell["seconds"] for cell in cells)
+
+
+def test_time_to_target_reads_the_study_s_runs(tmp_path):
+    output = tmp_path / "record.json"
+    logs = [BENCHMARKS / "objectives" / "runs" / "main" / f"bf16-seed{seed}.jsonl.gz" for seed in (0, 1)]
+    command = [sys.executable, BENCHMARKS / "time_to_target.py", "--logs", *logs, "--output", output]
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    cells = json.loads(output.read_text())["cells"]
+    assert [(cell["format"], cell["seed"]) for cell in cells] == [("bf16", 0), ("bf16", 1)]
+    assert all(5 <= cell["rollouts"] < 120 for cell in cells)
 
 
 def run_benchmark(name, *further, output):
