@@ -118,11 +118,12 @@ def main() -> None:
         "repeats": arguments.repeats,
         "quick": not arguments.slow,
     }
-    record["settings"] = [
-        compare(shape, load, arguments.repeats, arguments.device, not arguments.slow, console)
-        for load in SETTINGS[: arguments.settings]
-    ]
-    path = write_record(record, arguments.output)
+    record["settings"] = []
+    for load in SETTINGS[: arguments.settings]:
+        record["settings"].append(
+            compare(shape, load, arguments.repeats, arguments.device, not arguments.slow, console)
+        )
+        path = write_record(record, arguments.output)  # what is known is kept
     print_table(record, console)
     console.print(f"Written to {path}", soft_wrap=True)
 
