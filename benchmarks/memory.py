@@ -116,8 +116,8 @@ def main() -> None:
         for way in arguments.ways:
             cell = measure_apart(measure, way, shape, sizes, arguments.device)
             record["cells"].append({"setting": name, "way": way, **asdict(shape), **asdict(sizes), **cell})
+            path = write_record(record, arguments.output)  # what is known is kept
             console.print(f"{name}, {way}: {cell.get('peak_bytes', 0) / 1e9:.2f} GB")
-    path = write_record(record, arguments.output)
     print_table(record, console)
     console.print(f"Written to {path}", soft_wrap=True)
 
