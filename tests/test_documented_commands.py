@@ -13,14 +13,12 @@ from pathlib import Path
 import pytest
 from documents import PAGES, ROOT, inline_code, shell_commands
 
-from trl_qurl.cli import build_parser
+from trl_qurl.options import build_parser
 from trl_qurl.recipes import grpo, ppo
 
 RECIPES = {"grpo": grpo, "ppo": ppo}
 ON_CPU = ["--use_cpu", "--bf16", "false", "--report_to", "none"]
 NOT_OURS = {"cd", "git", "kill", "nodes=($(scontrol", "address=$(srun", "ray"}
-MERGED_LATER = {"env"}
-"""Subcommands written at the same time as the pages that name them."""
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.MULTILINE))

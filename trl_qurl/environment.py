@@ -42,9 +42,10 @@ CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_i
 INT8_FROM, INT8_BELOW, FP8_FROM = (7, 5), (10, 0), (8, 9)
 """Compute capabilities with 8-bit kernels in vLLM, whose documentation of quantization lists them."""
 
-RELEVANT = ("ACCELERATE_", "CUDA_", "FSDP_", "GLOO_", "HF_", "KMP_", "LD_PRELOAD", "MASTER_", "MKL_", "NCCL_", "OMP_")
-RELEVANT += ("PYTHONWARNINGS", "PYTORCH_", "RANK", "LOCAL_RANK", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "TRL_")
-RELEVANT += ("VLLM_", "WORLD_SIZE")
+RELEVANT = tuple(
+    "ACCELERATE_ CUDA_ FSDP_ GLOO_ HF_ KMP_ LD_PRELOAD LOCAL_RANK MASTER_ MKL_ NCCL_ OMP_ PYTHONWARNINGS PYTORCH_ RANK "
+    "TOKENIZERS_ TORCH_ TRANSFORMERS_ TRL_ VLLM_ WORLD_SIZE".split()
+)
 """Beginnings of the names of variables that are shown."""
 
 HARMLESS = {
@@ -230,7 +231,7 @@ def _unused_gpus() -> Iterator[str]:
     import torch
 
     if not torch.cuda.is_available():
-        yield "nvidia-smi is there, but torch sees no GPU: a build without CUDA, an old driver, or CUDA_VISIBLE_DEVICES"
+        yield "nvidia-smi is there, but torch sees no GPU: built without CUDA, an old driver, or CUDA_VISIBLE_DEVICES"
 
 
 def _requirements() -> Iterator[tuple]:

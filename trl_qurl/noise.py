@@ -1,8 +1,8 @@
-"""Messages of the libraries below that come at every start and can never tell of a fault, kept off our commands' terminal.
+"""What the libraries below say at every start and what can never tell of a fault, kept off our commands' terminal.
 
-Called by the command line and by the recipes, never on import and never by a trainer: a script of a user's own keeps its
-own logging and its own warnings. Each message is named with its exact words and its place, and with the reason why it
-may go, so that a warning of a real fault comes through. Nothing is set that the user has set: `PYTHONWARNINGS` and
+Called by the command line and by the recipes, never on import and never by a trainer: a script of a user's own keeps
+its own logging and its own warnings. Each message is named with its exact words and its place, and with the reason why
+it may go, so that a warning of a real fault comes through. Nothing is set that the user has set: `PYTHONWARNINGS` and
 `-W` go first, a `VLLM_LOGGING_LEVEL` of one's own shows vLLM's messages, and `TRL_QURL_DEBUG=1` shows everything.
 """
 

@@ -18,6 +18,7 @@ from trl_qurl.evaluation.answers import GREEDY, Answer, AnswerFile, Request
 from trl_qurl.evaluation.job import Job, Sampling
 from trl_qurl.evaluation.tasks import Task, encode_prompt, load_tasks
 from trl_qurl.lifetime import die_with_parent
+from trl_qurl.noise import quiet
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -36,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     """Do the job that the file describes."""
     (path,) = sys.argv[1:] if argv is None else argv
     die_with_parent()
+    quiet()
     job = Job.read(Path(path))
     tasks = load_tasks(job.tasks, job.limit)
     file = AnswerFile(Path(job.answers))

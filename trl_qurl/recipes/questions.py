@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from trl_qurl.recipes.arguments import check_model, take_settings
+from trl_qurl.noise import quiet
+from trl_qurl.recipes.arguments import check_chat_template, check_model, take_settings
 
 if TYPE_CHECKING:
     from trl import ModelConfig
 
     from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -64,6 +67,7 @@ def parse_arguments(
         FileNotFoundError: a YAML file does not exist.
         ValueError: it is not one, it holds unknown names, or settings do not fit together.
     """
+    quiet()
     from trl import ModelConfig, TrlParser
 
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -84,15 +88,22 @@ def train(
     **further: Any,
 ) -> QuRLGRPOTrainer:
     """Train on the questions, with the answers as the reward, and save to `output_dir`; `further` is the trainer's."""
+    quiet()
+    from tqdm.contrib.logging import logging_redirect_tqdm
     from trl import get_peft_config
 
     from trl_qurl.data import load_questions
     from trl_qurl.rewards import answer_reward
+    from trl_qurl.trainers.progress import use_step_lines
 
+    is_first = training_args.process_index == 0
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("trl_qurl").setLevel(logging.INFO)  # how weights travel, and why that way
+    # What takes its time, and how weights travel and why that way; said once.
+    logging.getLogger("trl_qurl").setLevel(logging.INFO if is_first else logging.WARNING)
     # First of all, because a wrong name should not cost the time it takes to start an engine.
     check_model(model_args.model_name_or_path)
+    check_chat_template(model_args.model_name_or_path, model_args.model_revision)
+    logger.info("Loading the questions of %s.", script_args.dataset)
     questions = load_questions(
         script_args.dataset,
         script_args.dataset_split,
@@ -107,6 +118,7 @@ def train(
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
+    logger.info("Loading %s.", model_args.model_name_or_path)
     trainer = trainer_class(
         model=model_args.model_name_or_path,
         reward_funcs=[answer_reward, *punishments(script_args.soft_overlong_cache, training_args)],
@@ -115,7 +127,12 @@ def train(
         peft_config=get_peft_config(model_args),
         **further,
     )
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    use_step_lines(trainer)
+    if training_args.resume_from_checkpoint:
+        logger.info("Resuming from %s.", training_args.resume_from_checkpoint)
+    with logging_redirect_tqdm():  # a message goes above the bar
+        trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    logger.info("Saving to %s.", training_args.output_dir)
     trainer.save_model(training_args.output_dir)
     return trainer
 
