@@ -35,8 +35,16 @@ def test_help_names_the_commands_and_loads_nothing_heavy():
     code += f"assert not [name for name in {HEAVY} if name in sys.modules]"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    for command in ("grpo", "quantize", "serve", "demo"):
+    for command in ("grpo", "quantize", "serve", "demo", "env"):
         assert command in done.stdout
+
+
+def test_the_shell_may_ask_what_could_come_next(tmp_path):
+    """argcomplete, which is optional, is imported only where it asks; here something that stands for it."""
+    (tmp_path / "argcomplete.py").write_text("def autocomplete(parser): raise SystemExit(f'asked {parser.prog}')\n")
+    asked = run("--version", PYTHONPATH=str(tmp_path), _ARGCOMPLETE="1")
+    assert asked.stderr.strip() == "asked trl-qurl"
+    assert run("--version", PYTHONPATH=str(tmp_path)).stdout.startswith("trl-qurl")
 
 
 @pytest.mark.parametrize(
@@ -165,5 +173,6 @@ def test_quantize_passes_its_arguments_on(monkeypatch, tmp_path, capsys):
     arguments = ["--scheme", "fp8", "--ignore", "lm_head", "re:.*down_proj"]
     assert cli.main(["quantize", "some/model", str(out), *arguments]) == 0
     expected = ("model of some/model", "tokenizer of some/model", "fp8", out)
-    assert calls == [(expected, {"ignore": ("lm_head", "re:.*down_proj"), "quantizer": "llmcompressor"})]
+    named = {"ignore": ("lm_head", "re:.*down_proj"), "quantizer": "llmcompressor", "show_progress": True}
+    assert calls == [(expected, named)]
     assert str(out) in capsys.readouterr().out

@@ -165,8 +165,8 @@ def test_commands_in_the_text_exist(page):
         if program != "trl-qurl" or not words or words[0].startswith("-"):
             continue
         for name in words[0].split("|"):
-            assert name in known or (name in MERGED_LATER and not MERGED_LATER & known.keys()), code
-            if name in known and name not in RECIPES:
+            assert name in known, code
+            if name not in RECIPES:
                 options = {option for action in known[name]._actions for option in action.option_strings}
                 assert {word for word in words if word.startswith("--")} <= options, code
 

@@ -80,12 +80,20 @@ def run_quantize(args: argparse.Namespace) -> int:
     from trl_qurl.recipes.arguments import check_model
 
     check_model(args.model)
+    print(f"Loading {args.model}", flush=True)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
+    print(f"Rounding its weights to {args.scheme.upper()} ({args.quantizer})", flush=True)
     write_checkpoint(
-        model, tokenizer, args.scheme, args.output_dir, ignore=tuple(args.ignore), quantizer=args.quantizer
+        model,
+        tokenizer,
+        args.scheme,
+        args.output_dir,
+        ignore=tuple(args.ignore),
+        quantizer=args.quantizer,
+        show_progress=True,
     )
-    print(f"{args.scheme} checkpoint written to {args.output_dir}")
+    print(f"{args.scheme.upper()} checkpoint written to {args.output_dir}")
     return 0
 
 

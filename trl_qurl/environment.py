@@ -42,10 +42,9 @@ CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_i
 INT8_FROM, INT8_BELOW, FP8_FROM = (7, 5), (10, 0), (8, 9)
 """Compute capabilities with 8-bit kernels in vLLM, whose documentation of quantization lists them."""
 
-RELEVANT = tuple(
-    "ACCELERATE_ CUDA_ FSDP_ GLOO_ HF_ KMP_ LD_PRELOAD LOCAL_RANK MASTER_ MKL_ NCCL_ OMP_ PYTHONWARNINGS PYTORCH_ RANK "
-    "TOKENIZERS_ TORCH_ TRANSFORMERS_ TRL_ VLLM_ WORLD_SIZE".split()
-)
+LIBRARIES = ("ACCELERATE_", "HF_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "TRANSFORMERS_", "TRL_", "VLLM_")
+MACHINES = ("CUDA_", "FSDP_", "GLOO_", "KMP_", "LD_PRELOAD", "LOCAL_RANK", "MASTER_", "MKL_", "NCCL_", "OMP_", "RANK")
+RELEVANT = (*LIBRARIES, *MACHINES, "PYTHONWARNINGS", "WORLD_SIZE")
 """Beginnings of the names of variables that are shown."""
 
 HARMLESS = {

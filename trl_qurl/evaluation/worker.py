@@ -104,9 +104,14 @@ def start_engine(job: Job, tasks: list[Task]) -> tuple[dict[str, list[list[int]]
     needed = longest + job.sampling.max_tokens
     context = getattr(AutoConfig.from_pretrained(job.model).get_text_config(), "max_position_embeddings", needed)
     if needed > context:
+        way_out = (
+            f"give at most --max-tokens {context - longest}"
+            if longest < context
+            else "leave the longest questions out, or take a model with a longer context"
+        )
         raise ValueError(
             f"The longest prompt has {longest} tokens, which with {job.sampling.max_tokens} more do not fit into the "
-            f"model's context of {context}: give at most --max-tokens {context - longest}."
+            f"model's context of {context}: {way_out}."
         )
     from vllm import LLM
 

@@ -225,11 +225,17 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             reports = self.engine.load(source, self.weight_version, digest, metadata, partial=bool(self._left_out))
             for report in reports:
                 if report.version != self.weight_version:
-                    raise SyncError(f"The engine loaded {report.version!r} when {self.weight_version!r} was sent.")
+                    raise SyncError(
+                        f"The engine loaded the weights {report.version!r} when {self.weight_version!r} was sent: resume from "
+                        "the last checkpoint."
+                    )
                 if digest and knows:
                     compare_digests(sent.digests, report.digests)
             if source is sent and not sent.exhausted:
-                raise SyncError("The engine stopped reading before the last tensor: its model is half updated.")
+                raise SyncError(
+                    "The engine stopped reading before the last tensor, so its model is half updated: resume "
+                    "from the last checkpoint."
+                )
             self._require_version()
         elif source is sent:
             for _ in sent:  # gathering a parameter takes every process
