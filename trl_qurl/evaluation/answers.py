@@ -100,8 +100,8 @@ class AnswerFile:
                 ) from error
             if answer.request in self.answers:
                 raise ValueError(
-                    f"Line {number} of {self.path} answers {answer.request} for the second time: move the file away to "
-                    "start again."
+                    f"Line {number} of {self.path} answers {answer.request} for the second time: move the file away "
+                    "to start again."
                 )
             self.answers[answer.request] = answer
             whole += len(line)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.noise import quiet
@@ -70,14 +71,30 @@ def parse_arguments(
     quiet()
     from trl import ModelConfig, TrlParser
 
+    prog = None if argv is None else f"trl-qurl {command}"
     argv = sys.argv[1:] if argv is None else list(argv)
     groups = [script_arguments, config, ModelConfig]
     known_names = {setting.name for group in groups for setting in fields(group)}
     settings, argv = take_settings(argv, known_names, command)
     os.environ.update({name: str(value) for name, value in settings.pop("env", {}).items()})
-    parser = TrlParser(groups)
+    # Three hundred options are no answer to a typing error: `--help` lists them below this line.
+    parser = TrlParser(groups, prog=prog, usage="%(prog)s [--config FILE ...] [--OPTION VALUE ...]")
     parser.set_defaults_with_config(**{**defaults, **settings})
-    return parser.parse_args_and_config(argv)
+    script_args, training_args, model_args, unknown = parser.parse_args_and_config(argv, return_remaining_strings=True)
+    if unknown:
+        raise ValueError(describe_unknown(unknown, known_names, command))
+    return script_args, training_args, model_args
+
+
+def describe_unknown(unknown: Sequence[str], known_names: Collection[str], command: str) -> str:
+    """What to tell someone who gave options that do not exist, with the names that are spelled most alike."""
+    options = [word for word in unknown if word.startswith("--")]
+    near = [get_close_matches(option[2:].split("=")[0], known_names, 1) for option in options]
+    guesses = [f"--{name}" for names in near for name in names]
+    return (
+        f"There is no option {' '.join(options or unknown)}"
+        f"{'; did you mean ' + ' '.join(guesses) + '?' if guesses else '.'} `trl-qurl {command} --help` lists all."
+    )
 
 
 def train(
