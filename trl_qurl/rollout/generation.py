@@ -226,8 +226,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             for report in reports:
                 if report.version != self.weight_version:
                     raise SyncError(
-                        f"The engine loaded the weights {report.version!r} when {self.weight_version!r} was sent: resume "
-                        "from the last checkpoint."
+                        f"The engine loaded the weights {report.version!r} when {self.weight_version!r} was sent: "
+                        "resume from the last checkpoint."
                     )
                 if digest and knows:
                     compare_digests(sent.digests, report.digests)
