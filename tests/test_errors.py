@@ -128,6 +128,15 @@ def test_all_layers_ignored(train):
     assert "rollout_quantization=None" in message
 
 
+def test_a_model_that_was_never_taught_to_answer(train, model, tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text((model / "config.json").read_text())
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    message = train("--model_name_or_path", tmp_path / "base")
+    assert message.startswith(f"The tokenizer of {tmp_path / 'base'} has no chat template")
+    assert "take the model's Instruct variant, or give its tokenizer a chat_template and save both" in message
+
+
 # Questions -----------------------------------------------------------------------------------------------------------
 
 

@@ -2,12 +2,12 @@
 
 import io
 import math
-import re
+from contextlib import redirect_stderr, redirect_stdout
 from types import SimpleNamespace
 
 import pytest
 from tqdm import tqdm
-from transformers import PrinterCallback, ProgressCallback, TrainerControl, TrainerState
+from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from trl_qurl.trainers import progress
@@ -75,24 +75,22 @@ def test_rows_that_are_no_steps():
     assert step_line({"my/number": 0.12345, "text": "x", "epoch": 1.0}, 1, 20) == " 1/20  my/number 0.1235"
 
 
-@pytest.fixture
-def screen(monkeypatch):
-    """What is written to standard output and standard error; `terminal` says what both are."""
+class Stream(io.StringIO):
+    """A file, or a terminal."""
 
-    class Stream(io.StringIO):
-        terminal = False
-
-        def isatty(self):
-            return self.terminal
-
-    streams = SimpleNamespace(out=Stream(), err=Stream())
-    monkeypatch.setattr("sys.stdout", streams.out)
-    monkeypatch.setattr("sys.stderr", streams.err)
-    monkeypatch.setenv("COLUMNS", "90")
-    return streams
+    def __init__(self, terminal):
+        super().__init__()
+        self.isatty = lambda: terminal
 
 
-def log_two_steps(callback, first=True, disable_tqdm=False, start=0):
+def log_two_steps(terminal, first=True, disable_tqdm=False, start=0):
+    """What comes to standard output and to standard error."""
+    with redirect_stdout(Stream(terminal)) as out, redirect_stderr(Stream(terminal)) as err:
+        train(StepLineCallback(), first, disable_tqdm, start)
+    return out.getvalue(), err.getvalue()
+
+
+def train(callback, first, disable_tqdm, start):
     args = SimpleNamespace(disable_tqdm=disable_tqdm)
     state = TrainerState(max_steps=start + 4, global_step=start, is_world_process_zero=first)
     control = TrainerControl()
@@ -103,51 +101,46 @@ def log_two_steps(callback, first=True, disable_tqdm=False, start=0):
         callback.on_log(args, state, control, logs=dict(ROW))
     callback.on_log(args, state, control, logs={"train_runtime": 12.0})
     callback.on_train_end(args, state, control)
-    return callback
 
 
-def test_a_file_gets_plain_lines(screen):
-    log_two_steps(StepLineCallback())
-    lines = screen.out.getvalue().splitlines()
+def test_a_file_gets_plain_lines():
+    out, err = log_two_steps(terminal=False)
+    lines = out.splitlines()
     assert [line.split()[0] for line in lines] == ["1/4", "2/4", "2/4"]
-    assert "\r" not in screen.out.getvalue() and screen.err.getvalue() == ""
+    assert "\r" not in out and err == ""
     assert all("s/step" in line and "left" in line for line in lines[:2]) and lines[2] == "2/4  trained in 12 s"
 
 
-def test_a_terminal_gets_a_bar_and_the_lines_above_it(screen, monkeypatch):
-    screen.out.terminal = screen.err.terminal = True
-    monkeypatch.setattr(progress.ProgressCallback.on_train_begin.__globals__["tqdm"], "monitor_interval", 0)
-    log_two_steps(StepLineCallback())
-    lines = [re.sub(r"^.*\r", "", line) for line in screen.out.getvalue().splitlines() if "reward" in line]
-    assert len(lines) == 2 and all(len(line) <= 90 for line in lines)
-    assert "2/4" in screen.err.getvalue() and "it" in screen.err.getvalue(), "there is a bar"
+def test_a_terminal_gets_a_bar_and_the_lines_above_it(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "75")
+    out, err = log_two_steps(terminal=True)
+    lines = [line.split("\r")[-1] for line in out.splitlines() if "reward" in line]
+    assert len(lines) == 2 and all(len(line) <= 75 and "left" in line for line in lines)
+    assert "2/4 [" in err, "there is a bar"
     assert not tqdm._instances, "and it is closed"
 
 
-def test_disabled_bars_leave_the_lines(screen):
-    screen.out.terminal = screen.err.terminal = True
-    log_two_steps(StepLineCallback(), disable_tqdm=True)
-    assert len(screen.out.getvalue().splitlines()) == 3 and screen.err.getvalue() == ""
+def test_disabled_bars_leave_the_lines():
+    out, err = log_two_steps(terminal=True, disable_tqdm=True)
+    assert len(out.splitlines()) == 3 and err == ""
 
 
-def test_only_the_first_process_writes(screen):
-    screen.err.terminal = True
-    log_two_steps(StepLineCallback(), first=False)
-    assert screen.out.getvalue() == screen.err.getvalue() == ""
+@pytest.mark.parametrize("terminal", [True, False])
+def test_only_the_first_process_writes(terminal):
+    assert log_two_steps(terminal, first=False) == ("", "")
 
 
-def test_a_resumed_run_reckons_from_where_it_resumed(screen, monkeypatch):
+def test_a_resumed_run_reckons_from_where_it_resumed(monkeypatch):
     clock = iter([100.0, 110.0, 130.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    log_two_steps(StepLineCallback(), start=500)
-    first, second, _ = screen.out.getvalue().splitlines()
+    first, second, _ = log_two_steps(terminal=False, start=500)[0].splitlines()
     # 10 s for the first of four steps; then 20 s, so that two took 30 s and two are left.
     assert "10 s/step" in first and "left 30 s" in first
     assert "20 s/step" in second and "left 30 s" in second
 
 
 class Notebook(ProgressCallback):
-    """Stands for the callback of notebooks, which is a class of its own."""
+    """Stands for the callback of notebooks, and for what somebody made of the usual one."""
 
 
 @pytest.mark.parametrize(
@@ -155,7 +148,10 @@ class Notebook(ProgressCallback):
     [(ProgressCallback, StepLineCallback), (PrinterCallback, StepLineCallback), (Notebook, Notebook)],
 )
 def test_it_takes_the_place_of_what_prints(before, after):
-    handler = CallbackHandler([before()], None, None, None, None)
-    use_step_lines(handler)
-    use_step_lines(handler)
-    assert [type(callback) for callback in handler.callbacks] == [after]
+    handler = CallbackHandler([DefaultFlowCallback(), before()], None, None, None, None)
+    trainer = SimpleNamespace(
+        callback_handler=handler, add_callback=handler.add_callback, remove_callback=handler.remove_callback
+    )
+    use_step_lines(trainer)
+    use_step_lines(trainer)
+    assert [type(callback) for callback in handler.callbacks] == [DefaultFlowCallback, after]

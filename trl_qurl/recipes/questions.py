@@ -88,8 +88,8 @@ def parse_arguments(
 
 def describe_unknown(unknown: Sequence[str], known_names: Collection[str], command: str) -> str:
     """What to tell someone who gave options that do not exist, with the names that are spelled most alike."""
-    options = [word for word in unknown if word.startswith("--")]
-    near = [get_close_matches(option[2:].split("=")[0], known_names, 1) for option in options]
+    options = [word.split("=")[0] for word in unknown if word.startswith("--")]
+    near = [get_close_matches(option[2:], known_names, 1) for option in options]
     guesses = [f"--{name}" for names in near for name in names]
     return (
         f"There is no option {' '.join(options or unknown)}"
@@ -119,7 +119,6 @@ def train(
     logging.getLogger("trl_qurl").setLevel(logging.INFO if is_first else logging.WARNING)
     # First of all, because a wrong name should not cost the time it takes to start an engine.
     check_model(model_args.model_name_or_path)
-    check_chat_template(model_args.model_name_or_path, model_args.model_revision)
     logger.info("Loading the questions of %s.", script_args.dataset)
     questions = load_questions(
         script_args.dataset,
@@ -129,6 +128,7 @@ def train(
         script_args.question_column,
         script_args.answer_column,
     )
+    check_chat_template(model_args.model_name_or_path, model_args.model_revision)
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,

@@ -145,9 +145,10 @@ def use_step_lines(trainer: Trainer) -> None:
     Args:
         trainer: Any of Hugging Face, before `train()`.
     """
-    removed = [trainer.pop_callback(kind) for kind in (ProgressCallback, PrinterCallback)]
-    if any(removed):
-        trainer.add_callback(StepLineCallback())
+    for callback in list(trainer.callback_handler.callbacks):
+        if type(callback) in (ProgressCallback, PrinterCallback):  # and not what somebody made of them
+            trainer.remove_callback(callback)
+            trainer.add_callback(StepLineCallback())
 
 
 def step_line(logs: Row, step: int, steps: int, pace: Pace | None = None, width: int = WIDTH) -> str:
