@@ -56,6 +56,7 @@ def test_metrics_that_are_missing_are_left_out():
     row = {"loss": 0.0, "grad_norm": 0.1, "reward": None, "clip_ratio/region_mean": 0.0, "epoch": 0.1}
     assert step_line(row, 2, 3, Pace(0.05, 0.05)) == "2/3  clip 0.0%  0.05 s/step  left 0.05 s"
     assert step_line(row, 2, 3, None) == "2/3  clip 0.0%"
+    assert step_line(row, 3, 3, Pace(0.05, 0.0)) == "3/3  clip 0.0%  0.05 s/step"
 
 
 def test_what_is_not_finite_is_shown_first():

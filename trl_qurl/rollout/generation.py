@@ -115,10 +115,10 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if self._transport == "checkpoint" or self._starts_from_checkpoint():
             self._directory = self._shared_directory()
         if self._starts_from_checkpoint():
-            self._say("Writing the weights that the engine starts with, %s, to %s.", self._format, self._directory)
+            self._say("Writing %s weights for vLLM to %s.", self._format, self._directory)
             start = self._write_checkpoint("start", self._iter_named_params())
         build_engine = functools.partial(_build_engine, vllm_generation.LLM, start, self.rollout.engine_kwargs)
-        self._say("Starting vLLM with %s rollouts; where it compiles, that takes a minute or more.", self._format)
+        self._say("Starting vLLM (%s); if it compiles, that takes a minute.", self._format)
         with substitute(vllm_generation, "LLM", build_engine):
             super()._init_vllm()
         self._say("vLLM is ready.")

@@ -175,7 +175,9 @@ def step_line(logs: Row, step: int, steps: int, pace: Pace | None = None, width:
     elif not fields or "loss" not in logs:
         fields = [f"{name} {value:.4g}" for name, value in logs.items() if _is_number(value) and name != "epoch"]
     elif pace is not None:
-        fields += [f"{pace.step_s:.3g} s/step", f"left {_duration(pace.left_s)}"]
+        fields.append(f"{pace.step_s:.3g} s/step")
+        if step < steps:
+            fields.append(f"left {_duration(pace.left_s)}")
     alarms = [
         f"{name} {logs[name]}" for name in ALARMS if _is_number(logs.get(name)) and not math.isfinite(logs[name])
     ]
