@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import child_environment, free_port
 from tiny import tiny_model, tiny_tokenizer
 
@@ -135,6 +136,17 @@ def test_a_model_that_was_never_taught_to_answer(train, model, tmp_path):
     message = train("--model_name_or_path", tmp_path / "base")
     assert message.startswith(f"The tokenizer of {tmp_path / 'base'} has no chat template")
     assert "take the model's Instruct variant, or give its tokenizer a chat_template and save both" in message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only vLLM's CPU build has so few head sizes")
+def test_heads_that_the_engine_has_no_kernel_for(train, tmp_path_factory):
+    model = tmp_path_factory.mktemp("narrow")
+    tiny_model(hidden_size=64, head_dim=16).save_pretrained(model)
+    tiny_tokenizer().save_pretrained(model)
+    message = train("--model_name_or_path", model)
+    assert message.startswith(
+        "The attention heads of this model are 16 wide, and vLLM's CPU build has kernels for 32,"
+    )
 
 
 # Questions -----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from trl_qurl.evaluation.job import Job, Sampling
 from trl_qurl.evaluation.tasks import Task, encode_prompt, load_tasks
 from trl_qurl.lifetime import die_with_parent
 from trl_qurl.noise import quiet
+from trl_qurl.rollout.attention import check_head_size
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -94,7 +95,8 @@ def start_engine(job: Job, tasks: list[Task]) -> tuple[dict[str, list[list[int]]
     """Token ids of every prompt, by task, and an engine that is long enough for them.
 
     Raises:
-        ValueError: prompts and completions are longer than the model's context.
+        ValueError: prompts and completions are longer than the model's context, or vLLM's CPU build has no attention
+            kernel for the model's heads.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -102,7 +104,9 @@ def start_engine(job: Job, tasks: list[Task]) -> tuple[dict[str, list[list[int]]
     token_ids = {task.name: [encode_prompt(tokenizer, prompt) for prompt in task.prompts] for task in tasks}
     longest = max(len(ids) for prompts in token_ids.values() for ids in prompts)
     needed = longest + job.sampling.max_tokens
-    context = getattr(AutoConfig.from_pretrained(job.model).get_text_config(), "max_position_embeddings", needed)
+    config = AutoConfig.from_pretrained(job.model)
+    check_head_size(config)
+    context = getattr(config.get_text_config(), "max_position_embeddings", needed)
     if needed > context:
         way_out = (
             f"give at most --max-tokens {context - longest}"

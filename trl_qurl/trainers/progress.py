@@ -50,10 +50,16 @@ ALARMS = ("loss", "grad_norm")
 
 
 class Pace(NamedTuple):
-    """How fast a run goes."""
+    """
+    How fast a run goes.
 
-    step_s: float  # seconds of a step, since the row before
-    left_s: float  # seconds to the end, at the pace of the whole run
+    Attributes:
+        step_s: Seconds of a step, since the row before.
+        left_s: Seconds to the end, at the pace of the whole run.
+    """
+
+    step_s: float
+    left_s: float
 
 
 class StepLineCallback(ProgressCallback):
@@ -161,15 +167,16 @@ def step_line(logs: Row, step: int, steps: int, pace: Pace | None = None, width:
         steps: Optimizer steps of the whole run.
         pace: How fast it goes, where that is known.
         width: Columns that the line may take.
+
+    Returns:
+        The line, without an end.
     """
     place = f"{step:>{len(str(steps))}}/{steps}"
     fields = [form.format(logs[name]) for name, form in METRICS if _is_number(logs.get(name))]
     if "train_runtime" in logs:
         fields = [f"trained in {_duration(logs['train_runtime'])}"]
-    elif tasks := sorted(
-        {name.split("/")[0] for name in logs if name.startswith("eval_") and name.endswith("_avg@1")}
-    ):
-        fields = [field for task in tasks for field in _task_fields(logs, task)]
+    elif answered := [name for name in logs if name.startswith("eval_") and name.endswith(AVERAGE)]:
+        fields = [field for name in answered for field in _task_fields(logs, *name.removesuffix(AVERAGE).split("/"))]
     elif any(name.startswith("eval_") for name in logs):
         fields = ["eval", *_evaluation_fields(logs)]
     elif not fields or "loss" not in logs:
@@ -195,11 +202,8 @@ def _fitted(fields: Sequence[str], width: int) -> str:
     return line if len(line) <= width else line[: width - 1] + "…"
 
 
-def _task_fields(logs: Row, task: str) -> list[str]:
+def _task_fields(logs: Row, task: str, who: str) -> list[str]:
     """What a benchmark found: `eval_<task>/<who>_avg@1` and its companions."""
-    [who] = {
-        name.split("/")[1].removesuffix("_avg@1") for name in logs if name.startswith(f"{task}/") and "@1" in name
-    }
     fields: tuple[tuple[str, Callable[[float], str]], ...] = (
         (who + AVERAGE, lambda share: f"{share:.1%} right"),
         (f"{who}_tokens", lambda length: f"length {length:.0f}"),
