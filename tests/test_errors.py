@@ -142,7 +142,9 @@ def test_a_model_that_was_never_taught_to_answer(train, model, tmp_path):
 def test_heads_that_the_engine_has_no_kernel_for(train, tmp_path_factory):
     model = tmp_path_factory.mktemp("narrow")
     tiny_model(hidden_size=64, head_dim=16).save_pretrained(model)
-    tiny_tokenizer().save_pretrained(model)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(model)
     message = train("--model_name_or_path", model)
     assert message.startswith(
         "The attention heads of this model are 16 wide, and vLLM's CPU build has kernels for 32,"
