@@ -32,8 +32,14 @@ SOURCES = sorted((ROOT / "trl_qurl").rglob("*.py"))
 NO_FILES = {"settings.yaml", "other.yaml", "utils.py", "helpers.py"}
 """Files that the text makes up, or forbids."""
 
-OTHERS = {"'Parameter' object has no attribute 'weight_loader'"}
-"""Messages on the page of troubleshooting that vLLM writes."""
+OTHERS = {
+    "'Parameter' object has no attribute 'weight_loader'",
+    "NUMA binding: Using MEMBIND policy",
+    "No accelerator available! Compressing model on CPU instead",
+    "torch.distributed.reduce_op is deprecated",
+    "Loading safetensors checkpoint shards",
+}
+"""Messages on the page of troubleshooting that vLLM, llm-compressor and torch write."""
 
 MERGED_LATER = {f"notebooks/{name}.ipynb" for name in ("gsm8k_grpo", "gsm8k_ppo", "understanding_qurl")}
 """Written at the same time as the pages that link to them: once the first is there, all must be."""

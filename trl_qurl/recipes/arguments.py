@@ -89,3 +89,18 @@ def check_model(name_or_path: str) -> None:
             f"There is no model in {name_or_path}; give a directory with a config.json, or a name on the Hub "
             "such as Qwen/Qwen2.5-0.5B-Instruct."
         )
+
+
+def check_chat_template(name_or_path: str, revision: str | None = None) -> None:
+    """Refuse a model that was not taught to answer in a conversation, in which the recipes ask their questions.
+
+    Raises:
+        ValueError: its tokenizer has no chat template.
+    """
+    from transformers import AutoTokenizer
+
+    if AutoTokenizer.from_pretrained(name_or_path, revision=revision).chat_template is None:
+        raise ValueError(
+            f"The tokenizer of {name_or_path} has no chat template, and questions are asked in a conversation: take "
+            "the model's Instruct variant, or give its tokenizer a chat_template and save both in one directory."
+        )
