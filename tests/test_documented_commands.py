@@ -18,19 +18,7 @@ from trl_qurl.recipes import grpo, ppo
 
 RECIPES = {"grpo": grpo, "ppo": ppo}
 ON_CPU = ["--use_cpu", "--bf16", "false", "--report_to", "none"]
-NOT_OURS = {
-    "cd",
-    "git",
-    "kill",
-    "nodes=($(scontrol",
-    "address=$(srun",
-    "hf",
-    "ray",
-    "tensorboard",
-    "trackio",
-    "vllm",
-    "wandb",
-}
+NOT_OURS = {"cd", "git", "hf", "kill", "nodes=($(scontrol", "address=$(srun", "ray", "tensorboard", "trackio", "vllm"}
 MERGED_LATER = {"env"}
 """Subcommands written at the same time as the pages that name them."""
 

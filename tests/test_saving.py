@@ -137,7 +137,7 @@ class TestFiles:
         record, weights = saved[1][kind], "model.safetensors" if kind == "full" else "adapter_model.safetensors"
         wanted = {weights, "README.md", "tokenizer.json", "chat_template.jinja", "training_args.bin", "run.jsonl"}
         if kind == "lora":
-            wanted |= {"critic/config.json", "critic/model.safetensors"}
+            wanted |= {"critic/value_head.safetensors"}
         assert wanted <= set(record["pushed"])
         assert not [name for name in record["pushed"] if "optimizer" in name or "rollout_state" in name]
 
@@ -145,7 +145,7 @@ class TestFiles:
     def test_cards_say_how_the_policy_was_made_and_are_valid(self, kind, saved):
         card = ModelCard.load(saved[0] / kind / "README.md")
         assert {"trl", "qurl", "grpo" if kind == "full" else "ppo"} <= set(card.data.tags)
-        assert card.data.library_name == ("transformers" if kind == "full" else "peft")
+        assert card.data.library_name == "transformers"
         algorithm = "The algorithm is GRPO." if kind == "full" else "The algorithm is PPO, with a critic"
         for part in (
             f"The algorithm is {algorithm}",

@@ -105,6 +105,8 @@ def run(options: argparse.Namespace) -> dict:
         "vllm_max_model_length": 64,
         "vllm_engine_kwargs": {"enforce_eager": True},
     }
+    if options.lora:
+        settings["share_backbone"] = True
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     callback = SaveAtStep(3, options.output_dir / "on the way")
