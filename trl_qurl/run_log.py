@@ -88,7 +88,8 @@ class RunLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_suffix(".tmp")
         draft.write_text(
-            "".join(_line(content) for content in [{SETTINGS_KEY: without_secrets(settings)}, *kept]), encoding="utf-8"
+            "".join(_line(content) for content in [{SETTINGS_KEY: _without_secrets(settings)}, *kept]),
+            encoding="utf-8",
         )
         os.replace(draft, self.path)
 
@@ -161,23 +162,23 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
     return contents
 
 
-def without_secrets(value: Any) -> Any:
+def _without_secrets(value: Any) -> Any:
     """The same settings with `MASK` for every text under the name of a secret, and for passwords in addresses.
 
     transformers masks its own tokens; this also looks into nested settings, and into dictionaries given as JSON text.
     """
     if isinstance(value, dict):
         return {
-            name: MASK if isinstance(entry, str) and SECRET.search(str(name)) else without_secrets(entry)
+            name: MASK if isinstance(entry, str) and SECRET.search(str(name)) else _without_secrets(entry)
             for name, entry in value.items()
         }
     if isinstance(value, list | tuple):
-        return [without_secrets(entry) for entry in value]
+        return [_without_secrets(entry) for entry in value]
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("{"):
         try:
-            return json.dumps(without_secrets(json.loads(value)))
+            return json.dumps(_without_secrets(json.loads(value)))
         except json.JSONDecodeError:
             pass
     return CREDENTIALS.sub(f"//{MASK}@", value)
