@@ -162,6 +162,19 @@ class TestFiles:
         assert f"vllm serve {kind}-int8" in quantized.text
 
     @pytest.mark.parametrize("kind", KINDS)
+    def test_every_metric_reaches_tensorboard(self, kind, saved):
+        events = pytest.importorskip(
+            "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard, which no extra brings"
+        )
+        [directory] = (saved[0] / kind / "runs").iterdir()
+        accumulator = events.EventAccumulator(str(directory))
+        accumulator.Reload()
+        logged = {f"train/{name}" for row in saved[1][kind]["history"] if "loss" in row for name in row} - {
+            "train/step"
+        }
+        assert len(logged) > 30 and logged <= set(accumulator.Tags()["scalars"])
+
+    @pytest.mark.parametrize("kind", KINDS)
     def test_no_secret_is_written_in_plain_text(self, kind, saved):
         texts = [path for path in saved[0].rglob("*") if path.suffix in (".jsonl", ".json", ".md")]
         assert {path.name for path in texts} >= {"run.jsonl", "README.md", "config.json"}

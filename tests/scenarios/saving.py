@@ -1,6 +1,7 @@
 """Runs that save 8-bit checkpoints on the way, and the same runs that do not; prints a JSON record of each."""
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -97,7 +98,7 @@ def run(options: argparse.Namespace) -> dict:
         "uaq_scale": 1.0 if options.lora else 1.5,
         "hub_model_id": "someone/tiny",
         "hub_token": SECRET,
-        "report_to": [],
+        "report_to": ["tensorboard"] if importlib.util.find_spec("tensorboard") else [],
         "use_cpu": True,
         "bf16": False,
         "save_strategy": "steps",
