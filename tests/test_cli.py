@@ -141,6 +141,12 @@ def test_a_directory_without_a_model_is_not_taken_for_a_hub_name(tmp_path):
     check_model(str(tmp_path))
 
 
+def test_an_adapter_is_not_taken_for_a_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"holds an adapter.*merge_and_unload.*--save_quantized"):
+        check_model(str(tmp_path))
+
+
 def test_command_line_overrides_file_overrides_recipe(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("learning_rate: 3.0e-6\nlora_r: 8\n")

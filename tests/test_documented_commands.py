@@ -18,7 +18,7 @@ from trl_qurl.recipes import grpo, ppo
 
 RECIPES = {"grpo": grpo, "ppo": ppo}
 ON_CPU = ["--use_cpu", "--bf16", "false", "--report_to", "none"]
-NOT_OURS = {"cd", "git", "kill", "nodes=($(scontrol", "address=$(srun", "ray"}
+NOT_OURS = {"cd", "git", "hf", "kill", "nodes=($(scontrol", "address=$(srun", "ray", "tensorboard", "trackio", "vllm"}
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.MULTILINE))

@@ -43,6 +43,10 @@ class ScriptArguments:
             "help": "Tokens before max_completion_length over which a completion's reward falls by up to 1 (DAPO)."
         },
     )
+    save_quantized: bool = field(
+        default=False,
+        metadata={"help": "Also write the policy's 8-bit checkpoint, for `vllm serve`, to OUTPUT_DIR-int8 or -fp8."},
+    )
 
 
 def parse_arguments(
@@ -117,6 +121,11 @@ def train(
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     # What takes its time, and how weights travel and why that way; said once.
     logging.getLogger("trl_qurl").setLevel(logging.INFO if is_first else logging.WARNING)
+    if script_args.save_quantized and training_args.rollout_quantization is None:
+        raise ValueError(
+            "save_quantized writes the format of the rollouts, and rollout_quantization is None: set it to 'int8' or "
+            "'fp8', or use `trl-qurl quantize` on the saved policy."
+        )
     # First of all, because a wrong name should not cost the time it takes to start an engine.
     check_model(model_args.model_name_or_path)
     logger.info("Loading the questions of %s.", script_args.dataset)
@@ -151,6 +160,8 @@ def train(
         trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     logger.info("Saving to %s.", training_args.output_dir)
     trainer.save_model(training_args.output_dir)
+    if script_args.save_quantized:
+        trainer.accelerator.print(f"8-bit checkpoint saved to {trainer.save_quantized()}")
     return trainer
 
 
