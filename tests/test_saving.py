@@ -164,7 +164,7 @@ class TestFiles:
     @pytest.mark.parametrize("kind", KINDS)
     def test_every_metric_reaches_tensorboard(self, kind, saved):
         events = pytest.importorskip(
-            "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard, which no extra brings"
+            "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard (trl-qurl[test])"
         )
         [directory] = (saved[0] / kind / "runs").iterdir()
         accumulator = events.EventAccumulator(str(directory))
