@@ -5,7 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate.commands.config.config_args import load_config_from_file
+from safetensors.torch import load_file
 from test_engine import MOVED, SAME, assert_metrics, assert_synced
 
 CONFIGS = Path(__file__).parents[1] / "examples" / "accelerate_configs"
@@ -84,6 +86,8 @@ def test_weights_held_in_parts_arrive_whole(way, run_scenario, int8_server, tmp_
         assert engines == [pytest.approx(expected, abs=SAME)] * len(engines)
         assert record["before"][0] != pytest.approx(expected, abs=MOVED), "the update did not move the probe"
         assert record["probed"] or way == "zero3"
+        saved, whole = (load_file(tmp_path / name / "model.safetensors") for name in (f"{mode}-saved", mode))
+        torch.testing.assert_close(saved, whole, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

@@ -98,6 +98,7 @@ def run(options: argparse.Namespace) -> dict:
     )
     whole = sum(parameter.numel() for parameter in tiny_model().parameters())
     generation.sync_weights()
+    trainer.save_quantized(f"{options.export}-saved")
     return {
         "before": before,
         "after": gather_object([engine_logps(trainer)]),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from trl_qurl.quantization.layers import quantized_layer_names
 from trl_qurl.quantization.schemes import QuantizationScheme, get_scheme, quantization_config
-from trl_qurl.quantization.storage import new_directory, write_config, write_tensors
+from trl_qurl.quantization.storage import check_replaceable, new_directory, write_config, write_tensors
 from trl_qurl.quantization.weights import NamedTensors, quantize_weights
 
 if TYPE_CHECKING:
@@ -53,26 +53,67 @@ def write_checkpoint(
         model: Full-precision model. Not modified; llm-compressor works on a copy, so memory holds the model twice.
         tokenizer: Saved beside the weights, unless `None`.
         scheme: `"int8"` or `"fp8"`.
-        output_dir: Directory to create; one that exists is replaced once the new one is complete.
+        output_dir: Directory to create; an earlier quantized checkpoint is replaced once the new one is complete.
         ignore: Modules kept in full precision, in llm-compressor's pattern syntax.
         quantizer: `"llmcompressor"`, or `"streaming"` for the same codes and scales without that package.
 
     Raises:
         ValueError: Unknown scheme or quantizer, or nothing left to quantize.
         ImportError: llm-compressor is asked for and missing.
+        FileExistsError: The directory holds something else than a quantized checkpoint.
         OSError: The directory cannot be written; nothing is left behind.
     """
-    if quantizer not in QUANTIZERS:
-        raise ValueError(f"Unknown quantizer {quantizer!r}: choose one of {', '.join(map(repr, QUANTIZERS))}.")
+    check_quantizer(quantizer)
     chosen = get_scheme(scheme)
     layers = quantized_layer_names(model, ignore)
+    check_replaceable(output_dir)
     parameters = ((name, parameter.data) for name, parameter in model.named_parameters())
-    if quantizer == "streaming":
-        tensors = quantize_weights(parameters, chosen, layers)
-        write_streamed_checkpoint(tensors, model, tokenizer, chosen, ignore, output_dir)
-    else:
+    write_parameters(parameters, model, tokenizer, chosen, layers, ignore, quantizer, output_dir)
+
+
+def check_quantizer(name: str) -> None:
+    """
+    Raises:
+        ValueError: If there is no such quantizer.
+        ImportError: If it is llm-compressor, which is not installed.
+    """
+    if name not in QUANTIZERS:
+        raise ValueError(f"Unknown quantizer {name!r}: choose one of {', '.join(map(repr, QUANTIZERS))}.")
+    if name == "llmcompressor":
         require_llmcompressor()
-        write_llmcompressor_checkpoint(parameters, model, tokenizer, chosen, ignore, output_dir)
+
+
+def write_parameters(
+    named_tensors: NamedTensors,
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase | None",
+    scheme: QuantizationScheme,
+    layers: Collection[str],
+    ignore: Collection[str],
+    quantizer: str,
+    output_dir: str | os.PathLike[str],
+) -> None:
+    """
+    Quantize full-precision tensors into a checkpoint.
+
+    Args:
+        named_tensors: Parameters under their checkpoint names, each read once.
+        model: Where config and generation config come from.
+        tokenizer: Saved beside the weights, unless `None`.
+        scheme: Target format.
+        layers: What `quantized_layer_names` says of the model and `ignore`.
+        ignore: Modules kept in full precision.
+        quantizer: One of `QUANTIZERS`.
+        output_dir: Directory to create or to replace.
+
+    Raises:
+        OSError: The directory cannot be written; nothing is left behind.
+    """
+    if quantizer == "streaming":
+        tensors = quantize_weights(named_tensors, scheme, layers)
+        write_streamed_checkpoint(tensors, model, tokenizer, scheme, ignore, output_dir)
+    else:
+        write_llmcompressor_checkpoint(named_tensors, model, tokenizer, scheme, ignore, output_dir)
 
 
 def write_streamed_checkpoint(

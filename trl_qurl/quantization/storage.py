@@ -47,7 +47,8 @@ def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     Create a directory atomically: yields a temporary one beside it, which takes the name `path` if the block succeeds.
 
-    An existing `path` is replaced. If the block fails, nothing is left behind and an existing `path` stays as it was.
+    An existing `path` is replaced: moved aside whole, so that nobody reads it while its files are being removed. If
+    the block fails, nothing is left behind and an existing `path` stays as it was.
 
     Raises:
         OSError: Where the system refused to write, one sentence that names the directory, the reason and the way out,
@@ -55,11 +56,12 @@ def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     final = Path(path)
     draft = final.parent / f".{final.name}-{uuid.uuid4().hex[:8]}"
+    replaced = draft.with_name(f"{draft.name}-replaced")
     try:
         draft.mkdir(parents=True)
         yield draft
         if final.exists():
-            shutil.rmtree(final)
+            os.replace(final, replaced)
         os.replace(draft, final)
     except Exception as error:
         reason = _refusal(error)
@@ -67,10 +69,39 @@ def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
             raise
         raise OSError(
             f"The checkpoint directory {final} cannot be written ({reason}): free space there, or name a writable "
-            "directory with enough room (rollout_checkpoint_dir in the config, OUT on the command line)."
+            "directory with enough room (rollout_checkpoint_dir in the config, output_dir of save_quantized, OUT on "
+            "the command line)."
         ) from error
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        for left in (draft, replaced):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def check_replaceable(path: str | os.PathLike[str]) -> None:
+    """
+    Refuse to put a quantized checkpoint where something else is.
+
+    A directory may be replaced if it is absent, empty, or a quantized checkpoint itself.
+
+    Raises:
+        FileExistsError: It is a file, or a directory with other contents: somebody's model, a run, a home directory.
+    """
+    place = Path(path)
+    if not place.exists() or (place.is_dir() and (not any(place.iterdir()) or _is_quantized_checkpoint(place))):
+        return
+    found = f"holds {', '.join(sorted(os.listdir(place))[:3])}, ..." if place.is_dir() else "is a file"
+    raise FileExistsError(
+        f"{place} {found} and would be replaced, but it is not a quantized checkpoint: name a directory that does not "
+        "exist yet, an empty one, or an earlier quantized checkpoint."
+    )
+
+
+def _is_quantized_checkpoint(directory: Path) -> bool:
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and "quantization_config" in config
 
 
 def write_tensors(named_tensors: NamedTensors, directory: Path, shard_bytes: int = SHARD_BYTES) -> int:

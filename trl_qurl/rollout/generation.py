@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
+from torch.distributed.fsdp import FSDPModule
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -148,10 +149,12 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         return sum(
             # ZeRO-3 leaves an empty tensor and notes how many elements there are.
             getattr(parameter, "ds_numel", parameter.numel()) * (1 if name in names else parameter.element_size())
-            for name, parameter in self._base_model().named_parameters()
+            for name, parameter in self.base_model.named_parameters()
         )
 
-    def _base_model(self) -> Any:
+    @property
+    def base_model(self) -> Any:
+        """The policy without what PEFT puts around it."""
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
     # Weight sync -----------------------------------------------------------------------------------------------------
@@ -187,7 +190,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         in the engine by then.
         """
         # UAQ scales norms whether they are trained or not.
-        scale = recorded_scale(self._base_model())
+        scale = recorded_scale(self.base_model)
         before = self._frozen if scale == self._frozen_at_scale else frozenset()
         self._frozen_at_scale = scale
         self._frozen = frozen_parameters(self.model) if self._dist.fsdp_version != 1 else frozenset()
@@ -229,7 +232,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         """What the stream will hold, for a server that must know it beforehand; the parameters are walked once."""
         if self._weight_metadata is None:
             self._weight_metadata = announce(
-                super()._iter_named_params(), self.rollout.scheme, self._layers, self._sent_dtype
+                self.policy_parameters(), self.rollout.scheme, self._layers, self._sent_dtype
             )
         left_out = self._left_out | {f"{name}_scale" for name in self._left_out}
         return [entry for entry in self._weight_metadata if entry[0] not in left_out]
@@ -254,7 +257,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             if self.mode == "colocate" and self.enable_sleep_mode:
                 self.llm.wake_up(tags=["kv_cache"])  # as the parent will, before it generates
             engine = self.engine.describe()
-            vocabulary_size = self._base_model().config.get_text_config().vocab_size
+            vocabulary_size = self.base_model.config.get_text_config().vocab_size
             prompts = probe_prompts(vocabulary_size, engine.block_size, engine.max_model_len)
             probe = [(prompts, self.engine.continue_greedily(prompts, STEPS))]
         if self.mode == "server" and sharded:
@@ -281,19 +284,32 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             # llm-compressor rounds for itself; our stream beside it is what its result is measured and checked by.
             for _ in tensors:
                 pass
-            tensors = super()._iter_named_params()
+            tensors = self.policy_parameters()
         if self._is_writer:
-            write(tensors, self._base_model(), self.processing_class, scheme, self.rollout.ignore, path)
+            write(tensors, self.base_model, self.processing_class, scheme, self.rollout.ignore, path)
         else:
             for _ in tensors:
                 pass
         self.accelerator.wait_for_everyone()
         return path
 
+    def policy_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """
+        The policy's parameters under their checkpoint names, each whole while it is looked at, adapters merged in.
+
+        A collective operation: every process goes through all of them, to the end, where adapters come out again.
+        """
+        if self._dist.fsdp_version == 2:
+            # A pass without a backward leaves the outermost parameters whole, where the parent expects parts.
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        return super()._iter_named_params()
+
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The parent's parameters, quantized: what every transport sends."""
         layers = {layer for layer in self._layers if f"{layer}.weight" not in self._left_out}
-        parameters = ((name, tensor) for name, tensor in super()._iter_named_params() if name not in self._left_out)
+        parameters = ((name, tensor) for name, tensor in self.policy_parameters() if name not in self._left_out)
         tensors = rollout_tensors(parameters, self.rollout.scheme, layers, self._tracker.observe, self._sent_dtype)
         if is_peft_model(self.model):
             # vLLM may hold a tensor until its layer is complete; by then the adapter is unmerged from the parameter.

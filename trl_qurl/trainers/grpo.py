@@ -40,11 +40,12 @@ from trl_qurl.trainers.rollout_state import (
     save_rollout_state,
     skip_epochs,
 )
+from trl_qurl.trainers.saving import SavingTrainer
 from trl_qurl.trainers.step_timer import StepTimer
 from trl_qurl.trainers.task_evaluation import TaskEvaluationCallback
 
 
-class QuRLGRPOTrainer(DynamicSamplingTrainer):
+class QuRLGRPOTrainer(SavingTrainer, DynamicSamplingTrainer):
     """
     [`~trl.GRPOTrainer`] whose rollouts come from an 8-bit copy of the policy, re-quantized before every generation.
 

@@ -1,0 +1,123 @@
+"""Runs that save 8-bit checkpoints on the way, and the same runs that do not; prints a JSON record of each."""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from datasets import Dataset
+from tiny import tiny_model, tiny_tokenizer
+from train import PROMPTS, count_vowels, engine_logps, split
+from transformers import TrainerCallback
+
+from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+class SaveAtStep(TrainerCallback):
+    """In the middle of a rollout's updates, when the engine's weights are older than the policy's."""
+
+    def __init__(self, step: int, directory: Path) -> None:
+        self.step, self.directory = step, directory
+        self.trainer = None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.trainer.save_quantized(self.directory)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("output_dir", type=Path)
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--config", default="{}", help="JSON of further config fields")
+    return parser.parse_args(arguments)
+
+
+def message_of(trainer, *args, **kwargs) -> str:
+    try:
+        trainer.save_quantized(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def mistakes(trainer, output_dir: Path) -> dict[str, str]:
+    """What the trainer says of each; the last is noticed when the first tensors have gone by."""
+    messages = {
+        "own directory": message_of(trainer, output_dir),
+        "unknown scheme": message_of(trainer, scheme="int4"),
+        "unknown quantizer": message_of(trainer, quantizer="gptq"),
+        "nothing left": message_of(trainer, ignore=["re:.*"]),
+    }
+    trainer.args.rollout_quantization, kept = None, trainer.args.rollout_quantization
+    messages["no scheme"] = message_of(trainer)
+    trainer.args.rollout_quantization = kept
+    (output_dir / "a file").write_text("")
+    messages["unwritable"] = message_of(trainer, output_dir / "a file" / "int8")
+    return messages
+
+
+def run(options: argparse.Namespace) -> dict:
+    peft_config = None
+    if options.lora:
+        from peft import LoraConfig
+
+        peft_config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    settings = {
+        "per_device_train_batch_size": 8,
+        "steps_per_generation": 2,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "weight_metrics_steps": 1,
+        "uaq_scale": 1.0 if options.lora else 1.5,
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "save_strategy": "no",
+        "vllm_max_model_length": 64,
+        "vllm_engine_kwargs": {"enforce_eager": True},
+    }
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    callback = SaveAtStep(3, options.output_dir / "on the way")
+    trainer = QuRLGRPOTrainer(
+        model=tiny_model(),
+        reward_funcs=count_vowels,
+        args=QuRLGRPOConfig(str(options.output_dir), **settings | json.loads(options.config)),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),
+        processing_class=tokenizer,
+        peft_config=peft_config,
+        callbacks=[callback] if options.save else [],
+    )
+    callback.trainer = trainer
+    trainer.train()
+    record = {"history": trainer.state.log_history}
+    if options.save:
+        version = trainer.vllm_generation.weight_version
+        before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        record["directory"] = str(trainer.save_quantized())
+        record["messages"] = mistakes(trainer, options.output_dir)
+        record["moved"] = [name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])]
+        record["version_kept"] = trainer.vllm_generation.weight_version == version
+        if not options.lora:
+            trainer.save_quantized(options.output_dir / "fp8", scheme="fp8", ignore=["lm_head", "re:.*down_proj"])
+            trainer.save_quantized(options.output_dir / "compressor", quantizer="llmcompressor")
+    trainer.vllm_generation.sync_weights()
+    record["probe"] = engine_logps(trainer)
+    return record
+
+
+if __name__ == "__main__":
+    records = [run(parse(arguments)) for arguments in split(sys.argv[1:], "--and")]
+    if os.environ.get("RANK", "0") == "0":
+        print("RECORD " + json.dumps(records))

@@ -1,0 +1,182 @@
+"""`save_quantized`: what vLLM starts from is what was trained, and training does not notice."""
+
+import json
+import os
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from test_engine import SAME
+from tiny import tiny_model, tiny_tokenizer
+from transformers import AutoTokenizer, GenerationConfig
+
+from trl_qurl.quantization import write_checkpoint
+from trl_qurl.trainers.saving import SavingTrainer, check_place
+
+KINDS = ["full", "lora"]
+
+engines = [pytest.mark.vllm, pytest.mark.xdist_group("saving")]
+
+
+@pytest.fixture(scope="module")
+def saved(run_scenario, tmp_path_factory):
+    """Directory, and records: full weights and LoRA, each with and without saving."""
+    directory = tmp_path_factory.mktemp("saving")
+    full, lora = directory / "full", directory / "lora"
+    runs = [[full, "--save"], [directory / "full unsaved"], [lora, "--save", "--lora"], [directory / "none", "--lora"]]
+    arguments = runs[0] + [part for run in runs[1:] for part in ["--and", *run]]
+    names = ["full", "full unsaved", "lora", "lora unsaved"]
+    return directory, dict(zip(names, run_scenario("saving.py", *arguments), strict=True))
+
+
+@pytest.fixture(scope="module")
+def fresh(saved, run_scenario):
+    """Log-probabilities of engines started from what was saved at the end."""
+    probes = run_scenario("fresh_engine.py", *(saved[1][kind]["directory"] for kind in KINDS))
+    return dict(zip(KINDS, probes, strict=True))
+
+
+def without_times(history):
+    timed = ("time/", "throughput/", "step_time", "train_runtime", "train_samples", "train_steps")
+    return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in history]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+class TestRuns:
+    pytestmark = engines
+
+    def test_a_fresh_engine_computes_what_the_trainers_own_does(self, kind, saved, fresh):
+        directory, records = saved
+        assert records[kind]["probe"] == pytest.approx(fresh[kind], abs=SAME)
+        assert records[kind]["directory"] == str(directory / kind / "int8"), "the default directory"
+
+    def test_training_goes_on_as_if_nothing_had_been_saved(self, kind, saved):
+        record, unsaved = saved[1][kind], saved[1][f"{kind} unsaved"]
+        assert len(record["history"]) > 4
+        assert without_times(record["history"]) == without_times(unsaved["history"])
+        assert record["probe"] == unsaved["probe"]
+        assert record["version_kept"] and record["moved"] == []
+
+    def test_what_was_saved_on_the_way_is_the_policy_of_that_step(self, kind, saved):
+        end, on_the_way = (load_file(saved[0] / kind / name / "model.safetensors") for name in ("int8", "on the way"))
+        assert end.keys() == on_the_way.keys()
+        assert not [name for name in end if "lora" in name or "base_layer" in name]
+        assert any(not torch.equal(end[name], on_the_way[name]) for name in end)
+
+    def test_mistakes_are_named_with_the_way_out(self, kind, saved):
+        messages = saved[1][kind]["messages"]
+        for mistake, parts in MISTAKES.items():
+            assert all(part in messages[mistake] for part in parts), messages[mistake]
+
+
+MISTAKES = {
+    "own directory": ("ValueError", "holds this run", "such as", "int8"),
+    "unknown scheme": ("ValueError", "'int4'", "'int8', 'fp8'"),
+    "unknown quantizer": ("ValueError", "'gptq'", "'streaming', 'llmcompressor'"),
+    "nothing left": ("ValueError", "re:.*", "narrow the patterns"),
+    "no scheme": ("ValueError", "rollout_quantization=None", "scheme='int8'"),
+    "unwritable": ("OSError", "not a directory", "output_dir of save_quantized"),
+}
+
+
+class TestFiles:
+    pytestmark = engines
+
+    def test_tokenizer_and_generation_config_lie_beside_the_weights(self, saved):
+        tokenizer = AutoTokenizer.from_pretrained(saved[0] / "full" / "int8")
+        assert tokenizer("Ab2").input_ids == tiny_tokenizer()("Ab2").input_ids
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "Ab2"}], tokenize=False) == "Ab2"
+        assert GenerationConfig.from_pretrained(saved[0] / "full" / "int8").eos_token_id == 1
+
+    def test_uaqs_scale_stays_on_record(self, saved):
+        scales = [json.loads((saved[0] / kind / "int8/config.json").read_text()).get("uaq_scale") for kind in KINDS]
+        assert scales == [1.5, None]
+
+    def test_llm_compressor_writes_the_same(self, saved):
+        own, reference = (load_file(saved[0] / "full" / name / "model.safetensors") for name in ("int8", "compressor"))
+        assert own.keys() == reference.keys()
+        assert all(torch.equal(own[name], reference[name]) for name in own)
+
+    def test_another_scheme_and_other_layers_than_the_rollouts(self, saved):
+        config = json.loads((saved[0] / "full" / "fp8" / "config.json").read_text())["quantization_config"]
+        assert config["format"] == "float-quantized" and config["ignore"] == ["lm_head", "re:.*down_proj"]
+        weights = load_file(saved[0] / "full" / "fp8" / "model.safetensors")
+        quantized = {name for name, tensor in weights.items() if tensor.dtype == torch.float8_e4m3fn}
+        # Six of a layer's seven projections, in two layers.
+        assert len(quantized) == 12 and not [name for name in quantized if "down_proj" in name]
+        # Each code is the nearest to what INT8 keeps within half a step of 1/127.5 of the channel's largest weight.
+        int8 = load_file(saved[0] / "full" / "int8" / "model.safetensors")
+        for name in quantized:
+            ours = weights[name].float() * weights[f"{name}_scale"]
+            theirs = int8[name].float() * int8[f"{name}_scale"]
+            # E4M3 has three bits of mantissa: half a step is 1/16 of the value.
+            torch.testing.assert_close(ours, theirs, rtol=1 / 16, atol=1.1 * int8[f"{name}_scale"].max().item())
+
+
+# Where it may be written ---------------------------------------------------------------------------------------------
+
+
+def quantized_checkpoint(path):
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"quantization_config": {}}))
+    return path
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda path: path / "new",
+        lambda path: (path / "empty").mkdir() or path / "empty",
+        lambda path: quantized_checkpoint(path / "earlier"),
+    ],
+)
+def test_new_empty_and_quantized_directories_are_written(make, tmp_path):
+    check_place(make(tmp_path), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("contents", "named"),
+    [
+        ({"thesis.tex": ""}, "thesis.tex"),
+        ({"config.json": "{}"}, "config.json"),
+        ({"config.json": "no"}, "config.json"),
+    ],
+)
+def test_other_directories_are_left_alone(contents, named, tmp_path):
+    for name, text in contents.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(FileExistsError, match=rf"{named}.*not a quantized checkpoint: name a directory"):
+        check_place(tmp_path, tmp_path.parent / "run")
+    with pytest.raises(FileExistsError, match=named):
+        write_checkpoint(tiny_model(), None, "int8", tmp_path, quantizer="streaming")
+    assert sorted(os.listdir(tmp_path)) == sorted(contents)
+
+
+def test_a_file_and_the_run_itself_are_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError, match="is a file"):
+        check_place(tmp_path / "file", tmp_path / "run")
+    for place in (tmp_path / "run", tmp_path):
+        with pytest.raises(ValueError, match="holds this run .*such as .*int8"):
+            check_place(place, tmp_path / "run")
+
+
+def test_parameters_are_gone_through_to_the_end_when_writing_fails():
+    state = []
+
+    def parameters():
+        state.append("merged")
+        yield from range(3)
+        state.append("unmerged")
+
+    def fail():
+        next(walked)
+        raise OSError("disk full")
+
+    walked = parameters()
+    trainer = object.__new__(SavingTrainer)
+    trainer.accelerator = Accelerator(cpu=True)
+    with pytest.raises(OSError, match="disk full"):
+        trainer._by_main_process(fail, walked)
+    assert state == ["merged", "unmerged"]

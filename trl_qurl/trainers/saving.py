@@ -1,0 +1,158 @@
+"""`SavingTrainer`: the trained policy as an 8-bit checkpoint, ready for `vllm serve`.
+
+Parameters come from where every sync gets them (TRL's backend: FSDP and ZeRO-3 gather, adapters are merged and come
+out again) and go to the writer behind `trl-qurl quantize`. The engine and its weights are not touched.
+"""
+
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from torch.distributed.tensor import DTensor
+from trl import GRPOTrainer
+
+from trl_qurl.quantization.checkpoint import check_quantizer, write_parameters
+from trl_qurl.quantization.layers import quantized_layer_names
+from trl_qurl.quantization.schemes import get_scheme
+from trl_qurl.quantization.storage import check_replaceable
+
+
+class SavingTrainer(GRPOTrainer):
+    """[`~trl.GRPOTrainer`] on quantized rollouts that also saves what those rollouts are made with."""
+
+    vllm_generation: Any
+
+    def save_quantized(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        scheme: str | None = None,
+        *,
+        ignore: Collection[str] | None = None,
+        quantizer: str = "streaming",
+    ) -> Path:
+        """
+        Write an 8-bit checkpoint of the policy as it is now: weights, config, generation config and tokenizer.
+
+        `vllm serve DIRECTORY` starts from it; no calibration data is needed. With PEFT the merged weights are written
+        and the adapter in training stays as it is. Weights that UAQ has rescaled compute the same function, and the
+        config keeps the scale. A critic is no part of it. Training can go on afterwards.
+
+        In a run of several processes all of them call it, and the main one writes. Weights that are not quantized keep
+        the dtype they are trained in.
+
+        Args:
+            output_dir: Directory to create, by default `{args.output_dir}/{scheme}`. An earlier quantized checkpoint
+                is replaced once the new one is complete.
+            scheme: `"int8"` or `"fp8"`; by default that of the rollouts, `args.rollout_quantization`.
+            ignore: Modules kept in full precision; by default those of the rollouts, `args.quantization_ignore`.
+            quantizer: `"streaming"`, or `"llmcompressor"` for llm-compressor itself: the same codes and scales, by a
+                second copy of the model in host memory.
+
+        Returns:
+            The directory.
+
+        Raises:
+            ValueError: No scheme to follow, an unknown scheme or quantizer, nothing left to quantize, llm-compressor
+                in several processes, or the run's own directory.
+            ImportError: llm-compressor is asked for and missing.
+            FileExistsError: The directory holds something else than a quantized checkpoint.
+            OSError: It cannot be written; nothing is left behind.
+            RuntimeError: In the other processes, if the main one failed.
+        """
+        generation = self.vllm_generation
+        chosen = get_scheme(self._scheme_to_save(scheme))
+        check_quantizer(quantizer)
+        if quantizer == "llmcompressor" and self.accelerator.num_processes > 1:
+            raise ValueError(
+                f"quantizer='llmcompressor' works in one process, and this run has {self.accelerator.num_processes}: "
+                "use quantizer='streaming', which makes the same codes and scales."
+            )
+        ignore = self.args.quantization_ignore if ignore is None else list(ignore)
+        layers = quantized_layer_names(generation.model, ignore)
+        path = Path(self.args.output_dir) / chosen.name if output_dir is None else Path(output_dir)
+        self._by_main_process(lambda: check_place(path, Path(self.args.output_dir)))
+        parameters = generation.policy_parameters()
+
+        def write() -> None:
+            write_parameters(
+                parameters, generation.base_model, self.processing_class, chosen, layers, ignore, quantizer, path
+            )
+
+        with exact_base(generation.model):
+            self._by_main_process(write, parameters)
+        return path
+
+    def _scheme_to_save(self, scheme: str | None) -> str:
+        chosen = scheme or self.args.rollout_quantization
+        if chosen is None:
+            raise ValueError(
+                "save_quantized follows the format of the rollouts, and this run's are not quantized "
+                "(rollout_quantization=None): name one, save_quantized(scheme='int8') or scheme='fp8'."
+            )
+        return chosen
+
+    def _by_main_process(self, act: Callable[[], None], parameters: Iterable[Any] = ()) -> None:
+        """Let the main process act, and all know how it went; all go through `parameters`, whatever happens."""
+        error: Exception | None = None
+        try:
+            if self.accelerator.is_main_process:
+                act()
+        except Exception as failure:
+            error = failure
+        finally:
+            for (
+                _
+            ) in parameters:  # what is left of them: gathering takes every process, and at the end adapters come out
+                pass
+        outcome = [None if error is None else f"{type(error).__name__}: {error}"]
+        broadcast_object_list(outcome, from_process=0)
+        if error is not None:
+            raise error
+        if outcome[0] is not None:
+            raise RuntimeError(f"The main process could not save the quantized checkpoint. {outcome[0]}")
+
+
+def check_place(path: Path, run: Path) -> None:
+    """
+    Refuse to write over a run.
+
+    Args:
+        path: Of the checkpoint.
+        run: The run's `output_dir`.
+
+    Raises:
+        ValueError: It is the run's own directory, or one above it.
+        FileExistsError: It holds something else than a quantized checkpoint.
+    """
+    if path.resolve() in (run.resolve(), *run.resolve().parents):
+        raise ValueError(
+            f"{path} holds this run (output_dir={str(run)!r}), which a quantized checkpoint would replace: name "
+            f"another directory, such as {run / 'int8'}."
+        )
+    check_replaceable(path)
+
+
+@contextmanager
+def exact_base(model: torch.nn.Module) -> Iterator[None]:
+    """
+    Weights below adapters have their own bits again after the block: merging and taking out again rounds them.
+
+    Costs a copy of them in host memory. What ZeRO-3 gathers for the block it drops again by itself.
+    """
+    below = [local_part(parameter) for name, parameter in model.named_parameters() if ".base_layer." in name]
+    kept = [part.to("cpu", copy=True) for part in below]
+    try:
+        yield
+    finally:
+        for part, bits in zip(below, kept, strict=True):
+            part.copy_(bits)
+
+
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """The part of a parameter that this process holds, to be changed in place."""
+    part = parameter.detach()
+    return part.to_local() if isinstance(part, DTensor) else part
