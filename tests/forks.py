@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
@@ -153,10 +153,8 @@ class WarmPython:
         if process.is_alive():
             os.killpg(process.pid, signal.SIGKILL)
         process.join()
-        try:
+        with suppress(OSError):  # nobody waits for it
             connection.send(process.exitcode)
-        except OSError:
-            pass  # nobody waits for it
 
 
 def be_python(

@@ -1,4 +1,4 @@
-"""A command in a process group of its own, whose output goes to a file and which never outlives whoever waits for it."""
+"""A command in a process group of its own, whose output goes to a file; it does not outlive whoever waits for it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 
@@ -34,8 +35,7 @@ def run_child(
         every: seconds between two calls.
 
     Raises:
-        FileNotFoundError: there is no such program.
-        ChildProcessError: the command failed; the message ends with the last lines that it printed.
+        ChildProcessError: it failed, or is no program; the message ends with the last lines that it printed.
     """
     words = [os.fspath(word) for word in command]
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -67,14 +67,10 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     """End a process that leads a group, and whatever is left of the group."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            pass
-    try:
+    with suppress(ProcessLookupError):  # there is nobody left
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass  # there is nobody left
     process.wait()
 
 

@@ -59,6 +59,7 @@ def watch(
 
     Raises:
         ImportError: IPython or matplotlib is missing.
+        RuntimeError: this is no notebook.
         ChildProcessError: the command failed; the message ends with the last lines that it printed.
         FileNotFoundError: it trained nothing there: `output_dir` is not the trainer's.
     """
@@ -94,6 +95,7 @@ def wait_for(command: Sequence[str | PathLike[str]], log: str | PathLike[str], *
 
     Raises:
         ImportError: IPython is missing.
+        RuntimeError: this is no notebook.
         ChildProcessError: the command failed; the message ends with the last lines that it printed.
     """
     _require_libraries()
@@ -138,6 +140,8 @@ class _Drawing:
 
         self._html = HTML
         self._handle = display(HTML(""), display_id=True)
+        if self._handle is None:
+            raise RuntimeError("There is no notebook to draw in: run the command by itself, then `trl-qurl report`.")
         self._drawn = ("", 0)  # the pictures, and the rows they show
 
     def update(self, html: str) -> None:
