@@ -224,8 +224,9 @@ def test_outputs_are_cleared_and_metadata_is_clean(path):
 @each
 def test_the_first_cell_has_the_badge_and_one_holds_the_sizes(path):
     notebook = nbformat.read(path, 4)
-    address = f"https://colab.research.google.com/github/OWNER/trl-qurl/blob/main/notebooks/{path.name}"
-    assert f"({address})" in notebook.cells[0].source
+    first = notebook.cells[0].source + cells(path)[0].source
+    address = rf"\(https://colab.research.google.com/github/(\S+)/blob/main/notebooks/{path.name}\)"
+    assert re.findall(address, first) == re.findall(r"git\+https://github.com/([^\s\"]+)", first) != []
     assert "pip install" in cells(path)[0].source and " profile" in cells(path)[0].source
     [tagged] = [cell for cell in notebook.cells if cell.metadata.get("tags")]
     assert tagged.metadata.tags == ["parameters"] and tagged.source.startswith("sizes = {")
