@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import child_environment, free_port
 from tiny import tiny_model, tiny_tokenizer
 
@@ -126,6 +127,17 @@ def test_all_layers_ignored(train):
     message = train("--quantization_ignore", "lm_head", "re:.*layers.*")
     assert "matches all 15 linear layers of Qwen2ForCausalLM, so there is nothing to quantize: narrow the" in message
     assert "rollout_quantization=None" in message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only vLLM's CPU build has so few head sizes")
+def test_heads_that_the_engine_has_no_kernel_for(train, tmp_path_factory):
+    model = tmp_path_factory.mktemp("narrow")
+    tiny_model(hidden_size=64, head_dim=16).save_pretrained(model)
+    tiny_tokenizer().save_pretrained(model)
+    message = train("--model_name_or_path", model)
+    assert message.startswith(
+        "The attention heads of this model are 16 wide, and vLLM's CPU build has kernels for 32,"
+    )
 
 
 # Questions -----------------------------------------------------------------------------------------------------------

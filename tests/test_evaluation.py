@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import child_environment
 from hypothesis import given
 from hypothesis import strategies as st
@@ -397,6 +398,15 @@ def test_a_finished_evaluation_starts_no_engine(evaluated, monkeypatch):
     write_questions(directory / "sums.jsonl", 6, answer="8")
     with pytest.raises(ValueError, match="differs in tasks"):
         evaluate(**asked, sampling=sampling)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only vLLM's CPU build has so few head sizes")
+def test_heads_that_the_engine_has_no_kernel_for_are_named(tmp_path):
+    tiny_model(hidden_size=64, head_dim=16).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    task = load_task(write_questions(tmp_path / "sums.jsonl", 2))
+    with pytest.raises(ValueError, match="heads of this model are 16 wide"):
+        start_engine(Job("BF16", str(tmp_path), [], None, Sampling(max_tokens=8), "answers.jsonl"), [task])
 
 
 def test_a_context_that_is_too_short_is_named(tmp_path):

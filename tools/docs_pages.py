@@ -33,6 +33,8 @@ ELSEWHERE = {
 HELP_MARK = "<!-- Here the site has the help of every subcommand. -->"
 HELP_WIDTH = 88
 LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
+CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
+CODE = re.compile(r"<code>(?P<text>[^<>]*)</code>")
 FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
@@ -54,8 +56,17 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(page_html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """A default that a function makes, as what it makes: `['lm_head']` for `(lambda: ['lm_head'])()`."""
-    return re.sub(r"\(lambda: ([^()]*)\)\(\)", r"\1", page_html)
+    """A default that a function makes, as what it makes: `['lm_head']` for `(lambda: ['lm_head'])()`.
+
+    And in tables, where long names may be broken on a narrow screen.
+    """
+    page_html = re.sub(r"\(lambda: ([^()]*)\)\(\)", r"\1", page_html)
+    return CELL.sub(lambda cell: CODE.sub(_breakable, cell[0]), page_html)
+
+
+def _breakable(code: re.Match[str]) -> str:
+    text = re.sub(r"([/_.=])(?=[A-Za-z])", r"\1<wbr>", code["text"])
+    return f"<code>{text}</code>"
 
 
 def _turned(link: re.Match[str], source: Path, uri: str, repo_url: str | None) -> str:

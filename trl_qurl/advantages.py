@@ -18,25 +18,44 @@ SumOverProcesses = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Advantages(NamedTuple):
-    """Both `(B, T)`, 0 where the mask is false."""
+    """
+    What the policy and the critic learn from; both 0 where the mask is false.
+
+    Attributes:
+        advantages: `(B, T)`, in units of reward.
+        returns: `(B, T)`, the critic's targets, in units of reward.
+    """
 
     advantages: torch.Tensor
-    returns: torch.Tensor  # the critic's targets
+    returns: torch.Tensor
 
 
 class Moments(NamedTuple):
-    """Of the masked elements on all processes; scalars."""
+    """
+    Mean and variance of the masked elements on all processes.
+
+    Attributes:
+        mean: Scalar.
+        variance: Scalar, unbiased.
+        elements: Scalar, how many there are.
+    """
 
     mean: torch.Tensor
-    variance: torch.Tensor  # unbiased
-    elements: torch.Tensor  # how many
+    variance: torch.Tensor
+    elements: torch.Tensor
 
 
 class ValueLoss(NamedTuple):
-    """Both `(B, T)`."""
+    """
+    The critic's loss before it is averaged.
+
+    Attributes:
+        loss: `(B, T)`, in squared units of reward.
+        clipped: `(B, T)`, bool: the clipped term is the larger one, and passes no gradient.
+    """
 
     loss: torch.Tensor
-    clipped: torch.Tensor  # bool: the clipped term is the larger one, and passes no gradient
+    clipped: torch.Tensor
 
 
 def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, penalty: torch.Tensor | None = None) -> torch.Tensor:

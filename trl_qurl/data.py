@@ -41,6 +41,9 @@ def load_questions(
         question_column: default: whichever of `QUESTION_COLUMNS` there is.
         answer_column: default: whichever of `ANSWER_COLUMNS` there is. A list of answers is joined by commas.
 
+    Returns:
+        One row per question, in the file's order.
+
     Raises:
         FileNotFoundError: if `name_or_path` looks like a local file and there is none.
         ValueError: if a column is missing, there are no questions, or the file is not JSON.
@@ -63,7 +66,14 @@ def load_questions(
 
 
 def final_answer(answer: str) -> str:
-    """The answer itself: of GSM8K's worked solutions the number after `####`, without its thousands separators."""
+    """The answer itself: of GSM8K's worked solutions the number after `####`, without its thousands separators.
+
+    Args:
+        answer: a column's text.
+
+    Returns:
+        The text without blanks around it, whole where it has no `####`.
+    """
     _, marker, after = answer.rpartition("####")
     return after.strip().replace(",", "") if marker else answer.strip()
 

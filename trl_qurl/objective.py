@@ -18,13 +18,22 @@ import torch
 
 @dataclass(frozen=True)
 class Objective:
-    """One row of the paper's comparison, and where the paper states it."""
+    """
+    One row of the paper's comparison.
+
+    Attributes:
+        name: What users write (`objective="acr"`).
+        equation: Where the paper states it.
+        denominator: The policy below the clipped ratio.
+        correction: The surrogate's factor: 1 (none), ρ (full) or min(ρ, C) (truncated).
+        lifts_upper_bound: Whether the upper clip bound is divided by the kept share r.
+    """
 
     name: str
     equation: str
-    denominator: Literal["proximal", "behavior"]  # the policy below the clipped ratio
-    correction: Literal["none", "full", "truncated"]  # the surrogate's factor: 1, ρ or min(ρ, C)
-    lifts_upper_bound: bool  # whether the upper clip bound is divided by the kept share r
+    denominator: Literal["proximal", "behavior"]
+    correction: Literal["none", "full", "truncated"]
+    lifts_upper_bound: bool
 
 
 _PRESETS = (
@@ -35,27 +44,51 @@ _PRESETS = (
     Objective("naive", "Eq. 1", "proximal", "none", lifts_upper_bound=False),
 )
 OBJECTIVES = {objective.name: objective for objective in _PRESETS}
-"""The objectives by name."""
+"""The objectives by name: `acr`, `tis`, `decoupled`, `quantized_ratio`, `naive`."""
 
 
 class ClipRange(NamedTuple):
-    """Clip bounds in TRL's convention: the ratio is clamped to [1 − epsilon_low, 1 + epsilon_high]. Both `(B, T)`."""
+    """
+    Clip bounds in TRL's convention: the ratio is clamped to [1 − epsilon_low, 1 + epsilon_high].
+
+    Attributes:
+        epsilon_low: `(B, T)`, distance of the lower bound below 1.
+        epsilon_high: `(B, T)`, distance of the upper bound above 1.
+    """
 
     epsilon_low: torch.Tensor
     epsilon_high: torch.Tensor
 
 
 class SurrogateTerms(NamedTuple):
-    """What turns the clipped surrogate into one of `OBJECTIVES`; see `surrogate_terms`. All `(B, T)`, detached."""
+    """
+    What turns the clipped surrogate into one of `OBJECTIVES`; see `surrogate_terms`. All are detached.
 
-    old_logps: torch.Tensor  # log-probabilities below the clipped ratio
-    weight: torch.Tensor  # factor on each token's surrogate
-    epsilon_low: torch.Tensor  # distance of the lower clip bound below 1
-    epsilon_high: torch.Tensor  # distance of the upper clip bound above 1
+    Attributes:
+        old_logps: `(B, T)`, log-probabilities below the clipped ratio, in nats.
+        weight: `(B, T)`, factor on each token's surrogate.
+        epsilon_low: `(B, T)`, distance of the lower clip bound below 1.
+        epsilon_high: `(B, T)`, distance of the upper clip bound above 1.
+    """
+
+    old_logps: torch.Tensor
+    weight: torch.Tensor
+    epsilon_low: torch.Tensor
+    epsilon_high: torch.Tensor
 
 
 def get_objective(name: str) -> Objective:
-    """Look up a preset; an unknown name is a ValueError that lists the known ones."""
+    """Look an objective up by name.
+
+    Args:
+        name: a name in `OBJECTIVES`.
+
+    Returns:
+        The objective.
+
+    Raises:
+        ValueError: there is none of that name; the message lists those there are.
+    """
     if name not in OBJECTIVES:
         raise ValueError(f"There is no objective {name!r}. Choose one of: {', '.join(OBJECTIVES)}.")
     return OBJECTIVES[name]
@@ -163,7 +196,7 @@ def surrogate_terms(
         epsilon_high: distance of the upper clip bound above 1.
 
     Returns:
-        Four `(B, T)` tensors, detached: sampling is data, no gradient flows through it.
+        Four tensors `(B, T)`. They are detached because sampling is data, and no gradient flows through it.
 
     Raises:
         ValueError: unknown objective, shapes that differ, or a cap or floor out of range.
@@ -213,11 +246,18 @@ def reference_loss(
 
     Source: Eq. 1, 3, 4, 5 and 9; for the aggregations, TRL's `GRPOTrainer._compute_loss`.
 
-    Args: those of `surrogate_terms`, and
+    Args:
+        objective: a name in `OBJECTIVES`.
         policy_logps: `(B, T)`, the only input that gets a gradient.
+        proximal_logps: `(B, T)`.
+        behavior_logps: `(B, T)`, may hold NaN, as for `surrogate_terms`.
         advantages: `(B,)` or `(B, T)`.
         mask: `(B, T)`, non-zero on completion tokens.
         loss_type: grpo, bnpo, dr_grpo or dapo.
+        epsilon_low: distance of the lower clip bound below 1.
+        epsilon_high: distance of the upper clip bound above 1, before it is lifted.
+        cap: C, a ratio, for acr and tis.
+        floor: the smallest weight of acr and tis; None for none.
         max_completion_length: tokens; dr_grpo divides by it.
         num_items: completion tokens of the whole batch; dapo divides by it.
 

@@ -23,14 +23,28 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """What a run log holds: settings by name, and rows in the order they were written, each with its `step`."""
+    """
+    What a run log holds.
+
+    Attributes:
+        path: the file.
+        settings: what the run was asked to do, by name.
+        rows: what it logged, in the order it was written, each with its `step`.
+    """
 
     path: Path
     settings: dict[str, Any]
     rows: list[Row] = field(default_factory=list)
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """`(step, value)` wherever a metric was logged with a finite value; the last one where a step has several."""
+        """A metric over the run.
+
+        Args:
+            name: as it was logged, such as `mismatch/kl_k3`.
+
+        Returns:
+            `(step, value)` wherever it has a finite value; the last one where a step has several.
+        """
         values = {row["step"]: row[name] for row in self.rows if isinstance(row.get(name), int | float)}
         return sorted(values.items())
 
@@ -67,7 +81,11 @@ class RunLog:
         os.replace(draft, self.path)
 
     def append(self, row: Row) -> None:
-        """Add one row, which must hold its `step`; on disk when this returns, but for the machine's own cache."""
+        """Add one row; on disk when this returns, but for the machine's own cache.
+
+        Args:
+            row: values by name, `step` among them.
+        """
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(_line(row))
 
@@ -83,6 +101,9 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 
     Args:
         path: the run's output directory, or the file itself, which may be gzipped.
+
+    Returns:
+        Its settings and rows.
 
     Raises:
         FileNotFoundError: there is no log.

@@ -62,8 +62,10 @@ def start_engine(job: Job, policy: Any) -> LLM:
 
     from trl_qurl.quantization.schemes import get_scheme, quantization_config
     from trl_qurl.quantization.storage import write_config
+    from trl_qurl.rollout.attention import check_head_size
     from trl_qurl.rollout.server import WORKER_EXTENSION
 
+    check_head_size(policy.config)
     workload = job.workload
     with tempfile.TemporaryDirectory() as directory:
         scheme = quantization_config(get_scheme(job.scheme), job.ignore) if job.scheme else None

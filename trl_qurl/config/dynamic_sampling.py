@@ -33,7 +33,11 @@ class DynamicSamplingSettings:
     )
 
     def check_dynamic_sampling(self) -> None:
-        """Refuse what cannot work."""
+        """Refuse what cannot work.
+
+        Raises:
+            ValueError: As the class says.
+        """
         if self.dynamic_sampling_max_rounds < 1:
             raise ValueError(
                 f"dynamic_sampling_max_rounds is {self.dynamic_sampling_max_rounds}: give 1 or more rounds of "

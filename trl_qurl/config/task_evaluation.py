@@ -39,7 +39,11 @@ class TaskEvaluationSettings:
     )
 
     def check_task_evaluation(self) -> None:
-        """Refuse what cannot work."""
+        """Refuse what cannot work.
+
+        Raises:
+            ValueError: As the class says.
+        """
         if isinstance(self.eval_tasks, str):  # one of them, or several with commas
             self.eval_tasks = [name for name in self.eval_tasks.split(",") if name]
         if self.eval_tasks_steps < 1:

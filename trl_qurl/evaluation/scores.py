@@ -13,7 +13,14 @@ Z95 = 1.959963984540054
 
 @dataclass(frozen=True)
 class Estimate:
-    """A share in [0, 1] (or a difference of two) with its interval of 95 %."""
+    """
+    A share in [0, 1], or a difference of two in [−1, 1], with its interval of 95 %.
+
+    Attributes:
+        value: the estimate.
+        low: where the interval begins.
+        high: where it ends.
+    """
 
     value: float
     low: float
@@ -34,6 +41,9 @@ def average_at_k(graded: Sequence[Sequence[bool]]) -> Estimate:
 
     Args:
         graded: whether each answer is right, (Q, k).
+
+    Returns:
+        The share, and Wilson's interval.
 
     Raises:
         ValueError: no questions, or a question without answers.
@@ -63,6 +73,9 @@ def pass_at_k(graded: Sequence[Sequence[bool]], k: int) -> float:
         graded: whether each answer is right, (Q, n).
         k: answers that are drawn.
 
+    Returns:
+        The share, in [0, 1].
+
     Raises:
         ValueError: fewer than k answers to a question.
     """
@@ -88,6 +101,9 @@ def paired_difference(graded: Sequence[Sequence[bool]], baseline: Sequence[Seque
     Args:
         graded: whether each answer is right, (Q, k).
         baseline: the same for what it is compared with, (Q, k').
+
+    Returns:
+        The difference of the two shares, above 0 where `graded` is better.
 
     Raises:
         ValueError: the numbers of questions differ.

@@ -18,6 +18,7 @@ from trl_qurl.evaluation.answers import GREEDY, Answer, AnswerFile, Request
 from trl_qurl.evaluation.job import Job, Sampling
 from trl_qurl.evaluation.tasks import Task, encode_prompt, load_tasks
 from trl_qurl.lifetime import die_with_parent
+from trl_qurl.rollout.attention import check_head_size
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -92,7 +93,8 @@ def start_engine(job: Job, tasks: list[Task]) -> tuple[dict[str, list[list[int]]
     """Token ids of every prompt, by task, and an engine that is long enough for them.
 
     Raises:
-        ValueError: prompts and completions are longer than the model's context.
+        ValueError: prompts and completions are longer than the model's context, or vLLM's CPU build has no attention
+            kernel for the model's heads.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -100,7 +102,9 @@ def start_engine(job: Job, tasks: list[Task]) -> tuple[dict[str, list[list[int]]
     token_ids = {task.name: [encode_prompt(tokenizer, prompt) for prompt in task.prompts] for task in tasks}
     longest = max(len(ids) for prompts in token_ids.values() for ids in prompts)
     needed = longest + job.sampling.max_tokens
-    context = getattr(AutoConfig.from_pretrained(job.model).get_text_config(), "max_position_embeddings", needed)
+    config = AutoConfig.from_pretrained(job.model)
+    check_head_size(config)
+    context = getattr(config.get_text_config(), "max_position_embeddings", needed)
     if needed > context:
         raise ValueError(
             f"The longest prompt has {longest} tokens, which with {job.sampling.max_tokens} more do not fit into the "

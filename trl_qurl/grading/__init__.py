@@ -50,7 +50,14 @@ def is_correct(completion: str, answer: str) -> bool:
 
 
 def is_gradable(answer: str) -> bool:
-    """Whether a reference can be compared at all: it is not empty, and neither too long nor cut off."""
+    """Whether a reference can be compared at all.
+
+    Args:
+        answer: the reference, as `is_correct` takes it.
+
+    Returns:
+        False where it is empty, too long or cut off.
+    """
     return _reference(answer) != ""
 
 

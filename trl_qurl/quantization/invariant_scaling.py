@@ -54,14 +54,27 @@ ARCHITECTURES = {
 
 
 class FeedingNorm(NamedTuple):
-    """A norm's weight `(hidden,)` and the weights `(out, hidden)` of the linear layers it feeds."""
+    """
+    A norm, and what it feeds.
+
+    Attributes:
+        norm: Its weight, `(hidden,)`.
+        linears: Weights of the linear layers behind it, each `(out, hidden)`.
+    """
 
     norm: torch.Tensor
     linears: tuple[torch.Tensor, ...]
 
 
 def recorded_scale(model: PreTrainedModel) -> float:
-    """The scale that the model's config records, 1.0 if none."""
+    """The scale that a model's config records.
+
+    Args:
+        model: Scaled or not.
+
+    Returns:
+        s, 1.0 for a model that was not scaled.
+    """
     return getattr(model.config, "uaq_scale", 1.0)
 
 

@@ -57,6 +57,12 @@ def get_scheme(name: str) -> QuantizationScheme:
     """
     Look a scheme up by name.
 
+    Args:
+        name: A name in `SCHEMES`.
+
+    Returns:
+        The scheme.
+
     Raises:
         ValueError: If there is no such scheme; the message lists those that exist.
     """

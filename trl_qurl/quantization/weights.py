@@ -90,7 +90,17 @@ def quantized_metadata(
 
 
 def dequantize_weight(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The weight that codes (out, in) and scales (out, 1) stand for, in the scales' dtype, shape (out, in)."""
+    """The weight that codes and scales stand for.
+
+        W = scale · codes
+
+    Args:
+        codes: `(out, in)`.
+        scale: `(out, 1)`, one for each output channel.
+
+    Returns:
+        W, `(out, in)`, in the scales' dtype.
+    """
     return codes.to(scale.dtype) * scale
 
 

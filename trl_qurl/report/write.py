@@ -52,6 +52,9 @@ def write_report(paths: Sequence[Path], output: Path) -> Report:
         paths: directories of runs, or their `run.jsonl`, which may be gzipped.
         output: the page.
 
+    Returns:
+        What was written, and what should be said about it.
+
     Raises:
         ImportError: matplotlib or Jinja is missing.
         ValueError: there is nothing to report on, a file is not a run log, or `output` is one of the logs.

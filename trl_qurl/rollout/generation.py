@@ -23,6 +23,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl_qurl.quantization.checkpoint import write_llmcompressor_checkpoint, write_streamed_checkpoint
 from trl_qurl.quantization.invariant_scaling import recorded_scale
 from trl_qurl.quantization.layers import linear_layer_names, quantized_layer_names
+from trl_qurl.rollout.attention import check_head_size
 from trl_qurl.rollout.cost import RolloutCost
 from trl_qurl.rollout.directory import CheckpointDirectory
 from trl_qurl.rollout.engines import ColocatedEngine, Engine, ServedEngine
@@ -108,6 +109,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _start_colocated(self) -> None:
         """Start an engine in this process, on a checkpoint that says how its layers are quantized."""
+        check_head_size(self.model.config)
         self._transport = self.rollout.weight_sync
         start = None
         if self._transport == "checkpoint" or self._starts_from_checkpoint():

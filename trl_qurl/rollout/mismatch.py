@@ -32,14 +32,24 @@ class MismatchTally:
         self._ratio_max = torch.zeros(())
 
     def add(self, proximal_logps: torch.Tensor, behavior_logps: torch.Tensor, mask: torch.Tensor, cap: float) -> None:
-        """Count a part of the rollout; arguments as of `mismatch_sums`."""
+        """Count a part of the rollout.
+
+        Args:
+            proximal_logps: `(B, T)`, in nats.
+            behavior_logps: `(B, T)`, in nats; NaN where the engine returned none.
+            mask: `(B, T)`, bool: the tokens that are learned from.
+            cap: C, a ratio.
+        """
         sums, ratio_max = mismatch_sums(proximal_logps, behavior_logps, mask, cap)
         self._sums = self._sums.to(sums.device) + torch.cat([mask.sum().double().unsqueeze(0), sums])
         self._ratio_max = torch.maximum(self._ratio_max.to(ratio_max), ratio_max)
 
     def pop(self) -> dict[str, float]:
         """
-        Figures of the whole rollout, once; all processes take part. Empty if there was no token to learn from.
+        Figures of the whole rollout, once; all processes take part.
+
+        Returns:
+            Metrics by name, as `mismatch_metrics` has them; none if there was no token to learn from.
 
         Raises:
             RuntimeError: The engine gave no finite log-probability for any token.

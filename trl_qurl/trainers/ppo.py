@@ -272,6 +272,10 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
             self.critic.load_state(Path(checkpoint))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the policy as any model of transformers, and the critic beside it in `critic/`."""
+        """Save the policy as any model of transformers, and the critic beside it in `critic/`.
+
+        Args:
+            output_dir: Directory; the run's own by default.
+        """
         self.critic.save_pretrained(Path(output_dir or self.args.output_dir) / CRITIC_DIRECTORY, self._tokenizer)
         super().save_model(output_dir, _internal_call)

@@ -1,0 +1,57 @@
+"""Hook of mkdocs: a table of every name of the reference, with the first line of its docstring.
+
+What the table lists is what the pages of docs/api show, by their `::: name` lines; tests/test_site.py holds it against
+the code.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = "<!-- Here the site has a table of every name. -->"
+SHOWN = re.compile(r"^::: (?P<path>[\w.]+)$", re.MULTILINE)
+PAGE = re.compile(r"\]\((?P<page>\w+\.md)\)")
+REFERENCE = re.compile(r"\[`~?(?P<path>[\w.]+)`\]")
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Put the table in its place."""
+    if MARK not in markdown:
+        return markdown
+    return markdown.replace(MARK, table(PAGE.findall(markdown)))
+
+
+def table(pages: list[str]) -> str:
+    """All names of some pages of docs/api, in the order in which these show them."""
+    package = griffe.load("trl_qurl", search_paths=[ROOT], resolve_aliases=True)
+    lines = ["| name | what |", "|---|---|"]
+    for page in pages:
+        for shown in SHOWN.finditer((ROOT / "docs" / "api" / page).read_text(encoding="utf-8")):
+            for path, thing in named(package, shown["path"]):
+                lines.append(f"| [`{path}`]({page}#{path}) | {first_line(thing)} |")
+    return "\n".join(lines)
+
+
+def named(package: griffe.Module, path: str) -> Iterator[tuple[str, griffe.Object]]:
+    """The thing itself, or what a module defines."""
+    thing = package[path.removeprefix("trl_qurl.")]
+    thing = thing.final_target if thing.is_alias else thing
+    if not thing.is_module:
+        yield path, thing
+        return
+    for name, member in thing.members.items():
+        if not member.is_alias and not member.is_module and not name.startswith("_") and member.has_docstring:
+            yield f"{path}.{name}", member
+
+
+def first_line(thing: griffe.Object) -> str:
+    """The first sentence of a docstring, as a cell of a table."""
+    paragraph = " ".join(thing.docstring.value.strip().split("\n\n")[0].split())
+    sentence = re.split(r"(?<=[a-z0-9`)])\.(?: |$)|(?<=\w): (?=the)", paragraph)[0].rstrip(":.")
+    return REFERENCE.sub(r"`\g<path>`", sentence).replace("|", "\\|")
