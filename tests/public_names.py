@@ -22,6 +22,7 @@ WITHOUT_ALL = (
     "trl_qurl.rollout.weight_change",
     "trl_qurl.run_log",
     "trl_qurl.trainers.callbacks",
+    "trl_qurl.trainers.progress",
 )
 """Public modules without `__all__`: public there is what they define without a leading underscore."""
 

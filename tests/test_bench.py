@@ -191,7 +191,7 @@ def test_a_workload_that_does_not_fit(given, message):
 
 
 def test_a_format_that_there_is_not():
-    with pytest.raises(ValueError, match="There is no format 'int4'; choose of int8, fp8"):
+    with pytest.raises(ValueError, match="There is no format 'int4'; choose from int8, fp8"):
         bench("model", Workload(), schemes=["int4"])
 
 

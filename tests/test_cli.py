@@ -1,9 +1,12 @@
 """The command as a user meets it: help that comes at once, and mistakes answered in one line."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 from conftest import child_environment
 
 from trl_qurl import __version__, cli
@@ -11,6 +14,7 @@ from trl_qurl.recipes import ppo
 from trl_qurl.recipes.arguments import check_model, take_settings
 from trl_qurl.recipes.grpo import parse_arguments
 
+ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "transformers", "trl", "vllm", "datasets", "matplotlib", "rich")
 
 
@@ -35,8 +39,16 @@ def test_help_names_the_commands_and_loads_nothing_heavy():
     code += f"assert not [name for name in {HEAVY} if name in sys.modules]"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    for command in ("grpo", "quantize", "serve", "demo"):
+    for command in ("grpo", "quantize", "serve", "demo", "env"):
         assert command in done.stdout
+
+
+def test_the_shell_may_ask_what_could_come_next(tmp_path):
+    """argcomplete, which is optional, is imported only where it asks; here something that stands for it."""
+    (tmp_path / "argcomplete.py").write_text("def autocomplete(parser): raise SystemExit(f'asked {parser.prog}')\n")
+    asked = run("--version", PYTHONPATH=str(tmp_path), _ARGCOMPLETE="1")
+    assert asked.stderr.strip() == "asked trl-qurl"
+    assert run("--version", PYTHONPATH=str(tmp_path)).stdout.startswith("trl-qurl")
 
 
 @pytest.mark.parametrize(
@@ -129,6 +141,12 @@ def test_a_directory_without_a_model_is_not_taken_for_a_hub_name(tmp_path):
     check_model(str(tmp_path))
 
 
+def test_an_adapter_is_not_taken_for_a_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"holds an adapter.*merge_and_unload.*--save_quantized"):
+        check_model(str(tmp_path))
+
+
 def test_command_line_overrides_file_overrides_recipe(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("learning_rate: 3.0e-6\nlora_r: 8\n")
@@ -165,5 +183,42 @@ def test_quantize_passes_its_arguments_on(monkeypatch, tmp_path, capsys):
     arguments = ["--scheme", "fp8", "--ignore", "lm_head", "re:.*down_proj"]
     assert cli.main(["quantize", "some/model", str(out), *arguments]) == 0
     expected = ("model of some/model", "tokenizer of some/model", "fp8", out)
-    assert calls == [(expected, {"ignore": ("lm_head", "re:.*down_proj"), "quantizer": "llmcompressor"})]
+    named = {"ignore": ("lm_head", "re:.*down_proj"), "quantizer": "llmcompressor", "show_progress": True}
+    assert calls == [(expected, named)]
     assert str(out) in capsys.readouterr().out
+
+
+def test_options_that_do_not_exist_are_answered_with_what_was_meant():
+    with pytest.raises(
+        ValueError, match=r"There is no option --learning_rte; did you mean --learning_rate\? `trl-qurl"
+    ):
+        parse_arguments(["--use_cpu", "--bf16", "false", "--learning_rte", "1e-6"])
+    with pytest.raises(ValueError, match="There is no option --qqq. `trl-qurl grpo --help` lists all"):
+        parse_arguments(["--use_cpu", "--bf16", "false", "--qqq=3"])
+
+
+def test_a_mistake_is_not_answered_with_three_hundred_options(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["grpo", "--max_steps", "many"])
+    assert capsys.readouterr().err.splitlines() == [
+        "usage: trl-qurl grpo [--config FILE ...] [--OPTION VALUE ...]",
+        "trl-qurl grpo: error: argument --max_steps/--max-steps: invalid int value: 'many'",
+    ]
+
+
+def test_templates_for_issues_are_forms():
+    """The fields that the host of a repository wants of a form; ids must differ."""
+    forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+    assert len(forms) == 4
+    for path in forms:
+        form = yaml.safe_load(path.read_text())
+        if path.name == "config.yml":
+            assert form == {"blank_issues_enabled": True}
+            continue
+        assert form.keys() == {"name", "description", "labels", "body"}
+        questions = [part for part in form["body"] if part["type"] == "textarea"]
+        assert len({part["id"] for part in questions}) == len(questions) >= 3
+        assert all(part["attributes"]["label"] for part in questions)
+        assert any(part.get("validations", {}).get("required") for part in questions)
+        for name in re.findall(r"docs/\w+\.md", path.read_text()):
+            assert (ROOT / name).is_file(), name

@@ -162,7 +162,7 @@ REFUSED = [
     ({"weight_metrics_steps": -1}, r"weight_metrics_steps is -1: give a number of rollouts, or 0 for none"),
     (
         {"vllm_mode": "server", "vllm_engine_kwargs": {"enforce_eager": True}},
-        r"\['enforce_eager'\] would have no effect with vllm_mode='server': pass them to `vllm serve`",
+        r"\['enforce_eager'\] would have no effect with vllm_mode='server': pass them to `trl-qurl serve`",
     ),
     (
         {"vllm_engine_kwargs": "enforce_eager"},

@@ -47,6 +47,16 @@ def test_it_is_removed_with_its_object_or_before(tmp_path):
     assert names(tmp_path) == []
 
 
+def test_its_name_is_the_same_for_the_next_run(tmp_path):
+    """vLLM finds a compiled graph by the model's path, among other things."""
+    first = CheckpointDirectory(str(tmp_path), 0)
+    beside = CheckpointDirectory(str(tmp_path), 0)
+    assert first.path != beside.path
+    path = first.path
+    first.remove()
+    assert CheckpointDirectory(str(tmp_path), 0).path == path
+
+
 def test_it_is_removed_when_its_process_ends(tmp_path):
     process, path = start_owner(tmp_path, 0)
     assert process.wait(30) == 0

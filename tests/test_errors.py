@@ -129,11 +129,22 @@ def test_all_layers_ignored(train):
     assert "rollout_quantization=None" in message
 
 
+def test_a_model_that_was_never_taught_to_answer(train, model, tmp_path):
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text((model / "config.json").read_text())
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    message = train("--model_name_or_path", tmp_path / "base")
+    assert message.startswith(f"The tokenizer of {tmp_path / 'base'} has no chat template")
+    assert "take the model's Instruct variant, or give its tokenizer a chat_template and save both" in message
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only vLLM's CPU build has so few head sizes")
 def test_heads_that_the_engine_has_no_kernel_for(train, tmp_path_factory):
     model = tmp_path_factory.mktemp("narrow")
     tiny_model(hidden_size=64, head_dim=16).save_pretrained(model)
-    tiny_tokenizer().save_pretrained(model)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(model)
     message = train("--model_name_or_path", model)
     assert message.startswith(
         "The attention heads of this model are 16 wide, and vLLM's CPU build has kernels for 32,"

@@ -146,6 +146,8 @@ def two_steps(run_scenario, tmp_path_factory):
             argv += ["--num_generations", 4, "--dynamic_sampling_max_rounds", 2]
         if recipe.stem == "dapo":
             argv += ["--soft_overlong_cache", 3]
+        if recipe.stem == "deepscaler_16k":
+            argv += ["--save_quantized"]
         command = module_of(recipe).__name__.rpartition(".")[2]
         arguments += [command, recipe.stem, json.dumps([str(argument) for argument in argv])]
     return directory, run_scenario("recipes.py", *arguments)
@@ -167,6 +169,8 @@ def test_two_steps_on_the_real_questions(recipe, two_steps):
     evaluations = [row for row in record["history"] if metric in row]
     assert [row["step"] for row in evaluations] == [0, 2], "a benchmark before the first step and after the second"
     assert (directory / recipe.stem / "config.json").exists()
+    quantized = directory / f"{recipe.stem}-int8"
+    assert quantized.exists() == (recipe.stem == "deepscaler_16k")
     run = read_run(directory / recipe.stem)
     assert len(run.series(metric)) == 2 and run.series("reward")
     if recipe.stem == "dapo":
@@ -220,3 +224,9 @@ def test_a_punishment_of_every_length_is_refused(tmp_path):
     for cache in (0, 100, 200):
         with pytest.raises(ValueError, match=f"soft_overlong_cache={cache} .* max_completion_length=100"):
             punishments(cache, config)
+
+
+def test_saving_in_8_bits_needs_a_format(tmp_path):
+    arguments = [*ON_CPU, "--output_dir", tmp_path, "--save_quantized", "--rollout_quantization", "none"]
+    with pytest.raises(ValueError, match="rollout_quantization is None: set it to 'int8'"):
+        grpo.train(*grpo.parse_arguments(list(map(str, arguments))))

@@ -27,6 +27,29 @@ def test_what_was_written_is_read(tmp_path):
     assert run.series("reward") == [(1, 0.5)] and run.series("accuracy") == [(1, 0.25)]
 
 
+def test_no_secret_is_written(tmp_path):
+    settings = {
+        "hub_token": "hf_a",
+        "model_init_kwargs": {"token": "hf_b", "dtype": "float32"},
+        "vllm_engine_kwargs": '{"hf_token": "hf_c", "enforce_eager": true}',
+        "servers": [{"api_key": "hf_d"}],
+        "vllm_server_base_url": "http://me:hf_e@127.0.0.1:8000",
+        "max_tokens": 5,
+        "eos_token_id": "7",
+    }
+    write(tmp_path / RUN_LOG, [], settings)
+    assert "hf_" not in (tmp_path / RUN_LOG).read_text().replace("hf_token", "")
+    assert read_run(tmp_path).settings == {
+        "hub_token": "<hidden>",
+        "model_init_kwargs": {"token": "<hidden>", "dtype": "float32"},
+        "vllm_engine_kwargs": '{"hf_token": "<hidden>", "enforce_eager": true}',
+        "servers": [{"api_key": "<hidden>"}],
+        "vllm_server_base_url": "http://<hidden>@127.0.0.1:8000",
+        "max_tokens": 5,
+        "eos_token_id": "7",
+    }
+
+
 def test_a_gzipped_log_reads_alike(tmp_path):
     write(tmp_path / RUN_LOG, [{"step": 1, "reward": 0.5}])
     packed = tmp_path / "packed" / f"{RUN_LOG}.gz"

@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from accelerate import Accelerator
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from test_engine import SAME
 from tiny import tiny_model, tiny_tokenizer
@@ -21,13 +22,17 @@ engines = [pytest.mark.vllm, pytest.mark.xdist_group("saving")]
 
 @pytest.fixture(scope="module")
 def saved(run_scenario, tmp_path_factory):
-    """Directory, and records: full weights and LoRA, each with and without saving."""
+    """Directory, and records: full weights, and PPO with LoRA, each with and without saving."""
     directory = tmp_path_factory.mktemp("saving")
-    full, lora = directory / "full", directory / "lora"
-    runs = [[full, "--save"], [directory / "full unsaved"], [lora, "--save", "--lora"], [directory / "none", "--lora"]]
-    arguments = runs[0] + [part for run in runs[1:] for part in ["--and", *run]]
-    names = ["full", "full unsaved", "lora", "lora unsaved"]
-    return directory, dict(zip(names, run_scenario("saving.py", *arguments), strict=True))
+    runs = {
+        "full": ["--save"],
+        "full unsaved": [],
+        "lora": ["--save", "--lora"],
+        "lora unsaved": ["--lora"],
+    }
+    arguments = [part for name, options in runs.items() for part in ["--and", directory / name, *options]]
+    records = run_scenario("saving.py", *arguments[1:])
+    return directory, dict(zip(runs, records, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +40,14 @@ def fresh(saved, run_scenario):
     """Log-probabilities of engines started from what was saved at the end."""
     probes = run_scenario("fresh_engine.py", *(saved[1][kind]["directory"] for kind in KINDS))
     return dict(zip(KINDS, probes, strict=True))
+
+
+def weights_of(directory):
+    return load_file(directory / "model.safetensors")
+
+
+def config_of(directory):
+    return json.loads((directory / "config.json").read_text())
 
 
 def without_times(history):
@@ -49,7 +62,7 @@ class TestRuns:
     def test_a_fresh_engine_computes_what_the_trainers_own_does(self, kind, saved, fresh):
         directory, records = saved
         assert records[kind]["probe"] == pytest.approx(fresh[kind], abs=SAME)
-        assert records[kind]["directory"] == str(directory / kind / "int8"), "the default directory"
+        assert records[kind]["directory"] == str(directory / f"{kind}-int8"), "the default directory"
 
     def test_training_goes_on_as_if_nothing_had_been_saved(self, kind, saved):
         record, unsaved = saved[1][kind], saved[1][f"{kind} unsaved"]
@@ -59,9 +72,11 @@ class TestRuns:
         assert record["version_kept"] and record["moved"] == []
 
     def test_what_was_saved_on_the_way_is_the_policy_of_that_step(self, kind, saved):
-        end, on_the_way = (load_file(saved[0] / kind / name / "model.safetensors") for name in ("int8", "on the way"))
+        end, on_the_way = (
+            load_file(saved[0] / name / "model.safetensors") for name in (f"{kind}-int8", f"{kind}/on the way")
+        )
         assert end.keys() == on_the_way.keys()
-        assert not [name for name in end if "lora" in name or "base_layer" in name]
+        assert not [name for name in end if "lora" in name or "base_layer" in name or "score" in name]
         assert any(not torch.equal(end[name], on_the_way[name]) for name in end)
 
     def test_mistakes_are_named_with_the_way_out(self, kind, saved):
@@ -84,34 +99,86 @@ class TestFiles:
     pytestmark = engines
 
     def test_tokenizer_and_generation_config_lie_beside_the_weights(self, saved):
-        tokenizer = AutoTokenizer.from_pretrained(saved[0] / "full" / "int8")
+        tokenizer = AutoTokenizer.from_pretrained(saved[0] / "full-int8")
         assert tokenizer("Ab2").input_ids == tiny_tokenizer()("Ab2").input_ids
         assert tokenizer.apply_chat_template([{"role": "user", "content": "Ab2"}], tokenize=False) == "Ab2"
-        assert GenerationConfig.from_pretrained(saved[0] / "full" / "int8").eos_token_id == 1
+        assert GenerationConfig.from_pretrained(saved[0] / "full-int8").eos_token_id == [1]
 
     def test_uaqs_scale_stays_on_record(self, saved):
-        scales = [json.loads((saved[0] / kind / "int8/config.json").read_text()).get("uaq_scale") for kind in KINDS]
+        scales = [
+            json.loads((saved[0] / f"{kind}-int8" / "config.json").read_text()).get("uaq_scale") for kind in KINDS
+        ]
         assert scales == [1.5, None]
 
     def test_llm_compressor_writes_the_same(self, saved):
-        own, reference = (load_file(saved[0] / "full" / name / "model.safetensors") for name in ("int8", "compressor"))
+        own, reference = (
+            load_file(saved[0] / name / "model.safetensors") for name in ("full-int8", "full/compressor")
+        )
         assert own.keys() == reference.keys()
         assert all(torch.equal(own[name], reference[name]) for name in own)
 
     def test_another_scheme_and_other_layers_than_the_rollouts(self, saved):
-        config = json.loads((saved[0] / "full" / "fp8" / "config.json").read_text())["quantization_config"]
+        config = config_of(saved[0] / "full" / "fp8")["quantization_config"]
         assert config["format"] == "float-quantized" and config["ignore"] == ["lm_head", "re:.*down_proj"]
-        weights = load_file(saved[0] / "full" / "fp8" / "model.safetensors")
+        weights = weights_of(saved[0] / "full" / "fp8")
         quantized = {name for name, tensor in weights.items() if tensor.dtype == torch.float8_e4m3fn}
         # Six of a layer's seven projections, in two layers.
         assert len(quantized) == 12 and not [name for name in quantized if "down_proj" in name]
         # Each code is the nearest to what INT8 keeps within half a step of 1/127.5 of the channel's largest weight.
-        int8 = load_file(saved[0] / "full" / "int8" / "model.safetensors")
+        int8 = weights_of(saved[0] / "full-int8")
         for name in quantized:
             ours = weights[name].float() * weights[f"{name}_scale"]
             theirs = int8[name].float() * int8[f"{name}_scale"]
             # E4M3 has three bits of mantissa: half a step is 1/16 of the value.
             torch.testing.assert_close(ours, theirs, rtol=1 / 16, atol=1.1 * int8[f"{name}_scale"].max().item())
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_a_push_uploads_the_policy_its_card_and_its_log(self, kind, saved):
+        record, weights = saved[1][kind], "model.safetensors" if kind == "full" else "adapter_model.safetensors"
+        wanted = {weights, "README.md", "tokenizer.json", "chat_template.jinja", "training_args.bin", "run.jsonl"}
+        if kind == "lora":
+            wanted |= {"critic/value_head.safetensors"}
+        assert wanted <= set(record["pushed"])
+        assert not [name for name in record["pushed"] if "optimizer" in name or "rollout_state" in name]
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_cards_say_how_the_policy_was_made_and_are_valid(self, kind, saved):
+        card = ModelCard.load(saved[0] / kind / "README.md")
+        assert {"trl", "qurl", "grpo" if kind == "full" else "ppo"} <= set(card.data.tags)
+        assert card.data.library_name == "transformers"
+        algorithm = "The algorithm is GRPO." if kind == "full" else "The algorithm is PPO, with a critic"
+        for part in (
+            algorithm,
+            "| `objective` | acr |",
+            "(Eq. 9 of QuRL)",
+            "arXiv:2602.13953",
+            "Cite TRL as",
+            "vllm ",
+        ):
+            assert part in card.text, part
+        quantized = ModelCard.load(saved[0] / f"{kind}-int8" / "README.md")
+        assert (quantized.data.base_model, quantized.data.base_model_relation) == ("someone/tiny", "quantized")
+        assert {"int8", "compressed-tensors"} <= set(quantized.data.tags)
+        assert f"vllm serve {kind}-int8" in quantized.text
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_every_metric_reaches_tensorboard(self, kind, saved):
+        events = pytest.importorskip(
+            "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard, which no extra brings"
+        )
+        [directory] = (saved[0] / kind / "runs").iterdir()
+        accumulator = events.EventAccumulator(str(directory))
+        accumulator.Reload()
+        logged = {f"train/{name}" for row in saved[1][kind]["history"] if "loss" in row for name in row} - {
+            "train/step"
+        }
+        assert len(logged) > 30 and logged <= set(accumulator.Tags()["scalars"])
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_no_secret_is_written_in_plain_text(self, kind, saved):
+        texts = [path for path in saved[0].rglob("*") if path.suffix in (".jsonl", ".json", ".md")]
+        assert {path.name for path in texts} >= {"run.jsonl", "README.md", "config.json"}
+        assert not [path for path in texts if "hf_secret" in path.read_text()]
 
 
 # Where it may be written ---------------------------------------------------------------------------------------------

@@ -59,7 +59,18 @@ DEFINITIONS = [
         "trainers/value_model.py loads the critic by it",
     ),
     ("trl.trainer.utils", "disable_dropout_in_model", "model", "trainers/value_model.py leaves no dropout"),
-    ("trl.trainer.utils", "get_config_model_id", "config", "trainers/value_model.py finds the policy's start by it"),
+    (
+        "trl.trainer.base_trainer",
+        "_BaseTrainer.create_model_card",
+        "model_name dataset_name tags",
+        "trainers/saving.py adds to the card it writes into output_dir",
+    ),
+    (
+        "trl.trainer.utils",
+        "get_config_model_id",
+        "config",
+        "trainers/saving.py and trainers/value_model.py finds the policy's start by it",
+    ),
     (
         "transformers.trainer",
         "Trainer.create_scheduler",

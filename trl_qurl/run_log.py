@@ -11,12 +11,21 @@ import gzip
 import json
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 RUN_LOG = "run.jsonl"
 SETTINGS_KEY = "settings"
+
+SECRET = re.compile(r"(^|_|-)(token|api_?key|password|passwd|secret|authorization|credentials?)$", re.IGNORECASE)
+"""Names of settings whose text is nobody's business; `max_tokens` and `eos_token_id` are none of them."""
+
+CREDENTIALS = re.compile(r"(?<=:)//[^/@\s]+@")
+"""User and password in an address."""
+
+MASK = "<hidden>"
 
 Row = dict[str, Any]
 
@@ -67,7 +76,8 @@ class RunLog:
         again.
 
         Args:
-            settings: what the run was asked to do; anything JSON cannot hold is written as text.
+            settings: what the run was asked to do; anything JSON cannot hold is written as text, and secrets are not
+                written at all.
             step: optimizer updates already made.
         """
         kept: list[Row] = []
@@ -77,7 +87,10 @@ class RunLog:
             os.replace(self.path, self._free_name())
         self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_suffix(".tmp")
-        draft.write_text("".join(_line(content) for content in [{SETTINGS_KEY: settings}, *kept]), encoding="utf-8")
+        draft.write_text(
+            "".join(_line(content) for content in [{SETTINGS_KEY: _without_secrets(settings)}, *kept]),
+            encoding="utf-8",
+        )
         os.replace(draft, self.path)
 
     def append(self, row: Row) -> None:
@@ -147,6 +160,28 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
             raise ValueError(f"Line {number} of {file} is a JSON {type(content).__name__}, not a row.")
         contents.append(content)
     return contents
+
+
+def _without_secrets(value: Any) -> Any:
+    """The same settings with `MASK` for every text under the name of a secret, and for passwords in addresses.
+
+    transformers masks its own tokens; this also looks into nested settings, and into dictionaries given as JSON text.
+    """
+    if isinstance(value, dict):
+        return {
+            name: MASK if isinstance(entry, str) and SECRET.search(str(name)) else _without_secrets(entry)
+            for name, entry in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_without_secrets(entry) for entry in value]
+    if not isinstance(value, str):
+        return value
+    if value.lstrip().startswith("{"):
+        try:
+            return json.dumps(_without_secrets(json.loads(value)))
+        except json.JSONDecodeError:
+            pass
+    return CREDENTIALS.sub(f"//{MASK}@", value)
 
 
 def _line(content: dict[str, Any]) -> str:

@@ -1,21 +1,26 @@
 """Runs that save 8-bit checkpoints on the way, and the same runs that do not; prints a JSON record of each."""
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+import transformers.trainer
 from datasets import Dataset
+from huggingface_hub.utils import filter_repo_objects
 from tiny import tiny_model, tiny_tokenizer
 from train import PROMPTS, count_vowels, engine_logps, split
 from transformers import TrainerCallback
 
-from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer
 
+SECRET = "hf_secret"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -31,10 +36,21 @@ class SaveAtStep(TrainerCallback):
             self.trainer.save_quantized(self.directory)
 
 
+class Hub:
+    """The part of the Hub's client that a push needs; keeps the names of the files it would upload."""
+
+    def create_repo(self, name: str, **kwargs) -> SimpleNamespace:
+        return SimpleNamespace(repo_id=name)
+
+    def upload_folder(self, *, folder_path: str, ignore_patterns: list[str], **kwargs) -> None:
+        names = [str(path.relative_to(folder_path)) for path in Path(folder_path).rglob("*") if path.is_file()]
+        self.files = sorted(filter_repo_objects(names, ignore_patterns=ignore_patterns))
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("output_dir", type=Path)
-    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--lora", action="store_true", help="PPO with an adapter, instead of GRPO without")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--config", default="{}", help="JSON of further config fields")
     return parser.parse_args(arguments)
@@ -80,20 +96,26 @@ def run(options: argparse.Namespace) -> dict:
         "learning_rate": 1e-3,
         "weight_metrics_steps": 1,
         "uaq_scale": 1.0 if options.lora else 1.5,
-        "report_to": [],
+        "hub_model_id": "someone/tiny",
+        "hub_token": SECRET,
+        "report_to": ["tensorboard"] if importlib.util.find_spec("tensorboard") else [],
         "use_cpu": True,
         "bf16": False,
-        "save_strategy": "no",
+        "save_strategy": "steps",
+        "save_steps": 4,
         "vllm_max_model_length": 64,
         "vllm_engine_kwargs": {"enforce_eager": True},
     }
+    if options.lora:
+        settings["share_backbone"] = True
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     callback = SaveAtStep(3, options.output_dir / "on the way")
-    trainer = QuRLGRPOTrainer(
+    kind, config = (QuRLPPOTrainer, QuRLPPOConfig) if options.lora else (QuRLGRPOTrainer, QuRLGRPOConfig)
+    trainer = kind(
         model=tiny_model(),
         reward_funcs=count_vowels,
-        args=QuRLGRPOConfig(str(options.output_dir), **settings | json.loads(options.config)),
+        args=config(str(options.output_dir), **settings | json.loads(options.config)),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),
         processing_class=tokenizer,
         peft_config=peft_config,
@@ -112,6 +134,10 @@ def run(options: argparse.Namespace) -> dict:
         if not options.lora:
             trainer.save_quantized(options.output_dir / "fp8", scheme="fp8", ignore=["lm_head", "re:.*down_proj"])
             trainer.save_quantized(options.output_dir / "compressor", quantizer="llmcompressor")
+        hub = Hub()
+        transformers.trainer.hf_api = lambda: hub
+        trainer.push_to_hub(blocking=True)
+        record["pushed"] = hub.files
     trainer.vllm_generation.sync_weights()
     record["probe"] = engine_logps(trainer)
     return record

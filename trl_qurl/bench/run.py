@@ -86,7 +86,7 @@ def bench(
     if schemes is None:
         schemes = available_schemes()
     if unknown := [scheme for scheme in schemes if scheme not in FORMATS]:
-        raise ValueError(f"There is no format {', '.join(map(repr, unknown))}; choose of {', '.join(FORMATS)}.")
+        raise ValueError(f"There is no format {', '.join(map(repr, unknown))}; choose from {', '.join(FORMATS)}.")
     from trl_qurl.rollout.launch import require_vllm
 
     require_vllm()

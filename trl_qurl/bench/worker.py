@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -63,26 +62,27 @@ def start_engine(job: Job, policy: Any) -> LLM:
     from trl_qurl.quantization.schemes import get_scheme, quantization_config
     from trl_qurl.quantization.storage import write_config
     from trl_qurl.rollout.attention import check_head_size
+    from trl_qurl.rollout.directory import CheckpointDirectory
     from trl_qurl.rollout.server import WORKER_EXTENSION
 
     check_head_size(policy.config)
     workload = job.workload
-    with tempfile.TemporaryDirectory() as directory:
-        scheme = quantization_config(get_scheme(job.scheme), job.ignore) if job.scheme else None
-        write_config(policy, Path(directory), scheme)
-        arguments = {
-            "model": directory,
-            "load_format": "dummy",
-            "skip_tokenizer_init": True,
-            "dtype": "bfloat16",
-            "max_model_len": workload.prompt_len + workload.completion_len,
-            "max_num_seqs": workload.batch,
-            "max_num_batched_tokens": 4096,
-            "gpu_memory_utilization": 0.3,
-            "logprobs_mode": "processed_logprobs",
-            "worker_extension_cls": WORKER_EXTENSION,
-        }
-        return LLM(**{**arguments, **job.engine_kwargs})
+    directory = CheckpointDirectory(None, 0)  # of a name by which vLLM finds again what it has compiled
+    scheme = quantization_config(get_scheme(job.scheme), job.ignore) if job.scheme else None
+    write_config(policy, directory.path, scheme)
+    arguments = {
+        "model": str(directory.path),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": workload.prompt_len + workload.completion_len,
+        "max_num_seqs": workload.batch,
+        "max_num_batched_tokens": 4096,
+        "gpu_memory_utilization": 0.3,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": WORKER_EXTENSION,
+    }
+    return LLM(**{**arguments, **job.engine_kwargs})
 
 
 def measure_generation(llm: LLM, job: Job) -> list[Timing]:

@@ -271,7 +271,7 @@ class QuRLGRPOConfig(DynamicSamplingSettings, TaskEvaluationSettings, GRPOConfig
         if engine_kwargs and self.vllm_mode == "server":
             raise ValueError(
                 f"vllm_engine_kwargs {sorted(engine_kwargs)} would have no effect with vllm_mode='server': "
-                "pass them to `vllm serve` instead."
+                "pass them to `trl-qurl serve` instead, which hands them on to vLLM."
             )
         for argument in engine_kwargs.keys() & TAKEN_ENGINE_ARGUMENTS.keys():
             raise ValueError(

@@ -106,9 +106,9 @@ def evaluate(
 def check_schemes(schemes: Sequence[str]) -> None:
     """Refuse number formats that there are not."""
     if unknown := [scheme for scheme in schemes if scheme not in FORMATS]:
-        raise ValueError(f"There is no format {', '.join(map(repr, unknown))}; choose of {', '.join(FORMATS)}.")
+        raise ValueError(f"There is no format {', '.join(map(repr, unknown))}; choose from {', '.join(FORMATS)}.")
     if not schemes or len(set(schemes)) < len(schemes):
-        raise ValueError(f"Give each format once, of {', '.join(FORMATS)}; got {', '.join(schemes) or 'none'}.")
+        raise ValueError(f"Name each format once, from {', '.join(FORMATS)}; got {', '.join(schemes) or 'none'}.")
 
 
 def full_precision() -> tuple[str, str]:

@@ -18,6 +18,7 @@ from trl_qurl.evaluation.answers import GREEDY, Answer, AnswerFile, Request
 from trl_qurl.evaluation.job import Job, Sampling
 from trl_qurl.evaluation.tasks import Task, encode_prompt, load_tasks
 from trl_qurl.lifetime import die_with_parent
+from trl_qurl.noise import quiet
 from trl_qurl.rollout.attention import check_head_size
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     """Do the job that the file describes."""
     (path,) = sys.argv[1:] if argv is None else argv
     die_with_parent()
+    quiet()
     job = Job.read(Path(path))
     tasks = load_tasks(job.tasks, job.limit)
     file = AnswerFile(Path(job.answers))
@@ -106,9 +108,14 @@ def start_engine(job: Job, tasks: list[Task]) -> tuple[dict[str, list[list[int]]
     check_head_size(config)
     context = getattr(config.get_text_config(), "max_position_embeddings", needed)
     if needed > context:
+        way_out = (
+            f"give at most --max-tokens {context - longest}"
+            if longest < context
+            else "leave the longest questions out, or take a model with a longer context"
+        )
         raise ValueError(
             f"The longest prompt has {longest} tokens, which with {job.sampling.max_tokens} more do not fit into the "
-            f"model's context of {context}: give at most --max-tokens {context - longest}."
+            f"model's context of {context}: {way_out}."
         )
     from vllm import LLM
 

@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from tqdm.auto import tqdm
+
 from trl_qurl.quantization.layers import quantized_layer_names
 from trl_qurl.quantization.schemes import QuantizationScheme, get_scheme, quantization_config
 from trl_qurl.quantization.storage import check_replaceable, new_directory, write_config, write_tensors
@@ -45,6 +47,7 @@ def write_checkpoint(
     *,
     ignore: Sequence[str] = ("lm_head",),
     quantizer: str = "llmcompressor",
+    show_progress: bool = False,
 ) -> None:
     """
     Write an 8-bit checkpoint of a model, ready for `vllm serve`. No calibration data is needed.
@@ -56,6 +59,7 @@ def write_checkpoint(
         output_dir: Directory to create; an earlier quantized checkpoint is replaced once the new one is complete.
         ignore: Modules kept in full precision, in llm-compressor's pattern syntax.
         quantizer: `"llmcompressor"`, or `"streaming"` for the same codes and scales without that package.
+        show_progress: Show a bar on a terminal; llm-compressor does its work in one go and has none.
 
     Raises:
         ValueError: Unknown scheme or quantizer, or nothing left to quantize.
@@ -67,7 +71,10 @@ def write_checkpoint(
     chosen = get_scheme(scheme)
     layers = quantized_layer_names(model, ignore)
     check_replaceable(output_dir)
-    parameters = ((name, parameter.data) for name, parameter in model.named_parameters())
+    parameters: NamedTensors = ((name, parameter.data) for name, parameter in model.named_parameters())
+    if show_progress and quantizer == "streaming":
+        count = sum(1 for _ in model.named_parameters())
+        parameters = tqdm(parameters, f"Rounding to {scheme.upper()}", count, disable=None)
     write_parameters(parameters, model, tokenizer, chosen, layers, ignore, quantizer, output_dir)
 
 

@@ -81,11 +81,34 @@ def check_model(name_or_path: str) -> None:
     """Refuse a local directory that does not hold a model, which would otherwise be taken for a name on the Hub.
 
     Raises:
-        FileNotFoundError: if `name_or_path` looks like a directory and has no `config.json`.
+        FileNotFoundError: if `name_or_path` looks like a directory and has no `config.json`, or only an adapter's.
     """
     is_local = name_or_path.startswith((".", "/", "~")) or Path(name_or_path).is_dir()
-    if is_local and not (Path(name_or_path).expanduser() / "config.json").is_file():
+    directory = Path(name_or_path).expanduser()
+    if is_local and (directory / "adapter_config.json").is_file() and not (directory / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{name_or_path} holds an adapter, and what is needed is a whole model: merge the two first, "
+            f"peft.AutoPeftModelForCausalLM.from_pretrained({name_or_path!r}).merge_and_unload().save_pretrained("
+            "'merged'), or let the run write the merged 8-bit checkpoint itself (trainer.save_quantized(), or "
+            "--save_quantized)."
+        )
+    if is_local and not (directory / "config.json").is_file():
         raise FileNotFoundError(
             f"There is no model in {name_or_path}; give a directory with a config.json, or a name on the Hub "
             "such as Qwen/Qwen2.5-0.5B-Instruct."
+        )
+
+
+def check_chat_template(name_or_path: str, revision: str | None = None) -> None:
+    """Refuse a model that was not taught to answer in a conversation, in which the recipes ask their questions.
+
+    Raises:
+        ValueError: its tokenizer has no chat template.
+    """
+    from transformers import AutoTokenizer
+
+    if AutoTokenizer.from_pretrained(name_or_path, revision=revision).chat_template is None:
+        raise ValueError(
+            f"The tokenizer of {name_or_path} has no chat template, and questions are asked in a conversation: take "
+            "the model's Instruct variant, or give its tokenizer a chat_template and save both in one directory."
         )

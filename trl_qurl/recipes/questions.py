@@ -8,16 +8,20 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from trl_qurl.recipes.arguments import check_model, take_settings
+from trl_qurl.noise import quiet
+from trl_qurl.recipes.arguments import check_chat_template, check_model, take_settings
 
 if TYPE_CHECKING:
     from trl import ModelConfig
 
     from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -38,6 +42,10 @@ class ScriptArguments:
         metadata={
             "help": "Tokens before max_completion_length over which a completion's reward falls by up to 1 (DAPO)."
         },
+    )
+    save_quantized: bool = field(
+        default=False,
+        metadata={"help": "Also write the policy's 8-bit checkpoint, for `vllm serve`, to OUTPUT_DIR-int8 or -fp8."},
     )
 
 
@@ -64,16 +72,33 @@ def parse_arguments(
         FileNotFoundError: a YAML file does not exist.
         ValueError: it is not one, it holds unknown names, or settings do not fit together.
     """
+    quiet()
     from trl import ModelConfig, TrlParser
 
+    prog = None if argv is None else f"trl-qurl {command}"
     argv = sys.argv[1:] if argv is None else list(argv)
     groups = [script_arguments, config, ModelConfig]
     known_names = {setting.name for group in groups for setting in fields(group)}
     settings, argv = take_settings(argv, known_names, command)
     os.environ.update({name: str(value) for name, value in settings.pop("env", {}).items()})
-    parser = TrlParser(groups)
+    # Three hundred options are no answer to a typing error: `--help` lists them below this line.
+    parser = TrlParser(groups, prog=prog, usage="%(prog)s [--config FILE ...] [--OPTION VALUE ...]")
     parser.set_defaults_with_config(**{**defaults, **settings})
-    return parser.parse_args_and_config(argv)
+    script_args, training_args, model_args, unknown = parser.parse_args_and_config(argv, return_remaining_strings=True)
+    if unknown:
+        raise ValueError(describe_unknown(unknown, known_names, command))
+    return script_args, training_args, model_args
+
+
+def describe_unknown(unknown: Sequence[str], known_names: Collection[str], command: str) -> str:
+    """What to tell someone who gave options that do not exist, with the names that are spelled most alike."""
+    options = [word.split("=")[0] for word in unknown if word.startswith("--")]
+    near = [get_close_matches(option[2:], known_names, 1) for option in options]
+    guesses = [f"--{name}" for names in near for name in names]
+    return (
+        f"There is no option {' '.join(options or unknown)}"
+        f"{'; did you mean ' + ' '.join(guesses) + '?' if guesses else '.'} `trl-qurl {command} --help` lists all."
+    )
 
 
 def train(
@@ -84,15 +109,26 @@ def train(
     **further: Any,
 ) -> QuRLGRPOTrainer:
     """Train on the questions, with the answers as the reward, and save to `output_dir`; `further` is the trainer's."""
+    quiet()
+    from tqdm.contrib.logging import logging_redirect_tqdm
     from trl import get_peft_config
 
     from trl_qurl.data import load_questions
     from trl_qurl.rewards import answer_reward
+    from trl_qurl.trainers.progress import use_step_lines
 
+    is_first = training_args.process_index == 0
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("trl_qurl").setLevel(logging.INFO)  # how weights travel, and why that way
+    # What takes its time, and how weights travel and why that way; said once.
+    logging.getLogger("trl_qurl").setLevel(logging.INFO if is_first else logging.WARNING)
+    if script_args.save_quantized and training_args.rollout_quantization is None:
+        raise ValueError(
+            "save_quantized writes the format of the rollouts, and rollout_quantization is None: set it to 'int8' or "
+            "'fp8', or use `trl-qurl quantize` on the saved policy."
+        )
     # First of all, because a wrong name should not cost the time it takes to start an engine.
     check_model(model_args.model_name_or_path)
+    logger.info("Loading the questions of %s.", script_args.dataset)
     questions = load_questions(
         script_args.dataset,
         script_args.dataset_split,
@@ -101,12 +137,14 @@ def train(
         script_args.question_column,
         script_args.answer_column,
     )
+    check_chat_template(model_args.model_name_or_path, model_args.model_revision)
     training_args.model_init_kwargs = {
         "revision": model_args.model_revision,
         "attn_implementation": model_args.attn_implementation,
         "dtype": model_args.dtype,
         **(training_args.model_init_kwargs or {}),
     }
+    logger.info("Loading %s.", model_args.model_name_or_path)
     trainer = trainer_class(
         model=model_args.model_name_or_path,
         reward_funcs=[answer_reward, *punishments(script_args.soft_overlong_cache, training_args)],
@@ -115,8 +153,15 @@ def train(
         peft_config=get_peft_config(model_args),
         **further,
     )
-    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    use_step_lines(trainer)
+    if training_args.resume_from_checkpoint:
+        logger.info("Resuming from %s.", training_args.resume_from_checkpoint)
+    with logging_redirect_tqdm():  # a message goes above the bar
+        trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    logger.info("Saving to %s.", training_args.output_dir)
     trainer.save_model(training_args.output_dir)
+    if script_args.save_quantized:
+        trainer.accelerator.print(f"8-bit checkpoint saved to {trainer.save_quantized()}")
     return trainer
 
 

@@ -3,8 +3,13 @@
 It lives as long as the run: in memory where there is room, private to the user, gone at the end. A run that was killed
 can't clean up after itself; the next one does. A lock, which the system releases with its process, tells it which
 directories nobody owns any more.
+
+Its name is the same for every run, unless several run at once: vLLM takes the path of a model into the key of its
+cache of compiled graphs, so that with a new name each start would compile anew and leave one more entry behind.
 """
 
+import itertools
+import os
 import shutil
 import tempfile
 import weakref
@@ -68,7 +73,7 @@ def _create(parents: list[Path], bytes_needed: int, make_parent: bool) -> Path:
             _remove_abandoned(parent)
             free = shutil.disk_usage(parent).free
             if free >= bytes_needed:
-                return Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+                return _first_free(parent)
             reason = f"{free / 1e9:.3g} GB are free and {bytes_needed / 1e9:.3g} GB are needed"
         except OSError as error:
             reason = error.strerror or str(error)
@@ -76,6 +81,18 @@ def _create(parents: list[Path], bytes_needed: int, make_parent: bool) -> Path:
         f"No room for the rollout engine's checkpoint in {' or '.join(map(str, parents))} ({reason}): set "
         "rollout_checkpoint_dir to a writable directory with enough space."
     )
+
+
+def _first_free(parent: Path) -> Path:
+    """A new directory with the lowest number that no run of this user has."""
+    for number in itertools.count():
+        path = parent / f"{PREFIX}{os.getuid()}-{number}"
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("numbers do not end")
 
 
 def _remove_abandoned(parent: Path) -> None:

@@ -101,7 +101,10 @@ class ColocatedEngine(Engine):
             "load_rollout_weights", kwargs={**place, "version": version, "digest": digest, "partial": partial}
         )
         if not self._llm.reset_prefix_cache():
-            raise SyncError("vLLM did not empty its prefix cache, which holds keys and values of the old weights.")
+            raise SyncError(
+                "vLLM did not empty its prefix cache, which holds keys and values of the old weights: "
+                "resume from the last checkpoint."
+            )
         self._llm.llm_engine.set_weight_version(version)
         return [LoadReport(**report) for report in reports]
 

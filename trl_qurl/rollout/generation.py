@@ -6,6 +6,7 @@ parameters are gathered (FSDP, ZeRO-3, PEFT) and how completions are generated i
 """
 
 import functools
+import logging
 import shutil
 import time
 import uuid
@@ -36,6 +37,8 @@ from trl_qurl.rollout.stream import TensorMetadata, announce, rollout_tensors, t
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.unchanged import frozen_parameters
 from trl_qurl.rollout.weight_change import WeightChangeTracker
+
+logger = logging.getLogger(__name__)
 
 
 class QuantizedVLLMGeneration(VLLMGeneration):
@@ -115,15 +118,27 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if self._transport == "checkpoint" or self._starts_from_checkpoint():
             self._directory = self._shared_directory()
         if self._starts_from_checkpoint():
+            self._say("Writing %s weights for vLLM to %s.", self._format, self._directory)
             start = self._write_checkpoint("start", self._iter_named_params())
         build_engine = functools.partial(_build_engine, vllm_generation.LLM, start, self.rollout.engine_kwargs)
+        self._say("Starting vLLM (%s); if it compiles, that takes a minute.", self._format)
         with substitute(vllm_generation, "LLM", build_engine):
             super()._init_vllm()
+        self._say("vLLM is ready.")
         self.engine = ColocatedEngine(self.llm)
         if start is not None and self._is_writer:
             # The weights are in the engine now, and tmpfs is memory.
             for weights in start.glob("*.safetensors"):
                 weights.unlink()
+
+    def _say(self, message: str, *values: object) -> None:
+        """Tell the user, once for all processes, what is going to take its time."""
+        if self.accelerator.is_main_process:
+            logger.info(message, *values)
+
+    @property
+    def _format(self) -> str:
+        return self.rollout.scheme.name.upper() if self.rollout.scheme else "full-precision"
 
     def _starts_from_checkpoint(self) -> bool:
         return self.rollout.scheme is not None or not self.model.name_or_path
@@ -215,11 +230,17 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             reports = self.engine.load(source, self.weight_version, digest, metadata, partial=bool(self._left_out))
             for report in reports:
                 if report.version != self.weight_version:
-                    raise SyncError(f"The engine loaded {report.version!r} when {self.weight_version!r} was sent.")
+                    raise SyncError(
+                        f"The engine loaded the weights {report.version!r} when {self.weight_version!r} was sent: "
+                        "resume from the last checkpoint."
+                    )
                 if digest and knows:
                     compare_digests(sent.digests, report.digests)
             if source is sent and not sent.exhausted:
-                raise SyncError("The engine stopped reading before the last tensor: its model is half updated.")
+                raise SyncError(
+                    "The engine stopped reading before the last tensor, so its model is half updated: resume "
+                    "from the last checkpoint."
+                )
             self._require_version()
         elif source is sent:
             for _ in sent:  # gathering a parameter takes every process

@@ -52,7 +52,8 @@ class HeldTensors:
         if differing:
             raise RuntimeError(
                 f"The engine received the right weights, and {len(differing)} of the {len(compared)} parameters that "
-                f"can be compared do not hold them, first {differing[0]}: its loader changed them."
+                f"can be compared do not hold them, first {differing[0]}: its loader changed them. Please open an "
+                "issue with the name of the model and the output of `trl-qurl env`. rollout_quantization=None may do."
             )
         return compared
 

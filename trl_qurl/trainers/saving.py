@@ -1,4 +1,4 @@
-"""`SavingTrainer`: the trained policy as an 8-bit checkpoint, ready for `vllm serve`.
+"""`SavingTrainer`: the trained policy as an 8-bit checkpoint, ready for `vllm serve`, and what model cards say.
 
 Parameters come from where every sync gets them (TRL's backend: FSDP and ZeRO-3 gather, adapters are merged and come
 out again) and go to the writer behind `trl-qurl quantize`. The engine and its weights are not touched.
@@ -12,19 +12,23 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
+from huggingface_hub import ModelCard
 from torch.distributed.tensor import DTensor
 from trl import GRPOTrainer
+from trl.trainer.utils import get_config_model_id
 
 from trl_qurl.quantization.checkpoint import check_quantizer, write_parameters
 from trl_qurl.quantization.layers import quantized_layer_names
-from trl_qurl.quantization.schemes import get_scheme
+from trl_qurl.quantization.schemes import QuantizationScheme, get_scheme
 from trl_qurl.quantization.storage import check_replaceable
+from trl_qurl.trainers.model_card import describe_run, quantized_card
 
 
 class SavingTrainer(GRPOTrainer):
     """[`~trl.GRPOTrainer`] on quantized rollouts that also saves what those rollouts are made with."""
 
     vllm_generation: Any
+    _algorithm: str
 
     def save_quantized(
         self,
@@ -45,8 +49,9 @@ class SavingTrainer(GRPOTrainer):
         the dtype they are trained in.
 
         Args:
-            output_dir: Directory to create, by default `{args.output_dir}/{scheme}`. An earlier quantized checkpoint
-                is replaced once the new one is complete.
+            output_dir: Directory to create, by default `{args.output_dir}-{scheme}`: beside the run and not in it, so
+                that `push_to_hub` does not upload it with the policy. An earlier quantized checkpoint is replaced once
+                the new one is complete.
             scheme: `"int8"` or `"fp8"`; by default that of the rollouts, `args.rollout_quantization`.
             ignore: Modules kept in full precision; by default those of the rollouts, `args.quantization_ignore`.
             quantizer: `"streaming"`, or `"llmcompressor"` for llm-compressor itself: the same codes and scales, by a
@@ -73,18 +78,35 @@ class SavingTrainer(GRPOTrainer):
             )
         ignore = self.args.quantization_ignore if ignore is None else list(ignore)
         layers = quantized_layer_names(generation.model, ignore)
-        path = Path(self.args.output_dir) / chosen.name if output_dir is None else Path(output_dir)
-        self._by_main_process(lambda: check_place(path, Path(self.args.output_dir)))
+        run = Path(self.args.output_dir).absolute()
+        path = run.with_name(f"{run.name}-{chosen.name}") if output_dir is None else Path(output_dir)
+        self._by_main_process(lambda: check_place(path, run))
         parameters = generation.policy_parameters()
 
         def write() -> None:
             write_parameters(
                 parameters, generation.base_model, self.processing_class, chosen, layers, ignore, quantizer, path
             )
+            self._quantized_card(path.name, chosen, ignore).save(path / "README.md")
 
         with exact_base(generation.model):
             self._by_main_process(write, parameters)
         return path
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write TRL's model card, with how the rollouts were made."""
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            path = Path(self.args.output_dir) / "README.md"
+            card = ModelCard.load(path)
+            describe_run(card, self._algorithm, self.args)
+            card.save(path)
+
+    def _quantized_card(self, name: str, scheme: QuantizationScheme, ignore: list[str]) -> ModelCard:
+        start = get_config_model_id(self.model.config)
+        start = None if not start or Path(start).is_dir() else start
+        pushed = self.hub_model_id or self.args.hub_model_id
+        return quantized_card(name, scheme, ignore, pushed, start, self._tag_names)
 
     def _scheme_to_save(self, scheme: str | None) -> str:
         chosen = scheme or self.args.rollout_quantization
@@ -131,7 +153,7 @@ def check_place(path: Path, run: Path) -> None:
     if path.resolve() in (run.resolve(), *run.resolve().parents):
         raise ValueError(
             f"{path} holds this run (output_dir={str(run)!r}), which a quantized checkpoint would replace: name "
-            f"another directory, such as {run / 'int8'}."
+            f"another directory, such as {run}-int8."
         )
     check_replaceable(path)
 

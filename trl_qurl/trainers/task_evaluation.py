@@ -1,5 +1,6 @@
 """Benchmarks during training: answered greedily by the engine or by the policy, graded, and logged as `eval_*`."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ from trl_qurl.grading import is_correct
 
 if TYPE_CHECKING:
     from trl_qurl.trainers.grpo import QuRLGRPOTrainer
+
+logger = logging.getLogger(__name__)
 
 Prompts = list[list[int]]
 Answerer = Callable[["QuRLGRPOTrainer", Prompts], list[list[int]]]
@@ -72,6 +75,8 @@ class TaskEvaluationCallback(TrainerCallback):
 
     def _evaluate(self) -> None:
         for task in self._tasks:
+            if self._trainer.accelerator.is_main_process:
+                logger.info("Answering the %s questions of %s (%s).", len(task.prompts), task.name, self._who)
             started = time.perf_counter()
             metrics = evaluate_task(self._trainer, task, self._who)
             metrics[f"eval_{task.name}/seconds"] = time.perf_counter() - started

