@@ -18,21 +18,8 @@ from trl_qurl.recipes import grpo, ppo
 
 RECIPES = {"grpo": grpo, "ppo": ppo}
 ON_CPU = ["--use_cpu", "--bf16", "false", "--report_to", "none"]
-NOT_OURS = {
-    *(
-        "cd",
-        "git",
-        "hf",
-        "jupyter",
-        "kill",
-        "nodes=($(scontrol",
-        "address=$(srun",
-        "ray",
-        "tensorboard",
-        "trackio",
-        "vllm",
-    ),
-}
+NOT_OURS = {"cd", "git", "hf", "jupyter", "kill", "ray", "tensorboard", "trackio", "vllm"}
+NOT_OURS |= {"nodes=($(scontrol", "address=$(srun"}
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.MULTILINE))
