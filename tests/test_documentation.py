@@ -33,6 +33,7 @@ NO_FILES = {"settings.yaml", "other.yaml", "utils.py", "helpers.py"}
 """Files that the text makes up, or forbids."""
 
 OTHERS = {
+    "No package metadata was found for vllm",  # Python's
     "'Parameter' object has no attribute 'weight_loader'",
     "NUMA binding: Using MEMBIND policy",
     "No accelerator available! Compressing model on CPU instead",

@@ -5,6 +5,7 @@ out again) and go to the writer behind `trl-qurl quantize`. The engine and its w
 """
 
 import os
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,10 +127,8 @@ class SavingTrainer(GRPOTrainer):
         except Exception as failure:
             error = failure
         finally:
-            for (
-                _
-            ) in parameters:  # what is left of them: gathering takes every process, and at the end adapters come out
-                pass
+            # What is left of them: gathering takes every process, and at the end adapters come out.
+            deque(parameters, maxlen=0)
         outcome = [None if error is None else f"{type(error).__name__}: {error}"]
         broadcast_object_list(outcome, from_process=0)
         if error is not None:
