@@ -15,6 +15,7 @@ WITHOUT_ALL = (
     "trl_qurl.evaluation.scores",
     "trl_qurl.objective",
     "trl_qurl.quantization.invariant_scaling",
+    "trl_qurl.report.live",
     "trl_qurl.rewards",
     "trl_qurl.rollout.errors",
     "trl_qurl.rollout.mismatch",

@@ -1,7 +1,7 @@
 """Every command that the documentation shows exists as it is shown: program, file, target, subcommand, option, extra.
 
 `trl-qurl` lines, and those of scripts that train, go through the real parsers. `settings.yaml` and other files of the
-reader's own are made up; what is not ours (ssh, srun, ray, git, cd, kill) is only known by name.
+reader's own are made up; what is not ours (ssh, srun, ray, git, cd, kill, jupyter) is only known by name.
 """
 
 import argparse
@@ -18,7 +18,8 @@ from trl_qurl.recipes import grpo, ppo
 
 RECIPES = {"grpo": grpo, "ppo": ppo}
 ON_CPU = ["--use_cpu", "--bf16", "false", "--report_to", "none"]
-NOT_OURS = {"cd", "git", "hf", "kill", "nodes=($(scontrol", "address=$(srun", "ray", "tensorboard", "trackio", "vllm"}
+NOT_OURS = {"cd", "git", "hf", "jupyter", "kill", "ray", "tensorboard", "trackio", "vllm"}
+NOT_OURS |= {"nodes=($(scontrol", "address=$(srun"}
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.MULTILINE))

@@ -1,4 +1,9 @@
-"""Processes that must not outlive the command that started them."""
+"""Processes that must not outlive the command that started them.
+
+    python -m trl_qurl.lifetime COMMAND...
+
+becomes any command, which then dies with whoever started it.
+"""
 
 import ctypes
 import os
@@ -14,3 +19,17 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() == 1:  # it was killed before this line
             os._exit(1)
+
+
+def main(command: list[str]) -> int:
+    """Become the command; what was asked of the system outlives that."""
+    die_with_parent()
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]} cannot be started: {error.strerror}.", file=sys.stderr)
+        return 127
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

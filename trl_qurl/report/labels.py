@@ -14,8 +14,10 @@ OBJECTIVES = ("naive", "quantized_ratio", "decoupled", "tis", "acr")
 LONGEST_IN_LABEL = 32
 
 
-def _scheme(value: Any) -> str:
-    return "BF16" if value is None else str(value).upper()
+def _sixteen_bit(settings: Settings) -> str:
+    """The format of rollouts that are not quantized: FP16 where a GPU has no bfloat16."""
+    engine = settings.get("vllm_engine_kwargs.dtype", "auto")  # by default what the trainer computes in
+    return "FP16" if engine in ("float16", "half") or (engine == "auto" and settings.get("fp16")) else "BF16"
 
 
 def _scale(value: Any) -> str:
@@ -32,7 +34,7 @@ def _model(value: Any) -> str:
 
 WORDED: dict[str, Callable[[Any], str]] = {
     "model": _model,
-    "rollout_quantization": _scheme,
+    "rollout_quantization": lambda value: str(value).upper(),
     "activation_bits": lambda value: f"{shown(value)}-bit activations",
     "algorithm": str,
     "objective": str,
@@ -62,6 +64,8 @@ def wording(name: str, settings: Settings) -> str:
     if name not in settings:
         return f"{name} {ABSENT}"
     value = settings[name]
+    if name == "rollout_quantization" and value is None:
+        return _sixteen_bit(settings)
     return WORDED[name](value) if name in WORDED else f"{name} {shown(value)}"
 
 
