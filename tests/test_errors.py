@@ -48,7 +48,7 @@ def model(tmp_path_factory):
 def train(model, tmp_path, monkeypatch, capfd):
     """Run `trl-qurl grpo` with what is wrong, and return the error that it prints."""
     questions = tmp_path / "questions.jsonl"
-    questions.write_text(json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n")
+    questions.write_text((json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n") * 32)
     plain = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--output_dir", str(tmp_path / "out")]
     plain += ["--model_name_or_path", str(model), "--dataset", str(questions)]
     plain += ["--rollout_checkpoint_dir", str(tmp_path / "rollouts")]
@@ -158,6 +158,12 @@ def test_questions_without_answers(train, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"question": "1 + 1?", "solution": "2"}\n')
     message = train("--dataset", tmp_path / "bad.jsonl")
     assert "has no answer or final_answer; its columns are question, solution: say with question_column" in message
+
+
+def test_questions_that_do_not_fill_a_rollout(train, tmp_path):
+    (tmp_path / "few.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 31)
+    message = train("--dataset", tmp_path / "few.jsonl")
+    assert message.startswith("train_dataset has 31 prompts and a rollout takes 32 (per_device_train_batch_size x")
 
 
 def test_the_example_ends_with_the_sentence(tmp_path):

@@ -33,6 +33,7 @@ from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.trainers.callbacks import RunLogCallback, UpdateAwareQuantizationCallback
 from trl_qurl.trainers.dynamic_trainer import DynamicSamplingTrainer
 from trl_qurl.trainers.loss_metrics import loss_metrics, loss_sums
+from trl_qurl.trainers.prompt_stream import check_prompts
 from trl_qurl.trainers.rollout_state import (
     RolloutState,
     epochs_done,
@@ -97,6 +98,7 @@ class QuRLGRPOTrainer(SavingTrainer, DynamicSamplingTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         arguments = named_arguments(*args, **kwargs)
         config = arguments["args"] = self._checked_config(arguments.get("args"), arguments["model"])
+        check_prompts(arguments.get("train_dataset"), config.generation_batch_size // config.num_generations)
         tasks = load_tasks(config.eval_tasks, config.eval_tasks_limit) if config.eval_tasks else []
         callbacks = list(arguments.get("callbacks") or [])
         if config.uaq_scale != 1.0:

@@ -1,10 +1,32 @@
-"""Further prompts for dynamic sampling: the same in every process, and after an interruption the next in line."""
+"""Prompts: enough of them for a rollout, and further ones for dynamic sampling.
+
+The further ones are the same in every process, and after an interruption the next in line.
+"""
 
 import hashlib
 import json
 from typing import Any, NamedTuple
 
 import torch
+
+
+def check_prompts(dataset: Any, per_rollout: int) -> None:
+    """
+    Refuse a data set that does not fill one rollout: TRL leaves out what does not, and would end without a step.
+
+    Args:
+        dataset: To train on; one without a length is streamed, and not asked.
+        per_rollout: Prompts of a rollout, of all processes.
+
+    Raises:
+        ValueError: It has fewer.
+    """
+    if hasattr(dataset, "__len__") and len(dataset) < per_rollout:
+        raise ValueError(
+            f"train_dataset has {len(dataset)} prompts and a rollout takes {per_rollout} "
+            "(per_device_train_batch_size x processes x steps_per_generation / num_generations), so that not one step "
+            "would be made: give more prompts, or lower one of the first three."
+        )
 
 
 class Drawn(NamedTuple):
