@@ -96,7 +96,7 @@ def test_a_run_is_drawn_while_it_goes_on(notebook, tmp_path):
     assert any("made step 4" in html for html in midway)
     assert "done" in notebook[-1] and "step 8 of 8" in notebook[-1] and "made step" not in notebook[-1]
     titles = re.findall(r'<img alt="Lines over rollouts, (.*?) \(', notebook[-1])
-    assert titles == ["Reward of the rollouts", "sums/actor_avg@1, held out", "KL(behaviour ‖ proximal)"]
+    assert titles == ["Reward of the rollouts", "sums, answered by the actor", "KL(behaviour ‖ proximal)"]
 
 
 def test_an_earlier_run_in_the_same_place_is_not_drawn(notebook, tmp_path):

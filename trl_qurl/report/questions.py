@@ -84,6 +84,10 @@ DEMO_SCORES = (
 NO_SCORE = re.compile(r"eval_(loss|runtime|model_preparation_time|.*_per_second|.*/seconds|.*_tokens|.*_finished)$")
 """What evaluations log about themselves: transformers' own, and those of tasks."""
 
+TASK_SCORE = re.compile(r"(.+)/(actor|policy)_avg@1$")
+TASK_LABEL = r"\1, answered by the \2"
+"""Of benchmarks that are answered during training."""
+
 MEAN_REWARD = re.compile(r"reward$|rewards/.*/mean$")
 
 QUESTIONS = (
@@ -298,7 +302,7 @@ def held_out_scores(metrics: Iterable[str]) -> list[Measure]:
     names = set(metrics)
     found = sorted(name for name in names if name.startswith("eval_") and not NO_SCORE.match(name))
     return [
-        Measure(name, f"{rest}, held out")
+        Measure(name, f"{rest}, held out" if (score := TASK_SCORE.match(rest)) is None else score.expand(TASK_LABEL))
         for name in found
         if (rest := name.removeprefix("eval_")) not in names or MEAN_REWARD.match(rest)
     ]
