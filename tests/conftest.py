@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -168,11 +168,18 @@ class Server:
 
     def survivors(self) -> list[int]:
         """Processes of the server that still run."""
-        groups = (
-            (int(path.parent.name), path.read_text().rpartition(")")[2].split())
-            for path in Path("/proc").glob("[0-9]*/stat")
-        )
-        return [pid for pid, (state, _, group, *_) in groups if int(group) == self.process.pid and state != "Z"]
+        return group_members(self.process.pid)
+
+
+def group_members(group: int) -> list[int]:
+    """Processes of a group that still run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+            state, _, its_group, *_ = path.read_text().rpartition(")")[2].split()
+            if int(its_group) == group and state != "Z":
+                found.append(int(path.parent.name))
+    return found
 
 
 @contextmanager

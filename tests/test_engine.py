@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.vllm
 
@@ -10,6 +11,9 @@ pytestmark = pytest.mark.vllm
 # the last bit. The slack is for machines whose thread count changes the order of sums.
 SAME = 1e-4
 MOVED = 1e-2
+# On CPUs with AMX vLLM keeps the biases of its small BF16 layers in float32. What a sync brings in float32 stays so
+# there, where a fresh engine has rounded it to BF16 first.
+SAME_BF16 = 5e-3 if torch.cpu._is_amx_tile_supported() else SAME
 
 UNMEASURED = {"weight_metrics_steps": 0}  # so that syncs may leave out what is frozen
 
@@ -42,8 +46,8 @@ SHARE_SENT = {
 """Most that the last sync of a run may send of what the first one sends."""
 
 
-def assert_synced(record, fresh, lora=False):
-    assert record["probe_end"] == pytest.approx(fresh, abs=SAME)
+def assert_synced(record, fresh, lora=False, tolerance=SAME):
+    assert record["probe_end"] == pytest.approx(fresh, abs=tolerance)
     moved = max(abs(end - start) for end, start in zip(record["probe_end"], record["probe_start"], strict=True))
     assert moved > MOVED, "training did not move the probe: the comparison shows nothing"
     assert record["adapter_untouched"]
@@ -69,7 +73,8 @@ def colocated(train, run_scenario, tmp_path_factory):
 def test_colocated_engine_holds_the_trained_weights(case, colocated):
     config, arguments = COLOCATED[case]
     record, fresh = colocated[case]
-    assert_synced(record, fresh, lora="--lora" in arguments)
+    is_bf16 = config.get("rollout_quantization", "int8") is None
+    assert_synced(record, fresh, lora="--lora" in arguments, tolerance=SAME_BF16 if is_bf16 else SAME)
     assert_metrics(
         record["history"], config.get("rollout_quantization", "int8"), measured="weight_metrics_steps" not in config
     )
