@@ -6,6 +6,8 @@ the `python` that they start it with has imported everything before (`forks.Warm
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import nbformat
@@ -238,6 +240,15 @@ def test_the_first_cell_has_the_badge_and_one_holds_the_sizes(path):
 def test_nothing_is_installed_where_the_package_is_there(path):
     [line] = [line for line in cells(path)[0].source.splitlines() if "pip install" in line]
     assert line.startswith("    %pip") and 'find_spec("trl_qurl") is None' in cells(path)[0].source
+
+
+@pytest.mark.parametrize("name", ["gsm8k_grpo", "gsm8k_ppo"])
+def test_without_a_gpu_nothing_is_installed_that_would_not_run(name):
+    source = cells(ROOT / "notebooks" / f"{name}.ipynb")[0].source
+    code, _, _ = source.partition('if importlib.util.find_spec("trl_qurl") is None:')
+    command = [sys.executable, "-I", "-S", "-c", code]  # a Python without packages
+    done = subprocess.run(command, env={"PATH": ""}, capture_output=True, text=True)
+    assert done.returncode == 1 and "RuntimeError: This machine has no GPU. On Colab choose one: " in done.stderr
 
 
 @each
