@@ -19,10 +19,10 @@ from typing import Any
 RUN_LOG = "run.jsonl"
 SETTINGS_KEY = "settings"
 
-SECRET = re.compile(r"(^|_|-)(token|api_?key|password|passwd|secret|authorization|credentials?)$", re.IGNORECASE)
+_SECRET = re.compile(r"(^|_|-)(token|api_?key|password|passwd|secret|authorization|credentials?)$", re.IGNORECASE)
 """Names of settings whose text is nobody's business; `max_tokens` and `eos_token_id` are none of them."""
 
-CREDENTIALS = re.compile(r"(?<=:)//[^/@\s]+@")
+_CREDENTIALS = re.compile(r"(?<=:)//[^/@\s]+@")
 """User and password in an address."""
 
 MASK = "<hidden>"
@@ -169,7 +169,7 @@ def _without_secrets(value: Any) -> Any:
     """
     if isinstance(value, dict):
         return {
-            name: MASK if isinstance(entry, str) and SECRET.search(str(name)) else _without_secrets(entry)
+            name: MASK if isinstance(entry, str) and _SECRET.search(str(name)) else _without_secrets(entry)
             for name, entry in value.items()
         }
     if isinstance(value, list | tuple):
@@ -181,7 +181,7 @@ def _without_secrets(value: Any) -> Any:
             return json.dumps(_without_secrets(json.loads(value)))
         except json.JSONDecodeError:
             pass
-    return CREDENTIALS.sub(f"//{MASK}@", value)
+    return _CREDENTIALS.sub(f"//{MASK}@", value)
 
 
 def _line(content: dict[str, Any]) -> str:
