@@ -127,6 +127,22 @@ def test_server_holds_the_trained_weights(int8_server, train, run_scenario, tmp_
 
 
 @pytest.mark.xdist_group("server")
+@pytest.mark.parametrize("arguments", [[], ["--lora"]], ids=["full", "LoRA"])
+def test_server_takes_llmcompressors_checkpoint_of_each_step(arguments, int8_server, train, run_scenario, tmp_path):
+    """llm-compressor writes float32 where the policy is; the server computes in bfloat16. Every sync is digested."""
+    config = {
+        "vllm_mode": "server",
+        "vllm_server_base_url": int8_server.url,
+        "quantizer": "llmcompressor",
+        "sync_check_steps": 1,
+        "rollout_checkpoint_dir": str(tmp_path / "rollouts"),
+    }
+    [record] = train([tmp_path / "out", "--config", json.dumps(config), "--export", tmp_path / "end", *arguments])
+    [fresh] = run_scenario("fresh_engine.py", tmp_path / "end")
+    assert_synced(record, fresh, lora="--lora" in arguments)
+
+
+@pytest.mark.xdist_group("server")
 def test_server_in_another_format_is_refused(int8_server, train, tmp_path):
     config = {"vllm_mode": "server", "vllm_server_base_url": int8_server.url, "rollout_quantization": "fp8"}
     with pytest.raises(

@@ -106,7 +106,10 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             way = [self.vllm_client.transport, self.engine.describe().dtype]
         broadcast_object_list(way, from_process=0)
         self._transport, dtype = way
-        self._sent_dtype = getattr(torch, dtype) if dtype else None
+        # Casting for the engine saves bytes on the way. llm-compressor writes each tensor in the policy's own dtype, so
+        # the stream that its checkpoint is checked by must not be cast either.
+        if dtype and self.rollout.quantizer == "streaming":
+            self._sent_dtype = getattr(torch, dtype)
         if self._transport == "checkpoint":
             self._directory = self._shared_directory()
 
