@@ -26,7 +26,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from trl_qurl.demo.algorithms import UPDATES_PER_ROLLOUT
+from trl_qurl.lab.demo.algorithms import UPDATES_PER_ROLLOUT
 
 FORMATS = {"bf16": None, "int8": "int8", "fp8": "fp8"}
 PARTS = ("sync", "generate", "logps", "update")
@@ -65,7 +65,7 @@ def summed_up(name: str, seed: int, rows: list[dict[str, Any]], target: float) -
 
 def measure(name: str, seed: int, rollouts: int, target: float, directory: Path) -> dict[str, Any]:
     """One run; its failure is a result."""
-    from trl_qurl.demo.run import train_elsewhere
+    from trl_qurl.lab.demo.run import train_elsewhere
 
     try:
         rows = train_elsewhere("grpo", FORMATS[name], directory, rollouts, seed)

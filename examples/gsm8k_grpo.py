@@ -21,10 +21,11 @@ What makes it QuRL are two names, `QuRLGRPOTrainer` for `GRPOTrainer` and `QuRLG
         train_dataset=load_questions("openai/gsm8k", config="main"),
     )
 
-The defaults of this run and the reasons for them are in `trl_qurl/recipes/grpo.py`; `trl-qurl grpo` is the same run.
+The defaults of this run and the reasons for them are in `trl_qurl/lab/recipes/grpo.py`; `trl-qurl grpo` is
+the same run.
 """
 
-from trl_qurl.recipes.grpo import parse_arguments, train
+from trl_qurl.lab.recipes.grpo import parse_arguments, train
 
 if __name__ == "__main__":
     train(*parse_arguments())

@@ -20,10 +20,10 @@ In a script of your own:
         train_dataset=load_questions("openai/gsm8k", config="main"),
     )
 
-The defaults of this run and the reasons for them are in `trl_qurl/recipes/ppo.py`; `trl-qurl ppo` is the same run.
+The defaults of this run and the reasons for them are in `trl_qurl/lab/recipes/ppo.py`; `trl-qurl ppo` is the same run.
 """
 
-from trl_qurl.recipes.ppo import parse_arguments, train
+from trl_qurl.lab.recipes.ppo import parse_arguments, train
 
 if __name__ == "__main__":
     train(*parse_arguments())

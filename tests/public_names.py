@@ -11,16 +11,16 @@ import trl_qurl
 
 WITHOUT_ALL = (
     "trl_qurl.advantages",
-    "trl_qurl.data",
-    "trl_qurl.evaluation.scores",
+    "trl_qurl.lab.data",
+    "trl_qurl.lab.evaluation.scores",
     "trl_qurl.objective",
-    "trl_qurl.quantization.invariant_scaling",
-    "trl_qurl.report.live",
+    "trl_qurl.quantization.uaq",
+    "trl_qurl.lab.report.live",
     "trl_qurl.rewards",
     "trl_qurl.rollout.errors",
     "trl_qurl.rollout.mismatch",
     "trl_qurl.rollout.weight_change",
-    "trl_qurl.run_log",
+    "trl_qurl.trainers.run_log",
     "trl_qurl.trainers.callbacks",
     "trl_qurl.trainers.progress",
 )

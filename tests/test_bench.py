@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_model
 
-from trl_qurl.bench.costs import EngineCosts, Range, Timing, TrainingCosts, at_size, per_token
-from trl_qurl.bench.prediction import WORTHWHILE, break_even, compare, predict_step
-from trl_qurl.bench.run import bench, run_job, save_config
-from trl_qurl.bench.table import advice, shown, size
-from trl_qurl.bench.workload import Job, Workload
+from trl_qurl.lab.bench.costs import EngineCosts, Range, Timing, TrainingCosts, at_size, per_token
+from trl_qurl.lab.bench.prediction import WORTHWHILE, break_even, compare, predict_step
+from trl_qurl.lab.bench.run import bench, run_job, save_config
+from trl_qurl.lab.bench.table import advice, shown, size
+from trl_qurl.lab.bench.workload import Job, Workload
 
 WORKLOAD = Workload(prompt_len=100, completion_len=200, batch=32, generations=8, train_batch=4, updates=2)
 

@@ -10,9 +10,9 @@ import yaml
 from conftest import child_environment
 
 from trl_qurl import __version__, cli
-from trl_qurl.recipes import ppo
-from trl_qurl.recipes.arguments import check_model, take_settings
-from trl_qurl.recipes.grpo import parse_arguments
+from trl_qurl.lab.recipes import ppo
+from trl_qurl.lab.recipes.arguments import check_model, take_settings
+from trl_qurl.lab.recipes.grpo import parse_arguments
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "transformers", "trl", "vllm", "datasets", "matplotlib", "rich")

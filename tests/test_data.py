@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from trl_qurl.data import INSTRUCTION, final_answer, load_questions
+from trl_qurl.lab.data import INSTRUCTION, final_answer, load_questions
 
 
 def write(path, rows):

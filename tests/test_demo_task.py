@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trl_qurl.demo import evaluate, task, warm_start
-from trl_qurl.demo.algorithms import ALGORITHMS, critic_shortfall
-from trl_qurl.demo.run import Measured, find_shortfall
+from trl_qurl.lab.demo import evaluate, task, warm_start
+from trl_qurl.lab.demo.algorithms import ALGORITHMS, critic_shortfall
+from trl_qurl.lab.demo.run import Measured, find_shortfall
 
 TINY = warm_start.WarmStartSettings(target=0.0, max_updates=2, evaluate_every=1, batch_size=4)
 
@@ -76,7 +76,7 @@ def test_expected_and_greedy_accuracy_by_hand():
 
 
 def test_teacher_forcing_agrees_with_sampling_token_by_token(tokenizer):
-    from trl_qurl.demo.model import build_model
+    from trl_qurl.lab.demo.model import build_model
 
     policy = build_model(tokenizer, seed=0).train()
     ids = task.encode_problems(task.sample_problems(3, seed=0), tokenizer)
@@ -175,8 +175,8 @@ def test_a_critic_must_stay_useful_once_it_has_begun():
 def test_the_log_and_the_picture_bear_missing_metrics(tmp_path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("rich")
-    from trl_qurl.demo.figure import draw_figure
-    from trl_qurl.demo.record import describe, read_csv, write_csv
+    from trl_qurl.lab.demo.figure import draw_figure
+    from trl_qurl.lab.demo.record import describe, read_csv, write_csv
 
     rows = [
         {"rollout": 1, "reward": 0.5, "mismatch/kl_k3": None},

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from documents import PAGES, ROOT, inline_code, shell_commands
 
-from trl_qurl.options import build_parser
-from trl_qurl.recipes import grpo, ppo
+from trl_qurl.cli.options import build_parser
+from trl_qurl.lab.recipes import grpo, ppo
 
 RECIPES = {"grpo": grpo, "ppo": ppo}
 ON_CPU = ["--use_cpu", "--bf16", "false", "--report_to", "none"]

@@ -16,8 +16,8 @@ from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl import cli
 from trl_qurl.quantization import SCHEMES
+from trl_qurl.rollout.engine.client import WORKER_EXTENSION, RolloutVLLMClient
 from trl_qurl.rollout.errors import ServerError
-from trl_qurl.rollout.server import WORKER_EXTENSION, RolloutVLLMClient
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k_grpo.py"
 

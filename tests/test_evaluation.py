@@ -19,13 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import tiny_model, tiny_tokenizer
 
-from trl_qurl.evaluation.answers import GREEDY, SAMPLED, Answer, AnswerFile, Request, graded
-from trl_qurl.evaluation.job import Job, Sampling
-from trl_qurl.evaluation.results import build_table, count, summarize
-from trl_qurl.evaluation.run import evaluate, keep_settings, only_process
-from trl_qurl.evaluation.scores import Z95, average_at_k, paired_difference, pass_at_k
-from trl_qurl.evaluation.tasks import SOURCES, load_task, load_tasks
-from trl_qurl.evaluation.worker import sampling_params, start_engine
+from trl_qurl.lab.evaluation.answers import GREEDY, SAMPLED, Answer, AnswerFile, Request, graded
+from trl_qurl.lab.evaluation.job import Job, Sampling
+from trl_qurl.lab.evaluation.results import build_table, count, summarize
+from trl_qurl.lab.evaluation.run import evaluate, keep_settings, only_process
+from trl_qurl.lab.evaluation.scores import Z95, average_at_k, paired_difference, pass_at_k
+from trl_qurl.lab.evaluation.tasks import SOURCES, load_task, load_tasks
+from trl_qurl.lab.evaluation.worker import sampling_params, start_engine
 
 answer_sheets = st.integers(1, 5).flatmap(
     lambda k: st.lists(st.lists(st.booleans(), min_size=k, max_size=k), min_size=1, max_size=8)
@@ -247,7 +247,10 @@ def test_a_directory_belongs_to_one_evaluation(tmp_path):
 
 
 def subprocess_lock(directory):
-    code = "import sys, pathlib; from trl_qurl.evaluation import run; run.only_process(pathlib.Path(sys.argv[1]), 0.1)"
+    code = (
+        "import sys, pathlib; from trl_qurl.lab.evaluation import run; "
+        "run.only_process(pathlib.Path(sys.argv[1]), 0.1)"
+    )
     done = subprocess.run([sys.executable, "-c", code, str(directory)], capture_output=True, text=True)
     if "Another evaluation is writing" in done.stderr:
         raise ValueError("Another evaluation")

@@ -20,8 +20,8 @@ from tiny import tiny_model, tiny_tokenizer
 from transformers import TrainerCallback
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+from trl_qurl.rollout.engine.client import RolloutVLLMClient
 from trl_qurl.rollout.errors import ServerError, SyncError
-from trl_qurl.rollout.server import RolloutVLLMClient
 
 # In this order, since a server takes long to start: those that lose it come last.
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("faults")]

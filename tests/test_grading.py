@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import SHARED
 
-from trl_qurl import grading
-from trl_qurl.grading import GRADING_TIMEOUT, is_correct, is_gradable, worker
-from trl_qurl.grading.extraction import final_answer
-from trl_qurl.grading.notation import normalized
-from trl_qurl.grading.values import parse_number
+from trl_qurl.lab import grading
+from trl_qurl.lab.grading import GRADING_TIMEOUT, is_correct, is_gradable, worker
+from trl_qurl.lab.grading.extraction import final_answer
+from trl_qurl.lab.grading.notation import normalized
+from trl_qurl.lab.grading.values import parse_number
 
 pytest.importorskip("math_verify")
 
@@ -725,7 +725,7 @@ def test_the_verdict_depends_on_nothing_that_came_before(fresh_verdicts):
 SCRIPT = r"""
 import os, sys
 print("main", flush=True)
-from trl_qurl.grading import is_correct, worker
+from trl_qurl.lab.grading import is_correct, worker
 print(sorted({"sympy", "math_verify", "latex2sympy2_extended", "torch", "trl"} & set(sys.modules)), flush=True)
 print(is_correct(r"\boxed{\sqrt{8}}", r"2\sqrt2"), worker._worker.pid, flush=True)
 child = os.fork()
@@ -766,7 +766,10 @@ def is_running(pid):
 
 
 def test_the_worker_imports_no_torch():
-    code = "import sys, trl_qurl.grading.process as p; assert p._warm_up(); print({'torch', 'trl'} & set(sys.modules))"
+    code = (
+        "import sys, trl_qurl.lab.grading.process as p; "
+        "assert p._warm_up(); print({'torch', 'trl'} & set(sys.modules))"
+    )
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert finished.stdout == "set()\n", finished.stderr
 
@@ -910,9 +913,9 @@ def answers_that_sympy_reprints(stride):
     """Expressions of the data sets and what SymPy makes of them: other order, other fractions, roots worked out."""
     from sympy import Expr, expand, latex
 
-    from trl_qurl.grading.algebra import expression
-    from trl_qurl.grading.structure import Value, structure
-    from trl_qurl.grading.values import read
+    from trl_qurl.lab.grading.algebra import expression
+    from trl_qurl.lab.grading.structure import Value, structure
+    from trl_qurl.lab.grading.values import read
 
     names = ("math500/test", "deepscaler/train_subset", "deepscaler/train_components")
     answers = sorted({row["answer"] for name in names for row in rows_of(name)})

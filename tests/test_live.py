@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from conftest import group_members
 
-from trl_qurl import lifetime
-from trl_qurl.report import live
-from trl_qurl.report.child import last_lines, run_child
-from trl_qurl.report.labels import wording
+from trl_qurl.lab import lifetime
+from trl_qurl.lab.report import live
+from trl_qurl.lab.report.child import last_lines, run_child
+from trl_qurl.lab.report.labels import wording
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("IPython", "matplotlib")),
@@ -27,7 +27,7 @@ SETTINGS = {"rollout_quantization": "int8", "objective": "acr", "updates_per_rol
 
 TRAINER = """
 import sys, time
-from trl_qurl.run_log import RunLog
+from trl_qurl.trainers.run_log import RunLog
 
 log = RunLog(sys.argv[1] + "/run.jsonl")
 log.begin({settings!r}, 0)
@@ -177,7 +177,7 @@ def test_an_interrupt_ends_the_command_and_what_it_started(tmp_path):
 def test_a_kernel_that_is_killed_takes_the_command_along(tmp_path):
     code = f"""
 from pathlib import Path
-from trl_qurl.report.child import run_child
+from trl_qurl.lab.report.child import run_child
 run_child(["sleep", "600"], Path({str(tmp_path / "log")!r}), print, every=600)
 """
     kernel = subprocess.Popen([sys.executable, "-c", code])

@@ -8,7 +8,7 @@ import warnings
 import pytest
 from conftest import child_environment
 
-from trl_qurl import noise
+from trl_qurl.cli import noise
 
 OLD_NAME = "`torch.distributed.reduce_op` is deprecated, please use `torch.distributed.ReduceOp` instead"
 
@@ -109,9 +109,9 @@ def test_who_asks_for_everything_gets_it(monkeypatch, build, heard, name, value)
 def test_importing_the_package_silences_nothing():
     code = (
         "import logging, os, warnings; before = warnings.filters[:], dict(os.environ), logging.root.handlers[:]\n"
-        "import trl_qurl, trl_qurl.cli, trl_qurl.recipes.grpo, trl_qurl.noise\n"
+        "import trl_qurl, trl_qurl.cli, trl_qurl.lab.recipes.grpo, trl_qurl.cli.noise\n"
         "assert before == (warnings.filters, dict(os.environ), logging.root.handlers)\n"
-        "assert not logging.getLogger(trl_qurl.noise.TRITON_LOGGER).filters\n"
+        "assert not logging.getLogger(trl_qurl.cli.noise.TRITON_LOGGER).filters\n"
     )
     done = subprocess.run([sys.executable, "-c", code], env=child_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -124,7 +124,7 @@ def test_the_real_import_of_vllm_is_silent():
     if not noise.importlib.util.find_spec("triton") or not cpu_build():
         pytest.skip("Triton's message comes with the CPU build of vLLM, beside an installed Triton")
     look = "import vllm.triton_utils; import torch.distributed; vars(torch.distributed)['reduce_op'].__dict__"
-    for code, expected in ((look, True), (f"from trl_qurl.noise import quiet; quiet(); {look}", False)):
+    for code, expected in ((look, True), (f"from trl_qurl.cli.noise import quiet; quiet(); {look}", False)):
         environment = child_environment(VLLM_LOGGING_LEVEL="ERROR", PYTHONWARNINGS="")
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

@@ -18,11 +18,11 @@ from forks import WarmPython, replaced_environment
 from tiny import SHARED, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-from trl_qurl.evaluation.run import full_precision
+from trl_qurl.lab.evaluation.run import full_precision
 from trl_qurl.quantization import dequantize_weight, quantize_weight, quantized_layer_names
 from trl_qurl.quantization.schemes import SCHEMES
 from trl_qurl.quantization.storage import read_tensors
-from trl_qurl.run_log import read_run
+from trl_qurl.trainers.run_log import read_run
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

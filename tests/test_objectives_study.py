@@ -17,7 +17,7 @@ from benchmarks.objectives.one_run import shortened, write_short_log
 from trl_qurl.objective import OBJECTIVES
 from trl_qurl.quantization.schemes import SCHEMES, get_scheme
 from trl_qurl.quantization.weights import dequantize_weight, quantize_weight
-from trl_qurl.run_log import read_run
+from trl_qurl.trainers.run_log import read_run
 
 ROOT = Path(__file__).parents[1]
 

@@ -6,9 +6,9 @@ from tiny import tiny_model
 
 from trl_qurl.quantization import SCHEMES, dequantize_weight, quantize_weight, quantized_layer_names
 from trl_qurl.quantization.fake_quantization import quantize_activations, quantized_forward
+from trl_qurl.rollout.checks.digests import DigestRecorder, compare_digests, tensor_digest
+from trl_qurl.rollout.checks.probe import Continuation, _disturbed, check_probe, compare_probe, probe_prompts
 from trl_qurl.rollout.errors import SyncError
-from trl_qurl.rollout.probe import Continuation, _disturbed, check_probe, compare_probe, probe_prompts
-from trl_qurl.rollout.proof import DigestRecorder, compare_digests, tensor_digest
 
 # What was broken, and the check that names it.
 BY_CHECK = {

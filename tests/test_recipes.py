@@ -8,10 +8,10 @@ import pytest
 import yaml
 from tiny import SHARED, tiny_model, tiny_tokenizer
 
-from trl_qurl.recipes import grpo, ppo
-from trl_qurl.recipes.arguments import take_settings
-from trl_qurl.recipes.questions import punishments
-from trl_qurl.run_log import read_run
+from trl_qurl.lab.recipes import grpo, ppo
+from trl_qurl.lab.recipes.arguments import take_settings
+from trl_qurl.lab.recipes.questions import punishments
+from trl_qurl.trainers.run_log import read_run
 
 RECIPES = sorted((Path(__file__).parents[1] / "examples" / "recipes").glob("*.yaml"))
 VARIANTS = sorted((Path(__file__).parents[1] / "examples" / "recipes" / "variants").glob("*.yaml"))

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from trl_qurl.report import write as writing
-from trl_qurl.report import write_report
-from trl_qurl.report.bars import bars_of, draw_bars
-from trl_qurl.report.curves import (
+from trl_qurl.lab.report import write as writing
+from trl_qurl.lab.report import write_report
+from trl_qurl.lab.report.bars import bars_of, draw_bars
+from trl_qurl.lab.report.curves import (
     Points,
     across_seeds,
     estimate,
@@ -26,16 +26,16 @@ from trl_qurl.report.curves import (
     smoothing_window,
     student_t,
 )
-from trl_qurl.report.groups import MOST_PER_PLOT, group_runs, make_facets
-from trl_qurl.report.numerals import numeral, percentage, tick, with_error
-from trl_qurl.report.pictures import COLORS, DASHES, MARKERS, draw_plot, to_png
-from trl_qurl.report.plots import Curves, plots_of
-from trl_qurl.report.questions import QUESTIONS, Measure, Panel, Question, ask, held_out_scores
-from trl_qurl.report.runs import load_runs
-from trl_qurl.report.seconds import mean_seconds, seconds_per_rollout
-from trl_qurl.report.settings import common, differing, flatten, origins, set_aside
-from trl_qurl.report.summary import differences_table, summary_table
-from trl_qurl.run_log import Run
+from trl_qurl.lab.report.groups import MOST_PER_PLOT, group_runs, make_facets
+from trl_qurl.lab.report.numerals import numeral, percentage, tick, with_error
+from trl_qurl.lab.report.pictures import COLORS, DASHES, MARKERS, draw_plot, to_png
+from trl_qurl.lab.report.plots import Curves, plots_of
+from trl_qurl.lab.report.questions import QUESTIONS, Measure, Panel, Question, ask, held_out_scores
+from trl_qurl.lab.report.runs import load_runs
+from trl_qurl.lab.report.seconds import mean_seconds, seconds_per_rollout
+from trl_qurl.lab.report.settings import common, differing, flatten, origins, set_aside
+from trl_qurl.lab.report.summary import differences_table, summary_table
+from trl_qurl.trainers.run_log import Run
 
 SETTINGS = {"rollout_quantization": "int8", "objective": "acr", "uaq_scale": 1.0, "seed": 0, "updates_per_rollout": 4}
 
@@ -776,7 +776,7 @@ def test_a_report_that_fails_leaves_the_old_page(tmp_path, monkeypatch):
 def test_a_report_needs_neither_torch_nor_a_display(tmp_path):
     write_run(tmp_path / "run")
     script = (
-        "import sys; from pathlib import Path; from trl_qurl.report import write_report\n"
+        "import sys; from pathlib import Path; from trl_qurl.lab.report import write_report\n"
         "heavy = {'torch', 'transformers', 'trl', 'vllm', 'matplotlib', 'jinja2'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
         "write_report([Path(sys.argv[1])], Path(sys.argv[2]))\n"

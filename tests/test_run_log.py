@@ -6,8 +6,8 @@ import json
 import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from trl_qurl.run_log import RUN_LOG, RunLog, read_run
 from trl_qurl.trainers.callbacks import RunLogCallback
+from trl_qurl.trainers.run_log import RUN_LOG, RunLog, read_run
 
 
 def write(path, rows, settings=None, step=0):

@@ -9,9 +9,9 @@ import pytest
 from conftest import Server
 from tiny import tiny_model, tiny_tokenizer
 
-from trl_qurl.cache import CACHE_VARIABLE
 from trl_qurl.quantization import checkpoint
-from trl_qurl.rollout import launch
+from trl_qurl.quantization.cache import CACHE_VARIABLE
+from trl_qurl.rollout.engine import launch
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_the_command_fits_the_build_of_vllm(distribution, start, monkeypatch):
     assert start in command
     assert "--host 127.0.0.1 --port 8000" in command
     assert "--logprobs-mode processed_logprobs --max-logprobs -1" in command
-    assert "--worker-extension-cls trl_qurl.rollout.worker.RolloutWorker" in command
+    assert "--worker-extension-cls trl_qurl.rollout.engine.worker.RolloutWorker" in command
     assert command.endswith("--max-model-len 64"), "options of vLLM's are passed on"
 
 

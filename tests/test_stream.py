@@ -14,9 +14,9 @@ import torch
 from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl.quantization import SCHEMES, quantization_config, quantized_layer_names, write_checkpoint
+from trl_qurl.rollout.checks.digests import DigestRecorder, compare_digests
+from trl_qurl.rollout.engine.client import RolloutVLLMClient
 from trl_qurl.rollout.errors import ServerError, SyncError
-from trl_qurl.rollout.proof import DigestRecorder, compare_digests
-from trl_qurl.rollout.server import RolloutVLLMClient
 from trl_qurl.rollout.stream import announce, as_announced, rollout_tensors
 from trl_qurl.rollout.transport import choose_transport
 
@@ -118,7 +118,7 @@ def ends(monkeypatch):
     from vllm.distributed.weight_transfer import packed_tensor
     from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-    from trl_qurl.rollout.worker import RolloutWorker
+    from trl_qurl.rollout.engine.worker import RolloutWorker
 
     idle = SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(packed_tensor, "_get_streams", lambda device, count: (idle,) * count)

@@ -111,7 +111,7 @@ DEFINITIONS = [
         "",
         "quantization/checkpoint.py copies a model without it cold",
     ),
-    ("accelerate.utils.modeling", "is_peft_model", "model", "rollout/generation.py tells adapters by it"),
+    ("accelerate.utils.modeling", "is_peft_model", "model", "rollout/backend.py tells adapters by it"),
     (
         "accelerate.utils.operations",
         "broadcast_object_list",
@@ -174,12 +174,12 @@ DEFINITIONS = [
         "layer",
         "ReloadableCPUInt8Kernel keeps the scales that it hands to oneDNN",
     ),
-    (HEAD, "ParallelLMHead", "", "rollout/cpu_repairs.py packs its weight anew"),
+    (HEAD, "ParallelLMHead", "", "rollout/engine/cpu.py packs its weight anew"),
     (
         HEAD,
         "UnquantizedEmbeddingMethod.process_weights_after_loading",
         "layer",
-        "rollout/cpu_repairs.py packs the output head's weight by it",
+        "rollout/engine/cpu.py packs the output head's weight by it",
     ),
     ("compressed_tensors.utils.match", "is_match", "name module targets", "quantization/layers.py ignores by it"),
     (
@@ -304,7 +304,7 @@ def test_attributes_of_the_generation_backend():
     used = {"model", "accelerator", "processing_class", "mode", "enable_sleep_mode", "llm", "vllm_client"}
     used |= {"_llm_weights_sleeping"}
     missing = used - assigned_attributes(GENERATION, "VLLMGeneration")
-    assert not missing, f"VLLMGeneration no longer has {sorted(missing)}, which rollout/generation.py uses."
+    assert not missing, f"VLLMGeneration no longer has {sorted(missing)}, which rollout/backend.py uses."
 
 
 def test_the_constructor_starts_the_engine_last():
@@ -523,11 +523,11 @@ def test_a_reload_goes_layer_by_layer_through_load_weights():
 
 def test_a_reload_reports_layers_without_weights():
     assert "logger = init_logger(__name__)" in ast.unparse(tree(LAYERWISE)), (
-        f"The logger of vLLM's reload is not {LAYERWISE!r}, which rollout/worker.py listens to."
+        f"The logger of vLLM's reload is not {LAYERWISE!r}, which rollout/engine/worker.py listens to."
     )
     body = text_of(LAYERWISE, "finalize_layerwise_processing")
     assert "logger.warning('%s: Failed to load weights', layer.__class__.__name__)" in body, (
-        "vLLM words its report of a layer without new weights otherwise; rollout/worker.py makes an error of it."
+        "vLLM words its report of a layer without new weights otherwise; rollout/engine/worker.py raises on it."
     )
 
 
@@ -544,15 +544,15 @@ def test_names_of_the_int8_parameters():
 def test_a_quantized_layer_says_which_kernel_it_uses():
     scheme = "vllm.model_executor.layers.quantization.compressed_tensors.schemes.compressed_tensors_w8a8_int8"
     assert "kernel" in assigned_attributes(scheme, "CompressedTensorsW8A8Int8.create_weights"), (
-        "CompressedTensorsW8A8Int8 no longer keeps its kernel as `kernel`; rollout/cpu_repairs.py exchanges it there."
+        "CompressedTensorsW8A8Int8 no longer keeps its kernel as `kernel`; rollout/engine/cpu.py exchanges it there."
     )
     assert "layer.scheme = " in ast.unparse(tree(COMPRESSED_TENSORS)), (
-        "A quantized layer no longer keeps its scheme as `scheme`; rollout/cpu_repairs.py looks for it there."
+        "A quantized layer no longer keeps its scheme as `scheme`; rollout/engine/cpu.py looks for it there."
     )
     kernels = "vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel"
     attributes = assigned_attributes(kernels, "ScaledMMLinearKernel.__init__")
     assert {"config", "layer_param_names"} <= attributes, (
-        "Kernels keep their arguments under other names; rollout/cpu_repairs.py builds one from another's."
+        "Kernels keep their arguments under other names; rollout/engine/cpu.py builds one from another's."
     )
 
 
@@ -582,7 +582,7 @@ def test_server_endpoints(router, route, leaning):
 def test_layers_that_multiply_have_a_method_for_it():
     for module, layer in (("vllm.model_executor.layers.linear", "LinearBase"), (HEAD, "VocabParallelEmbedding")):
         assert "self.quant_method" in text_of(module, f"{layer}.__init__"), (
-            f"{layer} keeps its method under another name; rollout/held.py leaves layers out that have a quant_method."
+            f"{layer} keeps its method under another name; rollout/checks/held.py skips layers that have one."
         )
 
 
@@ -635,7 +635,7 @@ def plain_reload(run_scenario, tmp_path_factory):
 def test_a_tied_head_is_still_left_stale_by_vllm(plain_reload):
     assert plain_reload["started"]["head_error"] < 0.02, "the head is wrong before any reload: this test shows nothing"
     assert plain_reload["reloaded"]["head_error"] > 0.1, (
-        "vLLM repaired it: the workaround repack_output_head in trl_qurl/rollout/cpu_repairs.py can go."
+        "vLLM repaired it: the workaround repack_output_head in trl_qurl/rollout/engine/cpu.py can go."
     )
 
 
@@ -648,5 +648,5 @@ def test_int8_scales_are_still_freed_under_the_primitive_by_vllm(plain_reload):
     assert plain_reload["started"]["primitives"] == plain_reload["reloaded"]["primitives"] == 8
     assert plain_reload["started"]["dangling"] == 0
     assert plain_reload["reloaded"]["dangling"] == 8, (
-        "vLLM repaired it: the workaround ReloadableCPUInt8Kernel in trl_qurl/rollout/cpu_repairs.py can go."
+        "vLLM repaired it: the workaround ReloadableCPUInt8Kernel in trl_qurl/rollout/engine/cpu.py can go."
     )

@@ -17,7 +17,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from trl_qurl.options import build_parser
+from trl_qurl.cli.options import build_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 

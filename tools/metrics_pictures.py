@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from trl_qurl.report.curves import final_value, points_of, smooth
-from trl_qurl.run_log import read_run
+from trl_qurl.lab.report.curves import final_value, points_of, smooth
+from trl_qurl.trainers.run_log import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNS = ROOT / "benchmarks" / "objectives" / "runs" / "main"

@@ -6,7 +6,8 @@ Names are imported when they are first used, so that `import trl_qurl` costs not
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from trl_qurl._version import __version__
+__version__ = "0.1.0"
+"""The version, which `setup.cfg` reads as well."""
 
 if TYPE_CHECKING:
     from trl_qurl.config import QuRLGRPOConfig, QuRLPPOConfig

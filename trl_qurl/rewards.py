@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-from trl_qurl.grading import is_correct, is_gradable
+from trl_qurl.lab.grading import is_correct, is_gradable
 
 Completion = str | list[dict[str, str]]
 
@@ -13,8 +13,8 @@ Completion = str | list[dict[str, str]]
 def answer_reward(completions: list[Completion], answer: list[str], **kwargs: Any) -> list[float | None]:
     r"""Score each completion 1.0 if its final answer equals the reference, 0.0 if not.
 
-    The content of the last `\boxed{}` counts; without one, the last formula or number (`trl_qurl.grading`). In any
-    thread, a completion takes `trl_qurl.grading.GRADING_TIMEOUT` seconds at most.
+    The content of the last `\boxed{}` counts; without one, the last formula or number (`trl_qurl.lab.grading`). In any
+    thread, a completion takes `trl_qurl.lab.grading.GRADING_TIMEOUT` seconds at most.
 
     Args:
         completions: texts, or conversations whose last message holds the text.

@@ -34,7 +34,7 @@ def coarsen_activations(model: torch.nn.Module, bits: int) -> int:
     """
     from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Int8
 
-    from trl_qurl.rollout.cpu_repairs import ReloadableCPUInt8Kernel
+    from trl_qurl.rollout.engine.cpu import ReloadableCPUInt8Kernel
 
     class CoarseActivations(ReloadableCPUInt8Kernel):
         def apply_weights(

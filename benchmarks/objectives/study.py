@@ -19,7 +19,7 @@ from typing import Any
 from benchmarks.objectives.arms import EXPERIMENTS, Arm
 
 RESULTS = Path(__file__).parent / "runs"
-PRELOADED = ["trl.trainer.grpo_trainer", "vllm", "trl_qurl.trainers.grpo", "trl_qurl.demo.record", __name__]
+PRELOADED = ["trl.trainer.grpo_trainer", "vllm", "trl_qurl.trainers.grpo", "trl_qurl.lab.demo.record", __name__]
 FIRST_PORT = 29610
 
 
@@ -67,7 +67,7 @@ def missing_runs(
 
 def run_all(missing: list[tuple[Arm, int, Path]], jobs: int, rollouts: int | None) -> int:
     """Make the runs, `jobs` at a time, each on a core of its own; returns how many failed."""
-    from trl_qurl.demo.run import ENVIRONMENT
+    from trl_qurl.lab.demo.run import ENVIRONMENT
 
     # Before the server that all runs are forked from imports anything: it then imports vLLM, TRL and torch once.
     for name, value in {**ENVIRONMENT, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}.items():
@@ -109,7 +109,7 @@ def prepare() -> tuple[Path, dict[str, Any]]:
     from rich.console import Console
 
     from benchmarks.provenance import provenance
-    from trl_qurl.demo.run import prepare_policy
+    from trl_qurl.lab.demo.run import prepare_policy
 
     found = provenance(torch.device("cpu"), measured="trl_qurl")
     return prepare_policy(None, Console()), {name: found[name] for name in ("date", "commit", "hardware", "versions")}

@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks.objectives.arms import EXPERIMENTS
 from benchmarks.objectives.study import RESULTS
-from trl_qurl.report.curves import Estimate, estimate, final_value, points_of
-from trl_qurl.run_log import Run, read_run
+from trl_qurl.lab.report.curves import Estimate, estimate, final_value, points_of
+from trl_qurl.trainers.run_log import Run, read_run
 
 FIRST = 10  # rollouts
 ACCURACY = "expected_accuracy"

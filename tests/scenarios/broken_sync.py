@@ -83,7 +83,7 @@ def before_sending(fault):
 
 def load_nothing(generation):
     """The worker claims success and digests without loading anything."""
-    from trl_qurl.rollout.engines import LoadReport
+    from trl_qurl.rollout.engine.engines import LoadReport
 
     def load(source, version, digest, metadata, partial):
         for _ in source:

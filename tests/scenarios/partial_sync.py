@@ -14,7 +14,7 @@ from tiny import tiny_model, tiny_tokenizer
 from vllm import LLM
 
 from trl_qurl.quantization import SCHEMES, quantize_weights, quantized_layer_names, write_checkpoint
-from trl_qurl.rollout.server import WORKER_EXTENSION
+from trl_qurl.rollout.engine.client import WORKER_EXTENSION
 
 
 def sync_without(left_out: str, model, checkpoint: str) -> str | None:

@@ -11,15 +11,15 @@ from importlib import import_module
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from trl_qurl.evaluation.tasks import encode_prompt
-from trl_qurl.trainers.task_evaluation import ANSWERERS
+from trl_qurl.lab.evaluation.callback import ANSWERERS
+from trl_qurl.lab.evaluation.tasks import encode_prompt
 
 
 def main() -> None:
     arguments = sys.argv[1:]
     records = {}
     for command, name, argv in zip(arguments[::3], arguments[1::3], arguments[2::3], strict=True):
-        recipe = import_module(f"trl_qurl.recipes.{command}")
+        recipe = import_module(f"trl_qurl.lab.recipes.{command}")
         trainer = recipe.train(*recipe.parse_arguments(json.loads(argv)))
         records[name] = {"step": trainer.state.global_step, "history": trainer.state.log_history}
         if trainer.args.rollout_quantization is None:

@@ -1,6 +1,6 @@
 """Quantization: what is rounded (`layers`), how (`schemes`, `weights`), where it is stored (`storage`, `checkpoint`).
 
-`invariant_scaling` prepares a model so that its updates survive rounding (UAQ).
+`uaq` prepares a model so that its updates survive rounding (UAQ).
 """
 
 from trl_qurl.quantization.checkpoint import write_checkpoint

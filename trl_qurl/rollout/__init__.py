@@ -1,1 +1,1 @@
-"""Rollouts: the engine (`generation`, `server`, `worker`) and its distance from the policy (`mismatch`, ...)."""
+"""Rollouts: TRL's backend on quantized weights (`backend`), the `engine`, the `checks` of a sync, and metrics."""

@@ -5,8 +5,8 @@ from pathlib import Path
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from trl_qurl.quantization.invariant_scaling import recorded_scale, scale_model_
-from trl_qurl.run_log import RUN_LOG, RunLog
+from trl_qurl.quantization.uaq import recorded_scale, scale_model_
+from trl_qurl.trainers.run_log import RUN_LOG, RunLog
 
 
 class UpdateAwareQuantizationCallback(TrainerCallback):

@@ -24,10 +24,11 @@ from trl.import_utils import is_vllm_available
 from trl.trainer import grpo_trainer
 
 from trl_qurl.config import QuRLGRPOConfig
-from trl_qurl.evaluation.tasks import load_tasks
+from trl_qurl.lab.evaluation.callback import TaskEvaluationCallback
+from trl_qurl.lab.evaluation.tasks import load_tasks
 from trl_qurl.objective import surrogate_terms
 from trl_qurl.quantization.schemes import get_scheme
-from trl_qurl.rollout.generation import quantized_generation
+from trl_qurl.rollout.backend import quantized_generation
 from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.trainers.callbacks import RunLogCallback, UpdateAwareQuantizationCallback
@@ -43,7 +44,6 @@ from trl_qurl.trainers.rollout_state import (
 )
 from trl_qurl.trainers.saving import SavingTrainer
 from trl_qurl.trainers.step_timer import StepTimer
-from trl_qurl.trainers.task_evaluation import TaskEvaluationCallback
 
 
 class QuRLGRPOTrainer(SavingTrainer, DynamicSamplingTrainer):

@@ -9,7 +9,7 @@ from importlib.metadata import packages_distributions, version
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from trl_qurl._version import __version__
+from trl_qurl import __version__
 from trl_qurl.config import QuRLGRPOConfig, QuRLPPOConfig
 from trl_qurl.objective import OBJECTIVES
 from trl_qurl.quantization.schemes import QuantizationScheme, get_scheme

@@ -1,0 +1,133 @@
+"""From measured costs to a step, to a speed-up, to advice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trl_qurl.lab.bench.costs import EngineCosts, Range, TrainingCosts, at_size
+from trl_qurl.lab.bench.workload import Workload
+
+WORTHWHILE = 1.05
+"""Speed-up of a step below which quantized rollouts are not worth another source of error."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """
+    Seconds of the parts of a training step.
+
+    Attributes:
+        sync: Getting the weights into the engine.
+        generate: The rollout.
+        score: Log-probabilities of the policy at rollout time; one update per rollout does without.
+        update: Forward, backward and optimizer.
+    """
+
+    sync: Range
+    generate: Range
+    score: Range
+    update: Range
+
+    @property
+    def total(self) -> Range:
+        """The whole step."""
+        return self.sync + self.generate + self.score + self.update
+
+    @property
+    def rollout_share(self) -> float:
+        """Of generating and syncing in the step: the most that a faster rollout can save."""
+        return (self.generate.middle + self.sync.middle) / self.total.middle
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """
+    What a format gains over 16-bit rollouts.
+
+    Attributes:
+        step: Its step.
+        speedup: Of the step.
+        rollout_speedup: Of generation alone.
+        bytes_saved: Of the engine's weights.
+        break_even: Completion length from which on a step is faster; 1 if it always is, `None` if never.
+    """
+
+    step: Step
+    speedup: Range
+    rollout_speedup: float
+    bytes_saved: int
+    break_even: int | None
+
+    @property
+    def advice(self) -> str:
+        """`"yes"`, `"no"`, or `"unclear"` where the measurements allow both."""
+        if self.speedup.low >= WORTHWHILE:
+            return "yes"
+        return "no" if self.speedup.high < WORTHWHILE else "unclear"
+
+
+def predict_step(engine: EngineCosts, training: TrainingCosts, workload: Workload) -> Step:
+    """A step of `workload`: sync, one rollout, a scoring pass over it if there are several updates, and those."""
+    tokens = workload.train_batch * (workload.prompt_len + workload.completion_len)
+    passes = at_size(training.update, tokens).times(workload.passes)
+    return Step(
+        sync=engine.sync.range,
+        generate=engine.generate(workload.completion_len),
+        score=at_size(training.score, tokens).times(workload.passes if workload.updates > 1 else 0),
+        update=passes + training.optimizer.range.times(workload.updates),
+    )
+
+
+def compare(baseline: EngineCosts, engine: EngineCosts, training: TrainingCosts, workload: Workload) -> Comparison:
+    """
+    A format against 16-bit rollouts.
+
+    Scoring and updating are the same seconds in both steps, so their spread does not widen the range of the speed-up
+    by itself: its bounds take rollout and sync at their extremes, and the rest at its middle.
+    """
+    before, after = predict_step(baseline, training, workload), predict_step(engine, training, workload)
+    rest = before.score.middle + before.update.middle
+
+    def ratio(slow: float, fast: float) -> float:
+        return (slow + rest) / (fast + rest)
+
+    rollout_before, rollout_after = before.sync + before.generate, after.sync + after.generate
+    return Comparison(
+        step=after,
+        speedup=Range(
+            ratio(rollout_before.low, rollout_after.high),
+            ratio(rollout_before.middle, rollout_after.middle),
+            ratio(rollout_before.high, rollout_after.low),
+        ),
+        rollout_speedup=before.generate.middle / after.generate.middle,
+        bytes_saved=baseline.weight_bytes - engine.weight_bytes,
+        break_even=break_even(baseline, engine, workload.completion_len),
+    )
+
+
+def break_even(baseline: EngineCosts, engine: EngineCosts, longest: int) -> int | None:
+    """
+    The completion length from which on quantized rollouts save more than their sync costs.
+
+    Args:
+        baseline: 16-bit rollouts.
+        engine: Quantized ones.
+        longest: Length asked about; lengths up to sixteen times that are looked at.
+
+    Returns:
+        1 if they save at any length, `None` if at none.
+    """
+
+    def saved(tokens: int) -> float:
+        rollout = baseline.generate(tokens).middle - engine.generate(tokens).middle
+        return rollout - (engine.sync.range.middle - baseline.sync.range.middle)
+
+    low, high = 1, 16 * longest
+    if saved(low) > 0 and saved(high) > 0:
+        return 1
+    if saved(high) <= 0:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if saved(middle) > 0 else (middle, high)
+    return high

@@ -1,0 +1,219 @@
+"""A bench from start to end: check, let one process per format measure, compare."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trl_qurl.lab.bench.costs import EngineCosts, Measurement, Timing, TrainingCosts
+from trl_qurl.lab.bench.prediction import Comparison, Step, compare, predict_step
+from trl_qurl.lab.bench.workload import Job, Workload
+
+BASELINE = "none"
+FORMATS = ("int8", "fp8")
+BUDGETS = {True: 6.0, False: 60.0}
+"""Seconds that a kind of measurement may take; quick, or not."""
+
+LOG_TAIL = 4000
+"""Characters shown of what a failed process printed."""
+
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine dies with its process, and that with the command
+}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """
+    What was measured and what follows from it.
+
+    Attributes:
+        model: As it was named.
+        workload: The step that is predicted.
+        baseline: That step with 16-bit rollouts.
+        measurements: By format, `"none"` for 16 bits.
+        comparisons: By quantized format.
+        failures: By format, why there is no measurement.
+        seconds: How long it all took.
+    """
+
+    model: str
+    workload: Workload
+    baseline: Step
+    measurements: dict[str, Measurement]
+    comparisons: dict[str, Comparison]
+    failures: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+def bench(
+    model: str,
+    workload: Workload,
+    schemes: Sequence[str] | None = None,
+    quick: bool = False,
+    ignore: Sequence[str] = ("lm_head",),
+    engine_kwargs: dict[str, Any] | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> Bench:
+    """
+    Measure what steps with 16-bit and with quantized rollouts cost on this machine.
+
+    Args:
+        model: Name on the Hub, or directory with a `config.json`. No weights are needed.
+        workload: The step to predict.
+        schemes: Of `"int8"` and `"fp8"`; by default those that this machine has kernels for.
+        quick: Whether to spend seconds on each measurement, and estimate more.
+        ignore: Modules kept in full precision.
+        engine_kwargs: Further arguments of `vllm.LLM`.
+        report: Called with a line about what is going on.
+
+    Raises:
+        ValueError: Arguments that do not fit, or a model that cannot be quantized.
+        ImportError: vLLM is missing.
+        ChildProcessError: 16-bit rollouts could not be measured; what the process printed says why.
+    """
+    started = time.monotonic()
+    if schemes is None:
+        schemes = available_schemes()
+    if unknown := [scheme for scheme in schemes if scheme not in FORMATS]:
+        raise ValueError(f"There is no format {', '.join(map(repr, unknown))}; choose from {', '.join(FORMATS)}.")
+    from trl_qurl.rollout.engine.launch import require_vllm
+
+    require_vllm()
+    measurements: dict[str, Measurement] = {}
+    failures: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        save_config(model, workload, ignore, directory)
+        for scheme in (BASELINE, *schemes):
+            job = Job(
+                directory,
+                None if scheme == BASELINE else scheme,
+                workload,
+                BUDGETS[quick],
+                tuple(ignore),
+                measures_training=scheme == BASELINE,
+                engine_kwargs=default_engine_kwargs() | (engine_kwargs or {}),
+            )
+            report(f"Measuring {'16-bit' if scheme == BASELINE else scheme.upper()} rollouts")
+            try:
+                measurements[scheme] = run_job(job, Path(directory))
+            except ChildProcessError as error:
+                if scheme == BASELINE:
+                    raise
+                failures[scheme] = str(error)
+    baseline, training = measurements[BASELINE].engine, measurements[BASELINE].training
+    assert training is not None, "it was asked for"
+    return Bench(
+        model,
+        workload,
+        predict_step(baseline, training, workload),
+        measurements,
+        {
+            scheme: compare(baseline, measurements[scheme].engine, training, workload)
+            for scheme in schemes
+            if scheme in measurements
+        },
+        failures,
+        time.monotonic() - started,
+    )
+
+
+def available_schemes() -> list[str]:
+    """The formats that this machine multiplies in: without FP8 arithmetic, vLLM takes minutes for a rollout."""
+    import torch
+
+    has_fp8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+    return ["int8", "fp8"] if has_fp8 else ["int8"]
+
+
+def default_engine_kwargs() -> dict[str, Any]:
+    """On a CPU vLLM compiles for minutes, so there the engine runs as it is."""
+    import torch
+
+    return {} if torch.cuda.is_available() else {"enforce_eager": True}
+
+
+def save_config(model: str, workload: Workload, ignore: Sequence[str], directory: str) -> None:
+    """
+    Write the model's config to a directory, once it is clear that it can be measured.
+
+    Raises:
+        ValueError: The context is too short for the workload, or there is nothing to quantize.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from trl_qurl.quantization.layers import quantized_layer_names
+
+    config = AutoConfig.from_pretrained(model)
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    needed = workload.prompt_len + workload.completion_len
+    if context is not None and needed > context:
+        raise ValueError(
+            f"Prompts of {workload.prompt_len} and completions of {workload.completion_len} tokens do not fit into "
+            f"the model's context of {context}: shorten --prompt-len or --completion-len."
+        )
+    with torch.device("meta"):
+        quantized_layer_names(AutoModelForCausalLM.from_config(config), ignore)
+    config.save_pretrained(directory)
+
+
+def run_job(job: Job, directory: Path) -> Measurement:
+    """
+    Let a process of its own measure.
+
+    Raises:
+        ChildProcessError: It failed.
+    """
+    name = job.scheme or BASELINE
+    source, result = directory / f"{name}.job.json", directory / f"{name}.result.json"
+    job.write(source)
+    defaults = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
+    command = [sys.executable, "-m", "trl_qurl.lab.bench.worker", str(source), str(result)]
+    with (directory / f"{name}.log").open("w+", errors="replace") as log:
+        done = subprocess.run(command, env={**os.environ, **defaults}, stdout=log, stderr=log, check=False)
+        log.seek(0)
+        said = log.read()
+    if done.returncode or not result.exists():
+        how = "was killed, perhaps for want of memory" if done.returncode == -9 else f"ended with {done.returncode}"
+        print(said[-LOG_TAIL:], file=sys.stderr)
+        raise ChildProcessError(
+            f"The process that measures {'16-bit' if job.scheme is None else job.scheme.upper()} rollouts {how}; what "
+            "it said last is above. A smaller --batch or shorter completions need less memory."
+        )
+    return read_measurement(json.loads(result.read_text(encoding="utf-8")))
+
+
+def read_measurement(content: dict[str, Any]) -> Measurement:
+    """A measurement from its JSON."""
+
+    def timings(entries: list[dict[str, Any]]) -> list[Timing]:
+        return [Timing(**entry) for entry in entries]
+
+    engine, training = content["engine"], content["training"]
+    return Measurement(
+        EngineCosts(
+            timings(engine["generation"]), Timing(**engine["sync"]), engine["weight_bytes"], engine["start_s"]
+        ),
+        None
+        if training is None
+        else TrainingCosts(timings(training["score"]), timings(training["update"]), Timing(**training["optimizer"])),
+    )
+
+
+def write_bench(result: Bench, path: Path) -> None:
+    """Write all figures as JSON."""
+    content = asdict(result)
+    for scheme, comparison in result.comparisons.items():
+        content["comparisons"][scheme]["advice"] = comparison.advice
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,95 @@
+"""A bench as a person reads it: the table, and what it means in sentences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trl_qurl.lab.bench.costs import Range
+from trl_qurl.lab.bench.prediction import WORTHWHILE, Comparison
+from trl_qurl.lab.bench.run import BASELINE, Bench
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NAMES = {BASELINE: "16 bits", "int8": "INT8", "fp8": "FP8"}
+
+
+def build_table(result: Bench) -> Table:
+    """Seconds of a step by format; fits into 80 columns."""
+    from rich import box
+    from rich.table import Table
+
+    workload = result.workload
+    table = Table(
+        title=f"{result.model}: one step of {workload.batch} completions, {workload.completion_len} tokens each",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        caption="Seconds; estimated from shorter runs where a whole step would take too long.",
+        caption_justify="left",
+    )
+    table.add_column("format", no_wrap=True)
+    for heading in ("tok/s", "sync", "rollout", "score", "update", "step", "speed-up", "weights"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for scheme, measurement in result.measurements.items():
+        comparison = result.comparisons.get(scheme)
+        step = comparison.step if comparison else result.baseline
+        table.add_row(
+            NAMES[scheme],
+            f"{measurement.engine.tokens_per_second(workload.completion_len, workload.batch):.0f}",
+            *(shown(part.middle) for part in (step.sync, step.generate, step.score, step.update, step.total)),
+            speedup(comparison.speedup) if comparison else "",
+            size(measurement.engine.weight_bytes),
+        )
+    return table
+
+
+def sentences(result: Bench) -> list[str]:
+    """What to do, and why, for each format."""
+    share = result.baseline.rollout_share
+    lines = [
+        f"Rollouts and their sync are {share:.0%} of a 16-bit step: were they free, a step would be "
+        f"{1 / (1 - share):.1f} times as fast, and no format can do better."
+    ]
+    for scheme, comparison in result.comparisons.items():
+        lines.append(f"{NAMES[scheme]}: {advice(comparison)} {break_even(comparison, result)}")
+    lines += [f"{NAMES[scheme]}: not measured. {failure}" for scheme, failure in result.failures.items()]
+    return lines
+
+
+def advice(comparison: Comparison) -> str:
+    """One sentence that may be "don't"."""
+    gain = speedup(comparison.speedup)
+    rollout = f"rollouts {comparison.rollout_speedup:.2f} times as fast"
+    if comparison.advice == "yes":
+        return f"Yes. Expect steps {gain} times as fast ({rollout})."
+    if comparison.advice == "no":
+        return f"Don't, for speed: steps would be {gain} times as fast ({rollout})."
+    return (
+        f"Unclear: steps would be {gain} times as fast ({rollout}), which may or may not be the {WORTHWHILE:.2f} from "
+        "which on it is worth it. Without --quick the range is narrower."
+    )
+
+
+def break_even(comparison: Comparison, result: Bench) -> str:
+    """From which length on it pays, and what is saved in memory."""
+    saved = f"The engine's weights are {size(comparison.bytes_saved)} smaller."
+    if comparison.break_even is None:
+        return f"The sync is never earned back, up to {16 * result.workload.completion_len} tokens. {saved}"
+    if comparison.break_even == 1:
+        return f"It saves time at any completion length. {saved}"
+    return f"It saves time from completions of {comparison.break_even} tokens on. {saved}"
+
+
+def speedup(value: Range) -> str:
+    """A ratio with its range."""
+    return f"{value.middle:.2f} ({value.low:.2f}-{value.high:.2f})"
+
+
+def size(count: int) -> str:
+    """Bytes as a person says them."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
+
+
+def shown(seconds: float) -> str:
+    """Seconds with three digits."""
+    return f"{seconds:.0f}" if seconds >= 100 else f"{seconds:.3g}" if seconds >= 0.1 else f"{seconds:.3f}"

@@ -1,0 +1,117 @@
+"""What learning from a rollout costs: scoring it, and the passes and steps of the optimizer.
+
+The passes are those of TRL's trainer, without the trainer: 32-bit weights (16-bit autocast on a GPU), and TRL's own
+output head, which scores the completions only and never holds all logits.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from trl_qurl.lab.bench.costs import Timing, TrainingCosts
+from trl_qurl.lab.bench.workload import Workload
+
+FIRST_TOKENS = 64
+"""Tokens in the first pass of each kind; each further one has twice as many."""
+
+GRADIENT_NORM = 1.0
+NOT_SCORED = -100
+
+
+def build_policy(config_dir: str, device: torch.device) -> Any:
+    """The model with random weights, as a trainer holds it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(config_dir)
+    with device:
+        policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    policy.config.architectures = [type(policy).__name__]
+    return policy
+
+
+def measure_training(policy: Any, workload: Workload, budget: float) -> TrainingCosts:
+    """
+    Seconds of scoring, updating and of the optimizer.
+
+    Args:
+        policy: Model to train; its weights are changed.
+        workload: What a full pass holds.
+        budget: Seconds that each kind may take, roughly.
+    """
+    from trl.trainer import add_fused_lm_head
+
+    policy.train()
+    add_fused_lm_head(policy, outputs=("log_probs", "entropy"))
+    if workload.gradient_checkpointing:
+        policy.gradient_checkpointing_enable()
+        policy.config.use_cache = False
+
+    def score(rows: int, length: int) -> None:
+        with torch.no_grad():
+            log_probabilities(policy, rows, length, workload)
+
+    def update(rows: int, length: int) -> None:
+        log_probabilities(policy, rows, length, workload).mean().backward()
+
+    scoring = grow(policy, score, workload, budget)
+    updating = grow(policy, update, workload, budget)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, fused=policy.device.type == "cuda")
+
+    def step() -> float:
+        started = seconds(policy)
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), GRADIENT_NORM)
+        optimizer.step()
+        return seconds(policy) - started
+
+    step()  # makes the optimizer's state
+    return TrainingCosts(scoring, updating, Timing(1, [step(), step()]))
+
+
+def log_probabilities(policy: Any, rows: int, length: int, workload: Workload) -> torch.Tensor:
+    """Log-probabilities of random sequences (rows, length), of which the completions' tokens are scored."""
+    share = workload.completion_len / (workload.prompt_len + workload.completion_len)
+    scored = max(1, round(share * length))
+    tokens = torch.randint(0, policy.config.get_text_config().vocab_size, (rows, length), device=policy.device)
+    labels = tokens.clone()
+    labels[:, :-scored] = NOT_SCORED
+    autocast = torch.autocast("cuda", torch.bfloat16) if policy.device.type == "cuda" else nullcontext()
+    with autocast:
+        outputs = policy(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=labels, fused_lm_head=True)
+    return outputs.log_probs[:, -scored:]
+
+
+def grow(policy: Any, action: Any, workload: Workload, budget: float) -> list[Timing]:
+    """Time passes of more and more tokens, up to a full one, as long as the next is likely to fit into the budget."""
+    full_length = workload.prompt_len + workload.completion_len
+    timings: list[Timing] = []
+    spent, length, rows = 0.0, min(FIRST_TOKENS, full_length), 1
+    action(rows, length)  # the first is never like the others
+    while True:
+        runs = []
+        for _ in range(2):
+            started = seconds(policy)
+            action(rows, length)
+            runs.append(seconds(policy) - started)
+        timings.append(Timing(rows * length, runs))
+        spent += sum(runs)
+        if length < full_length:
+            grown_rows, grown_length = rows, min(2 * length, full_length)
+        elif rows < workload.train_batch:
+            grown_rows, grown_length = min(2 * rows, workload.train_batch), length
+        else:
+            return timings
+        growth = grown_rows * grown_length / (rows * length)
+        if spent + growth * sum(runs) > budget:
+            return timings
+        rows, length = grown_rows, grown_length
+
+
+def seconds(policy: Any) -> float:
+    """The clock, once the device has done what it was given."""
+    if policy.device.type == "cuda":
+        torch.cuda.synchronize(policy.device)
+    return time.perf_counter()

@@ -1,0 +1,174 @@
+"""One process of a bench: an engine of one format, random weights, a clock.
+
+    python -m trl_qurl.lab.bench.worker job.json result.json
+
+A process of its own, because an engine does not leave the one it was started in. Nothing is loaded: what a step costs
+does not depend on what the weights are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trl_qurl.lab.bench.costs import EngineCosts, Measurement, Timing
+from trl_qurl.lab.bench.workload import Job
+from trl_qurl.lab.lifetime import die_with_parent
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+REPEATS = 3
+SHORT = 8
+"""Tokens of the first completions, from which it is estimated how long ones the budget allows."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure what the job asks for."""
+    source, result = sys.argv[1:] if argv is None else argv
+    die_with_parent()
+    measurement = measure(Job.read(Path(source)))
+    Path(result).write_text(json.dumps(asdict(measurement)), encoding="utf-8")
+    return 0
+
+
+def measure(job: Job) -> Measurement:
+    """Costs of the job's format, and of training if it is asked for."""
+    import torch
+
+    from trl_qurl.lab.bench.training import build_policy, measure_training
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    policy = build_policy(job.config_dir, device)
+    started = time.perf_counter()
+    llm = start_engine(job, policy)
+    start_s = time.perf_counter() - started
+    generation = measure_generation(llm, job)
+    sync, weight_bytes = measure_sync(llm, policy, job)
+    training = measure_training(policy, job.workload, job.budget) if job.measures_training else None
+    return Measurement(EngineCosts(generation, sync, weight_bytes, start_s), training)
+
+
+def start_engine(job: Job, policy: Any) -> LLM:
+    """An engine as TRL's trainer starts it, with weights that were never loaded."""
+    from vllm import LLM
+
+    from trl_qurl.quantization.schemes import get_scheme, quantization_config
+    from trl_qurl.quantization.storage import write_config
+    from trl_qurl.rollout.directory import CheckpointDirectory
+    from trl_qurl.rollout.engine.attention import check_head_size
+    from trl_qurl.rollout.engine.client import WORKER_EXTENSION
+
+    check_head_size(policy.config)
+    workload = job.workload
+    directory = CheckpointDirectory(None, 0)  # of a name by which vLLM finds again what it has compiled
+    scheme = quantization_config(get_scheme(job.scheme), job.ignore) if job.scheme else None
+    write_config(policy, directory.path, scheme)
+    arguments = {
+        "model": str(directory.path),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": workload.prompt_len + workload.completion_len,
+        "max_num_seqs": workload.batch,
+        "max_num_batched_tokens": 4096,
+        "gpu_memory_utilization": 0.3,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": WORKER_EXTENSION,
+    }
+    return LLM(**{**arguments, **job.engine_kwargs})
+
+
+def measure_generation(llm: LLM, job: Job) -> list[Timing]:
+    """A whole batch of completions of one token, of a few, and of as many as the budget allows."""
+    workload = job.workload
+    prompts = make_prompts(job)
+
+    def generate(tokens: int) -> float:
+        from vllm import SamplingParams
+
+        llm.reset_prefix_cache()  # as every sync does
+        params = SamplingParams(max_tokens=tokens, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False)
+        started = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - started
+
+    generate(min(2, workload.completion_len))  # the first is never like the others
+    timings = [Timing(1, repeat(lambda: generate(1)))]
+    if workload.completion_len > 1:
+        short = min(SHORT, workload.completion_len)
+        timings.append(Timing(short, repeat(lambda: generate(short))))
+    if workload.completion_len > SHORT:
+        rate = (timings[1].range.middle - timings[0].range.middle) / (timings[1].size - 1)
+        affordable = (job.budget / REPEATS - timings[0].range.middle) / max(rate, 1e-9)
+        longest = int(min(workload.completion_len, max(2 * SHORT, affordable)))
+        if longest > SHORT:
+            timings.append(Timing(longest, repeat(lambda: generate(longest))))
+    return timings
+
+
+def make_prompts(job: Job) -> list[Any]:
+    """Random tokens, each prompt as often as there are completions of it; another process makes the same."""
+    import torch
+    from transformers import AutoConfig
+
+    workload = job.workload
+    vocabulary = AutoConfig.from_pretrained(job.config_dir).get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    shape = (workload.batch // workload.generations, workload.prompt_len)
+    distinct = torch.randint(0, vocabulary, shape, generator=generator).tolist()
+    return [{"prompt_token_ids": tokens} for tokens in distinct for _ in range(workload.generations)]
+
+
+def measure_sync(llm: LLM, policy: Any, job: Job) -> tuple[Timing, int]:
+    """Quantize and load, as a colocated trainer does before each rollout; and the bytes that arrive."""
+    from trl_qurl.quantization.layers import linear_layer_names, quantized_layer_names
+    from trl_qurl.quantization.schemes import get_scheme
+    from trl_qurl.rollout.engine.engines import ColocatedEngine
+    from trl_qurl.rollout.stream import announce, rollout_tensors
+
+    scheme = get_scheme(job.scheme) if job.scheme else None
+    layers = (quantized_layer_names if scheme else linear_layer_names)(policy, job.ignore)
+    engine = ColocatedEngine(llm)
+
+    def parameters() -> Any:
+        return ((name, parameter.data) for name, parameter in policy.named_parameters())
+
+    def sync() -> float:
+        started = time.perf_counter()
+        engine.load(rollout_tensors(parameters(), scheme, layers, lambda *_: None), "bench", digest=False)
+        synchronize(policy)
+        return time.perf_counter() - started
+
+    sync()
+    elements = 0
+    for _, dtype, shape in announce(parameters(), scheme, layers):
+        size = 1
+        for length in shape:
+            size *= length
+        elements += size * (1 if dtype in ("int8", "float8_e4m3fn") else 2)  # the engine holds the rest in 16 bits
+    return Timing(1, repeat(sync)), elements
+
+
+def repeat(action: Callable[[], float]) -> list[float]:
+    """Seconds of some repetitions."""
+    return [action() for _ in range(REPEATS)]
+
+
+def synchronize(policy: Any) -> None:
+    """Wait for the device."""
+    import torch
+
+    if policy.device.type == "cuda":
+        torch.cuda.synchronize(policy.device)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""Benchmarks during training: answered greedily by the engine or by the policy, graded, and logged as `eval_*`."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import gather_object
+from transformers import (
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from trl.models import unwrap_model_for_generation
+
+from trl_qurl.lab.evaluation.tasks import Task, encode_prompt
+from trl_qurl.lab.grading import is_correct
+
+if TYPE_CHECKING:
+    from trl_qurl.trainers.grpo import QuRLGRPOTrainer
+
+logger = logging.getLogger(__name__)
+
+Prompts = list[list[int]]
+Answerer = Callable[["QuRLGRPOTrainer", Prompts], list[list[int]]]
+
+
+class TaskEvaluationCallback(TrainerCallback):
+    """
+    Runs benchmarks before the first optimizer step and after every so many.
+
+    Logs `eval_<task>/<who>_avg@1`, `..._tokens` (mean length) and `..._finished` (share that ended before the limit of
+    tokens), and `eval_<task>/seconds`, where who is `actor` or `policy`.
+
+    Args:
+        trainer: Whose model answers.
+        tasks: The benchmarks.
+        every: Optimizer steps between evaluations.
+        who: A key of `ANSWERERS`.
+
+    Raises:
+        ValueError: The policy is to answer and no process has all of it.
+    """
+
+    def __init__(self, trainer: "QuRLGRPOTrainer", tasks: Sequence[Task], every: int, who: str) -> None:
+        if who == "policy" and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+            raise ValueError(
+                "eval_tasks_by='policy' needs the whole model in one place, and here it is split: use 'actor', or "
+                "`trl-qurl eval` on the checkpoints."
+            )
+        self._trainer = trainer
+        self._tasks = tasks
+        self._every = every
+        self._who = who
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Measure where training starts, unless it resumes."""
+        if state.global_step == 0:
+            self._evaluate()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Measure after every so many steps."""
+        if state.global_step % self._every == 0:
+            should_log = control.should_log
+            self._evaluate()
+            control.should_log = should_log  # writing a row of our own has taken this step's as written
+
+    def _evaluate(self) -> None:
+        for task in self._tasks:
+            if self._trainer.accelerator.is_main_process:
+                logger.info("Answering the %s questions of %s (%s).", len(task.prompts), task.name, self._who)
+            started = time.perf_counter()
+            metrics = evaluate_task(self._trainer, task, self._who)
+            metrics[f"eval_{task.name}/seconds"] = time.perf_counter() - started
+            # transformers' own: TRL's would take the metrics of the rollout in progress along.
+            Trainer.log(self._trainer, metrics)
+
+
+def evaluate_task(trainer: "QuRLGRPOTrainer", task: Task, who: str) -> dict[str, float]:
+    """Answer all questions of a task, shared among the processes, and count; every process must call it."""
+    accelerator = trainer.accelerator
+    share = -(-len(task.prompts) // accelerator.num_processes)
+    first = accelerator.process_index * share
+    # A server takes as many prompts from each process, so the last one's share is made up with the last question.
+    mine = [min(number, len(task.prompts) - 1) for number in range(first, first + share)]
+    prompts = [encode_prompt(trainer._tokenizer, task.prompts[number]) for number in mine]
+    completions = ANSWERERS[who](trainer, prompts)
+    texts = trainer.processing_class.batch_decode(completions, skip_special_tokens=True)
+    counted = [
+        (
+            is_correct(text, task.answers[number]),
+            len(tokens),
+            bool(tokens) and tokens[-1] in trainer.eos_token_ids,
+        )
+        for number, text, tokens in zip(mine, texts, completions, strict=True)
+    ]
+    counted = gather_object(counted)[: len(task.prompts)]
+    name = f"eval_{task.name}/{who}_"
+    means = [sum(column) / len(counted) for column in zip(*counted, strict=True)]
+    return dict(zip((f"{name}avg@1", f"{name}tokens", f"{name}finished"), means, strict=True))
+
+
+def answer_by_actor(trainer: "QuRLGRPOTrainer", prompts: Prompts) -> list[list[int]]:
+    """Greedy completions of the engine, which holds the weights of this step afterwards."""
+    generation = trainer.vllm_generation
+    if trainer.state.global_step != trainer._last_loaded_step:
+        generation.sync_weights()
+        trainer._last_loaded_step = trainer.state.global_step
+    temperature, generation.temperature = generation.temperature, 0.0
+    try:
+        completions = generation.generate(prompts=prompts, images=None, num_generations=1)[1]
+    finally:
+        generation.temperature = temperature
+    generation.pop_cost()  # not a rollout's
+    return [list(completion) for completion in completions]
+
+
+def answer_by_policy(trainer: "QuRLGRPOTrainer", prompts: Prompts) -> list[list[int]]:
+    """Greedy completions of the model in training."""
+    tokenizer = trainer._tokenizer
+    completions: list[list[int]] = []
+    was_training = trainer.model.training
+    with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model, torch.no_grad():
+        model.eval()
+        for start in range(0, len(prompts), trainer.args.per_device_eval_batch_size):
+            batch = prompts[start : start + trainer.args.per_device_eval_batch_size]
+            completions += _generate_greedily(model, batch, tokenizer.pad_token_id, trainer)
+    trainer.model.train(was_training)
+    return completions
+
+
+def _generate_greedily(
+    model: PreTrainedModel, prompts: Prompts, pad_token_id: int, trainer: "QuRLGRPOTrainer"
+) -> list[list[int]]:
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts])  # (B, P)
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])  # (B, P)
+    output = model.generate(
+        input_ids=ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        max_new_tokens=trainer.args.max_completion_length,
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        pad_token_id=pad_token_id,
+        eos_token_id=list(trainer.eos_token_ids),
+    )
+    return [_until_end(tokens, trainer.eos_token_ids) for tokens in output[:, longest:].tolist()]
+
+
+def _until_end(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:
+    """The tokens up to the first end token, which is kept as vLLM keeps it."""
+    ends = [place for place, token in enumerate(tokens) if token in eos_token_ids]
+    return tokens[: ends[0] + 1] if ends else tokens
+
+
+ANSWERERS: dict[str, Answerer] = {"actor": answer_by_actor, "policy": answer_by_policy}

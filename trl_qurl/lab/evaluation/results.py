@@ -1,0 +1,124 @@
+"""The figures of an evaluation, and the table that shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from trl_qurl.lab.evaluation.answers import GREEDY, SAMPLED, Answer, AnswerFile, graded
+from trl_qurl.lab.evaluation.job import Sampling
+from trl_qurl.lab.evaluation.scores import Estimate, average_at_k, paired_difference, pass_at_k
+from trl_qurl.lab.evaluation.tasks import Task
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What the answers of one kind, greedy or sampled, come to.
+
+    Attributes:
+        average: Avg@k; Avg@1 for greedy answers.
+        pass_at: pass@k by k, sampled answers only.
+        difference: of `average` from the first format's, question by question.
+        tokens: mean length of an answer.
+        finished: share of answers that ended before the limit of tokens.
+        seconds: that all of them took.
+        tokens_per_second: of the whole.
+    """
+
+    average: Estimate
+    pass_at: dict[int, float]
+    difference: Estimate | None
+    tokens: float
+    finished: float
+    seconds: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """One task in one format."""
+
+    task: str
+    format: str
+    questions: int
+    modes: dict[str, Mode] = field(default_factory=dict)
+
+
+def summarize(files: Mapping[str, AnswerFile], tasks: Sequence[Task], sampling: Sampling) -> list[Result]:
+    """Figures of every task in every format; differences are from the first format."""
+    (_, first), *_ = files.items()
+    return [
+        Result(
+            task.name,
+            label,
+            len(task.prompts),
+            {
+                mode: count(file.of(task.name, mode), None if file is first else first.of(task.name, mode))
+                for mode, _ in sampling.requests(task)
+            },
+        )
+        for task in tasks
+        for label, file in files.items()
+    ]
+
+
+def count(answers: Sequence[Answer], baseline: Sequence[Answer] | None) -> Mode:
+    """Figures of the answers of one kind."""
+    right = graded(answers)
+    samples = min(map(len, right))
+    powers = [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k < samples]
+    tokens, seconds = sum(answer.tokens for answer in answers), sum(answer.seconds for answer in answers)
+    return Mode(
+        average=average_at_k(right),
+        pass_at={k: pass_at_k(right, k) for k in [*powers, samples]} if samples > 1 else {},
+        difference=None if baseline is None else paired_difference(right, graded(baseline)),
+        tokens=tokens / len(answers),
+        finished=sum(answer.finished for answer in answers) / len(answers),
+        seconds=seconds,
+        tokens_per_second=tokens / seconds if seconds else 0.0,
+    )
+
+
+def build_table(results: Sequence[Result], model: str) -> Table:
+    """The figures as a person reads them: per cent, with the interval of 95 % in brackets; fits into 100 columns."""
+    from rich import box
+    from rich.table import Table
+
+    several = len({result.format for result in results}) > 1
+    caption = "%, with intervals of 95 %" + ("; difference from the first format" if several else "")
+    table = Table(
+        title=model, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=caption, caption_justify="left"
+    )
+    for heading in ("task", "format", "answers"):
+        table.add_column(heading, no_wrap=True, min_width=max(len(heading), 6))
+    headings = ["right", *(["difference"] if several else []), "pass@k", "tokens", "cut off", "s"]
+    for heading in headings:
+        table.add_column(heading, justify="right", min_width=len(heading))
+    shown = ""
+    for result in results:
+        for mode, figures in result.modes.items():
+            answers = "greedy" if mode == GREEDY else f"Avg@{max(figures.pass_at, default=1)}"
+            solved = f"{100 * figures.pass_at[max(figures.pass_at)]:.1f}" if figures.pass_at else ""
+            difference = "" if figures.difference is None else _shown(figures.difference, "+.1f")
+            table.add_row(
+                "" if result.task == shown else f"{result.task} ({result.questions})",
+                result.format,
+                answers,
+                _shown(figures.average, ".1f"),
+                *([difference] if several else []),
+                solved if mode == SAMPLED else "",
+                f"{figures.tokens:.0f}",
+                f"{100 * (1 - figures.finished):.1f}",
+                f"{figures.seconds:.0f}",
+            )
+            shown = result.task
+    return table
+
+
+def _shown(estimate: Estimate, form: str) -> str:
+    value, low, high = (format(100 * share, form) for share in (estimate.value, estimate.low, estimate.high))
+    return f"{value} [{low}, {high}]"

@@ -1,0 +1,124 @@
+"""The paper's benchmarks by name, and any other set of questions by path or by name on the Hub."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trl_qurl.lab.data import LOCAL_SUFFIXES, load_questions
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a benchmark lies on the Hub."""
+
+    name: str
+    config: str | None = None
+    split: str = "test"
+
+
+SOURCES = {
+    "gsm8k": Source("openai/gsm8k", "main"),
+    "math500": Source("HuggingFaceH4/MATH-500"),
+    "aime24": Source("HuggingFaceH4/aime_2024", split="train"),
+    "amc23": Source("math-ai/amc23"),
+    "minerva": Source("math-ai/minervamath"),
+    "olympiad": Source("math-ai/olympiadbench"),
+}
+"""The sets the paper evaluates on (GSM8K, AIME24, and the five of DeepScaleR)."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A benchmark, loaded.
+
+    Attributes:
+        name: as shown in tables.
+        prompts: one conversation per question.
+        answers: the references.
+    """
+
+    name: str
+    prompts: list[Any]
+    answers: list[str]
+
+    @property
+    def digest(self) -> str:
+        """Short name of its contents, so that answers to other questions are never taken for answers to these."""
+        return hashlib.blake2b(json.dumps([self.prompts, self.answers]).encode(), digest_size=8).hexdigest()
+
+
+def load_task(spec: str, limit: int | None = None) -> Task:
+    """Load a benchmark.
+
+    Args:
+        spec: a name in `SOURCES`; a local `.json`, `.jsonl`, `.json.gz` or `.jsonl.gz`; a name on the Hub
+            (`owner/set`, optionally `owner/set:config:split`); or `name=source` with any of these as the source.
+        limit: only the first so many questions.
+
+    Raises:
+        ValueError: an unknown name, or questions that cannot be read.
+        FileNotFoundError: a file that is not there.
+    """
+    name, separator, source = spec.partition("=")
+    if not separator:
+        name, source = _shown_name(spec), spec
+    if not name or not source:
+        raise ValueError(f"The task {spec!r} is not of the form name=source; {_allowed()}.")
+    place = _find_source(source)
+    questions = load_questions(place.name, place.split, place.config, limit)
+    return Task(name, questions["prompt"][:], questions["answer"][:])
+
+
+def load_tasks(specs: list[str], limit: int | None = None) -> list[Task]:
+    """Load several; their names must differ.
+
+    Raises:
+        ValueError: as `load_task`, or two tasks of one name.
+    """
+    tasks = [load_task(spec, limit) for spec in specs]
+    names = [task.name for task in tasks]
+    if doubled := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"Two tasks are called {', '.join(doubled)}: give one of them another name, as in name=source."
+        )
+    if not tasks:
+        raise ValueError(f"No task is named; {_allowed()}.")
+    return tasks
+
+
+def encode_prompt(tokenizer: Any, prompt: list[dict[str, str]]) -> list[int]:
+    """A conversation as the model was taught to read it; without a chat template its bare text, and a new line."""
+    if tokenizer.chat_template is None:
+        return list(tokenizer("\n\n".join(message["content"] for message in prompt) + "\n")["input_ids"])
+    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+
+def _find_source(source: str) -> Source:
+    if source in SOURCES:
+        return SOURCES[source]
+    if source.endswith(LOCAL_SUFFIXES) or source.startswith((".", "/", "~")):
+        return Source(source)
+    name, *further = source.split(":")
+    if "/" not in name or len(further) > 2:
+        raise ValueError(f"There is no task {source!r}; {_allowed()}.")
+    config, split = (*further, "", "")[:2]
+    return Source(name, config or None, split or "test")
+
+
+def _shown_name(spec: str) -> str:
+    if spec.endswith(LOCAL_SUFFIXES):
+        path = Path(spec)
+        stem = path.name.split(".")[0]
+        return path.parent.name or stem if stem in ("train", "test") else stem
+    return spec.split(":")[0].split("/")[-1]
+
+
+def _allowed() -> str:
+    return (
+        f"choose of {', '.join(SOURCES)}, or give a local {' or '.join(LOCAL_SUFFIXES)} file, a name on the Hub "
+        "(owner/set, or owner/set:config:split), or name=source"
+    )

@@ -1,0 +1,163 @@
+"""One process of an evaluation: an engine, the questions that have no answer yet, and a grade for each that comes.
+
+    python -m trl_qurl.lab.evaluation.worker job.json
+
+A process of its own, because an engine does not leave the one it was started in, and a second format needs another.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from trl_qurl.cli.noise import quiet
+from trl_qurl.lab.evaluation.answers import GREEDY, Answer, AnswerFile, Request
+from trl_qurl.lab.evaluation.job import Job, Sampling
+from trl_qurl.lab.evaluation.tasks import Task, encode_prompt, load_tasks
+from trl_qurl.lab.lifetime import die_with_parent
+from trl_qurl.rollout.engine.attention import check_head_size
+
+if TYPE_CHECKING:
+    from vllm import LLM, SamplingParams
+
+
+class Completion(NamedTuple):
+    """What the engine gave for one request."""
+
+    request: Request
+    text: str
+    tokens: int
+    finished: bool
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Do the job that the file describes."""
+    (path,) = sys.argv[1:] if argv is None else argv
+    die_with_parent()
+    quiet()
+    job = Job.read(Path(path))
+    tasks = load_tasks(job.tasks, job.limit)
+    file = AnswerFile(Path(job.answers))
+    wanted = [(task, mode, file.missing(requests)) for task in tasks for mode, requests in job.sampling.requests(task)]
+    if any(missing for _, _, missing in wanted):
+        answer_all(job, wanted, file)
+    return 0
+
+
+def answer_all(job: Job, wanted: list[tuple[Task, str, list[Request]]], file: AnswerFile) -> None:
+    """Generate, grade and write, one task and mode after the other, under progress bars."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from trl_qurl.lab.grading import is_correct
+
+    console = Console()
+    console.print(f"Starting vLLM with {job.label}")
+    token_ids, llm = start_engine(job, [task for task, _, missing in wanted if missing])
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
+    columns += [TextColumn("right {task.fields[right]:.1%}"), TimeElapsedColumn()]
+    with Progress(*columns, console=console) as progress:
+        for task, mode, missing in wanted:
+            there = file.of(task.name, mode)
+            right, count = sum(answer.correct for answer in there), len(there)
+            bar = progress.add_task(
+                f"{job.label} {task.name} {mode}",
+                total=count + len(missing),
+                completed=count,
+                right=right / count if count else 0.0,
+            )
+            if not missing:
+                continue
+            last = time.monotonic()
+            for completion in generate(llm, missing, token_ids[task.name], job.sampling):
+                correct = is_correct(completion.text, task.answers[completion.request.question])
+                now = time.monotonic()
+                file.add(
+                    Answer(
+                        completion.request,
+                        correct,
+                        completion.tokens,
+                        completion.finished,
+                        now - last,
+                        completion.text,
+                    )
+                )
+                last = now
+                right, count = right + correct, count + 1
+                progress.update(bar, completed=count, right=right / count)
+
+
+def start_engine(job: Job, tasks: list[Task]) -> tuple[dict[str, list[list[int]]], LLM]:
+    """Token ids of every prompt, by task, and an engine that is long enough for them.
+
+    Raises:
+        ValueError: prompts and completions are longer than the model's context, or vLLM's CPU build has no attention
+            kernel for the model's heads.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    token_ids = {task.name: [encode_prompt(tokenizer, prompt) for prompt in task.prompts] for task in tasks}
+    longest = max(len(ids) for prompts in token_ids.values() for ids in prompts)
+    needed = longest + job.sampling.max_tokens
+    config = AutoConfig.from_pretrained(job.model)
+    check_head_size(config)
+    context = getattr(config.get_text_config(), "max_position_embeddings", needed)
+    if needed > context:
+        way_out = (
+            f"give at most --max-tokens {context - longest}"
+            if longest < context
+            else "leave the longest questions out, or take a model with a longer context"
+        )
+        raise ValueError(
+            f"The longest prompt has {longest} tokens, which with {job.sampling.max_tokens} more do not fit into the "
+            f"model's context of {context}: {way_out}."
+        )
+    from vllm import LLM
+
+    return token_ids, LLM(**{"model": job.model, "max_model_len": needed, **job.engine_kwargs})
+
+
+def generate(llm: LLM, requests: list[Request], prompts: list[list[int]], sampling: Sampling) -> Iterator[Completion]:
+    """Completions as they finish, so that none is lost when this process is killed.
+
+    All requests wait in the engine at once, which keeps it full to the end; `LLM.generate` would hand over nothing
+    before the last of them.
+    """
+    engine = llm.llm_engine
+    by_name = {str(number): request for number, request in enumerate(requests)}
+    for name, request in by_name.items():
+        engine.add_request(name, {"prompt_token_ids": prompts[request.question]}, sampling_params(request, sampling))
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                (completion,) = output.outputs
+                yield Completion(
+                    by_name[output.request_id.split("-")[0]],
+                    completion.text,
+                    len(completion.token_ids),
+                    completion.finish_reason == "stop",
+                )
+
+
+def sampling_params(request: Request, sampling: Sampling) -> SamplingParams:
+    """vLLM's settings for one answer."""
+    from vllm import SamplingParams
+
+    if request.mode == GREEDY:
+        return SamplingParams(temperature=0.0, max_tokens=sampling.max_tokens)
+    name = f"{sampling.seed}/{request.task}/{request.question}/{request.sample}"
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        max_tokens=sampling.max_tokens,
+        seed=zlib.crc32(name.encode()),  # the same on every machine, unlike Python's hash
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

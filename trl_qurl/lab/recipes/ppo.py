@@ -1,0 +1,63 @@
+"""PPO with quantized rollouts on questions with checkable answers: `examples/gsm8k_ppo.py`, `trl-qurl ppo`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from trl_qurl.lab.recipes import questions
+from trl_qurl.lab.recipes.arguments import check_model
+
+if TYPE_CHECKING:
+    from trl import ModelConfig
+
+    from trl_qurl import QuRLPPOConfig, QuRLPPOTrainer
+
+UPDATES_PER_ROLLOUT = 4
+ROLLOUTS = 435
+
+# The paper's GSM8K run: 256 prompts with one answer of up to 512 tokens each, learning rate 1e-5, 15 epochs = 435
+# rollouts, UAQ off. It does not say how many updates a rollout makes; verl's example of that run makes four, of 64.
+DEFAULTS: dict[str, Any] = {
+    "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct",
+    "output_dir": "qurl-gsm8k-ppo",
+    "per_device_train_batch_size": 16,
+    "gradient_accumulation_steps": 4,
+    "steps_per_generation": 16,
+    "num_generations": 1,
+    "max_completion_length": 512,
+    "max_steps": ROLLOUTS * UPDATES_PER_ROLLOUT,
+    "learning_rate": 1e-5,
+    "lr_scheduler_type": "constant",
+    "critic_learning_rate": 1e-5,
+    "uaq_scale": 1.0,
+    "logging_steps": UPDATES_PER_ROLLOUT,
+    "save_steps": 100,
+}
+
+
+@dataclass
+class ScriptArguments(questions.ScriptArguments):
+    """The questions to train on, and where the critic starts."""
+
+    value_model: str | None = field(
+        default=None,
+        metadata={"help": "Name or path of the model that the critic starts from; default: the policy's."},
+    )
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> tuple[ScriptArguments, QuRLPPOConfig, ModelConfig]:
+    """Read arguments from `argv` (default: the command line) and from the YAML file that `--config` names."""
+    from trl_qurl import QuRLPPOConfig
+
+    return questions.parse_arguments("ppo", argv, ScriptArguments, QuRLPPOConfig, DEFAULTS)
+
+
+def train(script_args: ScriptArguments, training_args: QuRLPPOConfig, model_args: ModelConfig) -> QuRLPPOTrainer:
+    """Train on the questions; saves the full-precision policy to `output_dir`, and the critic beside it."""
+    from trl_qurl import QuRLPPOTrainer
+
+    if script_args.value_model is not None and not training_args.share_backbone:
+        check_model(script_args.value_model)
+    return questions.train(QuRLPPOTrainer, script_args, training_args, model_args, value_model=script_args.value_model)

@@ -1,0 +1,244 @@
+"""Update-aware quantization (UAQ): the same function with smaller weights, so that an update is larger beside them.
+
+Once, before training: the linear layers that a normalisation feeds are divided by s, the norm's gain is multiplied by
+s. The output is what it was, x (W / s)ᵀ + b with x grown s-fold; the rounding step of the quantized weights is s times
+finer, and so is what an update must exceed to change a code. Layers with no norm before them (o_proj, down_proj), the
+embedding and the head are left alone. The table below is all that is known of a model: one entry per `model_type`.
+"""
+
+import logging
+import math
+import warnings
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
+from transformers.utils import is_peft_available
+
+from trl_qurl.quantization.parameters import whole
+
+logger = logging.getLogger(__name__)
+
+
+class Architecture(NamedTuple):
+    """Which norm feeds which linear layers, inside one decoder layer.
+
+    Attributes:
+        feeds: (norm, linear layers) by their names inside the decoder layer.
+        gain_offset: the norm multiplies by gain_offset + weight: 0, or 1 in the Gemma family.
+    """
+
+    feeds: tuple[tuple[str, tuple[str, ...]], ...]
+    gain_offset: float
+
+
+ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+MLP = ("mlp.gate_proj", "mlp.up_proj")
+
+# Which layers: Fig. 5. In Gemma 2 and 3 `post_attention_layernorm` normalises what attention gives back; another feeds
+# the MLP.
+POST_ATTENTION_FEEDS = (("input_layernorm", ATTENTION), ("post_attention_layernorm", MLP))
+PRE_FEEDFORWARD_FEEDS = (("input_layernorm", ATTENTION), ("pre_feedforward_layernorm", MLP))
+
+ARCHITECTURES = {
+    "llama": Architecture(POST_ATTENTION_FEEDS, gain_offset=0.0),
+    "mistral": Architecture(POST_ATTENTION_FEEDS, gain_offset=0.0),
+    "qwen2": Architecture(POST_ATTENTION_FEEDS, gain_offset=0.0),
+    "qwen3": Architecture(POST_ATTENTION_FEEDS, gain_offset=0.0),
+    "gemma": Architecture(POST_ATTENTION_FEEDS, gain_offset=1.0),
+    "gemma2": Architecture(PRE_FEEDFORWARD_FEEDS, gain_offset=1.0),
+    "gemma3_text": Architecture(PRE_FEEDFORWARD_FEEDS, gain_offset=1.0),
+}
+
+
+class FeedingNorm(NamedTuple):
+    """
+    A norm, and what it feeds.
+
+    Attributes:
+        norm: Its weight, `(hidden,)`.
+        linears: Weights of the linear layers behind it, each `(out, hidden)`.
+    """
+
+    norm: torch.Tensor
+    linears: tuple[torch.Tensor, ...]
+
+
+def recorded_scale(model: PreTrainedModel) -> float:
+    """The scale that a model's config records.
+
+    Args:
+        model: Scaled or not.
+
+    Returns:
+        s, 1.0 for a model that was not scaled.
+    """
+    return getattr(model.config, "uaq_scale", 1.0)
+
+
+def scale_model_(model: PreTrainedModel, scale: float) -> bool:
+    """Scale a model in place without changing its function, and record the scale in its config.
+
+        W ← W / s,    g ← s · g
+
+    Where g is the gain of the norm that feeds W. Biases stay: (W / s)(s x) + b = W x + b.
+
+    `save_pretrained` keeps the record, so a saved model that is loaded again is not scaled twice. Two models that
+    share one config object share the record.
+
+    In float32 the function is unchanged up to rounding; in bfloat16 and float16 that rounding is not small, and a
+    warning says so.
+
+    Source: Eq. 10-12, Fig. 5.
+
+    Args:
+        model: a model of a type in `ARCHITECTURES`, whole or without its head.
+        scale: s, a factor; the paper's best is 1.5 (Table 4).
+
+    Returns:
+        True if the model was scaled, False if it already carried this scale.
+
+    Raises:
+        ValueError: the scale is not finite and above 0, the model carries another scale, its type is not in the table,
+            or its layers are not the plain linear layers in memory that the table names. Nothing was changed then.
+    """
+    if not (0 < scale < math.inf):
+        raise ValueError(f"Got UAQ scale {scale}. It must be finite and above 0; 1.0 turns UAQ off.")
+    recorded = recorded_scale(model)
+    if recorded == scale:
+        logger.info("The model already carries UAQ scale %s; left as it is.", scale)
+        return False
+    if recorded != 1.0:
+        raise ValueError(
+            f"Asked for UAQ scale {scale}, but the model was already scaled by {recorded} (its config.uaq_scale). "
+            f"Keep uaq_scale={recorded}, or undo it first: trl_qurl.quantization.uaq.restore(model)."
+        )
+    architecture = _architecture(model)
+    groups = _feeding_norms(model, architecture)
+    _warn_if_rounded(groups, scale, architecture.gain_offset)
+
+    for norm, linears in groups:
+        with torch.no_grad(), whole([norm, *linears]):
+            for weight in linears:
+                weight.div_(scale)
+            # s · (offset + w) − offset
+            norm.mul_(scale).add_((scale - 1.0) * architecture.gain_offset)
+    model.config.uaq_scale = float(scale)
+    return True
+
+
+def restore(model: PreTrainedModel) -> bool:
+    """Undo `scale_model_` in place and remove the record.
+
+        W ← s · W,    g ← g / s
+
+    An inverse that is exact to the last bit cannot exist for s = 1.5: dividing by 1.5 maps the floats of [1.5, 2) onto
+    fewer of them in [1, 4/3), so two weights share one quotient. On CPU, powers of two come back exactly and
+    everything else within one unit in the last place of the weight. In the Gemma family the unit is that of the gain
+    1 + w, not of w, and powers of two round as well.
+
+    Source: Eq. 10-12, inverted.
+
+    Args:
+        model: a model, trained since or not.
+
+    Returns:
+        True if the model was restored, False if it carries no scale.
+
+    Raises:
+        ValueError: as in `scale_model_`.
+    """
+    scale = recorded_scale(model)
+    if scale == 1.0:
+        logger.info("The model carries no UAQ scale; left as it is.")
+        return False
+    architecture = _architecture(model)
+    groups = _feeding_norms(model, architecture)
+    _warn_if_rounded(groups, scale, architecture.gain_offset)
+
+    for norm, linears in groups:
+        with torch.no_grad(), whole([norm, *linears]):
+            for weight in linears:
+                weight.mul_(scale)
+            norm.sub_((scale - 1.0) * architecture.gain_offset).div_(scale)
+    del model.config.uaq_scale
+    return True
+
+
+def _architecture(model: PreTrainedModel) -> Architecture:
+    if is_peft_available():
+        from peft import PeftModel
+
+        if isinstance(model, PeftModel):
+            raise ValueError(
+                "Got a PEFT model. UAQ rescales the base, and an adapter trained on the scaled base does not fit the "
+                "unscaled one that it is later loaded on. Set uaq_scale=1.0, or scale and save the base first and "
+                "train the adapter on that copy."
+            )
+    model_type = model.config.model_type
+    if model_type not in ARCHITECTURES:
+        raise ValueError(
+            f"UAQ does not know which norm feeds which layer in model type {model_type!r}. Known: "
+            f"{', '.join(ARCHITECTURES)}. Set uaq_scale=1.0 to train without it."
+        )
+    return ARCHITECTURES[model_type]
+
+
+def _feeding_norms(model: PreTrainedModel, architecture: Architecture) -> list[FeedingNorm]:
+    """Find the norms and the layers they feed; every tensor is checked before any is changed."""
+    norms = {norm for norm, _ in architecture.feeds}
+    layers = [
+        (name, module) for name, module in model.named_modules() if norms <= dict(module.named_children()).keys()
+    ]
+    if not layers:
+        raise ValueError(
+            f"The model says it is a {model.config.model_type!r}, but no layer of it holds "
+            f"{', '.join(sorted(norms))}. UAQ cannot scale it; set uaq_scale=1.0."
+        )
+    return [
+        FeedingNorm(
+            _weight(layer, layer_name, norm),
+            tuple(_weight(layer, layer_name, linear, nn.Linear) for linear in linears),
+        )
+        for layer_name, layer in layers
+        for norm, linears in architecture.feeds
+    ]
+
+
+def _weight(layer: nn.Module, layer_name: str, name: str, kind: type[nn.Module] = nn.Module) -> torch.Tensor:
+    where = f"{layer_name}.{name}"
+    try:
+        module, weight = layer.get_submodule(name), layer.get_parameter(f"{name}.weight")
+    except AttributeError:
+        raise ValueError(
+            f"UAQ needs the parameter {where}.weight, and the model has none (fused or quantized projections?). "
+            "Set uaq_scale=1.0."
+        ) from None
+    if not isinstance(module, kind) or not weight.is_floating_point():
+        raise ValueError(
+            f"UAQ needs plain floating-point weights, and {where} is a {type(module).__name__} of {weight.dtype}. "
+            "Load the model unquantized and without adapters, or set uaq_scale=1.0."
+        )
+    # ZeRO-3's parts are gathered; FSDP, loading to the first process only, sends the others its scaled weights.
+    comes_later = is_deepspeed_zero3_enabled() or is_fsdp_enabled()
+    if (weight.is_meta or weight.numel() == 0) and not comes_later:
+        raise ValueError(
+            f"The weight of {where} is not in memory here: shape {tuple(weight.shape)}, device {weight.device}. Scale "
+            "the checkpoint beforehand, on one process: from_pretrained, scale_model_, save_pretrained. Or set "
+            "uaq_scale=1.0."
+        )
+    return weight
+
+
+def _warn_if_rounded(groups: list[FeedingNorm], scale: float, gain_offset: float) -> None:
+    halves = {t.dtype for norm, linears in groups for t in (norm, *linears)} & {torch.bfloat16, torch.float16}
+    exact = math.frexp(scale)[0] == 0.5 and gain_offset == 0.0
+    if halves and not exact:
+        warnings.warn(
+            f"UAQ with scale {scale} rounds {', '.join(sorted(map(str, halves)))} weights: the model is no longer "
+            'quite the same function. Load it in float32 (model_init_kwargs={"dtype": "float32"}); where the norms '
+            "multiply by their plain weight, a power of two is exact too.",
+            stacklevel=3,
+        )

@@ -1,0 +1,1 @@
+"""Checks that a sync took effect: digests, the tensors that layers hold, and a probe."""

@@ -1,0 +1,1 @@
+"""The engine: vLLM in this process or behind HTTP, and what runs inside its workers."""

