@@ -74,7 +74,7 @@ def test_user_errors_become_one_line(monkeypatch, capsys, error):
     def fail(args):
         raise error("first line\n  second line")
 
-    monkeypatch.setattr(cli, "run_demo", fail)
+    monkeypatch.setattr("trl_qurl.lab.demo.command.run", fail)
     assert cli.main(["demo"]) == 2
     assert capsys.readouterr().err == "trl-qurl: error: first line second line\n"
 
@@ -83,7 +83,7 @@ def test_debug_shows_the_traceback(monkeypatch):
     def fail(args):
         raise ValueError("deep")
 
-    monkeypatch.setattr(cli, "run_demo", fail)
+    monkeypatch.setattr("trl_qurl.lab.demo.command.run", fail)
     monkeypatch.setenv("TRL_QURL_DEBUG", "1")
     with pytest.raises(ValueError, match="deep"):
         cli.main(["demo"])
@@ -93,7 +93,7 @@ def test_faults_of_our_own_are_not_hidden(monkeypatch):
     def fail(args):
         raise TypeError("a bug")
 
-    monkeypatch.setattr(cli, "run_demo", fail)
+    monkeypatch.setattr("trl_qurl.lab.demo.command.run", fail)
     with pytest.raises(TypeError):
         cli.main(["demo"])
 

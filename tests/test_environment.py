@@ -6,7 +6,8 @@ import re
 import pytest
 import torch
 
-from trl_qurl import __version__, cli, environment
+from trl_qurl import __version__, cli
+from trl_qurl.lab import environment
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from trl_qurl.lab.report import write as writing
-from trl_qurl.lab.report import write_report
 from trl_qurl.lab.report.bars import bars_of, draw_bars
 from trl_qurl.lab.report.curves import (
     Points,
@@ -35,6 +34,7 @@ from trl_qurl.lab.report.runs import load_runs
 from trl_qurl.lab.report.seconds import mean_seconds, seconds_per_rollout
 from trl_qurl.lab.report.settings import common, differing, flatten, origins, set_aside
 from trl_qurl.lab.report.summary import differences_table, summary_table
+from trl_qurl.lab.report.write import write_report
 from trl_qurl.trainers.run_log import Run
 
 SETTINGS = {"rollout_quantization": "int8", "objective": "acr", "uaq_scale": 1.0, "seed": 0, "updates_per_rollout": 4}
@@ -776,7 +776,7 @@ def test_a_report_that_fails_leaves_the_old_page(tmp_path, monkeypatch):
 def test_a_report_needs_neither_torch_nor_a_display(tmp_path):
     write_run(tmp_path / "run")
     script = (
-        "import sys; from pathlib import Path; from trl_qurl.lab.report import write_report\n"
+        "import sys; from pathlib import Path; from trl_qurl.lab.report.write import write_report\n"
         "heavy = {'torch', 'transformers', 'trl', 'vllm', 'matplotlib', 'jinja2'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
         "write_report([Path(sys.argv[1])], Path(sys.argv[2]))\n"

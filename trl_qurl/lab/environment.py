@@ -7,6 +7,7 @@ what can't be found out says so.
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import os
@@ -70,6 +71,27 @@ HARMLESS = {
 """Variables whose values are shown too."""
 
 GIB = 1024**3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `trl-qurl env`: there are none.
+
+    Args:
+        parser: The parser of this subcommand.
+    """
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the description.
+
+    Args:
+        args: The parsed options.
+
+    Returns:
+        Exit status 0, whatever was found.
+    """
+    print(describe_environment())
+    return 0
 
 
 def describe_environment() -> str:

@@ -5,7 +5,3 @@ curves (`curves`, `seconds`) as the list of questions asks (`questions`, `plots`
 (`pictures`, `bars`) and a page (`summary`, `page`, `template.html`). `live` draws them in a notebook, also while the
 run goes on (`child`). Nothing here needs torch, TRL or vLLM.
 """
-
-from trl_qurl.lab.report.write import Report, write_report
-
-__all__ = ["Report", "write_report"]

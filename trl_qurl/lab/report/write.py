@@ -19,6 +19,8 @@ from trl_qurl.lab.report.runs import load_runs
 from trl_qurl.lab.report.summary import differences_table, summary_table
 from trl_qurl.trainers.run_log import Run
 
+__all__ = ["Report", "write_report"]
+
 NEEDED = ("matplotlib", "jinja2")
 
 LONGEST_NAME = 80

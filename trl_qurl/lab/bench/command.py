@@ -1,0 +1,74 @@
+"""`trl-qurl bench`: its options, and what it prints. Nothing heavy is imported before the command runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from trl_qurl.cli.options import json_dictionary
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `trl-qurl bench`.
+
+    Args:
+        parser: The parser of this subcommand.
+    """
+    parser.epilog = "No weights are loaded: the cost of a step does not depend on their values."
+    parser.add_argument("model", metavar="MODEL", help="name on the Hub, or a directory with a config.json")
+    parser.add_argument("--prompt-len", type=int, default=256, help="tokens of a prompt (default: %(default)s)")
+    parser.add_argument(
+        "--completion-len", type=int, default=512, help="tokens of a completion (default: %(default)s)"
+    )
+    parser.add_argument("--batch", type=int, default=64, help="completions of a rollout (default: %(default)s)")
+    parser.add_argument("--generations", type=int, default=8, help="completions of a prompt (default: %(default)s)")
+    parser.add_argument("--train-batch", type=int, default=8, help="completions in a pass (default: %(default)s)")
+    parser.add_argument("--updates", type=int, default=4, help="optimizer steps per rollout (default: %(default)s)")
+    parser.add_argument("--no-gradient-checkpointing", action="store_true", help="train without it")
+    parser.add_argument("--schemes", metavar="int8,fp8", help="formats (default: those this machine has kernels for)")
+    parser.add_argument("--quick", action="store_true", help="measure for a few seconds and extrapolate more")
+    parser.add_argument(
+        "--ignore", nargs="+", default=["lm_head"], metavar="PATTERN", help="modules kept in full precision"
+    )
+    parser.add_argument(
+        "--engine-kwargs", type=json_dictionary, default={}, metavar="JSON", help="further arguments of vllm.LLM"
+    )
+    parser.add_argument("-o", "--output", type=Path, help="write all figures to this JSON file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print the table and the advice.
+
+    Args:
+        args: The parsed options.
+
+    Returns:
+        Exit status 0, whatever the advice is.
+    """
+    from rich.console import Console
+
+    from trl_qurl.lab.bench.run import bench, write_bench
+    from trl_qurl.lab.bench.table import build_table, sentences
+    from trl_qurl.lab.bench.workload import Workload
+    from trl_qurl.lab.recipes.arguments import check_model
+
+    workload = Workload(
+        args.prompt_len,
+        args.completion_len,
+        args.batch,
+        args.generations,
+        args.train_batch,
+        args.updates,
+        not args.no_gradient_checkpointing,
+    )
+    check_model(args.model)
+    schemes = args.schemes.split(",") if args.schemes else None
+    console = Console()
+    result = bench(args.model, workload, schemes, args.quick, args.ignore, args.engine_kwargs, console.print)
+    console.print(build_table(result))
+    for line in sentences(result):
+        console.print(line)
+    if args.output:
+        write_bench(result, args.output)
+        print(f"Figures: {args.output}")
+    return 0

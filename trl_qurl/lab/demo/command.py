@@ -1,0 +1,53 @@
+"""`trl-qurl demo`: its options, and what it prints. Nothing heavy is imported before the command runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+SCHEMES = {"int8": "int8", "fp8": "fp8", "none": None}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `trl-qurl demo`.
+
+    Args:
+        parser: The parser of this subcommand.
+    """
+    parser.add_argument("--scheme", choices=SCHEMES, default="int8", help="none: BF16 rollouts")
+    parser.add_argument("--algorithm", choices=["grpo", "ppo"], default="grpo", help="ppo: a critic, and no groups")
+    parser.add_argument("--compare", choices=SCHEMES, help="first train with these rollouts as well")
+    parser.add_argument("--output-dir", type=Path, default=Path("demo-output"), help="for the figure and the log")
+    parser.add_argument("--rollouts", type=int, default=120, help="each makes 256 completions and four updates")
+    parser.add_argument(
+        "--required-rise", type=float, default=0.25, help="the demo fails if expected accuracy rises by less"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, measure, draw.
+
+    Args:
+        args: The parsed options.
+
+    Returns:
+        Exit status 0, or 1 if the policy did not learn enough.
+    """
+    from trl_qurl.lab.demo.run import run_demo
+
+    result = run_demo(
+        SCHEMES[args.scheme],
+        args.output_dir,
+        args.rollouts,
+        args.required_rise,
+        args.seed,
+        algorithm=args.algorithm,
+        compared_schemes=() if args.compare is None else (SCHEMES[args.compare],),
+    )
+    print(f"Log: {result.log_path}\nFigure: {result.figure_path}")
+    if result.shortfall is not None:
+        print(f"trl-qurl: the demo failed: {result.shortfall}", file=sys.stderr)
+        return 1
+    return 0

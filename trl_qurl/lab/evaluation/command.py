@@ -1,0 +1,76 @@
+"""`trl-qurl eval`: its options, and what it prints. Nothing heavy is imported before the command runs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from trl_qurl.cli.options import json_dictionary
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `trl-qurl eval`.
+
+    Args:
+        parser: The parser of this subcommand.
+    """
+    parser.epilog = "Run it again with the same arguments to generate only the answers that are missing."
+    parser.add_argument("model", metavar="MODEL", help="name on the Hub, or a local directory")
+    parser.add_argument(
+        "--tasks",
+        required=True,
+        metavar="TASK[,TASK...]",
+        help="any of gsm8k, math500, aime24, amc23, minerva, olympiad; local .jsonl(.gz) files; "
+        "owner/set[:config:split]; name=source",
+    )
+    parser.add_argument("--schemes", default="none", metavar="none,int8,fp8", help="formats of the same weights")
+    parser.add_argument("--samples", type=int, default=0, metavar="K", help="sampled answers to each question")
+    parser.add_argument("--no-greedy", action="store_true", help="skip the greedy answer to each question")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the samples (the paper: 1.0, or 0.6)")
+    parser.add_argument("--top-p", type=float, default=0.7, help="of the samples (default: the paper's 0.7)")
+    parser.add_argument("--max-tokens", type=int, default=2048, help="longest completion (default: %(default)s)")
+    parser.add_argument("--limit", type=int, metavar="N", help="use only the first N questions of each task")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output-dir", type=Path, help="for answers and results (default: eval-MODEL)")
+    parser.add_argument(
+        "--ignore", nargs="+", default=["lm_head"], metavar="PATTERN", help="modules kept in full precision"
+    )
+    parser.add_argument(
+        "--engine-kwargs", type=json_dictionary, default={}, metavar="JSON", help="further arguments of vllm.LLM"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate the model and print the table.
+
+    Args:
+        args: The parsed options.
+
+    Returns:
+        Exit status 0; what is missing or does not fit is an exception.
+    """
+    from trl_qurl.lab.evaluation.job import Sampling
+    from trl_qurl.lab.evaluation.run import RESULTS_NAME, evaluate, require_packages
+    from trl_qurl.lab.recipes.arguments import check_model
+
+    check_model(args.model)
+    require_packages()
+    output_dir = args.output_dir or Path(f"eval-{Path(args.model).name}")
+    sampling = Sampling(args.samples, not args.no_greedy, args.temperature, args.top_p, args.max_tokens, args.seed)
+    results = evaluate(
+        args.model,
+        args.tasks.split(","),
+        output_dir,
+        sampling,
+        args.schemes.split(","),
+        args.limit,
+        args.ignore,
+        args.engine_kwargs,
+    )
+    from rich.console import Console
+
+    from trl_qurl.lab.evaluation.results import build_table
+
+    Console().print(build_table(results, args.model))
+    print(f"Answers and figures: {output_dir / RESULTS_NAME}")
+    return 0

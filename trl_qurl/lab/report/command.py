@@ -1,0 +1,39 @@
+"""`trl-qurl report`: its options, and what it prints. Nothing heavy is imported before the command runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `trl-qurl report`.
+
+    Args:
+        parser: The parser of this subcommand.
+    """
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="output_dir of a run, or its run.jsonl(.gz)")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("report.html"), help="the page (default: %(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the page and its pictures.
+
+    Args:
+        args: The parsed options.
+
+    Returns:
+        Exit status 0; what cannot be read or written is an exception.
+    """
+    from trl_qurl.lab.report.write import write_report
+
+    report = write_report(args.runs, args.output)
+    for note in report.notes:
+        print(f"trl-qurl: note: {note}", file=sys.stderr)
+    print(f"Report: {report.page}")
+    if report.pictures:
+        print(f"Pictures: {report.pictures[0].parent}")
+    return 0
