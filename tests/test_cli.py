@@ -1,5 +1,6 @@
 """The command as a user meets it: help that comes at once, and mistakes answered in one line."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -8,11 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import child_environment
+from trl import GRPOConfig
 
-from trl_qurl import __version__, cli
-from trl_qurl.lab.recipes import ppo
-from trl_qurl.lab.recipes.arguments import check_model, take_settings
+from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig, __version__, cli
+from trl_qurl.cli.options import check_model
+from trl_qurl.cli.parser import COMMANDS
+from trl_qurl.lab.recipes import device, ppo
 from trl_qurl.lab.recipes.grpo import parse_arguments
+from trl_qurl.lab.recipes.settings_files import take_settings
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "transformers", "trl", "vllm", "datasets", "matplotlib", "rich")
@@ -51,13 +55,79 @@ def test_the_shell_may_ask_what_could_come_next(tmp_path):
     assert run("--version", PYTHONPATH=str(tmp_path)).stdout.startswith("trl-qurl")
 
 
+def test_without_arguments_the_commands_are_listed(capsys):
+    assert cli.main([]) == 0
+    out = capsys.readouterr().out
+    assert all(f"    {name} " in out for name in COMMANDS)
+
+
+def test_a_command_imports_its_own_module_and_nothing_heavy():
+    """Torch aside, whose dtypes the formats name; those of the core do not import the lab."""
+    names = sorted(COMMANDS.keys() - {"grpo", "ppo"}, key=lambda name: ".lab." in COMMANDS[name].module)
+    code = "import sys; from trl_qurl import cli\n"
+    for name in names:
+        code += f"try: cli.main([{name!r}, '--help'])\nexcept SystemExit: pass\n"
+        if ".lab." not in COMMANDS[name].module:
+            code += "assert not [module for module in sys.modules if '.lab' in module]\n"
+    code += f"assert not [module for module in {HEAVY[1:]} if module in sys.modules]\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^usage: trl-qurl (\w+) ", done.stdout, re.MULTILINE) == names
+
+
 @pytest.mark.parametrize(
-    "arguments", [("quantize", "model", "out", "--scheme", "int3"), ("demo", "--sheme", "int8"), ("train",), ()]
+    ("arguments", "message"),
+    [
+        (["gpro"], "there is no command 'gpro'; did you mean grpo? Choose one of grpo, ppo, quantize, serve"),
+        (["train"], "there is no command 'train'. Choose one of grpo"),
+        (["demo", "--sheme", "int8"], "there is no option --sheme; did you mean --scheme?"),
+        (["quantize", "model", "out", "--sheme=int8"], "there is no option --sheme; did you mean --scheme?"),
+        (["serve", "model", "--sheme", "int8"], "there is no option --sheme; did you mean --scheme?"),
+        (
+            ["quantize", "model", "out", "--scheme", "in8"],
+            "--scheme: there is no 'in8'; did you mean int8? Choose one",
+        ),
+        (["serve", "model", "--scheme", "fp-8"], "--scheme: there is no 'fp-8'; did you mean fp8? Choose one of int8"),
+        (["quantize", "model", "out", "more", "--scheme", "int8"], "unexpected argument more"),
+    ],
 )
-def test_arguments_that_do_not_exist(arguments):
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert "trl-qurl" in done.stderr and "error:" in done.stderr
+def test_a_typing_error_is_called_one_and_what_was_meant_is_named(capsys, arguments, message):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(arguments)
+    assert exit.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("trl-qurl") and message in last
+
+
+def test_options_of_vllm_are_no_typing_errors(monkeypatch):
+    calls = []
+    monkeypatch.setattr("trl_qurl.cli.serve.run", lambda args: calls.append(args.further) or 0)
+    further = ["--max-model-len", "64", "--ignore-patterns", "*.bin", "--quantization=fp8", "--ssl-keyfile", "key"]
+    assert cli.main(["serve", "model", *further]) == 0
+    assert calls == [further]
+
+
+def test_ignore_takes_one_pattern_each_time_and_leaves_the_rest_alone(monkeypatch):
+    seen = []
+    for name in ("quantize", "serve"):
+        monkeypatch.setattr(f"trl_qurl.cli.{name}.run", lambda args: seen.append(vars(args)) or 0)
+    assert cli.main(["quantize", "--ignore", "lm_head", "--scheme", "int8", "MODEL", "OUT"]) == 0
+    assert cli.main(["serve", "--ignore", "lm_head", "--ignore", "re:.*down_proj", "MODEL"]) == 0
+    assert cli.main(["serve", "--ignore", "a", "MODEL"]) == cli.main(["serve", "MODEL"]) == 0
+    assert [found["ignore"] for found in seen] == [["lm_head"], ["lm_head", "re:.*down_proj"], ["a"], ["lm_head"]]
+    assert {found["model"] for found in seen} == {"MODEL"} and str(seen[0]["output_dir"]) == "OUT"
+
+
+def test_two_patterns_after_one_ignore_are_not_handed_to_vllm(capsys):
+    assert cli.main(["serve", "MODEL", "--ignore", "lm_head", "re:.*down_proj"]) == 2
+    assert "Unexpected argument re:.*down_proj: give one MODEL, and one pattern" in capsys.readouterr().err
+
+
+def test_control_c_is_one_line(tmp_path):
+    """Also while a library is imported, here one that presses the keys itself."""
+    (tmp_path / "transformers.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)\n")
+    done = run("quantize", "some/model", str(tmp_path / "out"), "--scheme", "int8", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert (done.returncode, done.stderr) == (130, "trl-qurl: interrupted\n")
 
 
 def test_a_missing_data_set_is_one_line_without_a_traceback():
@@ -101,17 +171,53 @@ def test_faults_of_our_own_are_not_hidden(monkeypatch):
 @pytest.mark.parametrize("recipe", ["grpo", "ppo"])
 def test_everything_after_a_recipe_goes_to_trl(monkeypatch, recipe):
     seen = []
-    monkeypatch.setattr(cli, f"run_{recipe}", lambda args: seen.append(args.further) or 0)
+    monkeypatch.setattr(f"trl_qurl.lab.recipes.{recipe}.run", lambda args: seen.append(args.further) or 0)
     cli.main([recipe, "--config", "run.yaml", "--learning_rate", "1e-6", "--help"])
     assert seen == [["--config", "run.yaml", "--learning_rate", "1e-6", "--help"]]
+
+
+@pytest.mark.parametrize(("recipe", "config"), [("grpo", QuRLGRPOConfig), ("ppo", QuRLPPOConfig)])
+def test_the_help_of_a_recipe_shows_our_settings_first(capsys, recipe, config):
+    with pytest.raises(SystemExit) as exit:
+        cli.main([recipe, "--help"])
+    assert exit.value.code in (0, None)
+    shown = capsys.readouterr().out
+    listed = re.findall(r"^  --(\w+) ", shown, re.MULTILINE)
+    inherited = {field.name for field in dataclasses.fields(GRPOConfig)}
+    ours = [field.name for field in dataclasses.fields(config) if field.name not in inherited]
+    assert set(ours) <= set(listed) and len(listed) == len(set(listed))
+    theirs = [listed.index(name) for name in ("output_dir", "learning_rate", "per_device_train_batch_size")]
+    assert max(map(listed.index, ours)) < min(theirs)
+    assert len(shown.splitlines()) < 220 and f"trl-qurl {recipe} --help-all" in shown
+    assert "(default: qurl-gsm8k" in shown, "a default of the recipe's own"
+    with pytest.raises(SystemExit):
+        cli.main([recipe, "--help-all"])
+    assert "--adam_beta1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "bf16"), [({"avx2": True}, False), ({"avx512_bf16": True}, True), ({"amx_bf16": True}, True)]
+)
+def test_without_an_accelerator_training_is_put_on_the_cpu(monkeypatch, tmp_path, capabilities, bf16):
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: capabilities)
+    _, training, _ = parse_arguments(["--output_dir", str(tmp_path)])
+    assert (training.use_cpu, training.bf16) == (True, bf16)
+    _, training, _ = parse_arguments(["--output_dir", str(tmp_path), "--bf16", str(not bf16)])
+    assert training.bf16 == (not bf16), "what the user says goes first"
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    assert device.cpu_settings() == {}
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("a: [1\n b: 2", "is not valid YAML"),
-        ("- learning_rate", "holds no `name: value` lines"),
-        ("learning_rte: 1.0e-6", "sets learning_rte, which no setting is called; `trl-qurl ppo --help` lists"),
+        ("- learning_rate", "has no `name: value` lines"),
+        (
+            "learning_rte: 1.0e-6",
+            "sets learning_rte, but there is no such setting; did you mean learning_rate\\? `trl-",
+        ),
         (None, "does not exist"),
     ],
 )
@@ -171,30 +277,33 @@ def test_the_ppo_recipe_is_the_papers_run(tmp_path):
 def test_quantize_passes_its_arguments_on(monkeypatch, tmp_path, capsys):
     import transformers
 
-    from trl_qurl import quantization
+    from trl_qurl.quantization import checkpoint
 
     calls = []
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda name, dtype: f"model of {name}")
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: f"tokenizer of {name}")
-    monkeypatch.setattr(
-        quantization, "write_checkpoint", lambda *args, **kwargs: calls.append((args, kwargs)), raising=False
-    )
+    monkeypatch.setattr(checkpoint, "write_checkpoint", lambda *args, **kwargs: calls.append((args, kwargs)))
     out = tmp_path / "out"
-    arguments = ["--scheme", "fp8", "--ignore", "lm_head", "re:.*down_proj"]
+    arguments = ["--scheme", "fp8", "--ignore", "lm_head", "--ignore", "re:.*down_proj"]
     assert cli.main(["quantize", "some/model", str(out), *arguments]) == 0
     expected = ("model of some/model", "tokenizer of some/model", "fp8", out)
-    named = {"ignore": ("lm_head", "re:.*down_proj"), "quantizer": "llmcompressor", "show_progress": True}
+    named = {"ignore": ("lm_head", "re:.*down_proj"), "quantizer": "streaming", "show_progress": True}
     assert calls == [(expected, named)]
     assert str(out) in capsys.readouterr().out
 
 
-def test_options_that_do_not_exist_are_answered_with_what_was_meant():
-    with pytest.raises(
-        ValueError, match=r"There is no option --learning_rte; did you mean --learning_rate\? `trl-qurl"
-    ):
-        parse_arguments(["--use_cpu", "--bf16", "false", "--learning_rte", "1e-6"])
-    with pytest.raises(ValueError, match="There is no option --qqq. `trl-qurl grpo --help` lists all"):
-        parse_arguments(["--use_cpu", "--bf16", "false", "--qqq=3"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--learning_rte", "1e-6"], r"There is no option --learning_rte; did you mean --learning_rate\? `trl-qurl"),
+        (["--learning-rte=1e-6"], r"There is no option --learning-rte; did you mean --learning_rate\?"),
+        (["--qqq=3"], r"There is no option --qqq. `trl-qurl grpo --help` lists ours, --help-all all"),
+        (["positional"], r"Unexpected argument positional: write settings as --NAME VALUE"),
+    ],
+)
+def test_options_that_do_not_exist_are_answered_with_what_was_meant(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        parse_arguments(arguments)
 
 
 def test_a_mistake_is_not_answered_with_three_hundred_options(capsys):
@@ -204,6 +313,9 @@ def test_a_mistake_is_not_answered_with_three_hundred_options(capsys):
         "usage: trl-qurl grpo [--config FILE ...] [--OPTION VALUE ...]",
         "trl-qurl grpo: error: argument --max_steps/--max-steps: invalid int value: 'many'",
     ]
+    with pytest.raises(SystemExit):
+        cli.main(["grpo", "--lr_scheduler_type", "cosin"])
+    assert "there is no 'cosin'; did you mean cosine?" in capsys.readouterr().err
 
 
 def test_templates_for_issues_are_forms():

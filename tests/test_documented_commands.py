@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from documents import PAGES, ROOT, inline_code, shell_commands
 
-from trl_qurl.cli.options import build_parser
+from trl_qurl.cli.parser import COMMANDS, build_parser
 from trl_qurl.lab.recipes import grpo, ppo
 
 RECIPES = {"grpo": grpo, "ppo": ppo}
@@ -33,9 +33,14 @@ def extras() -> set[str]:
 
 
 def subcommands() -> dict[str, argparse.ArgumentParser]:
-    parser = build_parser()
-    [action] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return action.choices
+    """Every subcommand's own parser; those of the recipes have no options."""
+    parsers = {}
+    for name in COMMANDS:
+        [action] = [
+            action for action in build_parser([name])._actions if isinstance(action, argparse._SubParsersAction)
+        ]
+        parsers[name] = action.choices[name]
+    return parsers
 
 
 def check(words: list[str]) -> None:
@@ -110,7 +115,7 @@ def neighbours(script: Path) -> list[Path]:
 def check_trl_qurl(words: list[str]) -> None:
     if words[0] in RECIPES:
         return check_training(RECIPES[words[0]], words[1:])
-    args, further = build_parser().parse_known_args(words)
+    args, further = build_parser(words).parse_known_args(words)
     assert args.command == "serve" or not further, further
     if args.command == "report":
         for run in map(str, args.runs):
@@ -137,16 +142,14 @@ def file_of(name: str) -> Path:
     return found[0]
 
 
-COMMANDS = shell_commands()
+SHOWN = shell_commands()
 
 
 def test_commands_were_found():
-    assert len(COMMANDS) > 60 and {words[0] for _, words in COMMANDS} >= {"make", "pip", "python", "trl-qurl", "ssh"}
+    assert len(SHOWN) > 60 and {words[0] for _, words in SHOWN} >= {"make", "pip", "python", "trl-qurl", "ssh"}
 
 
-@pytest.mark.parametrize(
-    ("place", "words"), COMMANDS, ids=[f"{place} {' '.join(words[:3])}" for place, words in COMMANDS]
-)
+@pytest.mark.parametrize(("place", "words"), SHOWN, ids=[f"{place} {' '.join(words[:3])}" for place, words in SHOWN])
 def test_a_command_exists_as_it_is_shown(place, words):
     try:
         check(words)

@@ -107,7 +107,7 @@ def test_llmcompressor_missing_for_training(train):
 
 
 def test_llmcompressor_missing_for_a_checkpoint(model, tmp_path):
-    arguments = ["quantize", model, tmp_path / "out", "--scheme", "int8"]
+    arguments = ["quantize", model, tmp_path / "out", "--scheme", "int8", "--quantizer", "llmcompressor"]
     message = failure(*arguments, scratch=tmp_path, hidden="llmcompressor")
     assert "run `pip install trl-qurl[llmcompressor]`, or use quantizer='streaming'" in message
     assert not (tmp_path / "out").exists()
@@ -135,7 +135,10 @@ def test_a_model_that_was_never_taught_to_answer(train, model, tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path / "base")
     message = train("--model_name_or_path", tmp_path / "base")
     assert message.startswith(f"The tokenizer of {tmp_path / 'base'} has no chat template")
-    assert "take the model's Instruct variant, or give its tokenizer a chat_template and save both" in message
+    assert (
+        "use the Instruct variant of the model, or set a chat_template on its tokenizer and save both together"
+        in message
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only vLLM's CPU build has so few head sizes")

@@ -30,8 +30,6 @@ SETTINGS = {
     "gradient_accumulation_steps": 1,
     "steps_per_generation": 2,
     "max_completion_length": 8,
-    "use_cpu": True,
-    "bf16": False,
     "report_to": "none",
     "uaq_scale": 1.5,
     "vllm_max_model_length": 1024,
@@ -59,13 +57,13 @@ def questions(tmp_path):
 
 
 def run(command, settings, directory):
-    """Train with these settings in a YAML file, and return what was printed."""
+    """Train with these settings in a YAML file, and return the process."""
     (directory / "run.yaml").write_text(yaml.safe_dump(SETTINGS | settings))
     command = [*map(str, command), "--config", str(directory / "run.yaml"), "--output_dir", str(directory / "policy")]
     environment = child_environment(VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR")
     done = subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-6000:]
-    return done.stdout
+    return done
 
 
 def assert_trained(directory, start, steps):
@@ -101,7 +99,9 @@ def test_two_steps_of_ppo_on_gsm8k_with_accelerate_launch(model, tmp_path):
 
 
 def test_the_command_with_a_settings_file_and_own_questions(model, questions, tmp_path):
+    """Also where there is no GPU: the settings say neither use_cpu nor bf16."""
     settings = {"model_name_or_path": str(model), "dataset": str(questions), "max_steps": 1, "learning_rate": 0.0}
     printed = run([BIN / "trl-qurl", "grpo"], settings | {"rollout_quantization": "none"}, tmp_path)
-    assert f"Policy saved to {tmp_path / 'policy'}" in printed
+    assert f"Policy saved to {tmp_path / 'policy'}" in printed.stdout
+    assert printed.stderr.count("No accelerator found: training on the CPU") == (not torch.accelerator.is_available())
     assert_trained(tmp_path, model, steps=1)

@@ -9,8 +9,8 @@ import yaml
 from tiny import SHARED, tiny_model, tiny_tokenizer
 
 from trl_qurl.lab.recipes import grpo, ppo
-from trl_qurl.lab.recipes.arguments import take_settings
 from trl_qurl.lab.recipes.questions import punishments
+from trl_qurl.lab.recipes.settings_files import take_settings
 from trl_qurl.trainers.run_log import read_run
 
 RECIPES = sorted((Path(__file__).parents[1] / "examples" / "recipes").glob("*.yaml"))
@@ -228,5 +228,5 @@ def test_a_punishment_of_every_length_is_refused(tmp_path):
 
 def test_saving_in_8_bits_needs_a_format(tmp_path):
     arguments = [*ON_CPU, "--output_dir", tmp_path, "--save_quantized", "--rollout_quantization", "none"]
-    with pytest.raises(ValueError, match="rollout_quantization is None: set it to 'int8'"):
+    with pytest.raises(ValueError, match="rollout_quantization is None: set it to a format such as 'int8'"):
         grpo.train(*grpo.parse_arguments(list(map(str, arguments))))

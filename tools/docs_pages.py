@@ -5,19 +5,18 @@ into what leads to the same thing on the site: a page, a file on the repository'
 plain text. Nothing in docs/ knows of the site.
 """
 
-import argparse
 import io
 import os
 import posixpath
 import re
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from trl_qurl.cli.options import build_parser
+from trl_qurl.cli.parser import COMMANDS, build_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -84,19 +83,14 @@ def _turned(link: re.Match[str], source: Path, uri: str, repo_url: str | None) -
 
 
 def command_line_help() -> str:
-    """A heading and the help of each subcommand; `grpo` and `ppo` take TRL's settings and print hundreds of lines."""
-    subcommands = next(
-        action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)
-    ).choices
+    """A heading and the help of each subcommand; `grpo` and `ppo` import TRL for theirs, and are left out."""
     return "\n\n".join(
-        f"## `trl-qurl {name}`\n\n```text\n{_help(parser)}```"
-        for name, parser in subcommands.items()
-        if parser.add_help
+        f"## `trl-qurl {name}`\n\n```text\n{_help(name)}```" for name, command in COMMANDS.items() if command.adds_help
     )
 
 
-def _help(parser: argparse.ArgumentParser) -> str:
+def _help(command: str) -> str:
     os.environ["COLUMNS"] = str(HELP_WIDTH)
-    with redirect_stdout(io.StringIO()) as printed:
-        parser.print_help()
+    with redirect_stdout(io.StringIO()) as printed, suppress(SystemExit):
+        build_parser([command]).parse_args([command, "--help"])
     return printed.getvalue()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from trl_qurl.cli.options import json_dictionary
+from trl_qurl.cli.options import add_ignore, check_model, json_dictionary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,9 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-gradient-checkpointing", action="store_true", help="train without it")
     parser.add_argument("--schemes", metavar="int8,fp8", help="formats (default: those this machine has kernels for)")
     parser.add_argument("--quick", action="store_true", help="measure for a few seconds and extrapolate more")
-    parser.add_argument(
-        "--ignore", nargs="+", default=["lm_head"], metavar="PATTERN", help="modules kept in full precision"
-    )
+    add_ignore(parser)
     parser.add_argument(
         "--engine-kwargs", type=json_dictionary, default={}, metavar="JSON", help="further arguments of vllm.LLM"
     )
@@ -50,7 +48,6 @@ def run(args: argparse.Namespace) -> int:
     from trl_qurl.lab.bench.run import bench, write_bench
     from trl_qurl.lab.bench.table import build_table, sentences
     from trl_qurl.lab.bench.workload import Workload
-    from trl_qurl.lab.recipes.arguments import check_model
 
     workload = Workload(
         args.prompt_len,

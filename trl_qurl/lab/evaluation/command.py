@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from trl_qurl.cli.options import json_dictionary
+from trl_qurl.cli.options import add_ignore, check_model, json_dictionary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,9 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, metavar="N", help="use only the first N questions of each task")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", type=Path, help="for answers and results (default: eval-MODEL)")
-    parser.add_argument(
-        "--ignore", nargs="+", default=["lm_head"], metavar="PATTERN", help="modules kept in full precision"
-    )
+    add_ignore(parser)
     parser.add_argument(
         "--engine-kwargs", type=json_dictionary, default={}, metavar="JSON", help="further arguments of vllm.LLM"
     )
@@ -51,7 +49,6 @@ def run(args: argparse.Namespace) -> int:
     """
     from trl_qurl.lab.evaluation.job import Sampling
     from trl_qurl.lab.evaluation.run import RESULTS_NAME, evaluate, require_packages
-    from trl_qurl.lab.recipes.arguments import check_model
 
     check_model(args.model)
     require_packages()

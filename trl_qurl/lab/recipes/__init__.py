@@ -1,1 +1,1 @@
-"""Complete training runs, each behind one function that a script and the command line share."""
+"""Complete training runs, each one function that a script and the command line share."""

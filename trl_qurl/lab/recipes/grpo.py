@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,17 +13,17 @@ if TYPE_CHECKING:
 
     from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 
-# What this run changes of the defaults.
+# Defaults that this run changes.
 DEFAULTS: dict[str, Any] = {
     "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct",
     "output_dir": "qurl-gsm8k",
-    # A rollout of 256 completions makes four updates of 64: with a single one the clip bounds would never be reached.
+    # A rollout of 256 completions makes four updates of 64; with a single update no clip bound would ever act.
     "per_device_train_batch_size": 16,
     "gradient_accumulation_steps": 4,
     "steps_per_generation": 16,
     "num_generations": 8,
     "max_completion_length": 512,
-    # The paper's GSM8K run: learning rate 1e-5, at which it leaves update-aware quantization off.
+    # The paper's GSM8K run uses a learning rate of 1e-5, at which it turns update-aware quantization off.
     "learning_rate": 1e-5,
     "uaq_scale": 1.0,
     "lr_scheduler_type": "constant_with_warmup",
@@ -32,10 +33,39 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add no options: all arguments of `trl-qurl grpo` go to `parse_arguments`, which knows the settings.
+
+    Args:
+        parser: The parser of this subcommand.
+    """
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train.
+
+    Args:
+        args: `further` holds the arguments.
+
+    Returns:
+        Exit status 0.
+    """
+    trainer = train(*parse_arguments(args.further))
+    trainer.accelerator.print(f"Policy saved to {trainer.args.output_dir}")
+    return 0
+
+
 def parse_arguments(
     argv: Sequence[str] | None = None,
 ) -> tuple[questions.ScriptArguments, QuRLGRPOConfig, ModelConfig]:
-    """Read arguments from `argv` (default: the command line) and from the YAML file that `--config` names."""
+    """Read arguments from a command line and from the YAML files that `--config` names.
+
+    Args:
+        argv: The arguments; `None` for those of this process.
+
+    Returns:
+        The script's arguments, the trainer's and the model's.
+    """
     from trl_qurl import QuRLGRPOConfig
 
     return questions.parse_arguments("grpo", argv, questions.ScriptArguments, QuRLGRPOConfig, DEFAULTS)
@@ -44,7 +74,16 @@ def parse_arguments(
 def train(
     script_args: questions.ScriptArguments, training_args: QuRLGRPOConfig, model_args: ModelConfig
 ) -> QuRLGRPOTrainer:
-    """Train on the questions, with the answers as the reward, and save the full-precision policy to `output_dir`."""
+    """Train on the questions with the answers as the reward, and save the full-precision policy to `output_dir`.
+
+    Args:
+        script_args: The questions, and what to save.
+        training_args: Configuration of the trainer.
+        model_args: The model, and LoRA if it is used.
+
+    Returns:
+        The trainer, after training.
+    """
     from trl_qurl import QuRLGRPOTrainer
 
     return questions.train(QuRLGRPOTrainer, script_args, training_args, model_args)

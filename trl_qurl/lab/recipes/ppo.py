@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from trl_qurl.cli.options import check_model
 from trl_qurl.lab.recipes import questions
-from trl_qurl.lab.recipes.arguments import check_model
 
 if TYPE_CHECKING:
     from trl import ModelConfig
@@ -18,7 +19,7 @@ UPDATES_PER_ROLLOUT = 4
 ROLLOUTS = 435
 
 # The paper's GSM8K run: 256 prompts with one answer of up to 512 tokens each, learning rate 1e-5, 15 epochs = 435
-# rollouts, UAQ off. It does not say how many updates a rollout makes; verl's example of that run makes four, of 64.
+# rollouts, UAQ off. The number of updates per rollout is not given; verl's example of this run makes four of 64.
 DEFAULTS: dict[str, Any] = {
     "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct",
     "output_dir": "qurl-gsm8k-ppo",
@@ -43,19 +44,59 @@ class ScriptArguments(questions.ScriptArguments):
 
     value_model: str | None = field(
         default=None,
-        metadata={"help": "Name or path of the model that the critic starts from; default: the policy's."},
+        metadata={"help": "Name or path of the model that the critic starts from. By default the policy's."},
     )
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> tuple[ScriptArguments, QuRLPPOConfig, ModelConfig]:
-    """Read arguments from `argv` (default: the command line) and from the YAML file that `--config` names."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add no options: all arguments of `trl-qurl ppo` go to `parse_arguments`, which knows the settings.
+
+    Args:
+        parser: The parser of this subcommand.
+    """
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train.
+
+    Args:
+        args: `further` holds the arguments.
+
+    Returns:
+        Exit status 0.
+    """
+    trainer = train(*parse_arguments(args.further))
+    trainer.accelerator.print(f"Policy saved to {trainer.args.output_dir}, its critic to critic/ in it")
+    return 0
+
+
+def parse_arguments(
+    argv: Sequence[str] | None = None,
+) -> tuple[ScriptArguments, QuRLPPOConfig, ModelConfig]:
+    """Read arguments from a command line and from the YAML files that `--config` names.
+
+    Args:
+        argv: The arguments; `None` for those of this process.
+
+    Returns:
+        The script's arguments, the trainer's and the model's.
+    """
     from trl_qurl import QuRLPPOConfig
 
     return questions.parse_arguments("ppo", argv, ScriptArguments, QuRLPPOConfig, DEFAULTS)
 
 
 def train(script_args: ScriptArguments, training_args: QuRLPPOConfig, model_args: ModelConfig) -> QuRLPPOTrainer:
-    """Train on the questions; saves the full-precision policy to `output_dir`, and the critic beside it."""
+    """Train on the questions with the answers as the reward, and save the full-precision policy and its critic.
+
+    Args:
+        script_args: The questions, and what to save.
+        training_args: Configuration of the trainer.
+        model_args: The model, and LoRA if it is used.
+
+    Returns:
+        The trainer, after training.
+    """
     from trl_qurl import QuRLPPOTrainer
 
     if script_args.value_model is not None and not training_args.share_backbone:

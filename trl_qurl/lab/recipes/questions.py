@@ -1,6 +1,6 @@
-"""Training on questions with checkable answers: arguments and the run itself, whatever the algorithm.
+"""Training on questions with checkable answers, with any trainer of this project: the arguments and the run.
 
-Arguments are TRL's, from the command line or a YAML file; a recipe adds its defaults.
+The arguments are TRL's, from the command line or YAML files; each recipe adds its defaults.
 """
 
 from __future__ import annotations
@@ -8,13 +8,16 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.cli.noise import quiet
-from trl_qurl.lab.recipes.arguments import check_chat_template, check_model, take_settings
+from trl_qurl.cli.options import check_model
+from trl_qurl.cli.parser import SuggestingParser, did_you_mean
+from trl_qurl.lab.recipes.device import cpu_settings, describe_cpu_training
+from trl_qurl.lab.recipes.help import print_help
+from trl_qurl.lab.recipes.settings_files import take_settings
 
 if TYPE_CHECKING:
     from trl import ModelConfig
@@ -30,22 +33,29 @@ class ScriptArguments:
 
     dataset: str = field(
         default="openai/gsm8k",
-        metadata={"help": "Name on the Hub, or a local .json or .jsonl file (or .gz), of questions and answers."},
+        metadata={"help": "Questions and answers: a name on the Hub, or a local .json or .jsonl file (or .gz)."},
     )
-    dataset_config: str = field(default="main", metadata={"help": "Configuration of a Hub data set."})
-    dataset_split: str = field(default="train", metadata={"help": "Split of a Hub data set."})
-    dataset_limit: int | None = field(default=None, metadata={"help": "Train on the first so many questions only."})
-    question_column: str | None = field(default=None, metadata={"help": "Default: `question` or `problem`."})
-    answer_column: str | None = field(default=None, metadata={"help": "Default: `answer` or `final_answer`."})
+    dataset_config: str = field(default="main", metadata={"help": "Configuration of a dataset on the Hub."})
+    dataset_split: str = field(default="train", metadata={"help": "Split of a dataset on the Hub."})
+    dataset_limit: int | None = field(default=None, metadata={"help": "Train on the first N questions only."})
+    question_column: str | None = field(
+        default=None, metadata={"help": "Column of the questions. By default `question` or `problem`."}
+    )
+    answer_column: str | None = field(
+        default=None, metadata={"help": "Column of the answers. By default `answer` or `final_answer`."}
+    )
     soft_overlong_cache: int | None = field(
         default=None,
         metadata={
-            "help": "Tokens before max_completion_length over which a completion's reward falls by up to 1 (DAPO)."
+            "help": "Soft overlong punishment (DAPO): the reward falls by up to 1 over the last N tokens before "
+            "max_completion_length."
         },
     )
     save_quantized: bool = field(
         default=False,
-        metadata={"help": "Also write the policy's 8-bit checkpoint, for `vllm serve`, to OUTPUT_DIR-int8 or -fp8."},
+        metadata={
+            "help": "Also write the policy's quantized checkpoint, for `vllm serve`, to OUTPUT_DIR-int8 (or -fp8)."
+        },
     )
 
 
@@ -60,45 +70,63 @@ def parse_arguments(
 
     Args:
         command: `trl-qurl`'s name of the recipe, for messages.
-        argv: the arguments; `None` for those of this process.
-        script_arguments: what the recipe adds.
-        config: of the trainer.
-        defaults: what the recipe changes of the defaults; the YAML files override it, and `argv` overrides all.
+        argv: The arguments; `None` for those of this process.
+        script_arguments: Dataclass of the recipe's own options.
+        config: Configuration of the trainer.
+        defaults: Defaults that the recipe changes. YAML files override them, and `argv` overrides both.
 
     Returns:
         The script's arguments, the trainer's and the model's.
 
     Raises:
-        FileNotFoundError: a YAML file does not exist.
-        ValueError: it is not one, it holds unknown names, or settings do not fit together.
+        FileNotFoundError: If a YAML file does not exist.
+        ValueError: If an option or a setting does not exist, or if settings do not fit together.
     """
     quiet()
     from trl import ModelConfig, TrlParser
+
+    class Parser(SuggestingParser, TrlParser):
+        """TRL's parser, which suggests what a misspelled value was meant to be."""
 
     prog = None if argv is None else f"trl-qurl {command}"
     argv = sys.argv[1:] if argv is None else list(argv)
     groups = [script_arguments, config, ModelConfig]
     known_names = {setting.name for group in groups for setting in fields(group)}
+    # argparse would print all three hundred options above a message about one of them.
+    usage = "%(prog)s [--config FILE ...] [--OPTION VALUE ...]"
+    parser = Parser(groups, prog=prog, usage=usage, add_help=False)  # type: ignore[arg-type, misc]
+    if "--help-all" in argv:
+        parser.print_help()
+        parser.exit()
+    if "--help" in argv or "-h" in argv:
+        print_help(parser.prog, script_arguments, config, defaults, further=len(known_names))
+        parser.exit()
     settings, argv = take_settings(argv, known_names, command)
     os.environ.update({name: str(value) for name, value in settings.pop("env", {}).items()})
-    # Three hundred options are no answer to a typing error: `--help` lists them below this line.
-    parser = TrlParser(groups, prog=prog, usage="%(prog)s [--config FILE ...] [--OPTION VALUE ...]")
-    parser.set_defaults_with_config(**{**defaults, **settings})
-    script_args, training_args, model_args, unknown = parser.parse_args_and_config(argv, return_remaining_strings=True)
+    parser.set_defaults_with_config(**{**cpu_settings(), **defaults, **settings})
+    _, unknown = parser.parse_known_args(argv)  # before the settings are checked: a typing error comes first
     if unknown:
-        raise ValueError(describe_unknown(unknown, known_names, command))
-    return script_args, training_args, model_args
+        raise ValueError(describe_unknown(unknown, sorted(known_names), command))
+    return parser.parse_args_and_config(argv)
 
 
-def describe_unknown(unknown: Sequence[str], known_names: Collection[str], command: str) -> str:
-    """What to tell someone who gave options that do not exist, with the names that are spelled most alike."""
+def describe_unknown(unknown: Sequence[str], known_names: Sequence[str], command: str) -> str:
+    """The message for options that do not exist, with the names that are spelled most alike.
+
+    Args:
+        unknown: Arguments that the parser does not know.
+        known_names: All settings.
+        command: `trl-qurl`'s name of the recipe.
+
+    Returns:
+        Two sentences.
+    """
     options = [word.split("=")[0] for word in unknown if word.startswith("--")]
-    near = [get_close_matches(option[2:], known_names, 1) for option in options]
-    guesses = [f"--{name}" for names in near for name in names]
-    return (
-        f"There is no option {' '.join(options or unknown)}"
-        f"{'; did you mean ' + ' '.join(guesses) + '?' if guesses else '.'} `trl-qurl {command} --help` lists all."
-    )
+    if not options:
+        return f"Unexpected argument {' '.join(unknown)}: write settings as --NAME VALUE."
+    names = [f"--{name}" for name in known_names]
+    guess = did_you_mean([option.replace("-", "_").replace("__", "--", 1) for option in options], names)
+    return f"There is no option {' '.join(options)}{guess} `trl-qurl {command} --help` lists ours, --help-all all."
 
 
 def train(
@@ -108,7 +136,22 @@ def train(
     model_args: ModelConfig,
     **further: Any,
 ) -> QuRLGRPOTrainer:
-    """Train on the questions, with the answers as the reward, and save to `output_dir`; `further` is the trainer's."""
+    """Train on the questions, with the answers as the reward, and save to `output_dir`.
+
+    Args:
+        trainer_class: The trainer to use.
+        script_args: The questions, and what to save.
+        training_args: Configuration of the trainer.
+        model_args: The model, and LoRA if it is used.
+        **further: Further arguments of the trainer.
+
+    Returns:
+        The trainer, after training.
+
+    Raises:
+        ValueError: If settings do not fit together, or if the model has no chat template.
+        FileNotFoundError: If the model or the questions do not exist.
+    """
     quiet()
     from tqdm.contrib.logging import logging_redirect_tqdm
     from trl import get_peft_config
@@ -119,14 +162,16 @@ def train(
 
     is_first = training_args.process_index == 0
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    # What takes its time, and how weights travel and why that way; said once.
+    # Slow steps, and the way that weights reach the engine, are logged once.
     logging.getLogger("trl_qurl").setLevel(logging.INFO if is_first else logging.WARNING)
+    if training_args.use_cpu and cpu_settings():
+        logger.info(describe_cpu_training(training_args.bf16))
     if script_args.save_quantized and training_args.rollout_quantization is None:
         raise ValueError(
-            "save_quantized writes the format of the rollouts, and rollout_quantization is None: set it to 'int8' or "
-            "'fp8', or use `trl-qurl quantize` on the saved policy."
+            "save_quantized writes the format of the rollouts, but rollout_quantization is None: set it to a format "
+            "such as 'int8', or use `trl-qurl quantize` on the saved policy."
         )
-    # First of all, because a wrong name should not cost the time it takes to start an engine.
+    # Checked first, so that a wrong name is reported before an engine is started.
     check_model(model_args.model_name_or_path)
     logger.info("Loading the questions of %s.", script_args.dataset)
     questions = load_questions(
@@ -161,15 +206,22 @@ def train(
     logger.info("Saving to %s.", training_args.output_dir)
     trainer.save_model(training_args.output_dir)
     if script_args.save_quantized:
-        trainer.accelerator.print(f"8-bit checkpoint saved to {trainer.save_quantized()}")
+        trainer.accelerator.print(f"Quantized checkpoint saved to {trainer.save_quantized()}")
     return trainer
 
 
 def punishments(soft_overlong_cache: int | None, training_args: QuRLGRPOConfig) -> list[Any]:
-    """TRL's soft punishment of completions that come close to the limit of tokens, if it is asked for.
+    """TRL's soft overlong punishment, if it is asked for.
+
+    Args:
+        soft_overlong_cache: Number of tokens before the limit over which it grows, or `None`.
+        training_args: Configuration of the trainer, which has the limit.
+
+    Returns:
+        One reward function, or none.
 
     Raises:
-        ValueError: it would punish completions of any length.
+        ValueError: If completions of every length would be punished.
     """
     from trl.rewards import get_soft_overlong_punishment
 
@@ -178,7 +230,26 @@ def punishments(soft_overlong_cache: int | None, training_args: QuRLGRPOConfig) 
     longest = training_args.max_completion_length
     if longest is None or not 0 < soft_overlong_cache < longest:
         raise ValueError(
-            f"soft_overlong_cache={soft_overlong_cache} must lie between 0 and max_completion_length={longest}: it is "
-            "the number of tokens before that limit from which on a completion is punished."
+            f"soft_overlong_cache={soft_overlong_cache} must be between 0 and max_completion_length={longest}: it is "
+            "the number of tokens before that limit over which the punishment grows."
         )
     return [get_soft_overlong_punishment(longest, soft_overlong_cache)]
+
+
+def check_chat_template(name_or_path: str, revision: str | None = None) -> None:
+    """Refuse a model without a chat template, since the recipes ask their questions in a conversation.
+
+    Args:
+        name_or_path: The model.
+        revision: Its revision on the Hub.
+
+    Raises:
+        ValueError: If its tokenizer has no chat template.
+    """
+    from transformers import AutoTokenizer
+
+    if AutoTokenizer.from_pretrained(name_or_path, revision=revision).chat_template is None:
+        raise ValueError(
+            f"The tokenizer of {name_or_path} has no chat template, but questions are asked in a conversation: use "
+            "the Instruct variant of the model, or set a chat_template on its tokenizer and save both together."
+        )

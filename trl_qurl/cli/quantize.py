@@ -1,0 +1,67 @@
+"""`trl-qurl quantize`: write the quantized checkpoint of a model, ready for `vllm serve`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from trl_qurl.cli.options import add_ignore, check_model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `trl-qurl quantize`.
+
+    Args:
+        parser: The parser of this subcommand.
+    """
+    from trl_qurl.quantization import SCHEMES
+    from trl_qurl.quantization.checkpoint import QUANTIZERS
+
+    parser.add_argument("model", metavar="MODEL", help="name on the Hub, or a local directory")
+    parser.add_argument("output_dir", metavar="OUT", type=Path, help="directory of the checkpoint")
+    parser.add_argument("--scheme", choices=list(SCHEMES), required=True, help="format of the quantized layers")
+    add_ignore(parser)
+    parser.add_argument(
+        "--quantizer",
+        choices=QUANTIZERS,
+        default="streaming",
+        help="who makes the weights: our own code, layer by layer, or llm-compressor, which must be installed and "
+        "holds the model twice; the result is the same (default: %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load the model and write its checkpoint.
+
+    Args:
+        args: The parsed options.
+
+    Returns:
+        Exit status 0.
+
+    Raises:
+        FileNotFoundError: If there is no model in the directory.
+        ImportError: If llm-compressor was asked for and is not installed.
+    """
+    check_model(args.model)
+    from trl_qurl.quantization.checkpoint import require_llmcompressor, write_checkpoint
+
+    if args.quantizer == "llmcompressor":
+        require_llmcompressor()  # before the model is loaded
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    print(f"Loading {args.model}", flush=True)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    print(f"Quantizing its weights to {args.scheme.upper()} ({args.quantizer})", flush=True)
+    write_checkpoint(
+        model,
+        tokenizer,
+        args.scheme,
+        args.output_dir,
+        ignore=tuple(args.ignore),
+        quantizer=args.quantizer,
+        show_progress=True,
+    )
+    print(f"{args.scheme.upper()} checkpoint written to {args.output_dir}")
+    return 0

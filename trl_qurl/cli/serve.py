@@ -1,0 +1,66 @@
+"""`trl-qurl serve`: prepare the quantized checkpoint of a model, then exec vLLM's own server on it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from trl_qurl.cli.noise import shows_everything
+from trl_qurl.cli.options import add_ignore, check_model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `trl-qurl serve`.
+
+    Args:
+        parser: The parser of this subcommand.
+    """
+    from trl_qurl.quantization import SCHEMES
+
+    parser.epilog = (
+        "Anyone who reaches the server can replace its weights, API key or not: keep it on a private network."
+    )
+    parser.add_argument("model", metavar="MODEL", help="full-precision model: name on the Hub, or a local directory")
+    parser.add_argument(
+        "--scheme",
+        choices=[*SCHEMES, "none"],
+        default="int8",
+        help="format of the rollouts; none: 16 bits (default: %(default)s)",
+    )
+    add_ignore(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prepare the checkpoint and become the server.
+
+    Args:
+        args: The parsed options, and `further`, the arguments for vLLM.
+
+    Returns:
+        Nothing in practice: the process is replaced.
+
+    Raises:
+        ValueError: If there is a second model.
+        FileNotFoundError: If there is no model in the directory.
+        ImportError: If vLLM is not installed.
+    """
+    if args.further and not args.further[0].startswith("-"):  # vLLM would refuse it, after the model was quantized
+        raise ValueError(
+            f"Unexpected argument {args.further[0]}: give one MODEL, and one pattern after each --ignore (repeat the "
+            "option for more)."
+        )
+    check_model(args.model)
+    from trl_qurl.rollout.engine import launch
+
+    launch.require_vllm()
+    model = launch.resolve_model(args.model)
+    if args.scheme != "none":
+        model = str(launch.starting_checkpoint(model, args.scheme, args.ignore))
+    if warning := launch.exposure_warning(args.host, args.further):
+        print(f"trl-qurl: {warning}", file=sys.stderr)
+    launch.become_server(
+        launch.server_command(model, args.host, args.port, args.further, show_warnings=shows_everything())
+    )
+    return 0

@@ -1,0 +1,85 @@
+"""`trl-qurl grpo --help`: the options that this project adds or changes, in groups.
+
+TRL and transformers have about 280 more, which `--help-all` prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, Field, fields
+from typing import Any
+
+GROUP = re.compile(r"^ *> (?P<title>.+)$", re.MULTILINE)
+ENTRY = re.compile(r"^ +(?P<names>\w+(?:, \w+)*)(?: \([^)\n]*\))?:", re.MULTILINE)
+
+
+def print_help(prog: str, script_arguments: type, config: type, defaults: dict[str, Any], further: int) -> None:
+    """Print the options of a recipe.
+
+    Args:
+        prog: The program, as the user typed it.
+        script_arguments: Dataclass of the recipe's own options.
+        config: Dataclass of the trainer's settings.
+        defaults: What the recipe changes of their defaults.
+        further: How many options `--help-all` lists.
+    """
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage="%(prog)s [--config FILE ...] [--OPTION VALUE ...]",
+        add_help=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"All {further} options, including those of TRL's GRPOConfig and ModelConfig: {prog} --help-all\n"
+        "Each option is also a setting in a YAML file.",
+    )
+    start = parser.add_argument_group("settings files and help")
+    start.add_argument("--config", metavar="FILE", nargs="+", help="YAML files of settings; later ones override")
+    start.add_argument("--help", action="help", help="this list")
+    start.add_argument("--help-all", action="help", help="all options")
+    settings = {setting.name: setting for setting in fields(config)}
+    for title, names in groups(config):
+        _add_group(parser, title, [settings[name] for name in names if name in settings], defaults)
+    _add_group(parser, "questions and output", fields(script_arguments), defaults)
+    common = [settings[name] for name in defaults if name in settings and not _is_ours(config, name)]
+    _add_group(parser, "settings of TRL that this command changes", common, defaults)
+    parser.print_help()
+
+
+def groups(config: type) -> Iterator[tuple[str, list[str]]]:
+    """The groups of settings that a configuration and its parents in this project document (`> Title`).
+
+    Args:
+        config: A configuration of this project.
+
+    Yields:
+        The title of a group, and the names of its settings.
+    """
+    seen: set[str] = set()
+    for cls in config.__mro__:
+        if not cls.__module__.startswith("trl_qurl.") or not cls.__doc__:
+            continue
+        _, *parts = GROUP.split(cls.__doc__.split("Raises:")[0])
+        for title, text in zip(parts[::2], parts[1::2], strict=True):
+            names = [name for entry in ENTRY.finditer(text) for name in entry["names"].split(", ")]
+            new = [name for name in names if name not in seen]
+            seen.update(new)
+            if new:
+                yield title.lower(), new
+
+
+def _is_ours(config: type, name: str) -> bool:
+    return any(name in names for _, names in groups(config))
+
+
+def _add_group(
+    parser: argparse.ArgumentParser, title: str, settings: Sequence[Field], defaults: dict[str, Any]
+) -> None:
+    group = parser.add_argument_group(title)
+    for setting in settings:
+        default = defaults.get(setting.name, setting.default)
+        if default is MISSING and callable(setting.default_factory):
+            default = setting.default_factory()
+        note = "" if default is None else f" (default: {default})"
+        text = f"{setting.metadata.get('help', '')}{note}".replace("%", "%%")
+        group.add_argument(f"--{setting.name}", metavar="VALUE", help=text)
