@@ -20,7 +20,7 @@ WAYS = {
     "bf16": {"rollout_quantization": None},
     "int8": {"rollout_quantization": "int8"},
     "fp8": {"rollout_quantization": "fp8"},
-    LLMCOMPRESSOR: {"rollout_quantization": "int8", "quantizer": "llmcompressor"},
+    LLMCOMPRESSOR: {"rollout_quantization": "int8", "weight_sync": "llmcompressor"},
 }
 """Name to what distinguishes it: TRL's own trainer with BF16 rollouts, ours without and with quantization."""
 
@@ -84,7 +84,7 @@ def build_trainer(
         model = f"{directory}/model"
         kind, config = GRPOTrainer, GRPOConfig(directory, use_vllm=True, vllm_mode="colocate", **settings)
     else:
-        own = {"weight_metrics_steps": 0, "sync_check_steps": 0, "uaq_scale": 1.0, "objective": "acr"}
+        own = {"weight_metrics_interval": 0, "sync_check_interval": 0, "uaq_scale": 1.0, "objective": "acr"}
         own |= {"vllm_engine_kwargs": {"enforce_eager": device == "cpu"}}  # compiling takes minutes there
         kind, config = QuRLGRPOTrainer, QuRLGRPOConfig(directory, **(settings | own | WAYS[way]))
     trainer = kind(

@@ -73,10 +73,9 @@ def measure(way: Way, shape: Shape, repeats: int, device: str) -> Iterator[dict[
         config = QuRLGRPOConfig(
             directory,
             rollout_quantization=way.scheme,
-            weight_sync=way.transport,
-            quantizer=way.quantizer if way.scheme else "streaming",
-            sync_check_steps=0,
-            weight_metrics_steps=0,
+            weight_sync="llmcompressor" if way.quantizer == "llmcompressor" else way.transport,
+            sync_check_interval=0,
+            weight_metrics_interval=0,
             uaq_scale=1.0,
             per_device_train_batch_size=COMPLETIONS,
             num_generations=COMPLETIONS,
@@ -114,7 +113,7 @@ def measure(way: Way, shape: Shape, repeats: int, device: str) -> Iterator[dict[
             "sync_s_max": max(sync for sync, _ in syncs[1:]),
             "quantize_s": statistics.median(quantize for _, quantize in syncs[1:]),
         }
-        checked = replace(generation.rollout, sync_check_steps=1, sync_probe=False)
+        checked = replace(generation.rollout, sync_check_interval=1, sync_probe=False)
         generation.rollout = checked
         started = time.perf_counter()
         generation.sync_weights()
@@ -123,7 +122,7 @@ def measure(way: Way, shape: Shape, repeats: int, device: str) -> Iterator[dict[
             started = time.perf_counter()
             generation._check_probe()
             result["probe_s"] = time.perf_counter() - started
-        generation.rollout = replace(checked, sync_check_steps=0)
+        generation.rollout = replace(checked, sync_check_interval=0)
         parameters = ((name, parameter.data) for name, parameter in trainer.model.named_parameters())
         result["bytes"] = sum(
             torch.Size(size).numel() * getattr(torch, dtype).itemsize

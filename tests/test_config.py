@@ -1,16 +1,18 @@
 """QuRLGRPOConfig: its defaults, what it refuses and with which way out, and when it warns."""
 
+import dataclasses
 import importlib.util
 import json
 import warnings
+from dataclasses import dataclass, fields
 
 import pytest
 import yaml
 from transformers import HfArgumentParser
-from trl import GRPOConfig, TrlParser
+from trl import GRPOConfig, RLOOConfig, TrlParser
 
-from trl_qurl import QuRLGRPOConfig
-from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS
+from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig
+from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS, QuantizedRolloutsConfig
 from trl_qurl.objective import OBJECTIVES
 
 PLAIN = {"use_cpu": True, "bf16": False, "report_to": []}
@@ -30,20 +32,15 @@ OWN_DEFAULTS = {
     "dynamic_sampling": False,
     "dynamic_sampling_max_rounds": 10,
     "dynamic_sampling_reward": None,
-    "eval_tasks": [],
-    "eval_tasks_steps": 100,
-    "eval_tasks_limit": None,
-    "eval_tasks_by": "actor",
     "rollout_quantization": "int8",
     "quantization_ignore": ["lm_head"],
-    "quantizer": "streaming",
     "weight_sync": "auto",
     "rollout_checkpoint_dir": None,
     "objective": "acr",
-    "uaq_scale": 1.5,
+    "uaq_scale": None,
     "vllm_engine_kwargs": {},
-    "weight_metrics_steps": 16,
-    "sync_check_steps": 16,
+    "weight_metrics_interval": 16,
+    "sync_check_interval": 16,
     "sync_probe": True,
     "vllm_request_timeout": 1800.0,
 }
@@ -76,21 +73,33 @@ def test_no_default_is_shared_between_two_configs():
     assert (second.quantization_ignore, second.vllm_engine_kwargs) == (["lm_head"], {})
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"eval_tasks_steps": 0}, "eval_tasks_steps is 0"),
-        ({"eval_tasks_limit": 0}, "eval_tasks_limit is 0"),
-        ({"eval_tasks_by": "engine"}, "eval_tasks_by is 'engine', but must be one of 'actor', 'policy'"),
-    ],
-)
-def test_benchmarks_that_cannot_run_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        config(**settings)
+def test_at_most_24_fields_are_added_to_those_of_trl():
+    assert len({field.name for field in fields(QuRLPPOConfig)} - {field.name for field in fields(GRPOConfig)}) <= 24
 
 
-def test_benchmarks_may_stand_in_one_text():
-    assert config(eval_tasks="gsm8k,math500").eval_tasks == ["gsm8k", "math500"]
+def test_fields_that_count_steps_count_optimizer_steps():
+    added = {field.name for field in fields(QuRLPPOConfig)} - {field.name for field in fields(GRPOConfig)}
+    assert {name for name in added if name.endswith("_steps")} == {"critic_warmup_steps"}
+
+
+def test_what_is_left_to_be_resolved_stays_so_in_a_copy():
+    settings = config(learning_rate=1e-6)
+    assert settings.to_dict()["uaq_scale"] is None
+    copied = dataclasses.replace(settings, generation_batch_size=None, learning_rate=1e-4)
+    assert (settings.effective_uaq_scale, copied.uaq_scale, copied.effective_uaq_scale) == (1.5, None, 1.0)
+
+
+def test_the_mixin_fits_another_trainers_config():
+    @dataclass
+    class QuantizedRLOOConfig(QuantizedRolloutsConfig, RLOOConfig):
+        pass
+
+    settings = QuantizedRLOOConfig("out", **PLAIN, rollout_quantization="fp8", vllm_engine_kwargs='{"seed_": 1}')
+    assert (settings.use_vllm, settings.rollout_quantization, settings.engine_kwargs) == (True, "fp8", {"seed_": 1})
+    assert settings.learning_rate == RLOOConfig("out", **PLAIN).learning_rate, "TRL's defaults are kept"
+    assert settings.weight_transport == "stream" and settings.updates_per_rollout == 1
+    with pytest.raises(ValueError, match="weight_sync is 'nccl'"):
+        QuantizedRLOOConfig("out", **PLAIN, weight_sync="nccl")
 
 
 @pytest.mark.parametrize(("given", "expected"), [("none", None), ("None", None), ("bf16", None), (None, None)])
@@ -109,9 +118,8 @@ def test_one_ignore_pattern_may_stand_without_a_list():
         ({}, "stream"),
         ({"rollout_quantization": None}, "stream"),
         ({"vllm_mode": "server"}, "auto"),
-        ({"vllm_mode": "server", "quantizer": "llmcompressor"}, "checkpoint"),
-        ({"quantizer": "llmcompressor"}, "checkpoint"),
-        ({"quantizer": "llmcompressor", "weight_sync": "checkpoint"}, "checkpoint"),
+        ({"vllm_mode": "server", "weight_sync": "llmcompressor"}, "llmcompressor"),
+        ({"weight_sync": "llmcompressor"}, "llmcompressor"),
         ({"weight_sync": "checkpoint"}, "checkpoint"),
         ({"weight_sync": "stream"}, "stream"),
         ({"weight_sync": "stream", "vllm_mode": "server"}, "stream"),
@@ -140,13 +148,14 @@ def test_updates_per_rollout(steps_per_generation, gradient_accumulation_steps, 
 
 # Settings that cannot work together -> what is wrong ... the way out.
 REFUSED = [
-    ({"use_vllm": False}, r"use_vllm=False leaves no rollout to quantize: keep use_vllm=True, or .*trl\.GRPOTrainer"),
-    ({"rollout_quantization": "int4"}, r"Unknown quantization scheme 'int4': choose one of 'int8', 'fp8', or None"),
-    ({"quantizer": "awq"}, r"quantizer is 'awq', but must be one of 'streaming', 'llmcompressor'"),
-    ({"weight_sync": "nccl"}, r"weight_sync is 'nccl', but must be one of 'auto', 'stream', 'checkpoint'"),
     (
-        {"quantizer": "llmcompressor", "weight_sync": "stream"},
-        r"weight_sync='stream' cannot send: set weight_sync='checkpoint' \(or 'auto'\), or quantizer='streaming'",
+        {"use_vllm": False},
+        r"use_vllm=False leaves no rollout to quantize: keep use_vllm=True, or train with TRL's own trainer",
+    ),
+    ({"rollout_quantization": "int4"}, r"Unknown quantization scheme 'int4': choose one of 'int8', 'fp8', or None"),
+    (
+        {"weight_sync": "nccl"},
+        r"weight_sync is 'nccl', but must be one of 'auto', 'stream', 'checkpoint', 'llmcompressor'",
     ),
     ({"uaq_scale": 0.0}, r"uaq_scale is 0\.0, .* must be positive and finite \(.* 1\.5; 1\.0 turns UAQ off\)"),
     ({"uaq_scale": -1.5}, r"uaq_scale is -1\.5, .* 1\.0 turns UAQ off"),
@@ -156,10 +165,10 @@ REFUSED = [
         {"sync_ref_model": True, "beta": 0.1, "uaq_scale": 1.5},
         r"sync_ref_model=True mixes .* uaq_scale=1\.5 .*: set uaq_scale=1\.0, or sync_ref_model=False",
     ),
-    ({"sync_check_steps": -1}, r"sync_check_steps is -1: give a number of rollouts, or 0 for none"),
+    ({"sync_check_interval": -1}, r"sync_check_interval is -1: give a number of syncs, or 0 for none"),
     ({"vllm_request_timeout": 0}, r"vllm_request_timeout is 0: give a positive number of seconds"),
     ({"vllm_request_timeout": float("nan")}, r"vllm_request_timeout is nan: give a positive number of seconds"),
-    ({"weight_metrics_steps": -1}, r"weight_metrics_steps is -1: give a number of rollouts, or 0 for none"),
+    ({"weight_metrics_interval": -1}, r"weight_metrics_interval is -1: give a number of syncs, or 0 for none"),
     (
         {"vllm_mode": "server", "vllm_engine_kwargs": {"enforce_eager": True}},
         r"\['enforce_eager'\] would have no effect with vllm_mode='server': pass them to `trl-qurl serve`",
@@ -246,7 +255,7 @@ def test_what_cannot_work_is_refused_with_the_way_out(settings, message):
         {"sync_ref_model": True, "beta": 0.1, "uaq_scale": 1.0},
         {"vllm_engine_kwargs": {"enforce_eager": True, "kv_cache_dtype": "fp8"}},
         {"vllm_engine_kwargs": None},
-        {"weight_metrics_steps": 0},
+        {"weight_metrics_interval": 0},
     ],
     ids=json.dumps,
 )
@@ -259,16 +268,22 @@ def test_what_fits_is_accepted_without_a_warning(settings):
 def test_llmcompressor_works_in_one_process(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # whether llm-compressor is here or not
     monkeypatch.setattr(QuRLGRPOConfig, "world_size", 2)
-    with pytest.raises(ValueError, match=r"works in one process, and this run has 2: .* quantizer='streaming'"):
-        config(quantizer="llmcompressor")
-    config(quantizer="streaming")
+    with pytest.raises(ValueError, match=r"works in one process, and this run has 2: .* Use weight_sync='auto'"):
+        config(weight_sync="llmcompressor")
+    config(weight_sync="auto")
+
+
+def test_llmcompressor_needs_a_format(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(ValueError, match=r"rollout_quantization=None quantizes nothing: set weight_sync='auto', or"):
+        config(weight_sync="llmcompressor", rollout_quantization=None)
 
 
 def test_llmcompressor_missing_names_the_extra_and_the_other_way(monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llmcompressor" else find_spec(name))
-    with pytest.raises(ImportError, match=r"pip install trl-qurl\[llmcompressor\]`, or use quantizer='streaming'"):
-        config(quantizer="llmcompressor")
+    with pytest.raises(ImportError, match=r"pip install trl-qurl\[llmcompressor\]`, or use weight_sync='auto'"):
+        config(weight_sync="llmcompressor")
 
 
 # The command line and YAML -------------------------------------------------------------------------------------------
@@ -290,7 +305,7 @@ COMMAND_LINE += ["--steps_per_generation", "4"]
     ids=json.dumps,
 )
 def test_update_aware_quantization_is_on_where_updates_are_small(settings, scale):
-    assert config(**settings).uaq_scale == scale
+    assert config(**settings).effective_uaq_scale == scale
 
 
 @pytest.mark.parametrize("parser", [TrlParser, HfArgumentParser])

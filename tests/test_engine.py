@@ -15,14 +15,14 @@ MOVED = 1e-2
 # there, where a fresh engine has rounded it to BF16 first.
 SAME_BF16 = 5e-3 if torch.cpu._is_amx_tile_supported() else SAME
 
-UNMEASURED = {"weight_metrics_steps": 0}  # so that syncs may leave out what is frozen
+UNMEASURED = {"weight_metrics_interval": 0}  # so that syncs may leave out what is frozen
 
 COLOCATED = {
     "int8": ({}, []),
     "int8, LoRA": ({}, ["--lora"]),
     "int8, untied head": ({}, ["--untied"]),
     "int8, checkpoint per step": ({"weight_sync": "checkpoint"}, []),
-    "int8, llm-compressor per step": ({"quantizer": "llmcompressor"}, []),
+    "int8, llm-compressor per step": ({"weight_sync": "llmcompressor"}, []),
     "int8, one matrix ignored": ({"quantization_ignore": ["lm_head", "re:.*layers.0.*down_proj"]}, []),
     "fp8": ({"rollout_quantization": "fp8"}, []),
     "bf16": ({"rollout_quantization": None}, []),
@@ -76,7 +76,7 @@ def test_colocated_engine_holds_the_trained_weights(case, colocated):
     is_bf16 = config.get("rollout_quantization", "int8") is None
     assert_synced(record, fresh, lora="--lora" in arguments, tolerance=SAME_BF16 if is_bf16 else SAME)
     assert_metrics(
-        record["history"], config.get("rollout_quantization", "int8"), measured="weight_metrics_steps" not in config
+        record["history"], config.get("rollout_quantization", "int8"), measured="weight_metrics_interval" not in config
     )
 
 
@@ -109,9 +109,9 @@ def assert_metrics(history, scheme, measured=True):
 
 @pytest.mark.xdist_group("server")
 def test_server_holds_the_trained_weights(int8_server, train, run_scenario, tmp_path):
-    config = {"vllm_mode": "server", "vllm_server_base_url": int8_server.url, "sync_check_steps": 1}
+    config = {"vllm_mode": "server", "vllm_server_base_url": int8_server.url, "sync_check_interval": 1}
     config["rollout_checkpoint_dir"] = str(tmp_path)
-    unchecked = config | UNMEASURED | {"sync_check_steps": 16}
+    unchecked = config | UNMEASURED | {"sync_check_interval": 16}
     records = train(
         [tmp_path / "out", "--config", json.dumps(config), "--export", tmp_path / "full"],
         [tmp_path / "out", "--config", json.dumps(unchecked), "--export", tmp_path / "merged", "--lora"],
@@ -133,8 +133,8 @@ def test_server_takes_llmcompressors_checkpoint_of_each_step(arguments, int8_ser
     config = {
         "vllm_mode": "server",
         "vllm_server_base_url": int8_server.url,
-        "quantizer": "llmcompressor",
-        "sync_check_steps": 1,
+        "weight_sync": "llmcompressor",
+        "sync_check_interval": 1,
         "rollout_checkpoint_dir": str(tmp_path / "rollouts"),
     }
     [record] = train([tmp_path / "out", "--config", json.dumps(config), "--export", tmp_path / "end", *arguments])

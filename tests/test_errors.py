@@ -102,8 +102,8 @@ def test_vllm_missing_beside_a_server(train):
 
 
 def test_llmcompressor_missing_for_training(train):
-    message = train("--quantizer", "llmcompressor", hidden="llmcompressor")
-    assert "run `pip install trl-qurl[llmcompressor]`, or use quantizer='streaming'" in message
+    message = train("--weight_sync", "llmcompressor", hidden="llmcompressor")
+    assert "run `pip install trl-qurl[llmcompressor]`, or use weight_sync='auto'" in message
 
 
 def test_llmcompressor_missing_for_a_checkpoint(model, tmp_path):

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl.lab.evaluation.answers import GREEDY, SAMPLED, Answer, AnswerFile, Request, graded
+from trl_qurl.lab.evaluation.callback import TaskEvaluationCallback
 from trl_qurl.lab.evaluation.job import Job, Sampling
 from trl_qurl.lab.evaluation.results import build_table, count, summarize
 from trl_qurl.lab.evaluation.run import evaluate, keep_settings, only_process
@@ -442,6 +443,26 @@ def test_the_table_fits_what_it_shows(tmp_path):
     assert [row[3].split()[0] for row in rows] == ["100.0", "50.0", "0.0", "0.0"]
     assert [row[4].split()[0] for row in rows if row[4]] == ["-100.0", "-50.0"]
     assert [row[5] for row in rows] == ["", "100.0", "", "0.0"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every": 0}, "every is 0: give a positive number of optimizer steps"),
+        ({"limit": 0}, "limit is 0: give a positive number of questions"),
+        ({"who": "engine"}, "who is 'engine', but must be one of 'actor', 'policy'"),
+        ({"tasks": "gsm9k"}, "There is no task 'gsm9k'"),
+    ],
+)
+def test_a_callback_that_cannot_work_is_refused_when_it_is_made(settings, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        TaskEvaluationCallback(**{"tasks": write_questions(tmp_path / "sums.jsonl", 2), **settings})
+
+
+def test_a_callback_without_its_trainer_says_so(tmp_path):
+    callback = TaskEvaluationCallback(write_questions(tmp_path / "sums.jsonl", 2))
+    with pytest.raises(RuntimeError, match=r"has no trainer: pass it in callbacks=\[\.\.\.\]"):
+        callback.on_train_begin(None, None, None)
 
 
 def test_evaluating_without_its_packages_says_which_extra(tmp_path, monkeypatch):

@@ -57,10 +57,7 @@ KINDS = {
 EXPORTED = ["own", "shared, LoRA policy"]  # to be compared with a fresh engine
 
 STEPS = 8
-LONG = {
-    "own": {"critic_lr_scheduler_type": "linear", "critic_warmup_steps": 3},
-    "shared": {"critic_lr_scheduler_type": "linear", "share_backbone": True},
-}
+LONG = {"own": {"critic_warmup_steps": 3}, "shared": {"share_backbone": True}}
 LONG_CONFIG = ONE | {"steps_per_generation": 4, "max_steps": STEPS, "save_strategy": "steps", "save_steps": 2}
 
 # Greedy, so that completions do not depend on the process that makes them; one batch, so that shuffling is no matter.
@@ -72,7 +69,6 @@ GRADIENT = {
     "learning_rate": 1.0,
     "critic_learning_rate": 1.0,
     "max_grad_norm": 0.0,
-    "critic_max_grad_norm": 1e9,
     "gamma": 0.9,
     "gae_lambda": 0.8,
     "uaq_scale": 1.0,
@@ -228,7 +224,6 @@ def test_a_resumed_run_is_the_run_that_never_stopped(kind, step, one_process, re
     expected, seen = metrics_by_step(records[f"long {kind}"]), metrics_by_step(resumed[1][kind, step])
     for later in range(step + 1, STEPS + 1):
         assert seen[later] == expected[later], f"step {later} differs after resuming at step {step}"
-    assert len({row["critic/learning_rate"] for row in expected.values()}) == STEPS, "the schedule stood still"
     assert len({row["critic/value_loss"] for row in expected.values()}) == STEPS
     ends = directory / f"long {kind}" / f"checkpoint-{STEPS}", resumed[0] / kind / str(step) / f"checkpoint-{STEPS}"
     for state in (lambda end: load_file(end / "model.safetensors"), state_of_the_critic):

@@ -15,7 +15,7 @@ CONFIGS = Path(__file__).parents[1] / "examples" / "accelerate_configs"
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 
 
-CHECKED = {"sync_check_steps": 1, "max_steps": 6}  # three rollouts of two updates each, every sync checked
+CHECKED = {"sync_check_interval": 1, "max_steps": 6}  # three rollouts of two updates each, every sync checked
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,7 @@ def test_the_recipe_says_what_the_paper_says(recipe):
     assert config.uaq_scale == (1.0 if recipe.stem == "gsm8k_ppo" else 1.5)
     # A row of the log for each rollout, and a benchmark after a whole number of them.
     assert config.logging_steps == config.updates_per_rollout
-    assert config.eval_tasks and config.eval_tasks_steps % config.updates_per_rollout == 0
+    assert script.eval_tasks and script.eval_tasks_steps % config.updates_per_rollout == 0
 
 
 def test_dapo_is_dapo():
@@ -141,7 +141,7 @@ def two_steps(run_scenario, tmp_path_factory):
         argv += ["--output_dir", directory / recipe.stem, "--logging_steps", 1, "--save_strategy", "no"]
         argv += ["--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 1, "--steps_per_generation", 2]
         argv += ["--max_completion_length", 6, "--report_to", "none", "--vllm_max_model_length", 4096]
-        argv += ["--vllm_engine_kwargs", '{"enforce_eager": true}', "--sync_check_steps", 0]
+        argv += ["--vllm_engine_kwargs", '{"enforce_eager": true}', "--sync_check_interval", 0]
         if module_of(recipe) is grpo:
             argv += ["--num_generations", 4, "--dynamic_sampling_max_rounds", 2]
         if recipe.stem == "dapo":

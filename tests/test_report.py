@@ -185,7 +185,7 @@ def test_what_does_not_change_training_makes_no_group():
     asides = [
         {"output_dir": "there", "run_name": "x", "logging_steps": 1, "vllm_server_port": 8001, "hub_token": "secret"},
         {"seed": 1, "date": "2026-11-20", "versions": {"torch": "2.13"}, "save_steps": 7, "arm": "x"},
-        {"data_seed": 5, "hardware": "H200", "sync_check_steps": 1, "arm": "y", "date": "2026-11-21"},
+        {"data_seed": 5, "hardware": "H200", "sync_check_interval": 1, "arm": "y", "date": "2026-11-21"},
     ]
     runs = [Run("run.jsonl", {**FULL, **changed}, rewards([1.0])) for changed in asides]
     flat = [flatten(run.settings) for run in runs]

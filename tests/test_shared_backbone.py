@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
+from transformers import get_scheduler
 
 from trl_qurl import QuRLPPOConfig
 from trl_qurl.trainers.critic import build_optimizer
@@ -32,7 +33,7 @@ def shared_critic(policy, args):
         policy, args, Accelerator(cpu=True), lambda model: build_optimizer(model, args, decayed=set())
     )
     torch.nn.init.normal_(critic.model.weight)
-    critic.prepare(2)
+    critic.prepare(lambda optimizer: get_scheduler("constant", optimizer))
     return critic
 
 

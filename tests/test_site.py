@@ -102,7 +102,13 @@ def test_formulas_are_drawn(site):
 
 def test_settings_of_a_configuration_are_a_list_and_not_code(site):
     html = read(site / "api/trainers.html")
-    for field in ("rollout_quantization", "weight_sync", "objective", "weight_metrics_steps", "critic_warmup_steps"):
+    for field in (
+        "rollout_quantization",
+        "weight_sync",
+        "objective",
+        "weight_metrics_interval",
+        "critic_warmup_steps",
+    ):
         assert re.search(rf"<b>{field}</b>|<code>{field}</code>", html), field
     assert "*optional*" not in html and "&gt; Weight sync" not in html
 

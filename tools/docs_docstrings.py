@@ -21,7 +21,7 @@ OURS = {
     "QuRLGRPOTrainer": "trl_qurl.QuRLGRPOTrainer",
     "QuRLPPOConfig": "trl_qurl.QuRLPPOConfig",
     "QuRLPPOTrainer": "trl_qurl.QuRLPPOTrainer",
-    "TaskEvaluationSettings": "trl_qurl.config.task_evaluation.TaskEvaluationSettings",
+    "QuantizedRolloutsConfig": "trl_qurl.config.rollout.QuantizedRolloutsConfig",
 }
 """What docstrings refer to, and where the reference has it."""
 

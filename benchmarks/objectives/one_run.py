@@ -78,9 +78,9 @@ def train_arm(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any],
             **{
                 "max_steps": arm.rollouts * updates,
                 "logging_steps": updates,
-                "weight_metrics_steps": 4,
+                "weight_metrics_interval": 4,
                 # The first sync is checked, but not where activations are coarser than the probe would have them.
-                "sync_check_steps": 10**6 if arm.activation_bits == 8 else 0,
+                "sync_check_interval": 10**6 if arm.activation_bits == 8 else 0,
                 **arm.changed,
             },
         )

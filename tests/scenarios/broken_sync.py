@@ -135,7 +135,7 @@ def main() -> None:
         steps_per_generation=2,
         max_completion_length=8,
         vllm_max_model_length=64,
-        sync_check_steps=1,
+        sync_check_interval=1,
         # vLLM on CPU caches in blocks of 128 tokens by default; 32 is its smallest block.
         vllm_engine_kwargs={"enforce_eager": True, "block_size": 32},
         report_to=[],

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from tiny import tiny_model, tiny_tokenizer
-from transformers import AutoModelForTokenClassification
+from transformers import AutoModelForTokenClassification, get_linear_schedule_with_warmup
 from trl.trainer.utils import disable_dropout_in_model
 
 from trl_qurl import QuRLPPOConfig
@@ -39,7 +39,6 @@ def main(directory: Path, *options: str) -> None:
         bf16=False,
         optim="sgd",
         critic_learning_rate=0.1,
-        critic_lr_scheduler_type="linear",
         steps_per_generation=2,
     )
     accelerator = Accelerator(cpu=True)
@@ -58,6 +57,9 @@ def main(directory: Path, *options: str) -> None:
 
     def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
         return build_optimizer(model, args, decayed=set())
+
+    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return get_linear_schedule_with_warmup(optimizer, num_warmup_steps=0, num_training_steps=10)
 
     policy = tiny_model()
 
@@ -85,7 +87,7 @@ def main(directory: Path, *options: str) -> None:
     record: dict[str, object] = {"processes": accelerator.num_processes}
     for name, make in {"own": own, "shared": shared}.items():
         critic = make()
-        critic.prepare(num_training_steps=10)
+        critic.prepare(schedule)
         steps = [step(critic) for _ in range(STEPS)]
         checkpoint = directory / name
         checkpoint.mkdir(exist_ok=True)
@@ -94,7 +96,7 @@ def main(directory: Path, *options: str) -> None:
         critic.save_pretrained(checkpoint / "critic", tiny_tokenizer())
         accelerator.wait_for_everyone()
         again = make()
-        again.prepare(num_training_steps=10)
+        again.prepare(schedule)
         again.load_state(checkpoint)
         record[name] = {
             "steps": [*steps, step(critic)],

@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> dict:
         "max_steps": 4,
         "logging_steps": 1,
         "learning_rate": 1e-3,
-        "weight_metrics_steps": 1,
+        "weight_metrics_interval": 1,
         "uaq_scale": 1.0 if options.lora else 1.5,
         "hub_model_id": "someone/tiny",
         "hub_token": SECRET,

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> dict:
         "use_cpu": True,
         "bf16": False,
         "uaq_scale": 1.0,
-        "sync_check_steps": 1,
+        "sync_check_interval": 1,
         "vllm_max_model_length": 64,
         "vllm_engine_kwargs": {"enforce_eager": True},
     }

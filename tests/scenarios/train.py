@@ -130,7 +130,7 @@ def run(options: argparse.Namespace) -> dict:
         "logging_steps": 1,
         "learning_rate": 1e-3,
         "uaq_scale": 1.5,
-        "weight_metrics_steps": 1,
+        "weight_metrics_interval": 1,
         "report_to": [],
         "use_cpu": True,
         "bf16": False,

@@ -1,6 +1,15 @@
 """Configuration of the trainers: TRL's, plus what quantized rollouts and the critic add."""
 
-from trl_qurl.config.grpo import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS, QuRLGRPOConfig
+from trl_qurl.config.dynamic_sampling import DynamicSamplingSettings
+from trl_qurl.config.grpo import CLIPPED_LOSS_TYPES, QuRLGRPOConfig
 from trl_qurl.config.ppo import QuRLPPOConfig
+from trl_qurl.config.rollout import TAKEN_ENGINE_ARGUMENTS, QuantizedRolloutsConfig
 
-__all__ = ["CLIPPED_LOSS_TYPES", "TAKEN_ENGINE_ARGUMENTS", "QuRLGRPOConfig", "QuRLPPOConfig"]
+__all__ = [
+    "CLIPPED_LOSS_TYPES",
+    "TAKEN_ENGINE_ARGUMENTS",
+    "DynamicSamplingSettings",
+    "QuRLGRPOConfig",
+    "QuRLPPOConfig",
+    "QuantizedRolloutsConfig",
+]

@@ -1,11 +1,14 @@
-"""Settings of DAPO's dynamic sampling, apart from the rest because they make sense for groups only."""
+"""Settings of DAPO's dynamic sampling, which make sense for trainers that sample groups."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
 class DynamicSamplingSettings:
     r"""
+    A mixin for a config of TRL: the settings of dynamic sampling.
+
     Groups whose rewards are all equal have no advantage and teach nothing. With dynamic sampling they are replaced by
     groups of other prompts until the batch is full, as in DAPO (arXiv:2503.14476, Eq. 11).
 
@@ -15,15 +18,16 @@ class DynamicSamplingSettings:
         dynamic_sampling_max_rounds (`int`, *optional*, defaults to `10`):
             Rounds of generation for one batch, the first one included. If they do not fill it, it is used as it is.
         dynamic_sampling_reward (`str` or `None`, *optional*):
-            Name of the reward function that decides, where the sum of several would: a punishment for length makes the
-            rewards of wrong answers differ. `None` for the weighted sum.
+            Name of the reward function that decides. By default the weighted sum of all; name one where another would
+            always make a difference, as a penalty for length does.
 
     Raises:
         ValueError: No round to generate in, or a reward function is named without dynamic sampling.
     """
 
     dynamic_sampling: bool = field(
-        default=False, metadata={"help": "Whether groups whose rewards are all equal are replaced by other prompts'."}
+        default=False,
+        metadata={"help": "Whether groups whose rewards are all equal are replaced by groups of other prompts."},
     )
     dynamic_sampling_max_rounds: int = field(
         default=10, metadata={"help": "Rounds of generation for one batch, the first one included."}
@@ -32,12 +36,8 @@ class DynamicSamplingSettings:
         default=None, metadata={"help": "Reward function by which groups are judged; default: the weighted sum."}
     )
 
-    def check_dynamic_sampling(self) -> None:
-        """Refuse what cannot work.
-
-        Raises:
-            ValueError: As the class says.
-        """
+    def __post_init__(self: Any) -> None:
+        super().__post_init__()  # type: ignore[misc]  # TRL's config, which comes after this class
         if self.dynamic_sampling_max_rounds < 1:
             raise ValueError(
                 f"dynamic_sampling_max_rounds is {self.dynamic_sampling_max_rounds}: give 1 or more rounds of "

@@ -2,13 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
 
-import torch
-from transformers import get_scheduler
-from transformers.trainer_utils import SchedulerType
-
-from trl_qurl.config.checks import as_dictionary, check_choice
 from trl_qurl.config.grpo import QuRLGRPOConfig
 
 
@@ -38,7 +32,7 @@ class QuRLPPOConfig(QuRLGRPOConfig):
         gamma (`float`, *optional*, defaults to `1.0`):
             Discount γ per token (verl). Below 1, early tokens of a long answer see little of its reward.
         gae_lambda (`float`, *optional*, defaults to `1.0`):
-            λ of generalised advantage estimation (verl): 1 trusts the rewards, 0 the critic.
+            λ of generalized advantage estimation (verl): 1 trusts the rewards, 0 the critic.
         whiten_advantages (`bool`, *optional*, defaults to `True`):
             Whether to shift and scale advantages to mean 0 and variance 1 over the tokens of the whole rollout, on all
             processes (verl).
@@ -59,36 +53,20 @@ class QuRLPPOConfig(QuRLGRPOConfig):
         critic_warmup_steps (`int`, *optional*, defaults to `0`):
             Optimizer steps at the start in which only the critic learns. The policy's schedule counts them.
         critic_learning_rate (`float`, *optional*, defaults to `1e-5`):
-            Learning rate of the critic (the paper's GSM8K run and verl).
-        critic_lr_scheduler_type (`str`, *optional*, defaults to `"constant"`):
-            Its schedule, by transformers' names (verl: constant).
-        critic_lr_warmup_steps (`int`, *optional*, defaults to `0`):
-            Steps over which its learning rate rises, for schedules that have a warm-up (verl: none).
-        critic_lr_scheduler_kwargs (`dict`, *optional*, defaults to `{}`):
-            Further arguments of that schedule.
-        critic_max_grad_norm (`float`, *optional*, defaults to `1.0`):
-            Norm at which its gradient is clipped (verl). With DeepSpeed, `gradient_clipping` of its configuration.
-        critic_gradient_checkpointing (`bool` or `None`, *optional*):
-            Whether to recompute the critic's activations. By default as the policy: `gradient_checkpointing`.
-        critic_model_init_kwargs (`dict`, *optional*):
-            Arguments of `from_pretrained` for the critic. By default `model_init_kwargs`.
+            Learning rate of the critic (the paper's GSM8K run and verl), constant as in verl; for a schedule, override
+            `QuRLPPOTrainer.create_critic_scheduler`.
 
     > Changed defaults
 
         num_generations (`int`, *optional*, defaults to `1`): No group is needed; any number from 1 up will do.
         scale_rewards (`str`, *optional*, defaults to `"none"`): Rewards are not compared within groups.
 
-    The optimizer, its betas and its weight decay are the policy's (`optim`, `adam_beta1`, `weight_decay`, ...).
+    Everything else of the critic follows the policy: optimizer, betas, weight decay (`optim`, `adam_beta1`, ...),
+    `max_grad_norm`, `gradient_checkpointing`, `model_init_kwargs`.
 
     Raises:
-        ValueError: Settings that cannot work together; the message names them and the way out.
+        ValueError: Settings that cannot work together; the message names them and says what to change.
     """
-
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [
-        *QuRLGRPOConfig._VALID_DICT_FIELDS,
-        "critic_model_init_kwargs",
-        "critic_lr_scheduler_kwargs",
-    ]
 
     num_generations: int | None = field(
         default=1, metadata={"help": "Completions per prompt, from 1 up: a critic needs no group."}
@@ -100,7 +78,7 @@ class QuRLPPOConfig(QuRLGRPOConfig):
     # Advantages
     gamma: float = field(default=1.0, metadata={"help": "Discount per token, in [0, 1]."})
     gae_lambda: float = field(
-        default=1.0, metadata={"help": "Lambda of generalised advantage estimation: 1 trusts rewards, 0 the critic."}
+        default=1.0, metadata={"help": "Lambda of generalized advantage estimation: 1 trusts rewards, 0 the critic."}
     )
     whiten_advantages: bool = field(
         default=True, metadata={"help": "Whether advantages get mean 0 and variance 1 over the whole rollout."}
@@ -123,24 +101,6 @@ class QuRLPPOConfig(QuRLGRPOConfig):
         default=0, metadata={"help": "Optimizer steps at the start in which only the critic learns."}
     )
     critic_learning_rate: float = field(default=1e-5, metadata={"help": "Learning rate of the critic."})
-    critic_lr_scheduler_type: str = field(
-        default="constant", metadata={"help": "Schedule of the critic's learning rate, by transformers' names."}
-    )
-    critic_lr_warmup_steps: int = field(
-        default=0, metadata={"help": "Steps over which the critic's learning rate rises, if its schedule has that."}
-    )
-    critic_lr_scheduler_kwargs: dict[str, Any] | str | None = field(
-        default_factory=dict, metadata={"help": "Further arguments of that schedule, as a JSON dictionary."}
-    )
-    critic_max_grad_norm: float = field(
-        default=1.0, metadata={"help": "Norm at which the critic's gradient is clipped."}
-    )
-    critic_gradient_checkpointing: bool | None = field(
-        default=None, metadata={"help": "Whether to recompute the critic's activations; default: as the policy."}
-    )
-    critic_model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Arguments of from_pretrained for the critic, as a JSON dictionary."}
-    )
 
     def __post_init__(self) -> None:
         self._check_critic()
@@ -150,21 +110,20 @@ class QuRLPPOConfig(QuRLGRPOConfig):
         super().__post_init__()
         if single:
             self.num_generations = 1
-        self._check_schedule()
-        as_dictionary("critic_model_init_kwargs", self.critic_model_init_kwargs, '{"dtype": "bfloat16"}')
 
     def _check_critic(self) -> None:
         if self.num_generations is None or self.num_generations < 1:
             raise ValueError(f"num_generations is {self.num_generations}: give 1 or more completions per prompt.")
         for name in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but must lie in [0, 1] (verl's setting is 1).")
-        for name in ("critic_learning_rate", "critic_max_grad_norm", "value_loss_coef"):
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be in [0, 1] (verl's setting is 1).")
+        for name in ("critic_learning_rate", "value_loss_coef"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a positive number.")
-        for name in ("critic_warmup_steps", "critic_lr_warmup_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: give a number of optimizer steps, or 0 for none.")
+        if self.critic_warmup_steps < 0:
+            raise ValueError(
+                f"critic_warmup_steps is {self.critic_warmup_steps}: give a number of optimizer steps, or 0 for none."
+            )
         if self.value_clip_range is not None and not self.value_clip_range > 0:
             raise ValueError(
                 f"value_clip_range is {self.value_clip_range}: give a positive distance in units of reward, or None "
@@ -172,7 +131,7 @@ class QuRLPPOConfig(QuRLGRPOConfig):
             )
         if self.kl_in_reward and self.beta == 0:
             raise ValueError(
-                "kl_in_reward=True with beta=0 penalises nothing: give beta the weight of the penalty (0.001 is "
+                "kl_in_reward=True with beta=0 penalizes nothing: give beta the weight of the penalty (0.001 is "
                 "usual), or set kl_in_reward=False."
             )
         if self.dynamic_sampling:
@@ -183,23 +142,10 @@ class QuRLPPOConfig(QuRLGRPOConfig):
         if self.scale_rewards not in ("none", False):
             raise ValueError(
                 f"scale_rewards={self.scale_rewards!r} scales rewards for a group's baseline, which the critic "
-                "replaces: use 'none'; whiten_advantages scales what the critic makes of them."
+                "replaces: use 'none'; whiten_advantages scales the critic's advantages instead."
             )
         if self.multi_objective_aggregation != "sum_then_normalize":
             raise ValueError(
-                f"multi_objective_aggregation={self.multi_objective_aggregation!r} normalises rewards within groups, "
+                f"multi_objective_aggregation={self.multi_objective_aggregation!r} normalizes rewards within groups, "
                 "which the critic replaces: use 'sum_then_normalize', which sums them by their weights."
             )
-
-    def _check_schedule(self) -> None:
-        name = self.critic_lr_scheduler_type
-        known = (schedule.value for schedule in SchedulerType if schedule != SchedulerType.REDUCE_ON_PLATEAU)
-        check_choice("critic_lr_scheduler_type", name, tuple(known))
-        weightless = torch.optim.SGD([torch.zeros(1)])
-        kwargs = as_dictionary("critic_lr_scheduler_kwargs", self.critic_lr_scheduler_kwargs, '{"num_cycles": 2}')
-        try:
-            get_scheduler(name, weightless, self.critic_lr_warmup_steps, 1000, scheduler_specific_kwargs=kwargs)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"critic_lr_scheduler_kwargs={kwargs} does not fit critic_lr_scheduler_type={name!r}: {error}"
-            ) from error

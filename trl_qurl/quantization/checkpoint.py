@@ -27,15 +27,19 @@ if TYPE_CHECKING:
 QUANTIZERS = ("streaming", "llmcompressor")
 
 
-def require_llmcompressor() -> None:
+def require_llmcompressor(setting: str = "quantizer='llmcompressor'", instead: str = "quantizer='streaming'") -> None:
     """
+    Args:
+        setting: What asks for it, for the message.
+        instead: What to use without it.
+
     Raises:
         ImportError: If llm-compressor is not installed; the message says which extra brings it.
     """
     if importlib.util.find_spec("llmcompressor") is None:
         raise ImportError(
-            "quantizer='llmcompressor' needs llm-compressor, which is not installed: run "
-            "`pip install trl-qurl[llmcompressor]`, or use quantizer='streaming': it writes the same codes without it."
+            f"{setting} needs llm-compressor, which is not installed: run "
+            f"`pip install trl-qurl[llmcompressor]`, or use {instead}: it writes the same codes without it."
         )
 
 

@@ -65,7 +65,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._sent_dtype: torch.dtype | None = None
         self._weight_metrics: dict[str, float] = {}
         self._cost = RolloutCost()
-        self._tracker = WeightChangeTracker(rollout.weight_metrics_steps)
+        self._tracker = WeightChangeTracker(rollout.weight_metrics_interval)
         super().__init__(*args, **kwargs)
 
     def pop_cost(self) -> RolloutCost:
@@ -95,7 +95,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             RolloutVLLMClient,
             scheme=rollout.scheme,
             ignore=rollout.ignore,
-            weight_sync=rollout.weight_sync,
+            weight_sync="checkpoint" if rollout.weight_sync == "llmcompressor" else rollout.weight_sync,
             request_timeout=rollout.request_timeout,
         )
         with substitute(vllm_generation, "VLLMClient", client):
@@ -108,7 +108,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._transport, dtype = way
         # Casting for the engine saves bytes on the way. llm-compressor writes each tensor in the policy's own dtype,
         # so the stream that its checkpoint is checked by must not be cast either.
-        if dtype and self.rollout.quantizer == "streaming":
+        if dtype and self.rollout.weight_sync != "llmcompressor":
             self._sent_dtype = getattr(torch, dtype)
         if self._transport == "checkpoint":
             self._directory = self._shared_directory()
@@ -116,7 +116,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def _start_colocated(self) -> None:
         """Start an engine in this process, on a checkpoint that says how its layers are quantized."""
         check_head_size(self.model.config)
-        self._transport = self.rollout.weight_sync
+        self._transport = "stream" if self.rollout.weight_sync == "stream" else "checkpoint"
         start = None
         if self._transport == "checkpoint" or self._starts_from_checkpoint():
             self._directory = self._shared_directory()
@@ -191,7 +191,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         """
         started = time.perf_counter()
         self._tracker.begin_sync()
-        every = self.rollout.sync_check_steps
+        every = self.rollout.sync_check_interval
         checked = every > 0 and self._syncs % every == 0
         self._left_out = self._unchanged(checked)
         self._syncs += 1
@@ -215,7 +215,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._frozen_at_scale = scale
         self._frozen = frozen_parameters(self.model) if self._dist.fsdp_version != 1 else frozenset()
         sleeps = self.mode == "colocate" and self.enable_sleep_mode  # an engine that slept holds nothing
-        if checked or sleeps or self._tracker.observes or self.rollout.quantizer == "llmcompressor":
+        if checked or sleeps or self._tracker.observes or self.rollout.weight_sync == "llmcompressor":
             return frozenset()
         return before & self._frozen
 
@@ -305,7 +305,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         path = self._directory / name
         scheme = self.rollout.scheme
         write: Callable[..., Any] = write_streamed_checkpoint
-        if scheme is not None and self.rollout.quantizer == "llmcompressor":
+        if scheme is not None and self.rollout.weight_sync == "llmcompressor":
             write = write_llmcompressor_checkpoint
             # llm-compressor rounds for itself; our stream beside it is what its result is measured and checked by.
             for _ in tensors:

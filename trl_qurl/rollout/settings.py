@@ -14,23 +14,22 @@ class RolloutSettings:
     Attributes:
         scheme: Format of the rollout weights; `None` for full precision.
         ignore: Modules kept in full precision.
-        quantizer: `"streaming"` or `"llmcompressor"`.
-        weight_sync: `"stream"` or `"checkpoint"`; with a server also `"auto"`.
+        weight_sync: `"stream"`, `"checkpoint"` or `"llmcompressor"` (a checkpoint that llm-compressor writes); with a
+            server also `"auto"`.
         checkpoint_dir: Where checkpoints for the engine are written; `None` to choose.
         engine_kwargs: Further arguments of the colocated engine.
-        weight_metrics_steps: Rollouts between measurements of the weights; 0 for none.
-        sync_check_steps: Syncs between checks by digest; 0 for none.
+        weight_metrics_interval: Syncs between measurements of the weights; 0 for none.
+        sync_check_interval: Syncs between checks by digest; 0 for none.
         sync_probe: Whether those checks include the probe.
         request_timeout: Seconds a request to a server may take.
     """
 
     scheme: QuantizationScheme | None
     ignore: tuple[str, ...] = ("lm_head",)
-    quantizer: str = "streaming"
     weight_sync: str = "stream"
     checkpoint_dir: str | None = None
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    weight_metrics_steps: int = 16
-    sync_check_steps: int = 16
+    weight_metrics_interval: int = 16
+    sync_check_interval: int = 16
     sync_probe: bool = True
     request_timeout: float = 1800.0

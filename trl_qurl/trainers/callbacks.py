@@ -1,6 +1,8 @@
-"""Callbacks that any Hugging Face Trainer takes; none of them needs a trainer of this package."""
+"""Callbacks of the trainers."""
 
+import weakref
 from pathlib import Path
+from typing import Any
 
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -56,6 +58,35 @@ class UpdateAwareQuantizationCallback(TrainerCallback):
                 "The callback acts when the trainer is built: pass it in callbacks=[...] there, not to add_callback, "
                 "and pass a model, not model_init."
             )
+
+
+class TrainerAwareCallback(TrainerCallback):
+    """A base for callbacks that need their trainer, which transformers does not hand to them.
+
+    `QuRLGRPOTrainer` sets `trainer` when it is built with such a callback, or when `add_callback` gets one. The
+    reference is weak, so that a trainer that is deleted gives back its engine.
+    """
+
+    _trainer: weakref.ref | None = None
+
+    @property
+    def trainer(self) -> Any:
+        """The trainer that this callback was passed to.
+
+        Raises:
+            RuntimeError: No trainer took it, or that trainer is gone.
+        """
+        trainer = None if self._trainer is None else self._trainer()
+        if trainer is None:
+            raise RuntimeError(
+                f"{type(self).__name__} has no trainer: pass it in callbacks=[...] to a trainer of trl-qurl, or to its "
+                "add_callback."
+            )
+        return trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Any) -> None:
+        self._trainer = weakref.ref(trainer)
 
 
 class CriticWarmupCallback(TrainerCallback):

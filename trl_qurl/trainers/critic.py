@@ -6,6 +6,7 @@ its own models and optimizers, so that DDP, FSDP2 and ZeRO-3 prepare, clip and s
 Shapes: `B` sequences, `P` prompt tokens, `T` completion tokens.
 """
 
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, is_peft_model
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, get_scheduler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from trl_qurl.config import QuRLPPOConfig
 from trl_qurl.quantization.storage import new_directory
@@ -28,6 +29,8 @@ STATE_DIRECTORY = "critic_state"
 """Where a checkpoint keeps what a resumed run needs: critic, optimizer and schedule."""
 
 OptimizerFactory = Callable[[torch.nn.Module], torch.optim.Optimizer]
+
+SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 ValueLossFunction = Callable[[torch.Tensor], torch.Tensor]
 """From a micro-batch's values, `(B, T + 1)`, to its share of the loss of an optimizer step."""
@@ -59,7 +62,7 @@ class Critic:
         self._make_optimizer = make_optimizer
         self._optimizer: Any = None
         self._scheduler: Any = None
-        if _wants_checkpointing(args):
+        if args.gradient_checkpointing:
             model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
             if is_peft_model(model):
                 model.enable_input_require_grads()  # else reentrant checkpointing finds nothing to train
@@ -67,12 +70,12 @@ class Critic:
             model.to(self.accelerator.device)
         self.model = model
 
-    def prepare(self, num_training_steps: int) -> None:
+    def prepare(self, make_scheduler: SchedulerFactory) -> None:
         """Wrap the model for the launcher and build optimizer and schedule; once, however often training starts."""
         if self._optimizer is not None:
             return
         optimizer = self._make_optimizer(self.model)
-        scheduler = make_schedule(optimizer, self._args, num_training_steps)
+        scheduler = make_scheduler(optimizer)
         self.model, self._optimizer, self._scheduler = self.accelerator.prepare(self.model, optimizer, scheduler)
 
     def forget(self) -> None:
@@ -134,7 +137,7 @@ class Critic:
 
     def step(self) -> dict[str, float]:
         """Clip, update and forget the gradients; norm before clipping, and the learning rate used."""
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self._args.critic_max_grad_norm)
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), largest_norm(self._args))
         learning_rate = self._scheduler.get_last_lr()[0]
         self._optimizer.step()
         self._scheduler.step()
@@ -177,15 +180,9 @@ def prompts_and_completions(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.
     return ids, torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
 
 
-def make_schedule(optimizer: torch.optim.Optimizer, args: QuRLPPOConfig, num_training_steps: int) -> Any:
-    """The critic's learning-rate schedule over the steps of the whole run."""
-    return get_scheduler(
-        args.critic_lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=args.critic_lr_warmup_steps,
-        num_training_steps=num_training_steps,
-        scheduler_specific_kwargs=args.critic_lr_scheduler_kwargs,
-    )
+def largest_norm(args: QuRLPPOConfig) -> float:
+    """The norm at which gradients are clipped; infinite where the trainer does not clip."""
+    return args.max_grad_norm or math.inf
 
 
 def build_optimizer(model: torch.nn.Module, args: QuRLPPOConfig, decayed: set[str]) -> torch.optim.Optimizer:
@@ -229,11 +226,6 @@ def require_state(path: Path) -> Path:
             "or another share_backbone, or cut off. Resume from an earlier checkpoint, or start anew with its model."
         )
     return path
-
-
-def _wants_checkpointing(args: QuRLPPOConfig) -> bool:
-    wanted = args.critic_gradient_checkpointing
-    return args.gradient_checkpointing if wanted is None else wanted
 
 
 def _to_float(norm: Any) -> float:

@@ -24,14 +24,12 @@ from trl.import_utils import is_vllm_available
 from trl.trainer import grpo_trainer
 
 from trl_qurl.config import QuRLGRPOConfig
-from trl_qurl.lab.evaluation.callback import TaskEvaluationCallback
-from trl_qurl.lab.evaluation.tasks import load_tasks
 from trl_qurl.objective import surrogate_terms
 from trl_qurl.quantization.schemes import get_scheme
 from trl_qurl.rollout.backend import quantized_generation
 from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.rollout.settings import RolloutSettings
-from trl_qurl.trainers.callbacks import RunLogCallback, UpdateAwareQuantizationCallback
+from trl_qurl.trainers.callbacks import RunLogCallback, TrainerAwareCallback, UpdateAwareQuantizationCallback
 from trl_qurl.trainers.dynamic_trainer import DynamicSamplingTrainer
 from trl_qurl.trainers.loss_metrics import loss_metrics, loss_sums
 from trl_qurl.trainers.prompt_stream import check_prompts
@@ -99,12 +97,17 @@ class QuRLGRPOTrainer(SavingTrainer, DynamicSamplingTrainer):
         arguments = named_arguments(*args, **kwargs)
         config = arguments["args"] = self._checked_config(arguments.get("args"), arguments["model"])
         check_prompts(arguments.get("train_dataset"), config.generation_batch_size // config.num_generations)
-        tasks = load_tasks(config.eval_tasks, config.eval_tasks_limit) if config.eval_tasks else []
         callbacks = list(arguments.get("callbacks") or [])
-        if config.uaq_scale != 1.0:
-            callbacks += _uaq_callbacks(arguments["model"], arguments.get("peft_config"), config.uaq_scale)
+        if config.effective_uaq_scale != 1.0:
+            callbacks += _uaq_callbacks(arguments["model"], arguments.get("peft_config"), config.effective_uaq_scale)
         self._step_timer = StepTimer(record=lambda seconds: self._record("train", {"time/update_s": seconds}))
-        run_log = RunLogCallback({"updates_per_rollout": config.updates_per_rollout, "algorithm": self._algorithm})
+        run_log = RunLogCallback(
+            {
+                "updates_per_rollout": config.updates_per_rollout,
+                "algorithm": self._algorithm,
+                "uaq_scale": config.effective_uaq_scale,
+            }
+        )
         arguments["callbacks"] = [*callbacks, self._step_timer, run_log]
         self._scoring_seconds = 0.0
         self._train_sampler: Any = None
@@ -113,8 +116,17 @@ class QuRLGRPOTrainer(SavingTrainer, DynamicSamplingTrainer):
             super().__init__(**arguments)
         self._mismatch = MismatchTally(self.accelerator)
         self.vllm_generation.global_step = lambda: self.state.global_step
-        if tasks:
-            self.add_callback(TaskEvaluationCallback(self, tasks, config.eval_tasks_steps, config.eval_tasks_by))
+        for callback in self.callback_handler.callbacks:
+            self._introduce_to(callback)
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback, as any trainer of transformers does; one that needs its trainer learns it here."""
+        super().add_callback(callback)
+        self._introduce_to(self.callback_handler.callbacks[-1])
+
+    def _introduce_to(self, callback: Any) -> None:
+        if isinstance(callback, TrainerAwareCallback):
+            callback.trainer = self
 
     @classmethod
     def _checked_config(cls, config: Any, model: Any) -> Any:
@@ -310,12 +322,11 @@ def _rollout_settings(config: QuRLGRPOConfig) -> RolloutSettings:
     return RolloutSettings(
         scheme=None if name is None else get_scheme(name),
         ignore=tuple(config.quantization_ignore),
-        quantizer=config.quantizer,
         weight_sync=config.weight_transport,
         checkpoint_dir=config.rollout_checkpoint_dir,
         engine_kwargs=config.engine_kwargs,
-        weight_metrics_steps=config.weight_metrics_steps,
-        sync_check_steps=config.sync_check_steps,
+        weight_metrics_interval=config.weight_metrics_interval,
+        sync_check_interval=config.sync_check_interval,
         sync_probe=config.sync_probe,
         request_timeout=config.vllm_request_timeout,
     )

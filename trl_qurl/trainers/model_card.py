@@ -97,7 +97,7 @@ def run_settings(config: QuRLGRPOConfig) -> dict[str, object]:
         "`objective`": config.objective,
         "cap C (`vllm_importance_sampling_clip_max`)": config.vllm_importance_sampling_clip_max,
         "`epsilon`, `epsilon_high`": f"{config.epsilon}, {upper}",
-        "UAQ's s (`uaq_scale`)": config.uaq_scale,
+        "UAQ's s (`uaq_scale`)": config.effective_uaq_scale,
         "updates per rollout": f"{config.updates_per_rollout:g}",
         "`learning_rate`": config.learning_rate,
         "`num_generations`": config.num_generations,

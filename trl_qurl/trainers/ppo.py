@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, get_scheduler
 
 from trl_qurl.advantages import (
     explained_variance,
@@ -254,10 +254,25 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
     # Optimizer and checkpoints ---------------------------------------------------------------------------------------
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The policy's schedule; the critic is prepared for the same number of steps."""
+        """Create the policy's schedule, and the critic's optimizer and schedule with it."""
         scheduler = super().create_scheduler(num_training_steps, optimizer)
-        self.critic.prepare(num_training_steps)
+        self.critic.prepare(
+            lambda critic_optimizer: self.create_critic_scheduler(critic_optimizer, num_training_steps)
+        )
         return scheduler
+
+    def create_critic_scheduler(self, optimizer: torch.optim.Optimizer, num_training_steps: int) -> Any:
+        """
+        Create the schedule of the critic's learning rate, which is constant unless a subclass overrides this method.
+
+        Args:
+            optimizer: The critic's.
+            num_training_steps: Optimizer steps of the whole run.
+
+        Returns:
+            A scheduler of torch.
+        """
+        return get_scheduler("constant", optimizer)
 
     def _make_critic_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
         return build_optimizer(model, self.args, decayed=set(self.get_decay_parameter_names(model)))

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl_qurl.config import QuRLPPOConfig
 from trl_qurl.quantization.storage import new_directory
-from trl_qurl.trainers.critic import OptimizerFactory, ValueLossFunction, make_schedule, require_state
+from trl_qurl.trainers.critic import OptimizerFactory, SchedulerFactory, ValueLossFunction, largest_norm, require_state
 
 HEAD_FILE = "value_head.safetensors"
 """What `save_model` writes of a critic whose backbone is the policy's."""
@@ -123,17 +123,17 @@ class SharedBackboneCritic:
     def learn(self, batch: dict[str, Any], value_loss: ValueLossFunction) -> None:
         """Nothing more: it has learned with the policy."""
 
-    def prepare(self, num_training_steps: int) -> None:
+    def prepare(self, make_scheduler: SchedulerFactory) -> None:
         """Build optimizer and schedule; once, however often training starts."""
         if self._optimizer is None:
             self._optimizer = self._make_optimizer(self.model)
-            self._scheduler = make_schedule(self._optimizer, self._args, num_training_steps)
+            self._scheduler = make_scheduler(self._optimizer)
 
     def step(self) -> dict[str, float]:
         """Average the head's gradients over the processes, clip and update; norm before clipping, learning rate."""
         for parameter in self.model.parameters():
             parameter.grad = self.accelerator.reduce(parameter.grad, reduction="mean")
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._args.critic_max_grad_norm)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), largest_norm(self._args))
         learning_rate = self._scheduler.get_last_lr()[0]
         self._optimizer.step()
         self._scheduler.step()

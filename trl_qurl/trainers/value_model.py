@@ -124,11 +124,9 @@ def policy_tokenizer(
 
 
 def critic_init_kwargs(args: QuRLPPOConfig) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for the critic: its own, or else the policy's."""
-    given: Any = args.critic_model_init_kwargs
-    kwargs = (args.model_init_kwargs if given is None else given) or {}
+    """Arguments of `from_pretrained` for the critic: the policy's."""
     # Whole on every process; the launcher's wrapper moves it to where it belongs.
-    return {"device_map": None, "trust_remote_code": args.trust_remote_code, **kwargs}
+    return {"device_map": None, "trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
 
 
 def check_same_tokens(tokenizer: PreTrainedTokenizerBase, source: str, init_kwargs: Mapping[str, Any]) -> None:

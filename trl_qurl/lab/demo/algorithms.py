@@ -52,7 +52,7 @@ def build_config(
         "lr_scheduler_type": "constant_with_warmup",
         "warmup_steps": 20,
         "logging_steps": UPDATES_PER_ROLLOUT,
-        "weight_metrics_steps": 1,
+        "weight_metrics_interval": 1,
         # Digests prove the syncs. vLLM's INT8 kernel for CPUs with AMX rounds more than the probe allows for.
         "sync_probe": False,
         "vllm_mode": "colocate",

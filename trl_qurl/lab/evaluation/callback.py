@@ -10,15 +10,15 @@ from accelerate.utils import gather_object
 from transformers import (
     PreTrainedModel,
     Trainer,
-    TrainerCallback,
     TrainerControl,
     TrainerState,
     TrainingArguments,
 )
 from trl.models import unwrap_model_for_generation
 
-from trl_qurl.lab.evaluation.tasks import Task, encode_prompt
+from trl_qurl.lab.evaluation.tasks import Task, encode_prompt, load_tasks
 from trl_qurl.lab.grading import is_correct
+from trl_qurl.trainers.callbacks import TrainerAwareCallback
 
 if TYPE_CHECKING:
     from trl_qurl.trainers.grpo import QuRLGRPOTrainer
@@ -29,59 +29,74 @@ Prompts = list[list[int]]
 Answerer = Callable[["QuRLGRPOTrainer", Prompts], list[list[int]]]
 
 
-class TaskEvaluationCallback(TrainerCallback):
+class TaskEvaluationCallback(TrainerAwareCallback):
     """
-    Runs benchmarks before the first optimizer step and after every so many.
+    Answers benchmarks before the first optimizer step and every N steps: `callbacks=[TaskEvaluationCallback("gsm8k")]`.
 
     Logs `eval_<task>/<who>_avg@1`, `..._tokens` (mean length) and `..._finished` (share that ended before the limit of
     tokens), and `eval_<task>/seconds`, where who is `actor` or `policy`.
 
     Args:
-        trainer: Whose model answers.
-        tasks: The benchmarks.
-        every: Optimizer steps between evaluations.
-        who: A key of `ANSWERERS`.
+        tasks: Benchmarks as for `trl-qurl eval`: `gsm8k`, `math500`, ..., a local file, `name=source`.
+        every: Optimizer steps between evaluations. A multiple of the updates per rollout needs no sync of its own.
+        limit: Only the first N questions of each.
+        who: Who answers: `"actor"`, the quantized copy in the engine, which is fast and measures that copy; or
+            `"policy"`, the model in training, generating without vLLM, which is slow and what counts.
 
     Raises:
-        ValueError: The policy is to answer and no process has all of it.
+        ValueError: A number that is not positive, another answerer, or a benchmark that does not exist.
+        FileNotFoundError: A file that does not exist.
     """
 
-    def __init__(self, trainer: "QuRLGRPOTrainer", tasks: Sequence[Task], every: int, who: str) -> None:
-        if who == "policy" and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-            raise ValueError(
-                "eval_tasks_by='policy' needs the whole model in one place, and here it is split: use 'actor', or "
-                "`trl-qurl eval` on the checkpoints."
-            )
-        self._trainer = trainer
-        self._tasks = tasks
+    def __init__(
+        self, tasks: str | Sequence[str], every: int = 100, limit: int | None = None, who: str = "actor"
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every is {every}: give a positive number of optimizer steps between evaluations.")
+        if limit is not None and limit < 1:
+            raise ValueError(f"limit is {limit}: give a positive number of questions, or None for all.")
+        if who not in ANSWERERS:
+            raise ValueError(f"who is {who!r}, but must be one of {', '.join(map(repr, ANSWERERS))}.")
+        self._tasks = load_tasks([tasks] if isinstance(tasks, str) else list(tasks), limit)
         self._every = every
         self._who = who
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Measure where training starts, unless it resumes."""
+        """Measure where training starts, unless it resumes.
+
+        Raises:
+            ValueError: The policy is to answer, and no process has all of it.
+        """
+        trainer = self.trainer
+        if self._who == "policy" and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+            raise ValueError(
+                "who='policy' needs the whole model in one process, and here it is split: use 'actor', or "
+                "`trl-qurl eval` on the checkpoints."
+            )
         if state.global_step == 0:
             self._evaluate()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Measure after every so many steps."""
+        """Measure every N steps."""
         if state.global_step % self._every == 0:
             should_log = control.should_log
             self._evaluate()
             control.should_log = should_log  # writing a row of our own has taken this step's as written
 
     def _evaluate(self) -> None:
+        trainer = self.trainer
         for task in self._tasks:
-            if self._trainer.accelerator.is_main_process:
+            if trainer.accelerator.is_main_process:
                 logger.info("Answering the %s questions of %s (%s).", len(task.prompts), task.name, self._who)
             started = time.perf_counter()
-            metrics = evaluate_task(self._trainer, task, self._who)
+            metrics = evaluate_task(trainer, task, self._who)
             metrics[f"eval_{task.name}/seconds"] = time.perf_counter() - started
             # transformers' own: TRL's would take the metrics of the rollout in progress along.
-            Trainer.log(self._trainer, metrics)
+            Trainer.log(trainer, metrics)
 
 
 def evaluate_task(trainer: "QuRLGRPOTrainer", task: Task, who: str) -> dict[str, float]:

@@ -57,6 +57,16 @@ class ScriptArguments:
             "help": "Also write the policy's quantized checkpoint, for `vllm serve`, to OUTPUT_DIR-int8 (or -fp8)."
         },
     )
+    eval_tasks: list[str] = field(
+        default_factory=list, metadata={"help": "Benchmarks to answer during training: names, files or name=source."}
+    )
+    eval_tasks_steps: int = field(default=100, metadata={"help": "Optimizer steps between these evaluations."})
+    eval_tasks_limit: int | None = field(
+        default=None, metadata={"help": "Only the first N questions of each benchmark."}
+    )
+    eval_tasks_by: str = field(
+        default="actor", metadata={"help": "Who answers: 'actor' (the engine, fast) or 'policy' (exact, slow)."}
+    )
 
 
 def parse_arguments(
@@ -196,6 +206,7 @@ def train(
         args=training_args,
         train_dataset=questions,
         peft_config=get_peft_config(model_args),
+        callbacks=evaluations(script_args),
         **further,
     )
     use_step_lines(trainer)
@@ -208,6 +219,16 @@ def train(
     if script_args.save_quantized:
         trainer.accelerator.print(f"Quantized checkpoint saved to {trainer.save_quantized()}")
     return trainer
+
+
+def evaluations(script_args: ScriptArguments) -> list[Any]:
+    """The callback that answers benchmarks during training, if any are named."""
+    from trl_qurl.lab.evaluation.callback import TaskEvaluationCallback
+
+    if not script_args.eval_tasks:
+        return []
+    settings = (script_args.eval_tasks_steps, script_args.eval_tasks_limit, script_args.eval_tasks_by)
+    return [TaskEvaluationCallback(script_args.eval_tasks, *settings)]
 
 
 def punishments(soft_overlong_cache: int | None, training_args: QuRLGRPOConfig) -> list[Any]:

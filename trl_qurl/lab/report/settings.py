@@ -25,7 +25,7 @@ BOOKKEEPING = re.compile(
     r"(output_dir|run_name|project|report_to|disable_tqdm|push_to_hub|resume_from_checkpoint|local_rank|debug)$"
     r"|(log|logging|save|hub|trackio|eval|do)_"
     r"|(num_completions_to_print|skip_memory_metrics|include_num_input_tokens_seen|include_for_metrics)$"
-    r"|(weight_metrics_steps|sync_check_steps|sync_probe)$"
+    r"|(weight_metrics_interval|sync_check_interval|sync_probe)$"
     r"|(rollout_checkpoint_dir|vllm_request_timeout|vllm_group_port|ddp_timeout)$|vllm_server_"
     r"|dataloader_(num_workers|pin_memory|persistent_workers|prefetch_factor)$"
 )

@@ -1,0 +1,238 @@
+"""Settings of quantized rollouts: what any trainer that takes them needs, whatever its algorithm.
+
+A mixin: `class MyConfig(QuantizedRolloutsConfig, trl.RLOOConfig)` is a dataclass with TRL's fields and these. It reads
+a few of TRL's fields, which all of TRL's trainers with vLLM have (`learning_rate`, `vllm_mode`, `sync_ref_model`, ...).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from trl_qurl.config.checks import as_dictionary, check_choice
+from trl_qurl.quantization.checkpoint import require_llmcompressor
+from trl_qurl.quantization.schemes import get_scheme
+
+VLLM_MODES = ("colocate", "server")
+
+WEIGHT_SYNCS = ("auto", "stream", "checkpoint", "llmcompressor")
+
+UAQ_SCALE = 1.5
+UAQ_LEARNING_RATE = 1e-5
+"""The paper has UAQ on at 1e-6 and off at 1e-5."""
+
+TAKEN_ENGINE_ARGUMENTS: Mapping[str, str] = MappingProxyType(
+    {
+        "model": "the trainer's `model`",
+        "tensor_parallel_size": "vllm_tensor_parallel_size",
+        "gpu_memory_utilization": "vllm_gpu_memory_utilization",
+        "max_model_len": "vllm_max_model_length",
+        "max_num_seqs": "per_device_train_batch_size and steps_per_generation",
+        "enable_sleep_mode": "vllm_enable_sleep_mode",
+        "model_impl": "vllm_model_impl",
+        "distributed_executor_backend": "the launcher (TRL fixes it)",
+        "seed": "seed (TRL gives every engine its own)",
+        "max_num_batched_tokens": "nothing: TRL fixes it at 4096",
+        "logprobs_mode": "nothing: the importance ratio needs 'processed_logprobs'",
+        "quantization": "rollout_quantization",
+        "trust_remote_code": "trust_remote_code",
+        "worker_extension_cls": "trl-qurl, whose worker loads the weights",
+    }
+)
+"""Arguments of the colocated engine that are already taken, and what sets them instead."""
+
+
+@dataclass
+class QuantizedRolloutsConfig:
+    r"""
+    A mixin for a config of TRL: the settings of quantized rollouts.
+
+    > Rollout format
+
+    Args:
+        rollout_quantization (`str` or `None`, *optional*, defaults to `"int8"`):
+            Format of the rollout policy: `"int8"` (W8A8: weights per output channel, activations per token), `"fp8"`
+            (E4M3, same granularity), or `None` for rollouts in the engine's own dtype (BF16). On the command line,
+            `none` means `None`.
+        quantization_ignore (`list[str]`, *optional*, defaults to `["lm_head"]`):
+            Modules kept in full precision, in llm-compressor's pattern syntax (`"re:.*down_proj"`).
+        uaq_scale (`float` or `None`, *optional*):
+            Update-Aware Quantization's s (Sec. 4.3); `1.0` turns it off. By default `1.5`, the best value of Table 4,
+            where rollouts are quantized and the learning rate is below 1e-5: the paper leaves it off at 1e-5, and at
+            1e-4 it costs accuracy (docs/results.md). The default is also off with `sync_ref_model`, with PEFT models,
+            and for architectures that UAQ does not know. `effective_uaq_scale` says what the default came to.
+
+    > Weight sync
+
+        weight_sync (`str`, *optional*, defaults to `"auto"`):
+            `"stream"` sends tensors (in process, or over TRL's NCCL weight transfer), `"checkpoint"` writes them for
+            the engine to reload. `"auto"` streams to a colocated engine, and to a server if both sides have NCCL;
+            otherwise it writes checkpoints. `"llmcompressor"` lets llm-compressor write the checkpoint at every sync:
+            the reference, and slow. The choice and its reason are logged.
+        rollout_checkpoint_dir (`str` or `None`, *optional*):
+            Directory for those checkpoints. With a server, it must see the same directory. By default memory
+            (`/dev/shm`) where there is room, else the system's temporary directory. Removed at the end of the run.
+        vllm_request_timeout (`float`, *optional*, defaults to `1800.0`):
+            Seconds a request to the server may take (a rollout is many requests, one per prompt) before it counts as
+            hanging and training stops.
+        vllm_engine_kwargs (`dict`, *optional*, defaults to `{}`):
+            Further arguments of the colocated `vllm.LLM` (`enforce_eager`, `kv_cache_dtype`, ...).
+
+    > Checks and measurements
+
+        sync_check_interval (`int`, *optional*, defaults to `16`):
+            Syncs between checks of the engine: digests of all tensors on both sides, and the probe. The first sync is
+            always checked; `0` for no checks. The version of the weights is checked at every sync.
+        sync_probe (`bool`, *optional*, defaults to `True`):
+            Whether those checks include the probe: the engine's log-probabilities of fixed prompts against the
+            trainer's own quantized forward pass. Left out under FSDP 1 and ZeRO-3, whose layers are never whole.
+        weight_metrics_interval (`int`, *optional*, defaults to `16`):
+            Syncs between measurements of the weights (Eqs. 13 and 14, share of changed codes; Appendix A uses 16).
+            They need a copy of the quantized layers' weights in host memory; `0` for none.
+
+    > Changed default
+
+        use_vllm (`bool`, *optional*, defaults to `True`): There is no quantized rollout without vLLM.
+
+    Raises:
+        ValueError: Settings that cannot work together; the message names them and says what to change.
+        ImportError: `weight_sync="llmcompressor"` without llm-compressor.
+    """
+
+    use_vllm: bool = field(
+        default=True, metadata={"help": "Whether to generate with vLLM. Quantized rollouts need it."}
+    )
+
+    # Rollout format
+    rollout_quantization: str | None = field(
+        default="int8", metadata={"help": "Format of the rollout policy: 'int8', 'fp8', or 'none' for BF16."}
+    )
+    quantization_ignore: list[str] = field(
+        default_factory=lambda: ["lm_head"],
+        metadata={"help": "Modules kept in full precision, in llm-compressor's pattern syntax."},
+    )
+    uaq_scale: float | None = field(
+        default=None,
+        metadata={
+            "help": "Update-Aware Quantization's s (a ratio); 1.0 turns it off. By default 1.5 below learning rate "
+            "1e-5, else off."
+        },
+    )
+
+    # Weight sync
+    weight_sync: str = field(
+        default="auto",
+        metadata={"help": "How weights reach the engine: 'auto', 'stream', 'checkpoint' or 'llmcompressor'."},
+    )
+    rollout_checkpoint_dir: str | None = field(
+        default=None, metadata={"help": "Directory for checkpoints that the engine loads. Chosen if not given."}
+    )
+    vllm_request_timeout: float = field(
+        default=1800.0, metadata={"help": "Seconds a request to the vLLM server may take before training stops."}
+    )
+    vllm_engine_kwargs: dict[str, Any] | str | None = field(
+        default_factory=dict,
+        metadata={"help": "Further arguments of the colocated vLLM engine, as a JSON dictionary."},
+    )
+
+    # Checks and measurements
+    sync_check_interval: int = field(
+        default=16, metadata={"help": "Syncs between checks of the engine by digest and probe; 0 for none."}
+    )
+    sync_probe: bool = field(
+        default=True, metadata={"help": "Whether those checks include the engine's log-probabilities of a probe."}
+    )
+    weight_metrics_interval: int = field(
+        default=16, metadata={"help": "Syncs between measurements of the weights (Eqs. 13 and 14); 0 for none."}
+    )
+
+    def __post_init__(self: Any) -> None:
+        super().__post_init__()  # type: ignore[misc]  # TRL's config, which comes after this class
+        if isinstance(self.rollout_quantization, str) and self.rollout_quantization.lower() in ("none", "bf16"):
+            self.rollout_quantization = None
+        if isinstance(self.quantization_ignore, str):  # one pattern, as YAML may give it
+            self.quantization_ignore = [self.quantization_ignore]
+        self._check_format()
+        self._check_uaq()
+        self._check_engine()
+
+    @property
+    def effective_uaq_scale(self: Any) -> float:
+        """`uaq_scale`, with `None` resolved by format and learning rate; 1.0 where UAQ is off."""
+        if self.uaq_scale is not None:
+            return float(self.uaq_scale)
+        updates_are_small = self.learning_rate < UAQ_LEARNING_RATE
+        wanted = self.rollout_quantization is not None and updates_are_small and not self.sync_ref_model
+        return UAQ_SCALE if wanted else 1.0
+
+    @property
+    def engine_kwargs(self) -> dict[str, Any]:
+        """`vllm_engine_kwargs` as a dictionary, which the command line gives as JSON."""
+        return as_dictionary("vllm_engine_kwargs", self.vllm_engine_kwargs, example='{"enforce_eager": true}')
+
+    @property
+    def weight_transport(self: Any) -> str:
+        """`weight_sync` with `"auto"` decided as far as it can be before a server is asked."""
+        return "stream" if self.weight_sync == "auto" and self.vllm_mode == "colocate" else self.weight_sync
+
+    @property
+    def updates_per_rollout(self: Any) -> float:
+        """Optimizer updates made with the tokens of one rollout."""
+        return self.num_iterations * self.steps_per_generation / self.gradient_accumulation_steps
+
+    def _check_format(self: Any) -> None:
+        if not self.use_vllm:
+            raise ValueError(
+                "use_vllm=False leaves no rollout to quantize: keep use_vllm=True, or train with TRL's own trainer."
+            )
+        if self.rollout_quantization is not None:
+            get_scheme(self.rollout_quantization)
+        check_choice("weight_sync", self.weight_sync, WEIGHT_SYNCS)
+        if self.weight_sync != "llmcompressor":
+            return
+        require_llmcompressor("weight_sync='llmcompressor'", "weight_sync='auto'")
+        if self.rollout_quantization is None:
+            raise ValueError(
+                "weight_sync='llmcompressor' lets llm-compressor quantize at every sync, and rollout_quantization=None "
+                "quantizes nothing: set weight_sync='auto', or rollout_quantization='int8'."
+            )
+        if self.world_size > 1:
+            raise ValueError(
+                f"weight_sync='llmcompressor' works in one process, and this run has {self.world_size}: with several, "
+                "llm-compressor waits for all of them, while only one writes the checkpoint. Use weight_sync='auto', "
+                "which makes the same codes and scales."
+            )
+
+    def _check_uaq(self: Any) -> None:
+        scale = self.effective_uaq_scale
+        if self.sync_ref_model and scale != 1.0:
+            raise ValueError(
+                f"sync_ref_model=True mixes the policy's weights, which uaq_scale={scale} rescales, into a "
+                "reference model that is not rescaled: set uaq_scale=1.0, or sync_ref_model=False."
+            )
+        if not 0 < scale < float("inf"):
+            raise ValueError(
+                f"uaq_scale is {scale}, but weights are divided by it: it must be positive and finite (the paper "
+                "uses 1.5; 1.0 turns UAQ off)."
+            )
+
+    def _check_engine(self: Any) -> None:
+        check_choice("vllm_mode", self.vllm_mode, VLLM_MODES)
+        if not self.vllm_request_timeout > 0:
+            raise ValueError(
+                f"vllm_request_timeout is {self.vllm_request_timeout}: give a positive number of seconds."
+            )
+        for name in ("weight_metrics_interval", "sync_check_interval"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a number of syncs, or 0 for none.")
+        engine_kwargs = self.engine_kwargs
+        if engine_kwargs and self.vllm_mode == "server":
+            raise ValueError(
+                f"vllm_engine_kwargs {sorted(engine_kwargs)} would have no effect with vllm_mode='server': "
+                "pass them to `trl-qurl serve` instead, which hands them on to vLLM."
+            )
+        for argument in engine_kwargs.keys() & TAKEN_ENGINE_ARGUMENTS.keys():
+            raise ValueError(
+                f"vllm_engine_kwargs sets {argument!r}, which is already set: it is governed by "
+                f"{TAKEN_ENGINE_ARGUMENTS[argument]}. Remove it from vllm_engine_kwargs."
+            )
