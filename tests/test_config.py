@@ -150,7 +150,7 @@ def test_updates_per_rollout(steps_per_generation, gradient_accumulation_steps, 
 REFUSED = [
     (
         {"use_vllm": False},
-        r"use_vllm=False leaves no rollout to quantize: keep use_vllm=True, or train with TRL's own trainer",
+        r"use_vllm=False leaves no rollout to quantize: keep use_vllm=True, or train with TRL's own",
     ),
     ({"rollout_quantization": "int4"}, r"Unknown quantization scheme 'int4': choose one of 'int8', 'fp8', or None"),
     (

@@ -106,7 +106,7 @@ def test_settings_of_a_configuration_are_a_list_and_not_code(site):
         "rollout_quantization",
         "weight_sync",
         "objective",
-        "weight_metrics_interval",
+        "sync_check_interval",
         "critic_warmup_steps",
     ):
         assert re.search(rf"<b>{field}</b>|<code>{field}</code>", html), field

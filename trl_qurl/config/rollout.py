@@ -1,7 +1,7 @@
 """Settings of quantized rollouts: what any trainer that takes them needs, whatever its algorithm.
 
 A mixin: `class MyConfig(QuantizedRolloutsConfig, trl.RLOOConfig)` is a dataclass with TRL's fields and these. It reads
-a few of TRL's fields, which all of TRL's trainers with vLLM have (`learning_rate`, `vllm_mode`, `sync_ref_model`, ...).
+a few of TRL's fields, which all of TRL's trainers with vLLM have (`learning_rate`, `vllm_mode`, ...).
 """
 
 from collections.abc import Mapping
@@ -193,8 +193,8 @@ class QuantizedRolloutsConfig:
         require_llmcompressor("weight_sync='llmcompressor'", "weight_sync='auto'")
         if self.rollout_quantization is None:
             raise ValueError(
-                "weight_sync='llmcompressor' lets llm-compressor quantize at every sync, and rollout_quantization=None "
-                "quantizes nothing: set weight_sync='auto', or rollout_quantization='int8'."
+                "weight_sync='llmcompressor' lets llm-compressor quantize at every sync, and "
+                "rollout_quantization=None quantizes nothing: set weight_sync='auto', or rollout_quantization='int8'."
             )
         if self.world_size > 1:
             raise ValueError(

@@ -79,8 +79,8 @@ class TrainerAwareCallback(TrainerCallback):
         trainer = None if self._trainer is None else self._trainer()
         if trainer is None:
             raise RuntimeError(
-                f"{type(self).__name__} has no trainer: pass it in callbacks=[...] to a trainer of trl-qurl, or to its "
-                "add_callback."
+                f"{type(self).__name__} has no trainer: pass it in callbacks=[...] to a trainer of trl-qurl, or to "
+                "its add_callback."
             )
         return trainer
 

@@ -31,7 +31,7 @@ Answerer = Callable[["QuRLGRPOTrainer", Prompts], list[list[int]]]
 
 class TaskEvaluationCallback(TrainerAwareCallback):
     """
-    Answers benchmarks before the first optimizer step and every N steps: `callbacks=[TaskEvaluationCallback("gsm8k")]`.
+    Answers benchmarks before the first optimizer step and every N steps; pass it in `callbacks=[...]`.
 
     Logs `eval_<task>/<who>_avg@1`, `..._tokens` (mean length) and `..._finished` (share that ended before the limit of
     tokens), and `eval_<task>/seconds`, where who is `actor` or `policy`.
