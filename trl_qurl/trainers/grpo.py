@@ -120,7 +120,11 @@ class QuRLGRPOTrainer(SavingTrainer, DynamicSamplingTrainer):
             self._introduce_to(callback)
 
     def add_callback(self, callback: Any) -> None:
-        """Add a callback, as any trainer of transformers does; one that needs its trainer learns it here."""
+        """Add a callback, and tell it its trainer if it needs to know.
+
+        Args:
+            callback: As for any trainer of transformers.
+        """
         super().add_callback(callback)
         self._introduce_to(self.callback_handler.callbacks[-1])
 
