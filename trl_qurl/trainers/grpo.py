@@ -97,7 +97,7 @@ class QuRLGRPOTrainer(SavingTrainer, DynamicSamplingTrainer):
         arguments = named_arguments(*args, **kwargs)
         config = arguments["args"] = self._checked_config(arguments.get("args"), arguments["model"])
         check_prompts(arguments.get("train_dataset"), config.generation_batch_size // config.num_generations)
-        callbacks = list(arguments.get("callbacks") or [])
+        callbacks: list[Any] = []
         if config.effective_uaq_scale != 1.0:
             callbacks += _uaq_callbacks(arguments["model"], arguments.get("peft_config"), config.effective_uaq_scale)
         self._step_timer = StepTimer(record=lambda seconds: self._record("train", {"time/update_s": seconds}))
@@ -108,7 +108,8 @@ class QuRLGRPOTrainer(SavingTrainer, DynamicSamplingTrainer):
                 "uaq_scale": config.effective_uaq_scale,
             }
         )
-        arguments["callbacks"] = [*callbacks, self._step_timer, run_log]
+        # Before the user's, whose rows belong into the log, and whose time is no step's.
+        arguments["callbacks"] = [*callbacks, self._step_timer, run_log, *(arguments.get("callbacks") or [])]
         self._scoring_seconds = 0.0
         self._train_sampler: Any = None
         self._on_policy_logps: Callable[[torch.Tensor], None] | None = None
