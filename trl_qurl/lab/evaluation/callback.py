@@ -17,7 +17,7 @@ from transformers import (
 from trl.models import unwrap_model_for_generation
 
 from trl_qurl.lab.evaluation.tasks import Task, encode_prompt, load_tasks
-from trl_qurl.lab.grading import is_correct
+from trl_qurl.rewards import is_correct
 from trl_qurl.trainers.callbacks import TrainerAwareCallback
 
 if TYPE_CHECKING:

@@ -53,7 +53,7 @@ def answer_all(job: Job, wanted: list[tuple[Task, str, list[Request]]], file: An
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from trl_qurl.lab.grading import is_correct
+    from trl_qurl.rewards import is_correct
 
     console = Console()
     console.print(f"Starting vLLM with {job.label}")
