@@ -66,7 +66,7 @@ def measure(way: Way, shape: Shape, repeats: int, device: str) -> Iterator[dict[
     from datasets import Dataset
 
     from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
-    from trl_qurl.rollout.stream import announce
+    from trl_qurl.quantization.stream import stored_tensors
 
     trains = way.scheme != "fp8" or device == "cuda"
     with tempfile.TemporaryDirectory() as directory:
@@ -125,8 +125,9 @@ def measure(way: Way, shape: Shape, repeats: int, device: str) -> Iterator[dict[
         generation.rollout = replace(checked, sync_check_interval=0)
         parameters = ((name, parameter.data) for name, parameter in trainer.model.named_parameters())
         result["bytes"] = sum(
-            torch.Size(size).numel() * getattr(torch, dtype).itemsize
-            for _, dtype, size in announce(parameters, generation.rollout.scheme, generation._layers)
+            stored.nbytes
+            for name, parameter in parameters
+            for stored in stored_tensors(name, parameter, generation.rollout.scheme, generation._layers)
         )
         yield result
         if trains:

@@ -16,6 +16,7 @@ from trl_qurl.lab.bench.prediction import WORTHWHILE, break_even, compare, predi
 from trl_qurl.lab.bench.run import bench, run_job, save_config
 from trl_qurl.lab.bench.table import advice, shown, size
 from trl_qurl.lab.bench.workload import Job, Workload
+from trl_qurl.quantization import SCHEMES
 
 WORKLOAD = Workload(prompt_len=100, completion_len=200, batch=32, generations=8, train_batch=4, updates=2)
 
@@ -191,20 +192,20 @@ def test_a_workload_that_does_not_fit(given, message):
 
 
 def test_a_format_that_there_is_not():
-    with pytest.raises(ValueError, match="There is no format 'int4'; choose from int8, fp8"):
-        bench("model", Workload(), schemes=["int4"])
+    with pytest.raises(ValueError, match="Unknown quantization scheme 'int3': choose one of 'int8', 'fp8'"):
+        bench("model", Workload(), schemes=["int3"])
 
 
 def test_a_context_that_is_too_short(tmp_path):
     tiny_model().config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"256 and completions of 512 .* context of 128: shorten"):
-        save_config(str(tmp_path), Workload(), (), str(tmp_path / "copy"))
+        save_config(str(tmp_path), Workload(), [SCHEMES["int8"]], (), str(tmp_path / "copy"))
 
 
 def test_nothing_left_to_quantize(tmp_path):
     tiny_model().config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="nothing to quantize"):
-        save_config(str(tmp_path), Workload(16, 16), ("re:.*",), str(tmp_path / "copy"))
+        save_config(str(tmp_path), Workload(16, 16), [SCHEMES["int8"]], ("re:.*",), str(tmp_path / "copy"))
 
 
 def test_a_process_that_fails_says_what_it_said(tmp_path, capfd):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import child_environment
+from tiny import tiny_model, tiny_tokenizer
 from trl import GRPOConfig
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig, __version__, cli
@@ -334,3 +335,16 @@ def test_templates_for_issues_are_forms():
         assert any(part.get("validations", {}).get("required") for part in questions)
         for name in re.findall(r"docs/\w+\.md", path.read_text()):
             assert (ROOT / name).is_file(), name
+
+
+def test_quantize_needs_no_llmcompressor_and_misses_it_before_the_model_is_loaded(tmp_path, monkeypatch, capsys):
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    monkeypatch.setitem(sys.modules, "llmcompressor", None)  # as if it were not installed
+    command = ["quantize", str(tmp_path / "model"), str(tmp_path / "out"), "--scheme", "int8"]
+    assert cli.main([*command, "--quantizer", "llmcompressor"]) == 2
+    said = capsys.readouterr()
+    assert "pip install trl-qurl[llmcompressor]" in said.err
+    assert "Loading" not in said.out
+    assert cli.main(command) == 0, capsys.readouterr().err
+    assert (tmp_path / "out" / "model.safetensors").exists()

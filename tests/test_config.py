@@ -102,7 +102,7 @@ def test_the_mixin_fits_another_trainers_config():
         QuantizedRLOOConfig("out", **PLAIN, weight_sync="nccl")
 
 
-@pytest.mark.parametrize(("given", "expected"), [("none", None), ("None", None), ("bf16", None), (None, None)])
+@pytest.mark.parametrize(("given", "expected"), [("none", None), ("None", None), (None, None)])
 def test_unquantized_rollouts_by_name(given, expected):
     assert config(rollout_quantization=given).rollout_quantization is expected
 

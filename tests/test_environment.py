@@ -8,6 +8,7 @@ import torch
 
 from trl_qurl import __version__, cli
 from trl_qurl.lab import environment
+from trl_qurl.quantization.schemes import Device, available_schemes
 
 
 @pytest.fixture(autouse=True)
@@ -73,5 +74,5 @@ def test_problems_are_named(monkeypatch):
 def test_the_formats_of_a_gpu():
     # vLLM: INT8 from Turing to Hopper, FP8 from Ada on.
     capabilities = [(7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]
-    formats = [environment.formats_with_kernels(capability) for capability in capabilities]
-    assert formats == [[], ["INT8"], ["INT8"], ["INT8", "FP8"], ["INT8", "FP8"], ["FP8"], ["FP8"]]
+    formats = [[scheme.name for scheme in available_schemes(Device(capability))] for capability in capabilities]
+    assert formats == [[], ["int8"], ["int8"], ["int8", "fp8"], ["int8", "fp8"], ["fp8"], ["fp8"]]

@@ -19,8 +19,7 @@ from tiny import SHARED, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from trl_qurl.lab.evaluation.run import full_precision
-from trl_qurl.quantization import dequantize_weight, quantize_weight, quantized_layer_names
-from trl_qurl.quantization.schemes import SCHEMES
+from trl_qurl.quantization import SCHEMES, quantized_layer_names
 from trl_qurl.quantization.storage import read_tensors
 from trl_qurl.trainers.run_log import read_run
 
@@ -129,11 +128,14 @@ def assert_trained(directory: Path, start: Path, sizes: dict) -> None:
     for name, weight in policy.named_parameters():
         if name.removesuffix(".weight") in layers:
             assert not torch.equal(weight, before[name]), name
-            codes, scale = quantize_weight(weight.detach(), SCHEMES["int8"])
+            expected = SCHEMES["int8"].quantize(weight.detach())
+            scale = expected["weight_scale"]
             # Merging an adapter once more rounds in the last place.
             torch.testing.assert_close(rounded[f"{name}_scale"], scale, rtol=1e-5, atol=0)
-            stored = dequantize_weight(rounded[name], rounded[f"{name}_scale"])
-            torch.testing.assert_close(stored, dequantize_weight(codes, scale), rtol=0, atol=1.1 * scale.max().item())
+            layer = name.removesuffix(".weight")
+            stored = SCHEMES["int8"].dequantize({part: rounded[f"{layer}.{part}"] for part in expected})
+            wanted = SCHEMES["int8"].dequantize(expected)
+            torch.testing.assert_close(stored, wanted, rtol=0, atol=1.1 * scale.max().item())
     config = json.loads((directory / "int8" / "config.json").read_text())
     assert config["quantization_config"]["format"] == "int-quantized"
     assert AutoTokenizer.from_pretrained(directory / "int8").chat_template == CHAT_TEMPLATE

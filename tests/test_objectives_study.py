@@ -16,7 +16,6 @@ from benchmarks.objectives.coarse import CODE_BITS, add_coarse_schemes, round_ac
 from benchmarks.objectives.one_run import shortened, write_short_log
 from trl_qurl.objective import OBJECTIVES
 from trl_qurl.quantization.schemes import SCHEMES, get_scheme
-from trl_qurl.quantization.weights import dequantize_weight, quantize_weight
 from trl_qurl.trainers.run_log import read_run
 
 ROOT = Path(__file__).parents[1]
@@ -26,19 +25,20 @@ ROOT = Path(__file__).parents[1]
 def coarse(monkeypatch):
     added = dict(SCHEMES)  # so that other tests see no more than there are
     monkeypatch.setattr("trl_qurl.quantization.schemes.SCHEMES", added)
-    monkeypatch.setattr("benchmarks.objectives.coarse.SCHEMES", added)
     add_coarse_schemes()
 
 
 @pytest.mark.parametrize(("name", "bits"), CODE_BITS.items())
 def test_coarse_codes_have_so_many_bits(name, bits, coarse):
     weight = torch.randn(16, 400, generator=torch.Generator().manual_seed(0))
-    codes, scale = quantize_weight(weight, get_scheme(name))
+    scheme = get_scheme(name)
+    rounded = scheme.quantize(weight)
+    codes, scale = rounded["weight"], rounded["weight_scale"]
     assert codes.dtype == torch.int8 and len(codes.unique()) == 2**bits
     # The largest code stands for absmax less half a step, as with INT8; nothing is further off than that.
     half = 2 ** (bits - 1)
     torch.testing.assert_close(scale, weight.abs().amax(1, keepdim=True) / (half - 0.5))
-    assert ((dequantize_weight(codes, scale) - weight).abs() <= scale / 2 + 1e-6).all()
+    assert ((scheme.dequantize(rounded) - weight).abs() <= scale / 2 + 1e-6).all()
 
 
 def test_coarse_activations_have_so_many_levels():

@@ -4,8 +4,8 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from trl_qurl.quantization import SCHEMES, dequantize_weight, quantize_weight, quantized_layer_names
-from trl_qurl.quantization.fake_quantization import quantize_activations, quantized_forward
+from trl_qurl.quantization import SCHEMES, quantized_layer_names
+from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.rollout.checks.digests import DigestRecorder, compare_digests, tensor_digest
 from trl_qurl.rollout.checks.probe import Continuation, _disturbed, check_probe, compare_probe, probe_prompts
 from trl_qurl.rollout.errors import SyncError
@@ -132,7 +132,7 @@ def test_the_disturbance_is_that_of_a_rounding_and_passes():
 
 def test_activations_are_rounded_per_token_by_hand():
     # Token 0: absmax 1.27, scale 0.01: 0.504 -> 50.4 -> 50. Token 1: ten times that, with a scale of its own.
-    rounded = quantize_activations(torch.tensor([[1.27, 0.504], [12.7, 5.04]]), SCHEMES["int8"])
+    rounded = SCHEMES["int8"].quantize_activations(torch.tensor([[1.27, 0.504], [12.7, 5.04]]))
     torch.testing.assert_close(rounded, torch.tensor([[1.27, 0.5], [12.7, 5.0]]))
 
 
@@ -147,7 +147,7 @@ def test_fake_quantization_is_that_of_the_codes(scheme):
     with quantized_forward(model, layers, scheme):
         quantized = model(tokens).logits
         output = layer(inputs)
-    expected = quantize_activations(inputs, scheme) @ dequantize_weight(*quantize_weight(layer.weight, scheme)).t()
+    expected = scheme.quantize_activations(inputs) @ scheme.dequantize(scheme.quantize(layer.weight)).t()
     torch.testing.assert_close(output, expected)
     assert not torch.equal(plain, quantized)
     assert torch.equal(plain, model(tokens).logits), "the hooks outlived the block"

@@ -15,9 +15,7 @@ from transformers import AutoModelForCausalLM
 from trl_qurl.quantization import (
     SCHEMES,
     checkpoint,
-    dequantize_weight,
     get_scheme,
-    quantize_weight,
     quantize_weights,
     quantized_layer_names,
     write_checkpoint,
@@ -34,11 +32,16 @@ def named_parameters(model):
     return ((name, parameter.data) for name, parameter in model.named_parameters())
 
 
+def round_to(scheme, weight):
+    tensors = scheme.quantize(weight)
+    return tensors["weight"], tensors["weight_scale"]
+
+
 def test_int8_codes_by_hand():
     # Channel 0: absmax 1.275, scale 1.275 / 127.5 = 0.01, codes 100 and -127.5, which rounds to the even -128.
     # Channel 1: all zero, scale = float32's eps, codes 0.
     weight = torch.tensor([[1.0, -1.275], [0.0, 0.0]])
-    codes, scale = quantize_weight(weight, INT8)
+    codes, scale = round_to(INT8, weight)
     assert codes.dtype == torch.int8
     assert codes.tolist() == [[100, -128], [0, 0]]
     torch.testing.assert_close(scale, torch.tensor([[0.01], [torch.finfo(torch.float32).eps]]))
@@ -46,13 +49,13 @@ def test_int8_codes_by_hand():
 
 def test_int8_largest_positive_weight_is_clipped_to_127():
     # 127.5 lies above the largest code: it is clipped before it is rounded.
-    codes, _ = quantize_weight(torch.tensor([[2.0, 1.0]]), INT8)
+    codes, _ = round_to(INT8, torch.tensor([[2.0, 1.0]]))
     assert codes.tolist() == [[127, 64]]  # 1.0 / (2 / 127.5) = 63.75
 
 
 def test_fp8_codes_by_hand():
     # absmax 448 -> scale 1. E4M3 has three bits of mantissa: 17 lies between 16 and 18 and ties to the even one, 16.
-    codes, scale = quantize_weight(torch.tensor([[448.0, 17.0, -1.0]]), FP8)
+    codes, scale = round_to(FP8, torch.tensor([[448.0, 17.0, -1.0]]))
     assert codes.dtype == torch.float8_e4m3fn
     assert codes.float().tolist() == [[448.0, 16.0, -1.0]]
     assert scale.tolist() == [[1.0]]
@@ -62,7 +65,7 @@ def test_fp8_codes_by_hand():
 @settings(max_examples=30, deadline=None)
 def test_int8_error_is_at_most_half_a_step(seed, dtype, magnitude):
     weight = (magnitude * torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))).to(dtype)
-    codes, scale = quantize_weight(weight, INT8)
+    codes, scale = round_to(INT8, weight)
     steps = (codes.double() - weight.double() / scale.double()).abs()
     # Half a step from rounding; in bfloat16 the quotient near 127 is itself rounded to multiples of 0.5: 0.25 more,
     # and the scale's own rounding (2^-9 relative) moves a quotient of 127.5 by another 0.25.
@@ -85,7 +88,7 @@ def test_codes_stand_for_the_weights():
     for name, tensor in model.named_parameters():
         if name.removesuffix(".weight") in quantized_layer_names(model):
             for scheme, tolerance in ((INT8, 1 / 127), (FP8, 1 / 16)):  # of the channel's largest weight
-                restored = dequantize_weight(*quantize_weight(tensor.data, scheme))
+                restored = scheme.dequantize(scheme.quantize(tensor.data))
                 error = (restored - tensor).abs() / tensor.abs().amax(dim=1, keepdim=True)
                 assert 0 < error.max() <= tolerance
 
@@ -96,13 +99,14 @@ def test_a_layer_that_never_comes_is_an_error():
 
 
 def test_only_floating_matrices_are_quantized():
-    with pytest.raises(ValueError, match="quantization_ignore"):
-        quantize_weight(torch.ones(3), INT8)
+    for weight, reason in ((torch.ones(3), r"has the shape \(3,\)"), (torch.ones(2, 2).int(), "of dtype torch.int32")):
+        with pytest.raises(ValueError, match=f"{reason}.*quantization_ignore"):
+            INT8.quantize(weight)
 
 
 def test_unknown_scheme_lists_what_exists():
-    with pytest.raises(ValueError, match="'int4'.*'int8', 'fp8'"):
-        get_scheme("int4")
+    with pytest.raises(ValueError, match="'int3'.*'int8', 'fp8'"):
+        get_scheme("int3")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +148,7 @@ def test_fused_experts_are_refused():
 def assert_streamed_equals_llmcompressor(model, scheme, directory):
     layers = quantized_layer_names(model)
     streamed = dict(quantize_weights(named_parameters(model), get_scheme(scheme), layers))
-    write_checkpoint(model, tiny_tokenizer(), scheme, directory / "reference")
+    write_checkpoint(model, tiny_tokenizer(), scheme, directory / "reference", quantizer="llmcompressor")
     saved = load_file(directory / "reference" / "model.safetensors")
     assert streamed.keys() == saved.keys()
     for name, tensor in saved.items():
@@ -211,7 +215,7 @@ def test_llmcompressor_leaves_the_model_alone(tmp_path):
     model = tiny_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     path = model.name_or_path
-    write_checkpoint(model, tiny_tokenizer(), "int8", tmp_path / "out")
+    write_checkpoint(model, tiny_tokenizer(), "int8", tmp_path / "out", quantizer="llmcompressor")
     assert model.state_dict().keys() == before.keys()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert model.name_or_path == path
@@ -221,7 +225,7 @@ def test_llmcompressor_leaves_the_model_alone(tmp_path):
 def test_missing_llmcompressor_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install trl-qurl\[llmcompressor\].*quantizer='streaming'"):
-        write_checkpoint(tiny_model(), None, "int8", tmp_path / "out")
+        write_checkpoint(tiny_model(), None, "int8", tmp_path / "out", quantizer="llmcompressor")
     assert not list(tmp_path.iterdir())
 
 

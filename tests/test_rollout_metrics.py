@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from trl_qurl.quantization import SCHEMES, quantize_weight
+from trl_qurl.quantization import SCHEMES
 from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
 from trl_qurl.rollout.weight_change import WeightChangeTracker
 
@@ -44,12 +44,12 @@ def test_no_scored_token_gives_no_metrics():
 
 def sync(tracker, weight):
     tracker.begin_sync()
-    tracker.observe("layer", weight, *quantize_weight(weight, INT8))
+    tracker.observe("layer", weight, INT8.quantize(weight))
     return tracker.end_sync()
 
 
 def test_weight_change_by_hand():
-    tracker = WeightChangeTracker(every=1)
+    tracker = WeightChangeTracker(every=1, scheme=INT8)
     # Scale 1.275 / 127.5 = 0.01: codes 127 (127.5 is clipped) and 50. Q(θ) = (1.27, 0.5), θ = (1.275, 0.504):
     # error (0.005, 0.004), squared 4.1e-5; ‖θ‖² = 1.625625 + 0.254016.
     first = sync(tracker, torch.tensor([[1.275, 0.504]]))
@@ -62,7 +62,7 @@ def test_weight_change_by_hand():
 
 
 def test_an_update_below_the_rounding_changes_no_code():
-    tracker = WeightChangeTracker(every=1)
+    tracker = WeightChangeTracker(every=1, scheme=INT8)
     sync(tracker, torch.tensor([[1.275, 0.504]]))
     metrics = sync(tracker, torch.tensor([[1.275, 0.5041]]))
     assert metrics["weights/codes_changed_share"] == 0
@@ -70,7 +70,7 @@ def test_an_update_below_the_rounding_changes_no_code():
 
 
 def test_measured_every_n_rollouts_over_n_rollouts_and_codes_over_one():
-    tracker = WeightChangeTracker(every=3)
+    tracker = WeightChangeTracker(every=3, scheme=INT8)
     weights = [torch.tensor([[1.275, 0.5 + 0.02 * step]]) for step in range(7)]
     measured = {step: metrics for step, weight in enumerate(weights) if (metrics := sync(tracker, weight))}
     assert list(measured) == [0, 3, 6]
@@ -81,7 +81,7 @@ def test_measured_every_n_rollouts_over_n_rollouts_and_codes_over_one():
 
 
 def test_the_weights_are_kept_by_value_and_in_host_memory():
-    tracker = WeightChangeTracker(every=1)
+    tracker = WeightChangeTracker(every=1, scheme=INT8)
     weight = torch.tensor([[1.0, 0.5]])
     sync(tracker, weight)
     weight.add_(0.1)  # an optimizer updates in place
@@ -89,7 +89,7 @@ def test_the_weights_are_kept_by_value_and_in_host_memory():
 
 
 def test_zero_measures_nothing():
-    tracker = WeightChangeTracker(every=0)
+    tracker = WeightChangeTracker(every=0, scheme=INT8)
     assert [sync(tracker, torch.ones(1, 2)) for _ in range(3)] == [{}] * 3
 
 
@@ -97,6 +97,6 @@ def test_unquantized_rollouts_measure_the_update_alone():
     tracker = WeightChangeTracker(every=1)
     for weight in (torch.tensor([[1.0, 0.0]]), torch.tensor([[1.0, 0.1]])):
         tracker.begin_sync()
-        tracker.observe("layer", weight, None, None)
+        tracker.observe("layer", weight, {})
         metrics = tracker.end_sync()
     assert metrics == {"weights/normalized_update": pytest.approx(0.01)}

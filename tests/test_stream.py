@@ -13,11 +13,11 @@ import pytest
 import torch
 from tiny import tiny_model, tiny_tokenizer
 
-from trl_qurl.quantization import SCHEMES, quantization_config, quantized_layer_names, write_checkpoint
+from trl_qurl.quantization import SCHEMES, quantize_weights, quantized_layer_names, write_checkpoint
 from trl_qurl.rollout.checks.digests import DigestRecorder, compare_digests
 from trl_qurl.rollout.engine.client import RolloutVLLMClient
 from trl_qurl.rollout.errors import ServerError, SyncError
-from trl_qurl.rollout.stream import announce, as_announced, rollout_tensors
+from trl_qurl.rollout.stream import announce, as_announced
 from trl_qurl.rollout.transport import choose_transport
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op`:FutureWarning")
@@ -29,12 +29,13 @@ def parameters(model):
     return ((name, parameter.data) for name, parameter in model.named_parameters())
 
 
-def unobserved(layer, weight, codes, scale):
-    pass
-
-
 def stream(model, scheme, dtype=None):
-    return rollout_tensors(parameters(model), scheme, quantized_layer_names(model), unobserved, dtype)
+    return quantize_weights(parameters(model), scheme, quantized_layer_names(model), dtype=dtype)
+
+
+def announced(model, scheme, dtype=None):
+    entries = announce(parameters(model), scheme, quantized_layer_names(model), dtype)
+    return [entry for of_parameter in entries.values() for entry in of_parameter]
 
 
 # What is announced ---------------------------------------------------------------------------------------------------
@@ -44,7 +45,7 @@ def stream(model, scheme, dtype=None):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_announced_is_what_comes(scheme, dtype):
     model = tiny_model(dtype=dtype)
-    metadata = announce(parameters(model), scheme, quantized_layer_names(model))
+    metadata = announced(model, scheme)
     sent = list(stream(model, scheme))
     assert metadata == [(name, str(t.dtype).split(".")[1], list(t.shape)) for name, t in sent]
     assert [name for name, _ in as_announced(sent, metadata, lambda: False)] == [name for name, _ in sent]
@@ -61,7 +62,7 @@ def test_what_is_announced_is_what_comes(scheme, dtype):
 def test_what_is_not_quantized_is_sent_in_the_engines_dtype(scheme):
     model = tiny_model(dtype=torch.float32)
     layers = quantized_layer_names(model)
-    metadata = announce(parameters(model), scheme, layers, torch.bfloat16)
+    metadata = announced(model, scheme, torch.bfloat16)
     sent = dict(stream(model, scheme, torch.bfloat16))
     assert metadata == [(name, str(t.dtype).split(".")[1], list(t.shape)) for name, t in sent.items()]
     assert sent["model.embed_tokens.weight"].dtype == sent["model.norm.weight"].dtype == torch.bfloat16
@@ -173,7 +174,7 @@ def ends(monkeypatch):
 def test_tensors_arrive_in_order_and_bit_for_bit(scheme, ends):
     client, worker = ends
     model = tiny_model(dtype=torch.bfloat16)
-    metadata = announce(parameters(model), scheme, quantized_layer_names(model))
+    metadata = announced(model, scheme)
     sent = DigestRecorder(stream(model, scheme))
     [report] = client.load_stream(sent, metadata, "v1", digest=True)
     assert report["version"] == "v1"
@@ -202,7 +203,7 @@ def test_int8_halves_the_bytes_of_the_layers():
 def test_a_server_that_refuses_says_why_and_nobody_hangs(ends):
     client, worker = ends
     model = tiny_model()
-    metadata = announce(parameters(model), INT8, quantized_layer_names(model))
+    metadata = announced(model, INT8)
 
     def refuse(announced):
         raise RuntimeError("no weight transfer here")
@@ -224,7 +225,7 @@ def test_weights_of_another_model_are_refused_before_anything_is_touched(ends, t
         quant_config=object(), model_config=SimpleNamespace(model=str(tmp_path / "start"))
     )
     deeper = tiny_model(num_hidden_layers=3)
-    metadata = announce(parameters(deeper), INT8, quantized_layer_names(deeper))
+    metadata = announced(deeper, INT8)
     with pytest.raises(
         ServerError, match=r"of another model.*: 19 tensors differ, first model.layers.2.input_layernorm"
     ):
@@ -234,7 +235,7 @@ def test_weights_of_another_model_are_refused_before_anything_is_touched(ends, t
         worker.load_rollout_weights(weights_path=str(tmp_path / "deeper"), version="v1")
     assert worker.session == [], "the reload was begun"
     same = tiny_model(seed=1)
-    metadata = announce(parameters(same), INT8, quantized_layer_names(same))
+    metadata = announced(same, INT8)
     columns = dict(zip(("names", "_", "shapes"), zip(*metadata, strict=True), strict=True))
     worker._refuse_other_model(None, columns, partial=False)
     part = {name: column[:5] for name, column in columns.items()}
@@ -257,7 +258,10 @@ def test_a_worker_says_how_its_model_is_quantized(ends):
         )
         return client.describe()
 
-    worker.model = torch.nn.ParameterDict({"a": torch.zeros(2, dtype=torch.bfloat16), "b_scale": torch.zeros(1)})
+    quantized = torch.nn.ParameterDict({"weight_scale": torch.zeros(1)})  # in 32 bits, as vLLM's kernels need it
+    quantized.scheme = object()
+    norm = torch.nn.ParameterDict({"weight": torch.zeros(2, dtype=torch.bfloat16)})
+    worker.model = torch.nn.ModuleDict({"linear": quantized, "norm": norm})
     assert describe(None) == {
         "format": None,
         "ignore": [],
@@ -265,11 +269,11 @@ def test_a_worker_says_how_its_model_is_quantized(ends):
         "max_model_len": 64,
         "dtype": "bfloat16",
     }
-    worker.model["gate"] = torch.zeros(2, dtype=torch.float32)
+    worker.model["gate"] = torch.nn.ParameterDict({"weight": torch.zeros(2, dtype=torch.float32)})
     assert describe(None)["dtype"] is None, "what one parameter holds in 32 bits would be sent in 16"
     other = SimpleNamespace(get_name=lambda: "awq")
     assert describe(other)["format"] == "awq"
-    ours = CompressedTensorsConfig.from_config(quantization_config(INT8, ["lm_head"]))
+    ours = CompressedTensorsConfig.from_config(INT8.quantization_config(["lm_head"]))
     assert (describe(ours)["format"], describe(ours)["ignore"]) == ("int-quantized", ["lm_head"])
 
 

@@ -6,9 +6,12 @@ changes. Activations are rounded to b bits per token before the kernel rounds th
 moves them by at most 1/254 of the largest one.
 """
 
+from dataclasses import replace
+
 import torch
 
-from trl_qurl.quantization.schemes import SCHEMES, QuantizationScheme
+from trl_qurl.quantization.schemes import register_scheme
+from trl_qurl.quantization.schemes.channelwise import INT8
 
 CODE_BITS = {"int3": 3, "int4": 4}
 
@@ -17,7 +20,7 @@ def add_coarse_schemes() -> None:
     """Make `CODE_BITS` known to the trainers of this process."""
     for name, bits in CODE_BITS.items():
         half = 2.0 ** (bits - 1)
-        SCHEMES[name] = QuantizationScheme(name, "W8A8", "int-quantized", torch.int8, -half, half - 1, rounds=True)
+        register_scheme(replace(INT8, name=name, code_min=-half, code_max=half - 1))
 
 
 def round_activations(x: torch.Tensor, bits: int) -> torch.Tensor:

@@ -42,12 +42,14 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         FileNotFoundError: If there is no model in the directory.
         ImportError: If llm-compressor was asked for and is not installed.
+        FileExistsError: If the output directory holds something other than a quantized checkpoint.
     """
     check_model(args.model)
-    from trl_qurl.quantization.checkpoint import require_llmcompressor, write_checkpoint
+    from trl_qurl.quantization.checkpoint import check_quantizer, write_checkpoint
+    from trl_qurl.quantization.storage import check_replaceable
 
-    if args.quantizer == "llmcompressor":
-        require_llmcompressor()  # before the model is loaded
+    check_quantizer(args.quantizer)  # what is missing or in the way is reported before the model is loaded
+    check_replaceable(args.output_dir)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     print(f"Loading {args.model}", flush=True)

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The parser of this subcommand.
     """
-    from trl_qurl.quantization import SCHEMES
+    from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED
 
     parser.epilog = (
         "Anyone who reaches the server can replace its weights, API key or not: keep it on a private network."
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="full-precision model: name on the Hub, or a local directory")
     parser.add_argument(
         "--scheme",
-        choices=[*SCHEMES, "none"],
+        choices=[*SCHEMES, UNQUANTIZED],
         default="int8",
         help="format of the rollouts; none: 16 bits (default: %(default)s)",
     )
@@ -52,12 +52,13 @@ def run(args: argparse.Namespace) -> int:
             "option for more)."
         )
     check_model(args.model)
+    from trl_qurl.quantization.schemes import parse_scheme
     from trl_qurl.rollout.engine import launch
 
     launch.require_vllm()
     model = launch.resolve_model(args.model)
-    if args.scheme != "none":
-        model = str(launch.starting_checkpoint(model, args.scheme, args.ignore))
+    if scheme := parse_scheme(args.scheme):
+        model = str(launch.starting_checkpoint(model, scheme, args.ignore))
     if warning := launch.exposure_warning(args.host, args.further):
         print(f"trl-qurl: {warning}", file=sys.stderr)
     launch.become_server(

@@ -11,7 +11,7 @@ from typing import Any
 
 from trl_qurl.config.checks import as_dictionary, check_choice
 from trl_qurl.quantization.checkpoint import require_llmcompressor
-from trl_qurl.quantization.schemes import get_scheme
+from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED, parse_scheme
 
 VLLM_MODES = ("colocate", "server")
 
@@ -51,9 +51,8 @@ class QuantizedRolloutsConfig:
 
     Args:
         rollout_quantization (`str` or `None`, *optional*, defaults to `"int8"`):
-            Format of the rollout policy: `"int8"` (W8A8: weights per output channel, activations per token), `"fp8"`
-            (E4M3, same granularity), or `None` for rollouts in the engine's own dtype (BF16). On the command line,
-            `none` means `None`.
+            Format of the rollout policy: a name in [`~trl_qurl.quantization.SCHEMES`], or `None` for rollouts that
+            are not quantized, in the engine's own dtype. On the command line, `none` means `None`.
         quantization_ignore (`list[str]`, *optional*, defaults to `["lm_head"]`):
             Modules kept in full precision, in llm-compressor's pattern syntax (`"re:.*down_proj"`).
         uaq_scale (`float` or `None`, *optional*):
@@ -105,7 +104,8 @@ class QuantizedRolloutsConfig:
 
     # Rollout format
     rollout_quantization: str | None = field(
-        default="int8", metadata={"help": "Format of the rollout policy: 'int8', 'fp8', or 'none' for BF16."}
+        default="int8",
+        metadata={"help": f"Format of the rollout policy: {', '.join(SCHEMES)}; {UNQUANTIZED} for no quantization."},
     )
     quantization_ignore: list[str] = field(
         default_factory=lambda: ["lm_head"],
@@ -148,8 +148,7 @@ class QuantizedRolloutsConfig:
 
     def __post_init__(self: Any) -> None:
         super().__post_init__()  # type: ignore[misc]  # TRL's config, which comes after this class
-        if isinstance(self.rollout_quantization, str) and self.rollout_quantization.lower() in ("none", "bf16"):
-            self.rollout_quantization = None
+        self.rollout_quantization = parse_scheme(self.rollout_quantization)
         if isinstance(self.quantization_ignore, str):  # one pattern, as YAML may give it
             self.quantization_ignore = [self.quantization_ignore]
         self._check_format()
@@ -185,8 +184,6 @@ class QuantizedRolloutsConfig:
             raise ValueError(
                 "use_vllm=False leaves no rollout to quantize: keep use_vllm=True, or train with TRL's own trainer."
             )
-        if self.rollout_quantization is not None:
-            get_scheme(self.rollout_quantization)
         check_choice("weight_sync", self.weight_sync, WEIGHT_SYNCS)
         if self.weight_sync != "llmcompressor":
             return
@@ -194,7 +191,7 @@ class QuantizedRolloutsConfig:
         if self.rollout_quantization is None:
             raise ValueError(
                 "weight_sync='llmcompressor' lets llm-compressor quantize at every sync, and "
-                "rollout_quantization=None quantizes nothing: set weight_sync='auto', or rollout_quantization='int8'."
+                "rollout_quantization=None quantizes nothing: set weight_sync='auto', or name a format."
             )
         if self.world_size > 1:
             raise ValueError(

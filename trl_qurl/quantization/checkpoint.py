@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from tqdm.auto import tqdm
 
 from trl_qurl.quantization.layers import quantized_layer_names
-from trl_qurl.quantization.schemes import QuantizationScheme, get_scheme, quantization_config
+from trl_qurl.quantization.schemes import QuantizationScheme, get_scheme
 from trl_qurl.quantization.storage import check_replaceable, new_directory, write_config, write_tensors
-from trl_qurl.quantization.weights import NamedTensors, quantize_weights
+from trl_qurl.quantization.stream import NamedTensors, quantize_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -50,19 +50,19 @@ def write_checkpoint(
     output_dir: str | os.PathLike[str],
     *,
     ignore: Sequence[str] = ("lm_head",),
-    quantizer: str = "llmcompressor",
+    quantizer: str = "streaming",
     show_progress: bool = False,
 ) -> None:
     """
-    Write an 8-bit checkpoint of a model, ready for `vllm serve`. No calibration data is needed.
+    Write a quantized checkpoint of a model, ready for `vllm serve`. No calibration data is needed.
 
     Args:
         model: Full-precision model. Not modified; llm-compressor works on a copy, so memory holds the model twice.
         tokenizer: Saved beside the weights, unless `None`.
-        scheme: `"int8"` or `"fp8"`.
+        scheme: Name of the format, one of `SCHEMES`.
         output_dir: Directory to create; an earlier quantized checkpoint is replaced once the new one is complete.
         ignore: Modules kept in full precision, in llm-compressor's pattern syntax.
-        quantizer: `"llmcompressor"`, or `"streaming"` for the same codes and scales without that package.
+        quantizer: `"streaming"`, or `"llmcompressor"` for that package itself, which writes the same tensors.
         show_progress: Show a bar on a terminal; llm-compressor does its work in one go and has none.
 
     Raises:
@@ -73,12 +73,12 @@ def write_checkpoint(
     """
     check_quantizer(quantizer)
     chosen = get_scheme(scheme)
-    layers = quantized_layer_names(model, ignore)
+    layers = quantized_layer_names(model, ignore, chosen)
     check_replaceable(output_dir)
     parameters: NamedTensors = ((name, parameter.data) for name, parameter in model.named_parameters())
     if show_progress and quantizer == "streaming":
         count = sum(1 for _ in model.named_parameters())
-        parameters = tqdm(parameters, f"Rounding to {scheme.upper()}", count, disable=None)
+        parameters = tqdm(parameters, f"Rounding to {chosen.label}", count, disable=None)
     write_parameters(parameters, model, tokenizer, chosen, layers, ignore, quantizer, output_dir)
 
 
@@ -155,7 +155,7 @@ def write_streamed_checkpoint(
     with new_directory(output_dir) as draft:
         written = write_tensors(named_tensors, draft)
         _write_companions(model, tokenizer, draft)
-        write_config(model, draft, quantization_config(scheme, list(ignore)) if scheme else None)
+        write_config(model, draft, scheme.quantization_config(list(ignore)) if scheme else None)
     return written
 
 

@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from trl_qurl.quantization.weights import NamedTensors
+from trl_qurl.quantization.stream import NamedTensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

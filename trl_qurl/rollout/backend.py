@@ -23,6 +23,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_qurl.quantization.checkpoint import write_llmcompressor_checkpoint, write_streamed_checkpoint
 from trl_qurl.quantization.layers import linear_layer_names, quantized_layer_names
+from trl_qurl.quantization.stream import quantize_weights, stored_tensors
 from trl_qurl.quantization.uaq import recorded_scale
 from trl_qurl.rollout.checks.digests import DigestRecorder, compare_digests
 from trl_qurl.rollout.checks.probe import STEPS, check_probe, probe_prompts
@@ -33,7 +34,7 @@ from trl_qurl.rollout.engine.client import WORKER_EXTENSION, RolloutVLLMClient
 from trl_qurl.rollout.engine.engines import ColocatedEngine, Engine, ServedEngine
 from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.settings import RolloutSettings
-from trl_qurl.rollout.stream import TensorMetadata, announce, rollout_tensors, timed
+from trl_qurl.rollout.stream import TensorMetadata, announce, timed
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.unchanged import frozen_parameters
 from trl_qurl.rollout.weight_change import WeightChangeTracker
@@ -50,7 +51,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         args, kwargs: As for the parent.
     """
 
-    _weight_metadata: TensorMetadata | None
+    _weight_metadata: dict[str, TensorMetadata] | None
 
     def __init__(self, *args: Any, rollout: RolloutSettings, **kwargs: Any) -> None:
         self.rollout = rollout
@@ -65,7 +66,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._sent_dtype: torch.dtype | None = None
         self._weight_metrics: dict[str, float] = {}
         self._cost = RolloutCost()
-        self._tracker = WeightChangeTracker(rollout.weight_metrics_interval)
+        self._tracker = WeightChangeTracker(rollout.weight_metrics_interval, rollout.scheme)
         super().__init__(*args, **kwargs)
 
     def pop_cost(self) -> RolloutCost:
@@ -81,8 +82,10 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     # Engine start ----------------------------------------------------------------------------------------------------
 
     def _init_vllm(self) -> None:
-        names = quantized_layer_names if self.rollout.scheme else linear_layer_names
-        self._layers = names(self.model, self.rollout.ignore)
+        scheme, ignore = self.rollout.scheme, self.rollout.ignore
+        self._layers = (
+            quantized_layer_names(self.model, ignore, scheme) if scheme else linear_layer_names(self.model, ignore)
+        )
         if self.mode == "server":
             self._connect()
         else:
@@ -141,7 +144,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     @property
     def _format(self) -> str:
-        return self.rollout.scheme.name.upper() if self.rollout.scheme else "full-precision"
+        return self.rollout.scheme.label if self.rollout.scheme else "full-precision"
 
     def _starts_from_checkpoint(self) -> bool:
         return self.rollout.scheme is not None or not self.model.name_or_path
@@ -165,11 +168,10 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         return gather_object([owned])[writer]
 
     def _checkpoint_bytes(self) -> int:
-        names = {f"{layer}.weight" for layer in self._layers} if self.rollout.scheme else ()
         return sum(
-            # ZeRO-3 leaves an empty tensor and notes how many elements there are.
-            getattr(parameter, "ds_numel", parameter.numel()) * (1 if name in names else parameter.element_size())
+            stored.nbytes
             for name, parameter in self.base_model.named_parameters()
+            for stored in stored_tensors(name, parameter, self.rollout.scheme, self._layers)
         )
 
     @property
@@ -260,8 +262,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             self._weight_metadata = announce(
                 self.policy_parameters(), self.rollout.scheme, self._layers, self._sent_dtype
             )
-        left_out = self._left_out | {f"{name}_scale" for name in self._left_out}
-        return [entry for entry in self._weight_metadata if entry[0] not in left_out]
+        announced = self._weight_metadata.items()
+        return [entry for name, entries in announced if name not in self._left_out for entry in entries]
 
     def _require_version(self) -> None:
         held = self.engine.version() if self.engine is not None else self.weight_version
@@ -336,7 +338,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         """The parent's parameters, quantized: what every transport sends."""
         layers = {layer for layer in self._layers if f"{layer}.weight" not in self._left_out}
         parameters = ((name, tensor) for name, tensor in self.policy_parameters() if name not in self._left_out)
-        tensors = rollout_tensors(parameters, self.rollout.scheme, layers, self._tracker.observe, self._sent_dtype)
+        tensors = quantize_weights(parameters, self.rollout.scheme, layers, self._tracker.observe, self._sent_dtype)
         if is_peft_model(self.model):
             # vLLM may hold a tensor until its layer is complete; by then the adapter is unmerged from the parameter.
             tensors = ((name, tensor.clone()) for name, tensor in tensors)

@@ -4,9 +4,11 @@ The comparison needs the weights of some steps ago. They are kept in host memory
 accelerator, and only every few rollouts is anything compared.
 """
 
+from collections.abc import Mapping
+
 import torch
 
-from trl_qurl.quantization.weights import dequantize_weight
+from trl_qurl.quantization.schemes import QuantizationScheme
 
 
 class WeightChangeTracker:
@@ -21,10 +23,12 @@ class WeightChangeTracker:
 
     Args:
         every: Number of rollouts N between measurements (the paper uses 16); 0 measures nothing.
+        scheme: Format of the layers; `None` where they are not quantized.
     """
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int, scheme: QuantizationScheme | None = None) -> None:
         self.every = every
+        self._scheme = scheme
         self._sync = -1
         self._weights: dict[str, torch.Tensor] = {}
         self._codes: dict[str, torch.Tensor] = {}
@@ -50,31 +54,33 @@ class WeightChangeTracker:
         self._sums = dict.fromkeys(("update", "old_norm", "error", "norm", "flipped", "codes"), 0.0)
 
     @torch.no_grad()
-    def observe(
-        self, layer: str, weight: torch.Tensor, codes: torch.Tensor | None, scale: torch.Tensor | None
-    ) -> None:
+    def observe(self, layer: str, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
         """
         See one layer; nothing is modified.
 
         Args:
             layer: Its name.
             weight: Full-precision weight, (out, in).
-            codes: What it was rounded to, (out, in); `None` in unquantized rollouts.
-            scale: The codes' scales, (out, 1), or `None`.
+            tensors: What the scheme made of it; none in unquantized rollouts.
         """
         if self.measures:
             self._compare_weights(layer, weight)
-            if codes is not None and scale is not None:
-                self._compare_codes(layer, weight, codes, scale)
-        if self._precedes_measurement and codes is not None:
-            self._codes[layer] = _raw(codes).to("cpu", copy=True)
+        if self._scheme is None:
+            return
+        if self.measures:
+            self._compare_codes(layer, weight, tensors, self._scheme)
+        if self._precedes_measurement:
+            self._codes[layer] = self._scheme.codes(tensors).to("cpu", copy=True)
 
-    def _compare_codes(self, layer: str, weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> None:
+    def _compare_codes(
+        self, layer: str, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor], scheme: QuantizationScheme
+    ) -> None:
         sums = self._sums
         sums["norm"] += _squared_norm(weight)
-        sums["error"] += _squared_norm(dequantize_weight(codes, scale) - weight)
+        sums["error"] += _squared_norm(scheme.dequantize(tensors) - weight)
         if layer in self._codes:
-            sums["flipped"] += (_raw(codes) != self._codes[layer].to(codes.device)).sum().item()
+            codes = scheme.codes(tensors)
+            sums["flipped"] += (codes != self._codes[layer].to(codes.device)).sum().item()
             sums["codes"] += codes.numel()
 
     def _compare_weights(self, layer: str, weight: torch.Tensor) -> None:
@@ -104,11 +110,6 @@ class WeightChangeTracker:
         if sums["codes"]:
             metrics["weights/codes_changed_share"] = sums["flipped"] / sums["codes"]
         return metrics
-
-
-def _raw(codes: torch.Tensor) -> torch.Tensor:
-    """The codes' bytes: comparing them works for every 8-bit type."""
-    return codes.view(torch.uint8)
 
 
 def _squared_norm(tensor: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Model cards: what TRL's says, and how the rollouts were made; one of its own for an 8-bit checkpoint.
+"""Model cards: what TRL's says, and how the rollouts were made; one of its own for a quantized checkpoint.
 
 TRL writes the card of a run (`create_model_card`). This adds a section to it, and the algorithm's citation. The YAML
 at the head is huggingface_hub's business.
@@ -73,7 +73,7 @@ def run_section(algorithm: str, config: QuRLGRPOConfig) -> str:
     rollouts = (
         "The rollouts were not quantized: vLLM generated from the policy in its own dtype."
         if scheme is None
-        else f"The rollouts came from an 8-bit copy of the policy ({in_words(scheme)}), quantized again before each "
+        else f"The rollouts came from a quantized copy of the policy ({scheme.description}), made anew before each "
         "generation and run by vLLM; the policy was trained, and is saved here, in full precision."
     )
     objective = OBJECTIVES[config.objective]
@@ -126,7 +126,7 @@ def quantized_card(
     tags: list[str],
 ) -> ModelCard:
     """
-    The card of an 8-bit checkpoint.
+    The card of a quantized checkpoint.
 
     Args:
         name: Of its directory.
@@ -150,19 +150,13 @@ def quantized_card(
     return ModelCard(
         f"---\n{data.to_yaml()}\n---\n\n"
         f"# {name}\n\n"
-        f"This is an 8-bit {copy}{of}, in the format of compressed-tensors: {in_words(scheme)}. Kept in full "
-        f"precision: {kept}. No calibration data was used.\n\n"
+        f"This is a {scheme.weight_bits}-bit {copy}{of}, in the format of compressed-tensors: {scheme.description}. "
+        f"Kept in full precision: {kept}. No calibration data was used.\n\n"
         "## Serving\n\n"
         f"```bash\nvllm serve {name}\n```\n\n"
         f"Written by trl-qurl {__version__} ({', '.join(versions())}) with `save_quantized`, which rounds "
         "the weights as the rollouts of [QuRL](https://huggingface.co/papers/2602.13953) do.\n"
     )
-
-
-def in_words(scheme: QuantizationScheme) -> str:
-    """What a reader of a card should know of a scheme."""
-    kind = "INT8" if scheme.rounds else "FP8 (E4M3)"
-    return f"{kind} weights with a scale per output channel, {kind} activations with a scale per token"
 
 
 def as_table(settings: Mapping[str, object]) -> str:

@@ -1,4 +1,4 @@
-"""`SavingTrainer`: the trained policy as an 8-bit checkpoint, ready for `vllm serve`, and what model cards say.
+"""`SavingTrainer`: the trained policy as a quantized checkpoint, ready for `vllm serve`, and what model cards say.
 
 Parameters come from where every sync gets them (TRL's backend: FSDP and ZeRO-3 gather, adapters are merged and come
 out again) and go to the writer behind `trl-qurl quantize`. The engine and its weights are not touched.
@@ -20,7 +20,7 @@ from trl.trainer.utils import get_config_model_id
 
 from trl_qurl.quantization.checkpoint import check_quantizer, write_parameters
 from trl_qurl.quantization.layers import quantized_layer_names
-from trl_qurl.quantization.schemes import QuantizationScheme, get_scheme
+from trl_qurl.quantization.schemes import SCHEMES, QuantizationScheme, get_scheme
 from trl_qurl.quantization.storage import check_replaceable
 from trl_qurl.trainers.model_card import describe_run, quantized_card
 
@@ -40,7 +40,7 @@ class SavingTrainer(GRPOTrainer):
         quantizer: str = "streaming",
     ) -> Path:
         """
-        Write an 8-bit checkpoint of the policy as it is now: weights, config, generation config and tokenizer.
+        Write a quantized checkpoint of the policy as it is now: weights, config, generation config and tokenizer.
 
         `vllm serve DIRECTORY` starts from it; no calibration data is needed. With PEFT the merged weights are written
         and the adapter in training stays as it is. Weights that UAQ has rescaled compute the same function, and the
@@ -53,7 +53,7 @@ class SavingTrainer(GRPOTrainer):
             output_dir: Directory to create, by default `{args.output_dir}-{scheme}`: beside the run and not in it, so
                 that `push_to_hub` does not upload it with the policy. An earlier quantized checkpoint is replaced once
                 the new one is complete.
-            scheme: `"int8"` or `"fp8"`; by default that of the rollouts, `args.rollout_quantization`.
+            scheme: Name of a format; by default that of the rollouts, `args.rollout_quantization`.
             ignore: Modules kept in full precision; by default those of the rollouts, `args.quantization_ignore`.
             quantizer: `"streaming"`, or `"llmcompressor"` for llm-compressor itself: the same codes and scales, by a
                 second copy of the model in host memory.
@@ -78,7 +78,7 @@ class SavingTrainer(GRPOTrainer):
                 "use quantizer='streaming', which makes the same codes and scales."
             )
         ignore = self.args.quantization_ignore if ignore is None else list(ignore)
-        layers = quantized_layer_names(generation.model, ignore)
+        layers = quantized_layer_names(generation.model, ignore, chosen)
         run = Path(self.args.output_dir).absolute()
         path = run.with_name(f"{run.name}-{chosen.name}") if output_dir is None else Path(output_dir)
         self._by_main_process(lambda: check_place(path, run))
@@ -114,7 +114,8 @@ class SavingTrainer(GRPOTrainer):
         if chosen is None:
             raise ValueError(
                 "save_quantized follows the format of the rollouts, and this run's are not quantized "
-                "(rollout_quantization=None): name one, save_quantized(scheme='int8') or scheme='fp8'."
+                "(rollout_quantization=None): name one, as in save_quantized(scheme=...), of "
+                f"{', '.join(map(repr, SCHEMES))}."
             )
         return chosen
 
@@ -152,7 +153,7 @@ def check_place(path: Path, run: Path) -> None:
     if path.resolve() in (run.resolve(), *run.resolve().parents):
         raise ValueError(
             f"{path} holds this run (output_dir={str(run)!r}), which a quantized checkpoint would replace: name "
-            f"another directory, such as {run}-int8."
+            f"another directory, such as {run}-quantized."
         )
     check_replaceable(path)
 

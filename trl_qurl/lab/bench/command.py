@@ -25,7 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--train-batch", type=int, default=8, help="completions in a pass (default: %(default)s)")
     parser.add_argument("--updates", type=int, default=4, help="optimizer steps per rollout (default: %(default)s)")
     parser.add_argument("--no-gradient-checkpointing", action="store_true", help="train without it")
-    parser.add_argument("--schemes", metavar="int8,fp8", help="formats (default: those this machine has kernels for)")
+    from trl_qurl.quantization.schemes import SCHEMES
+
+    parser.add_argument(
+        "--schemes",
+        metavar="FORMAT[,FORMAT...]",
+        help=f"of {', '.join(SCHEMES)} (default: those that this machine has kernels for)",
+    )
     parser.add_argument("--quick", action="store_true", help="measure for a few seconds and extrapolate more")
     add_ignore(parser)
     parser.add_argument(

@@ -11,14 +11,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trl_qurl.lab.bench.costs import EngineCosts, Measurement, Timing, TrainingCosts
 from trl_qurl.lab.bench.prediction import Comparison, Step, compare, predict_step
 from trl_qurl.lab.bench.workload import Job, Workload
 
+if TYPE_CHECKING:
+    from trl_qurl.quantization import QuantizationScheme
+
 BASELINE = "none"
-FORMATS = ("int8", "fp8")
 BUDGETS = {True: 6.0, False: 60.0}
 """Seconds that a kind of measurement may take; quick, or not."""
 
@@ -71,7 +73,7 @@ def bench(
     Args:
         model: Name on the Hub, or directory with a `config.json`. No weights are needed.
         workload: The step to predict.
-        schemes: Of `"int8"` and `"fp8"`; by default those that this machine has kernels for.
+        schemes: Names of formats; by default those that this machine has kernels for.
         quick: Whether to spend seconds on each measurement, and estimate more.
         ignore: Modules kept in full precision.
         engine_kwargs: Further arguments of `vllm.LLM`.
@@ -83,17 +85,17 @@ def bench(
         ChildProcessError: 16-bit rollouts could not be measured; what the process printed says why.
     """
     started = time.monotonic()
-    if schemes is None:
-        schemes = available_schemes()
-    if unknown := [scheme for scheme in schemes if scheme not in FORMATS]:
-        raise ValueError(f"There is no format {', '.join(map(repr, unknown))}; choose from {', '.join(FORMATS)}.")
+    from trl_qurl.quantization.schemes import available_schemes, get_scheme
     from trl_qurl.rollout.engine.launch import require_vllm
+
+    chosen = available_schemes() if schemes is None else [get_scheme(name) for name in schemes]
+    schemes = [scheme.name for scheme in chosen]
 
     require_vllm()
     measurements: dict[str, Measurement] = {}
     failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as directory:
-        save_config(model, workload, ignore, directory)
+        save_config(model, workload, chosen, ignore, directory)
         for scheme in (BASELINE, *schemes):
             job = Job(
                 directory,
@@ -128,14 +130,6 @@ def bench(
     )
 
 
-def available_schemes() -> list[str]:
-    """The formats that this machine multiplies in: without FP8 arithmetic, vLLM takes minutes for a rollout."""
-    import torch
-
-    has_fp8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-    return ["int8", "fp8"] if has_fp8 else ["int8"]
-
-
 def default_engine_kwargs() -> dict[str, Any]:
     """On a CPU vLLM compiles for minutes, so there the engine runs as it is."""
     import torch
@@ -143,7 +137,9 @@ def default_engine_kwargs() -> dict[str, Any]:
     return {} if torch.cuda.is_available() else {"enforce_eager": True}
 
 
-def save_config(model: str, workload: Workload, ignore: Sequence[str], directory: str) -> None:
+def save_config(
+    model: str, workload: Workload, schemes: Sequence[QuantizationScheme], ignore: Sequence[str], directory: str
+) -> None:
     """
     Write the model's config to a directory, once it is clear that it can be measured.
 
@@ -164,7 +160,9 @@ def save_config(model: str, workload: Workload, ignore: Sequence[str], directory
             f"the model's context of {context}: shorten --prompt-len or --completion-len."
         )
     with torch.device("meta"):
-        quantized_layer_names(AutoModelForCausalLM.from_config(config), ignore)
+        empty = AutoModelForCausalLM.from_config(config)
+    for scheme in schemes:
+        quantized_layer_names(empty, ignore, scheme)
     config.save_pretrained(directory)
 
 

@@ -11,7 +11,10 @@ from trl_qurl.lab.bench.run import BASELINE, Bench
 if TYPE_CHECKING:
     from rich.table import Table
 
-NAMES = {BASELINE: "16 bits", "int8": "INT8", "fp8": "FP8"}
+
+def label(scheme: str) -> str:
+    """A format as the table names it."""
+    return "16 bits" if scheme == BASELINE else scheme.upper()
 
 
 def build_table(result: Bench) -> Table:
@@ -34,7 +37,7 @@ def build_table(result: Bench) -> Table:
         comparison = result.comparisons.get(scheme)
         step = comparison.step if comparison else result.baseline
         table.add_row(
-            NAMES[scheme],
+            label(scheme),
             f"{measurement.engine.tokens_per_second(workload.completion_len, workload.batch):.0f}",
             *(shown(part.middle) for part in (step.sync, step.generate, step.score, step.update, step.total)),
             speedup(comparison.speedup) if comparison else "",
@@ -51,8 +54,8 @@ def sentences(result: Bench) -> list[str]:
         f"{1 / (1 - share):.1f} times as fast, and no format can do better."
     ]
     for scheme, comparison in result.comparisons.items():
-        lines.append(f"{NAMES[scheme]}: {advice(comparison)} {break_even(comparison, result)}")
-    lines += [f"{NAMES[scheme]}: not measured. {failure}" for scheme, failure in result.failures.items()]
+        lines.append(f"{label(scheme)}: {advice(comparison)} {break_even(comparison, result)}")
+    lines += [f"{label(scheme)}: not measured. {failure}" for scheme, failure in result.failures.items()]
     return lines
 
 

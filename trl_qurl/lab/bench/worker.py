@@ -59,7 +59,7 @@ def start_engine(job: Job, policy: Any) -> LLM:
     """An engine as TRL's trainer starts it, with weights that were never loaded."""
     from vllm import LLM
 
-    from trl_qurl.quantization.schemes import get_scheme, quantization_config
+    from trl_qurl.quantization.schemes import get_scheme
     from trl_qurl.quantization.storage import write_config
     from trl_qurl.rollout.directory import CheckpointDirectory
     from trl_qurl.rollout.engine.attention import check_head_size
@@ -68,7 +68,7 @@ def start_engine(job: Job, policy: Any) -> LLM:
     check_head_size(policy.config)
     workload = job.workload
     directory = CheckpointDirectory(None, 0)  # of a name by which vLLM finds again what it has compiled
-    scheme = quantization_config(get_scheme(job.scheme), job.ignore) if job.scheme else None
+    scheme = get_scheme(job.scheme).quantization_config(job.ignore) if job.scheme else None
     write_config(policy, directory.path, scheme)
     arguments = {
         "model": str(directory.path),
@@ -128,10 +128,12 @@ def make_prompts(job: Job) -> list[Any]:
 
 def measure_sync(llm: LLM, policy: Any, job: Job) -> tuple[Timing, int]:
     """Quantize and load, as a colocated trainer does before each rollout; and the bytes that arrive."""
+    import torch
+
     from trl_qurl.quantization.layers import linear_layer_names, quantized_layer_names
     from trl_qurl.quantization.schemes import get_scheme
+    from trl_qurl.quantization.stream import quantize_weights, stored_tensors
     from trl_qurl.rollout.engine.engines import ColocatedEngine
-    from trl_qurl.rollout.stream import announce, rollout_tensors
 
     scheme = get_scheme(job.scheme) if job.scheme else None
     layers = (quantized_layer_names if scheme else linear_layer_names)(policy, job.ignore)
@@ -142,18 +144,17 @@ def measure_sync(llm: LLM, policy: Any, job: Job) -> tuple[Timing, int]:
 
     def sync() -> float:
         started = time.perf_counter()
-        engine.load(rollout_tensors(parameters(), scheme, layers, lambda *_: None), "bench", digest=False)
+        engine.load(quantize_weights(parameters(), scheme, layers), "bench", digest=False)
         synchronize(policy)
         return time.perf_counter() - started
 
     sync()
-    elements = 0
-    for _, dtype, shape in announce(parameters(), scheme, layers):
-        size = 1
-        for length in shape:
-            size *= length
-        elements += size * (1 if dtype in ("int8", "float8_e4m3fn") else 2)  # the engine holds the rest in 16 bits
-    return Timing(1, repeat(sync)), elements
+    weight_bytes = sum(
+        stored.nbytes
+        for name, parameter in parameters()
+        for stored in stored_tensors(name, parameter, scheme, layers, torch.bfloat16)  # the engine's own type
+    )
+    return Timing(1, repeat(sync)), weight_bytes
 
 
 def repeat(action: Callable[[], float]) -> list[float]:

@@ -6,8 +6,6 @@ import argparse
 import sys
 from pathlib import Path
 
-SCHEMES = {"int8": "int8", "fp8": "fp8", "none": None}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trl-qurl demo`.
@@ -15,9 +13,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The parser of this subcommand.
     """
-    parser.add_argument("--scheme", choices=SCHEMES, default="int8", help="none: BF16 rollouts")
+    from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED
+
+    formats = [*SCHEMES, UNQUANTIZED]
+    parser.add_argument("--scheme", choices=formats, default="int8", help="of the rollouts (default: %(default)s)")
     parser.add_argument("--algorithm", choices=["grpo", "ppo"], default="grpo", help="ppo: a critic, and no groups")
-    parser.add_argument("--compare", choices=SCHEMES, help="first train with these rollouts as well")
+    parser.add_argument("--compare", choices=formats, help="first train with these rollouts as well")
     parser.add_argument("--output-dir", type=Path, default=Path("demo-output"), help="for the figure and the log")
     parser.add_argument("--rollouts", type=int, default=120, help="each makes 256 completions and four updates")
     parser.add_argument(
@@ -36,15 +37,16 @@ def run(args: argparse.Namespace) -> int:
         Exit status 0, or 1 if the policy did not learn enough.
     """
     from trl_qurl.lab.demo.run import run_demo
+    from trl_qurl.quantization.schemes import parse_scheme
 
     result = run_demo(
-        SCHEMES[args.scheme],
+        parse_scheme(args.scheme),
         args.output_dir,
         args.rollouts,
         args.required_rise,
         args.seed,
         algorithm=args.algorithm,
-        compared_schemes=() if args.compare is None else (SCHEMES[args.compare],),
+        compared_schemes=() if args.compare is None else (parse_scheme(args.compare),),
     )
     print(f"Log: {result.log_path}\nFigure: {result.figure_path}")
     if result.shortfall is not None:

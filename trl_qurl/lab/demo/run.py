@@ -67,7 +67,7 @@ def run_demo(
     """Warm-start, train and measure; prints progress and a table, writes `log.csv` and `demo.png` to `output_dir`.
 
     Args:
-        scheme: `"int8"`, `"fp8"`, or `None` for BF16 rollouts.
+        scheme: name of a format, or `None` for rollouts that are not quantized.
         output_dir: where the log and the picture go.
         rollouts: each makes 256 completions and four updates.
         required_rise: rise of the expected accuracy below which the result has a `shortfall`.

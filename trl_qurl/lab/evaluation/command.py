@@ -23,7 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="any of gsm8k, math500, aime24, amc23, minerva, olympiad; local .jsonl(.gz) files; "
         "owner/set[:config:split]; name=source",
     )
-    parser.add_argument("--schemes", default="none", metavar="none,int8,fp8", help="formats of the same weights")
+    from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED
+
+    parser.add_argument(
+        "--schemes",
+        default=UNQUANTIZED,
+        metavar="FORMAT[,FORMAT...]",
+        help=f"formats of the same weights: {', '.join([UNQUANTIZED, *SCHEMES])} (default: %(default)s)",
+    )
     parser.add_argument("--samples", type=int, default=0, metavar="K", help="sampled answers to each question")
     parser.add_argument("--no-greedy", action="store_true", help="skip the greedy answer to each question")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the samples (the paper: 1.0, or 0.6)")

@@ -22,7 +22,6 @@ from trl_qurl.lab.evaluation.job import Job, Sampling
 from trl_qurl.lab.evaluation.results import Result, summarize
 from trl_qurl.lab.evaluation.tasks import Task, load_tasks
 
-FORMATS = ("none", "int8", "fp8")
 SETTINGS_NAME, RESULTS_NAME = "eval.json", "results.json"
 
 ENVIRONMENT = {
@@ -49,7 +48,7 @@ def evaluate(
         tasks: benchmarks, as for `load_task`.
         output_dir: where answers and results go.
         sampling: how answers are drawn.
-        schemes: number formats in which the same weights answer: `"none"` (as they are), `"int8"`, `"fp8"`.
+        schemes: number formats in which the same weights answer: `"none"` (as they are), or names of formats.
         limit: only the first so many questions of each task.
         ignore: modules kept in full precision by the quantized formats.
         engine_kwargs: further arguments of `vllm.LLM`.
@@ -66,10 +65,11 @@ def evaluate(
     check_schemes(schemes)
     loaded = load_tasks(list(tasks), limit)  # before anything slow: a wrong name is found here
     require_packages()
+    from trl_qurl.quantization.schemes import UNQUANTIZED
     from trl_qurl.rollout.engine.launch import content_digest, resolve_model, starting_checkpoint
 
     sixteen_bit, dtype = full_precision()
-    labels = {"none": sixteen_bit, "int8": "INT8", "fp8": "FP8"}
+    labels = {scheme: sixteen_bit if scheme == UNQUANTIZED else scheme.upper() for scheme in schemes}
     engine_kwargs = {"dtype": dtype, **(engine_kwargs or {})}
     directory = resolve_model(model)
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def evaluate(
         keep_settings(settings, output_dir)
         for scheme in schemes:
             checkpoint = directory
-            if scheme != "none":
+            if scheme != UNQUANTIZED:
                 checkpoint = str(starting_checkpoint(directory, scheme, ignore))
             job = Job(
                 labels[scheme],
@@ -105,10 +105,14 @@ def evaluate(
 
 def check_schemes(schemes: Sequence[str]) -> None:
     """Refuse number formats that there are not."""
-    if unknown := [scheme for scheme in schemes if scheme not in FORMATS]:
-        raise ValueError(f"There is no format {', '.join(map(repr, unknown))}; choose from {', '.join(FORMATS)}.")
+    from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED, parse_scheme
+
+    for scheme in schemes:
+        parse_scheme(scheme)
     if not schemes or len(set(schemes)) < len(schemes):
-        raise ValueError(f"Name each format once, from {', '.join(FORMATS)}; got {', '.join(schemes) or 'none'}.")
+        raise ValueError(
+            f"Name each format once, from {', '.join([UNQUANTIZED, *SCHEMES])}; got {', '.join(schemes) or 'nothing'}."
+        )
 
 
 def full_precision() -> tuple[str, str]:

@@ -53,9 +53,7 @@ class ScriptArguments:
     )
     save_quantized: bool = field(
         default=False,
-        metadata={
-            "help": "Also write the policy's quantized checkpoint, for `vllm serve`, to OUTPUT_DIR-int8 (or -fp8)."
-        },
+        metadata={"help": "Also write the policy's quantized checkpoint, for `vllm serve`, to OUTPUT_DIR-FORMAT."},
     )
     eval_tasks: list[str] = field(
         default_factory=list, metadata={"help": "Benchmarks to answer during training: names, files or name=source."}
@@ -178,8 +176,8 @@ def train(
         logger.info(describe_cpu_training(training_args.bf16))
     if script_args.save_quantized and training_args.rollout_quantization is None:
         raise ValueError(
-            "save_quantized writes the format of the rollouts, but rollout_quantization is None: set it to a format "
-            "such as 'int8', or use `trl-qurl quantize` on the saved policy."
+            "save_quantized writes the format of the rollouts, but rollout_quantization is None: set it to a "
+            "format, or use `trl-qurl quantize` on the saved policy."
         )
     # Checked first, so that a wrong name is reported before an engine is started.
     check_model(model_args.model_name_or_path)

@@ -18,7 +18,7 @@ from requests.adapters import HTTPAdapter
 from trl.generation.vllm_client import VLLMClient
 from urllib3.util.retry import Retry
 
-from trl_qurl.quantization.schemes import QuantizationScheme
+from trl_qurl.quantization.schemes import UNQUANTIZED, QuantizationScheme
 from trl_qurl.rollout.errors import ServerError, SyncError
 from trl_qurl.rollout.stream import TensorMetadata, as_announced
 from trl_qurl.rollout.transport import choose_transport
@@ -89,8 +89,7 @@ class RolloutVLLMClient(VLLMClient):
             if now - started >= total_timeout:
                 raise ConnectionError(
                     f"No vLLM server answers at {self.base_url} after {total_timeout:.0f} seconds: start one with "
-                    "`trl-qurl serve MODEL --scheme int8` (or the scheme of rollout_quantization), or correct "
-                    "vllm_server_base_url."
+                    f"{self._start_command}, or correct vllm_server_base_url."
                 )
             if now - noticed >= WAITING_NOTICE:
                 noticed = now
@@ -99,6 +98,10 @@ class RolloutVLLMClient(VLLMClient):
                 )
             time.sleep(min(retry_interval, total_timeout))
         super().check_server(total_timeout, retry_interval)
+
+    @property
+    def _start_command(self) -> str:
+        return f"`trl-qurl serve MODEL --scheme {self.scheme.name if self.scheme else UNQUANTIZED}`"
 
     def _is_healthy(self) -> bool:
         try:
@@ -122,7 +125,7 @@ class RolloutVLLMClient(VLLMClient):
             super().init_communicator(device)
 
     def _check_ready(self) -> dict[str, Any]:
-        command = f"`trl-qurl serve MODEL --scheme {self.scheme.name if self.scheme else 'none'}`"
+        command = self._start_command
         try:
             info = self.get_server_info()
         except RuntimeError:

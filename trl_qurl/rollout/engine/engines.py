@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trl_qurl.quantization.weights import NamedTensors
+from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.checks.probe import Continuation
 from trl_qurl.rollout.engine.client import RolloutVLLMClient
 from trl_qurl.rollout.errors import SyncError
@@ -28,7 +28,7 @@ class EngineDescription(NamedTuple):
     ignore: list[str]  # patterns of the modules kept in full precision
     block_size: int  # tokens per block of the key-value cache
     max_model_len: int  # tokens of the longest sequence
-    dtype: str | None  # of all parameters but codes and scales, as torch calls it; `None` where they differ
+    dtype: str | None  # of layers that are not quantized, as torch calls it; `None` where they differ
 
 
 class LoadReport(NamedTuple):

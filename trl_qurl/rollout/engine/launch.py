@@ -30,7 +30,7 @@ def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str]) -> Path:
 
     Args:
         model: Directory of the full-precision model (see `resolve_model`).
-        scheme: `"int8"` or `"fp8"`.
+        scheme: Name of the format.
         ignore: Modules kept in full precision.
 
     Returns:
@@ -47,7 +47,7 @@ def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str]) -> Path:
         print(f"Quantizing {model} to {scheme} (kept in {place})", flush=True)
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
         tokenizer = AutoTokenizer.from_pretrained(model)
-        write_checkpoint(loaded, tokenizer, scheme, place, ignore=ignore, quantizer="streaming")
+        write_checkpoint(loaded, tokenizer, scheme, place, ignore=ignore)
 
     return cached(cache_directory() / f"{Path(model).name}-{scheme}-{key.hexdigest()}", make)
 

@@ -147,7 +147,7 @@ class RolloutWorker:
             `ignore`: patterns of the modules kept in full precision;
             `block_size`: tokens per block of the key-value cache;
             `max_model_len`: tokens of the longest sequence;
-            `dtype`: of all parameters but codes and scales, or `None` where they have several.
+            `dtype`: of all parameters of layers that are not quantized, or `None` where they have several.
         """
         quantization = self.vllm_config.quant_config
         description: dict[str, object] = {"format": None, "ignore": []}
@@ -164,10 +164,10 @@ class RolloutWorker:
     def _common_dtype(self) -> str | None:
         dtypes = {
             parameter.dtype
-            for name, parameter in self.get_model().named_parameters()
+            for layer in self.get_model().modules()
+            if getattr(layer, "scheme", None) is None  # vLLM's quantized layers have one
+            for parameter in layer.parameters(recurse=False)
             if parameter.is_floating_point()
-            and parameter.element_size() > 1
-            and not name.endswith(("_scale", "_adj"))  # made by or for the quantized kernels
         }
         return str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None
 

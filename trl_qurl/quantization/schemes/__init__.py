@@ -1,0 +1,107 @@
+"""The formats a rollout can run in, by name.
+
+Each is a `QuantizationScheme`. To add one here, write a file in this folder and enter it below; to add one from
+another package, declare it as an entry point of the group `trl_qurl.schemes`, or call `register_scheme`.
+"""
+
+from importlib.metadata import entry_points
+
+from trl_qurl.quantization.schemes.channelwise import FP8, INT8
+from trl_qurl.quantization.schemes.scheme import Device, QuantizationScheme, StoredTensor
+
+__all__ = [
+    "SCHEMES",
+    "UNQUANTIZED",
+    "Device",
+    "QuantizationScheme",
+    "StoredTensor",
+    "available_schemes",
+    "get_scheme",
+    "parse_scheme",
+    "register_scheme",
+]
+
+UNQUANTIZED = "none"
+"""How "no quantization" is written where there is only text: on the command line and in files. In Python it is
+`None`."""
+
+ENTRY_POINTS = "trl_qurl.schemes"
+
+SCHEMES: dict[str, QuantizationScheme] = {}
+"""The formats by name."""
+
+
+def register_scheme(scheme: QuantizationScheme) -> QuantizationScheme:
+    """
+    Make a scheme known by its name.
+
+    Args:
+        scheme: The scheme.
+
+    Returns:
+        The same scheme.
+
+    Raises:
+        ValueError: If the name is taken, or stands for no quantization.
+    """
+    if scheme.name in (UNQUANTIZED, *SCHEMES):
+        raise ValueError(f"There already is a quantization scheme called {scheme.name!r}: choose another name.")
+    SCHEMES[scheme.name] = scheme
+    return scheme
+
+
+def get_scheme(name: str) -> QuantizationScheme:
+    """
+    Look a scheme up by name.
+
+    Args:
+        name: A name in `SCHEMES`.
+
+    Returns:
+        The scheme.
+
+    Raises:
+        ValueError: If there is no such scheme; the message lists those that exist.
+    """
+    if name not in SCHEMES:
+        raise ValueError(
+            f"Unknown quantization scheme {name!r}: choose one of {', '.join(map(repr, SCHEMES))}, or None "
+            f"({UNQUANTIZED!r} on the command line) for rollouts that are not quantized."
+        )
+    return SCHEMES[name]
+
+
+def parse_scheme(text: str | None) -> str | None:
+    """
+    The name of a scheme as it is in Python, from how it is written on the command line.
+
+    Args:
+        text: A name in `SCHEMES`, or `"none"`.
+
+    Returns:
+        The name; `None` for no quantization.
+
+    Raises:
+        ValueError: If there is no such scheme; the message lists those that exist.
+    """
+    return None if text is None or text.lower() == UNQUANTIZED else get_scheme(text).name
+
+
+def available_schemes(device: Device | None = None) -> list[QuantizationScheme]:
+    """
+    The schemes that vLLM has kernels for.
+
+    Args:
+        device: Where the engine runs; by default where an engine of this process would.
+
+    Returns:
+        Those of `SCHEMES`.
+    """
+    device = device or Device.here()
+    return [scheme for scheme in SCHEMES.values() if scheme.runs_on(device)]
+
+
+for _scheme in (INT8, FP8):
+    register_scheme(_scheme)
+for _entry_point in entry_points(group=ENTRY_POINTS):
+    register_scheme(_entry_point.load())

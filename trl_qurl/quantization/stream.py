@@ -1,0 +1,103 @@
+"""Full-precision tensors in, checkpoint-format tensors out, one at a time.
+
+This is all of the quantization that happens at each step of training. It calibrates nothing and keeps nothing, so a
+stream of parameters of any size passes through it with one layer in memory. Which tensors a weight becomes is up to
+its scheme.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+
+import torch
+
+from trl_qurl.quantization.schemes import QuantizationScheme, StoredTensor
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+"""Parameters under their checkpoint names."""
+
+Observer = Callable[[str, torch.Tensor, Mapping[str, torch.Tensor]], None]
+"""Called with a layer's name, its weight (out, in), and the tensors it was quantized to by the names of the scheme's
+layout; none where it is not quantized. It may modify neither."""
+
+
+def stored_tensors(
+    name: str,
+    tensor: torch.Tensor,
+    scheme: QuantizationScheme | None,
+    layers: Collection[str],
+    dtype: torch.dtype | None = None,
+) -> list[StoredTensor]:
+    """
+    What `quantize_weights` would yield for one parameter, without rounding anything.
+
+    Args:
+        name: Checkpoint name of the parameter.
+        tensor: The parameter. Of one that ZeRO-3 keeps in parts, the whole is described.
+        scheme: Target format; `None` quantizes nothing.
+        layers: Names of the layers to quantize.
+        dtype: Floating-point type of the tensors that are not quantized; `None` leaves them as they are.
+
+    Returns:
+        One entry per tensor, under its full name.
+    """
+    shape = getattr(tensor, "ds_shape", tensor.shape)
+    layer = _layer(name, layers)
+    if scheme is None or layer is None:
+        return [StoredTensor(name, _sent_dtype(tensor.dtype, dtype), shape)]
+    return [entry._replace(name=f"{layer}.{entry.name}") for entry in scheme.layout(shape, tensor.dtype)]
+
+
+def quantize_weights(
+    named_tensors: NamedTensors,
+    scheme: QuantizationScheme | None,
+    layers: Collection[str],
+    observer: Observer | None = None,
+    dtype: torch.dtype | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """
+    Turn a stream of parameters into the tensors of a quantized checkpoint.
+
+    `<layer>.weight` becomes the tensors of the scheme's layout, each under the layer's name; every other tensor passes
+    through. The input is never modified.
+
+    Args:
+        named_tensors: Parameters under their checkpoint names.
+        scheme: Target format; `None` quantizes nothing.
+        layers: Names of the layers to quantize, from `quantized_layer_names`.
+        observer: Sees each of those layers, for measurements.
+        dtype: Floating-point type of the tensors that are not quantized; `None` leaves them as they are. An engine
+            casts them to its own as it loads them, to the same bits, so this only saves bytes in transit.
+
+    Yields:
+        `(name, tensor)` pairs in checkpoint format. Only the current layer's tensors are held.
+
+    Raises:
+        ValueError: If the scheme refuses a layer; after the last tensor, if a layer of `layers` never came, because
+            the engine would keep its old weights.
+    """
+    missing = set(layers)
+    for name, tensor in named_tensors:
+        layer = _layer(name, missing)
+        if layer is not None:
+            missing.remove(layer)
+        tensors = {} if scheme is None or layer is None else scheme.quantize(tensor)
+        if layer is not None and observer is not None:
+            observer(layer, tensor, tensors)
+        if tensors:
+            yield from ((f"{layer}.{suffix}", part) for suffix, part in tensors.items())
+        else:
+            yield name, tensor.to(_sent_dtype(tensor.dtype, dtype))
+    if missing and scheme is not None:
+        raise ValueError(
+            f"{len(missing)} of {len(layers)} layers to quantize were not among the tensors given, first "
+            f"{min(missing)!r}: pass the names that quantized_layer_names() returns for the same model."
+        )
+
+
+def _layer(name: str, layers: Collection[str]) -> str | None:
+    """The layer of `layers` whose weight has this name."""
+    layer = name.removesuffix(".weight")
+    return layer if layer != name and layer in layers else None
+
+
+def _sent_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return own if wanted is None or not own.is_floating_point else wanted
