@@ -14,49 +14,52 @@ TORCH_CPU ?= --torch-backend cpu
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-ppo docs docs-serve test test-fast test-all lint format lock check-extras clean
+.PHONY: help setup demo demo-ppo docs docs-serve test test-fast test-all lint format size lock check-extras clean
 
-help: ## this list
+help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  PROFILE=auto|cpu|gpu   which lock file to install (auto: gpu where nvidia-smi lists a device)"
 	@echo "  SCHEME=int8|fp8|none   the demo's rollouts; WORKERS=N, PYTEST_ARGS='...' for the tests"
 
 setup: ## create or update .venv from the lock file of this machine's profile
-	@test -n "$(PYTHON)" || { echo "No Python 3.11, 3.12 or 3.13 on PATH. Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "No Python 3.11, 3.12 or 3.13 on PATH. Install one, or pass its path: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }
 	@$(PYTHON) tools/setup_env.py --profile $(PROFILE)
 
 demo: setup ## train a tiny model on addition with quantized rollouts; prints before and after
 	$(BIN)/trl-qurl demo --scheme $(SCHEME)
 
-demo-ppo: setup ## the same with a critic, and once more with BF16 rollouts for comparison
+demo-ppo: setup ## the same with a critic, then again with BF16 rollouts for comparison
 	$(BIN)/trl-qurl demo --algorithm ppo --scheme $(SCHEME) --compare none --output-dir demo-output-ppo
 
 docs: setup ## build the documentation into site/; any warning is an error
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict --quiet
 	@echo "Documentation: site/index.html"
 
-docs-serve: setup ## show the documentation at http://127.0.0.1:8008 while you write it
+docs-serve: setup ## serve the documentation at http://127.0.0.1:8008 while you write
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs serve --strict --dev-addr 127.0.0.1:8008
 
-test: setup ## the tests, without those marked slow
+test: setup ## run the tests, except those marked slow
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
-test-fast: setup ## only what needs no engine and no GPU
+test-fast: setup ## run the tests that need neither an engine nor a GPU
 	$(PYTEST) -m "not vllm and not gpu and not slow" $(PYTEST_ARGS)
 
-test-all: setup ## every test, the slow ones too
+test-all: setup ## run every test, including the slow ones
 	$(PYTEST) $(PYTEST_ARGS)
 
-lint: setup ## ruff, mypy and the import contracts
+lint: setup ## run ruff, mypy and the import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: setup ## let ruff rewrite what it can
+format: setup ## let ruff fix and format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+size: setup ## how large the project is: lines, long files, settings
+	@$(BIN)/python tools/size.py
 
 # The CPU lock leaves out three packages that vLLM lists but does not need, and whose CUDA builds break a CPU torch.
 LOCK = $(UV) pip compile --quiet --python-version 3.11 --override requirements/override.txt \
@@ -67,7 +70,7 @@ lock: setup ## rewrite requirements/*.lock from requirements/*.in
 	sed -i 's/^\(torch==[0-9.]*\)+cpu$$/\1/' requirements/cpu.lock
 	$(LOCK) --python-platform x86_64-manylinux_2_35 requirements/gpu.in --output-file requirements/gpu.lock
 
-check-extras: setup ## show that the package and each of its extras resolve (needs the network)
+check-extras: setup ## check that the package and each of its extras resolve (needs the network)
 	@for extra in "" vllm llmcompressor peft math eval plots report demo docs test dev; do \
 		echo "trl-qurl$${extra:+[$$extra]}"; \
 		$(UV) pip compile --quiet --no-header --no-annotate --python-version 3.11 \

@@ -128,6 +128,7 @@ def check_trl_qurl(words: list[str]) -> None:
 
 def check_training(recipe: object, words: list[str]) -> None:
     """Through TRL's parser, with the reader's own files made up."""
+    words = [word for word in words if word not in ("--help", "--help-all")]
     given = [str(ROOT / "examples/recipes/gsm8k_ppo.yaml") if word == "settings.yaml" else word for word in words]
     if recipe is grpo and "settings.yaml" in words:
         given = [str(ROOT / "examples/recipes/dapo.yaml") if word == "settings.yaml" else word for word in words]

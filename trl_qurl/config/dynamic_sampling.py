@@ -12,6 +12,8 @@ class DynamicSamplingSettings:
     Groups whose rewards are all equal have no advantage and teach nothing. With dynamic sampling they are replaced by
     groups of other prompts until the batch is full, as in DAPO (arXiv:2503.14476, Eq. 11).
 
+    > Dynamic sampling
+
     Args:
         dynamic_sampling (`bool`, *optional*, defaults to `False`):
             Whether to replace them.

@@ -1,0 +1,65 @@
+"""`make size`: how large the project is, and what is larger than it should be.
+
+Lines are those of Python files, blank ones and docstrings included. The core is everything in trl_qurl/ outside lab/.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "trl_qurl"
+LONGEST_FILE = 300
+
+
+def count_lines(path: Path) -> int:
+    """The lines of one file."""
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def python_files(folder: Path) -> list[Path]:
+    """The Python files of a folder and the folders in it."""
+    return sorted(folder.rglob("*.py"))
+
+
+def total(paths: Iterable[Path]) -> int:
+    """The lines of several files."""
+    return sum(map(count_lines, paths))
+
+
+def added_fields() -> list[str]:
+    """The settings that our configurations add to TRL's."""
+    from trl import GRPOConfig
+
+    from trl_qurl import config
+
+    ours = [getattr(config, name) for name in config.__all__ if name.endswith("Config")]
+    inherited = {field.name for field in dataclasses.fields(GRPOConfig)}
+    return sorted({field.name for cls in ours for field in dataclasses.fields(cls)} - inherited)
+
+
+def main() -> None:
+    """Print one line per figure, with the goal where there is one."""
+    lab = python_files(PACKAGE / "lab")
+    core = [path for path in python_files(PACKAGE) if path not in set(lab)]
+    long = [path for path in (*core, *lab) if count_lines(path) > LONGEST_FILE]
+    entries = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
+    rows = [
+        ("core, lines", total(core), 7000),
+        ("lab, lines", total(lab), 5000),
+        ("tests, lines", total(python_files(ROOT / "tests")), None),
+        (f"files over {LONGEST_FILE} lines", len(long), 0),
+        ("settings added to TRL's", len(added_fields()), 24),
+        ("entries in trl_qurl/", len(entries), 12),
+    ]
+    for name, found, goal in rows:
+        limit = "" if goal is None else f"  at most {goal:,}{'' if found <= goal else ', EXCEEDED'}"
+        print(f"{name:<24} {found:>7,}{limit}")
+    for path in long:
+        print(f"  {path.relative_to(ROOT)}: {count_lines(path)}")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()
