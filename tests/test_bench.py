@@ -192,7 +192,9 @@ def test_a_workload_that_does_not_fit(given, message):
 
 
 def test_a_format_that_there_is_not():
-    with pytest.raises(ValueError, match="Unknown quantization scheme 'int3': choose one of 'int8', 'fp8'"):
+    with pytest.raises(
+        ValueError, match="Unknown quantization scheme 'int3'; did you mean 'int8'\\? Choose one of 'int8', 'fp8'"
+    ):
         bench("model", Workload(), schemes=["int3"])
 
 

@@ -307,6 +307,19 @@ def test_options_that_do_not_exist_are_answered_with_what_was_meant(arguments, m
         parse_arguments(arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "guess"),
+    [
+        (["--rollout_quantization", "in8"], "int8"),
+        (["--objective", "tiss"], "tis"),
+        (["--weight_sync", "steam"], "stream"),
+    ],
+)
+def test_values_that_do_not_exist_are_answered_with_what_was_meant(arguments, guess):
+    with pytest.raises(ValueError, match=f" must be one of .*; did you mean '{guess}'"):
+        parse_arguments(arguments)
+
+
 def test_a_mistake_is_not_answered_with_three_hundred_options(capsys):
     with pytest.raises(SystemExit):
         cli.main(["grpo", "--max_steps", "many"])

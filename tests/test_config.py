@@ -152,7 +152,10 @@ REFUSED = [
         {"use_vllm": False},
         r"use_vllm=False leaves no rollout to quantize: keep use_vllm=True, or train with TRL's own",
     ),
-    ({"rollout_quantization": "int4"}, r"Unknown quantization scheme 'int4': choose one of 'int8', 'fp8', or None"),
+    (
+        {"rollout_quantization": "int4"},
+        r"Unknown quantization scheme 'int4'; did you mean 'int8'\? Choose one of 'int8', 'fp8', or None",
+    ),
     (
         {"weight_sync": "nccl"},
         r"weight_sync is 'nccl', but must be one of 'auto', 'stream', 'checkpoint', 'llmcompressor'",
@@ -177,7 +180,10 @@ REFUSED = [
         {"vllm_engine_kwargs": "enforce_eager"},
         r"vllm_engine_kwargs is 'enforce_eager': write a JSON dictionary, such as",
     ),
-    ({"objective": "ppo"}, r"no objective 'ppo'\. Choose one of: acr, tis, decoupled, quantized_ratio, naive"),
+    (
+        {"objective": "ppo"},
+        r"objective is 'ppo', but must be one of 'acr', 'tis', 'decoupled', 'quantized_ratio', 'naive'\.",
+    ),
     (
         {"vllm_importance_sampling_correction": False},
         r"vllm_importance_sampling_correction=False would hide .*: leave it True, and set objective='naive'",

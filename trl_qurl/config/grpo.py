@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from trl import GRPOConfig
 
+from trl_qurl.config.checks import check_choice
 from trl_qurl.config.dynamic_sampling import DynamicSamplingSettings
 from trl_qurl.config.rollout import QuantizedRolloutsConfig
-from trl_qurl.objective import get_objective
+from trl_qurl.objective import OBJECTIVES, get_objective
 
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 """TRL's losses that clamp the ratio on both sides and average over tokens: what the paper's objectives are made of."""
@@ -62,6 +63,7 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
             )
 
     def _check_objective(self) -> None:
+        check_choice("objective", self.objective, OBJECTIVES)
         objective = get_objective(self.objective)
         if not self.vllm_importance_sampling_correction:
             raise ValueError(

@@ -4,6 +4,7 @@ Each is a `QuantizationScheme`. To add one here, write a file in this folder and
 another package, declare it as an entry point of the group `trl_qurl.schemes`, or call `register_scheme`.
 """
 
+from difflib import get_close_matches
 from importlib.metadata import entry_points
 
 from trl_qurl.quantization.schemes.channelwise import FP8, INT8
@@ -64,8 +65,10 @@ def get_scheme(name: str) -> QuantizationScheme:
         ValueError: If there is no such scheme; the message lists those that exist.
     """
     if name not in SCHEMES:
+        near = get_close_matches(name, SCHEMES, 1)
+        guess = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(
-            f"Unknown quantization scheme {name!r}: choose one of {', '.join(map(repr, SCHEMES))}, or None "
+            f"Unknown quantization scheme {name!r}{guess} Choose one of {', '.join(map(repr, SCHEMES))}, or None "
             f"({UNQUANTIZED!r} on the command line) for rollouts that are not quantized."
         )
     return SCHEMES[name]
