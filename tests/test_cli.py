@@ -316,7 +316,7 @@ def test_options_that_do_not_exist_are_answered_with_what_was_meant(arguments, m
     ],
 )
 def test_values_that_do_not_exist_are_answered_with_what_was_meant(arguments, guess):
-    with pytest.raises(ValueError, match=f" must be one of .*; did you mean '{guess}'"):
+    with pytest.raises(ValueError, match=f"; did you mean '{guess}'"):
         parse_arguments(arguments)
 
 
