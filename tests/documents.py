@@ -1,4 +1,4 @@
-"""What tests/test_documentation.py reads from the repository's Markdown: code, commands, links, headings, names."""
+"""Reads the repository's Markdown for tests/test_documentation.py: code, commands, links, headings, names."""
 
 import re
 import shlex
@@ -13,6 +13,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     *sorted(ROOT.glob("*/README.md")),
+    *sorted(set(ROOT.glob("benchmarks/*.md")) - {ROOT / "benchmarks" / "README.md"}),
     *SITE,
 ]
 
@@ -24,7 +25,7 @@ INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
 
 class Block(NamedTuple):
-    """A piece of code in a page."""
+    """A block of code in a page."""
 
     page: Path
     line: int
@@ -56,12 +57,12 @@ def prose(page: Path) -> str:
 
 
 def inline_code(page: Path) -> list[str]:
-    """What stands between backticks in the running text and in tables."""
+    """The text between backticks, in paragraphs and tables."""
     return INLINE.findall(prose(page).replace("\\|", "|"))
 
 
 def links(page: Path) -> list[str]:
-    """Targets of a page's links, those to other hosts left out."""
+    """Targets of a page's links, except those to other hosts."""
     return [target for target in LINK.findall(prose(page)) if not re.match(r"[a-z]+:", target)]
 
 
@@ -79,7 +80,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def rows(page: Path) -> Iterator[list[str]]:
-    """The cells of every row of a page's tables, their heads and rules left out."""
+    """The cells of every row of a page's tables, without heads and rules."""
     lines = prose(page).splitlines()
     for number, line in enumerate(lines):
         below = lines[number + 1] if number + 1 < len(lines) else ""
@@ -105,7 +106,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 def shell_commands() -> list[tuple[str, list[str]]]:
-    """Every command of every `bash` block and every indented block of all pages, and where it stands."""
+    """Every command of every `bash` block and every indented block of all pages, and where it is."""
     found = []
     for page in PAGES:
         for block in blocks(page, "bash"):

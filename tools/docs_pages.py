@@ -24,6 +24,8 @@ ELSEWHERE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/speed.md": "speed.md",
+    "benchmarks/study.md": "study.md",
     "notebooks/README.md": "notebooks.md",
     "requirements/README.md": "environment.md",
 }
