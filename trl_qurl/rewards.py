@@ -183,10 +183,11 @@ def _end_worker() -> int | None:
     """End the worker, if there is one, and return its exit status; the next question starts another."""
     global _worker
     ended, _worker = _worker, None
-    if ended is not None:
-        with ended:
-            ended.kill()
-    return ended and ended.returncode
+    if ended is None:
+        return None
+    with ended:
+        ended.kill()
+    return ended.returncode
 
 
 def _after_fork() -> None:
