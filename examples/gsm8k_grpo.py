@@ -4,15 +4,15 @@
     python examples/gsm8k_grpo.py
     accelerate launch --num_processes 4 examples/gsm8k_grpo.py
 
-The arguments are those of TRL's `GRPOConfig` and `ModelConfig`, the fields that `QuRLGRPOConfig` adds, and the four
-`--dataset...` ones. They may also stand in a YAML file; the command line overrides the file:
+The arguments are those of TRL's `GRPOConfig` and `ModelConfig`, the fields that `QuRLGRPOConfig` adds, and the
+`--dataset...` options. They can also be in a YAML file; the command line overrides the file:
 
     python examples/gsm8k_grpo.py --rollout_quantization fp8 --objective tis
     python examples/gsm8k_grpo.py --model_name_or_path Qwen/Qwen2.5-1.5B-Instruct --use_peft --learning_rate 1e-5
     python examples/gsm8k_grpo.py --dataset my_questions.jsonl.gz --output_dir my-policy
     python examples/gsm8k_grpo.py --config my_settings.yaml --seed 1
 
-What makes it QuRL are two names, `QuRLGRPOTrainer` for `GRPOTrainer` and `QuRLGRPOConfig` for `GRPOConfig`:
+In your own script, use `QuRLGRPOTrainer` for `GRPOTrainer` and `QuRLGRPOConfig` for `GRPOConfig`:
 
     trainer = QuRLGRPOTrainer(
         model="Qwen/Qwen2.5-0.5B-Instruct",

@@ -1,17 +1,17 @@
-"""Train Qwen2.5-0.5B-Instruct on GSM8K by PPO with a critic, on INT8 rollouts: the paper's first experiment.
+"""Train Qwen2.5-0.5B-Instruct on GSM8K by PPO with a critic and INT8 rollouts: the paper's first experiment.
 
     pip install trl-qurl[vllm,math,peft]
     python examples/gsm8k_ppo.py
     accelerate launch --num_processes 4 examples/gsm8k_ppo.py --gradient_accumulation_steps 1 --steps_per_generation 4
 
-The arguments are those of TRL's `GRPOConfig` and `ModelConfig`, the fields that `QuRLPPOConfig` adds, the four
-`--dataset...` ones and `--value_model`. They may also stand in a YAML file; the command line overrides the file:
+The arguments are those of TRL's `GRPOConfig` and `ModelConfig`, the fields that `QuRLPPOConfig` adds, the
+`--dataset...` options and `--value_model`. They can also be in a YAML file; the command line overrides the file:
 
     python examples/gsm8k_ppo.py --share_backbone True
     python examples/gsm8k_ppo.py --value_model Qwen/Qwen2.5-1.5B-Instruct --critic_warmup_steps 20
     python examples/gsm8k_ppo.py --config my_settings.yaml --seed 1
 
-In a script of your own:
+In your own script:
 
     trainer = QuRLPPOTrainer(
         model="Qwen/Qwen2.5-0.5B-Instruct",
