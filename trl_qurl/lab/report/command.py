@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         Exit status 0; what cannot be read or written is an exception.
     """
-    from trl_qurl.lab.report.write import write_report
+    from trl_qurl.lab.report.page import write_report
 
     report = write_report(args.runs, args.output)
     for note in report.notes:

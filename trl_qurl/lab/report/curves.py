@@ -1,7 +1,7 @@
-"""A metric over rollouts: of one run, smoothed, of a group of seeds; and its value at the end of training.
+"""A metric over rollouts: of one run, smoothed, of a group of seeds; its value at the end; and where the time goes.
 
-A rollout is the unit of all reports: runs that make different numbers of optimizer updates with the tokens of one
-rollout can be laid over each other. Between two logged values a run counts as on the straight line that joins them.
+The rollout is the unit of all reports: runs that make different numbers of optimizer updates with the tokens of one
+rollout can then be compared. Between two logged values, a run is taken to be on the straight line that joins them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,23 @@ Values = NDArray[np.float64]
 FINAL_ROLLOUTS = 20
 """What counts as the end of training: single rollouts are noisy, and the end should not depend on the last one."""
 
-SMOOTHED_SHARE = 1 / 20
-"""Share of the longest run over which curves are averaged."""
-
 SHORTEST_SMOOTHED = 40
-"""Rollouts of the longest run below which curves stay as they are."""
+"""Rollouts of the longest run below which curves stay as they are; from here on a twentieth of them is averaged."""
 
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """97.5 % quantile of Student's t for 1 to 10 degrees of freedom."""
+
+TIMES = {
+    "generation": "time/generate_s",
+    "gathering, rounding": "time/quantize_s",
+    "sending": "time/sync_s",
+    "checks": "time/sync_check_s",
+    "log-probabilities": "time/logps_s",
+    "values": "time/values_s",
+    "updates": "time/update_s",
+    "other": "step_time",
+}
+"""What the seconds of a rollout are spent on, and the metric that each part is made of."""
 
 
 class Points(NamedTuple):
@@ -53,20 +62,20 @@ class Estimate(NamedTuple):
     half_width: float | None
 
 
-def updates_per_rollout(run: Run) -> float | None:
-    """Optimizer updates made with the tokens of one rollout, if the run's settings say so."""
+def updates_per_rollout(run: Run) -> float:
+    """Optimizer updates made with the tokens of one rollout; 1 where the run's settings do not say."""
     updates = run.settings.get("updates_per_rollout")
-    return float(updates) if isinstance(updates, int | float) and updates > 0 else None
+    return float(updates) if isinstance(updates, int | float) and updates > 0 else 1.0
 
 
 def rollouts_of(run: Run) -> float:
     """Length of a run that has rows."""
-    return max(row["step"] for row in run.rows) / (updates_per_rollout(run) or 1.0)
+    return max(row["step"] for row in run.rows) / updates_per_rollout(run)
 
 
 def points_of(run: Run, metric: str) -> Points:
     """The metric over rollouts, which are steps where the settings do not say how many make a rollout."""
-    updates = updates_per_rollout(run) or 1.0
+    updates = updates_per_rollout(run)
     logged = [(step / updates, value) for step, value in run.series(metric) if math.isfinite(value)]
     rollouts, values = np.array(logged, dtype=np.float64).reshape(-1, 2).T
     return Points(rollouts, values)
@@ -74,21 +83,17 @@ def points_of(run: Run, metric: str) -> Points:
 
 def smoothing_window(longest: float) -> int:
     """Rollouts over which curves are averaged, odd; 1 for runs that are too short to need it."""
-    return 1 if longest < SHORTEST_SMOOTHED else int(longest * SMOOTHED_SHARE) // 2 * 2 + 1
+    return 1 if longest < SHORTEST_SMOOTHED else int(longest / 20) // 2 * 2 + 1
 
 
 def smooth(points: Points, window: int, largest: bool = False) -> Points:
     """The mean, or the largest, of the values at most (window − 1) / 2 rollouts away; fewer at either end."""
-    if not points.values.size or window == 1:
-        return points
     reach = (window - 1) / 2
     starts = np.searchsorted(points.rollouts, points.rollouts - reach, side="left")
     ends = np.searchsorted(points.rollouts, points.rollouts + reach, side="right")
-    # reduceat goes from each index to the next, so every other result is what lies between an end and a next start.
-    slices = np.stack([starts, ends], axis=1).ravel()
-    padded = np.append(points.values, 0.0)  # an end may lie one past the last value
-    reduced = (np.maximum if largest else np.add).reduceat(padded, slices)[::2]
-    return Points(points.rollouts, reduced if largest else reduced / (ends - starts))
+    combine = np.max if largest else np.mean
+    smoothed = [combine(points.values[start:end]) for start, end in zip(starts, ends, strict=True)]
+    return Points(points.rollouts, np.array(smoothed, dtype=np.float64))
 
 
 def across_seeds(seeds: Sequence[Points]) -> Curve:
@@ -114,22 +119,43 @@ def final_value(points: Points) -> float | None:
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """Mean and confidence interval (Student's t) of one value per seed."""
+    """Mean and confidence interval (Student's t) of one value per seed; wider than it need be above 11 seeds."""
     if not values:
         return None
     mean = float(np.mean(values))
     if len(values) == 1:
         return Estimate(mean, None)
     error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    return Estimate(mean, student_t(len(values) - 1) * error)
+    return Estimate(mean, STUDENT_T[min(len(values) - 1, len(STUDENT_T)) - 1] * error)
 
 
-def student_t(degrees: int) -> float:
-    """97.5 % quantile of Student's t: tabled, then its expansion in 1 / degrees (Abramowitz and Stegun 26.7.5)."""
-    if degrees <= len(STUDENT_T):
-        return STUDENT_T[degrees - 1]
-    z = 1.959964
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / degrees + second / degrees**2 + third / degrees**3
+def seconds_per_rollout(run: Run) -> dict[str, float]:
+    """Mean seconds of each part, of those that were logged; the first rollout, which warms up, is left out.
+
+    Most metrics are logged once per rollout, `time/update_s` and `step_time` once per optimizer update. TRL's
+    `step_time` contains the rollout, but neither the optimizer's own step nor a critic's update, so "other" is a lower
+    bound.
+    """
+    updates = updates_per_rollout(run)
+    seconds = {part: mean for part, metric in TIMES.items() if (mean := _mean(run, metric)) is not None}
+    step = seconds.pop("other", None)
+    if "sending" in seconds:
+        seconds["sending"] = max(0.0, seconds["sending"] - seconds.get("gathering, rounding", 0.0))
+    if "updates" in seconds:
+        seconds["updates"] *= updates
+    if step is not None and "updates" in seconds and "generation" in seconds:
+        known = sum(seconds.values()) - updates * (_mean(run, "time/critic_update_s") or 0.0)
+        seconds["other"] = max(0.0, updates * step - known)
+    return seconds
+
+
+def mean_seconds(runs: Sequence[Run]) -> dict[str, float]:
+    """The mean over runs of each part that any of them logged."""
+    splits = [seconds_per_rollout(run) for run in runs]
+    logged = {part: [split[part] for split in splits if part in split] for part in TIMES}
+    return {part: float(np.mean(values)) for part, values in logged.items() if values}
+
+
+def _mean(run: Run, metric: str) -> float | None:
+    values = points_of(run, metric).values
+    return float((values[1:] if values.size > 1 else values).mean()) if values.size else None

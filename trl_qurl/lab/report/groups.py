@@ -1,19 +1,55 @@
-"""Runs that agree in everything but the seed, as one group; and how many groups a plot can show."""
+"""Runs that agree in everything but the seed, as one group with a label such as "INT8, acr, UAQ 1.5".
+
+A run with the settings and the seed of another is the same experiment once more. It would make the spread over seeds
+look small, so it gets a group of its own and a note.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from trl_qurl.lab.report.labels import named_settings, rank, shown, wording
-from trl_qurl.lab.report.settings import SEEDS, Settings, differing, flatten, identity
-from trl_qurl.trainers.run_log import Run
+from trl_qurl.trainers.run_log import Run, read_run
 
 MOST_PER_PLOT = 8
 """Groups that can be told apart in one plot, in print too."""
 
-REPETITION, VARIANT = "repetition", "variant"
-"""Parts of a label that no setting stands behind."""
+SEEDS = ("seed", "data_seed")
+
+HIDDEN = re.compile(r"(^|[._])(hub_token|api_key|password|secret)$|\.token$")
+"""Never shown: a report is made to be passed on."""
+
+BOOKKEEPING = re.compile(
+    r"(arm|date|commit|hardware|versions)(\.|$)"
+    r"|(output_dir|run_name|project|report_to|disable_tqdm|push_to_hub|resume_from_checkpoint|local_rank|debug)$"
+    r"|(log|logging|save|hub|trackio|eval|do|weight_metrics|sync_check|sync_probe)(_|$)"
+    r"|(num_completions_to_print|skip_memory_metrics|include_num_input_tokens_seen|include_for_metrics)$"
+    r"|(rollout_checkpoint_dir|vllm_request_timeout|vllm_group_port|ddp_timeout)$|vllm_server_"
+    r"|dataloader_(num_workers|pin_memory|persistent_workers|prefetch_factor)$"
+)
+"""With what a run was made, where it writes, what it measures, how it reaches its engine: no difference of method."""
+
+OBJECTIVES = ("naive", "quantized_ratio", "decoupled", "tis", "acr")  # in the paper's order
+
+WORDED: dict[str, Callable[[Any], str]] = {
+    "model": lambda value: str(value).rstrip("/").split("/")[-1],
+    "rollout_quantization": lambda value: str(value).upper(),
+    "activation_bits": lambda value: f"{shown(value)}-bit activations",
+    "algorithm": str,
+    "objective": str,
+    "vllm_importance_sampling_clip_max": lambda value: "no cap" if value is None else f"C {shown(value)}",
+    "uaq_scale": lambda value: "" if value in (None, 1) else f"UAQ {shown(value)}",
+    "learning_rate": lambda value: f"learning rate {shown(value)}",
+}
+"""Settings that the method is about, in the order of a label: part of it wherever runs differ in them."""
+
+ALWAYS = ("rollout_quantization", "objective", "uaq_scale")  # the label of runs that differ in nothing
+
+Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -21,131 +57,170 @@ class Group:
     """Runs that differ in their seeds alone.
 
     Attributes:
-        wordings: what its label is made of, by setting.
-        settings: all settings of its first run, by dotted name.
-        runs: one per seed.
+        label: The settings in which it differs from the other groups.
+        settings: All settings of its first run, by dotted name.
+        runs: One per seed.
     """
 
-    wordings: dict[str, str]
+    label: str
     settings: Settings
     runs: tuple[Run, ...]
 
-    @property
-    def label(self) -> str:
-        """The settings in which it differs from the other groups."""
-        return self.label_without(None)
 
-    def label_without(self, name: str | None) -> str:
-        """The label, less what it says about one setting; the whole of it if that is all there is."""
-        texts = [text for setting, text in self.wordings.items() if text and setting != name]
-        return ", ".join(texts or filter(None, self.wordings.values())) or "all runs"
+def load_runs(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
+    """Read the runs that have rows.
 
+    Args:
+        paths: Directories or files, as `read_run` takes them.
 
-@dataclass(frozen=True)
-class Entry:
-    """A group as one plot shows it; `style` is the number of its colour, dashes and marker."""
+    Returns:
+        The runs in the order given, each file once, and notes on what was left out.
 
-    group: Group
-    label: str
-    style: int
-
-
-@dataclass(frozen=True)
-class Facet:
-    """What goes into one plot: all groups, or those that share the setting which `title` tells."""
-
-    title: str
-    entries: tuple[Entry, ...]
+    Raises:
+        ValueError: If no path was given, a file is not a run log, or no run has any row.
+        FileNotFoundError: If a run has no log.
+    """
+    if not paths:
+        raise ValueError("No run was given: name the output_dir of at least one run, or its run.jsonl.")
+    runs: dict[Path, Run] = {}
+    notes = []
+    for path in paths:
+        run = read_run(path)
+        if not run.rows:
+            notes.append(f"{path} is left out: it has logged nothing yet.")
+        elif run.path.resolve() in runs:
+            notes.append(f"{path} was given more than once and is counted once.")
+        runs[run.path.resolve()] = run
+    logged = [run for run in runs.values() if run.rows]
+    if not logged:
+        raise ValueError(
+            f"None of the runs given ({', '.join(map(str, paths))}) has logged anything: a run writes its first row "
+            "after logging_steps optimizer updates. Wait for it, or name runs that got further."
+        )
+    return logged, notes
 
 
 def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
-    """Groups in the order of their labels' settings, and notes on runs that could be mistaken for seeds.
+    """Put seeds of the same settings together.
 
-    A second run with the settings and the seed of another is no further seed: it is the same experiment once more,
-    and would make the spread over seeds look small. It goes into a group of its own.
+    Args:
+        runs: Any number of runs, at least one.
+
+    Returns:
+        The groups, BF16 rollouts first and objectives in the paper's order, and notes on repeated seeds.
     """
-    flat = {id(run): flatten(run.settings) for run in runs}
-    different = differing(list(flat.values()))
-    named = named_settings(different, list(flat.values()))
-    members: dict[tuple[tuple[str, ...], int], dict[str, Run]] = {}  # by settings and repetition, then by seed
-    for run in runs:
-        key = tuple(identity(flat[id(run)], different))
-        seed = _seed_text(flat[id(run)])
-        repetition = 1
-        while seed in members.setdefault((key, repetition), {}):
+    flat = [flatten(run.settings) for run in runs]
+    different = differing(flat)
+    named = _named_settings(different, flat)
+    members: dict[tuple[tuple[str, ...], int], dict[str, int]] = {}  # by settings and repetition; seed to run
+    for index, settings in enumerate(flat):
+        seed = ", ".join(f"{name} {settings[name]}" for name in SEEDS if settings.get(name) is not None)
+        values, repetition = _texts(settings, different), 1
+        while seed in members.setdefault((values, repetition), {}):
             repetition += 1
-        members[key, repetition][seed] = run
-    groups, notes = [], []
-    for (_, repetition), by_seed in members.items():
-        settings = flat[id(next(iter(by_seed.values())))]
-        wordings = {name: wording(name, settings) for name in named}
+        members[values, repetition][seed] = index
+    groups: list[Group] = []
+    notes = []
+    in_order = sorted(members.items(), key=lambda item: _sort_key(flat[min(item[1].values())], named, item[0][1]))
+    for (_, repetition), seeds in in_order:
+        settings = flat[min(seeds.values())]
+        label = ", ".join(filter(None, (wording(name, settings) for name in named))) or "all runs"
         if repetition > 1:
-            wordings[REPETITION] = f"{REPETITION} {repetition}"
-            notes.append(_repetition_note(Group(wordings, settings, ()), list(by_seed)))
-        groups.append(Group(wordings, settings, tuple(run for _, run in sorted(by_seed.items()))))
-    groups.sort(key=lambda group: (*(rank(name, group.settings) for name in named), len(group.wordings), group.label))
-    return _with_distinct_labels(groups), notes
+            notes.append(
+                f"{label}: there is more than one run with {' and '.join(sorted(seeds)) or 'no seed recorded'}. A "
+                f"repetition is not another seed, so it is shown separately, as “{label}, repetition {repetition}”."
+            )
+            label += f", repetition {repetition}"
+        same = sum(group.label == label or group.label.startswith(f"{label} #") for group in groups)
+        label = f"{label} #{same + 1}" if same else label  # such as two models of one name
+        groups.append(Group(label, settings, tuple(runs[index] for _, index in sorted(seeds.items()))))
+    return groups, notes
 
 
-def make_facets(groups: Sequence[Group]) -> list[Facet]:
-    """One facet if all groups fit into a plot; else one per value of a setting, or eight groups at a time.
-
-    The only group with BF16 rollouts is in every facet: it is what the others are measured against.
-    """
+def parts_of(groups: Sequence[Group]) -> list[list[Group]]:
+    """Split groups into plots of at most `MOST_PER_PLOT`; the first group with BF16 rollouts is in each of them."""
     if len(groups) <= MOST_PER_PLOT:
-        return [Facet("", tuple(Entry(group, group.label, style) for style, group in enumerate(groups)))]
-    baselines = [group for group in groups if _has_bf16_rollouts(group)]
-    baseline = [Entry(group, group.label, 0) for group in baselines] if len(baselines) == 1 else []
-    others = [group for group in groups if not baseline or not _has_bf16_rollouts(group)]
-    name = _splitting_setting(others)
-    # The same label has the same style in every facet; style 0 is the baseline's.
-    labels = list(dict.fromkeys(group.label_without(name) for group in others))
-    entries = [Entry(group, label := group.label_without(name), labels.index(label) + 1) for group in others]
-    parts: dict[str, list[Entry]] = {}
-    for position, entry in enumerate(entries):
-        title = _facet_title(entry.group, name) if name else f"part {position // MOST_PER_PLOT + 1}"
-        parts.setdefault(title, []).append(entry)
-    return [Facet(title, (*baseline, *part)) for title, part in parts.items()]
+        return [list(groups)]
+    baseline = [group for group in groups if group.settings.get("rollout_quantization", "") is None][:1]
+    others = [group for group in groups if group not in baseline]
+    size = MOST_PER_PLOT - len(baseline)
+    return [[*baseline, *others[start : start + size]] for start in range(0, len(others), size)]
 
 
-def _facet_title(group: Group, name: str) -> str:
-    return group.wordings[name] or f"{name} {shown(group.settings[name])}"
+def flatten(settings: Settings, prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted name; an empty dictionary stays a value; what is `HIDDEN` is gone."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return {name: value for name, value in flat.items() if not HIDDEN.search(name)}
 
 
-def _splitting_setting(groups: Sequence[Group]) -> str | None:
-    """The setting that splits the groups into the fewest plots, none too full, and not one for every other group."""
-    fitting: dict[str, int] = {}
-    for name in groups[0].wordings:
-        texts = [group.wordings.get(name) for group in groups]
-        counts = {text: texts.count(text) for text in texts}
-        if 1 < len(counts) <= len(groups) / 2 and max(counts.values()) <= MOST_PER_PLOT and None not in counts:
-            fitting[name] = len(counts)
-    return min(fitting, key=lambda name: fitting[name], default=None)
+def differing(settings: Sequence[Settings]) -> list[str]:
+    """Names of the settings that make runs different, in the order in which the first run has them."""
+    names = [name for name in dict.fromkeys(name for run in settings for name in run) if name not in SEEDS]
+    return [
+        name
+        for name in names
+        if not BOOKKEEPING.match(name) and len({_texts(run, [name]) for run in settings if name in run}) > 1
+    ]
 
 
-def _has_bf16_rollouts(group: Group) -> bool:
-    name = "rollout_quantization"
-    return name in group.wordings and group.settings.get(name, "") is None
+def wording(name: str, settings: Settings) -> str:
+    """One setting as a label has it; empty where there is nothing to say."""
+    if name not in settings:
+        return f"{name} not recorded"
+    value = settings[name]
+    if name == "rollout_quantization" and value is None:  # FP16 where a GPU has no bfloat16
+        engine = settings.get("vllm_engine_kwargs.dtype", "auto")  # by default what the trainer computes in
+        return "FP16" if engine in ("float16", "half") or (engine == "auto" and settings.get("fp16")) else "BF16"
+    return WORDED[name](value) if name in WORDED else f"{name} {shown(value)}"
 
 
-def _with_distinct_labels(groups: Sequence[Group]) -> list[Group]:
-    """Number those whose settings differ, but not in words (two models of one name)."""
-    met: dict[str, int] = {}
-    distinct = []
-    for group in groups:
-        number = met[group.label] = met.get(group.label, 0) + 1
-        wordings = group.wordings if number == 1 else {**group.wordings, VARIANT: f"{VARIANT} {number}"}
-        distinct.append(Group(wordings, group.settings, group.runs))
-    return distinct
+def shown(value: Any, longest: int = 32) -> str:
+    """A setting's value as text: numbers without superfluous digits, anything else cut to `longest` characters."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return re.sub(r"e([+-])0*(\d)", lambda found: f"e{found[1].lstrip('+')}{found[2]}", f"{value:.6g}")
+    text = " ".join(str(value).split())
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
-def _repetition_note(group: Group, seeds: Sequence[str]) -> str:
-    return (
-        f"{group.label_without(REPETITION)}: there is more than one run with {' and '.join(sorted(seeds))}. A "
-        f"repetition is no further seed, so it is shown apart, as “{group.label}”."
-    )
+def _named_settings(different: Sequence[str], runs: Sequence[Settings]) -> list[str]:
+    """What a label names: settings of `WORDED`, and others as far as they tell apart runs that still look alike."""
+    if not different:
+        return [name for name in ALWAYS if name in runs[0]]
+    named = [name for name in WORDED if name in different]
+    for name in different:
+        if name not in named and len({_texts(run, [*named, name]) for run in runs}) > len(
+            {_texts(run, named) for run in runs}
+        ):
+            named.append(name)
+    return named
 
 
-def _seed_text(settings: Settings) -> str:
-    seeds = [f"{name} {settings[name]}" for name in SEEDS if settings.get(name) is not None]
-    return ", ".join(seeds) or "no seed recorded"
+def _texts(settings: Settings, names: Sequence[str]) -> tuple[str, ...]:
+    """Values as text that is equal where they are, 1 and 1.0 included, but True and 1 not."""
+
+    def text(value: Any) -> str:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return json.dumps(float(value) if number else value, sort_keys=True, default=str)
+
+    return tuple(text(settings[name]) if name in settings else "" for name in names)
+
+
+def _sort_key(settings: Settings, named: Sequence[str], repetition: int) -> tuple[Any, ...]:
+    """Absent and `None` first (BF16 rollouts), objectives as in the paper, numbers by size."""
+
+    def rank(name: str) -> tuple[Any, ...]:
+        value = settings.get(name)
+        if value is None:
+            return (0, 0.0, "")
+        if name == "objective" and value in OBJECTIVES:
+            return (1, float(OBJECTIVES.index(value)), "")
+        return (2, float(value), "") if isinstance(value, int | float) else (3, 0.0, str(value))
+
+    return (*(rank(name) for name in named), repetition)

@@ -1,39 +1,31 @@
-"""Runs in a notebook: they train in a process of their own while their curves are drawn, and are laid side by side.
+"""Runs in a notebook: they train in a process of their own while their curves are drawn, and are then compared.
 
-A process of its own, because an engine gives its memory back only with the process it was started in; and because the
-kernel is then free to draw. The curves are those of `trl-qurl report`, from the same `run.jsonl`.
+A process of its own, because an engine gives its memory back only when its process ends, and because the kernel is
+then free to draw. The curves are those of `trl-qurl report`, from the same `run.jsonl`.
 """
 
 from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trl_qurl.lab.report.bars import bars_of, describe_bars, draw_bars
 from trl_qurl.lab.report.child import run_child
-from trl_qurl.lab.report.groups import group_runs, make_facets
-from trl_qurl.lab.report.pictures import describe_plot, draw_plot, to_png
-from trl_qurl.lab.report.plots import Curves, plots_of
-from trl_qurl.lab.report.questions import KL, REGION_CLIPPED, REWARD, Question, ask
-from trl_qurl.lab.report.runs import load_runs
+from trl_qurl.lab.report.figures import draw_lines, draw_seconds, to_png
+from trl_qurl.lab.report.groups import group_runs, load_runs
+from trl_qurl.lab.report.questions import EXPLAINED, KL, REGION_CLIPPED, REWARD, ask
 from trl_qurl.trainers.run_log import RUN_LOG, Run, read_run
 
 if TYPE_CHECKING:
     from IPython.display import HTML
 
-METRICS = (REWARD.metric, KL.metric, REGION_CLIPPED.metric, "critic/explained_variance")
-"""What is drawn, as far as it was logged, besides the scores on held-out questions and the seconds of a rollout."""
-
-LOG_NAME = "output.log"
-
-PICTURE_WIDTH = 370
-"""Pixels; three fit beside each other into a notebook's usual width."""
+METRICS = (REWARD.metric, KL.metric, REGION_CLIPPED.metric, EXPLAINED.metric)
+"""What is drawn by default, as far as it was logged, besides held-out scores and the seconds of a rollout."""
 
 
 def watch(
@@ -49,39 +41,41 @@ def watch(
     every process it started.
 
     Args:
-        command: program and arguments, such as `[sys.executable, "train.py"]`.
-        output_dir: the trainer's `output_dir`, where its `run.jsonl` appears.
-        metrics: names of the metrics to draw; scores on held-out questions and seconds are always drawn.
-        every: seconds between two drawings.
+        command: Program and arguments, such as `[sys.executable, "train.py"]`.
+        output_dir: The trainer's `output_dir`, where its `run.jsonl` appears.
+        metrics: Names of the metrics to draw; held-out scores and seconds are always drawn.
+        every: Seconds between two drawings.
 
     Returns:
         The run as it was logged.
 
     Raises:
-        ImportError: IPython or matplotlib is missing.
-        RuntimeError: this is no notebook.
-        ChildProcessError: the command failed; the message ends with the last lines that it printed.
-        FileNotFoundError: it trained nothing there: `output_dir` is not the trainer's.
+        ImportError: If IPython or matplotlib is missing.
+        RuntimeError: If this is not a notebook.
+        ChildProcessError: If the command failed; the message ends with the last lines that it printed.
+        FileNotFoundError: If it trained nothing there: `output_dir` is not the trainer's.
     """
-    _require_libraries()
     output_dir = Path(output_dir)
     log = output_dir / RUN_LOG
-    earlier = _identity(log)  # of a run that is put aside when the new one begins
-    started = time.monotonic()
-    drawing = _Drawing()
+    earlier = _identity(log)  # of a run that the trainer puts aside when the new one begins
+    show = _display()
+    started, drawn, rows = time.monotonic(), "", 0
 
-    def draw(printed: str, done: bool = False) -> None:
+    def draw(printed: str) -> None:
+        nonlocal drawn, rows
         run = read_run(log) if _identity(log) not in (None, earlier) else None
-        drawing.show(run, metrics, time.monotonic() - started, printed, done)
+        if run and len(run.rows) != rows:
+            drawn, rows = _pictures([run], metrics), len(run.rows)
+        show(_state(run, time.monotonic() - started, printed) + drawn)
 
     draw("starting")
-    run_child(command, output_dir / LOG_NAME, draw, every)
+    run_child(command, output_dir / "output.log", draw, every)
     if _identity(log) in (None, earlier):
         raise FileNotFoundError(
-            f"The command ended well and left no {RUN_LOG} in {output_dir}: give watch() the output_dir that the "
+            f"The command succeeded but left no {RUN_LOG} in {output_dir}: give watch() the output_dir that the "
             "command gives its trainer."
         )
-    draw("", done=True)
+    draw("")
     return read_run(log)
 
 
@@ -89,41 +83,34 @@ def wait_for(command: Sequence[str | PathLike[str]], log: str | PathLike[str], *
     """Run a command that does not train, and show the last line it printed until it ends.
 
     Args:
-        command: program and arguments.
-        log: file for what it prints.
-        every: seconds between two looks.
+        command: Program and arguments.
+        log: File for what it prints.
+        every: Seconds between two updates.
 
     Raises:
-        ImportError: IPython is missing.
-        RuntimeError: this is no notebook.
-        ChildProcessError: the command failed; the message ends with the last lines that it printed.
+        ImportError: If IPython or matplotlib is missing.
+        RuntimeError: If this is not a notebook.
+        ChildProcessError: If the command failed; the message ends with the last lines that it printed.
     """
-    _require_libraries()
-    started = time.monotonic()
-    drawing = _Drawing()
-
-    def show(printed: str) -> None:
-        drawing.update(_state(None, time.monotonic() - started, printed))
-
-    show("starting")
-    run_child(command, Path(log), show, every)
-    drawing.update(_state(None, time.monotonic() - started, "", done=True))
+    show, started = _display(), time.monotonic()
+    run_child(command, Path(log), lambda printed: show(_state(None, time.monotonic() - started, printed)), every)
+    show(_state(None, time.monotonic() - started, ""))
 
 
 def compare(runs: Sequence[Run | str | PathLike[str]], *, metrics: Sequence[str] = METRICS) -> HTML:
-    """Several runs in one set of pictures, named by the settings in which they differ.
+    """Draw several runs in the same plots, named by the settings in which they differ.
 
     Args:
-        runs: runs, or their output directories.
-        metrics: as for `watch`.
+        runs: Runs, or their output directories.
+        metrics: As for `watch`.
 
     Returns:
         What a notebook shows when it is a cell's last line.
 
     Raises:
-        ImportError: IPython or matplotlib is missing.
-        ValueError: nothing was given, or a file is not a run log.
-        FileNotFoundError: a run has no log.
+        ImportError: If IPython or matplotlib is missing.
+        ValueError: If nothing was given, or a file is not a run log.
+        FileNotFoundError: If a run has no log.
     """
     _require_libraries()
     from IPython.display import HTML
@@ -132,87 +119,51 @@ def compare(runs: Sequence[Run | str | PathLike[str]], *, metrics: Sequence[str]
     return HTML(_pictures(loaded, metrics))
 
 
-class _Drawing:
-    """A place in a notebook's output whose content is exchanged."""
+def _display() -> Callable[[str], None]:
+    """A place in the notebook's output whose content is replaced at each call."""
+    _require_libraries()
+    from IPython.display import HTML, display
 
-    def __init__(self) -> None:
-        from IPython.display import HTML, display
-
-        self._html = HTML
-        self._handle = display(HTML(""), display_id=True)
-        if self._handle is None:
-            raise RuntimeError("There is no notebook to draw in: run the command by itself, then `trl-qurl report`.")
-        self._drawn = ("", 0)  # the pictures, and the rows they show
-
-    def update(self, html: str) -> None:
-        self._handle.update(self._html(html))
-
-    def show(self, run: Run | None, metrics: Sequence[str], seconds: float, printed: str, done: bool) -> None:
-        """Where the run stands, and its pictures, which are made anew only when there is something new."""
-        rows = len(run.rows) if run else 0
-        if run and rows != self._drawn[1]:
-            self._drawn = (_pictures([run], metrics), rows)
-        self.update(_state(run, seconds, printed, done) + self._drawn[0])
+    handle = display(HTML(""), display_id=True)
+    if handle is None:
+        raise RuntimeError("There is no notebook to draw in: run the command by itself, then `trl-qurl report`.")
+    return lambda html: handle.update(HTML(html))
 
 
-def _state(run: Run | None, seconds: float, printed: str, done: bool = False) -> str:
-    """A line on how far a command is; of a run with its steps, and what was printed last as long as it goes on."""
-    parts = ["done" if done else "running", f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"]
-    bar = ""
+def _state(run: Run | None, seconds: float, printed: str) -> str:
+    """A line on the progress of a command, and what it printed last as long as it runs."""
+    parts = ["running" if printed else "done", f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"]
     if run and run.rows:
-        step, steps = max(row["step"] for row in run.rows), run.settings.get("max_steps")
-        known = isinstance(steps, int) and steps > 0
-        parts.insert(1, f"step {step} of {steps}" if known else f"step {step}")
-        bar = f'<progress value="{step}" max="{steps}" style="width:220px"></progress> ' if known else ""
-    # A terminal's control characters would be shown as boxes.
+        parts.insert(1, f"step {max(row['step'] for row in run.rows)} of {run.settings.get('max_steps')}")
     text = "".join(character for character in printed if character.isprintable())[:160]
-    last = f'<div style="color:#777;font-size:12px;font-family:monospace">{escape(text)}</div>' if text else ""
-    return f'<div style="margin:4px 0">{bar}{" · ".join(parts)}</div>{last}'
+    return f'<div>{" · ".join(parts)}</div><pre style="color:#777">{escape(text)}</pre>'
 
 
 def _pictures(runs: Sequence[Run], metrics: Sequence[str]) -> str:
-    """The pictures of runs as HTML that needs no other file; nothing for runs that have logged nothing."""
+    """The figures of runs as HTML that needs no other file; nothing for runs that have logged nothing."""
     if not any(run.rows for run in runs):
         return ""
     groups, _ = group_runs(runs)
-    facets = make_facets(groups)
-    curves = Curves(groups)
-    logged = {name for run in runs for row in run.rows for name in row}
-    drawn = [
-        (to_png(draw_plot(plot)), describe_plot(plot))
-        for question in ask(logged)
-        for plot in plots_of(_only(question, metrics), facets, curves)
-    ]
-    drawn += [(to_png(draw_bars(bars)), describe_bars(bars)) for bars in bars_of(facets)]
-    images = "".join(
-        f'<img alt="{escape(text)}" style="width:{PICTURE_WIDTH}px;max-width:100%" '
-        f'src="data:image/png;base64,{base64.b64encode(png).decode()}">'
-        for png, text in drawn
-    )
-    return f'<div style="display:flex;flex-wrap:wrap;gap:10px;align-items:flex-start">{images}</div>'
-
-
-def _only(question: Question, metrics: Sequence[str]) -> Question:
-    """A question with those of its measures that were asked for; scores on held-out questions always are."""
     panels = []
-    for panel in question.panels:
-        kept = tuple(m for m in panel.measures if m.metric in metrics or m.metric.startswith("eval_"))
-        if kept:
-            panels.append(panel._replace(measures=kept))
-    return question._replace(panels=tuple(panels))
+    for question in ask({name for run in runs for row in run.rows for name in row}):
+        for panel in question.panels:
+            kept = tuple(m for m in panel.measures if m.metric in metrics or m.metric.startswith("eval_"))
+            panels += [panel._replace(measures=kept)] if kept else []
+    return "".join(
+        f'<img alt="{escape(text)}" style="max-width:100%" src="data:image/png;base64,'
+        f'{base64.b64encode(to_png(figure)).decode()}">'
+        for figure, text in [*draw_lines(panels, groups, columns=3), *draw_seconds(groups)]
+    )
 
 
 def _identity(log: Path) -> tuple[int, int] | None:
-    """Which file this is, `None` for none: a run that begins replaces the file, and one that goes on adds to it."""
-    if not log.is_file():
-        return None
-    status = log.stat()
-    return status.st_ino, status.st_mtime_ns
+    """Which file this is, `None` for none: a run that begins replaces the file; one that continues adds to it."""
+    return (status.st_ino, status.st_mtime_ns) if log.is_file() and (status := log.stat()) else None
 
 
 def _require_libraries() -> None:
     if missing := [name for name in ("IPython", "matplotlib") if find_spec(name) is None]:
         raise ImportError(
-            f"Runs are drawn in a notebook by {' and '.join(missing)}, which is not installed: run `pip install "
+            f"Drawing runs in a notebook needs {' and '.join(missing)}, which is not installed: run `pip install "
             "trl-qurl[report] ipykernel`, or draw a page with `trl-qurl report`."
         )

@@ -1,135 +1,219 @@
-"""The page: everything a reader sees but the pictures themselves, filled into `template.html`."""
+"""`trl-qurl report`: one HTML page that needs no network and no other file, and its figures as PNG files beside it.
+
+What can go wrong (a missing library or log, a place that cannot be written) does so before anything slow is done.
+"""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
 
-from trl_qurl.lab.report.curves import FINAL_ROLLOUTS, updates_per_rollout
-from trl_qurl.lab.report.groups import Group
-from trl_qurl.lab.report.labels import shown
-from trl_qurl.lab.report.questions import Question
-from trl_qurl.lab.report.settings import common, flatten, origins, set_aside
-from trl_qurl.lab.report.summary import LONGEST_IN_TABLE, Table
+from trl_qurl.lab.report.curves import (
+    FINAL_ROLLOUTS,
+    Estimate,
+    estimate,
+    final_value,
+    points_of,
+    rollouts_of,
+    seconds_per_rollout,
+    smoothing_window,
+    updates_per_rollout,
+)
+from trl_qurl.lab.report.figures import draw_lines, draw_seconds, to_png
+from trl_qurl.lab.report.groups import BOOKKEEPING, Group, differing, flatten, group_runs, load_runs, shown
+from trl_qurl.lab.report.questions import KL, LARGEST_RATIO, REGION_CLIPPED, REWARD, Measure, Question, ask
+from trl_qurl.trainers.run_log import Run
 
-TEMPLATE = "template.html"
+__all__ = ["Report", "write_report"]
+
+FIGURE_FILE = re.compile(r"\d\d-[\w-]+\.png")
+"""Files in the folder of figures that are a report's, and that a later report removes."""
 
 
 @dataclass(frozen=True)
-class Picture:
-    """One picture of the page.
+class Report:
+    """What was written.
 
     Attributes:
-        file: its name beside the page.
-        png: its content.
-        description: what it shows, in words and numbers.
+        page: The HTML file.
+        pictures: The same figures as PNG files, in the order of the page.
+        notes: What was left out or could be misread; the page says it too.
     """
 
-    file: str
-    png: bytes
-    description: str
-
-    @property
-    def source(self) -> str:
-        """The content as an address, so that the page needs no other file."""
-        return f"data:image/png;base64,{base64.b64encode(self.png).decode('ascii')}"
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Width and height in pixels, which a PNG file has from its 17th byte on."""
-        return int.from_bytes(self.png[16:20], "big"), int.from_bytes(self.png[20:24], "big")
+    page: Path
+    pictures: tuple[Path, ...]
+    notes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Section:
-    """A question, the pictures that answer it, and the metrics that are drawn."""
+class Table(NamedTuple):
+    """Texts of a table; the first cell of a row is its heading."""
+
+    header: list[str]
+    rows: list[list[str]]
+
+
+class Section(NamedTuple):
+    """A question, its figures as (file name, PNG, description), and the metrics that are drawn."""
 
     question: Question
-    pictures: tuple[Picture, ...]
-    metrics: tuple[str, ...]
+    figures: list[tuple[str, bytes, str]]
+    metrics: list[str]
 
 
-@dataclass(frozen=True)
-class Content:
-    """What a report says.
+def write_report(paths: Sequence[Path], output: Path) -> Report:
+    """Write one HTML page on runs, and its figures into a folder beside it, `<output's stem>-pictures`.
 
-    Attributes:
-        groups: of runs.
-        summary: the table at the top.
-        differences: the table of settings.
-        sections: questions with pictures.
-        unanswered: names of the questions about which nothing was logged.
-        notes: what was left out or could be misread.
-        window: rollouts over which curves are smoothed.
+    Args:
+        paths: Directories of runs, or their `run.jsonl`, which may be gzipped.
+        output: The page.
+
+    Returns:
+        What was written, and what should be said about it.
+
+    Raises:
+        ImportError: If matplotlib or Jinja is missing.
+        ValueError: If there is nothing to report on, a file is not a run log, or `output` is one of the logs.
+        OSError: If a log is missing (`FileNotFoundError`), or `output` cannot be written.
     """
+    if missing := [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]:
+        raise ImportError(
+            f"A report needs {' and '.join(missing)}, which is not installed: run `pip install trl-qurl[report]`."
+        )
+    output = Path(output)
+    runs, notes = load_runs([Path(path) for path in paths])
+    folder = output.with_name(f"{output.stem}-pictures")
+    _check_output(output, folder, runs)
+    groups, group_notes = group_runs(runs)
+    notes += group_notes
+    logged = {name for run in runs for row in run.rows for name in row}
+    questions = ask(logged)
+    sections = _draw_sections(questions, logged, groups)
+    page = _render(groups, questions, sections, notes)
+    for earlier in folder.iterdir():
+        if FIGURE_FILE.fullmatch(earlier.name):
+            earlier.unlink()
+    pictures = []
+    for file, png, _ in (figure for section in sections for figure in section.figures):
+        pictures.append(folder / file)
+        pictures[-1].write_bytes(png)
+    output.write_text(page, encoding="utf-8")
+    return Report(output, tuple(pictures), tuple(notes))
 
-    groups: Sequence[Group]
-    summary: Table
-    differences: Table
-    sections: Sequence[Section]
-    unanswered: Sequence[str]
-    notes: Sequence[str]
-    window: int
+
+def _check_output(output: Path, folder: Path, runs: Sequence[Run]) -> None:
+    if output.is_dir():
+        raise IsADirectoryError(f"The report cannot be written to {output}, which is a directory: name a file in it.")
+    if any(output.exists() and output.samefile(run.path) for run in runs):
+        raise ValueError(f"The report would overwrite {output}, the log of one of its runs: choose another name.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with output.open("a"):
+            pass
+    except OSError as error:
+        raise OSError(
+            f"The report cannot be written to {output} ({error.strerror}): choose a directory that you may write to."
+        ) from error
 
 
-def render_page(content: Content) -> str:
-    """The HTML of a report."""
+def _draw_sections(questions: Sequence[Question], logged: set[str], groups: Sequence[Group]) -> list[Section]:
+    """The questions that the runs have an answer to."""
+    sections: list[Section] = []
+    for question in questions:
+        drawn = draw_lines(question.panels, groups) if question.panels else draw_seconds(groups)
+        stem = f"{len(sections) + 1:02d}-{question.name.replace(' ', '-')}"
+        names = [f"{stem}-{number}.png" if len(drawn) > 1 else f"{stem}.png" for number in range(1, len(drawn) + 1)]
+        figures = [(name, to_png(figure), text) for name, (figure, text) in zip(names, drawn, strict=True)]
+        metrics = [measure.metric for panel in question.panels for measure in panel.measures]
+        if figures:
+            sections.append(Section(question, figures, [metric for metric in metrics if metric in logged]))
+    return sections
+
+
+def _render(
+    groups: Sequence[Group], questions: Sequence[Question], sections: Sequence[Section], notes: Sequence[str]
+) -> str:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8"))
-    runs = [run for group in content.groups for run in group.runs]
-    settings = [flatten(run.settings) for run in runs]
+    environment.filters["base64"] = lambda png: base64.b64encode(png).decode("ascii")
+    environment.filters["shown"] = lambda value: shown(value, longest=80)
+    template = environment.from_string(files(__package__).joinpath("template.html").read_text(encoding="utf-8"))
+    runs = [(group, run) for group in groups for run in group.runs]
+    settings = [flatten(run.settings) for _, run in runs]
+    answered = [section.question for section in sections]
     return template.render(
-        content=content,
-        title=_title(content.groups),
+        title=f"{len(runs)} run{'s' if len(runs) > 1 else ''} in {len(groups)} group{'s' if len(groups) > 1 else ''}",
+        notes=notes,
+        summary=summary_table(groups, questions[0].panels[1].measures),
+        differences=differences_table(groups),
+        sections=sections,
+        unanswered=[question.name for question in questions if question not in answered],
         final=FINAL_ROLLOUTS,
-        runs=[_run_row(group, index) for group in content.groups for index in range(len(group.runs))],
-        updates=_updates_text([updates_per_rollout(run) for run in runs]),
-        several_seeds=any(len(group.runs) > 1 for group in content.groups),
-        uneven=[group.label for group in content.groups if _is_uneven(group)],
-        common=[(name, shown(value, LONGEST_IN_TABLE)) for name, value in sorted(common(settings).items())],
-        set_aside=sorted(set_aside(settings)),
-        origins=origins(settings),
+        window=smoothing_window(max(rollouts_of(run) for _, run in runs)),
+        updates=sorted({updates_per_rollout(run) for _, run in runs}),
+        several_seeds=len(runs) > len(groups),
+        runs=runs,
+        common={
+            name: value
+            for name, value in sorted(settings[0].items())
+            if not BOOKKEEPING.match(name) and all(name in run and run[name] == value for run in settings)
+        },
     )
 
 
-def _title(groups: Sequence[Group]) -> str:
-    count = sum(len(group.runs) for group in groups)
-    if len(groups) == 1 and groups[0].wordings:
-        return f"{groups[0].label}: {_counted(count, 'run')}"
-    return f"{_counted(count, 'run')} in {_counted(len(groups), 'group')}"
+def summary_table(groups: Sequence[Group], scores: Sequence[Measure]) -> Table:
+    """One row per group; numbers are means over its seeds with their confidence intervals.
 
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def _run_row(group: Group, index: int) -> dict[str, Any]:
-    run = group.runs[index]
-    return {
-        "label": group.label,
-        "seed": shown(run.settings.get("seed")),
-        "path": str(run.path),
-        "rows": len(run.rows),
-        "last_step": max(row["step"] for row in run.rows),
+    Args:
+        groups: Of the report.
+        scores: Held-out scores. What was never logged gets no column.
+    """
+    columns: dict[str, Callable[[Run], float | None]] = {
+        measure.label: lambda run, metric=measure.metric: final_value(points_of(run, metric))  # type: ignore[misc]
+        for measure in (*scores, REWARD, KL._replace(label="KL, nats"))
     }
+    columns["Largest ρ"] = lambda run: max(points_of(run, LARGEST_RATIO.metric).values, default=None)
+    columns["Clipped"] = lambda run: final_value(points_of(run, REGION_CLIPPED.metric))
+    columns["Seconds per rollout"] = lambda run: sum(seconds_per_rollout(run).values()) or None
+    header = ["Runs", "Seeds", "Rollouts"]
+    rows = [[group.label, str(len(group.runs)), _lengths(group)] for group in groups]
+    for heading, value in columns.items():
+        found = [[number for run in group.runs if (number := value(run)) is not None] for group in groups]
+        if any(found):
+            header.append(heading)
+            for row, numbers in zip(rows, found, strict=True):
+                row.append(_stated(Estimate(max(numbers), None) if numbers and "ρ" in heading else estimate(numbers)))
+    return Table(header, rows)
 
 
-def _updates_text(updates: Sequence[float | None]) -> str:
-    """How steps become rollouts, in a sentence."""
-    known = sorted({count for count in updates if count is not None})
-    missing = sum(count is None for count in updates)
-    text = f"A rollout is {' or '.join(f'{count:g}' for count in known)} optimizer updates." if known else ""
-    if missing:
-        text += (
-            f" {_counted(missing, 'run')} of {len(updates)} did not record updates_per_rollout: a step counts as one."
-        )
-    return text.strip()
+def differences_table(groups: Sequence[Group]) -> Table:
+    """One row per group, one column per setting in which groups differ."""
+    names = differing([group.settings for group in groups])
+
+    def cell(group: Group, name: str) -> str:
+        return shown(group.settings[name], 80) if name in group.settings else "not recorded"
+
+    return Table(["Runs", *names], [[group.label, *(cell(group, name) for name in names)] for group in groups])
 
 
-def _is_uneven(group: Group) -> bool:
-    return len({max(row["step"] for row in run.rows) for run in group.runs}) > 1
+def _lengths(group: Group) -> str:
+    lengths = sorted({rollouts_of(run) for run in group.runs})
+    return f"{lengths[0]:g}" if len(lengths) == 1 else f"{lengths[0]:g} to {lengths[-1]:g}"
+
+
+def _stated(found: Estimate | None) -> str:
+    """A mean with its error, both to the error's second digit."""
+    if found is None:
+        return "–"
+    mean, error = found
+    if not error:
+        return f"{mean:.3g}"
+    decimals = max(0, 1 - math.floor(math.log10(error)))
+    return f"{mean:.3g} ± {error:.2g}" if error < 1e-4 else f"{mean:.{decimals}f} ± {error:.{decimals}f}"
