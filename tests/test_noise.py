@@ -1,4 +1,4 @@
-"""What is silenced is exactly what is named; a real fault, and whoever wants to see everything, come through."""
+"""Only the listed messages are hidden; real faults are shown, and so is everything on request."""
 
 import logging
 import subprocess

