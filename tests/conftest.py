@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import Forks
+from forks import Forks, WarmPython
 from tiny import tiny_model, tiny_tokenizer
 
 SCENARIOS = Path(__file__).parent / "scenarios"
@@ -82,6 +82,14 @@ def train(run_scenario) -> Callable[..., list[Any]]:
 
 
 @pytest.fixture(scope="session")
+def warm_python(forks, tmp_path_factory) -> Iterator[WarmPython]:
+    """A `python` that has imported TRL and vLLM already."""
+    python = WarmPython(forks, tmp_path_factory.mktemp("python"))
+    yield python
+    python.close()
+
+
+@pytest.fixture(scope="session")
 def int8_server(tmp_path_factory) -> Iterator["Server"]:
     """A server of the tiny model, for all tests that leave it alive."""
     directory = tmp_path_factory.mktemp("server")
@@ -112,13 +120,21 @@ class Server:
         directory: For its log and its cache.
         arguments: Further arguments.
         port: Where the last one listened, to start it again in its place.
+        python: What runs it.
     """
 
-    def __init__(self, model: Path, directory: Path, *arguments: str, port: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Path,
+        directory: Path,
+        *arguments: str,
+        port: int | None = None,
+        python: str | Path = sys.executable,
+    ) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = directory / f"server-{time.monotonic_ns()}.log"
-        command = [sys.executable, "-m", "trl_qurl", "serve", str(model), "--port", str(self.port), *arguments]
+        command = [str(python), "-m", "trl_qurl", "serve", str(model), "--port", str(self.port), *arguments]
         command += ["--enforce-eager", "--max-model-len", "64", "--max-num-seqs", "16"]
         environment = child_environment(TRL_QURL_CACHE=str(directory / "cache"), VLLM_CPU_KVCACHE_SPACE="1")
         with self.log.open("w") as output:
@@ -183,9 +199,11 @@ def group_members(group: int) -> list[int]:
 
 
 @contextmanager
-def vllm_server(model: Path, directory: Path, *arguments: str) -> Iterator[Server]:
+def vllm_server(
+    model: Path, directory: Path, *arguments: str, python: str | Path = sys.executable
+) -> Iterator[Server]:
     """A server that is up inside the block."""
-    server = Server(model, directory, *arguments)
+    server = Server(model, directory, *arguments, python=python)
     try:
         yield server.wait_until_healthy()
         server.stop()

@@ -97,7 +97,7 @@ def test_the_mixin_fits_another_trainers_config():
     settings = QuantizedRLOOConfig("out", **PLAIN, rollout_quantization="fp8", vllm_engine_kwargs='{"seed_": 1}')
     assert (settings.use_vllm, settings.rollout_quantization, settings.engine_kwargs) == (True, "fp8", {"seed_": 1})
     assert settings.learning_rate == RLOOConfig("out", **PLAIN).learning_rate, "TRL's defaults are kept"
-    assert settings.weight_transport == "stream" and settings.updates_per_rollout == 1
+    assert settings.updates_per_rollout == 1
     with pytest.raises(ValueError, match="weight_sync is 'nccl'"):
         QuantizedRLOOConfig("out", **PLAIN, weight_sync="nccl")
 
@@ -110,24 +110,6 @@ def test_unquantized_rollouts_by_name(given, expected):
 def test_one_ignore_pattern_may_stand_without_a_list():
     # Taken as a sequence, the string would be the seven patterns "l", "m", "_", ...: the head would be quantized.
     assert config(quantization_ignore="lm_head").quantization_ignore == ["lm_head"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "transport"),
-    [
-        ({}, "stream"),
-        ({"rollout_quantization": None}, "stream"),
-        ({"vllm_mode": "server"}, "auto"),
-        ({"vllm_mode": "server", "weight_sync": "llmcompressor"}, "llmcompressor"),
-        ({"weight_sync": "llmcompressor"}, "llmcompressor"),
-        ({"weight_sync": "checkpoint"}, "checkpoint"),
-        ({"weight_sync": "stream"}, "stream"),
-        ({"weight_sync": "stream", "vllm_mode": "server"}, "stream"),
-    ],
-)
-def test_weight_transport(settings, transport, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # whether llm-compressor is here or not
-    assert config(**settings).weight_transport == transport
 
 
 @pytest.mark.parametrize(

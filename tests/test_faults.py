@@ -20,7 +20,7 @@ from tiny import tiny_model, tiny_tokenizer
 from transformers import TrainerCallback
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
-from trl_qurl.rollout.engine.client import RolloutVLLMClient
+from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError, SyncError
 
 # In this order, since a server takes long to start: those that lose it come last.
@@ -114,7 +114,7 @@ def at_step(step, act):
 
 
 def held_version(deployment):
-    return RolloutVLLMClient(base_url=deployment.server.url).weight_version()
+    return ServedEngine(base_url=deployment.server.url).version()
 
 
 def test_not_up_yet_is_waited_for(deployment, caplog):
@@ -282,7 +282,7 @@ def test_answers_500():
     requests: list[str] = []
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as stub:
         threading.Thread(target=stub.serve_forever, daemon=True).start()
-        client = RolloutVLLMClient(base_url=f"http://127.0.0.1:{stub.server_port}")
+        client = ServedEngine(base_url=f"http://127.0.0.1:{stub.server_port}")
         with pytest.raises(ServerError, match="answered /v1/completions with HTTP 500: look at the .*EngineDeadError"):
             client.generate([[1, 2]] * 500)
         assert len(requests) <= 64, "requests went on after one had failed"

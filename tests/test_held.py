@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trl_qurl.rollout.checks.held import HeldTensors
+from trl_qurl.rollout.checks.tensors import HeldTensors
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -14,11 +14,12 @@ import torch
 from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl.quantization import SCHEMES, quantize_weights, quantized_layer_names, write_checkpoint
-from trl_qurl.rollout.checks.digests import DigestRecorder, compare_digests
-from trl_qurl.rollout.engine.client import RolloutVLLMClient
+from trl_qurl.rollout.checks.tensors import DigestRecorder, as_announced, compare_digests
+from trl_qurl.rollout.engine.interface import EngineDescription, WeightUpdate
+from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError, SyncError
-from trl_qurl.rollout.stream import announce, as_announced
-from trl_qurl.rollout.transport import choose_transport
+from trl_qurl.rollout.sync import announce
+from trl_qurl.rollout.transports import choose_route
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op`:FutureWarning")
 
@@ -153,7 +154,7 @@ def ends(monkeypatch):
             self.session.append("finish")
 
     worker = Worker()
-    client = RolloutVLLMClient.__new__(RolloutVLLMClient)  # without the connection that its constructor makes
+    client = ServedEngine.__new__(ServedEngine)  # without the connection that its constructor makes
     client.communicator, client._failure, client.worker = between.sender(), None, worker
     client.requests = []
 
@@ -176,9 +177,9 @@ def test_tensors_arrive_in_order_and_bit_for_bit(scheme, ends):
     model = tiny_model(dtype=torch.bfloat16)
     metadata = announced(model, scheme)
     sent = DigestRecorder(stream(model, scheme))
-    [report] = client.load_stream(sent, metadata, "v1", digest=True)
-    assert report["version"] == "v1"
-    compare_digests(sent.digests, report["digests"])
+    [report] = client.load_stream(sent, metadata, WeightUpdate("v1", digest=True))
+    assert report.version == "v1"
+    compare_digests(sent.digests, report.digests)
     expected = dict(stream(model, scheme))
     assert list(worker.model.loaded) == list(expected)
     for name, tensor in worker.model.loaded.items():
@@ -186,8 +187,8 @@ def test_tensors_arrive_in_order_and_bit_for_bit(scheme, ends):
         assert torch.equal(tensor.view(torch.uint8), expected[name].contiguous().view(torch.uint8)), name
     assert worker.session == ["start", "update", "finish"]
     assert client.requests == ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
-    [report] = client.load_stream(stream(model, scheme), metadata, "v2", digest=False)
-    assert report == {"version": "v2", "digests": {}, "held": 0}
+    [report] = client.load_stream(stream(model, scheme), metadata, WeightUpdate("v2"))
+    assert report == ("v2", {}, 0)
 
 
 def test_int8_halves_the_bytes_of_the_layers():
@@ -210,12 +211,12 @@ def test_a_server_that_refuses_says_why_and_nobody_hangs(ends):
 
     worker.update_weights = refuse
     with ThreadPoolExecutor(1) as executor:
-        outcome = executor.submit(client.load_stream, stream(model, INT8), metadata, "v1", True)
+        outcome = executor.submit(client.load_stream, stream(model, INT8), metadata, WeightUpdate("v1", digest=True))
         with pytest.raises(ServerError, match="no weight transfer here"):
             outcome.result(timeout=20)
     # Half loaded, vLLM cannot be loaded again; whoever tries is told.
     with pytest.raises(RuntimeError, match="An earlier load of weights failed halfway.*start the server again"):
-        worker.load_rollout_weights(weights_iterator=iter(()), version="v2")
+        worker.load_rollout_weights({"version": "v2"}, weights_iterator=iter(()))
 
 
 def test_weights_of_another_model_are_refused_before_anything_is_touched(ends, tmp_path):
@@ -229,10 +230,10 @@ def test_weights_of_another_model_are_refused_before_anything_is_touched(ends, t
     with pytest.raises(
         ServerError, match=r"of another model.*: 19 tensors differ, first model.layers.2.input_layernorm"
     ):
-        client.load_stream(stream(deeper, INT8), metadata, "v1", True)
+        client.load_stream(stream(deeper, INT8), metadata, WeightUpdate("v1", digest=True))
     write_checkpoint(deeper, tiny_tokenizer(), "int8", tmp_path / "deeper", quantizer="streaming")
     with pytest.raises(RuntimeError, match="another model than the one served"):
-        worker.load_rollout_weights(weights_path=str(tmp_path / "deeper"), version="v1")
+        worker.load_rollout_weights({"version": "v1"}, weights_path=str(tmp_path / "deeper"))
     assert worker.session == [], "the reload was begun"
     same = tiny_model(seed=1)
     metadata = announced(same, INT8)
@@ -262,19 +263,13 @@ def test_a_worker_says_how_its_model_is_quantized(ends):
     quantized.scheme = object()
     norm = torch.nn.ParameterDict({"weight": torch.zeros(2, dtype=torch.bfloat16)})
     worker.model = torch.nn.ModuleDict({"linear": quantized, "norm": norm})
-    assert describe(None) == {
-        "format": None,
-        "ignore": [],
-        "block_size": 16,
-        "max_model_len": 64,
-        "dtype": "bfloat16",
-    }
+    assert describe(None) == EngineDescription(None, [], block_size=16, max_model_len=64, dtype="bfloat16")
     worker.model["gate"] = torch.nn.ParameterDict({"weight": torch.zeros(2, dtype=torch.float32)})
-    assert describe(None)["dtype"] is None, "what one parameter holds in 32 bits would be sent in 16"
+    assert describe(None).dtype is None, "what one parameter holds in 32 bits would be sent in 16"
     other = SimpleNamespace(get_name=lambda: "awq")
-    assert describe(other)["format"] == "awq"
+    assert describe(other).format == "awq"
     ours = CompressedTensorsConfig.from_config(INT8.quantization_config(["lm_head"]))
-    assert (describe(ours)["format"], describe(ours)["ignore"]) == ("int-quantized", ["lm_head"])
+    assert (describe(ours).format, describe(ours).ignore) == ("int-quantized", ["lm_head"])
 
 
 # Which way -----------------------------------------------------------------------------------------------------------
@@ -288,16 +283,17 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
         ("auto", CUDA, True, "stream", "both have NCCL"),
         ("auto", CUDA, False, "checkpoint", "without --weight-transfer-config"),
         ("auto", CPU, True, "checkpoint", "the trainer's is 'cpu'"),
-        ("checkpoint", CUDA, True, "checkpoint", "weight_sync says so"),
-        ("stream", CUDA, True, "stream", "weight_sync says so"),
+        ("checkpoint", CUDA, True, "checkpoint", "weight_sync='checkpoint' asks for it"),
+        ("llmcompressor", CUDA, True, "checkpoint", "weight_sync='llmcompressor' asks for it"),
+        ("stream", CUDA, True, "stream", "weight_sync='stream' asks for it"),
     ],
 )
 def test_how_weights_travel(requested, device, has_transfer, name, reason):
-    transport = choose_transport(requested, device, has_transfer)
-    assert transport.name == name and reason in transport.reason
+    route = choose_route(requested, device, has_transfer)
+    assert route.name == name and reason in route.reason
 
 
 @pytest.mark.parametrize(("device", "has_transfer"), [(CPU, True), (CUDA, False)])
 def test_a_stream_that_cannot_be_is_refused(device, has_transfer):
     with pytest.raises(ValueError, match=r"weight_sync='stream' is not possible: .* set weight_sync='checkpoint'"):
-        choose_transport("stream", device, has_transfer)
+        choose_route("stream", device, has_transfer)

@@ -130,12 +130,12 @@ DEFINITIONS = [
     (GENERATION, "VLLMGeneration.sync_weights", "", "QuantizedVLLMGeneration replaces it"),
     (GENERATION, "VLLMGeneration.generate", "prompts", "QuantizedVLLMGeneration counts its seconds and tokens"),
     (GENERATION, "empty_cache", "", "QuantizedVLLMGeneration calls it before waking the engine"),
-    (CLIENT, "VLLMClient.__init__", "base_url connection_timeout", "RolloutVLLMClient is built as it is"),
-    (CLIENT, "VLLMClient.check_server", "total_timeout retry_interval", "RolloutVLLMClient waits before it"),
-    (CLIENT, "VLLMClient.init_communicator", "device", "RolloutVLLMClient opens NCCL by it, or leaves it out"),
-    (CLIENT, "VLLMClient.get_server_info", "", "RolloutVLLMClient looks for the worker extension in it"),
-    (CLIENT, "VLLMClient._post", "url", "RolloutVLLMClient bounds every request in time by overriding it"),
-    (CLIENT, "VLLMClient._get", "url", "RolloutVLLMClient bounds every request in time by overriding it"),
+    (CLIENT, "VLLMClient.__init__", "base_url connection_timeout", "ServedEngine is built as it is"),
+    (CLIENT, "VLLMClient.check_server", "total_timeout retry_interval", "ServedEngine waits before it"),
+    (CLIENT, "VLLMClient.init_communicator", "device", "ServedEngine opens NCCL by it, or leaves it out"),
+    (CLIENT, "VLLMClient.get_server_info", "", "ServedEngine looks for the worker extension in it"),
+    (CLIENT, "VLLMClient._post", "url", "ServedEngine bounds every request in time by overriding it"),
+    (CLIENT, "VLLMClient._get", "url", "ServedEngine bounds every request in time by overriding it"),
     (
         "vllm.entrypoints.llm",
         "LLM.collective_rpc",
@@ -157,7 +157,7 @@ DEFINITIONS = [
     ("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", "", "RolloutWorker receives a stream between"),
     (TRANSFER, "WeightTransferEngine.set_weight_update_target", "model model_config", "RolloutWorker takes digests"),
     (TRANSFER, "WeightTransferEngine.reset_weight_update_target", "", "RolloutWorker takes digests"),
-    (PACKED, "packed_nccl_broadcast_producer", "iterator group src post_iter_func", "RolloutVLLMClient streams by it"),
+    (PACKED, "packed_nccl_broadcast_producer", "iterator group src post_iter_func", "ServedEngine streams by it"),
     ("vllm.v1.worker.gpu_worker", "Worker.get_model", "", "RolloutWorker repairs the model it returns"),
     ("vllm.v1.worker.cpu_worker", "CPUWorker", "", "RolloutWorker is mixed into it"),
     (
@@ -505,7 +505,7 @@ def test_the_worker_extension_is_mixed_in_by_name():
         "vLLM's worker_base does not read parallel_config.worker_extension_cls, by which RolloutWorker gets in."
     )
     assert "worker_extension_cls: str" in text_of("vllm.config.parallel", "ParallelConfig"), (
-        "ParallelConfig has no worker_extension_cls, which RolloutVLLMClient reads from /server_info."
+        "ParallelConfig has no worker_extension_cls, which ServedEngine reads from /server_info."
     )
 
 
@@ -567,11 +567,11 @@ def test_quantized_models_say_in_which_format():
 @pytest.mark.parametrize(
     ("router", "route", "leaning"),
     [
-        ("rpc", "router.post('/collective_rpc')", "RolloutVLLMClient has weights loaded by it"),
+        ("rpc", "router.post('/collective_rpc')", "ServedEngine has weights loaded by it"),
         ("cache", "router.post('/reset_prefix_cache')", "TRL's client drops what old weights cached by it"),
-        ("rlhf", "router.post('/update_weight_version')", "RolloutVLLMClient names the weights by it"),
-        ("rlhf", "router.get('/weight_info')", "RolloutVLLMClient asks for the weights' name by it"),
-        ("server_info", "router.get('/server_info')", "RolloutVLLMClient looks for the worker extension there"),
+        ("rlhf", "router.post('/update_weight_version')", "ServedEngine names the weights by it"),
+        ("rlhf", "router.get('/weight_info')", "ServedEngine asks for the weights' name by it"),
+        ("server_info", "router.get('/server_info')", "ServedEngine looks for the worker extension there"),
     ],
 )
 def test_server_endpoints(router, route, leaning):
@@ -582,7 +582,7 @@ def test_server_endpoints(router, route, leaning):
 def test_layers_that_multiply_have_a_method_for_it():
     for module, layer in (("vllm.model_executor.layers.linear", "LinearBase"), (HEAD, "VocabParallelEmbedding")):
         assert "self.quant_method" in text_of(module, f"{layer}.__init__"), (
-            f"{layer} keeps its method under another name; rollout/checks/held.py skips layers that have one."
+            f"{layer} keeps its method under another name; rollout/checks/tensors.py skips layers that have one."
         )
 
 
@@ -598,7 +598,7 @@ def test_an_api_key_does_not_guard_the_development_endpoints():
 def test_remote_calls_return_dictionaries_as_they_are():
     body = text_of("vllm.entrypoints.serve.dev.rpc.api_router", "collective_rpc")
     assert "isinstance(result, dict | list)" in body and "{'results': response}" in body, (
-        "/collective_rpc does not return a worker's dictionary under 'results', where RolloutVLLMClient finds reports."
+        "/collective_rpc does not return a worker's dictionary under 'results', where ServedEngine finds reports."
     )
 
 

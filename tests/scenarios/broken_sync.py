@@ -43,16 +43,6 @@ def swap_two_layers(tensors):
     return ((other(name), tensor) for name, tensor in tensors)
 
 
-class _Marked:
-    """A changed stream that still tells whether the original was read to its end."""
-
-    def __init__(self, tensors, original):
-        self.tensors, self.original = tensors, original
-
-    def __iter__(self):
-        return iter(self.tensors)
-
-
 # Each returns a context in which the fault is there.
 
 
@@ -64,9 +54,9 @@ def on_the_way(fault):
     """Between the trainer and the worker, after the trainer's digests were taken."""
 
     def context(generation):
-        load = generation.engine.load
-        broken = lambda source, *args, **kwargs: load(_Marked(fault(source), source), *args, **kwargs)  # noqa: E731
-        return patch.object(generation.engine, "load", broken)
+        load = generation.engine.load_stream
+        broken = lambda source, *arguments: load(fault(source), *arguments)  # noqa: E731
+        return patch.object(generation.engine, "load_stream", broken)
 
     return context
 
@@ -75,23 +65,23 @@ def before_sending(fault):
     """Before the digests are taken: both sides agree on wrong tensors."""
 
     def context(generation):
-        produce = generation._iter_named_params
-        return patch.object(generation, "_iter_named_params", lambda: fault(produce()))
+        produce = generation.sync._tensors
+        return patch.object(generation.sync, "_tensors", lambda *arguments: fault(produce(*arguments)))
 
     return context
 
 
 def load_nothing(generation):
     """The worker claims success and digests without loading anything."""
-    from trl_qurl.rollout.engine.engines import LoadReport
+    from trl_qurl.rollout.engine.interface import LoadReport
 
-    def load(source, version, digest, metadata, partial):
+    def load_stream(source, metadata, update):
         for _ in source:
             pass
-        generation.llm.llm_engine.set_weight_version(version)
-        return [LoadReport(version, dict(source.digests), held=1)]
+        generation.llm.llm_engine.set_weight_version(update.version)
+        return [LoadReport(update.version, dict(source.digests), held=1)]
 
-    return patch.object(generation.engine, "load", load)
+    return patch.object(generation.engine, "load_stream", load_stream)
 
 
 def double_a_norm_inside(generation):

@@ -14,7 +14,7 @@ from tiny import tiny_model, tiny_tokenizer
 from vllm import LLM
 
 from trl_qurl.quantization import SCHEMES, quantize_weights, quantized_layer_names, write_checkpoint
-from trl_qurl.rollout.engine.client import WORKER_EXTENSION
+from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
 
 def sync_without(left_out: str, model, checkpoint: str) -> str | None:
@@ -25,7 +25,7 @@ def sync_without(left_out: str, model, checkpoint: str) -> str | None:
     tensors = quantize_weights(parameters, SCHEMES["int8"], quantized_layer_names(model))
     kept = (pair for pair in tensors if left_out not in pair[0])
     try:
-        engine.collective_rpc("load_rollout_weights", kwargs={"weights_iterator": kept})
+        engine.collective_rpc("load_rollout_weights", kwargs={"update": {"version": "v1"}, "weights_iterator": kept})
     except RuntimeError as error:
         return str(error)
     return None

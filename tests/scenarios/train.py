@@ -195,7 +195,7 @@ def run(options: argparse.Namespace) -> dict:
         )
         record["critic_moved"] = sum(change > 0 for change in moved)
         record["critic_parameters"] = sum(p.requires_grad for p in trainer.critic.model.parameters())
-        record["sent_names"] = sorted(name for name, _ in trainer.vllm_generation._iter_named_params())
+        record["sent_names"] = sorted(name for name, _ in trainer.vllm_generation.policy_parameters())
     if options.save:
         trainer.save_model()
     record["processes"] = trainer.accelerator.num_processes

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         model = str(launch.starting_checkpoint(model, scheme, args.ignore))
     if warning := launch.exposure_warning(args.host, args.further):
         print(f"trl-qurl: {warning}", file=sys.stderr)
-    launch.become_server(
+    launch.exec_server(
         launch.server_command(model, args.host, args.port, args.further, show_warnings=shows_everything())
     )
     return 0

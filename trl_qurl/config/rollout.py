@@ -170,11 +170,6 @@ class QuantizedRolloutsConfig:
         return as_dictionary("vllm_engine_kwargs", self.vllm_engine_kwargs, example='{"enforce_eager": true}')
 
     @property
-    def weight_transport(self: Any) -> str:
-        """`weight_sync` with `"auto"` decided as far as it can be before a server is asked."""
-        return "stream" if self.weight_sync == "auto" and self.vllm_mode == "colocate" else self.weight_sync
-
-    @property
     def updates_per_rollout(self: Any) -> float:
         """Optimizer updates made with the tokens of one rollout."""
         return self.num_iterations * self.steps_per_generation / self.gradient_accumulation_steps

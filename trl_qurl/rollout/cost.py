@@ -1,11 +1,23 @@
-"""What rollouts cost, as it is counted up between two looks."""
+"""What rollouts cost, added up between two reads."""
 
 from dataclasses import dataclass
+
+from trl_qurl.rollout.sync import SyncReport
 
 
 @dataclass
 class RolloutCost:
-    """Seconds and tokens on this process since the last look. `sync_s` contains `quantize_s`, and digests if any."""
+    """
+    Seconds, bytes and tokens on this process since the last read.
+
+    Attributes:
+        quantize_s: Gathering and rounding.
+        sync_s: Whole syncs; contains `quantize_s`, and digests where there are any.
+        check_s: Digests and probes.
+        sent_bytes: Tensors made for the engine.
+        generate_s: Generation.
+        tokens: Completion tokens.
+    """
 
     quantize_s: float = 0.0
     sync_s: float = 0.0
@@ -14,7 +26,13 @@ class RolloutCost:
     generate_s: float = 0.0
     tokens: int = 0
 
-    def add_tensor(self, seconds: float, size: int) -> None:
-        """Count seconds of gathering and rounding, and the bytes that came of it."""
-        self.quantize_s += seconds
-        self.sent_bytes += size
+    def add_sync(self, report: SyncReport) -> None:
+        """Add the cost of a sync.
+
+        Args:
+            report: What it did.
+        """
+        self.quantize_s += report.quantize_s
+        self.sync_s += report.sync_s
+        self.check_s += report.check_s
+        self.sent_bytes += report.sent_bytes

@@ -1,11 +1,11 @@
-"""The directory in which a run hands checkpoints to its engine.
+"""The directory through which a run hands checkpoints to its engine.
 
-It lives as long as the run: in memory where there is room, private to the user, gone at the end. A run that was killed
-can't clean up after itself; the next one does. A lock, which the system releases with its process, tells it which
-directories nobody owns any more.
+It lives as long as the run: in memory where there is room, readable by this user only, removed at the end. A run that
+was killed cannot clean up after itself, so the next one does: a lock, which the system releases with its process,
+tells which directories nobody owns.
 
-Its name is the same for every run, unless several run at once: vLLM takes the path of a model into the key of its
-cache of compiled graphs, so that with a new name each start would compile anew and leave one more entry behind.
+Its name is the same for every run, unless several run at once. vLLM makes the path of a model part of the key of its
+cache of compiled graphs, so with a new name each start would compile again.
 """
 
 import itertools
@@ -13,9 +13,20 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections import deque
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from accelerate import Accelerator
+from accelerate.utils import gather_object
 from filelock import FileLock, Timeout
+
+from trl_qurl.quantization.checkpoint import write_llmcompressor_checkpoint, write_streamed_checkpoint
+from trl_qurl.quantization.stream import NamedTensors
+from trl_qurl.rollout.settings import RolloutSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PREFIX = "trl-qurl-"
 LOCK_NAME = "owner.lock"
@@ -23,7 +34,7 @@ LOCK_NAME = "owner.lock"
 
 class CheckpointDirectory:
     """
-    A new directory for this run's checkpoints. Removed when the object is, or at the end of the process.
+    A new directory for this run's checkpoints, removed with the object or at the end of the process.
 
     Memory (`/dev/shm`) is preferred, since these files are written and read at every sync; where it is missing or too
     small (containers often give it 64 MB), the system's temporary directory is used.
@@ -49,6 +60,94 @@ class CheckpointDirectory:
         self._finalizer()
 
 
+class CheckpointFolder:
+    """
+    The directory as every process of a run uses it: one process writes, all know the path and wait for each other.
+
+    Args:
+        accelerator: The trainer's.
+        settings: Format of the checkpoints, and the parent directory that the user asked for.
+        model: Where config and generation config come from.
+        tokenizer: Written beside the weights.
+        bytes_needed: What has to fit.
+
+    Attributes:
+        path: The directory.
+        is_writer: Whether this process writes: one process for a server, one on each node for its own engines.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        settings: RolloutSettings,
+        model: "PreTrainedModel",
+        tokenizer: "PreTrainedTokenizerBase",
+        bytes_needed: int,
+    ) -> None:
+        self._accelerator = accelerator
+        self._settings = settings
+        self._model = model
+        self._tokenizer = tokenizer
+        self.is_writer = accelerator.is_main_process if settings.is_served else accelerator.is_local_main_process
+        self._owned = CheckpointDirectory(settings.checkpoint_dir, bytes_needed) if self.is_writer else None
+        writer = 0 if settings.is_served else accelerator.process_index - accelerator.local_process_index
+        self.path: Path = gather_object([self._owned and self._owned.path])[writer]
+
+    def write(self, name: str, rollout_tensors: NamedTensors) -> Path:
+        """
+        Write tensors that are in checkpoint format already. A collective operation.
+
+        Args:
+            name: Of the checkpoint, inside the directory.
+            rollout_tensors: Every process reads them to the end.
+
+        Returns:
+            The checkpoint.
+
+        Raises:
+            OSError: The directory cannot be written; no part of a checkpoint is left.
+        """
+        settings, path = self._settings, self.path / name
+        if self.is_writer:
+            write_streamed_checkpoint(
+                rollout_tensors, self._model, self._tokenizer, settings.scheme, settings.ignore, path
+            )
+        else:
+            deque(rollout_tensors, maxlen=0)
+        self._accelerator.wait_for_everyone()
+        return path
+
+    def write_with_llmcompressor(self, name: str, parameters: NamedTensors) -> Path:
+        """
+        Let llm-compressor make a checkpoint from full-precision parameters; otherwise as `write`.
+
+        Args:
+            name: Of the checkpoint, inside the directory.
+            parameters: Every process reads them to the end.
+
+        Returns:
+            The checkpoint.
+        """
+        settings, path = self._settings, self.path / name
+        assert settings.scheme is not None, "the config refuses llm-compressor without a scheme"
+        write_llmcompressor_checkpoint(
+            parameters, self._model, self._tokenizer, settings.scheme, settings.ignore, path
+        )
+        return path
+
+    def remove(self, name: str) -> None:
+        """Remove a checkpoint, if there is one, once no process reads it any more. A collective operation."""
+        self._accelerator.wait_for_everyone()
+        if self.is_writer:
+            shutil.rmtree(self.path / name, ignore_errors=True)
+
+    def drop_weights(self, name: str) -> None:
+        """Remove the weights of a checkpoint that the engine has loaded: the directory may be in memory."""
+        if self.is_writer:
+            for weights in (self.path / name).glob("*.safetensors"):
+                weights.unlink()
+
+
 def _create_owned(parents: list[Path], bytes_needed: int, make_parent: bool) -> tuple[Path, FileLock]:
     while True:
         path = _create(parents, bytes_needed, make_parent)
@@ -56,9 +155,9 @@ def _create_owned(parents: list[Path], bytes_needed: int, make_parent: bool) -> 
         try:
             lock.acquire(blocking=False)
         except Timeout:
-            pass  # another run looked in between making it and locking it, and is removing it
+            pass  # another run found it before it was locked, and is removing it
         except (OSError, NotImplementedError):
-            return path, lock  # no locks on this file system: nobody will take it for abandoned either
+            return path, lock  # no locks on this file system, so no other run removes it
         else:
             if path.exists():
                 return path, lock

@@ -1,8 +1,7 @@
-"""How far the policy that sampled (behaviour) is from the policy that learns (proximal).
+"""How far the policy that sampled (behavior) is from the policy that learns (proximal).
 
-Everything is computed from the ratio before any cap touches it. Sums come first, are added up over the parts of a
-rollout and over processes (`MismatchTally`), and become figures (`mismatch_metrics`). B sequences, T tokens of a
-completion.
+Everything is computed from the ratio before it is capped. Sums are added up over the parts of a rollout and over
+processes (`MismatchTally`), then become metrics (`mismatch_metrics`). `B` sequences, `T` completion tokens.
 """
 
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 class MismatchTally:
     """
-    The mismatch of a rollout, gathered from the parts in which its log-probabilities are computed.
+    The mismatch of a rollout, added up over the parts in which its log-probabilities are computed.
 
     Args:
         accelerator: Of the processes that share the rollout.
@@ -32,7 +31,7 @@ class MismatchTally:
         self._ratio_max = torch.zeros(())
 
     def add(self, proximal_logps: torch.Tensor, behavior_logps: torch.Tensor, mask: torch.Tensor, cap: float) -> None:
-        """Count a part of the rollout.
+        """Add a part of the rollout.
 
         Args:
             proximal_logps: `(B, T)`, in nats.
@@ -46,7 +45,7 @@ class MismatchTally:
 
     def pop(self) -> dict[str, float]:
         """
-        Figures of the whole rollout, once; all processes take part.
+        Metrics of the whole rollout, once. A collective operation.
 
         Returns:
             Metrics by name, as `mismatch_metrics` has them; none if there was no token to learn from.
@@ -61,8 +60,8 @@ class MismatchTally:
         metrics = mismatch_metrics(sums[1:], ratio_max)
         if not metrics and sums[0] > 0:
             raise RuntimeError(
-                "The engine gave no finite log-probability for any token of this rollout, so its weights are broken "
-                "and what it sampled is noise: resume from the last checkpoint, and report model and vLLM version."
+                "The engine returned no finite log-probability for any token of this rollout: its weights are broken, "
+                "and it sampled noise. Resume from the last checkpoint, and report the model and vLLM's version."
             )
         return metrics
 
@@ -74,10 +73,10 @@ def mismatch_sums(
     Sums over the tokens that vLLM scored, to be added up over processes.
 
     Args:
-        proximal_logps: Log-probabilities under the full-precision policy at rollout time, nats, (B, T).
-        behavior_logps: Log-probabilities under the quantized actor, nats, (B, T); NaN where the engine gave none.
-        mask: 1 for completion tokens the model produced, 0 for padding and tool output, (B, T).
-        cap: C, from which on a ratio counts as capped.
+        proximal_logps: `(B, T)`, log-probabilities under the full-precision policy at rollout time, in nats.
+        behavior_logps: `(B, T)`, log-probabilities under the quantized actor, in nats; NaN where the engine gave none.
+        mask: `(B, T)`, 1 for completion tokens that the model produced, 0 for padding and tool output.
+        cap: C; a larger ratio counts as capped.
 
     Returns:
         Sums of (1, log ρ, ρ, ρ², [ρ > C]), shape (5,), float64, and the largest ρ, shape (), 0 without tokens.
@@ -99,7 +98,7 @@ def mismatch_sums(
 
 def mismatch_metrics(sums: torch.Tensor, ratio_max: float) -> dict[str, float]:
     r"""
-    Figures from reduced sums.
+    Metrics from reduced sums.
 
     $$k_1 = -\overline{\log\rho}, \quad k_3 = \overline{\rho - 1 - \log\rho}, \quad
       \mathrm{ESS} = \frac{(\sum\rho)^2}{n \sum\rho^2}$$

@@ -14,19 +14,20 @@ class RolloutSettings:
     Attributes:
         scheme: Format of the rollout weights; `None` for full precision.
         ignore: Modules kept in full precision.
-        weight_sync: `"stream"`, `"checkpoint"` or `"llmcompressor"` (a checkpoint that llm-compressor writes); with a
-            server also `"auto"`.
+        is_served: Whether the engine is a vLLM server.
+        weight_sync: `"auto"`, `"stream"`, `"checkpoint"` or `"llmcompressor"`.
         checkpoint_dir: Where checkpoints for the engine are written; `None` to choose.
         engine_kwargs: Further arguments of the colocated engine.
         weight_metrics_interval: Syncs between measurements of the weights; 0 for none.
-        sync_check_interval: Syncs between checks by digest; 0 for none.
+        sync_check_interval: Syncs between checks by digest and probe; 0 for none.
         sync_probe: Whether those checks include the probe.
-        request_timeout: Seconds a request to a server may take.
+        request_timeout: Seconds that a request to a server may take.
     """
 
     scheme: QuantizationScheme | None
     ignore: tuple[str, ...] = ("lm_head",)
-    weight_sync: str = "stream"
+    is_served: bool = False
+    weight_sync: str = "auto"
     checkpoint_dir: str | None = None
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     weight_metrics_interval: int = 16

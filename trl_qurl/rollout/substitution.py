@@ -1,7 +1,7 @@
-"""The one place where a name inside TRL is exchanged for ours.
+"""The one place where a name inside TRL is replaced by ours.
 
-TRL looks its vLLM classes up by module name and offers no argument for them. A context manager puts ours in their
-place for the length of one constructor call and always takes it back, so TRL itself is never left changed.
+TRL looks up its vLLM classes by module name and has no argument for them. A context manager replaces one for the
+length of a constructor call and always restores it, so TRL itself never stays changed.
 """
 
 from collections.abc import Iterator
@@ -15,8 +15,13 @@ def substitute(module: ModuleType, name: str, replacement: Any) -> Iterator[None
     """
     Let `module.name` be `replacement` inside the block.
 
+    Args:
+        module: Module of TRL.
+        name: Name in it.
+        replacement: What takes its place.
+
     Raises:
-        AttributeError: If the module has no such name, so that a renamed class cannot pass unnoticed.
+        AttributeError: The module has no such name, so a renamed class cannot go unnoticed.
     """
     original = getattr(module, name)
     setattr(module, name, replacement)

@@ -1,7 +1,7 @@
-"""What the quantized copy of the policy notices of an update: Eqs. 13 and 14 of the paper, and the codes that moved.
+"""How much of an update survives quantization: Eqs. 13 and 14 of the paper, and the share of codes that changed.
 
-The comparison needs the weights of some steps ago. They are kept in host memory, never as a second copy on the
-accelerator, and only every few rollouts is anything compared.
+The comparison needs the weights of some syncs ago. They are kept in host memory, never as a second copy on the
+accelerator, and compared every few syncs only.
 """
 
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ class WeightChangeTracker:
     $$\frac{\lVert\theta^{t} - \theta^{t-N}\rVert^2}{\lVert\theta^{t-N}\rVert^2} \text{ (Eq. 13)}, \qquad
       \frac{\lVert Q(\theta^t) - \theta^t\rVert^2}{\lVert\theta^t\rVert^2} \text{ (Eq. 14)}$$
 
-    Where $\theta$ runs over the weights of the quantized layers, so that both ratios speak of the same parameters.
-    The share of changed codes compares a sync with the one right before it.
+    Where $\theta$ are the weights of the quantized layers, in both ratios. The share of changed codes compares a sync
+    with the one before it.
 
     Args:
-        every: Number of rollouts N between measurements (the paper uses 16); 0 measures nothing.
+        every: Syncs N between measurements (the paper uses 16); 0 measures nothing.
         scheme: Format of the layers; `None` where they are not quantized.
     """
 
@@ -41,7 +41,7 @@ class WeightChangeTracker:
 
     @property
     def observes(self) -> bool:
-        """Whether this sync has to be observed: it is measured, or the next one will be compared with it."""
+        """Whether this sync has to be observed: it is measured, or the next one is compared with it."""
         return self.measures or self._precedes_measurement
 
     @property
@@ -49,14 +49,14 @@ class WeightChangeTracker:
         return self.every > 0 and self._sync >= 0 and (self._sync + 1) % self.every == 0
 
     def begin_sync(self) -> None:
-        """Tell the tracker that a new pass over the weights begins."""
+        """Start a new pass over the weights."""
         self._sync += 1
         self._sums = dict.fromkeys(("update", "old_norm", "error", "norm", "flipped", "codes"), 0.0)
 
     @torch.no_grad()
     def observe(self, layer: str, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
         """
-        See one layer; nothing is modified.
+        Observe one layer. Nothing is modified.
 
         Args:
             layer: Its name.
@@ -95,10 +95,10 @@ class WeightChangeTracker:
 
     def end_sync(self) -> dict[str, float]:
         """
-        Metrics of the sync that has just ended; empty where it was not measured.
+        Metrics of the sync that has just ended; empty if it was not measured.
 
         Returns:
-            `weights/normalized_quantization_error` at every measurement; from the second on also
+            `weights/normalized_quantization_error` at every measurement; after the first, also
             `weights/normalized_update` and `weights/codes_changed_share`.
         """
         sums = self._sums

@@ -327,7 +327,8 @@ def _rollout_settings(config: QuRLGRPOConfig) -> RolloutSettings:
     return RolloutSettings(
         scheme=None if name is None else get_scheme(name),
         ignore=tuple(config.quantization_ignore),
-        weight_sync=config.weight_transport,
+        is_served=config.vllm_mode == "server",
+        weight_sync=config.weight_sync,
         checkpoint_dir=config.rollout_checkpoint_dir,
         engine_kwargs=config.engine_kwargs,
         weight_metrics_interval=config.weight_metrics_interval,

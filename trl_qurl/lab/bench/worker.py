@@ -63,7 +63,7 @@ def start_engine(job: Job, policy: Any) -> LLM:
     from trl_qurl.quantization.storage import write_config
     from trl_qurl.rollout.directory import CheckpointDirectory
     from trl_qurl.rollout.engine.attention import check_head_size
-    from trl_qurl.rollout.engine.client import WORKER_EXTENSION
+    from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
     check_head_size(policy.config)
     workload = job.workload
@@ -133,7 +133,8 @@ def measure_sync(llm: LLM, policy: Any, job: Job) -> tuple[Timing, int]:
     from trl_qurl.quantization.layers import linear_layer_names, quantized_layer_names
     from trl_qurl.quantization.schemes import get_scheme
     from trl_qurl.quantization.stream import quantize_weights, stored_tensors
-    from trl_qurl.rollout.engine.engines import ColocatedEngine
+    from trl_qurl.rollout.engine.colocated import ColocatedEngine
+    from trl_qurl.rollout.engine.interface import WeightUpdate
 
     scheme = get_scheme(job.scheme) if job.scheme else None
     layers = (quantized_layer_names if scheme else linear_layer_names)(policy, job.ignore)
@@ -144,7 +145,7 @@ def measure_sync(llm: LLM, policy: Any, job: Job) -> tuple[Timing, int]:
 
     def sync() -> float:
         started = time.perf_counter()
-        engine.load(quantize_weights(parameters(), scheme, layers), "bench", digest=False)
+        engine.load_stream(quantize_weights(parameters(), scheme, layers), None, WeightUpdate("bench"))
         synchronize(policy)
         return time.perf_counter() - started
 

@@ -1,7 +1,7 @@
-"""Whether vLLM's CPU build can attend with a model's heads, asked before an engine starts.
+"""Whether vLLM's CPU build has an attention kernel for a model's heads, checked before an engine starts.
 
-vLLM itself finds out at the first token, minutes later, from within a kernel. Tiny models made for tests are what
-people try first on a laptop, and theirs are usually too small.
+vLLM itself fails at the first token, minutes later, inside a kernel. Tiny test models, which people try first on a
+laptop, usually have heads that are too small.
 """
 
 from typing import TYPE_CHECKING
@@ -18,13 +18,13 @@ def head_size(config: "PretrainedConfig") -> int:
 
 def check_head_size(config: "PretrainedConfig") -> None:
     """
-    Refuse a model that vLLM's CPU build has no attention kernel for; on other devices there is nothing to refuse.
+    Refuse a model that vLLM's CPU build has no attention kernel for. On other devices every model passes.
 
     Args:
         config: Of the model.
 
     Raises:
-        ValueError: There is none; the message has the sizes there are.
+        ValueError: There is no kernel; the message has the sizes that exist.
     """
     from vllm.platforms import current_platform
 
@@ -36,5 +36,5 @@ def check_head_size(config: "PretrainedConfig") -> None:
     if head_size(config) not in sizes:
         raise ValueError(
             f"The attention heads of this model are {head_size(config)} wide, and vLLM's CPU build has kernels for "
-            f"{', '.join(map(str, sizes))} only: take a model with such heads (`make demo` trains one), or a GPU."
+            f"{', '.join(map(str, sizes))} only. Use a model with such heads (`make demo` trains one), or a GPU."
         )

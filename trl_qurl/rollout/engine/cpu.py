@@ -1,9 +1,9 @@
-"""What the CPU build of vLLM 0.31 reloads wrongly, put right with vLLM's own means.
+"""Three things that the CPU build of vLLM 0.31 reloads incorrectly, fixed with vLLM's own functions.
 
 - The oneDNN INT8 kernel (CPUs without AMX) keeps a pointer to scales that a reload frees: its outputs become noise.
-- A tied output head multiplies with a packed copy of the embedding that a reload does not renew: it stays at the
-start.
-- A layer that a partial reload leaves alone loses the empty place of the weight that its kernel has packed: it fails.
+- A tied output head multiplies with a packed copy of the embedding that a reload does not update: it keeps the weights
+  that the engine started with.
+- A layer that a partial reload skips loses the placeholder of the weight that its kernel has packed: it fails.
 
 Imported only where vLLM runs on CPU.
 """
@@ -19,20 +19,21 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 
 class ReloadableCPUInt8Kernel(CPUInt8ScaledMMLinearKernel):
-    """vLLM's INT8 kernel for CPUs, holding on to the scales its oneDNN primitive points to."""
+    """vLLM's INT8 kernel for CPUs, which keeps the scales that its oneDNN primitive points to."""
 
     def process_weights_for_onednn(self, layer: torch.nn.Module) -> None:
-        """Build the primitive, and keep what it refers to alive until the next one."""
+        """Build the primitive, and keep what it refers to alive until the next one is built."""
         super().process_weights_for_onednn(layer)
         self._scales_in_use = getattr(layer, self.layer_param_names[1])
 
 
 def use_reloadable_int8_kernels(model: torch.nn.Module) -> None:
     """
-    Exchange vLLM's INT8 kernel for `ReloadableCPUInt8Kernel` in every layer of this model that has it.
+    Replace vLLM's INT8 kernel by `ReloadableCPUInt8Kernel` in every layer of this model that has it.
 
-    To be called before a reload, which prepares each layer anew with the kernel it then finds. Registering the kernel
-    with vLLM instead would need an environment variable to disable its own, which every later process would inherit.
+    Call it before a reload, which prepares each layer again with the kernel that it finds then. Registering the kernel
+    with vLLM instead would need an environment variable that disables vLLM's own, and later processes would inherit
+    it.
     """
     for layer in model.modules():
         scheme = getattr(layer, "scheme", None)  # only quantized layers have one
@@ -44,7 +45,7 @@ def repack_output_head(model: torch.nn.Module) -> None:
     """
     Let an unquantized output head multiply with the weight that it holds now.
 
-    A tied head takes the packed copy that a reload of the embedding has just made; any other packs its own.
+    A tied head takes the packed copy that a reload of the embedding has just made. Any other head packs its own.
     """
     packed = {
         id(layer.weight): layer.cpu_linear
@@ -60,7 +61,7 @@ def repack_output_head(model: torch.nn.Module) -> None:
 
 
 def restore_released_weights(model: torch.nn.Module) -> None:
-    """Give layers whose kernel holds the weight an empty one back, if a reload that left them alone removed it."""
+    """Restore the empty weight of layers whose kernel holds the real one, where a partial reload removed it."""
     for layer in model.modules():
         if isinstance(getattr(layer, "scheme", None), CompressedTensorsW8A8Int8) and not hasattr(layer, "weight"):
             layer.register_parameter("weight", None)

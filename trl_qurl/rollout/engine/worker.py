@@ -1,12 +1,12 @@
 """What runs inside vLLM's workers: how new weights enter a layer.
 
 vLLM takes this class by name (`--worker-extension-cls`, its official way to add a worker method). Neither it nor what
-it imports needs TRL, so the engine may live in an environment without it. On CUDA it is vLLM's own reload. On CPU,
-`cpu` adds to it.
+it imports needs TRL, so the engine may run in an environment without it. On CUDA, vLLM's own reload does the work. On
+CPU, `cpu` adds fixes to it.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.platforms import current_platform
 
 from trl_qurl.quantization.storage import read_tensors, tensor_shapes
-from trl_qurl.rollout.checks.digests import DigestRecorder
-from trl_qurl.rollout.checks.held import HeldTensors
+from trl_qurl.rollout.checks.tensors import DigestRecorder, HeldTensors
+from trl_qurl.rollout.engine.interface import WeightUpdate
 
 if current_platform.is_cpu():
     from trl_qurl.rollout.engine import cpu
@@ -37,44 +37,40 @@ class RolloutWorker:
 
     def load_rollout_weights(
         self,
+        update: Mapping[str, Any],
         weights_iterator: Iterable[tuple[str, torch.Tensor]] | None = None,
         weights_path: str | None = None,
         announced: dict[str, list] | None = None,
-        version: str = "",
-        digest: bool = False,
-        partial: bool = False,
     ) -> dict[str, object]:
         """
-        Replace all weights in place by checkpoint-format tensors from one of three sources.
+        Replace weights in place by checkpoint-format tensors from one of three sources.
 
         Args:
+            update: The fields of a `WeightUpdate`.
             weights_iterator: `(name, tensor)` pairs; only inside the trainer's own process.
             weights_path: Checkpoint directory on a file system that this worker sees.
-            announced: `names`, `dtype_names` and `shapes` of what is about to come over vLLM's weight transfer.
-            version: Name of these weights.
-            digest: Whether to compute a digest of every tensor on its way in.
-            partial: Whether layers that nothing comes for keep what they hold, because it has not changed.
+            announced: `names`, `dtype_names` and `shapes` of what will come over vLLM's weight transfer.
 
         Returns:
-            `version` as given, once the weights are loaded; `digests`, tensor name to digest; `held`, how many of the
-            loaded parameters were found in the model as they came in.
+            The fields of a `LoadReport`.
 
         Raises:
-            RuntimeError: If a layer was left with its old weights, or holds something else than came in for it; if
-                these are another model's weights, or an earlier load failed.
+            RuntimeError: A layer was left with its old weights, or does not hold what came in for it; these are
+                another model's weights; or an earlier load failed.
         """
-        self._refuse_other_model(weights_path, announced, partial)
+        wanted = WeightUpdate(**update)
+        self._refuse_other_model(weights_path, announced, wanted.partial)
         if getattr(self, "rollout_load_failed", False):
             raise RuntimeError(
-                "An earlier load of weights failed halfway, after which vLLM can't load any: start the server again."
+                "An earlier load of weights failed halfway, after which vLLM cannot load any: start the server again."
             )
         self.rollout_load_failed = True
-        held = HeldTensors(self.get_model(), enabled=digest)
-        with _watched_reload(partial):
-            digests = self._load_from(weights_iterator, weights_path, announced, digest, held)
+        held = HeldTensors(self.get_model(), enabled=wanted.digest)
+        with _watched_reload(wanted.partial):
+            digests = self._load_from(weights_iterator, weights_path, announced, wanted.digest, held)
         self.rollout_load_failed = False
         compared = held.compare()
-        return {"version": version, "digests": digests, "held": len(compared)}
+        return {"version": wanted.version, "digests": digests, "held": len(compared)}
 
     def _load_from(
         self,
@@ -84,7 +80,7 @@ class RolloutWorker:
         digest: bool,
         held: HeldTensors,
     ) -> dict[str, str]:
-        """Load from whichever source is given; digests of what came."""
+        """Load from the source that is given, and return digests of what came."""
         if announced is not None:
             return self._receive(announced, digest, held)
         if weights_iterator is None:
@@ -128,7 +124,7 @@ class RolloutWorker:
             )
 
     def _receive(self, announced: dict[str, list], digest: bool, held: HeldTensors) -> dict[str, str]:
-        """Take one update from vLLM's weight transfer; digests of its tensors, if asked for."""
+        """Receive one update from vLLM's weight transfer, and return digests of its tensors, if asked for."""
         self.start_weight_update()
         engine = self.weight_transfer_engine
         received = _RecordingModel(engine.model, digest, held)
@@ -143,11 +139,7 @@ class RolloutWorker:
         What the trainer has to know about this worker.
 
         Returns:
-            `format`: compressed-tensors' name for the way codes are stored, another method's name, or `None`;
-            `ignore`: patterns of the modules kept in full precision;
-            `block_size`: tokens per block of the key-value cache;
-            `max_model_len`: tokens of the longest sequence;
-            `dtype`: of all parameters of layers that are not quantized, or `None` where they have several.
+            The fields of an `EngineDescription`; `format` is another method's name where it is not compressed-tensors.
         """
         quantization = self.vllm_config.quant_config
         description: dict[str, object] = {"format": None, "ignore": []}
@@ -173,7 +165,7 @@ class RolloutWorker:
 
 
 class _RecordingModel:
-    """What a weight transfer engine needs of a model, with a digest of every tensor on its way in."""
+    """What a weight transfer engine needs of a model, with a digest of every tensor that arrives."""
 
     def __init__(self, model: torch.nn.Module, digest: bool, held: HeldTensors) -> None:
         self._model = model
@@ -192,14 +184,14 @@ class _RecordingModel:
 @contextmanager
 def _watched_reload(partial: bool) -> Iterator[None]:
     """
-    Turn vLLM's report of a layer that got no new weights into what it means.
+    Turn vLLM's log line about a layer that got no new weights into an error.
 
-    vLLM only logs it, and goes on with the old weights. For a layer that has weights in every checkpoint that is an
-    error; rotary embeddings compute theirs and a tied head shares the embedding's, so for them it is not worth a line;
-    about any other layer vLLM's own warning is left to speak.
+    vLLM only logs it and continues with the old weights. For a layer that has weights in every checkpoint that is an
+    error. Rotary embeddings compute theirs and a tied head shares the embedding's, so their line is dropped. About any
+    other layer, vLLM's own warning stays.
 
     Args:
-        partial: Whether layers without new weights are as they should be.
+        partial: Whether layers may stay without new weights.
 
     Raises:
         RuntimeError: At the end of the block, if such a layer was reported.
@@ -228,5 +220,5 @@ def _watched_reload(partial: bool) -> Iterator[None]:
     if stale and not partial:
         raise RuntimeError(
             f"The engine got no new weights for {len(stale)} of its layers ({', '.join(sorted(set(stale)))}) and "
-            "still holds the old ones: the checkpoint or stream is not of the model that it serves."
+            "still holds the old ones: the checkpoint or stream does not belong to the model that it serves."
         )

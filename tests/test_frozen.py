@@ -5,7 +5,7 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 
 from trl_qurl.quantization.layers import checkpoint_name
-from trl_qurl.rollout.unchanged import frozen_parameters
+from trl_qurl.rollout.frozen import frozen_parameters
 
 
 def names(model):

@@ -1,4 +1,4 @@
-"""Which parameters an engine that has them need not be sent again."""
+"""Parameters that training does not change, so that an engine which has them need not receive them again."""
 
 from torch import nn
 
@@ -9,9 +9,9 @@ def frozen_parameters(model: nn.Module) -> frozenset[str]:
     """
     Checkpoint names of the parameters that training does not change.
 
-    An engine fuses neighbouring linear layers into one (query, key and value; gate and up), which it loads whole or
-    not at all. So a linear layer counts as frozen only if all linear layers beside it do, and every other module only
-    if all of its own parameters do. What an adapter is merged into is not frozen.
+    An engine fuses neighboring linear layers into one (query, key and value; gate and up), which it loads as a whole.
+    So a linear layer counts as frozen only if all linear layers beside it are, and any other module only if all of its
+    own parameters are. Layers that an adapter is merged into are not frozen.
 
     Args:
         model: A transformers model, or a PEFT model around one.
@@ -31,7 +31,7 @@ def frozen_parameters(model: nn.Module) -> frozenset[str]:
 
 
 def _group(path: str, is_linear: bool) -> str:
-    """The modules that change together with this one."""
+    """A name for the modules that change together with this one."""
     name = checkpoint_name(path)
     return f"{name.rpartition('.')[0]}/linear" if is_linear else name
 

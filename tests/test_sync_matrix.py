@@ -1,0 +1,145 @@
+"""Every combination of mode, transport, dtype of the server, LoRA and tied head trains, with digests at every sync.
+
+docs/reliability.md shows the same matrix as a table. UAQ (s = 1.5) is on wherever there is no adapter. A server takes
+a stream over NCCL only on GPUs: that row runs here with both real ends and a stand-in for NCCL between them.
+"""
+
+import itertools
+import json
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import vllm_server
+from peft import LoraConfig, get_peft_model
+from test_stream import ends  # noqa: F401
+from tiny import tiny_model, tiny_tokenizer
+
+from trl_qurl.quantization import SCHEMES, quantized_layer_names
+from trl_qurl.quantization.uaq import scale_model_
+from trl_qurl.rollout.settings import RolloutSettings
+from trl_qurl.rollout.sync import Sharding, WeightSync
+from trl_qurl.rollout.transports import ServerStream
+
+CHECKED = {"sync_check_interval": 1, "max_steps": 4}  # two rollouts of two updates
+MODELS = list(itertools.product(["full", "LoRA"], ["tied", "untied"]))
+IDS = [" ".join(cell) for cell in MODELS]
+
+
+def flags(adapter, head):
+    return (["--lora"] if adapter == "LoRA" else []) + (["--untied"] if head == "untied" else [])
+
+
+def assert_trained(record, adapter):
+    rollouts = [row for row in record["history"] if "mismatch/kl_k3" in row]
+    assert len(rollouts) == 2
+    for row in rollouts:
+        assert row["time/sync_check_s"] > 0, "a sync was not checked"
+        assert row["sync/probe_ratio"] < 1
+        assert 0 <= row["mismatch/kl_k3"] < 2e-4
+    assert record["probe_end"] != pytest.approx(record["probe_start"], abs=1e-2), "training did not reach the engine"
+    assert record["uaq_scale"] == (1.0 if adapter == "LoRA" else 1.5)
+
+
+@pytest.fixture(scope="module")
+def colocated(train, tmp_path_factory):
+    """The four models' records, by transport; each is a chain of its own."""
+    found = {}
+
+    def records(weight_sync):
+        if weight_sync not in found:
+            directory = tmp_path_factory.mktemp(weight_sync)
+            config = json.dumps(CHECKED | {"weight_sync": weight_sync})
+            runs = train(*([directory, "--config", config, *flags(*model)] for model in MODELS))
+            found[weight_sync] = dict(zip(MODELS, runs, strict=True))
+        return found[weight_sync]
+
+    return records
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("matrix")
+@pytest.mark.parametrize("model", MODELS, ids=IDS)
+@pytest.mark.parametrize("weight_sync", ["stream", "checkpoint", "llmcompressor"])
+def test_colocated(weight_sync, model, colocated):
+    assert_trained(colocated(weight_sync)[model], adapter=model[0])
+
+
+@pytest.fixture(scope="module")
+def served(train, warm_python, tmp_path_factory):
+    """The records of all runs with servers, by dtype and head of the server, adapter and transport."""
+    found = {}
+
+    def records(dtype, head):
+        if (dtype, head) in found:
+            return found[dtype, head]
+        directory = tmp_path_factory.mktemp("served")
+        tiny_model(tie_word_embeddings=head == "tied").save_pretrained(directory / "model")
+        tiny_tokenizer().save_pretrained(directory / "model")
+        arguments = ["--scheme", "int8", "--dtype", dtype]
+        with vllm_server(directory / "model", directory, *arguments, python=warm_python.path) as server:
+            cells = list(itertools.product(["full", "LoRA"], ["checkpoint", "llmcompressor"]))
+            config = CHECKED | {
+                "vllm_mode": "server",
+                "vllm_server_base_url": server.url,
+                "rollout_checkpoint_dir": str(directory / "rollouts"),
+            }
+            runs = train(
+                *(
+                    [directory, "--config", json.dumps(config | {"weight_sync": way}), *flags(adapter, head)]
+                    for adapter, way in cells
+                )
+            )
+        found[dtype, head] = dict(zip(cells, runs, strict=True))
+        return found[dtype, head]
+
+    return records
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("matrix servers")
+@pytest.mark.parametrize("weight_sync", ["checkpoint", "llmcompressor"])
+@pytest.mark.parametrize("model", MODELS, ids=IDS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_server(dtype, model, weight_sync, served):
+    adapter, head = model
+    assert_trained(served(dtype, head)[adapter, weight_sync], adapter)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=IDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_stream_to_a_server(dtype, model, ends):  # noqa: F811
+    adapter, head = model
+    client, worker = ends
+    policy = tiny_model(tie_word_embeddings=head == "tied")
+    layers = quantized_layer_names(policy)
+    if adapter == "LoRA":
+        policy = get_peft_model(policy, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    else:
+        scale_model_(policy, 1.5)
+    # Of the engine only the loading is real here: it has no version to ask for, and nothing to probe.
+    client.version = lambda: sync.version
+    settings = RolloutSettings(SCHEMES["int8"], is_served=True, sync_check_interval=1, sync_probe=False)
+    sync = WeightSync(policy, layers, ServerStream(client), settings, Accelerator(cpu=True), dtype, lambda: 0)
+
+    def parameters():
+        if adapter == "LoRA":
+            policy.merge_adapter()
+        base = policy.get_base_model() if adapter == "LoRA" else policy
+        for name, parameter in base.named_parameters():
+            if "lora_" not in name:
+                yield name.replace(".base_layer", ""), parameter.data
+        if adapter == "LoRA":
+            policy.unmerge_adapter()
+
+    first = sync.push(parameters, Sharding())
+    before = {name: tensor.clone() for name, tensor in worker.model.loaded.items()}
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.1 * parameter.std() * torch.randn_like(parameter))
+    second = sync.push(parameters, Sharding())
+    assert [report.version.split("-")[-1] for report in (first, second)] == ["sync1", "sync2"]
+    assert ("lm_head.weight" in before) == (head == "untied")
+    assert before["model.embed_tokens.weight"].dtype == dtype
+    layer = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(before[layer], worker.model.loaded[layer])

@@ -1,0 +1,179 @@
+"""Tensors on their way to an engine, checked at both ends.
+
+The worst bugs of the field are silent: an engine that samples from stale or half-loaded weights. Digests compare every
+tensor as it left the trainer with the tensor as it entered the engine. `HeldTensors` compares what entered with what
+layers hold afterwards. Kernels may repack the weights of a layer that multiplies, even within the same shape, so that
+is only possible for the other layers: norms, and the embedding (except for rows that the engine adds to the
+vocabulary). The probe (`probe`) shares no code with these checks and covers the rest.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+
+from trl_qurl.rollout.errors import SyncError
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Digest of a tensor's dtype, shape and bytes, the same on every device and in every process."""
+    data = tensor.detach().to("cpu").contiguous()
+    digest = hashlib.blake2b(f"{data.dtype}{tuple(data.shape)}".encode(), digest_size=16)
+    if data.numel():
+        digest.update(data.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+class DigestRecorder:
+    """
+    A stream of named tensors that keeps the digest of each tensor that has passed.
+
+    Args:
+        named_tensors: The stream.
+        enabled: With `False`, tensors pass without being read.
+
+    Attributes:
+        digests: Name to digest.
+        seconds: Time spent on them.
+        exhausted: Whether the stream was read to its end.
+    """
+
+    def __init__(self, named_tensors: Iterable[tuple[str, torch.Tensor]], enabled: bool = True) -> None:
+        self._named_tensors = named_tensors
+        self._enabled = enabled
+        self.digests: dict[str, str] = {}
+        self.seconds = 0.0
+        self.exhausted = False
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self._named_tensors:
+            if self._enabled:
+                started = time.perf_counter()
+                self.digests[name] = tensor_digest(tensor)
+                self.seconds += time.perf_counter() - started
+            yield name, tensor
+        self.exhausted = True
+
+
+def compare_digests(sent: Mapping[str, str], received: Mapping[str, str]) -> None:
+    """
+    Make sure that what arrived is what was sent, tensor by tensor.
+
+    Args:
+        sent: Tensor name to digest, on the trainer's side.
+        received: The same, on the engine's side.
+
+    Raises:
+        SyncError: The message names the tensors that are missing, unexpected or different.
+    """
+    faults = {
+        "missing": sorted(sent.keys() - received.keys()),
+        "unexpected": sorted(received.keys() - sent.keys()),
+        "different": sorted(name for name in sent.keys() & received.keys() if sent[name] != received[name]),
+    }
+    found = [f"{len(names)} {fault} (first {names[0]})" for fault, names in faults.items() if names]
+    if found:
+        raise SyncError(
+            f"The engine did not receive the weights that were sent: of {len(sent)} tensors, {', '.join(found)}. "
+            "Training has stopped before sampling from them. Resume from the last checkpoint."
+        )
+
+
+def as_announced(
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    metadata: list[tuple[str, str, list[int]]],
+    refused: Callable[[], bool],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """
+    The stream, as long as each tensor is the announced one: the workers cut it up by what was announced.
+
+    Args:
+        named_tensors: What is sent.
+        metadata: What was announced: name, dtype and shape of each tensor, in order.
+        refused: Whether the workers have stopped receiving.
+
+    Raises:
+        SyncError: At the first tensor that differs, or if the workers have stopped receiving.
+    """
+    sent = 0
+    for name, tensor in named_tensors:
+        found = (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        if sent >= len(metadata) or found != metadata[sent]:
+            announced = metadata[sent] if sent < len(metadata) else "nothing"
+            raise SyncError(f"Tensor {sent} of the stream is {found}, where {announced} was announced.")
+        if refused():
+            raise SyncError("The server's workers answered before the last tensor was sent.")
+        sent += 1
+        yield name, tensor
+    if sent < len(metadata):
+        raise SyncError(f"The stream ended after {sent} tensors, where {len(metadata)} were announced.")
+
+
+class HeldTensors:
+    """
+    Keeps digests of what comes in, and compares them afterwards with what the model holds.
+
+    Args:
+        model: The engine's model.
+        enabled: With `False`, tensors pass without being read.
+    """
+
+    def __init__(self, model: torch.nn.Module, enabled: bool = True) -> None:
+        self._model = model
+        self._enabled = enabled
+        self._expected: dict[str, tuple[torch.Size, str]] = {}
+
+    def watch(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass tensors on, and keep digests of those that can be compared.
+
+        Args:
+            named_tensors: The stream.
+        """
+        held = self._comparable() if self._enabled else {}
+        for name, tensor in named_tensors:
+            if name in held and _keeps_layout(held[name], tensor.shape):
+                self._expected[name] = tensor.shape, tensor_digest(tensor.to(held[name].dtype))
+            yield name, tensor
+
+    def compare(self) -> list[str]:
+        """
+        Compare.
+
+        Returns:
+            Names of the parameters that could be compared.
+
+        Raises:
+            RuntimeError: A layer does not hold what came in for it.
+        """
+        held = self._comparable()
+        compared, differing = [], []
+        for name, (shape, digest) in self._expected.items():
+            if name not in held or not _keeps_layout(held[name], shape):
+                continue
+            compared.append(name)
+            if tensor_digest(held[name][: shape[0]] if shape else held[name]) != digest:
+                differing.append(name)
+        if differing:
+            raise RuntimeError(
+                f"The engine received the right weights, but {len(differing)} of the {len(compared)} parameters that "
+                f"can be compared do not hold them, first {differing[0]}: the engine's loader changed them. Please "
+                "open an issue with the name of the model and the output of `trl-qurl env`. Until then, "
+                "rollout_quantization=None may work."
+            )
+        return compared
+
+    def _comparable(self) -> dict[str, torch.Tensor]:
+        """Parameters, by name, that vLLM keeps as it loads them: those of layers that do not multiply."""
+        return {
+            f"{layer}.{name}": parameter
+            for layer, module in self._model.named_modules()
+            if not hasattr(module, "quant_method") or type(module).__name__ == "VocabParallelEmbedding"
+            for name, parameter in module.named_parameters(recurse=False)
+        }
+
+
+def _keeps_layout(held: torch.Tensor, shape: torch.Size) -> bool:
+    if held.shape == shape:
+        return True
+    return len(shape) > 0 and held.shape[1:] == shape[1:] and held.shape[0] > shape[0]

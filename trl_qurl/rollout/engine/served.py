@@ -1,0 +1,291 @@
+"""vLLM behind its HTTP server: TRL's client, with weights that arrive in one request and a report of what arrived.
+
+Weights travel as tensors over TRL's NCCL group, or as a checkpoint in a directory that the server sees. Either way a
+single request to the server's workers loads them, so nothing is left half done between requests.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import requests
+import torch
+from requests.adapters import HTTPAdapter
+from trl.generation.vllm_client import VLLMClient
+from urllib3.util.retry import Retry
+
+from trl_qurl.quantization.schemes import UNQUANTIZED, QuantizationScheme
+from trl_qurl.rollout.checks.tensors import as_announced
+from trl_qurl.rollout.engine.interface import (
+    PROBE_TOP,
+    Continuation,
+    Engine,
+    EngineDescription,
+    LoadReport,
+    TensorMetadata,
+    WeightUpdate,
+)
+from trl_qurl.rollout.errors import ServerError, SyncError
+
+logger = logging.getLogger(__name__)
+
+WORKER_EXTENSION = "trl_qurl.rollout.engine.worker.RolloutWorker"
+"""vLLM's `worker_extension_cls`. A name, so that only the engine imports the class."""
+
+API_KEY_VARIABLE = "VLLM_API_KEY"
+"""Environment variable with the key that clients must know, as in vLLM's server."""
+
+HEALTH_TIMEOUT = 5.0  # seconds for an answer to `/health`, which needs no work
+WAITING_NOTICE = 10.0  # seconds between lines about a server that is not up yet
+
+
+class ServedEngine(VLLMClient, Engine):
+    """
+    [`VLLMClient`] that loads quantized weights through trl-qurl's worker extension, and bounds every request in time.
+
+    Args:
+        *args: As for the parent.
+        scheme: Format that the weights will have; `None` for full precision.
+        ignore: Modules kept in full precision.
+        request_timeout: Seconds that a request may take.
+        **kwargs: As for the parent.
+
+    Raises:
+        ConnectionError: No server answers within `connection_timeout`; the message has the command that starts one.
+        ServerError: From any request that fails. From then on, all requests do.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        scheme: QuantizationScheme | None = None,
+        ignore: Collection[str] = (),
+        request_timeout: float = 1800.0,
+        **kwargs: Any,
+    ) -> None:
+        self.scheme, self.ignore = scheme, ignore
+        self.request_timeout = request_timeout
+        self._failure: ServerError | None = None
+        key = os.environ.get(API_KEY_VARIABLE)
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        super().__init__(*args, **kwargs)
+        # The parent also retries requests whose answer never came, five times: a server that hangs would be waited for
+        # six times over, and one that restarted meanwhile would answer from other weights.
+        retries = Retry(
+            total=3, read=False, status_forcelist=[502, 503], backoff_factor=1, allowed_methods=["POST", "GET"]
+        )
+        for prefix in ("http://", "https://"):
+            self.session.mount(prefix, HTTPAdapter(max_retries=retries, pool_maxsize=64))
+
+    # Start -----------------------------------------------------------------------------------------------------------
+
+    def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
+        """Wait for the server, as the parent does, and tell the user about the wait.
+
+        Args:
+            total_timeout: Seconds to wait.
+            retry_interval: Seconds between two attempts.
+        """
+        started = noticed = time.monotonic()
+        while not self._is_healthy():
+            now = time.monotonic()
+            if now - started >= total_timeout:
+                raise ConnectionError(
+                    f"No vLLM server answers at {self.base_url} after {total_timeout:.0f} seconds. Start one with "
+                    f"{self._command}, or correct vllm_server_base_url."
+                )
+            if now - noticed >= WAITING_NOTICE:
+                noticed = now
+                logger.warning(
+                    "Waiting for the vLLM server at %s (%.0f of %.0f s).", self.base_url, now - started, total_timeout
+                )
+            time.sleep(min(retry_interval, total_timeout))
+        super().check_server(total_timeout, retry_interval)
+
+    def _is_healthy(self) -> bool:
+        try:
+            return requests.get(f"{self.base_url}/health", timeout=HEALTH_TIMEOUT).status_code == 200
+        except requests.RequestException:
+            return False
+
+    def init_communicator(self, device: torch.device | str | int = 0) -> None:
+        """Make sure that the server can load our weights. NCCL is opened by `open_stream`, if it is used at all.
+
+        Args:
+            device: The trainer's; unused here.
+
+        Raises:
+            ValueError: The server lacks the worker extension, or serves a model in another format.
+        """
+        info = self._server_info()
+        if info["parallel_config"]["worker_extension_cls"] != WORKER_EXTENSION:
+            raise ValueError(
+                f"The vLLM server at {self.base_url} runs without trl-qurl's worker extension, which loads the "
+                f"weights. Restart it with {self._command}."
+            )
+        served = self.describe()
+        wanted_format = self.scheme.checkpoint_format if self.scheme else None
+        wanted_ignore = sorted(self.ignore) if self.scheme else []
+        # vLLM may have renamed the ignored modules to its own names, so only their number is compared.
+        if served.format != wanted_format or len(served.ignore) != len(wanted_ignore):
+            raise ValueError(
+                f"The vLLM server at {self.base_url} serves {self.model!r} with "
+                f"{_in_words(served.format, served.ignore)}, but "
+                f"rollout_quantization={self.scheme.name if self.scheme else None!r} sends "
+                f"{_in_words(wanted_format, wanted_ignore)}. Restart it with {self._command} (and the same --ignore), "
+                "or change rollout_quantization or quantization_ignore."
+            )
+
+    def has_weight_transfer(self) -> bool:
+        """Whether the server was started with vLLM's NCCL weight transfer."""
+        return self._server_info()["weight_transfer_config"] is not None
+
+    def open_stream(self, device: torch.device) -> None:
+        """Open the NCCL group over which tensors travel.
+
+        Args:
+            device: The trainer's.
+        """
+        super().init_communicator(device)
+
+    @property
+    def _command(self) -> str:
+        return f"`trl-qurl serve MODEL --scheme {self.scheme.name if self.scheme else UNQUANTIZED}`"
+
+    def _server_info(self) -> dict[str, Any]:
+        try:
+            return self.get_server_info()
+        except RuntimeError:
+            raise ValueError(
+                f"The vLLM server at {self.base_url} runs without its development endpoints, through which weights "
+                f"are loaded. Restart it with {self._command}."
+            ) from None
+
+    # Engine ----------------------------------------------------------------------------------------------------------
+
+    def load_checkpoint(self, path: Path, update: WeightUpdate) -> list[LoadReport]:  # noqa: D102
+        try:
+            reports = self._call_workers("load_rollout_weights", update=update._asdict(), weights_path=str(path))
+        except ServerError as error:
+            raise ServerError(
+                f"The vLLM server could not load the weights written to {path}. Make sure that it sees that directory "
+                f"(rollout_checkpoint_dir) and serves the model that is being trained. {error}"
+            ) from None
+        self._adopt(update.version)
+        return [LoadReport(**report) for report in reports]
+
+    def load_stream(  # noqa: D102
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        metadata: TensorMetadata | None,
+        update: WeightUpdate,
+    ) -> list[LoadReport]:
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+        metadata = metadata or []
+        names, dtype_names, shapes = (list(column) for column in zip(*metadata, strict=True))
+        announced = {"names": names, "dtype_names": dtype_names, "shapes": shapes}
+        # The workers wait inside NCCL while they serve the request, so it must run beside the broadcast.
+        executor = ThreadPoolExecutor(max_workers=1)
+        try:
+            request = executor.submit(
+                self._call_workers, "load_rollout_weights", update=update._asdict(), announced=announced
+            )
+            packed_nccl_broadcast_producer(
+                iterator=as_announced(named_tensors, metadata, request.done),
+                group=self.communicator,
+                src=0,
+                post_iter_func=lambda item: item[1],
+            )
+            reports = request.result()
+        except SyncError:
+            if request.done() and (cause := request.exception()) is not None:
+                raise cause from None
+            raise
+        finally:
+            # Not waited for: if the broadcast failed, the workers never answer.
+            executor.shutdown(wait=False)
+        self._adopt(update.version)
+        return [LoadReport(**report) for report in reports]
+
+    def _adopt(self, version: str) -> None:
+        if not self._request("POST", "/reset_prefix_cache").get("success", True):
+            raise SyncError(
+                "vLLM did not empty its prefix cache, which holds keys and values of the old weights. Requests of "
+                "another client may be running: give every run a server of its own."
+            )
+        self._request("POST", "/update_weight_version", json={"new_version": version})
+
+    def version(self) -> str:  # noqa: D102
+        return self._request("GET", "/weight_info")["weight_version"]
+
+    def describe(self) -> EngineDescription:  # noqa: D102
+        return EngineDescription(**self._call_workers("describe_rollouts")[0])
+
+    def continue_greedily(self, prompts: list[list[int]], steps: int) -> list[Continuation]:  # noqa: D102
+        output: dict[str, Any] = self.generate(
+            prompts, max_tokens=steps, temperature=0.0, logprobs=PROBE_TOP, generation_kwargs={"ignore_eos": True}
+        )
+        answers = zip(output["completion_ids"], output["logprob_token_ids"], output["logprobs"], strict=True)
+        return [
+            Continuation(
+                completion,
+                [dict(zip(names, values, strict=True)) for names, values in zip(tokens, logps, strict=True)],
+            )
+            for completion, tokens, logps in answers
+        ]
+
+    # Requests --------------------------------------------------------------------------------------------------------
+
+    def _call_workers(self, method: str, **kwargs: Any) -> list[dict[str, Any]]:
+        return self._request("POST", "/collective_rpc", json={"method": method, "kwargs": kwargs})["results"]
+
+    def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
+        return self._request("GET", url.removeprefix(self.base_url), **kwargs)
+
+    def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
+        return self._request("POST", url.removeprefix(self.base_url), **kwargs)
+
+    def _request(self, verb: str, path: str, **kwargs: Any) -> dict[str, Any]:
+        if self._failure is not None:  # hundreds of requests may be queued behind the one that failed
+            raise self._failure
+        try:
+            return self._answer(verb, path, **kwargs)
+        except ServerError as error:
+            self._failure = error
+            raise
+
+    def _answer(self, verb: str, path: str, **kwargs: Any) -> dict[str, Any]:
+        advice = "look at the server's log, start it again, and resume from the last checkpoint."
+        try:
+            response = self.session.request(
+                verb, f"{self.base_url}{path}", timeout=self.request_timeout, headers=self._headers, **kwargs
+            )
+        except requests.Timeout:
+            raise ServerError(
+                f"The vLLM server did not answer {path} within {self.request_timeout:.0f} seconds: it hangs, or needs "
+                f"a larger vllm_request_timeout. Otherwise {advice}"
+            ) from None
+        except requests.RequestException as error:
+            raise ServerError(f"The vLLM server at {self.base_url} is gone ({path}: {error}): {advice}") from None
+        if response.status_code == 401:
+            raise ServerError(
+                f"The vLLM server at {self.base_url} wants an API key: set {API_KEY_VARIABLE} for the trainer."
+            )
+        if response.status_code != 200:
+            reason = " ".join(response.text.split())[:500]
+            raise ServerError(
+                f"The vLLM server at {self.base_url} answered {path} with HTTP {response.status_code}: {advice} It "
+                f"says: {reason}"
+            )
+        return response.json()
+
+
+def _in_words(checkpoint_format: str | None, ignore: Collection[str]) -> str:
+    if checkpoint_format is None:
+        return "unquantized weights"
+    return f"{checkpoint_format} weights except {sorted(ignore)}"

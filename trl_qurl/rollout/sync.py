@@ -1,0 +1,278 @@
+"""One sync: bring the engine to the policy's current weights, quantized, and make sure that they got there.
+
+The way of a weight tensor, file by file:
+
+1. `rollout/backend.py`: TRL's backend walks the policy's parameters under their checkpoint names, each gathered (FSDP,
+   ZeRO-3) and with adapters merged.
+2. `rollout/sync.py` (here): leaves out what is frozen, names the update, and takes digests of what is sent.
+3. `quantization/stream.py`: turns each weight into the tensors of its format, one layer at a time.
+4. `quantization/schemes/`: the format's own rounding.
+5. `rollout/transports.py`: in this process, over NCCL, or as checkpoint files
+   (6. `quantization/storage.py`, which writes and reads them).
+7. `rollout/engine/colocated.py` or `served.py`: one call to the engine's workers.
+8. `rollout/engine/worker.py`: vLLM's own reload, in the worker.
+9. `rollout/checks/tensors.py`: digests on arrival, and what layers hold afterwards.
+"""
+
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, is_peft_model
+
+from trl_qurl.quantization.schemes import QuantizationScheme
+from trl_qurl.quantization.stream import NamedTensors, quantize_weights, stored_tensors
+from trl_qurl.quantization.uaq import recorded_scale
+from trl_qurl.rollout.checks.probe import STEPS, ProbeJudge, probe_prompts, run_probe
+from trl_qurl.rollout.checks.tensors import DigestRecorder, compare_digests
+from trl_qurl.rollout.engine.interface import LoadReport, TensorMetadata, WeightUpdate
+from trl_qurl.rollout.errors import SyncError
+from trl_qurl.rollout.frozen import frozen_parameters
+from trl_qurl.rollout.settings import RolloutSettings
+from trl_qurl.rollout.transports import LLMCompressorFiles, Parameters, Shipment, Transport
+from trl_qurl.rollout.weight_change import WeightChangeTracker
+
+
+class Sharding(NamedTuple):
+    """
+    How a launcher shards the policy.
+
+    Attributes:
+        fsdp_version: 0 without FSDP.
+        is_zero3: Whether DeepSpeed keeps its parameters in parts.
+    """
+
+    fsdp_version: int = 0
+    is_zero3: bool = False
+
+
+class SyncReport(NamedTuple):
+    """
+    What a sync did.
+
+    Attributes:
+        version: Name of the weights that the engine holds now.
+        sync_s: Seconds of the sync, with quantization and digests, without the probe.
+        quantize_s: Seconds of gathering and rounding.
+        check_s: Seconds of digests and probe.
+        sent_bytes: Bytes of tensors made for the engine.
+        metrics: Weight metrics and the probe's, where this sync was measured or probed.
+    """
+
+    version: str
+    sync_s: float
+    quantize_s: float
+    check_s: float
+    sent_bytes: int
+    metrics: dict[str, float]
+
+
+class WeightSync:
+    """
+    Keeps one engine at the policy's weights.
+
+    Args:
+        model: The policy, possibly a PEFT model.
+        layers: Names of the linear layers that are quantized, or would be.
+        transport: How weights reach the engine.
+        settings: Of the config.
+        accelerator: The trainer's.
+        sent_dtype: What tensors that are not quantized are sent as; `None` leaves them as they are.
+        global_step: Optimizer steps done.
+        keeps_weights: Whether the engine holds its weights between two syncs; one that sleeps does not.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Collection[str],
+        transport: Transport,
+        settings: RolloutSettings,
+        accelerator: Accelerator,
+        sent_dtype: torch.dtype | None,
+        global_step: Callable[[], int],
+        keeps_weights: bool = True,
+    ) -> None:
+        self.version = "none"
+        self._model = model
+        self._base = model.get_base_model() if is_peft_model(model) else model
+        self._layers = frozenset(layers)
+        self._transport = transport
+        self._settings = settings
+        self._accelerator = accelerator
+        self._sent_dtype = sent_dtype
+        self._global_step = global_step
+        self._keeps_weights = keeps_weights
+        self._run = uuid.uuid4().hex[:8]
+        self._count = 0
+        self._frozen: frozenset[str] = frozenset()  # at the last sync
+        self._frozen_at_scale = 1.0
+        self._announced: dict[str, TensorMetadata] | None = None
+        self._tracker = WeightChangeTracker(settings.weight_metrics_interval, settings.scheme)
+        self._probe = ProbeJudge()
+        self._quantize_s, self._sent_bytes = 0.0, 0
+
+    def push(self, parameters: Parameters, sharding: Sharding) -> SyncReport:
+        """
+        Bring the engine to the policy's current weights. A collective operation.
+
+        Args:
+            parameters: A pass over the policy's parameters.
+            sharding: How they are sharded now.
+
+        Returns:
+            Name of the weights, costs and metrics.
+
+        Raises:
+            SyncError: The engine does not hold what was sent.
+            RuntimeError: The engine could not load the weights (`ServerError` from a server).
+        """
+        started = time.perf_counter()
+        self._quantize_s, self._sent_bytes = 0.0, 0
+        self._tracker.begin_sync()
+        checked = self._settings.sync_check_interval > 0 and self._count % self._settings.sync_check_interval == 0
+        left_out = self._unchanged(checked, sharding)
+        self._count += 1
+        self.version = f"{self._run}-step{self._global_step()}-sync{self._count}"
+        update = WeightUpdate(self.version, digest=checked, partial=bool(left_out))
+        sent = DigestRecorder(self._tensors(parameters, left_out), enabled=checked and self._transport.is_source)
+        shipment = Shipment(sent, update, parameters, lambda: self._announce(parameters, left_out))
+        reports = self._transport.deliver(shipment)
+        self._verify(update, sent, reports)
+        metrics = self._tracker.end_sync()
+        sync_s, check_s = time.perf_counter() - started, sent.seconds
+        if checked and self._settings.sync_probe:
+            started = time.perf_counter()
+            metrics |= self._check_probe(sharding)
+            check_s += time.perf_counter() - started
+        return SyncReport(self.version, sync_s, self._quantize_s, check_s, self._sent_bytes, metrics)
+
+    def require_version(self) -> None:
+        """
+        Make sure that the engine still holds the weights of the last sync.
+
+        Raises:
+            SyncError: It holds others.
+        """
+        engine = self._transport.engine
+        held = self.version if engine is None else engine.version()
+        if held != self.version:
+            raise SyncError(
+                f"The engine holds the weights {held!r}, not {self.version!r} which this run sent last: it was "
+                "restarted, or another run uses it. Give every run a server of its own, and resume from the last "
+                "checkpoint."
+            )
+
+    def _unchanged(self, checked: bool, sharding: Sharding) -> frozenset[str]:
+        """
+        Parameters that this sync leaves out: they were frozen at the last sync already, and still are.
+
+        A sync that is checked or measured sends everything, so that whatever changes a frozen parameter after all
+        reaches the engine then.
+        """
+        scale = recorded_scale(self._base)  # UAQ scales norms whether they are trained or not
+        before = self._frozen if scale == self._frozen_at_scale else frozenset()
+        self._frozen_at_scale = scale
+        self._frozen = frozen_parameters(self._model) if sharding.fsdp_version != 1 else frozenset()
+        is_whole = isinstance(self._transport, LLMCompressorFiles)
+        if checked or is_whole or self._tracker.observes or not self._keeps_weights:
+            return frozenset()
+        return before & self._frozen
+
+    def _tensors(self, parameters: Parameters, left_out: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is sent, made from a pass over the parameters."""
+        layers = {layer for layer in self._layers if f"{layer}.weight" not in left_out}
+        kept = ((name, tensor) for name, tensor in parameters() if name not in left_out)
+        tensors = quantize_weights(kept, self._settings.scheme, layers, self._tracker.observe, self._sent_dtype)
+        if is_peft_model(self._model):
+            # vLLM may hold a tensor until its layer is complete; by then the adapter is unmerged from the parameter.
+            tensors = ((name, tensor.clone()) for name, tensor in tensors)
+        return timed(tensors, self._count_tensor)
+
+    def _count_tensor(self, seconds: float, size: int) -> None:
+        self._quantize_s += seconds
+        self._sent_bytes += size
+
+    def _announce(self, parameters: Parameters, left_out: frozenset[str]) -> TensorMetadata:
+        """What the stream will hold, for a server that must know it beforehand; the parameters are walked once."""
+        if self._announced is None:
+            self._announced = announce(parameters(), self._settings.scheme, self._layers, self._sent_dtype)
+        announced = self._announced.items()
+        return [entry for name, entries in announced if name not in left_out for entry in entries]
+
+    def _verify(self, update: WeightUpdate, sent: DigestRecorder, reports: list[LoadReport]) -> None:
+        """Compare what the workers report with what was sent."""
+        for report in reports:
+            if report.version != update.version:
+                raise SyncError(
+                    f"The engine loaded the weights {report.version!r} when {update.version!r} was sent. Resume from "
+                    "the last checkpoint."
+                )
+            if update.digest and self._transport.is_source:
+                compare_digests(sent.digests, report.digests)
+        self.require_version()
+
+    def _check_probe(self, sharding: Sharding) -> dict[str, float]:
+        """Compare the engine with the trainer's own quantized forward pass, where the trainer can make one."""
+        if sharding.is_zero3 or sharding.fsdp_version == 1:
+            return {}  # a layer's weight is not whole where the pass would quantize it
+        engine = self._transport.engine
+        probe: list[Any] = [None]  # prompts, and the engine's continuations
+        if engine is not None:
+            described = engine.describe()
+            vocabulary_size = self._base.config.get_text_config().vocab_size
+            prompts = probe_prompts(vocabulary_size, described.block_size, described.max_model_len)
+            probe = [(prompts, engine.continue_greedily(prompts, STEPS))]
+        if self._settings.is_served and sharding.fsdp_version == 2:
+            broadcast_object_list(probe, from_process=0)  # each process holds a part of the weights
+        if probe[0] is None:
+            return {}
+        prompts, continuations = probe[0]
+        result = run_probe(self._model, prompts, continuations, self._layers, self._settings.scheme)
+        self._probe.judge(result)
+        return {"sync/probe_distance": result.distance, "sync/probe_ratio": result.ratio}
+
+
+def announce(
+    named_tensors: NamedTensors,
+    scheme: QuantizationScheme | None,
+    layers: Collection[str],
+    dtype: torch.dtype | None = None,
+) -> dict[str, TensorMetadata]:
+    """
+    What `quantize_weights` will yield for each parameter, by the parameter's name, without rounding anything.
+
+    Args:
+        named_tensors: Parameters under their checkpoint names.
+        scheme: Format of the layers; `None` if they are not quantized.
+        layers: Names of the layers that are quantized.
+        dtype: What tensors that are not quantized are sent as; `None` for their own.
+    """
+    return {
+        name: [
+            (stored.name, str(stored.dtype).removeprefix("torch."), list(stored.shape))
+            for stored in stored_tensors(name, tensor, scheme, layers, dtype)
+        ]
+        for name, tensor in named_tensors
+    }
+
+
+def timed(named_tensors: NamedTensors, record: Callable[[float, int], None]) -> Iterator[tuple[str, torch.Tensor]]:
+    """
+    The same stream, timed.
+
+    Args:
+        named_tensors: The stream.
+        record: Called with the seconds that each tensor took to make, and its bytes.
+    """
+    iterator = iter(named_tensors)
+    while True:
+        started = time.perf_counter()
+        item = next(iterator, None)
+        record(time.perf_counter() - started, 0 if item is None else item[1].nbytes)
+        if item is None:
+            return
+        yield item
