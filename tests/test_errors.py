@@ -16,7 +16,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl import cli
 from trl_qurl.quantization import SCHEMES
-from trl_qurl.rollout.engine.client import WORKER_EXTENSION, RolloutVLLMClient
+from trl_qurl.rollout.engine.served import WORKER_EXTENSION, ServedEngine
 from trl_qurl.rollout.errors import ServerError
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k_grpo.py"
@@ -226,7 +226,7 @@ def test_no_space(train, tmp_path):
 def test_no_server(train):
     url = f"http://127.0.0.1:{free_port()}"
     message = train("--vllm_mode", "server", "--vllm_server_base_url", url, "--vllm_server_timeout", "1")
-    assert message.startswith(f"No vLLM server answers at {url} after 1 seconds: start one with `trl-qurl serve")
+    assert message.startswith(f"No vLLM server answers at {url} after 1 seconds. Start one with `trl-qurl serve")
     assert message.endswith("or correct vllm_server_base_url.")
 
 
@@ -269,16 +269,18 @@ def test_quantized_server_for_an_unquantized_run(train, int8_server):
         "--vllm_mode", "server", "--vllm_server_base_url", int8_server.url, "--rollout_quantization", "none"
     )
     assert "with int-quantized weights except ['lm_head'], but rollout_quantization=None sends unquantized" in message
-    assert "restart it with `trl-qurl serve MODEL --scheme none`" in message
+    assert "Restart it with `trl-qurl serve MODEL --scheme none`" in message
+
+
+DESCRIPTION = {"format": None, "ignore": [], "block_size": 16, "max_model_len": 64, "dtype": None}
 
 
 def test_unquantized_server_for_a_quantized_run(train):
     info = {"parallel_config": {"worker_extension_cls": WORKER_EXTENSION}, "weight_transfer_config": None}
-    workers = {"format": None, "ignore": [], "block_size": 16, "max_model_len": 64}
-    with answering({"vllm_config": info}, workers) as url:
+    with answering({"vllm_config": info}, DESCRIPTION) as url:
         message = train("--vllm_mode", "server", "--vllm_server_base_url", url)
     assert "with unquantized weights, but rollout_quantization='int8' sends int-quantized weights" in message
-    assert "restart it with `trl-qurl serve MODEL --scheme int8`" in message
+    assert "Restart it with `trl-qurl serve MODEL --scheme int8`" in message
 
 
 @pytest.mark.parametrize(
@@ -290,26 +292,26 @@ def test_unquantized_server_for_a_quantized_run(train):
 )
 def test_server_that_cannot_load_weights(server_info, fault):
     with answering(server_info) as url:
-        client = RolloutVLLMClient(base_url=url, scheme=SCHEMES["int8"], ignore=["lm_head"])
-        with pytest.raises(ValueError, match=f"{url} runs {fault}.*: restart it with `trl-qurl serve MODEL"):
+        client = ServedEngine(base_url=url, scheme=SCHEMES["int8"], ignore=["lm_head"])
+        with pytest.raises(ValueError, match=f"{url} runs {fault}.*. Restart it with `trl-qurl serve MODEL"):
             client.init_communicator("cpu")
 
 
 def test_server_that_wants_a_key():
     with answering(None, statuses={"/weight_info": 401}) as url:
-        client = RolloutVLLMClient(base_url=url)
-        with pytest.raises(ServerError, match=f"{url} wants an API key: set VLLM_API_KEY to it for the trainer"):
-            client.weight_version()
+        client = ServedEngine(base_url=url)
+        with pytest.raises(ServerError, match=f"{url} wants an API key: set VLLM_API_KEY for the trainer"):
+            client.version()
 
 
 def test_after_one_failure_the_server_is_not_asked_again():
     # The rest of a rollout, hundreds of requests, is queued behind the one that failed.
     asked = []
-    with answering(None, {"block_size": 16}, statuses={"/weight_info": 500}, asked=asked) as url:
-        client = RolloutVLLMClient(base_url=url)
-        assert client.describe() == {"block_size": 16}
+    with answering(None, DESCRIPTION, statuses={"/weight_info": 500}, asked=asked) as url:
+        client = ServedEngine(base_url=url)
+        assert client.describe()._asdict() == DESCRIPTION
         with pytest.raises(ServerError, match="answered /weight_info with HTTP 500") as first:
-            client.weight_version()
+            client.version()
         asked.clear()
         with pytest.raises(ServerError) as second:
             client.describe()
