@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,7 +66,6 @@ def measure(way: Way, shape: Shape, repeats: int, device: str) -> Iterator[dict[
     from datasets import Dataset
 
     from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
-    from trl_qurl.quantization.stream import stored_tensors
 
     trains = way.scheme != "fp8" or device == "cuda"
     with tempfile.TemporaryDirectory() as directory:
@@ -74,7 +73,8 @@ def measure(way: Way, shape: Shape, repeats: int, device: str) -> Iterator[dict[
             directory,
             rollout_quantization=way.scheme,
             weight_sync="llmcompressor" if way.quantizer == "llmcompressor" else way.transport,
-            sync_check_interval=0,
+            sync_check_interval=10**6,  # the first sync only
+            sync_probe=trains,
             weight_metrics_interval=0,
             uaq_scale=1.0,
             per_device_train_batch_size=COMPLETIONS,
@@ -106,29 +106,16 @@ def measure(way: Way, shape: Shape, repeats: int, device: str) -> Iterator[dict[
             generation.pop_cost()
             generation.sync_weights()
             cost = generation.pop_cost()
-            syncs.append((cost.sync_s, cost.quantize_s))
+            syncs.append((cost.sync_s, cost.quantize_s, cost.check_s))
+            sent_bytes = cost.sent_bytes
         result: dict[str, Any] = {
-            "sync_s": statistics.median(sync for sync, _ in syncs[1:]),
-            "sync_s_min": min(sync for sync, _ in syncs[1:]),
-            "sync_s_max": max(sync for sync, _ in syncs[1:]),
-            "quantize_s": statistics.median(quantize for _, quantize in syncs[1:]),
+            "sync_s": statistics.median(sync for sync, *_ in syncs[1:]),
+            "sync_s_min": min(sync for sync, *_ in syncs[1:]),
+            "sync_s_max": max(sync for sync, *_ in syncs[1:]),
+            "quantize_s": statistics.median(quantize for _, quantize, _ in syncs[1:]),
+            "check_s": syncs[0][2],
+            "bytes": sent_bytes,
         }
-        checked = replace(generation.rollout, sync_check_interval=1, sync_probe=False)
-        generation.rollout = checked
-        started = time.perf_counter()
-        generation.sync_weights()
-        result["digest_s"] = time.perf_counter() - started - result["sync_s"]
-        if trains:
-            started = time.perf_counter()
-            generation._check_probe()
-            result["probe_s"] = time.perf_counter() - started
-        generation.rollout = replace(checked, sync_check_interval=0)
-        parameters = ((name, parameter.data) for name, parameter in trainer.model.named_parameters())
-        result["bytes"] = sum(
-            stored.nbytes
-            for name, parameter in parameters
-            for stored in stored_tensors(name, parameter, generation.rollout.scheme, generation._layers)
-        )
         yield result
         if trains:
             trainer.train()
@@ -153,7 +140,7 @@ def print_table(record: dict[str, Any], console: Console) -> None:
     table = Table(title=f"Weight sync, {record['parameters'] / 1e9:.2f} billion parameters, {record['hardware']}")
     for column in ("format", "transport", "quantizer"):
         table.add_column(column)
-    for column in ("MB", "sync s", "min-max", "of it quantize s", "digest s", "probe s", "step s", "sync share"):
+    for column in ("MB", "sync s", "min-max", "of it quantize s", "check s", "step s", "sync share"):
         table.add_column(column, justify="right")
     for cell in record["cells"]:
         names = (cell["scheme"] or "bf16", cell["transport"], cell["quantizer"])
@@ -171,8 +158,7 @@ def print_table(record: dict[str, Any], console: Console) -> None:
             f"{cell['sync_s']:.2f}",
             f"{cell['sync_s_min']:.2f}-{cell['sync_s_max']:.2f}",
             f"{cell['quantize_s']:.2f}",
-            f"{cell['digest_s']:.2f}",
-            f"{cell['probe_s']:.2f}" if "probe_s" in cell else "",
+            f"{cell['check_s']:.2f}",
             f"{sum(parts):.1f}" if parts else cell.get("failure", "")[:40],
             f"{parts[0] / sum(parts):.1%}" if parts else "",
         )
