@@ -30,29 +30,16 @@ Parameters = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
 class Shipment(NamedTuple):
-    """
-    What a transport delivers.
+    """What a transport delivers."""
 
-    Attributes:
-        tensors: The rollout weights, in checkpoint format; read once.
-        update: Name and mode of this update.
-        parameters: What they are made from.
-        announce: What the stream will hold; a collective operation.
-    """
-
-    tensors: DigestRecorder
+    tensors: DigestRecorder  # the rollout weights, in checkpoint format; read once
     update: WeightUpdate
-    parameters: Parameters
-    announce: Callable[[], TensorMetadata]
+    parameters: Parameters  # what the tensors are made from
+    announce: Callable[[], TensorMetadata]  # what the stream will hold; a collective operation
 
 
 class Transport(ABC):
-    """
-    One way to an engine.
-
-    Args:
-        engine: The engine; `None` in a process that has none.
-    """
+    """One way to an engine, which is `None` in a process that has none."""
 
     def __init__(self, engine: Engine | None) -> None:
         self.engine = engine
@@ -65,10 +52,7 @@ class Transport(ABC):
     @abstractmethod
     def deliver(self, shipment: Shipment) -> list[LoadReport]:
         """
-        Bring the weights to the engine.
-
-        Returns:
-            What each worker reports; nothing in a process without an engine.
+        Bring the weights to the engine, and return what each of its workers reports.
 
         Raises:
             RuntimeError: The engine could not load them (`ServerError` from a server).
@@ -100,13 +84,7 @@ class ServerStream(Transport):
 
 
 class CheckpointFiles(Transport):
-    """
-    To an engine that sees a directory which this run writes to.
-
-    Args:
-        engine: The engine; `None` in a process that has none.
-        folder: The directory.
-    """
+    """To an engine that sees a directory which this run writes to."""
 
     def __init__(self, engine: Engine | None, folder: CheckpointFolder) -> None:
         super().__init__(engine)
@@ -138,10 +116,7 @@ class LLMCompressorFiles(CheckpointFiles):
 
 
 def check_exhausted(tensors: DigestRecorder) -> None:
-    """
-    Raises:
-        SyncError: The engine stopped before the last tensor.
-    """
+    """Make sure that the engine has read the last tensor."""
     if not tensors.exhausted:
         raise SyncError(
             "The engine stopped reading before the last tensor, so its model is only partly updated. Resume from the "
@@ -150,29 +125,20 @@ def check_exhausted(tensors: DigestRecorder) -> None:
 
 
 class Route(NamedTuple):
-    """
-    How weights travel to a server.
+    """How weights travel to a server, and why."""
 
-    Attributes:
-        name: `"stream"` or `"checkpoint"`.
-        reason: Why.
-    """
-
-    name: str
+    name: str  # "stream" or "checkpoint"
     reason: str
 
 
 def choose_route(requested: str, device: torch.device, has_weight_transfer: bool) -> Route:
     """
-    Decide how weights travel to a server.
+    Decide how weights travel to a server: with `"auto"` as a stream where both sides have NCCL, else as checkpoints.
 
     Args:
         requested: `weight_sync` of the config.
         device: The trainer's.
         has_weight_transfer: Whether the server was started with vLLM's NCCL weight transfer.
-
-    Returns:
-        The route; with `"auto"`, a stream where both sides have NCCL, else checkpoints.
 
     Raises:
         ValueError: A stream is asked for, and this trainer or this server cannot have one.

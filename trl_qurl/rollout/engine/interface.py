@@ -35,50 +35,28 @@ class WeightUpdate(NamedTuple):
 
 
 class LoadReport(NamedTuple):
-    """
-    What one worker says about the weights it has just loaded.
-
-    Attributes:
-        version: Name of the weights.
-        digests: Tensor name to digest; empty if none were asked for.
-        held: Parameters found in the model as they came in; 0 if no digests were asked for.
-    """
+    """What one worker says about the weights it has just loaded."""
 
     version: str
-    digests: dict[str, str]
-    held: int
+    digests: dict[str, str]  # tensor name to digest; empty if none were asked for
+    held: int  # parameters found in the model as they came in; 0 if no digests were asked for
 
 
 class EngineDescription(NamedTuple):
-    """
-    What an engine says about itself.
+    """What an engine says about itself."""
 
-    Attributes:
-        format: compressed-tensors' name for how the codes are stored; `None` for unquantized weights.
-        ignore: Patterns of the modules kept in full precision.
-        block_size: Tokens per block of the key-value cache.
-        max_model_len: Tokens of the longest sequence.
-        dtype: Of the layers that are not quantized, as torch calls it; `None` where they differ.
-    """
-
-    format: str | None
-    ignore: list[str]
-    block_size: int
-    max_model_len: int
-    dtype: str | None
+    format: str | None  # compressed-tensors' name for how the codes are stored; `None` for unquantized weights
+    ignore: list[str]  # patterns of the modules kept in full precision
+    block_size: int  # tokens per block of the key-value cache
+    max_model_len: int  # tokens of the longest sequence
+    dtype: str | None  # of the layers that are not quantized, as torch calls it; `None` where they differ
 
 
 class Continuation(NamedTuple):
-    """
-    A greedy continuation of a prompt.
-
-    Attributes:
-        tokens: The tokens.
-        logps: At each of them, the likeliest tokens' log-probabilities, in nats.
-    """
+    """A greedy continuation of a prompt."""
 
     tokens: list[int]
-    logps: list[dict[int, float]]
+    logps: list[dict[int, float]]  # at each token, the likeliest tokens' log-probabilities, in nats
 
 
 class Engine(ABC):
@@ -109,16 +87,7 @@ class Engine(ABC):
 
     @abstractmethod
     def load_checkpoint(self, path: Path, update: WeightUpdate) -> list[LoadReport]:
-        """
-        Replace the weights in place from a checkpoint directory that the engine sees; otherwise as `load_stream`.
-
-        Args:
-            path: The directory.
-            update: Name and mode of this update.
-
-        Returns:
-            One report per worker.
-        """
+        """Replace the weights in place from a checkpoint directory that the engine sees; otherwise as `load_stream`."""
 
     @abstractmethod
     def version(self) -> str:
@@ -126,13 +95,7 @@ class Engine(ABC):
 
     @abstractmethod
     def continue_greedily(self, prompts: list[list[int]], steps: int) -> list[Continuation]:
-        """
-        Continue each prompt by its likeliest tokens, end tokens included, without touching any random state.
-
-        Args:
-            prompts: Token lists.
-            steps: Tokens to add.
-        """
+        """Continue each prompt by its likeliest tokens, end tokens included, without touching any random state."""
 
     @abstractmethod
     def describe(self) -> EngineDescription:
