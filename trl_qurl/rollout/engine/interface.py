@@ -87,7 +87,7 @@ class Engine(ABC):
 
     @abstractmethod
     def load_checkpoint(self, path: Path, update: WeightUpdate) -> list[LoadReport]:
-        """Replace the weights in place by a checkpoint in a directory that the engine sees; as `load_stream` otherwise."""
+        """As `load_stream`, from a checkpoint directory that the engine sees."""
 
     @abstractmethod
     def version(self) -> str:
