@@ -1,24 +1,52 @@
 """Processes that tests start: training scenarios, engines and servers."""
 
+import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import forks
 import pytest
-from forks import Forks, WarmPython
-from tiny import tiny_model, tiny_tokenizer
 
 SCENARIOS = Path(__file__).parent / "scenarios"
+
+# Workers and what they start share the cores, and engines that live for seconds need not be compiled (vLLM compiles
+# its sampler even with `enforce_eager`).
+os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+
+SHARED_DIRECTORY = "TRL_QURL_TESTS"
+"""Variable with a directory of this run of pytest, the same for all of its workers."""
+
+SCENARIO_BYTES = 2 * 2**30
+"""Most memory that one process of a scenario has been seen to take, and some more."""
+
+LONGEST_FIRST = (
+    "server",
+    "trainer",
+    "matrix servers",
+    "matrix",
+    "ppo",
+    "faults",
+    "notebooks",
+    "colocated",
+    "evaluation",
+    "saving",
+    "bench",
+    "resume",
+)
+"""Groups of tests in the order in which workers take them, so that none is left to the end."""
 
 DISTRIBUTED_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What TRL sets for an engine in its own process."""
@@ -29,7 +57,6 @@ def child_environment(**extra: str) -> dict[str, str]:
     # An engine in this process leaves its rank behind in the environment; a child has its own.
     inherited = {name: value for name, value in os.environ.items() if name not in DISTRIBUTED_VARIABLES}
     return inherited | {
-        "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "MASTER_PORT": str(free_port()),
@@ -44,30 +71,114 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-@pytest.fixture(scope="session")
-def forks() -> Forks:
-    return Forks(child_environment(VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR"))
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        directory = Path(tempfile.mkdtemp(prefix="trl-qurl-tests-"))
+        (directory / "owner").write_text(str(os.getpid()))
+        os.environ[SHARED_DIRECTORY] = str(directory)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ.pop(SHARED_DIRECTORY), ignore_errors=True)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long groups first, then other tests with engines, then the rest."""
+
+    def place(item: pytest.Item) -> int:
+        mark = item.get_closest_marker("xdist_group")
+        group = mark and (mark.args[0] if mark.args else mark.kwargs["name"])
+        if group in LONGEST_FIRST:
+            return LONGEST_FIRST.index(group)
+        return len(LONGEST_FIRST) + (group is None) + (item.get_closest_marker("vllm") is None)
+
+    items.sort(key=place)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if not session.config.option.collectonly and any("warm_python" in item.fixturenames for item in session.items):
+        start_forks()  # imports while the first tests run
+
+
+def start_forks() -> Path:
+    directory = Path(os.environ[SHARED_DIRECTORY])
+    environment = child_environment(VLLM_LOGGING_LEVEL="ERROR")
+    return forks.start(directory, environment, owner=int((directory / "owner").read_text()))
 
 
 @pytest.fixture(scope="session")
-def run_scenario(forks, tmp_path_factory) -> Callable[..., Any]:
+def warm_python() -> Path:
+    """A `python` that has imported everything, for what need not show that it starts from nothing (`forks`)."""
+    return start_forks()
+
+
+@contextmanager
+def memory_for(processes: int) -> Iterator[None]:
+    """Wait until the scenarios that run, of whatever worker, leave room for so many processes more."""
+    directory = Path(os.environ[SHARED_DIRECTORY])
+    slots = max(2, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SCENARIO_BYTES)
+    with ExitStack() as taken:
+        with (directory / "queue").open("w") as queue:  # one at a time, so that no two wait for each other
+            fcntl.flock(queue, fcntl.LOCK_EX)
+            for _ in range(min(processes, slots)):
+                taken.callback(take_slot(directory, slots).close)
+        yield
+
+
+def take_slot(directory: Path, slots: int) -> IO[str]:
+    """A file that nobody else has locked, locked; where there is none, the first once it is given back."""
+    for number in range(slots):
+        file = (directory / f"slot-{number}").open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            file.close()
+    file = (directory / "slot-0").open("w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file
+
+
+@pytest.fixture(scope="session")
+def run_scenario(warm_python, tmp_path_factory) -> Callable[..., Any]:
     """Run a script of tests/scenarios, in one process or several, and return the record it prints."""
 
     def run(script: str, *arguments: object, processes: int = 1, **extra: str) -> Any:
-        environment = child_environment(**extra)
+        command = [warm_python, SCENARIOS / script, *map(str, arguments)]
+        environment = child_environment(VLLM_LOGGING_LEVEL="ERROR", **extra)
         environments = [environment] if processes == 1 else launched_environments(environment, processes)
-        finished = forks.run(
-            SCENARIOS / script, list(map(str, arguments)), environments, tmp_path_factory.mktemp("printed"), 400
-        )
-        records = [line for process in finished for line in process.stdout.splitlines() if line.startswith("RECORD ")]
-        assert all(process.status == 0 for process in finished) and len(records) == 1, "\n".join(
-            f"{script} {' '.join(map(str, arguments))}, process {rank}, ended with {process.status}:\n"
-            f"{process.stdout[-3000:]}\n{process.stderr[-6000:]}"
-            for rank, process in enumerate(finished)
+        directory = tmp_path_factory.mktemp("printed")
+        printed = [[directory / f"{rank}.{name}" for name in ("out", "err")] for rank in range(processes)]
+        started = []
+        with memory_for(processes), ExitStack() as end:
+            for environment, paths in zip(environments, printed, strict=True):
+                out, err = (end.enter_context(path.open("w")) for path in paths)
+                process = subprocess.Popen(
+                    command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err, process_group=0
+                )
+                started.append(process)
+                end.callback(kill_group, process)
+            for process in started:
+                process.wait(400)
+        outs, errs = zip(*([path.read_text(errors="replace") for path in paths] for paths in printed), strict=True)
+        records = [line for out in outs for line in out.splitlines() if line.startswith("RECORD ")]
+        assert not any(process.returncode for process in started) and len(records) == 1, "\n".join(
+            f"{script} {' '.join(map(str, arguments))}, process {rank}, ended with {process.returncode}:\n"
+            f"{outs[rank][-3000:]}\n{errs[rank][-6000:]}"
+            for rank, process in enumerate(started)
         )
         return json.loads(records[0].removeprefix("RECORD "))
 
     return run
+
+
+def kill_group(leader: subprocess.Popen) -> None:
+    """A process that leads a group, and the group with it, unless it has ended."""
+    if leader.poll() is None:
+        os.killpg(leader.pid, signal.SIGKILL)
+        leader.wait(30)
 
 
 @pytest.fixture(scope="session")
@@ -82,16 +193,10 @@ def train(run_scenario) -> Callable[..., list[Any]]:
 
 
 @pytest.fixture(scope="session")
-def warm_python(forks, tmp_path_factory) -> Iterator[WarmPython]:
-    """A `python` that has imported TRL and vLLM already."""
-    python = WarmPython(forks, tmp_path_factory.mktemp("python"))
-    yield python
-    python.close()
-
-
-@pytest.fixture(scope="session")
 def int8_server(tmp_path_factory) -> Iterator["Server"]:
     """A server of the tiny model, for all tests that leave it alive."""
+    from tiny import tiny_model, tiny_tokenizer
+
     directory = tmp_path_factory.mktemp("server")
     tiny_model().save_pretrained(directory / "model")
     tiny_tokenizer().save_pretrained(directory / "model")
@@ -120,7 +225,7 @@ class Server:
         directory: For its log and its cache.
         arguments: Further arguments.
         port: Where the last one listened, to start it again in its place.
-        python: What runs it.
+        python: What starts it.
     """
 
     def __init__(
@@ -129,17 +234,18 @@ class Server:
         directory: Path,
         *arguments: str,
         port: int | None = None,
-        python: str | Path = sys.executable,
+        python: Path | str = sys.executable,
     ) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = directory / f"server-{time.monotonic_ns()}.log"
-        command = [str(python), "-m", "trl_qurl", "serve", str(model), "--port", str(self.port), *arguments]
+        command = [python, "-m", "trl_qurl", "serve", str(model), "--port", str(self.port)]
+        command += [*arguments, "--kv-cache-memory-bytes", "64M"]
         command += ["--enforce-eager", "--max-model-len", "64", "--max-num-seqs", "16"]
-        environment = child_environment(TRL_QURL_CACHE=str(directory / "cache"), VLLM_CPU_KVCACHE_SPACE="1")
+        environment = child_environment(TRL_QURL_CACHE=str(directory / "cache"))
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
-                command, env=environment, stdout=output, stderr=output, start_new_session=True
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0
             )
 
     def wait_until_healthy(self, timeout: float = 240.0) -> "Server":

@@ -1,194 +1,275 @@
 """
-Scripts in processes forked off one that has imported TRL and vLLM.
+A `python` that has imported TRL and vLLM before it starts.
 
-A fresh Python takes about ten seconds of processor time to import them, more than most scenarios run for; with a
-server of forks (`multiprocessing`'s) each of the tests' workers pays once.
+A fresh Python takes about ten seconds of processor time to import them, more than most of what the tests start runs
+for. So one process of a test run imports everything and then forks (`serve`), and a small program stands in for
+`python` (`SHIM`): it sends its arguments, its environment and its open files to that process, and behaves as the fork
+does. Programs that start further ones by `sys.executable` or multiprocessing start forks as well.
 """
 
 import atexit
+import fcntl
+import gc
+import json
 import multiprocessing
 import os
 import runpy
+import selectors
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from multiprocessing import forkserver
-from multiprocessing.connection import Connection, Listener, wait
+import types
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 PRELOADED = [
     "trl.trainer.grpo_trainer",
     "vllm.entrypoints.llm",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.model_executor.models.qwen2",
+    "vllm.model_executor.models.registry",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "transformers.models.qwen2.modeling_qwen2",
+    "llmcompressor",
     "peft",
     "trl_qurl.trainers.grpo",
     "trl_qurl.trainers.ppo",
 ]
 
+# What it does not know how to start, such as `python -I`, the real Python does.
+SHIM = """#!{python} -IS
+import json, os, signal, socket, struct, sys
 
-class Finished(NamedTuple):
-    """What one process printed, and how it ended."""
-
-    status: int
-    stdout: str
-    stderr: str
-
-
-class Forks:
-    """
-    Args:
-        environment: Variables of every process; modules read some of them while they are imported.
-    """
-
-    def __init__(self, environment: dict[str, str]) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
-        with replaced_environment(environment):
-            forkserver.ensure_running()
-
-    def run(
-        self, script: Path, arguments: list[str], environments: list[dict[str, str]], directory: Path, timeout: float
-    ) -> list[Finished]:
-        """
-        Run a script as `python SCRIPT ARGUMENTS` does, once for each environment, all at the same time.
-
-        Args:
-            directory: Empty; for what the processes print.
-            timeout: Seconds until they are killed.
-
-        Raises:
-            subprocess.TimeoutExpired: If they were.
-        """
-        outputs = [(directory / f"{rank}.out", directory / f"{rank}.err") for rank in range(len(environments))]
-        processes = [
-            self._context.Process(target=be_script, args=(script, arguments, environment, *paths))
-            for environment, paths in zip(environments, outputs, strict=True)
-        ]
-        for process in processes:
-            process.start()
-        try:
-            for process in processes:
-                process.join(timeout)
-                if process.exitcode is None:
-                    raise subprocess.TimeoutExpired(str(script), timeout, outputs[0][0].read_bytes())
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    os.killpg(process.pid, signal.SIGKILL)
-        return [
-            Finished(process.exitcode, *(path.read_text(errors="replace") for path in paths))
-            for process, paths in zip(processes, outputs, strict=True)
-        ]
-
-
-def be_script(script: Path, arguments: list[str], environment: dict[str, str], stdout: Path, stderr: Path) -> None:
-    """Become the process that `python SCRIPT ARGUMENTS` would be."""
-    os.setsid()  # what it starts is killed with it
-    for path, descriptor in ((stdout, 1), (stderr, 2)):
-        with path.open("wb") as output:
-            os.dup2(output.fileno(), descriptor)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.parent))
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    finally:
-        atexit._run_exitfuncs()  # multiprocessing's children end without: temporary directories would be left
-
-
-CLIENT = """#!{python}
-import os
-import sys
-from multiprocessing.connection import Client
-
-if sys.argv[1] != "-m" and sys.argv[1].startswith("-"):  # such as PyTorch's compiler trying what the processor has
+arguments = sys.argv[1:]
+while arguments and arguments[0] in ("-B", "-u", "-W"):
+    del arguments[: 1 + (arguments[0] == "-W")]
+if not arguments or arguments[0].startswith("-") and arguments[0] not in ("-c", "-m"):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
-with Client({address!r}) as server:
-    outputs = [os.readlink(f"/proc/self/fd/{{descriptor}}") for descriptor in (1, 2)]
-    server.send((sys.argv[1:], os.getcwd(), dict(os.environ), outputs))
-    sys.exit(server.recv())
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+files = []
+for descriptor in map(int, os.listdir("/proc/self/fd")):
+    try:
+        if descriptor != server.fileno():
+            os.fstat(descriptor)
+            files.append(descriptor)
+    except OSError:  # the list's own
+        pass
+job = dict(arguments=arguments, environment=dict(os.environ), directory=os.getcwd(), files=files, group=os.getpgrp())
+job = json.dumps(job).encode()
+socket.send_fds(server, [struct.pack("I", len(job))], files)
+server.sendall(job)
+answers = server.makefile()
+process = int(answers.readline() or sys.exit("The process that forks has ended:\\n" + open({log!r}).read()))
+
+def forward(number, frame):
+    try:
+        os.kill(process, number)
+    except ProcessLookupError:
+        pass
+
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, forward)
+for descriptor in files:  # a pipe ends when the fork closes it
+    os.close(descriptor)
+status = int(answers.readline() or 1)
+if status < 0:
+    if status != -signal.SIGKILL:
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+os._exit(status)
 """
 
 
-class WarmPython:
+def start(directory: Path, environment: dict[str, str], owner: int) -> Path:
     """
-    A program that takes the arguments of `python` and is a fork of a process that has imported everything.
-
-    For code that starts `sys.executable` often; what is started this way has this program as its `sys.executable` too.
-    Output must go to files. Who kills the program kills the fork.
+    Start the process that forks, unless it has been, and return at once.
 
     Args:
-        forks: Where the processes come from.
-        directory: For the program.
+        directory: Which only this user can read; of the processes that share the forks.
+        environment: Variables of the process; modules read some of them while they are imported.
+        owner: Process at whose end everything is killed.
+
+    Returns:
+        The program that stands in for `python`; it waits until everything is imported.
     """
-
-    def __init__(self, forks: Forks, directory: Path) -> None:
-        self.path = directory / "python"
-        self._context = forks._context
-        self._listener = Listener(str(directory / "socket"), backlog=8)
-        self.path.write_text(CLIENT.format(python=sys.executable, address=self._listener.address))
-        self.path.chmod(0o755)
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def close(self) -> None:
-        """Start no further process."""
-        self._listener.close()
-
-    def _serve(self) -> None:
-        while True:
-            try:
-                connection = self._listener.accept()
-            except OSError:  # it is closed
-                return
-            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
-
-    def _answer(self, connection: Connection) -> None:
-        process = self._context.Process(target=be_python, args=(str(self.path), *connection.recv()))
-        process.start()
-        wait([process.sentinel, connection])  # a connection that ends is a client that was killed
-        if process.is_alive():
-            os.killpg(process.pid, signal.SIGKILL)
-        process.join()
-        with suppress(OSError):  # nobody waits for it
-            connection.send(process.exitcode)
+    shim = directory / "python"
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if shim.exists():
+            return shim
+        address = str(directory / "socket")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen(64)
+            command = [sys.executable, __file__, str(listener.fileno()), str(owner), str(shim)]
+            with (directory / "log").open("w") as log:  # what libraries say while they are imported
+                subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[listener.fileno()],
+                )
+        unfinished = shim.with_suffix(".new")
+        unfinished.write_text(SHIM.format(python=sys.executable, address=address, log=str(directory / "log")))
+        unfinished.chmod(0o755)
+        unfinished.rename(shim)
+    return shim
 
 
-def be_python(
-    executable: str, arguments: list[str], directory: str, environment: dict[str, str], outputs: list[str]
-) -> None:
-    """Become the process that `python ARGUMENTS` would be, for a script or `-m MODULE`."""
-    os.setsid()
-    for path, descriptor in zip(outputs, (1, 2), strict=True):
-        with open(path, "ab") as output:
-            os.dup2(output.fileno(), descriptor)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(directory)
-    sys.executable = executable
-    try:
-        if arguments[0] == "-m":
-            sys.argv = arguments[1:]
-            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+def serve(listener: socket.socket, owner: int) -> dict[str, Any]:
+    """Fork for every shim that asks. Returns in the forks only: what each is to become."""
+    events = selectors.DefaultSelector()
+    events.register(listener, selectors.EVENT_READ)
+    events.register(os.pidfd_open(owner), selectors.EVENT_READ)
+    shims: dict[int, socket.socket] = {}  # by process, and the other way round by what an event comes from
+    processes: dict[Any, int] = {}
+    while True:
+        for key, _ in events.select():
+            if key.fileobj is listener:
+                connection, _ = listener.accept()
+                job = receive(connection)
+                if job is None:  # killed before it had said what it wants
+                    connection.close()
+                    continue
+                process = os.fork()
+                if process == 0:
+                    for other in [*events.get_map().values()]:
+                        os.close(other.fd)
+                    events.close()
+                    connection.close()
+                    return job
+                for descriptor in job["received"]:
+                    os.close(descriptor)
+                shims[process] = connection
+                for event in (connection, os.pidfd_open(process)):
+                    processes[event] = process
+                    events.register(event, selectors.EVENT_READ)
+                tell(connection, process)
+            elif key.fileobj not in processes:  # the owner has ended
+                for process in shims:
+                    kill(process)
+                os._exit(0)
+            else:
+                process = processes.pop(key.fileobj)
+                events.unregister(key.fileobj)
+                if isinstance(key.fileobj, socket.socket):  # the shim was killed
+                    kill(process)
+                    continue
+                os.close(key.fileobj)
+                connection = shims.pop(process)
+                tell(connection, os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+                if processes.pop(connection, None):
+                    events.unregister(connection)
+                connection.close()
+
+
+def receive(connection: socket.socket) -> dict[str, Any] | None:
+    """What a shim asks for, with its open files under `received`."""
+    header, files, _, _ = socket.recv_fds(connection, 4, 253)
+    if len(header) < 4:
+        return None
+    (length,) = struct.unpack("I", header)
+    content = b""
+    while len(content) < length:
+        part = connection.recv(length - len(content))
+        if not part:
+            return None
+        content += part
+    return json.loads(content) | {"received": files}
+
+
+def tell(connection: socket.socket, number: int) -> None:
+    with suppress(OSError):  # nobody listens any more
+        connection.sendall(b"%d\n" % number)
+
+
+def kill(process: int) -> None:
+    """With all that it started, where it leads a session of its own."""
+    with suppress(ProcessLookupError):
+        if os.getsid(process) == process:
+            os.killpg(process, signal.SIGKILL)
         else:
-            sys.argv = arguments
-            sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
-            runpy.run_path(arguments[0], run_name="__main__")
-    finally:
-        atexit._run_exitfuncs()
+            os.kill(process, signal.SIGKILL)
 
 
-@contextmanager
-def replaced_environment(environment: dict[str, str]) -> Iterator[None]:
-    """`environment` instead of this process's variables."""
-    before = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(environment)
+def become(job: dict[str, Any]) -> None:
+    """Be the process that `python ARGUMENTS` would be, and end as it does."""
     try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+        os.setpgid(0, job["group"])
+    except PermissionError:  # the group belongs to another session
+        os.setsid()
+    os.chdir(job["directory"])
+    os.environ.clear()
+    os.environ.update(job["environment"])
+    free = 1 + max(job["files"] + job["received"])
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, free) for descriptor in job["received"]]
+    for descriptor in job["received"]:
+        os.close(descriptor)
+    for number, descriptor in zip(job["files"], moved, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+
+    kind, *further = job["arguments"]
+    sys.path[0] = str(Path(kind).resolve().parent) if kind not in ("-c", "-m") else ""
+    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [place for place in places if place and place not in sys.path]
+    if kind == "-c":
+        code, *further = further
+        sys.argv = ["-c", *further]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(code, "<string>", "exec"), main.__dict__)
+    elif kind == "-m":
+        sys.argv = further
+        runpy.run_module(further[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [kind, *further]
+        runpy.run_path(kind, run_name="__main__")
+
+
+def end_of(job: dict[str, Any]) -> int:
+    """The exit status after all that a Python does at its end, but for taking itself apart."""
+    status: Any = 0
+    try:
+        become(job)
+    except SystemExit as end:
+        status = end.code or 0
+        if not isinstance(status, int):
+            print(status, file=sys.stderr)
+            status = 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BrokenPipeError, ValueError):
+            stream.flush()
+    return status & 0xFF
+
+
+def main() -> None:
+    listener, owner, shim = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Control-C is for the tests, which end this process
+    sys.path[0] = os.getcwd()
+    for name in PRELOADED:
+        with suppress(ImportError):
+            __import__(name)
+    gc.freeze()  # forks share the memory of what their collections of garbage leave alone
+    sys.executable = shim
+    multiprocessing.set_executable(shim)
+    job = serve(listener, owner)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os._exit(end_of(job))
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,7 @@ import pytest
 from conftest import child_environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny_model
+from tiny import ENGINE, tiny_model
 
 from trl_qurl.lab.bench.costs import EngineCosts, Range, Timing, TrainingCosts, at_size, per_token
 from trl_qurl.lab.bench.prediction import WORTHWHILE, break_even, compare, predict_step
@@ -210,7 +210,8 @@ def test_nothing_left_to_quantize(tmp_path):
         save_config(str(tmp_path), Workload(16, 16), [SCHEMES["int8"]], ("re:.*",), str(tmp_path / "copy"))
 
 
-def test_a_process_that_fails_says_what_it_said(tmp_path, capfd):
+def test_a_process_that_fails_says_what_it_said(warm_python, monkeypatch, tmp_path, capfd):
+    monkeypatch.setattr(sys, "executable", str(warm_python))
     with pytest.raises(ChildProcessError, match="INT8 rollouts ended with 1; what it said last is above"):
         run_job(Job(str(tmp_path / "nowhere"), "int8", Workload(), 1.0), tmp_path)
     assert "nowhere" in capfd.readouterr().err
@@ -221,13 +222,14 @@ def test_a_process_that_fails_says_what_it_said(tmp_path, capfd):
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("bench")
-def test_the_command(tmp_path):
+def test_the_command(warm_python, tmp_path):
     tiny_model().config.save_pretrained(tmp_path / "model")
-    command = [sys.executable, "-m", "trl_qurl", "bench", tmp_path / "model", "--quick", "-o", tmp_path / "bench.json"]
+    command = [warm_python, "-m", "trl_qurl", "bench", tmp_path / "model", "--quick", "-o", tmp_path / "bench.json"]
     command += ["--prompt-len", "16", "--completion-len", "40", "--batch", "16", "--train-batch", "4"]
+    command += ["--engine-kwargs", json.dumps(ENGINE)]
     done = subprocess.run(
         list(map(str, command)),
-        env=child_environment(VLLM_CPU_KVCACHE_SPACE="1", COLUMNS="80"),
+        env=child_environment(COLUMNS="80"),
         capture_output=True,
         text=True,
         timeout=400,

@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import json
+import multiprocessing.spawn
 import subprocess
 import sys
 from itertools import product
@@ -34,16 +35,15 @@ def quantizer(monkeypatch):
     ("dtypes", "schemes"),
     [
         (["float32"], ["int8"]),
-        # Each of the four cases takes three processes, which are to be fresh because their memory is measured.
         pytest.param(["float32", "bfloat16"], ["int8", "fp8"], marks=pytest.mark.slow),
     ],
     ids=["one case", "all cases"],
 )
-def test_quantizer_benchmark_fills_every_cell(dtypes, schemes, tmp_path):
+def test_quantizer_benchmark_fills_every_cell(dtypes, schemes, warm_python, tmp_path):
     output = tmp_path / "results" / "quantizer.json"
     size = ["--layers", "2", "--hidden", "64", "--vocabulary", "512", "--repeats", "3", "--device", "cpu"]
     command = [
-        sys.executable,
+        warm_python,
         BENCHMARKS / "quantizer.py",
         *size,
         "--output",
@@ -146,12 +146,21 @@ def test_a_benchmark_with_engines_fills_every_cell(name, further, figure, tmp_pa
     assert len(cells) == 4 and all(cell[figure] > 0 and "failure" not in cell for cell in cells)
 
 
+@pytest.fixture
+def warm_spawn(warm_python):
+    """New processes of multiprocessing's import nothing that takes long."""
+    before = multiprocessing.spawn.get_executable()
+    multiprocessing.set_executable(str(warm_python))
+    yield
+    multiprocessing.set_executable(before)
+
+
 def divide_by_zero():
     yield {"first": 1}
     yield {"second": 1 / 0}
 
 
-def test_what_was_measured_before_a_fault_is_kept(monkeypatch):
+def test_what_was_measured_before_a_fault_is_kept(warm_spawn, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     result = importlib.import_module("apart").measure_apart(divide_by_zero)
     assert result == {"first": 1, "failure": "ZeroDivisionError: division by zero"}
@@ -172,7 +181,7 @@ def build_nothing():
     raise ValueError("no\nengine")
 
 
-def test_contestants_are_asked_one_by_one_and_fail_alone(monkeypatch):
+def test_contestants_are_asked_one_by_one_and_fail_alone(warm_spawn, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     contestant = importlib.import_module("turns").Contestant
     one, other, broken = contestant(build_adder, 1), contestant(build_adder, 10), contestant(build_nothing)

@@ -23,9 +23,9 @@ ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "transformers", "trl", "vllm", "datasets", "matplotlib", "rich")
 
 
-def run(*arguments, **environment):
+def run(*arguments, python=sys.executable, **environment):
     return subprocess.run(
-        [sys.executable, "-m", "trl_qurl", *arguments],
+        [python, "-m", "trl_qurl", *arguments],
         capture_output=True,
         text=True,
         env=child_environment(**environment),
@@ -131,9 +131,9 @@ def test_control_c_is_one_line(tmp_path):
     assert (done.returncode, done.stderr) == (130, "trl-qurl: interrupted\n")
 
 
-def test_a_missing_data_set_is_one_line_without_a_traceback():
+def test_a_missing_data_set_is_one_line_without_a_traceback(warm_python):
     arguments = ("grpo", "--dataset", "missing.jsonl", "--use_cpu", "true", "--report_to", "none")
-    done = run(*arguments)
+    done = run(*arguments, python=warm_python)
     assert done.returncode == 2
     errors = [line for line in done.stderr.splitlines() if line.startswith("trl-qurl: error:")]
     assert errors == [line for line in errors if "missing.jsonl does not exist" in line] and len(errors) == 1

@@ -11,14 +11,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import child_environment
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import tiny_model, tiny_tokenizer
+from tiny import ENGINE, tiny_model, tiny_tokenizer
 
+from trl_qurl.lab.evaluation import run as evaluation_run
 from trl_qurl.lab.evaluation.answers import GREEDY, SAMPLED, Answer, AnswerFile, Request, graded
 from trl_qurl.lab.evaluation.callback import TaskEvaluationCallback
 from trl_qurl.lab.evaluation.job import Job, Sampling
@@ -294,20 +296,20 @@ def test_figures_are_counts_of_the_answers():
 
 
 @pytest.fixture(scope="module")
-def evaluated(tmp_path_factory):
+def evaluated(warm_python, tmp_path_factory):
     """A model of random weights, questions for it, and a finished evaluation in two formats."""
     directory = tmp_path_factory.mktemp("evaluation")
     tiny_model(max_position_embeddings=256).save_pretrained(directory / "model")
     tiny_tokenizer().save_pretrained(directory / "model")
     write_questions(directory / "sums.jsonl", 6)
     write_questions(directory / "more.jsonl", 4)
-    done = run_eval(directory, "whole", "--schemes", "none,int8")
+    done = run_eval(warm_python, directory, "whole", "--schemes", "none,int8")
     assert done.returncode == 0, done.stderr[-4000:]
     return directory, done
 
 
-def command(directory, name, *further):
-    start = [sys.executable, "-m", "trl_qurl", "eval", str(directory / "model")]
+def command(python, directory, name, *further):
+    start = [python, "-m", "trl_qurl", "eval", str(directory / "model")]
     start += [
         "--tasks",
         f"{directory / 'sums.jsonl'},{directory / 'more.jsonl'}",
@@ -316,17 +318,16 @@ def command(directory, name, *further):
         "--max-tokens",
         "48",
     ]
-    return [*start, "--engine-kwargs", '{"enforce_eager": true}', "--output-dir", str(directory / name), *further]
+    return [*start, "--engine-kwargs", json.dumps(ENGINE), "--output-dir", str(directory / name), *further]
 
 
 def environment(directory):
-    return child_environment(TRL_QURL_CACHE=str(directory / "cache"), VLLM_CPU_KVCACHE_SPACE="1", COLUMNS="140")
+    return child_environment(TRL_QURL_CACHE=str(directory / "cache"), COLUMNS="140")
 
 
-def run_eval(directory, name, *further):
-    return subprocess.run(
-        command(directory, name, *further), env=environment(directory), capture_output=True, text=True, timeout=400
-    )
+def run_eval(python, directory, name, *further):
+    start = command(python, directory, name, *further)
+    return subprocess.run(start, env=environment(directory), capture_output=True, text=True, timeout=400)
 
 
 @pytest.mark.vllm
@@ -354,11 +355,14 @@ def test_two_formats_side_by_side(evaluated):
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("evaluation")
-def test_a_killed_evaluation_goes_on(evaluated):
+def test_a_killed_evaluation_goes_on(warm_python, evaluated):
     directory, _ = evaluated
     path = directory / "killed" / "none.jsonl"
     process = subprocess.Popen(
-        command(directory, "killed"), env=environment(directory), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command(sys.executable, directory, "killed"),
+        env=environment(directory),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     deadline = time.monotonic() + 200
     while not path.exists() or not path.read_bytes().count(b"\n"):
@@ -373,7 +377,7 @@ def test_a_killed_evaluation_goes_on(evaluated):
     before = AnswerFile(path).answers
     assert 0 < len(before) < 50, "it was killed before the first answer, or after the last"
     assert not (directory / "killed" / "results.json").exists()
-    done = run_eval(directory, "killed")
+    done = run_eval(warm_python, directory, "killed")
     assert done.returncode == 0, done.stderr[-4000:]
     after, expected = AnswerFile(path).answers, AnswerFile(directory / "whole" / "none.jsonl").answers
     assert path.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1]), "an answer was made for the second time"
@@ -387,7 +391,8 @@ def test_a_killed_evaluation_goes_on(evaluated):
 def test_a_finished_evaluation_starts_no_engine(evaluated, monkeypatch):
     directory, _ = evaluated
     monkeypatch.setenv("TRL_QURL_CACHE", str(directory / "cache"))
-    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("a process was started"))
+    no_processes = SimpleNamespace(run=lambda *args, **kwargs: pytest.fail("a process was started"))
+    monkeypatch.setattr(evaluation_run, "subprocess", no_processes)
     tasks = [str(directory / name) for name in ("sums.jsonl", "more.jsonl")]
     before = json.loads((directory / "whole" / "results.json").read_text())["results"]
     asked = {"model": str(directory / "model"), "tasks": tasks, "output_dir": directory / "whole"}

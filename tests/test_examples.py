@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from conftest import child_environment
-from tiny import SHARED, tiny_model, tiny_tokenizer
+from tiny import ENGINE, SHARED, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 pytestmark = pytest.mark.vllm
@@ -33,7 +33,7 @@ SETTINGS = {
     "report_to": "none",
     "uaq_scale": 1.5,
     "vllm_max_model_length": 1024,
-    "vllm_engine_kwargs": {"enforce_eager": True},
+    "vllm_engine_kwargs": ENGINE,
 }
 
 
@@ -60,7 +60,7 @@ def run(command, settings, directory):
     """Train with these settings in a YAML file, and return the process."""
     (directory / "run.yaml").write_text(yaml.safe_dump(SETTINGS | settings))
     command = [*map(str, command), "--config", str(directory / "run.yaml"), "--output_dir", str(directory / "policy")]
-    environment = child_environment(VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR")
+    environment = child_environment(VLLM_LOGGING_LEVEL="ERROR")
     done = subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-6000:]
     return done
@@ -80,18 +80,18 @@ def assert_trained(directory, start, steps):
 
 
 @needs_gsm8k
-def test_two_steps_of_grpo_on_gsm8k(model, tmp_path):
+def test_two_steps_of_grpo_on_gsm8k(model, warm_python, tmp_path):
     settings = {"model_name_or_path": str(model), "dataset": str(GSM8K), "dataset_limit": 8, "max_steps": 2}
     # No update: rewards are 0 for a random model, unless luck has it.
-    run([sys.executable, EXAMPLES / "gsm8k_grpo.py"], settings | {"learning_rate": 0.0}, tmp_path)
+    run([warm_python, EXAMPLES / "gsm8k_grpo.py"], settings | {"learning_rate": 0.0}, tmp_path)
     assert_trained(tmp_path, model, steps=2)
 
 
 @needs_gsm8k
-def test_two_steps_of_ppo_on_gsm8k_with_accelerate_launch(model, tmp_path):
+def test_two_steps_of_ppo_on_gsm8k_with_accelerate_launch(model, warm_python, tmp_path):
     settings = {"model_name_or_path": str(model), "dataset": str(GSM8K), "dataset_limit": 8, "max_steps": 2}
     settings |= {"learning_rate": 0.0, "num_generations": 1}
-    launcher = [BIN / "accelerate", "launch", "--num_processes", "1", "--cpu"]
+    launcher = [warm_python, BIN / "accelerate", "launch", "--num_processes", "1", "--cpu"]
     run([*launcher, EXAMPLES / "gsm8k_ppo.py"], settings, tmp_path)
     assert_trained(tmp_path, model, steps=2)
     critic = AutoModelForTokenClassification.from_pretrained(tmp_path / "policy" / "critic")

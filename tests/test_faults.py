@@ -7,7 +7,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,8 +29,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("faults")]
 class Deployment:
     """A model, a server of it that can be lost and started again in its place, and trainers that use it."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, python: Path) -> None:
+        self.directory, self.python = directory, python
         self.model = directory / "model"
         tiny_model().save_pretrained(self.model)
         tiny_tokenizer().save_pretrained(self.model)
@@ -41,7 +40,7 @@ class Deployment:
 
     def start(self) -> Server:
         port = self.server.port if self.server else None
-        self.server = Server(self.model, self.directory, "--scheme", "int8", port=port)
+        self.server = Server(self.model, self.directory, "--scheme", "int8", port=port, python=self.python)
         return self.server
 
     def up(self) -> Server:
@@ -87,8 +86,8 @@ class Deployment:
 
 
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory):
-    deployment = Deployment(tmp_path_factory.mktemp("deployment"))
+def deployment(warm_python, tmp_path_factory):
+    deployment = Deployment(tmp_path_factory.mktemp("deployment"), warm_python)
     deployment.start()  # comes up while the first test waits for it
     yield deployment
     deployment.server.kill()
@@ -193,7 +192,7 @@ def test_trainer_is_killed_during_a_sync(deployment):
     server = deployment.up()
     config = {**deployment.config(max_steps=40, save_strategy="steps", save_steps=1), "per_device_train_batch_size": 8}
     directory = deployment.directory / "killed"
-    command = [sys.executable, SCENARIOS / "train.py", directory, "--model", deployment.model]
+    command = [deployment.python, SCENARIOS / "train.py", directory, "--model", deployment.model]
     command += ["--config", json.dumps(config)]
     trainer = subprocess.Popen(list(map(str, command)), env=child_environment())
     try:

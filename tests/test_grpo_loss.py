@@ -2,14 +2,13 @@
 
 import os
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import pytest
 import torch
 from conftest import DISTRIBUTED_VARIABLES
 from datasets import Dataset
-from tiny import tiny_model, tiny_tokenizer
+from tiny import ENGINE, tiny_model, tiny_tokenizer
 from trl import GRPOTrainer
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
@@ -34,7 +33,7 @@ def trainer(tmp_path_factory):
         epsilon=EPSILON_LOW,
         epsilon_high=EPSILON_HIGH,
         vllm_max_model_length=64,
-        vllm_engine_kwargs={"enforce_eager": True},
+        vllm_engine_kwargs=ENGINE,
         report_to=[],
         use_cpu=True,
         bf16=False,

@@ -1,7 +1,7 @@
 """The notebooks as a reader runs them, from the first cell to the last, on a tiny model and with tiny sizes.
 
 Nothing but the cell of sizes is replaced. What the notebooks start is real: `trl-qurl eval`, the trainers, vLLM; only
-the `python` that they start it with has imported everything before (`forks.WarmPython`).
+the `python` of the kernel, and so of what it starts, has imported everything before (`forks`).
 """
 
 import json
@@ -14,7 +14,6 @@ import nbformat
 import pytest
 import torch
 from conftest import child_environment
-from forks import WarmPython, replaced_environment
 from tiny import SHARED, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
@@ -77,26 +76,23 @@ def start(tmp_path_factory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module")
-def warm_python(forks, tmp_path_factory):
-    python = WarmPython(forks, tmp_path_factory.mktemp("python"))
-    yield python.path
-    python.close()
-
-
-def execute(path: Path, directory: Path, sizes: dict, more: str = "") -> nbformat.NotebookNode:
+def execute(path: Path, directory: Path, sizes: dict, python: Path | str) -> nbformat.NotebookNode:
     """The notebook with its outputs, run in a kernel of its own with these sizes."""
-    client = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel (trl-qurl[test])")
+    nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel (trl-qurl[test])")
+    import jupyter_client
+
     notebook = nbformat.read(path, 4)
     [cell] = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
     names = re.findall(r'^    "(\w+)":', cell.source, re.MULTILINE)
     assert sizes.keys() <= set(names), "sizes that the notebook does not have"
     # What is not given stays as it is, so that a size that is new in the notebook needs no change here.
-    cell.source += f"\nsizes |= {sizes!r}\n{more}"
-    with replaced_environment(child_environment(VLLM_CPU_KVCACHE_SPACE="1", PYTHONPATH=str(ROOT))):
-        client.NotebookClient(
-            notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(directory)}}
-        ).execute()
+    cell.source += f"\nsizes |= {sizes!r}"
+    kernel = jupyter_client.AsyncKernelManager(kernel_name="python3")
+    # A fork's parent is not who asked for it, and a kernel that has lost its parent ends.
+    kernel.kernel_spec.argv = [str(python), *kernel.kernel_spec.argv[1:], "--IPKernelApp.parent_handle=0"]
+    client = nbclient.NotebookClient(notebook, kernel, timeout=240, resources={"metadata": {"path": str(directory)}})
+    environment = child_environment(VLLM_CPU_KVCACHE_SPACE="1", PYTHONPATH=str(ROOT))
+    client.execute(env=environment, cleanup_kc=True)
     return notebook
 
 
@@ -145,14 +141,14 @@ def assert_trained(directory: Path, start: Path, sizes: dict) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.xdist_group("vllm")
+@pytest.mark.xdist_group("notebooks")
 def test_grpo_from_the_first_cell_to_the_last(start, warm_python, tmp_path):
     pytest.importorskip("matplotlib")
     questions = start / "sums.jsonl"
     sizes = GSM8K | {"model": str(start / "model"), "train_questions": str(questions), "generations": 4}
     sizes |= {"test_questions": f"sums={questions}", "lora_rank": 4, "formats": "none"}  # both: in the test of PPO
     path = ROOT / "notebooks" / "gsm8k_grpo.ipynb"
-    notebook = execute(path, tmp_path, sizes, f"sys.executable = {str(warm_python)!r}")
+    notebook = execute(path, tmp_path, sizes, warm_python)
 
     assert_trained(tmp_path / "run" / "int8", start, sizes)
     assert read_run(tmp_path / "run" / "16-bit").settings["rollout_quantization"] is None
@@ -169,14 +165,14 @@ def test_grpo_from_the_first_cell_to_the_last(start, warm_python, tmp_path):
 
 
 @pytest.mark.vllm
-@pytest.mark.xdist_group("vllm")
+@pytest.mark.xdist_group("notebooks")
 def test_ppo_from_the_first_cell_to_the_last(start, warm_python, tmp_path):
     pytest.importorskip("matplotlib")
     questions = start / "sums.jsonl"
     sizes = GSM8K | {"model": str(start / "model"), "train_questions": str(questions), "lora_rank": 0}
     sizes |= {"test_questions": f"sums={questions}"}
     path = ROOT / "notebooks" / "gsm8k_ppo.ipynb"
-    notebook = execute(path, tmp_path, sizes, f"sys.executable = {str(warm_python)!r}")
+    notebook = execute(path, tmp_path, sizes, warm_python)
 
     assert_trained(tmp_path / "run" / "int8", start, sizes)
     critic = AutoModelForTokenClassification.from_pretrained(tmp_path / "run" / "int8" / "critic")
@@ -196,7 +192,7 @@ def test_understanding_from_the_first_cell_to_the_last(start, tmp_path):
     pytest.importorskip("matplotlib")
     model = STORIES if STORIES.exists() else start / "model"
     sizes = {"model": str(model), "continuations": 16, "tokens": 12}
-    notebook = execute(ROOT / "notebooks" / "understanding_qurl.ipynb", tmp_path, sizes)
+    notebook = execute(ROOT / "notebooks" / "understanding_qurl.ipynb", tmp_path, sizes, sys.executable)
 
     drawn = [cell for cell in notebook.cells if cell.cell_type == "code" and "plt.show()" in cell.source]
     assert len(drawn) == 5 and all(shown(cell, "image/png") for cell in drawn)

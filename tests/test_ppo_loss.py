@@ -2,14 +2,13 @@
 
 import os
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import pytest
 import torch
 from conftest import DISTRIBUTED_VARIABLES
 from datasets import Dataset
-from tiny import tiny_model, tiny_tokenizer
+from tiny import ENGINE, tiny_model, tiny_tokenizer
 
 from trl_qurl import QuRLPPOConfig, QuRLPPOTrainer
 from trl_qurl.advantages import generalized_advantages, masked_moments, token_rewards, whiten
@@ -36,7 +35,7 @@ def build(directory, scheme, **settings):
         weight_metrics_interval=0,
         sync_check_interval=0,
         vllm_max_model_length=64,
-        vllm_engine_kwargs={"enforce_eager": True},
+        vllm_engine_kwargs=ENGINE,
         gradient_checkpointing=False,
         report_to=[],
         use_cpu=True,

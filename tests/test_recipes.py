@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny import SHARED, tiny_model, tiny_tokenizer
+from tiny import ENGINE, SHARED, tiny_model, tiny_tokenizer
 
 from trl_qurl.lab.recipes import grpo, ppo
 from trl_qurl.lab.recipes.questions import punishments
@@ -141,7 +141,7 @@ def two_steps(run_scenario, tmp_path_factory):
         argv += ["--output_dir", directory / recipe.stem, "--logging_steps", 1, "--save_strategy", "no"]
         argv += ["--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 1, "--steps_per_generation", 2]
         argv += ["--max_completion_length", 6, "--report_to", "none", "--vllm_max_model_length", 4096]
-        argv += ["--vllm_engine_kwargs", '{"enforce_eager": true}', "--sync_check_interval", 0]
+        argv += ["--vllm_engine_kwargs", json.dumps(ENGINE), "--sync_check_interval", 0]
         if module_of(recipe) is grpo:
             argv += ["--num_generations", 4, "--dynamic_sampling_max_rounds", 2]
         if recipe.stem == "dapo":

@@ -123,7 +123,6 @@ def test_the_exact_command_is_printed_and_options_are_passed_on(int8_server):
 
 
 @pytest.mark.vllm
-@pytest.mark.xdist_group("server")
 def test_control_c_during_the_start_leaves_no_process_behind(model, tmp_path):
     server = Server(model, tmp_path, "--scheme", "int8")
     try:

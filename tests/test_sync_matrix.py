@@ -77,7 +77,7 @@ def served(train, warm_python, tmp_path_factory):
         tiny_model(tie_word_embeddings=head == "tied").save_pretrained(directory / "model")
         tiny_tokenizer().save_pretrained(directory / "model")
         arguments = ["--scheme", "int8", "--dtype", dtype]
-        with vllm_server(directory / "model", directory, *arguments, python=warm_python.path) as server:
+        with vllm_server(directory / "model", directory, *arguments, python=warm_python) as server:
             cells = list(itertools.product(["full", "LoRA"], ["checkpoint", "llmcompressor"]))
             config = CHECKED | {
                 "vllm_mode": "server",

@@ -14,6 +14,9 @@ VOCABULARY = ["<pad>", "<eos>", *map(chr, range(32, 127))]
 PROBE = [40, 50, 60, 70, 41, 51, 61, 71]
 """Tokens whose log-probabilities say which weights an engine holds."""
 
+ENGINE = {"enforce_eager": True, "kv_cache_memory_bytes": 2**26}
+"""Arguments of an engine of a tiny model. vLLM fills the memory for keys and values with zeros at each start."""
+
 FAMILIES = ("llama", "qwen2", "qwen3")
 
 

@@ -10,13 +10,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from datasets import Dataset
-from tiny import tiny_model, tiny_tokenizer
+from tiny import ENGINE, tiny_model, tiny_tokenizer
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 
@@ -127,7 +126,7 @@ def main() -> None:
         vllm_max_model_length=64,
         sync_check_interval=1,
         # vLLM on CPU caches in blocks of 128 tokens by default; 32 is its smallest block.
-        vllm_engine_kwargs={"enforce_eager": True, "block_size": 32},
+        vllm_engine_kwargs=ENGINE | {"block_size": 32},
         report_to=[],
         use_cpu=True,
         bf16=False,

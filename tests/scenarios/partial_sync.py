@@ -5,12 +5,11 @@ import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tiny import tiny_model, tiny_tokenizer
+from tiny import ENGINE, tiny_model, tiny_tokenizer
 from vllm import LLM
 
 from trl_qurl.quantization import SCHEMES, quantize_weights, quantized_layer_names, write_checkpoint
@@ -18,9 +17,7 @@ from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
 
 def sync_without(left_out: str, model, checkpoint: str) -> str | None:
-    engine = LLM(
-        checkpoint, enforce_eager=True, max_model_len=64, max_num_seqs=16, worker_extension_cls=WORKER_EXTENSION
-    )
+    engine = LLM(checkpoint, **ENGINE, max_model_len=64, max_num_seqs=16, worker_extension_cls=WORKER_EXTENSION)
     parameters = ((name, parameter.data) for name, parameter in model.named_parameters())
     tensors = quantize_weights(parameters, SCHEMES["int8"], quantized_layer_names(model))
     kept = (pair for pair in tensors if left_out not in pair[0])

@@ -9,13 +9,12 @@ import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from tiny import tiny_model, tiny_tokenizer
+from tiny import ENGINE, tiny_model, tiny_tokenizer
 from vllm import LLM, _custom_ops
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -58,7 +57,7 @@ if __name__ == "__main__":
     for name, seed in (("start", 0), ("new", 1)):
         model = tiny_model(seed=seed, dtype=torch.bfloat16)
         write_checkpoint(model, tiny_tokenizer(), "int8", Path(sys.argv[1], name), quantizer="streaming")
-    engine = LLM(str(Path(sys.argv[1], "start")), enforce_eager=True, max_model_len=64, max_num_seqs=16)
+    engine = LLM(str(Path(sys.argv[1], "start")), **ENGINE, max_model_len=64, max_num_seqs=16)
     record = {"started": state(engine)}
     engine.collective_rpc("reload_weights", kwargs={"weights_path": str(Path(sys.argv[1], "new"))})
     record["reloaded"] = state(engine)

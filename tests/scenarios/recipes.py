@@ -8,7 +8,6 @@ import os
 import sys
 from importlib import import_module
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from trl_qurl.lab.evaluation.callback import ANSWERERS

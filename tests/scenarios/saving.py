@@ -14,7 +14,7 @@ import torch
 import transformers.trainer
 from datasets import Dataset
 from huggingface_hub.utils import filter_repo_objects
-from tiny import tiny_model, tiny_tokenizer
+from tiny import ENGINE, tiny_model, tiny_tokenizer
 from train import PROMPTS, count_vowels, engine_logps, split
 from transformers import TrainerCallback
 
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> dict:
         "save_strategy": "steps",
         "save_steps": 4,
         "vllm_max_model_length": 64,
-        "vllm_engine_kwargs": {"enforce_eager": True},
+        "vllm_engine_kwargs": ENGINE,
     }
     if options.lora:
         settings["share_backbone"] = True

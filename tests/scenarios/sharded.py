@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
-from tiny import tiny_model, tiny_tokenizer
+from tiny import ENGINE, tiny_model, tiny_tokenizer
 from train import PROMPTS, count_vowels, engine_logps, export, split
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> dict:
         "uaq_scale": 1.0,
         "sync_check_interval": 1,
         "vllm_max_model_length": 64,
-        "vllm_engine_kwargs": {"enforce_eager": True},
+        "vllm_engine_kwargs": ENGINE,
     }
     config |= json.loads(options.config)
     if config.get("vllm_mode") == "server":

@@ -11,14 +11,13 @@ import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
-from tiny import PROBE, tiny_model, tiny_tokenizer
+from tiny import ENGINE, PROBE, tiny_model, tiny_tokenizer
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer
 
@@ -136,7 +135,7 @@ def run(options: argparse.Namespace) -> dict:
         "bf16": False,
         "save_strategy": "no",
         "vllm_max_model_length": 64,
-        "vllm_engine_kwargs": {"enforce_eager": True},
+        "vllm_engine_kwargs": ENGINE,
     }
     config |= json.loads(options.config)
     if config.get("vllm_mode") == "server":

@@ -94,7 +94,15 @@ class CheckpointFolder:
         self.path: Path = gather_object([self._owned and self._owned.path])[writer]
 
     def write(self, name: str, rollout_tensors: NamedTensors) -> Path:
-        """Write tensors that are in checkpoint format already. A collective operation, which reads them to the end.
+        """
+        Write tensors that are in checkpoint format already. A collective operation.
+
+        Args:
+            name: Of the checkpoint, inside the directory.
+            rollout_tensors: Every process reads them to the end.
+
+        Returns:
+            The checkpoint.
 
         Raises:
             OSError: The directory cannot be written; no part of a checkpoint is left.
@@ -110,7 +118,16 @@ class CheckpointFolder:
         return path
 
     def write_with_llmcompressor(self, name: str, parameters: NamedTensors) -> Path:
-        """Let llm-compressor make a checkpoint from full-precision parameters; otherwise as `write`."""
+        """
+        Let llm-compressor make a checkpoint from full-precision parameters; otherwise as `write`.
+
+        Args:
+            name: Of the checkpoint, inside the directory.
+            parameters: Every process reads them to the end.
+
+        Returns:
+            The checkpoint.
+        """
         settings, path = self._settings, self.path / name
         assert settings.scheme is not None, "the config refuses llm-compressor without a scheme"
         write_llmcompressor_checkpoint(

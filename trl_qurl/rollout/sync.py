@@ -37,21 +37,37 @@ from trl_qurl.rollout.weight_change import WeightChangeTracker
 
 
 class Sharding(NamedTuple):
-    """How a launcher shards the policy."""
+    """
+    How a launcher shards the policy.
 
-    fsdp_version: int = 0  # 0 without FSDP
+    Attributes:
+        fsdp_version: 0 without FSDP.
+        is_zero3: Whether DeepSpeed keeps its parameters in parts.
+    """
+
+    fsdp_version: int = 0
     is_zero3: bool = False
 
 
 class SyncReport(NamedTuple):
-    """What a sync did."""
+    """
+    What a sync did.
 
-    version: str  # name of the weights that the engine holds now
-    sync_s: float  # seconds, with quantization and digests, without the probe
-    quantize_s: float  # seconds of gathering and rounding
-    check_s: float  # seconds of digests and probe
-    sent_bytes: int  # tensors made for the engine
-    metrics: dict[str, float]  # of weights and probe, where this sync was measured or probed
+    Attributes:
+        version: Name of the weights that the engine holds now.
+        sync_s: Seconds of the sync, with quantization and digests, without the probe.
+        quantize_s: Seconds of gathering and rounding.
+        check_s: Seconds of digests and probe.
+        sent_bytes: Bytes of tensors made for the engine.
+        metrics: Weight metrics and the probe's, where this sync was measured or probed.
+    """
+
+    version: str
+    sync_s: float
+    quantize_s: float
+    check_s: float
+    sent_bytes: int
+    metrics: dict[str, float]
 
 
 class WeightSync:
@@ -106,6 +122,9 @@ class WeightSync:
         Args:
             parameters: A pass over the policy's parameters.
             sharding: How they are sharded now.
+
+        Returns:
+            Name of the weights, costs and metrics.
 
         Raises:
             SyncError: The engine does not hold what was sent.

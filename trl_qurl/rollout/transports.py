@@ -30,16 +30,29 @@ Parameters = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
 class Shipment(NamedTuple):
-    """What a transport delivers."""
+    """
+    What a transport delivers.
 
-    tensors: DigestRecorder  # the rollout weights, in checkpoint format; read once
+    Attributes:
+        tensors: The rollout weights, in checkpoint format; read once.
+        update: Name and mode of this update.
+        parameters: What they are made from.
+        announce: What the stream will hold; a collective operation.
+    """
+
+    tensors: DigestRecorder
     update: WeightUpdate
-    parameters: Parameters  # what the tensors are made from
-    announce: Callable[[], TensorMetadata]  # what the stream will hold; a collective operation
+    parameters: Parameters
+    announce: Callable[[], TensorMetadata]
 
 
 class Transport(ABC):
-    """One way to an engine, which is `None` in a process that has none."""
+    """
+    One way to an engine.
+
+    Args:
+        engine: The engine; `None` in a process that has none.
+    """
 
     def __init__(self, engine: Engine | None) -> None:
         self.engine = engine
@@ -52,7 +65,10 @@ class Transport(ABC):
     @abstractmethod
     def deliver(self, shipment: Shipment) -> list[LoadReport]:
         """
-        Bring the weights to the engine, and return what each of its workers reports.
+        Bring the weights to the engine.
+
+        Returns:
+            What each worker reports; nothing in a process without an engine.
 
         Raises:
             RuntimeError: The engine could not load them (`ServerError` from a server).
@@ -84,7 +100,13 @@ class ServerStream(Transport):
 
 
 class CheckpointFiles(Transport):
-    """To an engine that sees a directory which this run writes to."""
+    """
+    To an engine that sees a directory which this run writes to.
+
+    Args:
+        engine: The engine; `None` in a process that has none.
+        folder: The directory.
+    """
 
     def __init__(self, engine: Engine | None, folder: CheckpointFolder) -> None:
         super().__init__(engine)
@@ -116,7 +138,10 @@ class LLMCompressorFiles(CheckpointFiles):
 
 
 def check_exhausted(tensors: DigestRecorder) -> None:
-    """Make sure that the engine has read the last tensor."""
+    """
+    Raises:
+        SyncError: The engine stopped before the last tensor.
+    """
     if not tensors.exhausted:
         raise SyncError(
             "The engine stopped reading before the last tensor, so its model is only partly updated. Resume from the "
@@ -125,20 +150,29 @@ def check_exhausted(tensors: DigestRecorder) -> None:
 
 
 class Route(NamedTuple):
-    """How weights travel to a server, and why."""
+    """
+    How weights travel to a server.
 
-    name: str  # "stream" or "checkpoint"
+    Attributes:
+        name: `"stream"` or `"checkpoint"`.
+        reason: Why.
+    """
+
+    name: str
     reason: str
 
 
 def choose_route(requested: str, device: torch.device, has_weight_transfer: bool) -> Route:
     """
-    Decide how weights travel to a server: with `"auto"` as a stream where both sides have NCCL, else as checkpoints.
+    Decide how weights travel to a server.
 
     Args:
         requested: `weight_sync` of the config.
         device: The trainer's.
         has_weight_transfer: Whether the server was started with vLLM's NCCL weight transfer.
+
+    Returns:
+        The route; with `"auto"`, a stream where both sides have NCCL, else checkpoints.
 
     Raises:
         ValueError: A stream is asked for, and this trainer or this server cannot have one.

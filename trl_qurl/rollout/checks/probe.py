@@ -56,10 +56,16 @@ GROWTH, LEAST_LIMIT = 4.0, 2.0
 
 
 class ProbeResult(NamedTuple):
-    """What a probe measured."""
+    """
+    What a probe measured.
 
-    distance: float  # median over steps, in nats
-    tolerance: float  # what rounding explains of it, in nats
+    Attributes:
+        distance: Median distance between engine and policy, in nats.
+        tolerance: What rounding explains of it, in nats.
+    """
+
+    distance: float
+    tolerance: float
 
     @property
     def ratio(self) -> float:
@@ -77,6 +83,9 @@ class ProbeJudge:
     def judge(self, result: ProbeResult) -> None:
         """
         Pass a result, warn about it, or refuse it.
+
+        Args:
+            result: Of a probe of this run.
 
         Raises:
             SyncError: The distance is out of all proportion, or is not a number.

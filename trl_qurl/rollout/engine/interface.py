@@ -35,28 +35,50 @@ class WeightUpdate(NamedTuple):
 
 
 class LoadReport(NamedTuple):
-    """What one worker says about the weights it has just loaded."""
+    """
+    What one worker says about the weights it has just loaded.
+
+    Attributes:
+        version: Name of the weights.
+        digests: Tensor name to digest; empty if none were asked for.
+        held: Parameters found in the model as they came in; 0 if no digests were asked for.
+    """
 
     version: str
-    digests: dict[str, str]  # tensor name to digest; empty if none were asked for
-    held: int  # parameters found in the model as they came in; 0 if no digests were asked for
+    digests: dict[str, str]
+    held: int
 
 
 class EngineDescription(NamedTuple):
-    """What an engine says about itself."""
+    """
+    What an engine says about itself.
 
-    format: str | None  # compressed-tensors' name for how the codes are stored; `None` for unquantized weights
-    ignore: list[str]  # patterns of the modules kept in full precision
-    block_size: int  # tokens per block of the key-value cache
-    max_model_len: int  # tokens of the longest sequence
-    dtype: str | None  # of the layers that are not quantized, as torch calls it; `None` where they differ
+    Attributes:
+        format: compressed-tensors' name for how the codes are stored; `None` for unquantized weights.
+        ignore: Patterns of the modules kept in full precision.
+        block_size: Tokens per block of the key-value cache.
+        max_model_len: Tokens of the longest sequence.
+        dtype: Of the layers that are not quantized, as torch calls it; `None` where they differ.
+    """
+
+    format: str | None
+    ignore: list[str]
+    block_size: int
+    max_model_len: int
+    dtype: str | None
 
 
 class Continuation(NamedTuple):
-    """A greedy continuation of a prompt."""
+    """
+    A greedy continuation of a prompt.
+
+    Attributes:
+        tokens: The tokens.
+        logps: At each of them, the likeliest tokens' log-probabilities, in nats.
+    """
 
     tokens: list[int]
-    logps: list[dict[int, float]]  # at each token, the likeliest tokens' log-probabilities, in nats
+    logps: list[dict[int, float]]
 
 
 class Engine(ABC):
@@ -87,7 +109,16 @@ class Engine(ABC):
 
     @abstractmethod
     def load_checkpoint(self, path: Path, update: WeightUpdate) -> list[LoadReport]:
-        """As `load_stream`, from a checkpoint directory that the engine sees."""
+        """
+        Replace the weights in place from a checkpoint directory that the engine sees; otherwise as `load_stream`.
+
+        Args:
+            path: The directory.
+            update: Name and mode of this update.
+
+        Returns:
+            One report per worker.
+        """
 
     @abstractmethod
     def version(self) -> str:
@@ -95,7 +126,13 @@ class Engine(ABC):
 
     @abstractmethod
     def continue_greedily(self, prompts: list[list[int]], steps: int) -> list[Continuation]:
-        """Continue each prompt by its likeliest tokens, end tokens included, without touching any random state."""
+        """
+        Continue each prompt by its likeliest tokens, end tokens included, without touching any random state.
+
+        Args:
+            prompts: Token lists.
+            steps: Tokens to add.
+        """
 
     @abstractmethod
     def describe(self) -> EngineDescription:
