@@ -1,8 +1,8 @@
-"""Extension of griffe: docstrings in the manner of Hugging Face, as mkdocstrings reads them.
+"""Extension of griffe that turns Hugging Face's form of docstrings into Google style for mkdocstrings.
 
-A config's docstring puts its arguments into groups (`> Weight sync`) below one `Args:`, gives their types and defaults
-in words, and names other classes as [`~trl.GRPOConfig`]. Griffe's Google style wants an `Args:` at each group, takes
-types and defaults from the code, and a link needs its target.
+A configuration's docstring has its arguments in groups (`> Weight sync`) below one `Args:`, with types and defaults in
+words, and names other classes as [`~trl.GRPOConfig`]. Google style needs an `Args:` in each group and takes types and
+defaults from the code, and links need targets.
 """
 
 import re
@@ -23,14 +23,14 @@ OURS = {
     "QuRLPPOTrainer": "trl_qurl.QuRLPPOTrainer",
     "QuantizedRolloutsConfig": "trl_qurl.config.rollout.QuantizedRolloutsConfig",
 }
-"""What docstrings refer to, and where the reference has it."""
+"""Names that docstrings refer to, and where they are in the reference."""
 
 
 class HuggingFaceDocstrings(griffe.Extension):
     """Rewrites docstrings as they are collected."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        """Rewrite one."""
+        """Rewrite the docstring of one object."""
         if obj.docstring:
             obj.docstring.value = rewritten(obj.docstring.value)
 

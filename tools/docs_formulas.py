@@ -1,8 +1,8 @@
 r"""Hook of mkdocs: LaTeX formulas (`$$...$$` in a docstring or page, `$...$` in a line) become drawings in the page.
 
-They are drawn by matplotlib when the site is built. So the site needs neither the network nor a script to show them,
-which MathJax or KaTeX would, and a reader without them would see LaTeX. There are a dozen formulas, and matplotlib
-knows all that they use but for a few spellings. The LaTeX stands in the drawing's label, for those who have it read.
+matplotlib draws them when the site is built, so the site needs neither the network nor a script, as it would with
+MathJax or KaTeX. There are a dozen formulas, and matplotlib understands all of their LaTeX except a few spellings. The
+LaTeX is the label of the drawing, for screen readers.
 """
 
 import html
@@ -31,7 +31,7 @@ SPELLINGS = {
     r"\le ": r"\leq ",
     r"\ge ": r"\geq ",
 }
-"""LaTeX that matplotlib spells otherwise."""
+"""LaTeX that matplotlib spells differently."""
 
 POINTS = 11
 """Size of the letters before the page scales them."""
@@ -45,17 +45,17 @@ def on_page_content(page_html: str, page: Page, config: MkDocsConfig, files: Fil
 def _drawing(formula: re.Match[str]) -> str:
     latex = " ".join(html.unescape(formula["latex"]).split())
     tag = formula["tag"]
-    if tag == "div":  # on a line of its own, where fractions have room
+    if tag == "div":  # on its own line, with room for fractions
         latex = latex.replace(r"\frac", r"\dfrac")
     return f'<{tag} class="formula" role="img" aria-label="{html.escape(latex)}">{draw(latex)}</{tag}>'
 
 
 @lru_cache
 def draw(latex: str) -> str:
-    """A formula as an SVG element in the colour and size of the text around it.
+    """A formula as an SVG element with the color and size of the surrounding text.
 
     Raises:
-        ValueError: matplotlib cannot read it; the message holds the formula.
+        ValueError: If matplotlib cannot read it; the message contains the formula.
     """
     for theirs, ours in SPELLINGS.items():
         latex = latex.replace(theirs, ours)
@@ -64,7 +64,7 @@ def draw(latex: str) -> str:
         width, height, depth, _, _ = MathTextParser("path").parse(f"${latex}$", dpi=72, prop=font)
     except ValueError as error:
         raise ValueError(f"The formula {latex} cannot be drawn: {error}") from error
-    # A formula of this height and depth, with nothing around it.
+    # A figure of exactly this size.
     figure = Figure(figsize=(width / 72, height / 72))
     figure.text(0, depth / height, f"${latex}$", fontproperties=font, color="#123456")
     written = StringIO()
@@ -72,12 +72,12 @@ def draw(latex: str) -> str:
         figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
     svg = written.getvalue()
     svg = svg[svg.index("<svg") :].replace("#123456", "currentColor")
-    # Its style sheet would hold for the whole page.
+    # Its style sheet would apply to the whole page.
     svg = re.sub(r"<(metadata|style)[ >].*?</\1>", "", svg, flags=re.DOTALL)
     size = f'style="width:{width / POINTS:.3f}em;vertical-align:{-depth / POINTS:.3f}em"'
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', rf"\1 {size}", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-    # Two formulas of a page must not share names of their parts.
+    # Names must be unique within a page.
     name = f"f{zlib.crc32(latex.encode())}"
     svg = re.sub(r'id="([^"]+)"', rf'id="{name}-\1"', svg)
     return re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', svg)

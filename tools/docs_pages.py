@@ -1,8 +1,8 @@
 """Hooks of mkdocs: pages from elsewhere in the repository, links out of docs/, and the help of the command line.
 
-The Markdown files are written for GitHub, where a link may lead to any file of the repository. Here each is turned
-into what leads to the same thing on the site: a page, a file on the repository's host if `repo_url` names one, else
-plain text. Nothing in docs/ knows of the site.
+The Markdown files are written for GitHub, where a link may lead to any file of the repository. On the site a link
+becomes a link to the same page; for other files, a link to the repository's host if `repo_url` is set, otherwise plain
+text. The files in docs/ need no changes for the site.
 """
 
 import io
@@ -29,7 +29,7 @@ ELSEWHERE = {
     "notebooks/README.md": "notebooks.md",
     "requirements/README.md": "environment.md",
 }
-"""Files outside docs/ that are pages of the site."""
+"""Files outside docs/ that become pages of the site."""
 
 HELP_MARK = "<!-- Here the site has the help of every subcommand. -->"
 HELP_WIDTH = 88
@@ -47,19 +47,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links, and put the help in its place."""
+    """Convert links, and insert the help of the command line."""
     source = Path(page.file.abs_src_path).resolve().relative_to(ROOT)
-    parts = FENCE.split(markdown)  # code is left alone: every other part
+    parts = FENCE.split(markdown)  # every other part is code, which stays unchanged
     parts[::2] = [
-        LINK.sub(lambda link: _turned(link, source, page.file.src_uri, config.repo_url), part) for part in parts[::2]
+        LINK.sub(lambda link: _converted(link, source, page.file.src_uri, config.repo_url), part)
+        for part in parts[::2]
     ]
     return "".join(parts).replace(HELP_MARK, command_line_help())
 
 
 def on_page_content(page_html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """A default that a function makes, as what it makes: `['lm_head']` for `(lambda: ['lm_head'])()`.
+    """Show a default factory as its value (`['lm_head']` for `(lambda: ['lm_head'])()`).
 
-    And in tables, where long names may be broken on a narrow screen.
+    Also mark where long names in tables may break on a narrow screen.
     """
     page_html = re.sub(r"\(lambda: ([^()]*)\)\(\)", r"\1", page_html)
     return CELL.sub(lambda cell: CODE.sub(_breakable, cell[0]), page_html)
@@ -70,7 +71,7 @@ def _breakable(code: re.Match[str]) -> str:
     return f"<code>{text}</code>"
 
 
-def _turned(link: re.Match[str], source: Path, uri: str, repo_url: str | None) -> str:
+def _converted(link: re.Match[str], source: Path, uri: str, repo_url: str | None) -> str:
     target, _, anchor = link["target"].partition("#")
     if not target or re.match(r"[a-z]+:", target):
         return link[0]

@@ -1,7 +1,7 @@
-"""Hook of mkdocs: a table of every name of the reference, with the first line of its docstring.
+"""Hook of mkdocs: a table of every name in the reference, with the first line of its docstring.
 
-What the table lists is what the pages of docs/api show, by their `::: name` lines; tests/test_site.py holds it against
-the code.
+The table lists what the pages of docs/api show with their `::: name` lines; tests/test_site.py compares it with the
+code.
 """
 
 import re
@@ -21,16 +21,16 @@ REFERENCE = re.compile(r"\[`~?(?P<path>[\w.]+)`\]")
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put the table in its place."""
+    """Insert the table."""
     if MARK not in markdown:
         return markdown
     return markdown.replace(MARK, table(PAGE.findall(markdown)))
 
 
 def table(pages: list[str]) -> str:
-    """All names of some pages of docs/api, in the order in which these show them."""
+    """All names on some pages of docs/api, in their order."""
     package = griffe.load("trl_qurl", search_paths=[ROOT], resolve_aliases=True)
-    lines = ["| name | what |", "|---|---|"]
+    lines = ["| name | description |", "|---|---|"]
     for page in pages:
         for shown in SHOWN.finditer((ROOT / "docs" / "api" / page).read_text(encoding="utf-8")):
             for path, thing in named(package, shown["path"]):
@@ -39,7 +39,7 @@ def table(pages: list[str]) -> str:
 
 
 def named(package: griffe.Module, path: str) -> Iterator[tuple[str, griffe.Object]]:
-    """The thing itself, or what a module defines."""
+    """The object itself, or, for a module, everything it defines."""
     thing = package[path.removeprefix("trl_qurl.")]
     thing = thing.final_target if thing.is_alias else thing
     if not thing.is_module:

@@ -1,7 +1,7 @@
-"""Draw the pictures of docs/metrics.md from logs that are kept in the repository: python tools/metrics_pictures.py
+"""Draw the figure of docs/metrics.md from logs in the repository: python tools/metrics_pictures.py
 
-One healthy run and two sick ones, of the comparison in docs/results.md. Their figures at the end are printed as the
-page's table has them; tests/test_documentation.py holds the page to them.
+It shows one healthy run and two sick ones from the study in docs/results.md. Their final figures are printed in the
+form of the page's table; tests/test_documentation.py compares the two.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ WINDOW = 9  # rollouts
 
 
 class Shown(NamedTuple):
-    """A run, and how its lines look; Okabe and Ito's colours."""
+    """A run, and the style of its lines, in colors by Okabe and Ito."""
 
     file: str
     label: str

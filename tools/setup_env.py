@@ -1,9 +1,9 @@
 """Make `.venv` match the lock file of this machine's profile, and do nothing when it already does.
 
-The lock files name every package, so pip resolves nothing: torch goes first, with its dependencies (its CUDA
-libraries differ from build to build), then the whole lock file with `--no-deps`, then the project itself.
+The lock files name every package, so pip resolves nothing: first torch is installed with its dependencies (its CUDA
+libraries differ between builds), then the whole lock file with `--no-deps`, then the project itself.
 `requirements/README.md` says why. A state file inside `.venv` is marked complete at the very end; until then, the
-next call takes the work up again, and reinstalls whatever pip had only half unpacked.
+next call continues, and reinstalls whatever pip had only partly unpacked.
 
 Only the standard library is used: this runs before anything is installed.
 """
@@ -32,7 +32,7 @@ VENV_PYTHON = VENV / "bin" / "python"
 STATE_FILE = VENV / "trl-qurl-setup.json"
 LOG_FILE = VENV / "trl-qurl-setup.log"
 
-OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 13)  # what the lock files hold for
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 13)  # what the lock files are for
 DISK_NEEDED_GB = {"cpu": 8, "gpu": 20}  # installed size plus room to unpack
 SECONDS_BETWEEN_REPORTS = 10
 LOG_LINES_SHOWN = 15
@@ -58,7 +58,7 @@ def main() -> None:
     started = time.monotonic()
     with only_one_at_a_time():
         state = read_state()
-        if state == done:  # by the process that this one waited for
+        if state == done:  # another process finished while this one waited
             return
         if must_be_created(state, wanted):
             create_venv(profile)
@@ -77,17 +77,17 @@ def check_platform() -> None:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         fail(
             f"the lock files are for Linux on x86_64, and this is {platform.system()} on {platform.machine()}. "
-            "Install without them, into an environment of your own: pip install -e '.[vllm]'"
+            "Install without them, into your own environment: pip install -e '.[vllm]'"
         )
     if not OLDEST_PYTHON <= sys.version_info[:2] <= NEWEST_PYTHON:
         fail(
             f"this is Python {platform.python_version()}, and the lock files are for Python 3.11 to 3.13. "
-            "Name one of those: make setup PYTHON=/path/to/python3.11"
+            "Use one of those: make setup PYTHON=/path/to/python3.11"
         )
 
 
 def profile_of_this_machine() -> str:
-    """gpu where the NVIDIA driver lists a device, else cpu."""
+    """`gpu` if the NVIDIA driver lists a device, otherwise `cpu`."""
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -96,7 +96,7 @@ def profile_of_this_machine() -> str:
 
 
 def fingerprint(*files: Path) -> str:
-    """One hash of the files' contents and of where the environment lies, for the scripts in it hold that path."""
+    """A hash of the files' contents and of the environment's path, which the scripts in it contain."""
     digest = hashlib.sha256(str(VENV).encode())
     for file in files:
         digest.update(file.read_bytes())
@@ -142,11 +142,11 @@ def must_be_created(state: dict[str, object], wanted: dict[str, object]) -> bool
 
 
 def create_venv(profile: str) -> None:
-    """A fresh, empty environment; the two profiles overwrite each other's files, so an old one makes way first."""
+    """Create an empty environment, after removing an old one: the two profiles overwrite each other's files."""
     if importlib.util.find_spec("ensurepip") is None:
         fail(
             f"this Python ({sys.executable}) cannot create environments: it lacks ensurepip. "
-            "Install it (on Debian and Ubuntu the package python3-venv), or name another Python with PYTHON=..."
+            "Install it (on Debian and Ubuntu the package python3-venv), or use another Python with PYTHON=..."
         )
     old = VENV.with_name(".venv.old")
     if VENV.exists():
@@ -156,16 +156,16 @@ def create_venv(profile: str) -> None:
     if free_gb < needed_gb:
         fail(
             f"the {profile} profile needs about {needed_gb} GB of disk space, and {ROOT} has {free_gb:.1f} GB left. "
-            "Free some, or clone the repository to a larger disk"
+            "Free some space, or clone the repository to a larger disk"
         )
     print(f"creating .venv with Python {platform.python_version()}", flush=True)
     venv.create(VENV, with_pip=True)
 
 
 def forget_half_installed() -> None:
-    """Drop the metadata of every package that is not whole on disk, so that pip installs it again."""
+    """Remove the metadata of every package that is incomplete on disk, so pip installs it again."""
     for site_packages in VENV.glob("lib/python*/site-packages"):
-        for leftover in site_packages.glob("~*"):  # pip's name for what an unfinished upgrade was about to remove
+        for leftover in site_packages.glob("~*"):  # pip's names for files that an unfinished upgrade was removing
             shutil.rmtree(leftover, ignore_errors=True)
         for metadata in site_packages.glob("*.dist-info"):
             if not is_whole(metadata):
@@ -174,9 +174,9 @@ def forget_half_installed() -> None:
 
 
 def is_whole(metadata: Path) -> bool:
-    """True if pip left its INSTALLER mark, which comes last, and each file has the size that RECORD gives.
+    """True if pip has written INSTALLER, which it does last, and each file has the size that RECORD lists.
 
-    Bytecode does not count: Python itself rewrites it.
+    Bytecode is ignored, because Python rewrites it.
     """
     try:
         with open(metadata / "RECORD", newline="") as record:
@@ -188,7 +188,7 @@ def is_whole(metadata: Path) -> bool:
 
 
 def pip_install(title: str, *arguments: str | Path) -> None:
-    """Run `pip install`, its output going to the log file and a line now and then to the screen."""
+    """Run `pip install`, with its output in the log file and an occasional line on the screen."""
     print(title, flush=True)
     command = [VENV_PYTHON, "-m", "pip", "install", "--no-input", "--progress-bar", "off", *arguments]
     packages, reported = 0, time.monotonic()
