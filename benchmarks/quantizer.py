@@ -34,9 +34,8 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from trl_qurl.quantization import SCHEMES, QuantizationScheme, get_scheme, quantize_weights, quantized_layer_names
 from trl_qurl.quantization.checkpoint import (
+    CheckpointWriter,
     require_llmcompressor,
-    write_llmcompressor_checkpoint,
-    write_streamed_checkpoint,
 )
 from trl_qurl.rollout.directory import CheckpointDirectory
 
@@ -95,10 +94,8 @@ def run_stream(model: PreTrainedModel, scheme: QuantizationScheme, directory: Pa
 
 def run_written(model: PreTrainedModel, scheme: QuantizationScheme, directory: Path) -> dict[str, float]:
     """The stream as a checkpoint: the same product as llm-compressor's."""
-    layers = quantized_layer_names(model, IGNORE)
     start = time.perf_counter()
-    tensors = quantize_weights(parameters(model), scheme, layers)
-    write_streamed_checkpoint(tensors, model, None, scheme, IGNORE, directory)
+    CheckpointWriter(model, None, scheme, IGNORE).quantize(parameters(model), directory, "streaming")
     return {WRITTEN: now(model) - start}
 
 
@@ -111,7 +108,7 @@ def run_reference(model: PreTrainedModel, scheme: QuantizationScheme, directory:
         yield from parameters(model)
         copied = time.perf_counter()  # the copy holds every tensor; from here on, oneshot and save_pretrained
 
-    write_llmcompressor_checkpoint(watched(), model, None, scheme, IGNORE, directory)
+    CheckpointWriter(model, None, scheme, IGNORE).quantize(watched(), directory, "llmcompressor")
     end = now(model)
     return {REFERENCE: end - copied, REFERENCE_WITH_COPY: end - start}
 

@@ -8,7 +8,7 @@ import torch
 
 from trl_qurl import __version__, cli
 from trl_qurl.lab import environment
-from trl_qurl.quantization.schemes import Device, available_schemes
+from trl_qurl.quantization.schemes import SCHEMES
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,16 @@ def test_problems_are_named(monkeypatch):
 
 
 def test_the_formats_of_a_gpu():
-    # vLLM: INT8 from Turing to Hopper, FP8 from Ada on.
-    capabilities = [(7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]
-    formats = [[scheme.name for scheme in available_schemes(Device(capability))] for capability in capabilities]
-    assert formats == [[], ["int8"], ["int8"], ["int8", "fp8"], ["int8", "fp8"], ["fp8"], ["fp8"]]
+    # vLLM: INT8 from Turing to Hopper, FP8 starting with Ada.
+    capabilities = [(7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0), None]  # None: a CPU
+    formats = [[name for name, scheme in SCHEMES.items() if scheme.runs_on(capability)] for capability in capabilities]
+    assert formats == [
+        [],
+        ["int8"],
+        ["int8"],
+        ["int8", "fp8"],
+        ["int8", "fp8"],
+        ["fp8"],
+        ["fp8"],
+        ["int8"],
+    ]

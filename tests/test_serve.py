@@ -9,8 +9,8 @@ import pytest
 from conftest import Server
 from tiny import tiny_model, tiny_tokenizer
 
-from trl_qurl.quantization import checkpoint
 from trl_qurl.quantization.cache import CACHE_VARIABLE
+from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.rollout.engine import launch
 
 
@@ -50,7 +50,7 @@ def test_a_model_that_changed_under_its_name_is_quantized_anew(model, name):
 
 def test_servers_that_start_at_once_quantize_once(model, monkeypatch):
     writes, together = [], threading.Barrier(4)
-    write = checkpoint.write_streamed_checkpoint
+    write = CheckpointWriter.write
 
     def slow_write(*arguments):
         writes.append(time.monotonic())
@@ -61,7 +61,7 @@ def test_servers_that_start_at_once_quantize_once(model, monkeypatch):
         together.wait()
         return quantized(model)
 
-    monkeypatch.setattr(checkpoint, "write_streamed_checkpoint", slow_write)
+    monkeypatch.setattr(CheckpointWriter, "write", slow_write)
     with ThreadPoolExecutor(4) as executor:
         places = set(executor.map(start, range(4)))
     assert len(places) == len(writes) == 1

@@ -608,9 +608,7 @@ def test_remote_calls_return_dictionaries_as_they_are():
 def test_llmcompressor_quantizes_a_model_without_data():
     oneshot = body_of("llmcompressor.entrypoints.oneshot", "oneshot")
     taken = {argument.arg for argument in (*oneshot.args.args, *oneshot.args.kwonlyargs)}
-    assert {"model", "recipe"} <= taken, (
-        "oneshot takes no model and recipe; write_llmcompressor_checkpoint gives both."
-    )
+    assert {"model", "recipe"} <= taken, "oneshot takes no model and recipe; CheckpointWriter gives both."
 
 
 def test_transformers_warning_about_offloaded_modules_is_worded_as_it_is_silenced():

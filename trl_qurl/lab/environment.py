@@ -194,13 +194,13 @@ def _gpus() -> list[str]:
         return ["unknown: torch is not installed"]
     import torch
 
-    from trl_qurl.quantization.schemes import Device, available_schemes
+    from trl_qurl.quantization.schemes import SCHEMES
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     lines = [f"torch is built {'for ' if torch.version.cuda else ''}{build}"]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         device = torch.cuda.get_device_properties(index)
-        formats = [scheme.label for scheme in available_schemes(Device((device.major, device.minor)))]
+        formats = [scheme.label for scheme in SCHEMES.values() if scheme.runs_on((device.major, device.minor))]
         lines.append(
             f"{index}: {device.name}, {device.total_memory / GIB:.1f} GiB, compute capability "
             f"{device.major}.{device.minor}, kernels for {', '.join(formats) or 'no format'}"

@@ -1,4 +1,4 @@
-"""What is made once and kept between runs: quantized starting checkpoints, the demo's warm-started policy."""
+"""What is kept between runs: quantized checkpoints that servers start from, the demo's pretrained policy."""
 
 import os
 from collections.abc import Callable
@@ -10,7 +10,7 @@ CACHE_VARIABLE = "TRL_QURL_CACHE"
 
 
 def cache_directory() -> Path:
-    """`$TRL_QURL_CACHE`, or `trl-qurl` in the user's cache directory."""
+    """The cache: `$TRL_QURL_CACHE`, or `trl-qurl` in the user's cache directory."""
     if chosen := os.environ.get(CACHE_VARIABLE):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "trl-qurl"
@@ -18,13 +18,13 @@ def cache_directory() -> Path:
 
 def cached(place: Path, make: Callable[[Path], None]) -> Path:
     """
-    A directory that is made if it is not there yet.
+    Look a directory up in the cache, and make it if it is missing.
 
-    Processes that want it at once wait for the first of them instead of making it twice.
+    If several processes need it at the same time, one makes it and the others wait.
 
     Args:
-        place: The directory. Its name says all that its contents depend on.
-        make: Called with `place` where it does not exist; must create it in one step, complete.
+        place: The directory. Its name must contain everything that its contents depend on.
+        make: Called with `place` if it does not exist; must create it atomically.
 
     Returns:
         `place`.

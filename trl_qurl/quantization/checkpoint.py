@@ -1,8 +1,8 @@
-"""Whole quantized checkpoints: weights, config and tokenizer, as vLLM starts from them.
+"""Whole quantized checkpoints: weights, config and tokenizer, as vLLM loads them.
 
-There are two ways to make one. llm-compressor is the reference for what a W8A8 checkpoint is; the streamed writer
-needs no llm-compressor (which pip cannot install beside vLLM), holds no second model, and writes the same codes and
-scales. This is the only file that imports llm-compressor.
+There are two ways to make one. llm-compressor is the reference for what a checkpoint in each format is. Our stream
+writes the same tensors without it (pip cannot install it beside vLLM) and without a second model in memory. This is
+the only file that imports llm-compressor.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import io
 import os
 import warnings
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
@@ -68,18 +69,18 @@ def write_checkpoint(
     Raises:
         ValueError: Unknown scheme or quantizer, or nothing left to quantize.
         ImportError: llm-compressor is asked for and missing.
-        FileExistsError: The directory holds something else than a quantized checkpoint.
+        FileExistsError: The directory holds something other than a quantized checkpoint.
         OSError: The directory cannot be written; nothing is left behind.
     """
     check_quantizer(quantizer)
     chosen = get_scheme(scheme)
-    layers = quantized_layer_names(model, ignore, chosen)
+    quantized_layer_names(model, ignore, chosen)  # refuses what the format cannot store, whoever quantizes
     check_replaceable(output_dir)
     parameters: NamedTensors = ((name, parameter.data) for name, parameter in model.named_parameters())
     if show_progress and quantizer == "streaming":
         count = sum(1 for _ in model.named_parameters())
         parameters = tqdm(parameters, f"Rounding to {chosen.label}", count, disable=None)
-    write_parameters(parameters, model, tokenizer, chosen, layers, ignore, quantizer, output_dir)
+    CheckpointWriter(model, tokenizer, chosen, ignore).quantize(parameters, output_dir, quantizer)
 
 
 def check_quantizer(name: str) -> None:
@@ -94,131 +95,97 @@ def check_quantizer(name: str) -> None:
         require_llmcompressor()
 
 
-def write_parameters(
-    named_tensors: NamedTensors,
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase | None",
-    scheme: QuantizationScheme,
-    layers: Collection[str],
-    ignore: Collection[str],
-    quantizer: str,
-    output_dir: str | os.PathLike[str],
-) -> None:
+@dataclass(frozen=True)
+class CheckpointWriter:
     """
-    Quantize full-precision tensors into a checkpoint.
+    Writes checkpoints of one model in one format.
 
-    Args:
-        named_tensors: Parameters under their checkpoint names, each read once.
-        model: Where config and generation config come from.
+    Attributes:
+        model: Where class, config and generation config come from.
         tokenizer: Saved beside the weights, unless `None`.
-        scheme: Target format.
-        layers: What `quantized_layer_names` says of the model and `ignore`.
-        ignore: Modules kept in full precision.
-        quantizer: One of `QUANTIZERS`.
-        output_dir: Directory to create or to replace.
-
-    Raises:
-        OSError: The directory cannot be written; nothing is left behind.
+        scheme: Format of the quantized layers; `None` for an unquantized checkpoint.
+        ignore: Modules kept in full precision, in llm-compressor's pattern syntax.
     """
-    if quantizer == "streaming":
-        tensors = quantize_weights(named_tensors, scheme, layers)
-        write_streamed_checkpoint(tensors, model, tokenizer, scheme, ignore, output_dir)
-    else:
-        write_llmcompressor_checkpoint(named_tensors, model, tokenizer, scheme, ignore, output_dir)
 
+    model: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase | None"
+    scheme: QuantizationScheme | None
+    ignore: Collection[str] = ("lm_head",)
 
-def write_streamed_checkpoint(
-    named_tensors: NamedTensors,
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase | None",
-    scheme: QuantizationScheme | None,
-    ignore: Collection[str],
-    output_dir: str | os.PathLike[str],
-) -> int:
-    """
-    Write tensors that are already in checkpoint format, with the config of `model`.
+    def write(self, named_tensors: NamedTensors, output_dir: str | os.PathLike[str]) -> None:
+        """
+        Write tensors that are already in checkpoint format.
 
-    Args:
-        named_tensors: Output of `quantize_weights`, or plain parameters with `scheme=None`.
-        model: Where config and generation config come from.
-        tokenizer: Saved beside the weights, unless `None`.
-        scheme: Format of the tensors; `None` for an unquantized checkpoint.
-        ignore: Patterns that were kept in full precision, for the engine to know.
-        output_dir: Directory to create or to replace.
+        Args:
+            named_tensors: Output of `quantize_weights`, each read once.
+            output_dir: Directory to create or to replace.
 
-    Returns:
-        Bytes of tensor data written.
+        Raises:
+            OSError: The directory cannot be written; nothing is left behind.
+        """
+        with new_directory(output_dir) as draft:
+            write_tensors(named_tensors, draft)
+            self._write_companions(draft)
+            write_config(
+                self.model, draft, self.scheme.quantization_config(list(self.ignore)) if self.scheme else None
+            )
 
-    Raises:
-        OSError: The directory cannot be written; nothing is left behind.
-    """
-    with new_directory(output_dir) as draft:
-        written = write_tensors(named_tensors, draft)
-        _write_companions(model, tokenizer, draft)
-        write_config(model, draft, scheme.quantization_config(list(ignore)) if scheme else None)
-    return written
+    def quantize(self, parameters: NamedTensors, output_dir: str | os.PathLike[str], quantizer: str) -> None:
+        """
+        Quantize full-precision tensors and write the result.
 
+        Args:
+            parameters: Parameters under their checkpoint names, each read once.
+            output_dir: Directory to create or to replace.
+            quantizer: One of `QUANTIZERS`. llm-compressor copies the parameters to host memory.
 
-def write_llmcompressor_checkpoint(
-    named_tensors: NamedTensors,
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase | None",
-    scheme: QuantizationScheme,
-    ignore: Collection[str],
-    output_dir: str | os.PathLike[str],
-) -> None:
-    """
-    Write a checkpoint with llm-compressor's `oneshot` (data-free), from full-precision tensors.
+        Raises:
+            ValueError: Unknown quantizer, or layers that the scheme cannot quantize.
+            ImportError: llm-compressor is asked for and missing.
+            OSError: The directory cannot be written; nothing is left behind.
+        """
+        check_quantizer(quantizer)
+        if quantizer == "streaming":
+            layers = quantized_layer_names(self.model, self.ignore, self.scheme)
+            self.write(quantize_weights(parameters, self.scheme, layers), output_dir)
+            return
+        from llmcompressor import reset_session
 
-    Args:
-        named_tensors: Parameters under their checkpoint names. Copied to host memory.
-        model: Gives class, config and generation config of the copy that is quantized.
-        tokenizer: Saved beside the weights, unless `None`.
-        scheme: Target format.
-        ignore: Modules kept in full precision.
-        output_dir: Directory to create or to replace.
+        try:
+            self._run_llmcompressor(_duplicate(parameters, self.model), output_dir)
+        finally:
+            # The copy is part of reference cycles, and llm-compressor keeps the last one. If there is a process group,
+            # its tensors are in shared memory, and a run would fill another model's worth of it at every step.
+            with _quiet_llmcompressor():
+                reset_session()
+            gc.collect()
 
-    Raises:
-        OSError: The directory cannot be written; nothing is left behind.
-    """
-    require_llmcompressor()
-    from llmcompressor import reset_session
+    def _run_llmcompressor(self, duplicate: "PreTrainedModel", output_dir: str | os.PathLike[str]) -> None:
+        """Quantize a copy of the model in place, without data, and save it."""
+        from llmcompressor import oneshot
+        from llmcompressor.modifiers.quantization import QuantizationModifier
 
-    try:
-        _quantize_duplicate(_duplicate(named_tensors, model), model, tokenizer, scheme, ignore, output_dir)
-    finally:
-        # The copy is bound in cycles, and llm-compressor keeps hold of the last one. Where there is a process group
-        # its tensors lie in shared memory, of which a run would fill another model's worth at every step.
-        with _quiet_llmcompressor():
-            reset_session()
-        gc.collect()
+        assert self.scheme is not None, "llm-compressor has nothing to do without a format"
+        with new_directory(output_dir) as draft:
+            self._write_companions(draft)
+            # llm-compressor looks its model up by name, on the Hub unless the name is a directory: give it this one.
+            self.model.config.save_pretrained(draft)
+            duplicate.name_or_path = duplicate.config._name_or_path = str(draft)
+            recipe = QuantizationModifier(targets="Linear", scheme=self.scheme.preset, ignore=list(self.ignore))
+            with _quiet_llmcompressor():
+                oneshot(model=duplicate, recipe=recipe)
+                duplicate.save_pretrained(draft, save_compressed=True)
 
-
-def _quantize_duplicate(
-    duplicate: "PreTrainedModel",
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase | None",
-    scheme: QuantizationScheme,
-    ignore: Collection[str],
-    output_dir: str | os.PathLike[str],
-) -> None:
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-
-    with new_directory(output_dir) as draft:
-        _write_companions(model, tokenizer, draft)
-        # llm-compressor looks its model up by name, on the hub unless the name is a directory: give it this one.
-        model.config.save_pretrained(draft)
-        duplicate.name_or_path = duplicate.config._name_or_path = str(draft)
-        recipe = QuantizationModifier(targets="Linear", scheme=scheme.preset, ignore=list(ignore))
-        with _quiet_llmcompressor():
-            oneshot(model=duplicate, recipe=recipe)
-            duplicate.save_pretrained(draft, save_compressed=True)
+    def _write_companions(self, directory: os.PathLike[str]) -> None:
+        if self.model.generation_config is not None:
+            self.model.generation_config.save_pretrained(directory)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(directory)
 
 
 @contextlib.contextmanager
 def _quiet_llmcompressor() -> Iterator[None]:
-    """Keep its progress bars and its account of each stage out of a log that gets one checkpoint per step."""
+    """Hide its progress bars and messages, which would be repeated at every step."""
     from llmcompressor.logger import LOGGER_CONFIG
     from loguru import logger
 
@@ -228,7 +195,7 @@ def _quiet_llmcompressor() -> Iterator[None]:
         logger.disable(package)
     try:
         with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
-            # Saving from host memory is what is wanted here.
+            # The copy is in host memory on purpose.
             warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
             yield
     finally:
@@ -249,12 +216,3 @@ def _duplicate(named_tensors: NamedTensors, model: "PreTrainedModel") -> "PreTra
     duplicate.generation_config = model.generation_config
     duplicate.config.architectures = model.config.architectures or [type(model).__name__]
     return duplicate.eval()
-
-
-def _write_companions(
-    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None", directory: os.PathLike[str]
-) -> None:
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(directory)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)

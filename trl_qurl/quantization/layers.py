@@ -1,6 +1,6 @@
-"""Which layers of a model are quantized, named as its checkpoint names them.
+"""Which layers of a model are quantized, by their names in its checkpoint.
 
-Kept apart from the rounding because it is the only part of quantization that looks at modules rather than tensors.
+This is the only part of quantization that looks at modules rather than tensors.
 """
 
 from collections.abc import Collection, Iterable
@@ -11,7 +11,7 @@ from trl_qurl.quantization.schemes import QuantizationScheme
 
 
 def linear_layer_names(model: nn.Module, ignore: Iterable[str] = ("lm_head",)) -> frozenset[str]:
-    """Names of the linear layers that no pattern of `ignore` matches, adapters apart; possibly none."""
+    """Like `quantized_layer_names`, but without checks: the layers may be none, and may fit no format."""
     from compressed_tensors.utils import is_match
 
     ignore = tuple(ignore)
@@ -31,11 +31,11 @@ def quantized_layer_names(
     Names of the linear layers that are quantized: every `nn.Linear` that no pattern of `ignore` matches.
 
     Args:
-        model: A transformers model, or a PEFT model around one (adapter layers are left out: they are merged into
-            their base layers before a sync).
-        ignore: compressed-tensors patterns, as llm-compressor takes them: a module's full name, `"re:"` and a regular
-            expression matched at the start of the name, or a class name.
-        scheme: Format that all of these layers must fit; `None` leaves that open.
+        model: A transformers model, or a PEFT model around one. Adapters are left out, because they are merged into
+            their base layers before a sync.
+        ignore: compressed-tensors patterns, as in llm-compressor: a module's full name, `"re:"` and a regular
+            expression that matches the start of the name, or a class name.
+        scheme: Format that all of these layers must fit; `None` to skip that check.
 
     Returns:
         Layer names without `.weight`, e.g. `"model.layers.0.self_attn.q_proj"`.

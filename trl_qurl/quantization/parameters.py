@@ -1,4 +1,4 @@
-"""Parameters that a launcher keeps in parts."""
+"""Parameters that ZeRO-3 shards over processes."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -8,7 +8,15 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 
 def whole(parameters: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
-    """Parameters that ZeRO-3 keeps in parts are whole inside the block, and what is done to them there is kept."""
+    """
+    Gather parameters that ZeRO-3 shards, for the length of a block.
+
+    Args:
+        parameters: The parameters. Changes made to them inside the block are kept.
+
+    Returns:
+        A context manager; it does nothing without ZeRO-3.
+    """
     if not is_deepspeed_zero3_enabled():
         return nullcontext()
     import deepspeed

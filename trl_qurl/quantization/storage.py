@@ -1,7 +1,7 @@
 """Checkpoint directories that are either complete or absent.
 
-A checkpoint is written beside its final place and renamed when it is complete, so that no reader, and no later run,
-ever meets half of one. Tensors are taken from a stream and written in shards; memory holds one shard at a time.
+A checkpoint is written next to its final place and renamed once it is complete, so no reader and no later run ever
+sees half of one. Tensors come from a stream and are written in shards; memory holds one shard at a time.
 """
 
 import errno
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SHARD_BYTES = 2 * 1024**3
-"""Largest shard. Small enough to be a small part of memory, large enough that few files are opened."""
+"""Size of a shard: a small part of memory, yet few files."""
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -39,20 +39,26 @@ UNWRITABLE = {
     errno.EFBIG,
     errno.EIO,
 }
-"""What the system says when a directory cannot be written."""
+"""The system's errors that mean that a directory cannot be written."""
 
 
 @contextmanager
 def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
-    Create a directory atomically: yields a temporary one beside it, which takes the name `path` if the block succeeds.
+    Create a directory atomically: the block fills a temporary one, which is renamed to `path` if the block succeeds.
 
-    An existing `path` is replaced: moved aside whole, so that nobody reads it while its files are being removed. If
-    the block fails, nothing is left behind and an existing `path` stays as it was.
+    An existing `path` is moved aside as a whole, so nobody reads it while its files are removed. If the block fails,
+    nothing is left behind, and an existing `path` stays as it was.
+
+    Args:
+        path: The directory.
+
+    Yields:
+        The temporary directory.
 
     Raises:
-        OSError: Where the system refused to write, one sentence that names the directory, the reason and the way out,
-            whichever library noticed it. Any other error passes as it is.
+        OSError: The system refused to write. The message names the directory, the reason and what to do, whichever
+            library noticed it. Other errors pass unchanged.
     """
     final = Path(path)
     draft = final.parent / f".{final.name}-{uuid.uuid4().hex[:8]}"
@@ -79,12 +85,13 @@ def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 def check_replaceable(path: str | os.PathLike[str]) -> None:
     """
-    Refuse to put a quantized checkpoint where something else is.
+    Make sure that a quantized checkpoint may be written to a path: it is free, empty, or holds an earlier one.
 
-    A directory may be replaced if it is absent, empty, or a quantized checkpoint itself.
+    Args:
+        path: The directory to write.
 
     Raises:
-        FileExistsError: It is a file, or a directory with other contents: somebody's model, a run, a home directory.
+        FileExistsError: It is a file, or a directory with other contents, such as a model or a run.
     """
     place = Path(path)
     if not place.exists() or (place.is_dir() and (not any(place.iterdir()) or _is_quantized_checkpoint(place))):
@@ -111,7 +118,7 @@ def write_tensors(named_tensors: NamedTensors, directory: Path, shard_bytes: int
     Args:
         named_tensors: Tensors under their checkpoint names, on any device.
         directory: Existing directory.
-        shard_bytes: Size in bytes from which a new shard is begun; about this much host memory is used.
+        shard_bytes: Size in bytes at which a new shard begins; about this much host memory is used.
 
     Returns:
         Bytes of tensor data written.
@@ -127,7 +134,7 @@ def write_tensors(named_tensors: NamedTensors, directory: Path, shard_bytes: int
         shard.clear()
 
     for name, tensor in named_tensors:
-        # A copy where the tensor aliases a parameter: adapters may be unmerged, or shards freed, before the flush.
+        # A copy, because adapters may be unmerged from the parameter, or its shards freed, before it is written.
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
         filled += tensor.nbytes
         total += tensor.nbytes
@@ -146,7 +153,13 @@ def write_tensors(named_tensors: NamedTensors, directory: Path, shard_bytes: int
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """
-    The tensors of a checkpoint, one at a time, as `write_tensors` left them.
+    Read the tensors of a checkpoint, one at a time.
+
+    Args:
+        directory: The checkpoint.
+
+    Yields:
+        Name and tensor.
 
     Raises:
         FileNotFoundError: If the directory holds no weights.
@@ -154,7 +167,7 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     shards = sorted(directory.glob("*.safetensors"))
     if not shards:
         raise FileNotFoundError(
-            f"{directory} holds no .safetensors file: it is not a checkpoint this process can see."
+            f"{directory} holds no .safetensors file that this process can see: it is not a checkpoint."
         )
     for shard in shards:
         with safe_open(shard, framework="pt") as file:
@@ -163,7 +176,7 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def tensor_shapes(directory: Path) -> dict[str, list[int]]:
-    """Shapes of a checkpoint's tensors by name; only the files' headers are read."""
+    """The shapes of a checkpoint's tensors by name, from the headers of its files."""
     shapes = {}
     for shard in directory.glob("*.safetensors"):
         with safe_open(shard, framework="pt") as file:
@@ -172,7 +185,7 @@ def tensor_shapes(directory: Path) -> dict[str, list[int]]:
 
 
 def write_config(model: "PreTrainedModel", directory: Path, quantization: dict | None) -> None:
-    """Write the model's `config.json` with the given `quantization_config` entry; its config object is left alone."""
+    """Write the model's `config.json` with a `quantization_config` entry, without touching its config object."""
     contents = model.config.to_dict()
     contents["architectures"] = model.config.architectures or [type(model).__name__]
     if quantization is not None:
@@ -183,7 +196,7 @@ def write_config(model: "PreTrainedModel", directory: Path, quantization: dict |
 
 
 def _refusal(error: Exception) -> str | None:
-    """Why the system would not write, if that is what the error says; `None` for any other error."""
+    """The system's reason for not writing; `None` if the error is about something else."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None:  # safetensors and tokenizers raise errors of their own around the system's
         found = re.search(r"\(os error (\d+)\)|code: (\d+)", str(error))

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from filelock import FileLock, Timeout
 
-from trl_qurl.quantization.checkpoint import write_llmcompressor_checkpoint, write_streamed_checkpoint
+from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.settings import RolloutSettings
 
@@ -85,9 +85,7 @@ class CheckpointFolder:
         bytes_needed: int,
     ) -> None:
         self._accelerator = accelerator
-        self._settings = settings
-        self._model = model
-        self._tokenizer = tokenizer
+        self._writer = CheckpointWriter(model, tokenizer, settings.scheme, settings.ignore)
         self.is_writer = accelerator.is_main_process if settings.is_served else accelerator.is_local_main_process
         self._owned = CheckpointDirectory(settings.checkpoint_dir, bytes_needed) if self.is_writer else None
         writer = 0 if settings.is_served else accelerator.process_index - accelerator.local_process_index
@@ -107,11 +105,9 @@ class CheckpointFolder:
         Raises:
             OSError: The directory cannot be written; no part of a checkpoint is left.
         """
-        settings, path = self._settings, self.path / name
+        path = self.path / name
         if self.is_writer:
-            write_streamed_checkpoint(
-                rollout_tensors, self._model, self._tokenizer, settings.scheme, settings.ignore, path
-            )
+            self._writer.write(rollout_tensors, path)
         else:
             deque(rollout_tensors, maxlen=0)
         self._accelerator.wait_for_everyone()
@@ -128,11 +124,8 @@ class CheckpointFolder:
         Returns:
             The checkpoint.
         """
-        settings, path = self._settings, self.path / name
-        assert settings.scheme is not None, "the config refuses llm-compressor without a scheme"
-        write_llmcompressor_checkpoint(
-            parameters, self._model, self._tokenizer, settings.scheme, settings.ignore, path
-        )
+        path = self.path / name
+        self._writer.quantize(parameters, path, "llmcompressor")
         return path
 
     def remove(self, name: str) -> None:

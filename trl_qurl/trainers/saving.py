@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
-from trl_qurl.quantization.checkpoint import check_quantizer, write_parameters
+from trl_qurl.quantization.checkpoint import CheckpointWriter, check_quantizer
 from trl_qurl.quantization.layers import quantized_layer_names
 from trl_qurl.quantization.schemes import SCHEMES, QuantizationScheme, get_scheme
 from trl_qurl.quantization.storage import check_replaceable
@@ -78,16 +78,15 @@ class SavingTrainer(GRPOTrainer):
                 "use quantizer='streaming', which makes the same codes and scales."
             )
         ignore = self.args.quantization_ignore if ignore is None else list(ignore)
-        layers = quantized_layer_names(generation.model, ignore, chosen)
+        quantized_layer_names(generation.model, ignore, chosen)  # refused in every process, or in none
         run = Path(self.args.output_dir).absolute()
         path = run.with_name(f"{run.name}-{chosen.name}") if output_dir is None else Path(output_dir)
         self._by_main_process(lambda: check_place(path, run))
         parameters = generation.policy_parameters()
 
         def write() -> None:
-            write_parameters(
-                parameters, generation.base_model, self.processing_class, chosen, layers, ignore, quantizer, path
-            )
+            writer = CheckpointWriter(generation.base_model, self.processing_class, chosen, ignore)
+            writer.quantize(parameters, path, quantizer)
             self._quantized_card(path.name, chosen, ignore).save(path / "README.md")
 
         with exact_base(generation.model):

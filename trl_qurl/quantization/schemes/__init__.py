@@ -1,19 +1,20 @@
 """The formats a rollout can run in, by name.
 
-Each is a `QuantizationScheme`. To add one here, write a file in this folder and enter it below; to add one from
-another package, declare it as an entry point of the group `trl_qurl.schemes`, or call `register_scheme`.
+Each is a `QuantizationScheme`. To add one here, write a file in this folder and enter it below. To add one from
+another package, declare it as an entry point of the group `trl_qurl.quantization.schemes`, or call `register_scheme`.
 """
 
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 
+import torch
+
 from trl_qurl.quantization.schemes.channelwise import FP8, INT8
-from trl_qurl.quantization.schemes.scheme import Device, QuantizationScheme, StoredTensor
+from trl_qurl.quantization.schemes.scheme import QuantizationScheme, StoredTensor
 
 __all__ = [
     "SCHEMES",
     "UNQUANTIZED",
-    "Device",
     "QuantizationScheme",
     "StoredTensor",
     "available_schemes",
@@ -26,7 +27,7 @@ UNQUANTIZED = "none"
 """How "no quantization" is written where there is only text: on the command line and in files. In Python it is
 `None`."""
 
-ENTRY_POINTS = "trl_qurl.schemes"
+ENTRY_POINTS = __name__
 
 SCHEMES: dict[str, QuantizationScheme] = {}
 """The formats by name."""
@@ -90,18 +91,15 @@ def parse_scheme(text: str | None) -> str | None:
     return None if text is None or text.lower() == UNQUANTIZED else get_scheme(text).name
 
 
-def available_schemes(device: Device | None = None) -> list[QuantizationScheme]:
+def available_schemes() -> list[QuantizationScheme]:
     """
-    The schemes that vLLM has kernels for.
-
-    Args:
-        device: Where the engine runs; by default where an engine of this process would.
+    The schemes that vLLM has kernels for on this machine.
 
     Returns:
         Those of `SCHEMES`.
     """
-    device = device or Device.here()
-    return [scheme for scheme in SCHEMES.values() if scheme.runs_on(device)]
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    return [scheme for scheme in SCHEMES.values() if scheme.runs_on(capability)]
 
 
 for _scheme in (INT8, FP8):

@@ -35,9 +35,7 @@ class ChannelwiseScheme(QuantizationScheme):
             StoredTensor("weight_scale", dtype, torch.Size((shape[0], 1))),
         ]
 
-    @torch.no_grad()
-    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:  # noqa: D102
-        self.check(weight)
+    def _quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         codes = torch.empty_like(weight, dtype=self.dtype)  # (out, in)
         scale = weight.new_empty(weight.shape[0], 1)  # (out, 1)
         for chunk in channel_chunks(weight):

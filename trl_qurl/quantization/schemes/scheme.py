@@ -34,31 +34,6 @@ class StoredTensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Device(NamedTuple):
-    """
-    What an engine runs on, as far as its kernels depend on it.
-
-    Attributes:
-        capability: CUDA compute capability; `None` for a CPU.
-        has_amx: Whether that CPU has Intel's matrix instructions.
-    """
-
-    capability: tuple[int, int] | None
-    has_amx: bool = False
-
-    @classmethod
-    def here(cls) -> "Device":
-        """
-        Look at this machine.
-
-        Returns:
-            What an engine started in this process would run on.
-        """
-        if torch.cuda.is_available():
-            return cls(torch.cuda.get_device_capability())
-        return cls(None, torch.cpu._is_amx_tile_supported())
-
-
 @dataclass(frozen=True, kw_only=True)
 class QuantizationScheme(ABC):
     """
@@ -88,20 +63,20 @@ class QuantizationScheme(ABC):
         """The name as titles and tables show it."""
         return self.name.upper()
 
-    def runs_on(self, device: Device) -> bool:
+    def runs_on(self, capability: tuple[int, int] | None) -> bool:
         """
         Whether vLLM has kernels for this format. To override where more than `gpus` and `cpus` decides.
 
         Args:
-            device: The device in question.
+            capability: CUDA compute capability of a GPU; `None` for the CPU of this machine.
 
         Returns:
             Whether rollouts in this format make sense there.
         """
-        if device.capability is None:
+        if capability is None:
             return self.cpus
         lowest, too_high = self.gpus
-        return device.capability >= lowest and (too_high is None or device.capability < too_high)
+        return capability >= lowest and (too_high is None or capability < too_high)
 
     @abstractmethod
     def layout(self, shape: Sequence[int], dtype: torch.dtype) -> list[StoredTensor]:
@@ -116,7 +91,6 @@ class QuantizationScheme(ABC):
             One entry per tensor, under the name that follows the layer's: `"weight"`, `"weight_scale"`.
         """
 
-    @abstractmethod
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """
         Round one weight matrix.
@@ -130,6 +104,14 @@ class QuantizationScheme(ABC):
         Raises:
             ValueError: If the scheme cannot store this weight; see `refusal`.
         """
+        if reason := self.refusal(weight.shape, weight.dtype):
+            raise ValueError(f"{self.name} cannot quantize this layer: {reason}. Add it to quantization_ignore.")
+        with torch.no_grad():
+            return self._quantize(weight)
+
+    @abstractmethod
+    def _quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What `quantize` returns, for a weight that the scheme can store."""
 
     @abstractmethod
     def dequantize(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -167,36 +149,20 @@ class QuantizationScheme(ABC):
         """
         return activations
 
-    def refusal(self, shape: Sequence[int]) -> str | None:
+    def refusal(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> str | None:
         """
         Why the scheme cannot store a weight.
 
         Args:
             shape: Shape of the weight, (out, in) for a linear layer.
+            dtype: Its dtype.
 
         Returns:
-            A clause for an error message, or `None` if there is no reason.
+            A clause for an error message, or `None` if it can.
         """
-        return None if len(shape) == 2 else f"its weight has the shape {tuple(shape)}, not (out, in)"
-
-    def check(self, weight: torch.Tensor) -> None:
-        """
-        Refuse a weight that the scheme cannot store.
-
-        Args:
-            weight: The weight.
-
-        Raises:
-            ValueError: Names the reason and what to do.
-        """
-        reason = self.refusal(weight.shape)
-        if reason is None and not weight.is_floating_point():
-            reason = f"its weight is of dtype {weight.dtype}, not a floating-point one"
-        if reason is not None:
-            raise ValueError(
-                f"{self.name} cannot quantize this layer: {reason}. Add the layer to quantization_ignore to keep it "
-                "as it is."
-            )
+        if len(shape) != 2:
+            return f"its weight has the shape {tuple(shape)}, not (out, in)"
+        return None if dtype.is_floating_point else f"its weight is of dtype {dtype}, not a floating-point one"
 
     def quantization_config(self, ignore: Sequence[str]) -> dict[str, Any]:
         """
