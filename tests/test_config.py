@@ -136,7 +136,7 @@ REFUSED = [
     ),
     (
         {"rollout_quantization": "int4"},
-        r"Unknown quantization scheme 'int4'; did you mean 'int8'\? Choose one of 'int8', 'fp8', or None",
+        r"Unknown quantization scheme 'int4'; did you mean 'int8'\? Choose one of 'int8', 'fp8', 'w4a16', or None",
     ),
     (
         {"weight_sync": "nccl"},

@@ -25,6 +25,8 @@ COLOCATED = {
     "int8, llm-compressor per step": ({"weight_sync": "llmcompressor"}, []),
     "int8, one matrix ignored": ({"quantization_ignore": ["lm_head", "re:.*layers.0.*down_proj"]}, []),
     "fp8": ({"rollout_quantization": "fp8"}, []),
+    "w4a16": ({"rollout_quantization": "w4a16", "sync_check_interval": 1}, []),
+    "w4a16, LoRA on values": (UNMEASURED | {"rollout_quantization": "w4a16"}, ["--lora", "--lora-targets", "v_proj"]),
     "bf16": ({"rollout_quantization": None}, []),
     "bf16, LoRA": ({"rollout_quantization": None}, ["--lora"]),
     "int8, LoRA on values": (UNMEASURED, ["--lora", "--lora-targets", "v_proj"]),
@@ -39,6 +41,7 @@ SHARE_SENT = {
     "int8": 1.0,
     "int8, LoRA": 1.0,  # measured at every sync
     "int8, LoRA on values": 0.6,
+    "w4a16, LoRA on values": 0.6,
     "bf16, LoRA, unmeasured": 0.95,
     "int8, frozen norms": 0.999,
     "int8, checkpoint per step, frozen embedding": 0.95,
@@ -92,16 +95,20 @@ def test_what_is_frozen_is_sent_once(case, colocated):
 def assert_metrics(history, scheme, measured=True):
     rollouts = [row for row in history if "mismatch/kl_k3" in row]
     assert rollouts
+    four_bits = scheme == "w4a16"
     for row in rollouts:
         # 8-bit rollouts of this model differ by about 1e-5 nats, unquantized ones by 1e-6; a wrong weight by 1e-3.
-        assert 0 <= row["mismatch/kl_k3"] < 2e-4
-        assert row["mismatch/ratio_max"] < 1.5
-        assert 0.99 < row["mismatch/ess"] <= 1
+        # With four bits the rounding itself is as large as that: there, the probe and the fresh engine decide.
+        assert 0 <= row["mismatch/kl_k3"] < (2e-2 if four_bits else 2e-4)
+        assert row["mismatch/ratio_max"] < (3 if four_bits else 1.5)
+        assert (0.9 if four_bits else 0.99) < row["mismatch/ess"] <= 1
         assert row["time/sync_s"] > 0
         assert row["time/generate_s"] > 0
         assert row["throughput/generated_tokens_per_s"] > 0
     if scheme and measured:
-        assert all(0 < row["weights/normalized_quantization_error"] < 1e-3 for row in rollouts)
+        assert all(
+            0 < row["weights/normalized_quantization_error"] < (2e-2 if four_bits else 1e-3) for row in rollouts
+        )
         # At lr 1e-3 AdamW moves every weight: nearly all codes change, and the update exceeds the rounding.
         assert rollouts[-1]["weights/codes_changed_share"] > 0.1
         assert rollouts[-1]["weights/normalized_update"] > 0

@@ -119,8 +119,8 @@ def test_llmcompressor_missing_for_a_checkpoint(model, tmp_path):
 def test_unknown_scheme(train):
     message = train("--rollout_quantization", "int4")
     assert message == (
-        "Unknown quantization scheme 'int4'; did you mean 'int8'? Choose one of 'int8', 'fp8', or None ('none' on the "
-        "command line) for rollouts that are not quantized."
+        "Unknown quantization scheme 'int4'; did you mean 'int8'? Choose one of 'int8', 'fp8', 'w4a16', or None "
+        "('none' on the command line) for rollouts that are not quantized."
     )
 
 

@@ -25,7 +25,7 @@ needs_llmcompressor = pytest.mark.skipif(
     importlib.util.find_spec("llmcompressor") is None, reason="needs llm-compressor (trl-qurl[llmcompressor])"
 )
 
-INT8, FP8 = SCHEMES["int8"], SCHEMES["fp8"]
+INT8, FP8, W4A16 = SCHEMES["int8"], SCHEMES["fp8"], SCHEMES["w4a16"]
 
 
 def named_parameters(model):
@@ -61,6 +61,37 @@ def test_fp8_codes_by_hand():
     assert scale.tolist() == [[1.0]]
 
 
+def test_w4a16_codes_by_hand():
+    # Two groups of 128. Group 0: absmax 7.5, scale 7.5 / 7.5 = 1, codes 7 (7.5 is clipped), -8 (-7.5 ties to even), 1.
+    # Group 1: all zero, scale = float32's eps. Codes are stored eight to a word with 8 added, the first in the lowest
+    # bits: 15, 0, 9, then 8s.
+    weight = torch.zeros(1, 256)
+    weight[0, :3] = torch.tensor([7.5, -7.5, 1.2])
+    tensors = W4A16.quantize(weight)
+    words = [0x8888890F] + [0x88888888] * 31
+    assert tensors["weight_packed"].tolist() == [[word - 2**32 for word in words]]
+    assert tensors["weight_scale"].tolist() == [[1.0, torch.finfo(torch.float32).eps]]
+    assert tensors["weight_shape"].tolist() == [1, 256]
+    assert W4A16.dequantize(tensors)[0, :4].tolist() == [7.0, -8.0, 1.0, 0.0]
+    assert W4A16.codes(tensors).view(torch.int8)[0, :4].tolist() == [7, -8, 1, 0]
+
+
+def test_w4a16_leaves_activations_alone():
+    activations = torch.randn(2, 3)
+    assert W4A16.quantize_activations(activations) is activations
+
+
+@pytest.mark.parametrize("quantizer", ["streaming", "llmcompressor"])
+def test_widths_that_groups_do_not_divide_are_refused_with_the_pattern_that_keeps_them(quantizer, tmp_path):
+    pytest.importorskip("llmcompressor")
+    model = tiny_model(intermediate_size=192)
+    message = r"2 of the 14 layers, first model.layers.0.mlp.down_proj: it has 192 inputs.*add 're:\.\*down_proj'"
+    with pytest.raises(ValueError, match=message):
+        write_checkpoint(model, None, "w4a16", tmp_path / "out", quantizer=quantizer)
+    ignore = ["lm_head", "re:.*down_proj"]
+    write_checkpoint(model, None, "w4a16", tmp_path / "out", quantizer=quantizer, ignore=ignore)
+
+
 @given(st.integers(0, 2**31), st.sampled_from([torch.float32, torch.bfloat16]), st.floats(1e-6, 1e4))
 @settings(max_examples=30, deadline=None)
 def test_int8_error_is_at_most_half_a_step(seed, dtype, magnitude):
@@ -70,6 +101,20 @@ def test_int8_error_is_at_most_half_a_step(seed, dtype, magnitude):
     # Half a step from rounding; in bfloat16 the quotient near 127 is itself rounded to multiples of 0.5: 0.25 more,
     # and the scale's own rounding (2^-9 relative) moves a quotient of 127.5 by another 0.25.
     assert steps.max() <= (0.5 + 1e-4 if dtype == torch.float32 else 1.0)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_scheme_says_of_its_tensors_is_what_it_makes(scheme, dtype):
+    weight = torch.randn(40, 256).to(dtype)
+    tensors = scheme.quantize(weight)
+    stored = scheme.layout(weight.shape, dtype)
+    assert [(entry.name, entry.dtype, entry.shape) for entry in stored] == [
+        (name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()
+    ]
+    assert sum(entry.nbytes for entry in stored) == sum(tensor.nbytes for tensor in tensors.values())
+    assert scheme.codes(tensors).shape == scheme.dequantize(tensors).shape == weight.shape
+    assert scheme.codes(tensors).dtype == torch.uint8
 
 
 def test_input_is_untouched_and_other_tensors_pass_through_as_they_are():
@@ -87,7 +132,7 @@ def test_codes_stand_for_the_weights():
     model = tiny_model()
     for name, tensor in model.named_parameters():
         if name.removesuffix(".weight") in quantized_layer_names(model):
-            for scheme, tolerance in ((INT8, 1 / 127), (FP8, 1 / 16)):  # of the channel's largest weight
+            for scheme, tolerance in ((INT8, 1 / 127), (FP8, 1 / 16), (W4A16, 1 / 14)):  # of the channel's largest
                 restored = scheme.dequantize(scheme.quantize(tensor.data))
                 error = (restored - tensor).abs() / tensor.abs().amax(dim=1, keepdim=True)
                 assert 0 < error.max() <= tolerance
@@ -169,9 +214,18 @@ def test_stream_equals_llmcompressor_bit_for_bit(family, scheme, dtype, tied, tm
 @needs_llmcompressor
 @pytest.mark.skipif(not (SHARED / "models" / "stories260K").exists(), reason="needs ../shared/models/stories260K")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])  # its width of 64 is less than a group
 def test_stream_equals_llmcompressor_on_trained_weights(scheme, dtype, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(SHARED / "models" / "stories260K", dtype=dtype)
+    assert_streamed_equals_llmcompressor(model, scheme, tmp_path)
+
+
+@needs_llmcompressor
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_stream_equals_llmcompressor_on_weights_of_64_bits_and_zeros(scheme, tmp_path):
+    model = tiny_model(dtype=torch.float64)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[:3] = 0
     assert_streamed_equals_llmcompressor(model, scheme, tmp_path)
 
 

@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 import torch
 
 from trl_qurl.quantization.schemes.channelwise import FP8, INT8
+from trl_qurl.quantization.schemes.groupwise import W4A16
 from trl_qurl.quantization.schemes.scheme import QuantizationScheme, StoredTensor
 
 __all__ = [
@@ -102,7 +103,7 @@ def available_schemes() -> list[QuantizationScheme]:
     return [scheme for scheme in SCHEMES.values() if scheme.runs_on(capability)]
 
 
-for _scheme in (INT8, FP8):
+for _scheme in (INT8, FP8, W4A16):
     register_scheme(_scheme)
 for _entry_point in entry_points(group=ENTRY_POINTS):
     register_scheme(_entry_point.load())
