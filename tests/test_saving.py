@@ -86,11 +86,11 @@ class TestRuns:
 
 
 MISTAKES = {
-    "own directory": ("ValueError", "holds this run", "such as", "int8"),
+    "own directory": ("ValueError", "holds this run", "such as", "-quantized"),
     "unknown scheme": ("ValueError", "'int4'", "'int8', 'fp8'"),
     "unknown quantizer": ("ValueError", "'gptq'", "'streaming', 'llmcompressor'"),
     "nothing left": ("ValueError", "re:.*", "narrow the patterns"),
-    "no scheme": ("ValueError", "rollout_quantization=None", "scheme='int8'"),
+    "no scheme": ("ValueError", "rollout_quantization=None", "save_quantized(scheme=...)", "'int8', 'fp8'"),
     "unwritable": ("OSError", "not a directory", "output_dir of save_quantized"),
 }
 
@@ -225,7 +225,7 @@ def test_a_file_and_the_run_itself_are_refused(tmp_path):
     with pytest.raises(FileExistsError, match="is a file"):
         check_place(tmp_path / "file", tmp_path / "run")
     for place in (tmp_path / "run", tmp_path):
-        with pytest.raises(ValueError, match="holds this run .*such as .*int8"):
+        with pytest.raises(ValueError, match="holds this run .*such as .*-quantized"):
             check_place(place, tmp_path / "run")
 
 
