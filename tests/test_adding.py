@@ -1,0 +1,70 @@
+"""What docs/adding.md says: a scheme, an objective and a trainer of another package work like our own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from safetensors.torch import load_file
+from tiny import tiny_model, tiny_tokenizer
+
+ROOT = Path(__file__).parents[1]
+
+SCHEME = """
+from dataclasses import replace
+
+from trl_qurl.quantization.schemes.groupwise import W4A16
+
+W8A16 = replace(
+    W4A16,
+    name="w8a16",
+    preset="W8A16",
+    weight_bits=8,
+    description="INT8 weights with a scale per group of 128 inputs, activations in full precision",
+    cpus=False,
+)
+"""
+
+USE_IT = """
+import json, sys
+from transformers import AutoModelForCausalLM
+from trl_qurl import QuRLGRPOConfig, cli
+from trl_qurl.quantization import write_checkpoint
+
+model, directory = sys.argv[1:]
+assert cli.main(["quantize", model, f"{directory}/command", "--scheme", "w8a16"]) == 0
+write_checkpoint(AutoModelForCausalLM.from_pretrained(model), None, "w8a16", f"{directory}/function")
+config = QuRLGRPOConfig(f"{directory}/run", rollout_quantization="w8a16", use_cpu=True, bf16=False, report_to=[])
+print(json.dumps({"name": config.rollout_quantization}))
+"""
+
+
+def install(directory: Path, name: str, source: str, entry_points: str) -> None:
+    """Put a package of one module where Python finds it, as pip would."""
+    (directory / f"{name}.py").write_text(source)
+    metadata = directory / f"{name}-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(entry_points)
+
+
+def test_a_scheme_of_another_package(tmp_path):
+    install(tmp_path, "made_up", SCHEME, "[trl_qurl.quantization.schemes]\nw8a16 = made_up:W8A16\n")
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    done = subprocess.run(
+        [sys.executable, "-c", USE_IT, str(tmp_path / "model"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {"name": "w8a16"}
+    for way in ("command", "function"):
+        config = json.loads((tmp_path / way / "config.json").read_text())["quantization_config"]
+        assert config["config_groups"]["group_0"]["weights"]["num_bits"] == 8
+        tensors = load_file(tmp_path / way / "model.safetensors")
+        assert tensors["model.layers.0.mlp.up_proj.weight_packed"].shape == (128, 32)  # four codes to a word
