@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -45,34 +46,48 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def train(model, tmp_path, monkeypatch, capfd):
-    """Run `trl-qurl grpo` with what is wrong, and return the error that it prints."""
+def plain(model, tmp_path):
+    """A command that trains, and with which nothing is wrong."""
     questions = tmp_path / "questions.jsonl"
     questions.write_text((json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n") * 32)
-    plain = ["--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--output_dir", str(tmp_path / "out")]
-    plain += ["--model_name_or_path", str(model), "--dataset", str(questions)]
-    plain += ["--rollout_checkpoint_dir", str(tmp_path / "rollouts")]
+    plain = ["grpo", "--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
+    plain += ["--model_name_or_path", str(model), "--dataset", str(questions), "--output_dir", str(tmp_path / "out")]
+    return [*plain, "--rollout_checkpoint_dir", str(tmp_path / "rollouts")]
 
-    def run(*arguments, hidden=None):
-        if hidden:
-            return failure("grpo", *plain, *arguments, scratch=tmp_path, hidden=hidden)
+
+@pytest.fixture
+def train(plain, tmp_path, monkeypatch, capfd):
+    """Run `trl-qurl grpo` with what is wrong, and return the error that it prints."""
+
+    def run(*arguments):
         # In this process, which has TRL and vLLM already: importing them takes longer than failing does.
         monkeypatch.chdir(tmp_path)
         capfd.readouterr()
-        status = cli.main(["grpo", *plain, *map(str, arguments)])
+        status = cli.main([*plain, *map(str, arguments)])
         return printed_error(status, *capfd.readouterr(), scratch=tmp_path)
 
     return run
 
 
-def failure(*arguments, scratch, hidden):
-    """The error that `trl-qurl` prints in a process that does not find the package `hidden`."""
+RUN = """
+import json, sys
+from trl_qurl import cli
+for command in json.loads(sys.argv[1]):
+    print("STATUS", cli.main(command), file=sys.stderr)
+"""
+
+
+def errors_without(hidden, *commands, scratch):
+    """What `trl-qurl` prints for each of these commands in a process that does not find the package `hidden`."""
     (scratch / "hide").mkdir()
     (scratch / "hide" / "sitecustomize.py").write_text(HIDE)
     environment = child_environment(PYTHONPATH=str(scratch / "hide"), HIDDEN=hidden)
-    command = [sys.executable, "-m", "trl_qurl", *map(str, arguments)]
-    done = subprocess.run(command, env=environment, cwd=scratch, capture_output=True, text=True, timeout=120)
-    return printed_error(done.returncode, done.stdout, done.stderr, scratch)
+    start = [sys.executable, "-c", RUN, json.dumps([list(map(str, command)) for command in commands])]
+    done = subprocess.run(start, env=environment, cwd=scratch, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    *printed, _ = re.split(r"^STATUS (\d)\n", done.stderr, flags=re.MULTILINE)
+    pairs = zip(printed[::2], printed[1::2], strict=True)
+    return [printed_error(int(status), "", err, scratch) for err, status in pairs]
 
 
 def printed_error(status, out, err, scratch):
@@ -91,26 +106,19 @@ def printed_error(status, out, err, scratch):
 # Parts that are not installed ----------------------------------------------------------------------------------------
 
 
-def test_vllm_missing(train):
-    message = train(hidden="vllm")
-    assert message.startswith("Quantized rollouts need vLLM, which is not installed: run `pip install trl-qurl[vllm]`")
+def test_vllm_missing(plain, tmp_path):
+    alone, served = errors_without("vllm", plain, [*plain, "--vllm_mode", "server"], scratch=tmp_path)
+    assert alone.startswith("Quantized rollouts need vLLM, which is not installed: run `pip install trl-qurl[vllm]`")
+    assert "not installed (TRL imports it here even though a server generates): run `pip install trl-qurl" in served
 
 
-def test_vllm_missing_beside_a_server(train):
-    message = train("--vllm_mode", "server", hidden="vllm")
-    assert "not installed (TRL imports it here even though a server generates): run `pip install trl-qurl" in message
-
-
-def test_llmcompressor_missing_for_training(train):
-    message = train("--weight_sync", "llmcompressor", hidden="llmcompressor")
-    assert "run `pip install trl-qurl[llmcompressor]`, or use weight_sync='auto'" in message
-
-
-def test_llmcompressor_missing_for_a_checkpoint(model, tmp_path):
-    arguments = ["quantize", model, tmp_path / "out", "--scheme", "int8", "--quantizer", "llmcompressor"]
-    message = failure(*arguments, scratch=tmp_path, hidden="llmcompressor")
-    assert "run `pip install trl-qurl[llmcompressor]`, or use quantizer='streaming'" in message
-    assert not (tmp_path / "out").exists()
+def test_llmcompressor_missing(plain, model, tmp_path):
+    train = [*plain, "--weight_sync", "llmcompressor"]
+    quantize = ["quantize", model, tmp_path / "quantized", "--scheme", "int8", "--quantizer", "llmcompressor"]
+    for_training, for_a_checkpoint = errors_without("llmcompressor", train, quantize, scratch=tmp_path)
+    assert "run `pip install trl-qurl[llmcompressor]`, or use weight_sync='auto'" in for_training
+    assert "run `pip install trl-qurl[llmcompressor]`, or use quantizer='streaming'" in for_a_checkpoint
+    assert not (tmp_path / "quantized").exists()
 
 
 # Settings ------------------------------------------------------------------------------------------------------------
@@ -170,8 +178,8 @@ def test_questions_that_do_not_fill_a_rollout(train, tmp_path):
     assert message.startswith("train_dataset has 31 prompts and a rollout takes 32 (per_device_train_batch_size x")
 
 
-def test_the_example_ends_with_the_sentence(tmp_path):
-    command = [sys.executable, EXAMPLE, "--dataset", "missing.jsonl", "--use_cpu", "true", "--bf16", "false"]
+def test_the_example_ends_with_the_sentence(warm_python, tmp_path):
+    command = [warm_python, EXAMPLE, "--dataset", "missing.jsonl", "--use_cpu", "true", "--bf16", "false"]
     command += ["--report_to", "none", "--output_dir", tmp_path / "out"]
     done = subprocess.run(
         [*map(str, command)], env=child_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=120
