@@ -129,7 +129,8 @@ def serve(listener: socket.socket, owner: int) -> dict[str, Any]:
     """Fork for every shim that asks. Returns in the forks only: what each is to become."""
     events = selectors.DefaultSelector()
     events.register(listener, selectors.EVENT_READ)
-    events.register(os.pidfd_open(owner), selectors.EVENT_READ)
+    end_of_owner = os.pidfd_open(owner)
+    events.register(end_of_owner, selectors.EVENT_READ)
     shims: dict[int, socket.socket] = {}  # by process, and the other way round by what an event comes from
     processes: dict[Any, int] = {}
     while True:
@@ -137,7 +138,7 @@ def serve(listener: socket.socket, owner: int) -> dict[str, Any]:
             if key.fileobj is listener:
                 connection, _ = listener.accept()
                 job = receive(connection)
-                if job is None:  # killed before it had said what it wants
+                if job is None:
                     connection.close()
                     continue
                 process = os.fork()
@@ -154,11 +155,11 @@ def serve(listener: socket.socket, owner: int) -> dict[str, Any]:
                     processes[event] = process
                     events.register(event, selectors.EVENT_READ)
                 tell(connection, process)
-            elif key.fileobj not in processes:  # the owner has ended
+            elif key.fileobj == end_of_owner:
                 for process in shims:
                     kill(process)
                 os._exit(0)
-            else:
+            elif key.fileobj in processes:  # else a shim whose fork has ended at the same moment
                 process = processes.pop(key.fileobj)
                 events.unregister(key.fileobj)
                 if isinstance(key.fileobj, socket.socket):  # the shim was killed
@@ -173,18 +174,19 @@ def serve(listener: socket.socket, owner: int) -> dict[str, Any]:
 
 
 def receive(connection: socket.socket) -> dict[str, Any] | None:
-    """What a shim asks for, with its open files under `received`."""
-    header, files, _, _ = socket.recv_fds(connection, 4, 253)
-    if len(header) < 4:
-        return None
-    (length,) = struct.unpack("I", header)
-    content = b""
-    while len(content) < length:
-        part = connection.recv(length - len(content))
-        if not part:
-            return None
-        content += part
-    return json.loads(content) | {"received": files}
+    """What a shim asks for, with its open files under `received`; nothing if it was killed before it had said so."""
+    files: list[int] = []
+    with suppress(ConnectionError, struct.error):
+        header, files, _, _ = socket.recv_fds(connection, 4, 253)
+        (length,) = struct.unpack("I", header)
+        content = b""
+        while len(content) < length and (part := connection.recv(length - len(content))):
+            content += part
+        if len(content) == length:
+            return json.loads(content) | {"received": files}
+    for descriptor in files:
+        os.close(descriptor)
+    return None
 
 
 def tell(connection: socket.socket, number: int) -> None:
