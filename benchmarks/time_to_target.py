@@ -68,7 +68,7 @@ def measure(name: str, seed: int, rollouts: int, target: float, directory: Path)
     from trl_qurl.lab.demo.run import train_elsewhere
 
     try:
-        rows = train_elsewhere("grpo", FORMATS[name], directory, rollouts, seed)
+        rows = train_elsewhere("grpo", FORMATS[name], directory / name, rollouts, seed)
     except ChildProcessError as error:
         return {"format": name, "seed": seed, "failure": str(error)}
     return summed_up(name, seed, rows, target)

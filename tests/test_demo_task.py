@@ -1,6 +1,5 @@
 """The demo's pieces that need no engine: the task, its tokenizer, accuracy, the cached warm start, the record."""
 
-import csv
 import math
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ import torch
 from trl_qurl.lab.demo import evaluate, task, warm_start
 from trl_qurl.lab.demo.algorithms import ALGORITHMS, critic_shortfall
 from trl_qurl.lab.demo.run import Measured, find_shortfall
+from trl_qurl.trainers.run_log import RunLog
 
 TINY = warm_start.WarmStartSettings(target=0.0, max_updates=2, evaluate_every=1, batch_size=4)
 
@@ -172,25 +172,26 @@ def test_a_critic_must_stay_useful_once_it_has_begun():
     assert "fell to -0.100 in" in critic_shortfall(rows(0.2, -0.1))
 
 
-def test_the_log_and_the_picture_bear_missing_metrics(tmp_path):
+def test_the_log_and_the_figure_bear_missing_metrics(tmp_path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("rich")
     from trl_qurl.lab.demo.figure import draw_figure
-    from trl_qurl.lab.demo.record import describe, read_csv, write_csv
+    from trl_qurl.lab.demo.record import describe, read_rows
 
-    rows = [
-        {"rollout": 1, "reward": 0.5, "mismatch/kl_k3": None},
-        {"rollout": 2, "reward": 0.6, "mismatch/kl_k3": 1e-4, "clip_ratio/region_mean": 0.0},
+    logged = [{"step": 4, "reward": 0.5, "mismatch/kl_k3": None}, {"step": 8, "reward": 0.6, "mismatch/kl_k3": 1e-4}]
+    for name, scheme in (("int8", "int8"), ("bf16", None)):
+        log = RunLog(tmp_path / name / "run.jsonl")
+        log.begin({"rollout_quantization": scheme, "updates_per_rollout": 4}, 0)
+        for row in logged:  # the trainer's row, and the recorder's beside it
+            log.append(row)
+            log.append({"step": row["step"], "expected_accuracy": row["reward"]})
+    rows = read_rows(tmp_path / "int8")
+    assert rows == [
+        {"rollout": number, **row, "expected_accuracy": row["reward"]} for number, row in enumerate(logged, start=1)
     ]
-    write_csv(rows, tmp_path / "log.csv")
-    with open(tmp_path / "log.csv", newline="") as file:
-        read = list(csv.DictReader(file))
-    assert [row["mismatch/kl_k3"] for row in read] == ["", "0.0001"]
-    assert [row["clip_ratio/region_mean"] for row in read] == ["", "0.0"]
-    assert read_csv(tmp_path / "log.csv") == [rows[0] | {"clip_ratio/region_mean": None}, rows[1]]
-    for runs in ({"INT8": rows}, {"INT8": rows, "BF16": rows[:1]}):
+    for directories in ([tmp_path / "int8"], [tmp_path / "int8", tmp_path / "bf16"]):
         for algorithm in ALGORITHMS:
-            draw_figure(runs, tmp_path / "demo.png", algorithm)
+            draw_figure(directories, tmp_path / "demo.png", algorithm)
             assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
             (tmp_path / "demo.png").unlink()
     assert "KL" not in describe(rows[0]) and "KL 1.0e-04" in describe(rows[1])

@@ -1,8 +1,7 @@
-"""One row per rollout: TRL's log with the policy's exact accuracy beside it, shown as it grows and kept as CSV."""
+"""One row per rollout: TRL's log and the policy's exact accuracy, shown while it grows and kept in `run.jsonl`."""
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TrainerCallback
 
 from trl_qurl.lab.demo.evaluate import measure_policy
-from trl_qurl.trainers.run_log import RUN_LOG, RunLog
+from trl_qurl.trainers.run_log import RUN_LOG, RunLog, read_run
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,16 +82,10 @@ def describe(row: Row) -> str:
     return "  ".join([f"rollout {row['rollout']:>3}", *shown])  # fits into 80 columns
 
 
-def write_csv(rows: list[Row], path: Path) -> None:
-    """Write the rows; a cell is empty where a metric was not logged at that rollout."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, restval="")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def read_csv(path: Path) -> list[Row]:
-    """Read back what `write_csv` wrote; all metrics are numbers."""
-    with open(path, newline="", encoding="utf-8") as file:
-        return [{name: float(cell) if cell else None for name, cell in row.items()} for row in csv.DictReader(file)]
+def read_rows(directory: Path) -> list[Row]:
+    """Read the rows of a finished run back from its `run.jsonl`, one per rollout."""
+    by_step: dict[int, Row] = {}
+    for row in read_run(directory).rows:
+        by_step.setdefault(row["step"], {}).update(row)
+    rows = [row for _, row in sorted(by_step.items()) if "expected_accuracy" in row]
+    return [{"rollout": number, **row} for number, row in enumerate(rows, start=1)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from trl_qurl.lab.demo.record import Row
 
 HELD_OUT_PROBLEMS = 512
-LOG_NAME, FIGURE_NAME = "log.csv", "demo.png"
+FIGURE_NAME = "demo.png"
 
 COMPARED_ROLLOUTS = 10
 COMPARED_METRICS = (
@@ -31,7 +30,7 @@ COMPARED_METRICS = (
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about speed on CPU
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the default takes half the memory of the machine
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, so that weights are handed over and not sent
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, so that weights are not sent elsewhere
     "TOKENIZERS_PARALLELISM": "false",
 }
 
@@ -64,29 +63,36 @@ def run_demo(
     algorithm: str = "grpo",
     compared_schemes: tuple[str | None, ...] = (),
 ) -> DemoResult:
-    """Warm-start, train and measure; prints progress and a table, writes `log.csv` and `demo.png` to `output_dir`.
+    """Warm-start, train and measure; prints progress and a table, writes `run.jsonl` and `demo.png` to `output_dir`.
 
     Args:
-        scheme: name of a format, or `None` for rollouts that are not quantized.
-        output_dir: where the log and the picture go.
-        rollouts: each makes 256 completions and four updates.
-        required_rise: rise of the expected accuracy below which the result has a `shortfall`.
-        seed: of the reinforcement learning; the warm start has its own.
-        cache_dir: where the warm start is kept; default `cache_directory()`.
-        algorithm: `"grpo"`, or `"ppo"` for a critic in the place of groups.
-        compared_schemes: formats to train with as well, one after the other, drawn into the same picture.
+        scheme: `"int8"`, `"fp8"`, or `None` for BF16 rollouts.
+        output_dir: Where the log and the figure go.
+        rollouts: Each makes 256 completions and four updates.
+        required_rise: Rise of the expected accuracy below which the result has a `shortfall`.
+        seed: Of the reinforcement learning; the warm start has its own.
+        cache_dir: Where the warm start is kept; default `cache_directory()`.
+        algorithm: `"grpo"`, or `"ppo"` for a critic in place of groups.
+        compared_schemes: Formats to train with as well, one after the other, drawn into the same figure.
+
+    Raises:
+        ImportError: If matplotlib or rich is missing.
+        ValueError: If `rollouts` is not positive.
+        ChildProcessError: If a run to compare with failed.
     """
     for name, value in ENVIRONMENT.items():  # before vLLM is imported, which reads them once
         os.environ.setdefault(name, value)
-    # Raised by vLLM about its own use of torch; nobody who runs this can act on it.
-    warnings.filterwarnings("ignore", category=FutureWarning, message="`torch.distributed.reduce_op`")
-    require_drawing()
-    from rich.console import Console
+    try:
+        import matplotlib  # noqa: F401
+        from rich.console import Console
+    except ImportError as error:
+        raise ImportError("The demo needs matplotlib and rich: run `pip install trl-qurl[demo]`.") from error
     from transformers.utils import logging as transformers_logging
 
     from trl_qurl.lab.demo.figure import draw_figure
-    from trl_qurl.lab.demo.record import RolloutRecorder, write_csv
+    from trl_qurl.lab.demo.record import RolloutRecorder
     from trl_qurl.lab.demo.task import build_tokenizer, encode_problems, sample_problems
+    from trl_qurl.trainers.run_log import RUN_LOG
 
     if rollouts < 1:
         raise ValueError(f"rollouts={rollouts} trains nothing; give at least 1.")
@@ -103,7 +109,8 @@ def run_demo(
     compared = {}
     for other in compared_schemes:
         console.print(f"First the same with {actor_name(other)} rollouts, for comparison")
-        compared[actor_name(other)] = train_elsewhere(algorithm, other, output_dir, rollouts, seed)
+        directory = output_dir / actor_name(other).lower()
+        compared[directory] = train_elsewhere(algorithm, other, directory, rollouts, seed)
     console.print(f"Starting vLLM with the {name} actor")
     trainer = build_trainer(policy_dir, config)
     before = measure(trainer, held_out)
@@ -112,45 +119,43 @@ def run_demo(
     trainer.train()
     after = measure(trainer, held_out)
 
-    log_path, figure_path = output_dir / LOG_NAME, output_dir / FIGURE_NAME
-    write_csv(recorder.rows, log_path)
     print_table(before, after, name, console)
-    runs = {name: recorder.rows, **compared}
-    draw_figure(runs, figure_path, algorithm)
-    if len(runs) > 1:
-        print_comparison(runs, console)
+    if compared:
+        others = {actor_name(other): rows for other, rows in zip(compared_schemes, compared.values(), strict=True)}
+        print_comparison({name: recorder.rows, **others}, console)
+    figure_path = output_dir / FIGURE_NAME
+    draw_figure([output_dir, *compared], figure_path, algorithm)
     shortfall = find_shortfall(before, after, required_rise) or critic_shortfall(recorder.rows)
-    return DemoResult(before, after, shortfall, log_path, figure_path)
+    return DemoResult(before, after, shortfall, output_dir / RUN_LOG, figure_path)
 
 
-def train_elsewhere(algorithm: str, scheme: str | None, output_dir: Path, rollouts: int, seed: int) -> list[Row]:
-    """The rows of another run, in a process of its own: an engine does not leave the one it was started in.
+def train_elsewhere(algorithm: str, scheme: str | None, directory: Path, rollouts: int, seed: int) -> list[Row]:
+    """Train in a process of its own, because an engine's memory is freed only when its process ends.
+
+    Args:
+        algorithm: `"grpo"` or `"ppo"`.
+        scheme: Format of the rollouts; `None` for BF16.
+        directory: Output directory of the run.
+        rollouts: As for `run_demo`.
+        seed: As for `run_demo`.
+
+    Returns:
+        One row per rollout.
 
     Raises:
-        ChildProcessError: that run failed; what it printed says why.
+        ChildProcessError: If the run failed; what it printed says why.
     """
-    from trl_qurl.lab.demo.record import read_csv
+    from trl_qurl.lab.demo.record import read_rows
 
-    directory = output_dir / actor_name(scheme).lower()
     command = [sys.executable, "-m", "trl_qurl", "demo", "--algorithm", algorithm, "--scheme", scheme or "none"]
     command += ["--rollouts", str(rollouts), "--seed", str(seed), "--output-dir", str(directory)]
-    (directory / LOG_NAME).unlink(missing_ok=True)  # of an earlier run
-    # It is there to be compared with, whatever it reaches.
+    # It is there to be compared with, whatever accuracy it reaches: status 1 means that its critic stayed useless.
     done = subprocess.run([*command, "--required-rise", "-1"])
-    if not (directory / LOG_NAME).is_file():
+    if done.returncode not in (0, 1) or len(rows := read_rows(directory)) < rollouts:
         raise ChildProcessError(
             f"The run to compare with failed with exit status {done.returncode}: {' '.join(command)}"
         )
-    return read_csv(directory / LOG_NAME)
-
-
-def require_drawing() -> None:
-    """Fail at once if the packages that show the result are missing, and not after minutes of training."""
-    try:
-        import matplotlib  # noqa: F401
-        import rich  # noqa: F401
-    except ImportError as error:
-        raise ImportError("The demo needs matplotlib and rich: run `pip install trl-qurl[demo]`.") from error
+    return rows
 
 
 def actor_name(scheme: str | None) -> str:
@@ -164,20 +169,19 @@ def prepare_policy(cache_dir: Path | None, console: Console) -> Path:
     from trl_qurl.lab.demo.warm_start import WarmStartSettings, cached_warm_start
     from trl_qurl.quantization.cache import cache_directory
 
-    settings = WarmStartSettings()
     with progress_bar(console, "accuracy {task.fields[accuracy]:.3f}") as bar:
         task = bar.add_task("Warm start, update", total=None, accuracy=0.0, visible=False)
 
         def show(update: int, accuracy: float) -> None:
             bar.update(task, completed=update, accuracy=accuracy, visible=True)
 
-        policy_dir = cached_warm_start(settings, cache_dir or cache_directory(), show)
+        policy_dir = cached_warm_start(WarmStartSettings(), cache_dir or cache_directory(), show)
     console.print(f"Warm-started policy: {policy_dir}")
     return policy_dir
 
 
 def measure(trainer: QuRLGRPOTrainer, problem_ids: Tensor) -> Measured:
-    """Accuracy of the policy and of its actor as they stand, on encoded problems of shape (B, P + A)."""
+    """Accuracy of the policy and of its actor as they are now, on encoded problems of shape (B, P + A)."""
     from trl_qurl.lab.demo.evaluate import measure_actor, measure_policy
 
     policy = measure_policy(trainer.model, problem_ids)
@@ -207,16 +211,11 @@ def print_comparison(runs: dict[str, list[Row]], console: Console) -> None:
     for name in runs:
         table.add_column(name, justify="right")
     for metric, label in COMPARED_METRICS:
-        means = [mean_of_last(rows, metric) for rows in runs.values()]
-        if None not in means:
-            table.add_row(label, *(f"{mean:.3f}" for mean in means))
+        ends = [rows[-COMPARED_ROLLOUTS:] for rows in runs.values()]
+        last = [[row[metric] for row in end if row.get(metric) is not None] for end in ends]
+        if all(last):
+            table.add_row(label, *(f"{sum(values) / len(values):.3f}" for values in last))
     console.print(table)
-
-
-def mean_of_last(rows: list[Row], metric: str) -> float | None:
-    """Mean of a metric over the last rollouts in which it was logged."""
-    values = [row[metric] for row in rows[-COMPARED_ROLLOUTS:] if row.get(metric) is not None]
-    return sum(values) / len(values) if values else None
 
 
 def find_shortfall(before: Measured, after: Measured, required_rise: float) -> str | None:
