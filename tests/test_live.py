@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from conftest import group_members
 
-from trl_qurl.lab import lifetime
+from trl_qurl.lab import processes
+from trl_qurl.lab.processes import last_lines, run_child
 from trl_qurl.lab.report import live
-from trl_qurl.lab.report.child import last_lines, run_child
 
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("IPython", "matplotlib")),
@@ -167,7 +167,7 @@ def test_an_interrupt_ends_the_command_and_what_it_started(tmp_path):
 def test_a_kernel_that_is_killed_takes_the_command_along(tmp_path):
     code = f"""
 from pathlib import Path
-from trl_qurl.lab.report.child import run_child
+from trl_qurl.lab.processes import run_child
 run_child(["sleep", "600"], Path({str(tmp_path / "log")!r}), print, every=600)
 """
     kernel = subprocess.Popen([sys.executable, "-c", code])
@@ -191,6 +191,6 @@ def test_the_last_lines_are_as_a_terminal_leaves_them(tmp_path):
 
 
 def test_becoming_a_command_that_is_not_there(capsys, monkeypatch):
-    monkeypatch.setattr(lifetime, "die_with_parent", lambda: None)
-    assert lifetime.main(["no-such-program"]) == 127
+    monkeypatch.setattr(processes, "die_with_parent", lambda: None)
+    assert processes.main(["no-such-program"]) == 127
     assert "no-such-program cannot be started" in capsys.readouterr().err

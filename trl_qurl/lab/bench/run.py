@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import pickle
 import sys
 import tempfile
 import time
@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_qurl.lab.bench.costs import EngineCosts, Measurement, Timing, TrainingCosts
+from trl_qurl.lab.bench.costs import Measurement
 from trl_qurl.lab.bench.prediction import Comparison, Step, compare, predict_step
 from trl_qurl.lab.bench.workload import Job, Workload
+from trl_qurl.lab.processes import ENGINE_ENVIRONMENT, run_child
 
 if TYPE_CHECKING:
     from trl_qurl.quantization import QuantizationScheme
@@ -23,15 +24,6 @@ if TYPE_CHECKING:
 BASELINE = "none"
 BUDGETS = {True: 6.0, False: 60.0}
 """Seconds that a kind of measurement may take; quick, or not."""
-
-LOG_TAIL = 4000
-"""Characters shown of what a failed process printed."""
-
-ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine dies with its process, and that with the command
-}
 
 
 @dataclass(frozen=True)
@@ -167,46 +159,23 @@ def save_config(
 
 
 def run_job(job: Job, directory: Path) -> Measurement:
-    """
-    Let a process of its own measure.
+    """Measure in a process of its own, because an engine's memory is freed only when its process ends.
 
     Raises:
-        ChildProcessError: It failed.
+        ChildProcessError: If it failed; the message ends with the last lines that it printed.
     """
     name = job.scheme or BASELINE
-    source, result = directory / f"{name}.job.json", directory / f"{name}.result.json"
-    job.write(source)
-    defaults = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
+    source, result = directory / f"{name}.job", directory / f"{name}.result"
+    source.write_bytes(pickle.dumps(job))
     command = [sys.executable, "-m", "trl_qurl.lab.bench.worker", str(source), str(result)]
-    with (directory / f"{name}.log").open("w+", errors="replace") as log:
-        done = subprocess.run(command, env={**os.environ, **defaults}, stdout=log, stderr=log, check=False)
-        log.seek(0)
-        said = log.read()
-    if done.returncode or not result.exists():
-        how = "was killed, perhaps for want of memory" if done.returncode == -9 else f"ended with {done.returncode}"
-        print(said[-LOG_TAIL:], file=sys.stderr)
+    try:
+        run_child(command, directory / f"{name}.log", environment=ENGINE_ENVIRONMENT | os.environ)
+    except ChildProcessError as error:
+        rollouts = f"{'16-bit' if job.scheme is None else job.scheme.upper()} rollouts"
         raise ChildProcessError(
-            f"The process that measures {'16-bit' if job.scheme is None else job.scheme.upper()} rollouts {how}; what "
-            "it said last is above. A smaller --batch or shorter completions need less memory."
-        )
-    return read_measurement(json.loads(result.read_text(encoding="utf-8")))
-
-
-def read_measurement(content: dict[str, Any]) -> Measurement:
-    """A measurement from its JSON."""
-
-    def timings(entries: list[dict[str, Any]]) -> list[Timing]:
-        return [Timing(**entry) for entry in entries]
-
-    engine, training = content["engine"], content["training"]
-    return Measurement(
-        EngineCosts(
-            timings(engine["generation"]), Timing(**engine["sync"]), engine["weight_bytes"], engine["start_s"]
-        ),
-        None
-        if training is None
-        else TrainingCosts(timings(training["score"]), timings(training["update"]), Timing(**training["optimizer"])),
-    )
+            f"Measuring {rollouts} failed. A smaller --batch or shorter completions need less memory. {error}"
+        ) from error
+    return pickle.loads(result.read_bytes())
 
 
 def write_bench(result: Bench, path: Path) -> None:

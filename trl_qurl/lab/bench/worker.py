@@ -1,6 +1,6 @@
 """One process of a bench: an engine of one format, random weights, a clock.
 
-    python -m trl_qurl.lab.bench.worker job.json result.json
+    python -m trl_qurl.lab.bench.worker JOB RESULT
 
 A process of its own, because an engine does not leave the one it was started in. Nothing is loaded: what a step costs
 does not depend on what the weights are.
@@ -8,18 +8,16 @@ does not depend on what the weights are.
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.lab.bench.costs import EngineCosts, Measurement, Timing
 from trl_qurl.lab.bench.workload import Job
-from trl_qurl.lab.lifetime import die_with_parent
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -32,9 +30,7 @@ SHORT = 8
 def main(argv: list[str] | None = None) -> int:
     """Measure what the job asks for."""
     source, result = sys.argv[1:] if argv is None else argv
-    die_with_parent()
-    measurement = measure(Job.read(Path(source)))
-    Path(result).write_text(json.dumps(asdict(measurement)), encoding="utf-8")
+    Path(result).write_bytes(pickle.dumps(measure(pickle.loads(Path(source).read_bytes()))))
     return 0
 
 

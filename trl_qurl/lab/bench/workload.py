@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -75,14 +73,3 @@ class Job:
     ignore: tuple[str, ...] = ("lm_head",)
     measures_training: bool = False
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
-
-    def write(self, path: Path) -> None:
-        """Write the job for another process."""
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
-
-    @classmethod
-    def read(cls, path: Path) -> Job:
-        """Read what `write` wrote."""
-        content = json.loads(path.read_text(encoding="utf-8"))
-        content |= {"workload": Workload(**content["workload"]), "ignore": tuple(content["ignore"])}
-        return cls(**content)

@@ -24,7 +24,10 @@ ROUNDING = Panel(
     log=True,
 )
 CRITIC = Panel("Does the critic predict the returns?", "share of their variance", (EXPLAINED,), at_least=-0.5)
-PANELS: dict[str, tuple[Panel, ...]] = {"grpo": (LEARNING, MISMATCH, CLIPPED, ROUNDING), "ppo": (LEARNING, MISMATCH, CLIPPED, CRITIC)}
+PANELS: dict[str, tuple[Panel, ...]] = {
+    "grpo": (LEARNING, MISMATCH, CLIPPED, ROUNDING),
+    "ppo": (LEARNING, MISMATCH, CLIPPED, CRITIC),
+}
 
 
 def draw_figure(directories: Sequence[Path], path: Path, algorithm: str = "grpo") -> None:

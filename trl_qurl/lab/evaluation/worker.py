@@ -18,7 +18,7 @@ from trl_qurl.cli.noise import quiet
 from trl_qurl.lab.evaluation.answers import GREEDY, Answer, AnswerFile, Request
 from trl_qurl.lab.evaluation.job import Job, Sampling
 from trl_qurl.lab.evaluation.tasks import Task, encode_prompt, load_tasks
-from trl_qurl.lab.lifetime import die_with_parent
+from trl_qurl.lab.processes import die_with_parent
 from trl_qurl.rollout.engine.attention import check_head_size
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trl_qurl.lab.report.child import run_child
+from trl_qurl.lab.processes import run_child
 from trl_qurl.lab.report.figures import draw_lines, draw_seconds, to_png
 from trl_qurl.lab.report.groups import group_runs, load_runs
 from trl_qurl.lab.report.questions import EXPLAINED, KL, REGION_CLIPPED, REWARD, ask

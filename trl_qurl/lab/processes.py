@@ -1,0 +1,115 @@
+"""Commands that run in processes of their own and do not outlive whoever started them.
+
+    python -m trl_qurl.lab.processes COMMAND...
+
+execs any command, which then dies with its parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+
+PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux' prctl
+SHOWN_LINES = 25  # of a command that failed
+TAIL_BYTES = 20_000
+PATIENCE = 10.0  # seconds that a command gets to end by itself
+
+ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+ENGINE_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine dies with its process, and that with the command
+}
+"""Environment of a process that starts an engine, where the user has not set it otherwise."""
+
+
+def die_with_parent() -> None:
+    """Ask the system to kill this process when its parent ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() == 1:  # the parent was killed before this line
+            os._exit(1)
+
+
+def main(command: list[str]) -> int:
+    """Exec the command; the request to the system stays in force."""
+    die_with_parent()
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]} cannot be started: {error.strerror}.", file=sys.stderr)
+        return 127
+
+
+def run_child(
+    command: Sequence[str | PathLike[str]],
+    log: Path,
+    meanwhile: Callable[[str], None] = lambda printed: None,
+    every: float = 60.0,
+    environment: Mapping[str, str] = os.environ,
+) -> None:
+    """Run a command to its end, in a process group of its own, with its output in a file.
+
+    Args:
+        command: Program and arguments.
+        log: File for what it prints; replaced.
+        meanwhile: Called while it runs, with the last line that was printed.
+        every: Seconds between two calls.
+        environment: Of the command.
+
+    Raises:
+        ChildProcessError: If it failed, or is no program; the message ends with the last lines that it printed.
+    """
+    words = [os.fspath(word) for word in command]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    # This Python execs the command, which then dies with this process: a kernel that is restarted must not leave an
+    # engine behind that holds the GPU's memory.
+    wrapped = [sys.executable, "-m", __name__, *words]
+    variables = {**environment, "PYTHONUNBUFFERED": "1", "COLUMNS": "110"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            wrapped, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=variables, start_new_session=True
+        )
+    try:
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(every)
+                break
+            meanwhile(last_lines(log, 1))
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE)
+        with suppress(ProcessLookupError):  # nobody of its group is left
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode:
+        raise ChildProcessError(
+            f"{' '.join(words)} ended with exit status {process.returncode}. All it printed is in {log}; its last "
+            f"lines:\n{last_lines(log, SHOWN_LINES)}"
+        )
+
+
+def last_lines(log: Path, count: int) -> str:
+    """The last lines of a file that are not empty, as a terminal would leave them."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        text = file.read().decode("utf-8", errors="replace")
+    # A progress bar writes over its line again and again.
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in ESCAPE_SEQUENCE.sub("", text).split("\n")]
+    return "\n".join([line.rstrip() for line in lines if line.strip()][-count:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
