@@ -415,14 +415,14 @@ def test_heads_that_the_engine_has_no_kernel_for_are_named(tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path)
     task = load_task(write_questions(tmp_path / "sums.jsonl", 2))
     with pytest.raises(ValueError, match="heads of this model are 16 wide"):
-        start_engine(Job("BF16", str(tmp_path), [], None, Sampling(max_tokens=8), "answers.jsonl"), [task])
+        start_engine(Job("BF16", str(tmp_path), [task], Sampling(max_tokens=8), tmp_path / "answers.jsonl"), [task])
 
 
 def test_a_context_that_is_too_short_is_named(tmp_path):
     tiny_model(max_position_embeddings=256).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     task = load_task(write_questions(tmp_path / "sums.jsonl", 2))
-    job = Job("BF16", str(tmp_path), [], None, Sampling(max_tokens=200), "answers.jsonl")
+    job = Job("BF16", str(tmp_path), [task], Sampling(max_tokens=200), tmp_path / "answers.jsonl")
     with pytest.raises(ValueError, match=r"context of 256: give at most --max-tokens \d+"):
         start_engine(job, [task])
 

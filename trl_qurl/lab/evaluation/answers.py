@@ -1,4 +1,4 @@
-"""Graded answers on disk, one line each, so that an interrupted evaluation goes on where it stopped."""
+"""Graded answers on disk, one per line, so that an interrupted evaluation continues where it stopped."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Request:
     """One answer that is wanted.
 
     Attributes:
-        task: name of the benchmark.
+        task: Name of the benchmark.
         mode: `GREEDY` or `SAMPLED`.
-        question: its number, from 0.
-        sample: which of the answers to it, from 0.
+        question: Its number, from 0.
+        sample: Which of the answers to it, from 0.
     """
 
     task: str
@@ -34,12 +34,12 @@ class Answer:
     """An answer that was given and graded.
 
     Attributes:
-        request: what it answers.
-        correct: whether it is right.
-        tokens: its length.
-        finished: whether it ended by itself, and not at the limit of tokens.
-        seconds: time since the previous answer of the same session; their sum is the time of the whole.
-        text: the completion.
+        request: What it answers.
+        correct: Whether it is right.
+        tokens: Its length.
+        finished: Whether it ended by itself, and not at the limit of tokens.
+        seconds: Time since the previous answer of the same process; their sum is the time of the whole.
+        text: The completion.
     """
 
     request: Request
@@ -53,13 +53,13 @@ class Answer:
 class AnswerFile:
     """Answers in the order in which they came.
 
-    A line that was cut off when its process was killed is forgotten and its answer made again.
+    A line that was cut off when its process was killed is dropped, and its answer generated again.
 
     Args:
-        path: the file; made when the first answer comes.
+        path: The file; created with the first answer.
 
     Raises:
-        ValueError: a line in the middle is broken, or an answer is there twice: something else wrote to the file.
+        ValueError: If a line in the middle is broken, or an answer is there twice: something else wrote to the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,7 +69,7 @@ class AnswerFile:
             self._read()
 
     def add(self, answer: Answer) -> None:
-        """Write an answer; when this returns it has left this process, and outlives it."""
+        """Write an answer; when this returns, it survives the end of this process."""
         if answer.request in self.answers:
             raise ValueError(f"There is an answer to {answer.request} already.")
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,9 @@
-"""What one process of an evaluation is asked to do, as data that fit into a file."""
+"""What one process of an evaluation is asked to do."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ class Sampling:
 
     Attributes:
         samples: k, sampled answers per question; 0 for none.
-        greedy: whether each question also gets a greedy answer.
-        temperature: of the sampled ones.
-        top_p: share of the probability they are drawn from.
-        max_tokens: longest completion.
-        seed: every answer has a seed of its own, made from this one, so that none depends on what else is generated.
+        greedy: Whether each question also gets a greedy answer.
+        temperature: Of the sampled answers.
+        top_p: Probability mass that they are drawn from.
+        max_tokens: Longest completion.
+        seed: Every answer has a seed of its own, derived from this one, so that it does not depend on the others.
     """
 
     samples: int = 0
@@ -36,14 +35,12 @@ class Sampling:
         if self.samples < 0 or (self.samples == 0 and not self.greedy):
             raise ValueError(
                 f"samples={self.samples} with greedy={self.greedy} asks for no answer: give a positive number of "
-                "samples, or leave the greedy answer in."
+                "samples, or keep the greedy answer."
             )
         if not self.temperature > 0:
-            raise ValueError(
-                f"temperature={self.temperature}: give a positive one; greedy answers come by themselves."
-            )
+            raise ValueError(f"temperature={self.temperature}: give a positive one; greedy answers do not use it.")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must lie above 0 and up to 1 (the paper's is 0.7).")
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1 (the paper's is 0.7).")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens}: give a positive number of tokens.")
 
@@ -62,29 +59,22 @@ class Job:
     """Evaluate one checkpoint.
 
     Attributes:
-        label: of the number format, for progress bars.
-        model: directory of the checkpoint that vLLM loads.
-        tasks: as for `load_tasks`.
-        limit: of questions per task.
-        sampling: how answers are drawn.
-        answers: file that they go to.
-        engine_kwargs: further arguments of `vllm.LLM`.
+        label: Of the number format, for progress bars.
+        model: Directory of the checkpoint that vLLM loads.
+        tasks: The benchmarks.
+        sampling: How answers are drawn.
+        answers: File for the answers.
+        engine_kwargs: Further arguments of `vllm.LLM`.
     """
 
     label: str
     model: str
-    tasks: list[str]
-    limit: int | None
+    tasks: list[Task]
     sampling: Sampling
-    answers: str
+    answers: Path
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def write(self, path: Path) -> None:
-        """Write the job for another process."""
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
-
-    @classmethod
-    def read(cls, path: Path) -> Job:
-        """Read what `write` wrote."""
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return cls(**{**content, "sampling": Sampling(**content["sampling"])})
+    @property
+    def requests(self) -> list[tuple[Task, str, list[Request]]]:
+        """All answers wanted, by task and mode."""
+        return [(task, mode, requests) for task in self.tasks for mode, requests in self.sampling.requests(task)]

@@ -1,13 +1,14 @@
-"""An evaluation from start to end: check, let one process per number format answer, count, and show.
+"""An evaluation from start to end: check, let one process per number format answer, count.
 
-Everything lies in one directory: `eval.json` says what was asked, `<format>.jsonl` holds every answer with its grade,
-`results.json` the figures. Started again with the same arguments, it makes only what is missing.
+Everything is in one directory: `eval.json` says what was asked, `<format>.jsonl` holds every answer with its grade,
+`results.json` the figures. Run again with the same arguments, it generates only what is missing.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,15 +21,10 @@ from filelock import FileLock, Timeout
 from trl_qurl.lab.evaluation.answers import AnswerFile
 from trl_qurl.lab.evaluation.job import Job, Sampling
 from trl_qurl.lab.evaluation.results import Result, summarize
-from trl_qurl.lab.evaluation.tasks import Task, load_tasks
+from trl_qurl.lab.evaluation.tasks import load_tasks
+from trl_qurl.lab.processes import ENGINE_ENVIRONMENT
 
 SETTINGS_NAME, RESULTS_NAME = "eval.json", "results.json"
-
-ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine dies with its process, and that with the command
-}
 
 
 def evaluate(
@@ -44,23 +40,23 @@ def evaluate(
     """Answer, grade and count; writes `results.json` to `output_dir`.
 
     Args:
-        model: name on the Hub, or directory of a model in full precision (or of a quantized one, for `"none"`).
-        tasks: benchmarks, as for `load_task`.
-        output_dir: where answers and results go.
-        sampling: how answers are drawn.
-        schemes: number formats in which the same weights answer: `"none"` (as they are), or names of formats.
-        limit: only the first so many questions of each task.
-        ignore: modules kept in full precision by the quantized formats.
-        engine_kwargs: further arguments of `vllm.LLM`.
+        model: Name on the Hub, or directory of a model in full precision (or of a quantized one, for `"none"`).
+        tasks: Benchmarks, as for `load_task`.
+        output_dir: Where answers and results go.
+        sampling: How answers are drawn.
+        schemes: Number formats in which the same weights answer: `"none"` (as they are), or names of formats.
+        limit: Only the first N questions of each task.
+        ignore: Modules kept in full precision by the quantized formats.
+        engine_kwargs: Further arguments of `vllm.LLM`.
 
     Returns:
         One result per task and format.
 
     Raises:
-        ValueError: arguments that do not fit, or an `output_dir` with answers to other questions.
-        FileNotFoundError: a model or file that is not there.
-        ImportError: vLLM or math-verify is missing.
-        ChildProcessError: a process of the evaluation failed; what it printed says why.
+        ValueError: If arguments do not fit, or `output_dir` holds answers to other questions.
+        FileNotFoundError: If a model or file does not exist.
+        ImportError: If vLLM or math-verify is missing.
+        ChildProcessError: If a process of the evaluation failed; what it printed says why.
     """
     check_schemes(schemes)
     loaded = load_tasks(list(tasks), limit)  # before anything slow: a wrong name is found here
@@ -86,25 +82,16 @@ def evaluate(
             checkpoint = directory
             if scheme != UNQUANTIZED:
                 checkpoint = str(starting_checkpoint(directory, scheme, ignore))
-            job = Job(
-                labels[scheme],
-                checkpoint,
-                list(tasks),
-                limit,
-                sampling,
-                str(answers_path(output_dir, scheme)),
-                engine_kwargs,
-            )
-            run_job(job, loaded, output_dir / f"{scheme}.job.json")
-        results = summarize(
-            {labels[scheme]: AnswerFile(answers_path(output_dir, scheme)) for scheme in schemes}, loaded, sampling
-        )
+            answers = output_dir / f"{scheme}.jsonl"
+            run_job(Job(labels[scheme], checkpoint, loaded, sampling, answers, engine_kwargs))
+        files = {labels[scheme]: AnswerFile(output_dir / f"{scheme}.jsonl") for scheme in schemes}
+        results = summarize(files, loaded, sampling)
         write_json({**settings, "results": [asdict(result) for result in results]}, output_dir / RESULTS_NAME)
     return results
 
 
 def check_schemes(schemes: Sequence[str]) -> None:
-    """Refuse number formats that there are not."""
+    """Refuse number formats that do not exist."""
     from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED, parse_scheme
 
     for scheme in schemes:
@@ -118,7 +105,7 @@ def check_schemes(schemes: Sequence[str]) -> None:
 def full_precision() -> tuple[str, str]:
     """The 16-bit format of this machine, as shown and as vLLM calls it.
 
-    Not vLLM's own choice, which makes FP16 of the float32 weights that training saves.
+    Not vLLM's own choice, which would be FP16 for the float32 weights that training saves.
     """
     import torch
 
@@ -139,20 +126,15 @@ def require_packages() -> None:
         raise ImportError("Evaluating needs math-verify and rich: run `pip install trl-qurl[eval]`.") from error
 
 
-def answers_path(output_dir: Path, scheme: str) -> Path:
-    """File of a format's answers."""
-    return output_dir / f"{scheme}.jsonl"
-
-
 def only_process(output_dir: Path, patience: float = 10.0) -> FileLock:
-    """A lock that no two evaluations hold in one directory; it is free again when its process is gone.
+    """Lock the directory against other evaluations; the lock is free again when its process ends.
 
     Args:
-        output_dir: of the evaluation.
-        patience: seconds to wait for one that is about to end.
+        output_dir: Of the evaluation.
+        patience: Seconds to wait for another one that is about to end.
 
     Raises:
-        ValueError: another one runs there.
+        ValueError: If another one runs there.
     """
     lock = FileLock(output_dir / ".lock")
     try:
@@ -168,7 +150,7 @@ def keep_settings(settings: dict[str, Any], output_dir: Path) -> None:
     """Write what was asked, or compare it with what was asked before.
 
     Raises:
-        ValueError: the directory has answers to something else.
+        ValueError: If the directory has answers to something else.
     """
     path = output_dir / SETTINGS_NAME
     if path.exists():
@@ -183,26 +165,25 @@ def keep_settings(settings: dict[str, Any], output_dir: Path) -> None:
     write_json(settings, path)
 
 
-def run_job(job: Job, tasks: Sequence[Task], path: Path) -> None:
-    """Let a process of its own make what is missing of a job.
+def run_job(job: Job) -> None:
+    """Let a process of its own generate what is missing.
 
     Raises:
-        ChildProcessError: it failed.
+        ChildProcessError: If it failed.
     """
-    file = AnswerFile(Path(job.answers))
-    wanted = [request for task in tasks for _, requests in job.sampling.requests(task) for request in requests]
-    if not file.missing(wanted):
+    file = AnswerFile(job.answers)
+    if not any(file.missing(requests) for _, _, requests in job.requests):
         return
-    job.write(path)
-    defaults = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
+    path = job.answers.with_suffix(".job")
+    path.write_bytes(pickle.dumps(job))
     command = [sys.executable, "-m", "trl_qurl.lab.evaluation.worker", str(path)]
-    done = subprocess.run(command, env={**os.environ, **defaults}, check=False)
+    done = subprocess.run(command, env=ENGINE_ENVIRONMENT | os.environ, check=False)
+    path.unlink()
     if done.returncode:
         raise ChildProcessError(
-            f"Evaluating with {job.label} ended with exit status {done.returncode}; the lines above say why. What was "
-            "answered is kept: the same command goes on from there."
+            f"Evaluating with {job.label} ended with exit status {done.returncode}; the lines above say why. The "
+            "answers so far are kept: run the same command again to continue."
         )
-    path.unlink()
 
 
 def write_json(content: dict[str, Any], path: Path) -> None:

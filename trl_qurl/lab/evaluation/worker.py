@@ -1,12 +1,13 @@
-"""One process of an evaluation: an engine, the questions that have no answer yet, and a grade for each that comes.
+"""One process of an evaluation: it starts an engine, generates the missing answers and grades each as it finishes.
 
-    python -m trl_qurl.lab.evaluation.worker job.json
+    python -m trl_qurl.lab.evaluation.worker JOB
 
-A process of its own, because an engine does not leave the one it was started in, and a second format needs another.
+A process of its own, because an engine's memory is freed only when its process ends, and each format needs an engine.
 """
 
 from __future__ import annotations
 
+import pickle
 import sys
 import time
 import zlib
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from trl_qurl.cli.noise import quiet
 from trl_qurl.lab.evaluation.answers import GREEDY, Answer, AnswerFile, Request
 from trl_qurl.lab.evaluation.job import Job, Sampling
-from trl_qurl.lab.evaluation.tasks import Task, encode_prompt, load_tasks
+from trl_qurl.lab.evaluation.tasks import Task, encode_prompt
 from trl_qurl.lab.processes import die_with_parent
 from trl_qurl.rollout.engine.attention import check_head_size
 
@@ -39,22 +40,19 @@ def main(argv: list[str] | None = None) -> int:
     (path,) = sys.argv[1:] if argv is None else argv
     die_with_parent()
     quiet()
-    job = Job.read(Path(path))
-    tasks = load_tasks(job.tasks, job.limit)
-    file = AnswerFile(Path(job.answers))
-    wanted = [(task, mode, file.missing(requests)) for task in tasks for mode, requests in job.sampling.requests(task)]
-    if any(missing for _, _, missing in wanted):
-        answer_all(job, wanted, file)
+    answer_all(pickle.loads(Path(path).read_bytes()))
     return 0
 
 
-def answer_all(job: Job, wanted: list[tuple[Task, str, list[Request]]], file: AnswerFile) -> None:
-    """Generate, grade and write, one task and mode after the other, under progress bars."""
+def answer_all(job: Job) -> None:
+    """Generate, grade and write what is missing, one task and mode after the other, under progress bars."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from trl_qurl.rewards import is_correct
 
+    file = AnswerFile(job.answers)
+    wanted = [(task, mode, file.missing(requests)) for task, mode, requests in job.requests]
     console = Console()
     console.print(f"Starting vLLM with {job.label}")
     token_ids, llm = start_engine(job, [task for task, _, missing in wanted if missing])
@@ -62,41 +60,25 @@ def answer_all(job: Job, wanted: list[tuple[Task, str, list[Request]]], file: An
     columns += [TextColumn("right {task.fields[right]:.1%}"), TimeElapsedColumn()]
     with Progress(*columns, console=console) as progress:
         for task, mode, missing in wanted:
-            there = file.of(task.name, mode)
-            right, count = sum(answer.correct for answer in there), len(there)
-            bar = progress.add_task(
-                f"{job.label} {task.name} {mode}",
-                total=count + len(missing),
-                completed=count,
-                right=right / count if count else 0.0,
-            )
-            if not missing:
-                continue
+            present = file.of(task.name, mode)
+            right, count = sum(answer.correct for answer in present), len(present)
+            name, total = f"{job.label} {task.name} {mode}", count + len(missing)
+            bar = progress.add_task(name, total=total, completed=count, right=right / count if count else 0.0)
             last = time.monotonic()
-            for completion in generate(llm, missing, token_ids[task.name], job.sampling):
-                correct = is_correct(completion.text, task.answers[completion.request.question])
+            for request, text, tokens, finished in generate(llm, missing, token_ids.get(task.name, []), job.sampling):
+                correct = is_correct(text, task.answers[request.question])
                 now = time.monotonic()
-                file.add(
-                    Answer(
-                        completion.request,
-                        correct,
-                        completion.tokens,
-                        completion.finished,
-                        now - last,
-                        completion.text,
-                    )
-                )
-                last = now
-                right, count = right + correct, count + 1
+                file.add(Answer(request, correct, tokens, finished, now - last, text))
+                last, right, count = now, right + correct, count + 1
                 progress.update(bar, completed=count, right=right / count)
 
 
 def start_engine(job: Job, tasks: list[Task]) -> tuple[dict[str, list[list[int]]], LLM]:
-    """Token ids of every prompt, by task, and an engine that is long enough for them.
+    """Token ids of every prompt, by task, and an engine whose context is long enough for them.
 
     Raises:
-        ValueError: prompts and completions are longer than the model's context, or vLLM's CPU build has no attention
-            kernel for the model's heads.
+        ValueError: If prompts and completions are longer than the model's context, or vLLM's CPU build has no
+            attention kernel for the model's heads.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -108,14 +90,14 @@ def start_engine(job: Job, tasks: list[Task]) -> tuple[dict[str, list[list[int]]
     check_head_size(config)
     context = getattr(config.get_text_config(), "max_position_embeddings", needed)
     if needed > context:
-        way_out = (
+        advice = (
             f"give at most --max-tokens {context - longest}"
             if longest < context
-            else "leave the longest questions out, or take a model with a longer context"
+            else "leave out the longest questions, or use a model with a longer context"
         )
         raise ValueError(
             f"The longest prompt has {longest} tokens, which with {job.sampling.max_tokens} more do not fit into the "
-            f"model's context of {context}: {way_out}."
+            f"model's context of {context}: {advice}."
         )
     from vllm import LLM
 
@@ -125,8 +107,8 @@ def start_engine(job: Job, tasks: list[Task]) -> tuple[dict[str, list[list[int]]
 def generate(llm: LLM, requests: list[Request], prompts: list[list[int]], sampling: Sampling) -> Iterator[Completion]:
     """Completions as they finish, so that none is lost when this process is killed.
 
-    All requests wait in the engine at once, which keeps it full to the end; `LLM.generate` would hand over nothing
-    before the last of them.
+    All requests wait in the engine at once, which keeps it full to the end; `LLM.generate` would return nothing before
+    the last of them is finished.
     """
     engine = llm.llm_engine
     by_name = {str(number): request for number, request in enumerate(requests)}
