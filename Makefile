@@ -30,7 +30,9 @@ demo: setup ## train a tiny model on addition with quantized rollouts; prints be
 	$(BIN)/trl-qurl demo --scheme $(SCHEME)
 
 demo-ppo: setup ## the same with a critic, then again with BF16 rollouts for comparison
-	$(BIN)/trl-qurl demo --algorithm ppo --scheme $(SCHEME) --compare none --output-dir demo-output-ppo
+	$(BIN)/trl-qurl demo --algorithm ppo --scheme $(SCHEME) --output-dir demo-output-ppo
+	$(BIN)/trl-qurl demo --algorithm ppo --scheme none --output-dir demo-output-ppo/bf16
+	$(BIN)/trl-qurl report demo-output-ppo demo-output-ppo/bf16 -o demo-output-ppo/report.html
 
 docs: setup ## build the documentation into site/; any warning is an error
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict --quiet

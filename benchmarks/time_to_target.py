@@ -15,6 +15,7 @@ import argparse
 import gzip
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -27,8 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from trl_qurl.lab.demo.algorithms import UPDATES_PER_ROLLOUT
+from trl_qurl.trainers.run_log import read_run
 
-FORMATS = {"bf16": None, "int8": "int8", "fp8": "fp8"}
+FORMATS = {"bf16": "none", "int8": "int8", "fp8": "fp8"}
 PARTS = ("sync", "generate", "logps", "update")
 AVERAGED = 5
 
@@ -65,12 +67,16 @@ def summed_up(name: str, seed: int, rows: list[dict[str, Any]], target: float) -
 
 def measure(name: str, seed: int, rollouts: int, target: float, directory: Path) -> dict[str, Any]:
     """One run; its failure is a result."""
-    from trl_qurl.lab.demo.run import train_elsewhere
-
-    try:
-        rows = train_elsewhere("grpo", FORMATS[name], directory / name, rollouts, seed)
-    except ChildProcessError as error:
-        return {"format": name, "seed": seed, "failure": str(error)}
+    place = directory / f"{name}-{seed}"
+    command = [sys.executable, "-m", "trl_qurl", "demo", "--scheme", FORMATS[name], "--required-rise", "-1"]
+    command += ["--rollouts", str(rollouts), "--seed", str(seed), "--output-dir", str(place)]
+    done = subprocess.run(command)
+    if done.returncode:
+        return {"format": name, "seed": seed, "failure": f"exit status {done.returncode}: {' '.join(command)}"}
+    by_step: dict[int, dict[str, Any]] = {}  # the trainer's row and that of the demo's recorder
+    for row in read_run(place).rows:
+        by_step.setdefault(row["step"], {}).update(row)
+    rows = [row for _, row in sorted(by_step.items()) if "expected_accuracy" in row]
     return summed_up(name, seed, rows, target)
 
 

@@ -18,7 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     formats = [*SCHEMES, UNQUANTIZED]
     parser.add_argument("--scheme", choices=formats, default="int8", help="of the rollouts (default: %(default)s)")
     parser.add_argument("--algorithm", choices=["grpo", "ppo"], default="grpo", help="ppo: a critic, and no groups")
-    parser.add_argument("--compare", choices=formats, help="first train with these rollouts as well")
     parser.add_argument("--output-dir", type=Path, default=Path("demo-output"), help="for the figure and the log")
     parser.add_argument("--rollouts", type=int, default=120, help="each makes 256 completions and four updates")
     parser.add_argument(
@@ -46,7 +45,6 @@ def run(args: argparse.Namespace) -> int:
         args.required_rise,
         args.seed,
         algorithm=args.algorithm,
-        compared_schemes=() if args.compare is None else (parse_scheme(args.compare),),
     )
     print(f"Log: {result.log_path}\nFigure: {result.figure_path}")
     if result.shortfall is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from trl_qurl.lab.report.figures import draw_lines, to_png
@@ -30,19 +29,15 @@ PANELS: dict[str, tuple[Panel, ...]] = {
 }
 
 
-def draw_figure(directories: Sequence[Path], path: Path, algorithm: str = "grpo") -> None:
-    """Draw the four panels from run logs and write them as PNG; metrics that were never logged are left out.
+def draw_figure(directory: Path, path: Path, algorithm: str = "grpo") -> None:
+    """Draw the four panels from a run log and write them as PNG; metrics that were never logged are left out.
 
     Args:
-        directories: Output directories of runs. Of several, the first measure of each panel is compared.
+        directory: Output directory of the run.
         path: File to write.
         algorithm: Which panels, a key of `PANELS`.
     """
-    groups, _ = group_runs([read_run(directory) for directory in directories])
-    panels = PANELS[algorithm]
-    if len(groups) > 1:
-        panels = tuple(panel._replace(measures=panel.measures[:1]) for panel in panels)
-    ((figure, _),) = draw_lines(panels, groups)
-    labels = " and ".join(group.label for group in groups)
-    figure.suptitle(f"Three-digit addition: {algorithm.upper()}, rollouts in {labels}")
+    groups, _ = group_runs([read_run(directory)])
+    ((figure, _),) = draw_lines(PANELS[algorithm], groups)
+    figure.suptitle(f"Three-digit addition: {algorithm.upper()}, {groups[0].label}")
     path.write_bytes(to_png(figure))

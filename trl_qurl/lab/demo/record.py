@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TrainerCallback
 
 from trl_qurl.lab.demo.evaluate import measure_policy
-from trl_qurl.trainers.run_log import RUN_LOG, RunLog, read_run
+from trl_qurl.trainers.run_log import RUN_LOG, RunLog
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,12 +80,3 @@ def describe(row: Row) -> str:
     """One line on a rollout; a metric that was not logged is left out."""
     shown = [f"{label} {form.format(row[name])}" for name, label, form in SHOWN if row.get(name) is not None]
     return "  ".join([f"rollout {row['rollout']:>3}", *shown])  # fits into 80 columns
-
-
-def read_rows(directory: Path) -> list[Row]:
-    """Read the rows of a finished run back from its `run.jsonl`, one per rollout."""
-    by_step: dict[int, Row] = {}
-    for row in read_run(directory).rows:
-        by_step.setdefault(row["step"], {}).update(row)
-    rows = [row for _, row in sorted(by_step.items()) if "expected_accuracy" in row]
-    return [{"rollout": number, **row} for number, row in enumerate(rows, start=1)]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,17 +13,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from trl_qurl import QuRLGRPOTrainer
-    from trl_qurl.lab.demo.record import Row
 
 HELD_OUT_PROBLEMS = 512
 FIGURE_NAME = "demo.png"
-
-COMPARED_ROLLOUTS = 10
-COMPARED_METRICS = (
-    ("expected_accuracy", "full-precision policy, expected"),
-    ("greedy_accuracy", "full-precision policy, greedy"),
-    ("critic/explained_variance", "critic, explained variance"),
-)
 
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about speed on CPU
@@ -61,7 +51,6 @@ def run_demo(
     seed: int = 0,
     cache_dir: Path | None = None,
     algorithm: str = "grpo",
-    compared_schemes: tuple[str | None, ...] = (),
 ) -> DemoResult:
     """Warm-start, train and measure; prints progress and a table, writes `run.jsonl` and `demo.png` to `output_dir`.
 
@@ -73,12 +62,10 @@ def run_demo(
         seed: Of the reinforcement learning; the warm start has its own.
         cache_dir: Where the warm start is kept; default `cache_directory()`.
         algorithm: `"grpo"`, or `"ppo"` for a critic in place of groups.
-        compared_schemes: Formats to train with as well, one after the other, drawn into the same figure.
 
     Raises:
         ImportError: If matplotlib or rich is missing.
         ValueError: If `rollouts` is not positive.
-        ChildProcessError: If a run to compare with failed.
     """
     for name, value in ENVIRONMENT.items():  # before vLLM is imported, which reads them once
         os.environ.setdefault(name, value)
@@ -105,12 +92,6 @@ def run_demo(
     config = build_config(algorithm, scheme, output_dir, rollouts, seed)  # refuses a bad scheme before the warm start
     policy_dir = prepare_policy(cache_dir, console)
     held_out = encode_problems(sample_problems(HELD_OUT_PROBLEMS, seed=0, held_out=True), build_tokenizer())
-    # Before the engine of this run, which takes memory, a port and some of the environment for itself.
-    compared = {}
-    for other in compared_schemes:
-        console.print(f"First the same with {actor_name(other)} rollouts, for comparison")
-        directory = output_dir / actor_name(other).lower()
-        compared[directory] = train_elsewhere(algorithm, other, directory, rollouts, seed)
     console.print(f"Starting vLLM with the {name} actor")
     trainer = build_trainer(policy_dir, config)
     before = measure(trainer, held_out)
@@ -120,42 +101,10 @@ def run_demo(
     after = measure(trainer, held_out)
 
     print_table(before, after, name, console)
-    if compared:
-        others = {actor_name(other): rows for other, rows in zip(compared_schemes, compared.values(), strict=True)}
-        print_comparison({name: recorder.rows, **others}, console)
     figure_path = output_dir / FIGURE_NAME
-    draw_figure([output_dir, *compared], figure_path, algorithm)
+    draw_figure(output_dir, figure_path, algorithm)
     shortfall = find_shortfall(before, after, required_rise) or critic_shortfall(recorder.rows)
     return DemoResult(before, after, shortfall, output_dir / RUN_LOG, figure_path)
-
-
-def train_elsewhere(algorithm: str, scheme: str | None, directory: Path, rollouts: int, seed: int) -> list[Row]:
-    """Train in a process of its own, because an engine's memory is freed only when its process ends.
-
-    Args:
-        algorithm: `"grpo"` or `"ppo"`.
-        scheme: Format of the rollouts; `None` for BF16.
-        directory: Output directory of the run.
-        rollouts: As for `run_demo`.
-        seed: As for `run_demo`.
-
-    Returns:
-        One row per rollout.
-
-    Raises:
-        ChildProcessError: If the run failed; what it printed says why.
-    """
-    from trl_qurl.lab.demo.record import read_rows
-
-    command = [sys.executable, "-m", "trl_qurl", "demo", "--algorithm", algorithm, "--scheme", scheme or "none"]
-    command += ["--rollouts", str(rollouts), "--seed", str(seed), "--output-dir", str(directory)]
-    # It is there to be compared with, whatever accuracy it reaches: status 1 means that its critic stayed useless.
-    done = subprocess.run([*command, "--required-rise", "-1"])
-    if done.returncode not in (0, 1) or len(rows := read_rows(directory)) < rollouts:
-        raise ChildProcessError(
-            f"The run to compare with failed with exit status {done.returncode}: {' '.join(command)}"
-        )
-    return rows
 
 
 def actor_name(scheme: str | None) -> str:
@@ -199,22 +148,6 @@ def print_table(before: Measured, after: Measured, name: str, console: Console) 
     labels = ("full-precision policy, expected", "full-precision policy, greedy", f"{name} actor, greedy")
     for label, old, new in zip(labels, before, after, strict=True):
         table.add_row(label, f"{old:.3f}", f"{new:.3f}", f"{new - old:+.3f}")
-    console.print(table)
-
-
-def print_comparison(runs: dict[str, list[Row]], console: Console) -> None:
-    """Print what the runs reached, side by side."""
-    from rich.table import Table
-
-    table = Table(title=f"Means of the last {COMPARED_ROLLOUTS} rollouts")
-    table.add_column("metric")
-    for name in runs:
-        table.add_column(name, justify="right")
-    for metric, label in COMPARED_METRICS:
-        ends = [rows[-COMPARED_ROLLOUTS:] for rows in runs.values()]
-        last = [[row[metric] for row in end if row.get(metric) is not None] for end in ends]
-        if all(last):
-            table.add_row(label, *(f"{sum(values) / len(values):.3f}" for values in last))
     console.print(table)
 
 
