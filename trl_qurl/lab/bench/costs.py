@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -25,8 +25,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class Timing:
-    """
-    Seconds of something whose cost grows with a size.
+    """Seconds of something whose cost grows with a size.
 
     Attributes:
         size: What it was measured at (tokens).
@@ -44,15 +43,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class EngineCosts:
-    """
-    What one format of rollouts costs.
+    """What one format of rollouts costs.
 
     Attributes:
-        generation: A whole batch of completions of a few lengths, shortest first; the first has one token, which is
+        generation: A whole batch of completions at a few lengths, shortest first; the first has one token, which is
             the cost of the prompts.
-        sync: Quantizing all weights and getting them into the engine.
-        weight_bytes: Of the weights that the engine holds.
-        start_s: Seconds until the engine was there.
+        sync: Quantizing all weights and loading them into the engine.
+        weight_bytes: Size of the engine's weights.
+        start_s: Seconds until the engine was ready.
     """
 
     generation: list[Timing]
@@ -61,50 +59,40 @@ class EngineCosts:
     start_s: float
 
     def generate(self, tokens: int) -> Range:
-        """
-        Seconds of generating a batch of completions.
+        r"""Seconds of generating a batch of completions.
 
-        $$T(L) = T(1) + (L - 1)\\,(r + g\\,L/2)$$
+        $$T(L) = T(1) + (L - 1)\,(r + g\,L/2)$$
 
-        With $r$ and the growth $g \\ge 0$ of a token's cost with the context from the lengths measured. Within them
-        the estimate interpolates. Beyond them the low bound lets the cost per token stay what it was in the longest
-        one.
+        With the rate $r$ and its growth $g \ge 0$ with the context taken from the lengths measured. Within them the
+        estimate interpolates. Beyond them, the low bound keeps the rate of the longest one.
 
         Args:
             tokens: Completion length L.
+
+        Returns:
+            The estimate with its bounds.
         """
         first, *longer = self.generation
         if not longer or tokens <= 1:
             return first.range
         shorter, longest = ([first, *longer])[-2:]
         rate = per_token(first, longest)
-        if tokens <= longest.size or len(longer) < 2:
-            return first.range + rate.times(tokens - 1)
-        early, late = per_token(first, shorter), per_token(shorter, longest)
-        span = longest.size / 2  # between the middles of the two stretches that the rates are means of
-        growth = max(0.0, (late.middle - early.middle) / span)
-        added = growth * (tokens - longest.size) / 2
-        grown = Range(rate.low, rate.middle + added, rate.high + 2 * added)
-        return first.range + grown.times(tokens - 1)
+        if tokens > longest.size and len(longer) > 1:
+            early, late = per_token(first, shorter), per_token(shorter, longest)
+            span = longest.size / 2  # between the middles of the two stretches over which the rates are means
+            growth = max(0.0, (late.middle - early.middle) / span)
+            added = growth * (tokens - longest.size) / 2
+            rate = Range(rate.low, rate.middle + added, rate.high + 2 * added)
+        return first.range + rate.times(tokens - 1)
 
     def tokens_per_second(self, tokens: int, batch: int) -> float:
         """Throughput of a rollout, prompts included."""
         return tokens * batch / self.generate(tokens).middle
 
 
-def per_token(shorter: Timing, longer: Timing) -> Range:
-    """Seconds that each further token of the batch took between two lengths."""
-    tokens = longer.size - shorter.size
-    middle = (longer.range.middle - shorter.range.middle) / tokens
-    low = (longer.range.low - shorter.range.middle) / tokens
-    high = (longer.range.high - shorter.range.middle) / tokens
-    return Range(max(low, 0.0), max(middle, 0.0), max(high, 0.0))
-
-
 @dataclass(frozen=True)
 class TrainingCosts:
-    """
-    What learning from a rollout costs, whatever its format.
+    """What learning from a rollout costs, whatever its format.
 
     Attributes:
         score: A pass without gradients, by tokens in it.
@@ -117,29 +105,36 @@ class TrainingCosts:
     optimizer: Timing
 
 
-def at_size(timings: Sequence[Timing], size: int) -> Range:
+@dataclass(frozen=True)
+class Measurement:
+    """All that a process measured.
+
+    Attributes:
+        engine: Costs of its format.
+        training: Costs of the rest of a step, if they were asked for.
     """
-    Seconds at another size: a fixed part and one per token, from the two largest sizes measured.
+
+    engine: EngineCosts
+    training: TrainingCosts | None = None
+
+
+def per_token(shorter: Timing, longer: Timing) -> Range:
+    """Seconds that each further token of the batch took between two lengths."""
+    before, tokens = shorter.range.middle, longer.size - shorter.size
+    return Range(*(max(0.0, (seconds - before) / tokens) for seconds in longer.range))
+
+
+def at_size(timings: Sequence[Timing], size: int) -> Range:
+    """Seconds at another size: a fixed part and one per token, from the two largest sizes measured.
 
     Args:
         timings: By increasing size.
         size: Tokens asked about.
+
+    Returns:
+        The estimate with its bounds.
     """
     *_, largest = timings
     if size <= largest.size or len(timings) < 2:
         return largest.range.times(size / largest.size)
     return largest.range + per_token(timings[-2], largest).times(size - largest.size)
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """
-    All that a process measured.
-
-    Attributes:
-        engine: Costs of its format.
-        training: Of the rest of a step, if it was asked.
-    """
-
-    engine: EngineCosts
-    training: TrainingCosts | None = field(default=None)

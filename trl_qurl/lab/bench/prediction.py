@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from trl_qurl.lab.bench.costs import EngineCosts, Range, TrainingCosts, at_size
@@ -13,13 +14,12 @@ WORTHWHILE = 1.05
 
 @dataclass(frozen=True)
 class Step:
-    """
-    Seconds of the parts of a training step.
+    """Seconds of the parts of a training step.
 
     Attributes:
         sync: Getting the weights into the engine.
         generate: The rollout.
-        score: Log-probabilities of the policy at rollout time; one update per rollout does without.
+        score: Log-probabilities of the policy at rollout time; not needed with one update per rollout.
         update: Forward, backward and optimizer.
     """
 
@@ -35,21 +35,20 @@ class Step:
 
     @property
     def rollout_share(self) -> float:
-        """Of generating and syncing in the step: the most that a faster rollout can save."""
+        """Share of generating and syncing in the step: the most that a faster rollout can save."""
         return (self.generate.middle + self.sync.middle) / self.total.middle
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """
-    What a format gains over 16-bit rollouts.
+    """What a format gains over 16-bit rollouts.
 
     Attributes:
         step: Its step.
         speedup: Of the step.
         rollout_speedup: Of generation alone.
         bytes_saved: Of the engine's weights.
-        break_even: Completion length from which on a step is faster; 1 if it always is, `None` if never.
+        break_even: Shortest completion length at which a step is faster; 1 if it always is, `None` if never.
     """
 
     step: Step
@@ -79,26 +78,18 @@ def predict_step(engine: EngineCosts, training: TrainingCosts, workload: Workloa
 
 
 def compare(baseline: EngineCosts, engine: EngineCosts, training: TrainingCosts, workload: Workload) -> Comparison:
-    """
-    A format against 16-bit rollouts.
+    """Compare a format with 16-bit rollouts.
 
-    Scoring and updating are the same seconds in both steps, so their spread does not widen the range of the speed-up
-    by itself: its bounds take rollout and sync at their extremes, and the rest at its middle.
+    Scoring and updating take the same seconds in both steps, so their spread does not widen the range of the speed-up:
+    its bounds take rollout and sync at their extremes, and the rest at its middle.
     """
     before, after = predict_step(baseline, training, workload), predict_step(engine, training, workload)
     rest = before.score.middle + before.update.middle
-
-    def ratio(slow: float, fast: float) -> float:
-        return (slow + rest) / (fast + rest)
-
-    rollout_before, rollout_after = before.sync + before.generate, after.sync + after.generate
+    slow, fast = before.sync + before.generate, after.sync + after.generate
+    pairs = zip(slow, reversed(fast), strict=True)  # the lowest speed-up: the fastest baseline, the slowest format
     return Comparison(
         step=after,
-        speedup=Range(
-            ratio(rollout_before.low, rollout_after.high),
-            ratio(rollout_before.middle, rollout_after.middle),
-            ratio(rollout_before.high, rollout_after.low),
-        ),
+        speedup=Range(*((numerator + rest) / (denominator + rest) for numerator, denominator in pairs)),
         rollout_speedup=before.generate.middle / after.generate.middle,
         bytes_saved=baseline.weight_bytes - engine.weight_bytes,
         break_even=break_even(baseline, engine, workload.completion_len),
@@ -106,28 +97,22 @@ def compare(baseline: EngineCosts, engine: EngineCosts, training: TrainingCosts,
 
 
 def break_even(baseline: EngineCosts, engine: EngineCosts, longest: int) -> int | None:
-    """
-    The completion length from which on quantized rollouts save more than their sync costs.
+    """The shortest completion length at which quantized rollouts save more than their sync costs.
 
     Args:
         baseline: 16-bit rollouts.
-        engine: Quantized ones.
-        longest: Length asked about; lengths up to sixteen times that are looked at.
+        engine: Quantized rollouts.
+        longest: Length asked about; lengths up to sixteen times that are considered.
 
     Returns:
         1 if they save at any length, `None` if at none.
     """
 
-    def saved(tokens: int) -> float:
+    def saves(tokens: int) -> bool:
         rollout = baseline.generate(tokens).middle - engine.generate(tokens).middle
-        return rollout - (engine.sync.range.middle - baseline.sync.range.middle)
+        return rollout > engine.sync.range.middle - baseline.sync.range.middle
 
-    low, high = 1, 16 * longest
-    if saved(low) > 0 and saved(high) > 0:
-        return 1
-    if saved(high) <= 0:
+    lengths = range(1, 16 * longest + 1)
+    if not saves(lengths[-1]):
         return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if saved(middle) > 0 else (middle, high)
-    return high
+    return 1 if saves(1) else lengths[bisect_left(lengths, True, key=saves)]

@@ -16,20 +16,19 @@ from typing import TYPE_CHECKING, Any
 from trl_qurl.lab.bench.costs import Measurement
 from trl_qurl.lab.bench.prediction import Comparison, Step, compare, predict_step
 from trl_qurl.lab.bench.workload import Job, Workload
-from trl_qurl.lab.processes import ENGINE_ENVIRONMENT, run_child
+from trl_qurl.lab.processes import ENGINE_ENVIRONMENT, last_lines, run_child
 
 if TYPE_CHECKING:
     from trl_qurl.quantization import QuantizationScheme
 
 BASELINE = "none"
 BUDGETS = {True: 6.0, False: 60.0}
-"""Seconds that a kind of measurement may take; quick, or not."""
+"""Seconds that each kind of measurement may take; quick, or not."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """
-    What was measured and what follows from it.
+    """What was measured and what follows from it.
 
     Attributes:
         model: As it was named.
@@ -59,22 +58,24 @@ def bench(
     engine_kwargs: dict[str, Any] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Bench:
-    """
-    Measure what steps with 16-bit and with quantized rollouts cost on this machine.
+    """Measure what steps with 16-bit and with quantized rollouts cost on this machine.
 
     Args:
         model: Name on the Hub, or directory with a `config.json`. No weights are needed.
         workload: The step to predict.
         schemes: Names of formats; by default those that this machine has kernels for.
-        quick: Whether to spend seconds on each measurement, and estimate more.
+        quick: Whether to measure for a few seconds only and extrapolate more.
         ignore: Modules kept in full precision.
         engine_kwargs: Further arguments of `vllm.LLM`.
-        report: Called with a line about what is going on.
+        report: Called with a line about what is being measured.
+
+    Returns:
+        What was measured and what follows from it.
 
     Raises:
-        ValueError: Arguments that do not fit, or a model that cannot be quantized.
-        ImportError: vLLM is missing.
-        ChildProcessError: 16-bit rollouts could not be measured; what the process printed says why.
+        ValueError: If arguments do not fit, or the model cannot be quantized.
+        ImportError: If vLLM is missing.
+        ChildProcessError: If 16-bit rollouts could not be measured; what the process printed says why.
     """
     started = time.monotonic()
     from trl_qurl.quantization.schemes import available_schemes, get_scheme
@@ -123,7 +124,7 @@ def bench(
 
 
 def default_engine_kwargs() -> dict[str, Any]:
-    """On a CPU vLLM compiles for minutes, so there the engine runs as it is."""
+    """On a CPU, vLLM would compile for minutes; run the model eagerly there."""
     import torch
 
     return {} if torch.cuda.is_available() else {"enforce_eager": True}
@@ -132,11 +133,10 @@ def default_engine_kwargs() -> dict[str, Any]:
 def save_config(
     model: str, workload: Workload, schemes: Sequence[QuantizationScheme], ignore: Sequence[str], directory: str
 ) -> None:
-    """
-    Write the model's config to a directory, once it is clear that it can be measured.
+    """Check that the model can be measured, and write its config to a directory.
 
     Raises:
-        ValueError: The context is too short for the workload, or there is nothing to quantize.
+        ValueError: If the context is too short for the workload, or there is nothing to quantize.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -162,18 +162,19 @@ def run_job(job: Job, directory: Path) -> Measurement:
     """Measure in a process of its own, because an engine's memory is freed only when its process ends.
 
     Raises:
-        ChildProcessError: If it failed; the message ends with the last lines that it printed.
+        ChildProcessError: If it failed; the last lines that it printed are on the standard error then.
     """
     name = job.scheme or BASELINE
-    source, result = directory / f"{name}.job", directory / f"{name}.result"
+    source, result, log = (directory / f"{name}.{kind}" for kind in ("job", "result", "log"))
     source.write_bytes(pickle.dumps(job))
     command = [sys.executable, "-m", "trl_qurl.lab.bench.worker", str(source), str(result)]
     try:
-        run_child(command, directory / f"{name}.log", environment=ENGINE_ENVIRONMENT | os.environ)
+        run_child(command, log, environment=ENGINE_ENVIRONMENT | os.environ)
     except ChildProcessError as error:
-        rollouts = f"{'16-bit' if job.scheme is None else job.scheme.upper()} rollouts"
+        print(last_lines(log, 25), file=sys.stderr)
         raise ChildProcessError(
-            f"Measuring {rollouts} failed. A smaller --batch or shorter completions need less memory. {error}"
+            f"Measuring {'16-bit' if job.scheme is None else job.scheme.upper()} rollouts failed; the last lines that "
+            "were printed are above. A smaller --batch or shorter completions need less memory."
         ) from error
     return pickle.loads(result.read_bytes())
 

@@ -1,4 +1,4 @@
-"""A bench as a person reads it: the table, and what it means in sentences."""
+"""A bench for people: the table, and what it means in sentences."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def label(scheme: str) -> str:
 
 
 def build_table(result: Bench) -> Table:
-    """Seconds of a step by format; fits into 80 columns."""
+    """Seconds of a step by format, within 80 columns."""
     from rich import box
     from rich.table import Table
 
@@ -50,8 +50,8 @@ def sentences(result: Bench) -> list[str]:
     """What to do, and why, for each format."""
     share = result.baseline.rollout_share
     lines = [
-        f"Rollouts and their sync are {share:.0%} of a 16-bit step: were they free, a step would be "
-        f"{1 / (1 - share):.1f} times as fast, and no format can do better."
+        f"Rollouts and their sync take {share:.0%} of a 16-bit step. If they were free, a step would be "
+        f"{1 / (1 - share):.1f} times as fast; no format can do better."
     ]
     for scheme, comparison in result.comparisons.items():
         lines.append(f"{label(scheme)}: {advice(comparison)} {break_even(comparison, result)}")
@@ -68,19 +68,19 @@ def advice(comparison: Comparison) -> str:
     if comparison.advice == "no":
         return f"Don't, for speed: steps would be {gain} times as fast ({rollout})."
     return (
-        f"Unclear: steps would be {gain} times as fast ({rollout}), which may or may not be the {WORTHWHILE:.2f} from "
-        "which on it is worth it. Without --quick the range is narrower."
+        f"Unclear: steps would be {gain} times as fast ({rollout}), and {WORTHWHILE:.2f} is what makes it worth it. "
+        "Without --quick the range is narrower."
     )
 
 
 def break_even(comparison: Comparison, result: Bench) -> str:
-    """From which length on it pays, and what is saved in memory."""
+    """From which length on a format saves time, and how much memory it saves."""
     saved = f"The engine's weights are {size(comparison.bytes_saved)} smaller."
     if comparison.break_even is None:
-        return f"The sync is never earned back, up to {16 * result.workload.completion_len} tokens. {saved}"
+        return f"It saves no time at any length up to {16 * result.workload.completion_len} tokens. {saved}"
     if comparison.break_even == 1:
         return f"It saves time at any completion length. {saved}"
-    return f"It saves time from completions of {comparison.break_even} tokens on. {saved}"
+    return f"It saves time for completions of at least {comparison.break_even} tokens. {saved}"
 
 
 def speedup(value: Range) -> str:
@@ -89,7 +89,7 @@ def speedup(value: Range) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes as a person says them."""
+    """Bytes in readable units."""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
 
 

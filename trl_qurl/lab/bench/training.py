@@ -34,13 +34,15 @@ def build_policy(config_dir: str, device: torch.device) -> Any:
 
 
 def measure_training(policy: Any, workload: Workload, budget: float) -> TrainingCosts:
-    """
-    Seconds of scoring, updating and of the optimizer.
+    """Seconds of scoring, updating and of the optimizer.
 
     Args:
         policy: Model to train; its weights are changed.
-        workload: What a full pass holds.
+        workload: Says how large a full pass is.
         budget: Seconds that each kind may take, roughly.
+
+    Returns:
+        What was measured, up to the sizes that the budget allowed.
     """
     from trl.trainer import add_fused_lm_head
 
@@ -67,7 +69,7 @@ def measure_training(policy: Any, workload: Workload, budget: float) -> Training
         optimizer.step()
         return seconds(policy) - started
 
-    step()  # makes the optimizer's state
+    step()  # creates the optimizer's state
     return TrainingCosts(scoring, updating, Timing(1, [step(), step()]))
 
 
@@ -89,7 +91,7 @@ def grow(policy: Any, action: Any, workload: Workload, budget: float) -> list[Ti
     full_length = workload.prompt_len + workload.completion_len
     timings: list[Timing] = []
     spent, length, rows = 0.0, min(FIRST_TOKENS, full_length), 1
-    action(rows, length)  # the first is never like the others
+    action(rows, length)  # a warm-up
     while True:
         runs = []
         for _ in range(2):
@@ -111,7 +113,7 @@ def grow(policy: Any, action: Any, workload: Workload, budget: float) -> list[Ti
 
 
 def seconds(policy: Any) -> float:
-    """The clock, once the device has done what it was given."""
+    """The clock, once the device has finished its work."""
     if policy.device.type == "cuda":
         torch.cuda.synchronize(policy.device)
     return time.perf_counter()

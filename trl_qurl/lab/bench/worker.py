@@ -1,9 +1,9 @@
-"""One process of a bench: an engine of one format, random weights, a clock.
+"""One process of a bench: it starts an engine with random weights and measures it.
 
     python -m trl_qurl.lab.bench.worker JOB RESULT
 
-A process of its own, because an engine does not leave the one it was started in. Nothing is loaded: what a step costs
-does not depend on what the weights are.
+A process of its own, because an engine's memory is freed only when its process ends. No weights are loaded: the
+cost of a step does not depend on their values.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def measure_generation(llm: LLM, job: Job) -> list[Timing]:
         llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - started
 
-    generate(min(2, workload.completion_len))  # the first is never like the others
+    generate(min(2, workload.completion_len))  # a warm-up
     timings = [Timing(1, repeat(lambda: generate(1)))]
     if workload.completion_len > 1:
         short = min(SHORT, workload.completion_len)

@@ -8,8 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Workload:
-    """
-    One rollout on one process, and the updates made from it.
+    """One rollout on one process, and the updates made from it.
 
     Attributes:
         prompt_len: Tokens of a prompt.
@@ -53,8 +52,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Job:
-    """
-    What one process measures.
+    """What one process measures.
 
     Attributes:
         config_dir: Directory with the model's `config.json`.

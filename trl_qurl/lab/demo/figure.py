@@ -15,7 +15,7 @@ MISMATCH = Panel("How far is the actor from the policy?", "nats per token", (KL,
 CLIPPED = Panel("How much is clipped?", "share of tokens", (REGION_CLIPPED, CAPPED), percent=True, from_zero=True)
 ROUNDING = Panel(
     "Do updates reach the rounded weights?",
-    "share of the squared weight norm",
+    "share of the squared norm",
     (
         Measure("weights/normalized_update", "Update per rollout (Eq. 13)"),
         Measure("weights/normalized_quantization_error", "Quantization error (Eq. 14)"),
