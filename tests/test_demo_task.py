@@ -160,16 +160,15 @@ def test_shortfall_names_both_figures():
     assert "0.470 to 0.600, a change of +0.130 where at least +0.25" in find_shortfall(before, after, 0.25)
 
 
-def test_a_critic_must_stay_useful_once_it_has_begun():
+def test_a_critic_must_be_useful_in_the_second_half():
     def rows(*shares):
         return [{"critic/explained_variance": share} for share in shares]
 
-    assert critic_shortfall(rows(*[-3.0] * 20, *[0.1] * 20)) is None  # it has the first half to begin
+    assert critic_shortfall(rows(*[-3.0] * 20, *[0.1] * 20)) is None  # it has the first half to learn
     assert critic_shortfall(rows(*[0.1] * 30, *[0.3, -0.2] * 5)) is None  # single rollouts scatter
     assert critic_shortfall([{"reward": 0.5}] * 4) is None
     assert critic_shortfall(rows(-3.0, 0.1, None)) is None  # None: all returns were equal, with nothing to explain
-    assert "fell to -0.100 in" in critic_shortfall(rows(*[0.2] * 30, *[-0.1] * 10))
-    assert "fell to -0.100 in" in critic_shortfall(rows(0.2, -0.1))
+    assert "was -0.100 in" in critic_shortfall(rows(*[0.2] * 10, *[-0.1] * 10))
 
 
 def test_the_figure_and_the_lines_bear_missing_metrics(tmp_path):

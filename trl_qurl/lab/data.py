@@ -34,19 +34,19 @@ def load_questions(
     """Load questions as a data set with the columns `prompt` (one user message) and `answer` (str).
 
     Args:
-        name_or_path: a name on the Hub (`openai/gsm8k`), or a local `.json`, `.jsonl`, `.json.gz` or `.jsonl.gz`.
-        split: split of a Hub data set; a local file is one split and ignores it.
-        config: configuration of a Hub data set (`main` for GSM8K); a local file ignores it.
-        limit: keep only the first `limit` questions; `None` keeps all.
-        question_column: default: whichever of `QUESTION_COLUMNS` there is.
-        answer_column: default: whichever of `ANSWER_COLUMNS` there is. A list of answers is joined by commas.
+        name_or_path: A name on the Hub (`openai/gsm8k`), or a local `.json`, `.jsonl`, `.json.gz` or `.jsonl.gz`.
+        split: Split of a Hub data set; a local file is one split and ignores it.
+        config: Configuration of a Hub data set (`main` for GSM8K); a local file ignores it.
+        limit: Keep only the first `limit` questions; `None` keeps all.
+        question_column: By default, the first of `QUESTION_COLUMNS` that exists.
+        answer_column: By default, the first of `ANSWER_COLUMNS` that exists. A list of answers is joined by commas.
 
     Returns:
         One row per question, in the file's order.
 
     Raises:
-        FileNotFoundError: if `name_or_path` looks like a local file and there is none.
-        ValueError: if a column is missing, there are no questions, or the file is not JSON.
+        FileNotFoundError: If `name_or_path` looks like a local file and there is none.
+        ValueError: If a column is missing, there are no questions, or the file is not JSON.
     """
     from datasets import Dataset
 
@@ -66,13 +66,13 @@ def load_questions(
 
 
 def final_answer(answer: str) -> str:
-    """The answer itself: of GSM8K's worked solutions the number after `####`, without its thousands separators.
+    """The answer itself: of GSM8K's worked solutions, the number after `####` without thousands separators.
 
     Args:
-        answer: a column's text.
+        answer: A column's text.
 
     Returns:
-        The text without blanks around it, whole where it has no `####`.
+        The stripped text, all of it where it has no `####`.
     """
     _, marker, after = answer.rpartition("####")
     return after.strip().replace(",", "") if marker else answer.strip()
@@ -112,7 +112,7 @@ def _read_hub(name: str, split: str, config: str | None) -> Collection[dict[str,
 
 
 def _pick(row: Any, columns: tuple[tuple[str, ...], ...], source: str, number: int) -> list[Any]:
-    """Of each group of columns the first that the row has."""
+    """The value of the first column that the row has, for each group of columns."""
     if not isinstance(row, dict):
         raise ValueError(f"Row {number} of {source} is a JSON {type(row).__name__}; every row must be an object.")
     found = [[row[name] for name in names if row.get(name) is not None] for names in columns]

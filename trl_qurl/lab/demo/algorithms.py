@@ -1,6 +1,6 @@
-"""The two trainers that the demonstration knows: their settings, what they log, and when they have learned.
+"""The two trainers of the demonstration: their settings, and when the critic has learned.
 
-Both make four updates of 64 completions with a rollout of 256. GRPO's settings are those of a study in which the
+Both make four updates of 64 completions from a rollout of 256. GRPO's settings are those of a study in which the
 expected accuracy went from .47 to .84 in 120 rollouts.
 """
 
@@ -17,7 +17,6 @@ ALGORITHMS = ("grpo", "ppo")
 
 UPDATES_PER_ROLLOUT = 4
 TRAINING_PROBLEMS = 8192
-WINDOW = 10  # rollouts
 
 
 def build_config(
@@ -27,11 +26,14 @@ def build_config(
 
     Args:
         algorithm: `"grpo"` or `"ppo"`.
-        scheme: format of the rollouts.
-        output_dir: where the log goes.
-        rollouts: each makes four updates.
-        seed: of the sampling and the order of the problems.
-        **changed: settings that a study varies, by their names in the config.
+        scheme: Format of the rollouts.
+        output_dir: Where the log goes.
+        rollouts: Each makes four updates.
+        seed: Of the sampling and the order of the problems.
+        **changed: Settings that a study varies, by their names in the config.
+
+    Returns:
+        The config of the algorithm's trainer.
     """
     import torch
 
@@ -92,18 +94,12 @@ def build_trainer(policy_dir: Path, config: QuRLGRPOConfig) -> QuRLGRPOTrainer:
 
 
 def critic_shortfall(rows: list[Row]) -> str | None:
-    """Why the critic counts as useless, in one sentence, or `None`.
-
-    In the second half of the run its values must explain some of the returns, in the mean over any `WINDOW` rollouts:
-    a single rollout of 256 returns scatters by about .1. GRPO, without a critic, passes.
-    """
+    """Why the critic counts as useless, in one sentence, or `None`. GRPO, without a critic, passes."""
     shares = [row["critic/explained_variance"] for row in rows if row.get("critic/explained_variance") is not None]
-    later = shares[len(shares) // 2 :]
-    windows = [later[end - WINDOW : end] for end in range(WINDOW, len(later) + 1)] or ([later] if later else [])
-    lowest = min((sum(window) / len(window) for window in windows), default=1.0)
-    if lowest > 0:
+    later = shares[len(shares) // 2 :]  # it has the first half to learn
+    if not later or sum(later) > 0:
         return None
     return (
-        f"the critic's explained variance fell to {lowest:.3f} in the second half of the run (mean of {WINDOW} "
-        "rollouts), where it should stay above 0."
+        f"the critic's explained variance was {sum(later) / len(later):.3f} in the second half of the run, where it "
+        "should be above 0."
     )

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mode:
-    """What the answers of one kind, greedy or sampled, come to.
+    """Figures of the answers of one kind, greedy or sampled.
 
     Attributes:
         average: Avg@k; Avg@1 for greedy answers.
         pass_at: pass@k by k, sampled answers only.
-        difference: of `average` from the first format's, question by question.
-        tokens: mean length of an answer.
-        finished: share of answers that ended before the limit of tokens.
-        seconds: that all of them took.
-        tokens_per_second: of the whole.
+        difference: Of `average` from the first format's, question by question.
+        tokens: Mean length of an answer.
+        finished: Share of answers that ended before the limit of tokens.
+        seconds: Of all of them together.
+        tokens_per_second: Over all of them.
     """
 
     average: Estimate
@@ -84,12 +84,12 @@ def count(answers: Sequence[Answer], baseline: Sequence[Answer] | None) -> Mode:
 
 
 def build_table(results: Sequence[Result], model: str) -> Table:
-    """The figures as a person reads them: per cent, with the interval of 95 % in brackets; fits into 100 columns."""
+    """The figures as a table in percent, with 95 % intervals in brackets, within 100 columns."""
     from rich import box
     from rich.table import Table
 
     several = len({result.format for result in results}) > 1
-    caption = "%, with intervals of 95 %" + ("; difference from the first format" if several else "")
+    caption = "%, with 95 % intervals" + ("; difference from the first format" if several else "")
     table = Table(
         title=model, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=caption, caption_justify="left"
     )

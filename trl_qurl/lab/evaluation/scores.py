@@ -1,4 +1,4 @@
-"""From graded answers to figures: Avg@k, pass@k, and how far to trust them. `Q` questions, `k` answers to each."""
+"""From graded answers to figures: Avg@k, pass@k, and their intervals. `Q` questions, `k` answers to each."""
 
 from __future__ import annotations
 
@@ -8,19 +8,12 @@ from dataclasses import dataclass
 from statistics import fmean, pvariance
 
 Z95 = 1.959963984540054
-"""Quantile of the normal distribution for an interval of 95 %."""
+"""Quantile of the normal distribution for a 95 % interval."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """
-    A share in [0, 1], or a difference of two in [−1, 1], with its interval of 95 %.
-
-    Attributes:
-        value: the estimate.
-        low: where the interval begins.
-        high: where it ends.
-    """
+    """A share in [0, 1], or a difference of two in [−1, 1], with its 95 % interval from `low` to `high`."""
 
     value: float
     low: float
@@ -33,31 +26,31 @@ def average_at_k(graded: Sequence[Sequence[bool]]) -> Estimate:
     $$p = \frac{1}{Q} \sum_q p_q, \qquad n = \frac{p (1 - p)}{\mathrm{Var}(p_q) / Q}, \qquad
       \frac{p + z^2/2n \pm z \sqrt{p (1 - p) / n + z^2 / 4n^2}}{1 + z^2/n}$$
 
-    Where p_q is a question's own share, n the number of independent answers that would scatter as much as the
-    questions do, and the last the Wilson interval for it. The questions are the sample: more answers to the same ones
-    narrow the interval only as far as the answers to one question differ. For k = 1, n is Q.
+    Where p_q is a question's own share, n the effective number of independent answers, and the last term the Wilson
+    interval for it. The questions are the sample: more answers to the same ones narrow the interval only as far as
+    the answers to one question differ. For k = 1, n is Q.
 
     Source: E. B. Wilson, "Probable inference" (1927); n is Kish's effective sample size.
 
     Args:
-        graded: whether each answer is right, (Q, k).
+        graded: Whether each answer is right, (Q, k).
 
     Returns:
         The share, and Wilson's interval.
 
     Raises:
-        ValueError: no questions, or a question without answers.
+        ValueError: If there are no questions, or a question has no answers.
     """
     _check(graded)
     shares = [fmean(answers) for answers in graded]  # (Q,)
     value, spread = fmean(shares), pvariance(shares)
-    size = float(len(shares))  # all right or all wrong: the scatter says nothing, and every question counts once
+    size = float(len(shares))  # all right or all wrong: there is no scatter, and every question counts once
     if 0 < value < 1:
         answers = sum(map(len, graded))
         size = min(answers, value * (1 - value) * len(shares) / spread) if spread > 0 else answers
-    centre = (value + Z95**2 / (2 * size)) / (1 + Z95**2 / size)
+    center = (value + Z95**2 / (2 * size)) / (1 + Z95**2 / size)
     half = Z95 * math.sqrt(value * (1 - value) / size + Z95**2 / (4 * size**2)) / (1 + Z95**2 / size)
-    return Estimate(value, max(0.0, centre - half), min(1.0, centre + half))
+    return Estimate(value, max(0.0, center - half), min(1.0, center + half))
 
 
 def pass_at_k(graded: Sequence[Sequence[bool]], k: int) -> float:
@@ -70,14 +63,14 @@ def pass_at_k(graded: Sequence[Sequence[bool]], k: int) -> float:
     Source: Chen et al. 2021 (arXiv:2107.03374), Eq. 1.
 
     Args:
-        graded: whether each answer is right, (Q, n).
-        k: answers that are drawn.
+        graded: Whether each answer is right, (Q, n).
+        k: Answers that are drawn.
 
     Returns:
         The share, in [0, 1].
 
     Raises:
-        ValueError: fewer than k answers to a question.
+        ValueError: If a question has fewer than k answers.
     """
     _check(graded)
     fewest = min(map(len, graded))
@@ -93,20 +86,20 @@ def paired_difference(graded: Sequence[Sequence[bool]], baseline: Sequence[Seque
       \tilde{d} = \frac{\sum_q d_q}{Q + 2}$$
 
     Where d_q is the difference of a question's two shares of right answers; the value is their plain mean. The
-    interval pretends two more questions, so that it is one even where no question tells the two apart. Questions that
-    both solve, or neither, add nothing to it: it is narrower than the two intervals side by side would suggest.
+    two added questions keep the interval from collapsing where no question tells the two apart. Questions that both
+    solve, or neither, add nothing to it: it is narrower than the two separate intervals would suggest.
 
     Source: A. Agresti and Y. Min, "Simple improved confidence intervals for comparing matched proportions" (2005).
 
     Args:
-        graded: whether each answer is right, (Q, k).
-        baseline: the same for what it is compared with, (Q, k').
+        graded: Whether each answer is right, (Q, k).
+        baseline: The same for what it is compared with, (Q, k').
 
     Returns:
         The difference of the two shares, above 0 where `graded` is better.
 
     Raises:
-        ValueError: the numbers of questions differ.
+        ValueError: If the numbers of questions differ.
     """
     _check(graded)
     _check(baseline)
@@ -114,10 +107,10 @@ def paired_difference(graded: Sequence[Sequence[bool]], baseline: Sequence[Seque
         raise ValueError(f"Cannot pair {len(graded)} questions with {len(baseline)}: evaluate both on the same task.")
     differences = [fmean(ours) - fmean(theirs) for ours, theirs in zip(graded, baseline, strict=True)]  # (Q,)
     size = len(differences) + 2
-    centre = sum(differences) / size
-    variance = (1 + sum(difference**2 for difference in differences)) / size - centre**2
+    center = sum(differences) / size
+    variance = (1 + sum(difference**2 for difference in differences)) / size - center**2
     half = Z95 * math.sqrt(variance / size)
-    return Estimate(fmean(differences), max(-1.0, centre - half), min(1.0, centre + half))
+    return Estimate(fmean(differences), max(-1.0, center - half), min(1.0, center + half))
 
 
 def _check(graded: Sequence[Sequence[bool]]) -> None:

@@ -13,7 +13,7 @@ from trl_qurl.lab.data import LOCAL_SUFFIXES, load_questions
 
 @dataclass(frozen=True)
 class Source:
-    """Where a benchmark lies on the Hub."""
+    """Where a benchmark is on the Hub."""
 
     name: str
     config: str | None = None
@@ -36,9 +36,9 @@ class Task:
     """A benchmark, loaded.
 
     Attributes:
-        name: as shown in tables.
-        prompts: one conversation per question.
-        answers: the references.
+        name: As shown in tables.
+        prompts: One conversation per question.
+        answers: The references.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Task:
 
     @property
     def digest(self) -> str:
-        """Short name of its contents, so that answers to other questions are never taken for answers to these."""
+        """Hash of its contents, so that answers to other questions are never taken for answers to these."""
         return hashlib.blake2b(json.dumps([self.prompts, self.answers]).encode(), digest_size=8).hexdigest()
 
 
@@ -55,13 +55,16 @@ def load_task(spec: str, limit: int | None = None) -> Task:
     """Load a benchmark.
 
     Args:
-        spec: a name in `SOURCES`; a local `.json`, `.jsonl`, `.json.gz` or `.jsonl.gz`; a name on the Hub
+        spec: A name in `SOURCES`; a local `.json`, `.jsonl`, `.json.gz` or `.jsonl.gz`; a name on the Hub
             (`owner/set`, optionally `owner/set:config:split`); or `name=source` with any of these as the source.
-        limit: only the first so many questions.
+        limit: Only the first N questions.
+
+    Returns:
+        The benchmark.
 
     Raises:
-        ValueError: an unknown name, or questions that cannot be read.
-        FileNotFoundError: a file that is not there.
+        ValueError: If the name is unknown, or the questions cannot be read.
+        FileNotFoundError: If the file does not exist.
     """
     name, separator, source = spec.partition("=")
     if not separator:
@@ -74,10 +77,10 @@ def load_task(spec: str, limit: int | None = None) -> Task:
 
 
 def load_tasks(specs: list[str], limit: int | None = None) -> list[Task]:
-    """Load several; their names must differ.
+    """Load several benchmarks, whose names must differ.
 
     Raises:
-        ValueError: as `load_task`, or two tasks of one name.
+        ValueError: As `load_task`, or if two tasks have one name.
     """
     tasks = [load_task(spec, limit) for spec in specs]
     names = [task.name for task in tasks]
@@ -91,7 +94,7 @@ def load_tasks(specs: list[str], limit: int | None = None) -> list[Task]:
 
 
 def encode_prompt(tokenizer: Any, prompt: list[dict[str, str]]) -> list[int]:
-    """A conversation as the model was taught to read it; without a chat template its bare text, and a new line."""
+    """Token ids of a conversation in the model's chat template; without one, of its bare text and a new line."""
     if tokenizer.chat_template is None:
         return list(tokenizer("\n\n".join(message["content"] for message in prompt) + "\n")["input_ids"])
     return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
@@ -119,6 +122,6 @@ def _shown_name(spec: str) -> str:
 
 def _allowed() -> str:
     return (
-        f"choose of {', '.join(SOURCES)}, or give a local {' or '.join(LOCAL_SUFFIXES)} file, a name on the Hub "
+        f"choose one of {', '.join(SOURCES)}, or give a local {' or '.join(LOCAL_SUFFIXES)} file, a name on the Hub "
         "(owner/set, or owner/set:config:split), or name=source"
     )

@@ -88,9 +88,7 @@ def wait_for(command: Sequence[str | PathLike[str]], log: str | PathLike[str], *
         every: Seconds between two updates.
 
     Raises:
-        ImportError: If IPython or matplotlib is missing.
-        RuntimeError: If this is not a notebook.
-        ChildProcessError: If the command failed; the message ends with the last lines that it printed.
+        ImportError, RuntimeError, ChildProcessError: As for `watch`.
     """
     show, started = _display(), time.monotonic()
     run_child(command, Path(log), lambda printed: show(_state(None, time.monotonic() - started, printed)), every)
