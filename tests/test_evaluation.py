@@ -261,7 +261,7 @@ def subprocess_lock(directory):
 
 def test_formats_that_there_are_not_are_refused_first(tmp_path):
     for schemes in (["int4"], [], ["int8", "int8"]):
-        with pytest.raises(ValueError, match="none, int8, fp8"):
+        with pytest.raises(ValueError, match="int8.*none|none, int8, fp8"):
             evaluate("absent", ["absent"], tmp_path, Sampling(), schemes)
     assert not list(tmp_path.iterdir())
 
