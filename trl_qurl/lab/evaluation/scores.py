@@ -13,7 +13,13 @@ Z95 = 1.959963984540054
 
 @dataclass(frozen=True)
 class Estimate:
-    """A share in [0, 1], or a difference of two in [−1, 1], with its 95 % interval from `low` to `high`."""
+    """A share in [0, 1], or a difference of two in [−1, 1], with its 95 % interval.
+
+    Attributes:
+        value: The estimate.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
+    """
 
     value: float
     low: float
