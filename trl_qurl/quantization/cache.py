@@ -18,19 +18,10 @@ def cache_directory() -> Path:
 
 def cached(place: Path, make: Callable[[Path], None]) -> Path:
     """
-    Look a directory up in the cache, and make it if it is missing.
+    Look a directory up in the cache, and let `make` create it, atomically, if it is missing.
 
-    If several processes need it at the same time, one makes it and the others wait.
-
-    Args:
-        place: The directory. Its name must contain everything that its contents depend on.
-        make: Called with `place` if it does not exist; must create it atomically.
-
-    Returns:
-        `place`.
-
-    Raises:
-        OSError: The cache cannot be written.
+    Its name must contain everything that its contents depend on. If several processes need it at the same time, one
+    makes it and the others wait.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{place}.lock"):

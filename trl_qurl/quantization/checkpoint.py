@@ -29,13 +29,10 @@ QUANTIZERS = ("streaming", "llmcompressor")
 
 
 def require_llmcompressor(setting: str = "quantizer='llmcompressor'", instead: str = "quantizer='streaming'") -> None:
-    """
-    Args:
-        setting: What asks for it, for the message.
-        instead: What to use without it.
+    """Refuse a setting that needs llm-compressor where it is not installed, and name another.
 
     Raises:
-        ImportError: If llm-compressor is not installed; the message says which extra brings it.
+        ImportError: It is not installed; the message says which extra brings it.
     """
     if importlib.util.find_spec("llmcompressor") is None:
         raise ImportError(
@@ -116,10 +113,6 @@ class CheckpointWriter:
         """
         Write tensors that are already in checkpoint format.
 
-        Args:
-            named_tensors: Output of `quantize_weights`, each read once.
-            output_dir: Directory to create or to replace.
-
         Raises:
             OSError: The directory cannot be written; nothing is left behind.
         """
@@ -132,12 +125,7 @@ class CheckpointWriter:
 
     def quantize(self, parameters: NamedTensors, output_dir: str | os.PathLike[str], quantizer: str) -> None:
         """
-        Quantize full-precision tensors and write the result.
-
-        Args:
-            parameters: Parameters under their checkpoint names, each read once.
-            output_dir: Directory to create or to replace.
-            quantizer: One of `QUANTIZERS`. llm-compressor copies the parameters to host memory.
+        Quantize full-precision tensors and write the result. llm-compressor copies them to host memory.
 
         Raises:
             ValueError: Unknown quantizer, or layers that the scheme cannot quantize.

@@ -16,14 +16,7 @@ from trl_qurl.quantization.schemes import QuantizationScheme
 
 @contextmanager
 def quantized_forward(model: nn.Module, layers: Collection[str], scheme: QuantizationScheme) -> Iterator[None]:
-    """
-    Let the named linear layers of `model` compute with quantized weights and activations inside the block.
-
-    Args:
-        model: Full-precision model; its parameters are not touched.
-        layers: Names of the quantized layers, from `quantized_layer_names`.
-        scheme: Their format.
-    """
+    """Let the named linear layers compute with quantized weights and activations inside the block."""
 
     def replace_output(module: nn.Linear, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         weight = scheme.dequantize(scheme.quantize(module.weight)).to(output.dtype)

@@ -8,15 +8,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 
 def whole(parameters: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
-    """
-    Gather parameters that ZeRO-3 shards, for the length of a block.
-
-    Args:
-        parameters: The parameters. Changes made to them inside the block are kept.
-
-    Returns:
-        A context manager; it does nothing without ZeRO-3.
-    """
+    """Gather parameters that ZeRO-3 shards, for the length of a block, which may change them."""
     if not is_deepspeed_zero3_enabled():
         return nullcontext()
     import deepspeed

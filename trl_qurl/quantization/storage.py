@@ -29,17 +29,8 @@ SHARD_BYTES = 2 * 1024**3
 
 INDEX_NAME = "model.safetensors.index.json"
 
-UNWRITABLE = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ENOTDIR,
-    errno.EFBIG,
-    errno.EIO,
-}
-"""The system's errors that mean that a directory cannot be written."""
+UNWRITABLE = ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "ENOTDIR", "EFBIG", "EIO")
+"""The system's errors that mean that a directory cannot be written, as `errno` names them."""
 
 
 @contextmanager
@@ -49,12 +40,6 @@ def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     An existing `path` is moved aside as a whole, so nobody reads it while its files are removed. If the block fails,
     nothing is left behind, and an existing `path` stays as it was.
-
-    Args:
-        path: The directory.
-
-    Yields:
-        The temporary directory.
 
     Raises:
         OSError: The system refused to write. The message names the directory, the reason and what to do, whichever
@@ -87,9 +72,6 @@ def check_replaceable(path: str | os.PathLike[str]) -> None:
     """
     Make sure that a quantized checkpoint may be written to a path: it is free, empty, or holds an earlier one.
 
-    Args:
-        path: The directory to write.
-
     Raises:
         FileExistsError: It is a file, or a directory with other contents, such as a model or a run.
     """
@@ -115,13 +97,7 @@ def write_tensors(named_tensors: NamedTensors, directory: Path, shard_bytes: int
     """
     Write a stream of tensors as `model.safetensors`, or as shards with an index where they exceed `shard_bytes`.
 
-    Args:
-        named_tensors: Tensors under their checkpoint names, on any device.
-        directory: Existing directory.
-        shard_bytes: Size in bytes at which a new shard begins; about this much host memory is used.
-
-    Returns:
-        Bytes of tensor data written.
+    About `shard_bytes` of host memory is used. Returns the bytes of tensor data written.
     """
     weight_map: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}
@@ -154,12 +130,6 @@ def write_tensors(named_tensors: NamedTensors, directory: Path, shard_bytes: int
 def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """
     Read the tensors of a checkpoint, one at a time.
-
-    Args:
-        directory: The checkpoint.
-
-    Yields:
-        Name and tensor.
 
     Raises:
         FileNotFoundError: If the directory holds no weights.
@@ -201,4 +171,4 @@ def _refusal(error: Exception) -> str | None:
     if number is None:  # safetensors and tokenizers raise errors of their own around the system's
         found = re.search(r"\(os error (\d+)\)|code: (\d+)", str(error))
         number = int(found[1] or found[2]) if found else None
-    return os.strerror(number).lower() if number in UNWRITABLE else None
+    return os.strerror(number).lower() if number and errno.errorcode.get(number) in UNWRITABLE else None

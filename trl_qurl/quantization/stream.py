@@ -29,15 +29,7 @@ def stored_tensors(
     """
     What `quantize_weights` would yield for one parameter, without rounding anything.
 
-    Args:
-        name: Checkpoint name of the parameter.
-        tensor: The parameter. Of one that ZeRO-3 keeps in parts, the whole is described.
-        scheme: Target format; `None` quantizes nothing.
-        layers: Names of the layers to quantize.
-        dtype: Floating-point type of the tensors that are not quantized; `None` leaves them as they are.
-
-    Returns:
-        One entry per tensor, under its full name.
+    The arguments are those of `quantize_weights`. Of a parameter that ZeRO-3 shards, the whole is described.
     """
     shape = getattr(tensor, "ds_shape", tensor.shape)
     layer = _layer(name, layers)
