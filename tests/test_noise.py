@@ -1,5 +1,6 @@
 """Only the listed messages are hidden; real faults are shown, and so is everything on request."""
 
+import importlib.util
 import logging
 import subprocess
 import sys
@@ -121,7 +122,7 @@ def test_importing_the_package_silences_nothing():
 def test_the_real_import_of_vllm_is_silent():
     """And these are the words that vLLM and torch use today: without us, they are said."""
     pytest.importorskip("vllm")
-    if not noise.importlib.util.find_spec("triton") or not cpu_build():
+    if not importlib.util.find_spec("triton") or not cpu_build():
         pytest.skip("Triton's message comes with the CPU build of vLLM, beside an installed Triton")
     look = "import vllm.triton_utils; import torch.distributed; vars(torch.distributed)['reduce_op'].__dict__"
     for code, expected in ((look, True), (f"from trl_qurl.cli.noise import quiet; quiet(); {look}", False)):

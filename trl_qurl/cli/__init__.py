@@ -22,14 +22,7 @@ INTERRUPTED = 128 + 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand.
-
-    Args:
-        argv: The arguments; by default those of this process.
-
-    Returns:
-        The exit status: 0, 1 if a demo fell short of its goal, 2 for a user's error, 130 after Ctrl-C.
-    """
+    """Run a subcommand."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if "_ARGCOMPLETE" in os.environ:  # set by the shell function of `register-python-argcomplete`
         import argcomplete

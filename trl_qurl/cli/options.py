@@ -22,11 +22,7 @@ class PatternAction(argparse.Action):
 
 
 def add_ignore(parser: argparse.ArgumentParser) -> None:
-    """Add `--ignore PATTERN`, which takes one value each time it is given, so that it cannot swallow positionals.
-
-    Args:
-        parser: The parser of a subcommand.
-    """
+    """Add `--ignore PATTERN`, which takes one value each time it is given, so that it cannot swallow positionals."""
     parser.add_argument(
         "--ignore",
         action=PatternAction,
@@ -38,13 +34,7 @@ def add_ignore(parser: argparse.ArgumentParser) -> None:
 
 
 def json_dictionary(text: str) -> dict[str, Any]:
-    """Read an argument that is a JSON dictionary.
-
-    Args:
-        text: What was typed.
-
-    Returns:
-        The dictionary.
+    """An argument as a JSON dictionary.
 
     Raises:
         argparse.ArgumentTypeError: If it is anything else; argparse reports it.
@@ -60,9 +50,6 @@ def json_dictionary(text: str) -> dict[str, Any]:
 
 def check_model(name_or_path: str) -> None:
     """Refuse a local directory without a model, which the libraries below would look up as a name on the Hub.
-
-    Args:
-        name_or_path: What was given as a model.
 
     Raises:
         FileNotFoundError: If it looks like a directory and has no `config.json`, or only an adapter's.

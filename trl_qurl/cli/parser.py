@@ -51,14 +51,11 @@ COMMANDS = {
 
 
 class SuggestingParser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser` whose errors about misspelled options and values name what was probably meant.
-
-    Attributes:
-        refused_similarity: How similar to one of this parser's options (0 to 1) an unknown option must be to be
-            refused before anything else is checked; 0 refuses every unknown option, `None` leaves them to argparse.
-    """
+    """`argparse.ArgumentParser` whose errors about misspelled options and values name what was probably meant."""
 
     refused_similarity: float | None = None
+    """How similar (0 to 1) to one of its options an unknown option must be to be refused before anything else is
+    checked; 0 refuses every unknown option, `None` leaves them to argparse."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Check the options first: argparse would report a missing option before a misspelled one."""
@@ -91,15 +88,7 @@ class SuggestingParser(argparse.ArgumentParser):
 
 
 def build_parser(argv: Sequence[str] = ()) -> SuggestingParser:
-    """The parser of `trl-qurl`.
-
-    Args:
-        argv: Arguments that will be parsed. Only the subcommand that they name gets its options, so that only its
-            module is imported.
-
-    Returns:
-        A parser whose result holds `command`, `subparser` and `run` of the subcommand, and its options.
-    """
+    """The parser of `trl-qurl`; of the modules, only that of the subcommand in `argv` is imported and adds options."""
     parser = SuggestingParser(
         prog="trl-qurl",
         description="Reinforcement learning of language models with quantized rollouts.",
@@ -110,7 +99,10 @@ def build_parser(argv: Sequence[str] = ()) -> SuggestingParser:
     named = next((argument for argument in argv if not argument.startswith("-")), None)
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(
-            name, help=command.summary, description=sentence(command.summary), add_help=command.adds_help
+            name,
+            help=command.summary,
+            description=f"{command.summary[0].upper()}{command.summary[1:]}.",
+            add_help=command.adds_help,
         )
         if name == named:
             module = import_module(command.module)
@@ -122,39 +114,11 @@ def build_parser(argv: Sequence[str] = ()) -> SuggestingParser:
 
 
 def option_names(parser: argparse.ArgumentParser) -> list[str]:
-    """All options of a parser, as a user types them.
-
-    Args:
-        parser: Any parser of argparse.
-
-    Returns:
-        Names such as `--scheme`.
-    """
+    """All options of a parser, as a user types them."""
     return [name for action in parser._actions for name in action.option_strings]
 
 
 def did_you_mean(given: Iterable[str], names: Sequence[str], similarity: float = SIMILARITY) -> str:
-    """A question that names what was probably meant.
-
-    Args:
-        given: What was typed.
-        names: What exists.
-        similarity: How alike two names must be, from 0 to 1.
-
-    Returns:
-        `"; did you mean NAME?"`, or `"."` if no name is close.
-    """
+    """`"; did you mean NAME?"`, or `"."` if nothing that exists is spelled alike (similarity from 0 to 1)."""
     near = [name for word in given for name in get_close_matches(word, names, 1, similarity)]
     return f"; did you mean {' '.join(near)}?" if near else "."
-
-
-def sentence(text: str) -> str:
-    """A phrase as a sentence.
-
-    Args:
-        text: The phrase, in lower case and without a period.
-
-    Returns:
-        The same with a capital letter and a period.
-    """
-    return f"{text[0].upper()}{text[1:]}."

@@ -9,11 +9,7 @@ from trl_qurl.cli.options import add_ignore, check_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `trl-qurl quantize`.
-
-    Args:
-        parser: The parser of this subcommand.
-    """
+    """Add the options of `trl-qurl quantize`."""
     from trl_qurl.quantization import SCHEMES
     from trl_qurl.quantization.checkpoint import QUANTIZERS
 
@@ -32,12 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Load the model and write its checkpoint.
-
-    Args:
-        args: The parsed options.
-
-    Returns:
-        Exit status 0.
 
     Raises:
         FileNotFoundError: If there is no model in the directory.

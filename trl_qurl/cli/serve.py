@@ -10,11 +10,7 @@ from trl_qurl.cli.options import add_ignore, check_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `trl-qurl serve`.
-
-    Args:
-        parser: The parser of this subcommand.
-    """
+    """Add the options of `trl-qurl serve`."""
     from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED
 
     parser.epilog = (
@@ -34,12 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepare the checkpoint and become the server.
-
-    Args:
-        args: The parsed options, and `further`, the arguments for vLLM.
-
-    Returns:
-        Nothing in practice: the process is replaced.
 
     Raises:
         ValueError: If there is a second model.

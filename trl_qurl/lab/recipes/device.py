@@ -7,27 +7,10 @@ BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 
 
 def cpu_settings() -> dict[str, bool]:
-    """`use_cpu` and `bf16` for a machine without an accelerator.
-
-    Returns:
-        Settings that replace TRL's defaults; none if there is an accelerator.
-    """
+    """`use_cpu` and `bf16` for a machine without an accelerator; nothing where there is one."""
     import torch
 
     if torch.accelerator.is_available():
         return {}
     capabilities = torch.cpu.get_capabilities()
     return {"use_cpu": True, "bf16": any(capabilities.get(name) for name in BF16_INSTRUCTIONS)}
-
-
-def describe_cpu_training(bf16: bool) -> str:
-    """What to tell the user when training runs on the CPU because there is nothing else.
-
-    Args:
-        bf16: Whether training uses bfloat16 autocast.
-
-    Returns:
-        One sentence.
-    """
-    precision = "in bfloat16 autocast" if bf16 else "in float32"
-    return f"No accelerator found: training on the CPU, {precision} (use_cpu, bf16)."

@@ -34,22 +34,11 @@ DEFAULTS: dict[str, Any] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add no options: all arguments of `trl-qurl grpo` go to `parse_arguments`, which knows the settings.
-
-    Args:
-        parser: The parser of this subcommand.
-    """
+    """Add no options: all arguments of `trl-qurl grpo` go to `parse_arguments`, which knows the settings."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train.
-
-    Args:
-        args: `further` holds the arguments.
-
-    Returns:
-        Exit status 0.
-    """
+    """Train."""
     trainer = train(*parse_arguments(args.further))
     trainer.accelerator.print(f"Policy saved to {trainer.args.output_dir}")
     return 0
@@ -58,14 +47,7 @@ def run(args: argparse.Namespace) -> int:
 def parse_arguments(
     argv: Sequence[str] | None = None,
 ) -> tuple[questions.ScriptArguments, QuRLGRPOConfig, ModelConfig]:
-    """Read arguments from a command line and from the YAML files that `--config` names.
-
-    Args:
-        argv: The arguments; `None` for those of this process.
-
-    Returns:
-        The script's arguments, the trainer's and the model's.
-    """
+    """Read arguments from a command line and from the YAML files that `--config` names."""
     from trl_qurl import QuRLGRPOConfig
 
     return questions.parse_arguments("grpo", argv, questions.ScriptArguments, QuRLGRPOConfig, DEFAULTS)
@@ -74,16 +56,7 @@ def parse_arguments(
 def train(
     script_args: questions.ScriptArguments, training_args: QuRLGRPOConfig, model_args: ModelConfig
 ) -> QuRLGRPOTrainer:
-    """Train on the questions with the answers as the reward, and save the full-precision policy to `output_dir`.
-
-    Args:
-        script_args: The questions, and what to save.
-        training_args: Configuration of the trainer.
-        model_args: The model, and LoRA if it is used.
-
-    Returns:
-        The trainer, after training.
-    """
+    """Train on the questions with the answers as the reward, and save the full-precision policy to `output_dir`."""
     from trl_qurl import QuRLGRPOTrainer
 
     return questions.train(QuRLGRPOTrainer, script_args, training_args, model_args)

@@ -16,15 +16,7 @@ ENTRY = re.compile(r"^ +(?P<names>\w+(?:, \w+)*)(?: \([^)\n]*\))?:", re.MULTILIN
 
 
 def print_help(prog: str, script_arguments: type, config: type, defaults: dict[str, Any], further: int) -> None:
-    """Print the options of a recipe.
-
-    Args:
-        prog: The program, as the user typed it.
-        script_arguments: Dataclass of the recipe's own options.
-        config: Dataclass of the trainer's settings.
-        defaults: What the recipe changes of their defaults.
-        further: How many options `--help-all` lists.
-    """
+    """Print the options of a recipe."""
     parser = argparse.ArgumentParser(
         prog=prog,
         usage="%(prog)s [--config FILE ...] [--OPTION VALUE ...]",
@@ -48,9 +40,6 @@ def print_help(prog: str, script_arguments: type, config: type, defaults: dict[s
 
 def groups(config: type) -> Iterator[tuple[str, list[str]]]:
     """The groups of settings that a configuration and its parents in this project document (`> Title`).
-
-    Args:
-        config: A configuration of this project.
 
     Yields:
         The title of a group, and the names of its settings.

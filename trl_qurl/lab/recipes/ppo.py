@@ -49,22 +49,11 @@ class ScriptArguments(questions.ScriptArguments):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add no options: all arguments of `trl-qurl ppo` go to `parse_arguments`, which knows the settings.
-
-    Args:
-        parser: The parser of this subcommand.
-    """
+    """Add no options: all arguments of `trl-qurl ppo` go to `parse_arguments`, which knows the settings."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train.
-
-    Args:
-        args: `further` holds the arguments.
-
-    Returns:
-        Exit status 0.
-    """
+    """Train."""
     trainer = train(*parse_arguments(args.further))
     trainer.accelerator.print(f"Policy saved to {trainer.args.output_dir}, its critic to critic/ in it")
     return 0
@@ -73,30 +62,14 @@ def run(args: argparse.Namespace) -> int:
 def parse_arguments(
     argv: Sequence[str] | None = None,
 ) -> tuple[ScriptArguments, QuRLPPOConfig, ModelConfig]:
-    """Read arguments from a command line and from the YAML files that `--config` names.
-
-    Args:
-        argv: The arguments; `None` for those of this process.
-
-    Returns:
-        The script's arguments, the trainer's and the model's.
-    """
+    """Read arguments from a command line and from the YAML files that `--config` names."""
     from trl_qurl import QuRLPPOConfig
 
     return questions.parse_arguments("ppo", argv, ScriptArguments, QuRLPPOConfig, DEFAULTS)
 
 
 def train(script_args: ScriptArguments, training_args: QuRLPPOConfig, model_args: ModelConfig) -> QuRLPPOTrainer:
-    """Train on the questions with the answers as the reward, and save the full-precision policy and its critic.
-
-    Args:
-        script_args: The questions, and what to save.
-        training_args: Configuration of the trainer.
-        model_args: The model, and LoRA if it is used.
-
-    Returns:
-        The trainer, after training.
-    """
+    """Train on the questions with the answers as the reward, and save the full-precision policy and its critic."""
     from trl_qurl import QuRLPPOTrainer
 
     if script_args.value_model is not None and not training_args.share_backbone:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trl_qurl.cli.noise import quiet
 from trl_qurl.cli.options import check_model
 from trl_qurl.cli.parser import SuggestingParser, did_you_mean
-from trl_qurl.lab.recipes.device import cpu_settings, describe_cpu_training
+from trl_qurl.lab.recipes.device import cpu_settings
 from trl_qurl.lab.recipes.help import print_help
 from trl_qurl.lab.recipes.settings_files import take_settings
 
@@ -76,16 +76,6 @@ def parse_arguments(
 ) -> tuple[Any, Any, ModelConfig]:
     """Read arguments from a command line and from the YAML files that `--config` names.
 
-    Args:
-        command: `trl-qurl`'s name of the recipe, for messages.
-        argv: The arguments; `None` for those of this process.
-        script_arguments: Dataclass of the recipe's own options.
-        config: Configuration of the trainer.
-        defaults: Defaults that the recipe changes. YAML files override them, and `argv` overrides both.
-
-    Returns:
-        The script's arguments, the trainer's and the model's.
-
     Raises:
         FileNotFoundError: If a YAML file does not exist.
         ValueError: If an option or a setting does not exist, or if settings do not fit together.
@@ -119,16 +109,7 @@ def parse_arguments(
 
 
 def describe_unknown(unknown: Sequence[str], known_names: Sequence[str], command: str) -> str:
-    """The message for options that do not exist, with the names that are spelled most alike.
-
-    Args:
-        unknown: Arguments that the parser does not know.
-        known_names: All settings.
-        command: `trl-qurl`'s name of the recipe.
-
-    Returns:
-        Two sentences.
-    """
+    """The message for options that do not exist, with the names that are spelled most alike."""
     options = [word.split("=")[0] for word in unknown if word.startswith("--")]
     if not options:
         return f"Unexpected argument {' '.join(unknown)}: write settings as --NAME VALUE."
@@ -145,16 +126,6 @@ def train(
     **further: Any,
 ) -> QuRLGRPOTrainer:
     """Train on the questions, with the answers as the reward, and save to `output_dir`.
-
-    Args:
-        trainer_class: The trainer to use.
-        script_args: The questions, and what to save.
-        training_args: Configuration of the trainer.
-        model_args: The model, and LoRA if it is used.
-        **further: Further arguments of the trainer.
-
-    Returns:
-        The trainer, after training.
 
     Raises:
         ValueError: If settings do not fit together, or if the model has no chat template.
@@ -173,7 +144,8 @@ def train(
     # Slow steps, and the way that weights reach the engine, are logged once.
     logging.getLogger("trl_qurl").setLevel(logging.INFO if is_first else logging.WARNING)
     if training_args.use_cpu and cpu_settings():
-        logger.info(describe_cpu_training(training_args.bf16))
+        precision = "bfloat16 autocast" if training_args.bf16 else "float32"
+        logger.info("No accelerator found: training on the CPU, in %s (use_cpu, bf16).", precision)
     if script_args.save_quantized and training_args.rollout_quantization is None:
         raise ValueError(
             "save_quantized writes the format of the rollouts, but rollout_quantization is None: set it to a "
@@ -232,13 +204,6 @@ def evaluations(script_args: ScriptArguments) -> list[Any]:
 def punishments(soft_overlong_cache: int | None, training_args: QuRLGRPOConfig) -> list[Any]:
     """TRL's soft overlong punishment, if it is asked for.
 
-    Args:
-        soft_overlong_cache: Number of tokens before the limit over which it grows, or `None`.
-        training_args: Configuration of the trainer, which has the limit.
-
-    Returns:
-        One reward function, or none.
-
     Raises:
         ValueError: If completions of every length would be punished.
     """
@@ -257,10 +222,6 @@ def punishments(soft_overlong_cache: int | None, training_args: QuRLGRPOConfig) 
 
 def check_chat_template(name_or_path: str, revision: str | None = None) -> None:
     """Refuse a model without a chat template, since the recipes ask their questions in a conversation.
-
-    Args:
-        name_or_path: The model.
-        revision: Its revision on the Hub.
 
     Raises:
         ValueError: If its tokenizer has no chat template.

@@ -17,14 +17,6 @@ def take_settings(argv: Sequence[str], known_names: Collection[str], command: st
     Each file overrides those before it, so a recipe and a variant of it can be given together. A file with
     `extends: other.yaml` (relative to its own directory) starts with the settings of that file.
 
-    Args:
-        argv: The arguments of the command line.
-        known_names: Settings the files may hold; `env`, TRL's mapping of environment variables, is always allowed.
-        command: `trl-qurl`'s name of the recipe, for messages.
-
-    Returns:
-        The settings of all files, and the arguments without `--config` and its files.
-
     Raises:
         FileNotFoundError: If a file does not exist.
         ValueError: If no file is given, or if one is not a YAML mapping, holds an unknown name, or extends itself.
