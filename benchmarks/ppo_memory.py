@@ -93,15 +93,20 @@ def measure(case: str, directory: Path, completions: int, device: str) -> Iterat
 def train_critic(model: str, args: Any) -> None:
     """The critic's share of PPO by itself: values of a rollout, then its updates."""
     from accelerate import Accelerator
+    from transformers import get_scheduler
 
-    from trl_qurl.trainers.critic import Critic, build_optimizer
-    from trl_qurl.trainers.value_model import build_value_model, critic_init_kwargs
+    from trl_qurl.trainers.critic.critic import build_optimizer
+    from trl_qurl.trainers.critic.own_model import OwnModelCritic
+    from trl_qurl.trainers.critic.value_model import build_value_model, critic_init_kwargs
 
     critic_model = build_value_model(model, characters(), critic_init_kwargs(args))
     accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if args.bf16 else "no")
     names = {name for name, _ in critic_model.named_parameters()}
-    critic = Critic(critic_model, args, accelerator, lambda model: build_optimizer(model, args, decayed=names))
-    critic.prepare(UPDATES)
+    critic = OwnModelCritic(critic_model, args, accelerator)
+    critic.prepare(
+        lambda model: build_optimizer(model, args, decayed=names),
+        lambda optimizer: get_scheduler("constant", optimizer),
+    )
     prompt = 30
     ids = torch.randint(2, 90, (args.per_device_train_batch_size, prompt + COMPLETION_TOKENS))
     ids = ids.to(accelerator.device)

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from trl_qurl.trainers.dynamic_sampling import DynamicSampler, weighted_sum
-from trl_qurl.trainers.prompt_stream import PromptStream
+from trl_qurl.trainers.dynamic_sampling.prompts import PromptStream
+from trl_qurl.trainers.dynamic_sampling.sampler import DynamicSampler, RolloutFunctions, weighted_sum
 
 ROWS = [{"prompt": f"question {number}", "number": number} for number in range(60)]
 
@@ -48,10 +48,8 @@ class MadeUpPolicy:
             lambda rewards: weighted_sum(rewards, torch.tensor(weights)),
             prompts,
             accelerator,
-            self.generate,
-            self.score,
-            self.take_extras,
         )
+        self.functions = RolloutFunctions(self.generate, self.score, self.take_extras)
 
     def generate(self, prompts: list[str]) -> tuple:
         self.rounds.append(len(prompts))

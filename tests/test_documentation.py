@@ -21,11 +21,10 @@ import datasets
 import pytest
 import torch
 from documents import PAGES, ROOT, SITE, Block, all_blocks, anchors, blocks, inline_code, links, prose, rows
-from trl import GRPOConfig
+from trl import GRPOConfig, GRPOTrainer
 
 import trl_qurl
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer
-from trl_qurl.trainers.grpo import named_arguments
 
 DOCS = ROOT / "docs"
 SOURCES = sorted((ROOT / "trl_qurl").rglob("*.py"))
@@ -50,17 +49,13 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relativ
 
 def double(trainer: type) -> type:
     """A trainer that takes what the real one takes, does what it is told, and trains nothing."""
-    own = [
-        name
-        for name, parameter in inspect.signature(trainer.__init__).parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    ]
 
     class Double:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            arguments = named_arguments(*args, **{name: kwargs[name] for name in kwargs if name not in own})
+            arguments = inspect.signature(trainer.__init__).bind(self, *args, **kwargs).arguments
+            further = inspect.signature(GRPOTrainer.__init__).bind(self, "model", **arguments["kwargs"]).arguments
             assert isinstance(arguments["args"], trainer._config_class)
-            assert callable(arguments["reward_funcs"]) and "prompt" in arguments["train_dataset"].column_names
+            assert callable(arguments["reward_funcs"]) and "prompt" in further["train_dataset"].column_names
 
         def __getattr__(self, name: str) -> Any:
             method = getattr(trainer, name)

@@ -11,9 +11,9 @@ from datasets import Dataset
 from made_up_policy import ROWS, MadeUpPolicy, tells_apart
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig
-from trl_qurl.trainers.dynamic_sampling import informative, weighted_sum
-from trl_qurl.trainers.dynamic_trainer import check_arguments
-from trl_qurl.trainers.prompt_stream import PromptStream, prompt_digest
+from trl_qurl.trainers.dynamic_sampling.prompts import PromptStream, prompt_digest
+from trl_qurl.trainers.dynamic_sampling.sampler import informative, weighted_sum
+from trl_qurl.trainers.dynamic_sampling.trainer import check_arguments
 
 NAN = math.nan
 GROUP_SIZE = 3
@@ -30,7 +30,7 @@ def batch_of(*numbers):
 
 def fill(accelerator, rows, **settings):
     policy = MadeUpPolicy(accelerator, GROUP_SIZE, PromptStream(ROWS, seed=0), **settings)
-    return policy, policy.sampler.fill(rows)
+    return policy, policy.sampler.fill(rows, policy.functions)
 
 
 def group_numbers(filled):
@@ -89,7 +89,7 @@ def test_useless_prompts_bound_the_rounds_and_are_reported_once(accelerator, cap
     rows = batch_of(1, 2, 4)
     with caplog.at_level(logging.WARNING):
         policy, filled = fill(accelerator, rows, max_rounds=4, useful=lambda row: False)
-        policy.sampler.fill(batch_of(5, 7, 8))
+        policy.sampler.fill(batch_of(5, 7, 8), policy.functions)
     assert policy.rounds == [9] * 8
     assert filled.rows == rows, "a batch that cannot be filled is used as it is"
     assert filled.metrics["dynamic_sampling/filled_share"] == 0
@@ -101,7 +101,7 @@ def test_useless_prompts_bound_the_rounds_and_are_reported_once(accelerator, cap
 def test_a_data_set_that_runs_out_ends_the_rounds(accelerator):
     few = ROWS[:4]
     policy = MadeUpPolicy(accelerator, GROUP_SIZE, PromptStream(few, seed=0))
-    filled = policy.sampler.fill(batch_of(1, 2, 3))
+    filled = policy.sampler.fill(batch_of(1, 2, 3), policy.functions)
     # Of the prompts outside the batch there is only number 0, which is useful.
     assert sorted(group_numbers(filled)) in ([0, 1, 3], [0, 2, 3])
     assert policy.rounds == [9, 3]

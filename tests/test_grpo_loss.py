@@ -8,12 +8,14 @@ import pytest
 import torch
 from conftest import DISTRIBUTED_VARIABLES
 from datasets import Dataset
+from reference_loss import reference_loss
 from tiny import ENGINE, tiny_model, tiny_tokenizer
 from trl import GRPOTrainer
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 from trl_qurl.config import CLIPPED_LOSS_TYPES
-from trl_qurl.objective import OBJECTIVES, reference_loss
+from trl_qurl.objective import OBJECTIVES
+from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
 
 # One trainer, with a real engine, in one process: an engine cannot be started twice in a process.
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("trainer")]
@@ -84,13 +86,21 @@ def batch(trainer):
 def policy_log_probabilities(trainer, inputs):
     input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-    return trainer._get_per_token_logps_and_entropies(trainer.model, input_ids, mask, T, compute_entropy=True)[0]
+    length = inputs["completion_ids"].size(1)
+    return trainer._get_per_token_logps_and_entropies(trainer.model, input_ids, mask, length, compute_entropy=True)[0]
 
 
 def trl_ratio(inputs):
     """What TRL puts beside the tokens with `token_truncate` and C = 2."""
     difference = (inputs["old_per_token_logps"] - inputs["sampling_per_token_logps"]) * inputs["completion_mask"]
     return difference.nan_to_num(0.0).exp().clamp(max=CAP)
+
+
+def our_loss(trainer, batch):
+    """The trainer's loss on a batch that was scored at rollout time."""
+    inputs = batch | trainer._objective_inputs(batch, batch["old_per_token_logps"])
+    trainer._mismatch.pop()
+    return trainer._compute_loss(trainer.model, inputs)
 
 
 def gradients(trainer, loss):
@@ -121,7 +131,7 @@ def reference(trainer, inputs, objective, loss_type):
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_loss_and_gradient_equal_the_reference(objective, loss_type, trainer, batch):
     trainer.args.objective, trainer.loss_type = objective, loss_type
-    loss = trainer._compute_loss(trainer.model, batch)
+    loss = our_loss(trainer, batch)
     expected = reference(trainer, batch, objective, loss_type)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     actual_gradients, expected_gradients = gradients(trainer, loss), gradients(trainer, expected)
@@ -136,14 +146,14 @@ def test_the_objectives_differ_on_these_inputs(trainer, batch):
     losses = []
     for objective in OBJECTIVES:
         trainer.args.objective = objective
-        losses.append(trainer._compute_loss(trainer.model, batch).item())
+        losses.append(our_loss(trainer, batch).item())
     assert len({round(loss, 6) for loss in losses}) == len(OBJECTIVES)
 
 
 @pytest.mark.parametrize("loss_type", CLIPPED_LOSS_TYPES)
 def test_tis_is_trls_own_truncated_loss(loss_type, trainer, batch):
     trainer.args.objective, trainer.loss_type = "tis", loss_type
-    ours = trainer._compute_loss(trainer.model, batch)
+    ours = our_loss(trainer, batch)
     theirs = GRPOTrainer._compute_loss(trainer, trainer.model, batch)
     assert ours.item() == theirs.item()
 
@@ -156,7 +166,7 @@ def test_acr_equals_tis_where_no_ratio_exceeds_the_cap(trainer, batch):
     losses = []
     for objective in ("acr", "tis"):
         trainer.args.objective = objective
-        losses.append(trainer._compute_loss(trainer.model, batch))
+        losses.append(our_loss(trainer, batch))
     assert losses[0].item() == losses[1].item()
 
 
@@ -168,7 +178,7 @@ def test_without_quantization_and_with_one_update_every_objective_is_trls_loss(o
         batch["old_per_token_logps"] = policy_log_probabilities(trainer, batch)
     batch["sampling_per_token_logps"] = batch["old_per_token_logps"].clone()
     batch["importance_sampling_ratio"] = torch.ones(B, T)
-    ours = trainer._compute_loss(trainer.model, batch)
+    ours = our_loss(trainer, batch)
     theirs = GRPOTrainer._compute_loss(trainer, trainer.model, batch)
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
     ours_gradients, theirs_gradients = gradients(trainer, ours), gradients(trainer, theirs)
@@ -181,7 +191,7 @@ def test_clip_metrics_count_the_lifted_bounds(trainer, batch):
     # One advantage for all, positive: then only the upper bound clips, and every token above it is counted.
     batch["advantages"] = torch.ones(B)
     trainer._metrics["train"].clear()
-    trainer._compute_loss(trainer.model, batch)
+    our_loss(trainer, batch)
     with torch.no_grad():
         ratio = (policy_log_probabilities(trainer, batch) - batch["old_per_token_logps"]).exp()
     rho = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).exp().nan_to_num(1.0)
@@ -202,7 +212,7 @@ def test_clip_metrics_count_the_lifted_bounds(trainer, batch):
 
 def test_the_bounds_are_scalars_again_afterwards(trainer, batch):
     trainer.args.objective = "acr"
-    trainer._compute_loss(trainer.model, batch)
+    our_loss(trainer, batch)
     assert (trainer.epsilon_low, trainer.epsilon_high) == (EPSILON_LOW, EPSILON_HIGH)
 
 
@@ -211,7 +221,7 @@ def test_evaluation_uses_the_same_loss(trainer, batch):
     trainer.model.eval()
     try:
         with torch.no_grad():
-            loss = trainer._compute_loss(trainer.model, batch)
+            loss = our_loss(trainer, batch)
     finally:
         trainer.model.train()
     assert loss.item() == pytest.approx(reference(trainer, batch, "acr", "bnpo").item(), rel=1e-5)
@@ -226,7 +236,7 @@ def test_gradient_accumulation_and_tool_tokens(trainer, batch):
     with_tools = {**batch, "tool_mask": tool_mask}
     trainer.current_gradient_accumulation_steps = 2
     try:
-        loss = trainer._compute_loss(trainer.model, with_tools)
+        loss = our_loss(trainer, with_tools)
     finally:
         trainer.current_gradient_accumulation_steps = 1
     learned = {**batch, "completion_mask": batch["completion_mask"] * tool_mask}
@@ -247,6 +257,9 @@ def test_gradient_accumulation_and_tool_tokens(trainer, batch):
     assert loss.item() == pytest.approx(expected.item() / 2, rel=1e-5)
 
 
+ROWS = [{"prompt": prompt} for prompt in ("ab", "cd", "ef", "gh") for _ in range(4)]
+
+
 def one_update_per_rollout(trainer, monkeypatch):
     monkeypatch.setattr(trainer.args, "gradient_accumulation_steps", trainer.args.steps_per_generation)
 
@@ -255,12 +268,11 @@ def one_update_per_rollout(trainer, monkeypatch):
 def test_one_update_per_rollout_needs_no_scoring_pass(objective, trainer, monkeypatch):
     monkeypatch.setattr(trainer.args, "objective", objective)
     trainer.loss_type = "dapo"
-    rows = [{"prompt": prompt} for prompt in ("ab", "cd", "ef", "gh") for _ in range(4)]
 
     def rollout():
         trainer._metrics["train"].clear()
         torch.manual_seed(0)
-        return trainer._generate_and_score_completions(rows)
+        return trainer._generate_and_score_completions(ROWS)
 
     scored = rollout()
     scored_metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
@@ -270,11 +282,9 @@ def test_one_update_per_rollout_needs_no_scoring_pass(objective, trainer, monkey
     assert trainer._metrics["train"]["time/logps_s"] == [0.0]
     # The very same rollout, so that the losses can be compared.
     unscored = {name: part for name, part in scored.items() if name in unscored}
-    advantages = torch.linspace(-1, 1, len(rows))
-    assert not any(name.startswith("mismatch/") for name in trainer._metrics["train"])
+    advantages = torch.linspace(-1, 1, len(ROWS))
     for part in range(4):
         rows_of_part = slice(B * part, B * part + B)
-        trainer._step = part + 1
         losses = []
         for batch in (scored, unscored):
             micro_batch = {name: part[rows_of_part] if part.dim() else part for name, part in batch.items()}
@@ -285,21 +295,66 @@ def test_one_update_per_rollout_needs_no_scoring_pass(objective, trainer, monkey
         ours, theirs = gradients(trainer, losses[1]), gradients(trainer, losses[0])
         for name, gradient in theirs.items():
             torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
-        assert ("mismatch/kl_k3" in trainer._metrics["train"]) == (part == 3), "figures are those of whole rollouts"
-    for name, value in scored_metrics.items():
-        if name.startswith("mismatch/"):
-            assert trainer._metrics["train"][name] == [pytest.approx(value, rel=1e-2, abs=1e-7)], name
+    mismatch = trainer._mismatch.pop()
+    assert mismatch == {name: pytest.approx(scored_metrics[name], rel=1e-2, abs=1e-7) for name in mismatch}
 
 
-def test_a_rollout_whose_tokens_the_engine_could_not_score_is_an_error(trainer, batch, monkeypatch):
+def test_the_mismatch_is_that_of_one_whole_rollout(trainer, monkeypatch):
+    """One update per rollout, four micro-batches each: the figures come with the fourth, and are of these four."""
     one_update_per_rollout(trainer, monkeypatch)
-    del batch["old_per_token_logps"], batch["importance_sampling_ratio"]
-    batch["sampling_per_token_logps"] = torch.full((B, T), torch.nan)
-    trainer._step = 1
-    trainer._compute_loss(trainer.model, batch)
-    trainer._step = 4
+    monkeypatch.setattr(trainer, "_step", 0)
+    trainer.args.objective, trainer.loss_type = "acr", "dapo"
+    trainer._metrics["train"].clear()
+    logged, micro_batches = trainer._metrics["train"], []
+    for step in range(8):
+        trainer.training_step(trainer.model, ROWS, None)
+        micro_batches.append(trainer._buffered_inputs[step % 4])
+        assert len(logged["mismatch/kl_k3"]) == (step + 1) // 4, f"after micro-batch {step + 1}"
+    trainer.model.zero_grad()
+    for rollout in range(2):
+        sums, largest = torch.zeros(5, dtype=torch.float64), 0.0
+        for batch in micro_batches[4 * rollout : 4 * rollout + 4]:
+            with torch.no_grad():
+                proximal_logps = policy_log_probabilities(trainer, batch)
+            mask = batch["completion_mask"].bool()
+            part, ratio = mismatch_sums(proximal_logps, batch["sampling_per_token_logps"], mask, CAP)
+            sums, largest = sums + part, max(largest, ratio.item())
+        for name, value in mismatch_metrics(sums, largest).items():
+            assert logged[name][rollout] == pytest.approx(value, rel=2e-2, abs=1e-9), name
+
+
+def unscored_tokens(trainer, monkeypatch):
+    """An engine whose log-probabilities are all NaN, which vLLM's are where its weights are broken."""
+    generate = trainer.vllm_generation.generate
+
+    def broken(*args, **kwargs):
+        prompt_ids, completion_ids, logprobs, ids = generate(*args, **kwargs)
+        return prompt_ids, completion_ids, [[[None] for _ in tokens] for tokens in logprobs], ids
+
+    monkeypatch.setattr(trainer.vllm_generation, "generate", broken)
+
+
+def test_a_rollout_whose_tokens_the_engine_could_not_score_is_an_error(trainer, monkeypatch):
+    one_update_per_rollout(trainer, monkeypatch)
+    unscored_tokens(trainer, monkeypatch)
+    monkeypatch.setattr(trainer, "_step", 0)
+    for _ in range(3):
+        trainer.training_step(trainer.model, ROWS, None)
     with pytest.raises(RuntimeError, match="no finite log-probability for any token"):
-        trainer._compute_loss(trainer.model, batch)
+        trainer.training_step(trainer.model, ROWS, None)
+    trainer.model.zero_grad()
     # Nothing to learn from, as where all completions are cut and cut ones are masked, is no fault of the engine's.
-    batch["completion_mask"] = torch.zeros(B, T, dtype=torch.long)
-    trainer._compute_loss(trainer.model, batch)
+    nothing = torch.zeros(B, T, dtype=torch.bool)
+    trainer._mismatch.add(torch.zeros(B, T), torch.full((B, T), torch.nan), nothing, CAP)
+    assert trainer._mismatch.pop() == {}
+
+
+def test_a_rollout_function_without_log_probabilities_says_what_to_return(trainer, monkeypatch):
+    def rollout_func(prompts, trainer):
+        ids = [[5, 6]] * len(prompts)
+        return {"prompt_ids": ids, "completion_ids": ids, "logprobs": None}
+
+    monkeypatch.setattr(trainer, "rollout_func", rollout_func)
+    monkeypatch.setattr(trainer, "_step", 0)
+    with pytest.raises(ValueError, match=r"rollout_func returned logprobs=None.*return a list for each completion"):
+        trainer.training_step(trainer.model, ROWS, None)

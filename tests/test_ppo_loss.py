@@ -11,7 +11,7 @@ from datasets import Dataset
 from tiny import ENGINE, tiny_model, tiny_tokenizer
 
 from trl_qurl import QuRLPPOConfig, QuRLPPOTrainer
-from trl_qurl.advantages import generalized_advantages, masked_moments, token_rewards, whiten
+from trl_qurl.advantages import bootstrap_values, generalized_advantages, masked_moments, token_rewards, whiten
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("trainer")]
 
@@ -84,6 +84,11 @@ def policy_logps(trainer, batch):
     return logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)  # (B, T)
 
 
+def bootstrap(trainer, batch, values):
+    ends = [*trainer.eos_token_ids, trainer.processing_class.pad_token_id]
+    return bootstrap_values(values, batch["completion_ids"], batch["completion_mask"], ends)
+
+
 def test_a_zero_critic_makes_it_reinforce_with_the_same_correction(trainer):
     batch = rollout(trainer)
     assert not batch["values"].any(), "a new head starts at zero"
@@ -109,7 +114,7 @@ def test_completions_that_were_cut_are_bootstrapped_and_those_that_ended_are_not
     mask[0, :] = 1
     ids[1, :4], mask[1] = torch.tensor([5, 6, 7, 1]), torch.tensor([1] * 4 + [0] * (T - 4))  # ended: token 1 is eos
     ids[2, :3], mask[2] = torch.tensor([5, 6, 7]), torch.tensor([1] * 3 + [0] * (T - 3))  # cut early, say by a tool
-    assert trainer._bootstrap(batch, values)[:3].tolist() == [T + 1, 0.0, 4.0]
+    assert bootstrap(trainer, batch, values)[:3].tolist() == [T + 1, 0.0, 4.0]
 
 
 def test_a_completion_without_a_reward_teaches_nobody(trainer):
@@ -139,7 +144,7 @@ def test_values_are_those_before_each_token(trainer):
     score = trainer.critic.model.score
     with torch.no_grad():
         score.weight.normal_()
-        seen = trainer.critic.rollout_values(batch, batch_size=4)
+        seen = trainer.critic.rollout_values(batch, batch_size=4, seen=[])
         # By the definition: run the critic on the text so far, token by token.
         start = batch["prompt_ids"].size(1)
         for t in range(T + 1):
@@ -161,7 +166,7 @@ def test_advantages_are_whitened_over_the_whole_rollout_and_returns_are_not(trai
     plain = generalized_advantages(
         token_rewards(trainer._rewards_per_func[:, 0], mask),
         values[:, :-1],
-        trainer._bootstrap(batch, values),
+        bootstrap(trainer, batch, values),
         mask,
         1.0,
         1.0,
@@ -221,7 +226,7 @@ def test_naive_without_quantization_is_the_plain_ppo_loss(plain):
 def test_a_penalty_in_the_reward_is_not_in_the_loss_as_well(plain):
     batch = rollout(plain)
     # As after some updates: a reference that is no longer the policy.
-    batch["ref_per_token_logps"] = batch["old_per_token_logps"] - 0.5
+    batch["ref_per_token_logps"] = batch["proximal_logps"] - 0.5
     values = torch.zeros(len(batch["completion_ids"]), T + 1)
     plain.args.whiten_advantages = False
     try:

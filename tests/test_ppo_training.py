@@ -9,7 +9,7 @@ from test_engine import MOVED, SAME, assert_metrics
 from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-from trl_qurl.trainers.critic import require_state
+from trl_qurl.trainers.critic.critic import require_state
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("ppo")]  # they share runs
 

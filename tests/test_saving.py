@@ -13,7 +13,7 @@ from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
 from trl_qurl.quantization import write_checkpoint
-from trl_qurl.trainers.saving import SavingTrainer, check_place
+from trl_qurl.trainers.saving import SavingMixin, check_place
 
 KINDS = ["full", "lora"]
 
@@ -146,7 +146,7 @@ class TestFiles:
         card = ModelCard.load(saved[0] / kind / "README.md")
         assert {"trl", "qurl", "grpo" if kind == "full" else "ppo"} <= set(card.data.tags)
         assert card.data.library_name == "transformers"
-        algorithm = "The algorithm is GRPO." if kind == "full" else "The algorithm is PPO, with a critic"
+        algorithm = "The algorithm is GRPO." if kind == "full" else "A critic takes the place of groups."
         for part in (
             algorithm,
             "| `objective` | acr |",
@@ -242,7 +242,7 @@ def test_parameters_are_gone_through_to_the_end_when_writing_fails():
         raise OSError("disk full")
 
     walked = parameters()
-    trainer = object.__new__(SavingTrainer)
+    trainer = SavingMixin()
     trainer.accelerator = Accelerator(cpu=True)
     with pytest.raises(OSError, match="disk full"):
         trainer._by_main_process(fail, walked)

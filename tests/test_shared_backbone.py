@@ -1,5 +1,6 @@
 """A value head on the policy: its gradient through the policy's backward pass is that of one graph for both."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,8 @@ from tiny import tiny_model
 from transformers import get_scheduler
 
 from trl_qurl import QuRLPPOConfig
-from trl_qurl.trainers.critic import build_optimizer
-from trl_qurl.trainers.shared_backbone import SharedBackboneCritic, check_shared
+from trl_qurl.trainers.critic.critic import build_optimizer
+from trl_qurl.trainers.critic.shared_backbone import SharedBackboneCritic, check_shared
 
 P, T = 4, 3
 BATCH = {"completion_ids": torch.zeros(2, T)}
@@ -29,11 +30,12 @@ def args(tmp_path):
 
 
 def shared_critic(policy, args):
-    critic = SharedBackboneCritic(
-        policy, args, Accelerator(cpu=True), lambda model: build_optimizer(model, args, decayed=set())
-    )
+    critic = SharedBackboneCritic(policy, args, Accelerator(cpu=True))
     torch.nn.init.normal_(critic.model.weight)
-    critic.prepare(lambda optimizer: get_scheduler("constant", optimizer))
+    critic.prepare(
+        lambda model: build_optimizer(model, args, decayed=set()),
+        lambda optimizer: get_scheduler("constant", optimizer),
+    )
     return critic
 
 
@@ -45,9 +47,9 @@ def test_gradients_are_those_of_one_graph(lora, args):
     critic = shared_critic(policy, args)
     head = critic.model
 
-    with critic.watching():
+    with critic.watching() as passes:
         policy_loss = policy(input_ids=IDS).logits.log_softmax(-1)[..., 5].mean()
-    loss = critic.add_to_policy_loss(policy_loss, BATCH, squared_error)
+    loss = critic.add_to_policy_loss(policy_loss, BATCH, passes, squared_error)
     loss.backward()
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
     seen = [parameter.grad.clone() for parameter in (*trained, *head.parameters())]
@@ -63,17 +65,18 @@ def test_gradients_are_those_of_one_graph(lora, args):
     assert loss.item() == pytest.approx((policy_loss + value_loss).item(), rel=1e-5)
 
 
-def test_values_of_a_rollout_are_those_of_the_first_pass(args):
+def test_values_of_a_rollout_are_those_of_the_pass_that_was_watched(args):
     policy = tiny_model()
     critic = shared_critic(policy, args)
     with torch.no_grad():
         policy(input_ids=IDS)  # not watched: the probe of a sync, say
-        for ids in (IDS, IDS.flip(1)):  # the proximal policy's pass, in two chunks, and the reference's
-            with critic.watching():
-                for chunk in ids.split(1):
-                    policy(input_ids=chunk)
+        with critic.watching() as seen:
+            for chunk in IDS.split(1):
+                policy(input_ids=chunk)
+        with critic.watching():  # the reference's pass
+            policy(input_ids=IDS.flip(1))
         expected = critic.model(policy.base_model(input_ids=IDS).last_hidden_state).squeeze(-1)[:, -(T + 1) :]
-        torch.testing.assert_close(critic.rollout_values(BATCH, batch_size=8), expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(critic.rollout_values(BATCH, 8, seen), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_saved_head_comes_back_and_another_width_is_refused(args, tmp_path):
@@ -89,15 +92,14 @@ def test_a_saved_head_comes_back_and_another_width_is_refused(args, tmp_path):
         other.load_head(str(tmp_path))
 
 
-def test_a_copy_of_the_policy_is_no_copy_of_the_critic(args):
-    import copy
-
+def test_the_policy_does_not_hold_its_critic(args):
     policy = tiny_model()
     critic = shared_critic(policy, args)
     with critic.watching():
         policy(input_ids=IDS)
-    duplicate = copy.deepcopy(policy)  # fails if the hook carried the critic's tensors along
-    assert duplicate is not policy
+    gone = weakref.ref(critic)
+    del critic
+    assert gone() is None, "the policy keeps its critic, and both keep what either holds"
 
 
 def test_two_loss_scales_in_one_backbone_are_refused():

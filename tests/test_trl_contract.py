@@ -29,36 +29,56 @@ HEAD = "vllm.model_executor.layers.vocab_parallel_embedding"
 
 # (module, name, parameters it takes, what leans on it)
 DEFINITIONS = [
-    (GRPO, "GRPOTrainer.__init__", "model args callbacks peft_config", "trainers/grpo.py reads and replaces them"),
+    (
+        GRPO,
+        "GRPOTrainer.__init__",
+        "model reward_funcs args callbacks peft_config",
+        "trainers/rollouts.py sets them",
+    ),
     (GRPO, "GRPOTrainer._generate_and_score_completions", "inputs", "trainers/grpo.py measures the mismatch after it"),
     (
         GRPO,
         "GRPOTrainer._get_per_token_logps_and_entropies",
         "model",
-        "trainers/grpo.py times it and keeps its result",
+        "trainers/rollouts.py times it, trainers/grpo.py keeps its result",
     ),
     (GRPO, "GRPOTrainer._compute_loss", "model inputs", "trainers/grpo.py computes every objective through it"),
-    (GRPO, "GRPOTrainer._save_checkpoint", "model trial", "trainers/grpo.py adds the rollout in progress"),
-    (GRPO, "GRPOTrainer._load_optimizer_and_scheduler", "checkpoint", "trainers/grpo.py reads the rollout back there"),
-    (GRPO, "GRPOTrainer._get_train_sampler", "dataset", "trainers/grpo.py skips past epochs in it on resuming"),
+    (GRPO, "GRPOTrainer._save_checkpoint", "model trial", "trainers/rollout_state.py adds the rollout in progress"),
+    (
+        GRPO,
+        "GRPOTrainer._load_optimizer_and_scheduler",
+        "checkpoint",
+        "rollout_state.py reads the rollout back there",
+    ),
+    (
+        GRPO,
+        "GRPOTrainer._get_train_sampler",
+        "dataset",
+        "rollout_state.py skips past epochs in it on resuming",
+    ),
     ("trl.trainer.utils", "RepeatSampler.__init__", "shuffle seed", "trainers/rollout_state.py skips epochs in it"),
     (GRPO, "GRPOTrainer._calculate_rewards", "", "trainers/ppo.py keeps the rewards of whole sequences"),
-    (GRPO, "GRPOTrainer._generate", "prompts", "trainers/dynamic_sampling.py makes its rounds by it"),
+    (GRPO, "GRPOTrainer._generate", "prompts", "trainers/dynamic_sampling/sampler.py makes its rounds by it"),
     (
         GRPO,
         "GRPOTrainer._calculate_rewards",
         "inputs prompts completions completion_ids_list",
-        "trainers/dynamic_sampling.py scores its rounds by it",
+        "trainers/dynamic_sampling/sampler.py scores its rounds by it",
     ),
-    ("accelerate.utils.operations", "gather_object", "object", "trainers/dynamic_sampling.py moves groups by it"),
+    (
+        "accelerate.utils.operations",
+        "gather_object",
+        "object",
+        "dynamic sampling moves groups by it",
+    ),
     (GRPO, "GRPOTrainer.training_step", "model inputs", "trainers/ppo.py lets the critic learn after it"),
     (
         "trl.trainer.utils",
         "create_model_from_path",
         "model_id architecture",
-        "trainers/value_model.py loads the critic by it",
+        "trainers/critic/value_model.py loads the critic by it",
     ),
-    ("trl.trainer.utils", "disable_dropout_in_model", "model", "trainers/value_model.py leaves no dropout"),
+    ("trl.trainer.utils", "disable_dropout_in_model", "model", "trainers/critic/value_model.py leaves no dropout"),
     (
         "trl.trainer.base_trainer",
         "_BaseTrainer.create_model_card",
@@ -69,7 +89,7 @@ DEFINITIONS = [
         "trl.trainer.utils",
         "get_config_model_id",
         "config",
-        "trainers/saving.py and trainers/value_model.py finds the policy's start by it",
+        "trainers/saving.py and trainers/critic/value_model.py finds the policy's start by it",
     ),
     (
         "transformers.trainer",
@@ -87,7 +107,7 @@ DEFINITIONS = [
         "transformers.trainer",
         "Trainer.get_optimizer_cls_and_kwargs",
         "args model",
-        "trainers/critic.py builds the critic's optimizer of the policy's kind",
+        "trainers/critic/own_model.py builds the critic's optimizer of the policy's kind",
     ),
     (
         "transformers.trainer",
@@ -99,11 +119,26 @@ DEFINITIONS = [
         "accelerate.accelerator",
         "Accelerator.__init__",
         "gradient_accumulation_plugin step_scheduler_with_optimizer",
-        "trainers/critic.py has an accelerator of its own",
+        "trainers/critic/own_model.py has an accelerator of its own",
     ),
-    ("accelerate.accelerator", "Accelerator.save_state", "output_dir", "trainers/critic.py saves the critic by it"),
-    ("accelerate.accelerator", "Accelerator.load_state", "input_dir", "trainers/critic.py resumes the critic by it"),
-    ("transformers.trainer", "Trainer._get_output_dir", "trial", "trainers/grpo.py finds the checkpoint by it"),
+    (
+        "accelerate.accelerator",
+        "Accelerator.save_state",
+        "output_dir",
+        "critic/own_model.py saves the critic by it",
+    ),
+    (
+        "accelerate.accelerator",
+        "Accelerator.load_state",
+        "input_dir",
+        "critic/own_model.py resumes the critic by it",
+    ),
+    (
+        "transformers.trainer",
+        "Trainer._get_output_dir",
+        "trial",
+        "rollout_state.py finds the checkpoint by it",
+    ),
     ("transformers.trainer", "Trainer._load_rng_state", "checkpoint", "a resumed run samples on where it stopped"),
     (
         "transformers.initialization",
@@ -118,7 +153,7 @@ DEFINITIONS = [
         "object_list from_process",
         "processes share a directory",
     ),
-    ("trl.import_utils", "is_vllm_available", "", "trainers/grpo.py names the extra that brings vLLM"),
+    ("trl.import_utils", "is_vllm_available", "", "trainers/rollouts.py names the extra that brings vLLM"),
     (
         GENERATION,
         "VLLMGeneration.__init__",
@@ -419,7 +454,7 @@ def test_what_scoring_hands_over():
 
 def test_generation_and_scoring_are_called_as_dynamic_sampling_calls_them():
     body = text_of(GRPO, "GRPOTrainer._generate_and_score_completions")
-    leaning = "which trainers/dynamic_sampling.py and dynamic_trainer.py lean on."
+    leaning = "which trainers/dynamic_sampling/sampler.py and dynamic_trainer.py lean on."
     results = "prompt_ids_list, completion_ids_list, tool_mask_list, completions, sampling_per_token_logps_list, "
     results += "extra_fields, images, tool_images = self._generate(prompts)"
     assert results in body.replace("(prompt_ids_list", "prompt_ids_list").replace("tool_images)", "tool_images"), (
@@ -457,9 +492,9 @@ def test_attributes_of_the_trainer():
 def test_metrics_are_lists_by_mode_and_name():
     assert "self._metrics = {'train': defaultdict(list), 'eval': defaultdict(list)}" in text_of(
         GRPO, "GRPOTrainer.__init__"
-    ), "GRPOTrainer._metrics is no longer lists by mode and name, to which QuRLGRPOTrainer._record appends."
+    ), "GRPOTrainer._metrics is no longer lists by mode and name, to which QuantizedRolloutsMixin._record appends."
     assert "for key, val in self._metrics[mode].items()" in text_of(GRPO, "GRPOTrainer.log"), (
-        "GRPOTrainer.log does not log what is in _metrics, where QuRLGRPOTrainer._record puts ours."
+        "GRPOTrainer.log does not log what is in _metrics, where QuantizedRolloutsMixin._record puts ours."
     )
 
 
@@ -506,6 +541,19 @@ def test_the_worker_extension_is_mixed_in_by_name():
     )
     assert "worker_extension_cls: str" in text_of("vllm.config.parallel", "ParallelConfig"), (
         "ParallelConfig has no worker_extension_cls, which ServedEngine reads from /server_info."
+    )
+
+
+def test_the_finalizer_of_an_engine_takes_the_process_groups_along():
+    client = text_of("vllm.v1.engine.core_client", "InprocClient.__init__")
+    assert "self._finalizer = weakref.finalize(self, self.engine_core.shutdown)" in client, (
+        "vLLM's InprocClient has another finalizer, which rollout/engine/release.py replaces."
+    )
+    shutdown = text_of("vllm.v1.engine.core", "EngineCore.shutdown")
+    for part in ("structured_output_manager.clear_backend()", "model_executor.shutdown()", "scheduler.shutdown()"):
+        assert part in shutdown, f"EngineCore.shutdown has no `{part}`, which rollout/engine/release.py calls itself."
+    assert "cleanup_dist_env_and_memory()" in shutdown, (
+        "EngineCore.shutdown spares the process groups: rollout/engine/release.py may go."
     )
 
 

@@ -37,6 +37,18 @@ VARIANTS = {
     "mistral": {"model_type": "mistral", "sliding_window": 4},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True},
+    "ministral": {"model_type": "ministral", "sliding_window": 4},
+    "smollm3": {"model_type": "smollm3", "tie_word_embeddings": True},
+    "granite": {"model_type": "granite", "residual_multiplier": 0.5, "attention_multiplier": 0.3},
+    "helium": {"model_type": "helium"},
+    "seed_oss": {"model_type": "seed_oss", "attention_bias": True},
+    "ernie4_5": {"model_type": "ernie4_5", "use_bias": True},
+    "hunyuan_v1_dense": {"model_type": "hunyuan_v1_dense"},
+    "glm": {"model_type": "glm", "attention_bias": True},
+    "glm4": {"model_type": "glm4"},
+    "phi3": {"model_type": "phi3"},
+    "cohere": {"model_type": "cohere", "logit_scale": 1.0},
+    "cohere2": {"model_type": "cohere2", "logit_scale": 1.0, "sliding_window": 4},
     "gemma": {"model_type": "gemma", "tie_word_embeddings": True},
     "gemma2": {"model_type": "gemma2", "tie_word_embeddings": True, "sliding_window": 4},
     "gemma3_text": {"model_type": "gemma3_text", "tie_word_embeddings": True, "sliding_window": 4},
@@ -94,7 +106,13 @@ def test_logits_do_not_change(variant, scale):
 
 
 def mlp_norm(variant):
+    if variant.startswith("cohere"):
+        return "input_layernorm"
     return "pre_feedforward_layernorm" if variant in ("gemma2", "gemma3_text") else "post_attention_layernorm"
+
+
+def gate(variant):
+    return "mlp.gate_up_proj" if variant in ("glm", "glm4", "phi3") else "mlp.gate_proj"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -106,7 +124,7 @@ def test_what_a_norm_feeds_is_halved_its_gain_doubled_and_nothing_else_touched(v
     offset = 1.0 if variant.startswith("gemma") else 0.0
     for name, parameter in model.named_parameters():
         expected = before[name]
-        if re.search(r"layers\.\d\.(self_attn\.[qkv]_proj|mlp\.(gate|up)_proj)\.weight", name):
+        if re.search(r"layers\.\d\.(self_attn\.(q|k|v|qkv)_proj|mlp\.(gate|up|gate_up)_proj)\.weight", name):
             expected = expected / 2
         elif re.search(rf"layers\.\d\.(input_layernorm|{mlp_norm(variant)})\.weight", name):
             expected = 2 * expected + offset  # 2 (offset + w) − offset
@@ -116,7 +134,7 @@ def test_what_a_norm_feeds_is_halved_its_gain_doubled_and_nothing_else_touched(v
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_logits_would_show_a_forgotten_norm_or_layer(variant):
     # Not shown by logits: q and k under q/k norms, v and up under Gemma's norms behind each block, all blind to scale.
-    for forgotten in (mlp_norm(variant), "mlp.gate_proj"):
+    for forgotten in (mlp_norm(variant), gate(variant)):
         model = tiny_model(variant)
         before = logits(model)
         original = model.get_submodule(f"model.layers.0.{forgotten}").weight.detach().clone()
@@ -219,7 +237,7 @@ def test_impossible_scales_are_refused(scale):
 def test_unknown_architecture_is_named_with_the_known_ones():
     config = AutoConfig.for_model("gpt2", n_embd=8, n_layer=1, n_head=2, vocab_size=16)
     model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ValueError, match=r"'gpt2'.*llama, mistral, qwen2.*uaq_scale=1\.0"):
+    with pytest.raises(ValueError, match=r"'gpt2'.*llama, mistral, .*qwen2.*uaq_scale=1\.0"):
         scale_model_(model, 1.5)
     assert scale_model_(model, 1.0) is False
 
@@ -331,6 +349,30 @@ def test_a_scaled_checkpoint_that_is_trained_anew_is_not_scaled_again(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     trainer(loaded, tmp_path, UpdateAwareQuantizationCallback(1.5))
     assert same(parameters(loaded), parameters(model))
+
+
+def unknown_model():
+    options = {**TINY, "model_type": "olmo2"}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**options))
+
+
+def test_by_default_a_model_that_uaq_does_not_know_is_trained_without_it(tmp_path):
+    with pytest.warns(UserWarning, match="Training goes on without update-aware quantization.* 'olmo2'"):
+        started = trainer(unknown_model(), tmp_path, UpdateAwareQuantizationCallback(1.5, required=False))
+    started.train()
+    assert started.state.global_step == 2 and recorded_scale(started.model) == 1.0
+
+
+def test_a_model_that_uaq_does_not_know_is_refused_where_it_was_asked_for(tmp_path):
+    with pytest.raises(ValueError, match="model type 'olmo2'"):
+        trainer(unknown_model(), tmp_path, UpdateAwareQuantizationCallback(1.5))
+
+
+def test_by_default_a_model_keeps_the_scale_that_it_carries(tmp_path):
+    model = tiny_model()
+    scale_model_(model, 2.0)
+    trainer(model, tmp_path, UpdateAwareQuantizationCallback(1.5, required=False)).train()
+    assert recorded_scale(model) == 2.0
 
 
 def test_a_callback_added_too_late_is_an_error(tmp_path):

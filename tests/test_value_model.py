@@ -17,7 +17,7 @@ from transformers import (
 from trl import GRPOTrainer
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig, QuRLPPOTrainer
-from trl_qurl.trainers.value_model import build_value_model
+from trl_qurl.trainers.critic.value_model import build_value_model
 
 IDS = torch.tensor([[40, 50, 60, 70], [0, 41, 51, 61]])
 MASK = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])
@@ -196,7 +196,9 @@ def test_an_optimizer_that_chooses_its_parameters_is_refused(tmp_path, monkeypat
     # As transformers answers for GaLore and LOMO, whose packages are not here.
     answer = torch.optim.AdamW, {"params": [], "lr": 1e-5}
     monkeypatch.setattr("transformers.Trainer.get_optimizer_cls_and_kwargs", staticmethod(lambda *args: answer))
-    with pytest.raises(ValueError, match="optim=.* no counterpart for the critic: use 'adamw_torch_fused'"):
+    with pytest.raises(
+        ValueError, match="optim=.* does not work for a critic beside the policy: use 'adamw_torch_fused'"
+    ):
         trainer(tmp_path)
 
 

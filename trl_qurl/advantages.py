@@ -8,7 +8,7 @@ padding and what tools returned are no actions of the policy: time does not pass
 return is 0 there. `values[:, t]` is the critic's estimate before token `t` is chosen.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -131,6 +131,26 @@ def generalized_advantages(
         next_advantage = torch.where(mask[:, t], advantage, next_advantage)
         advantages[:, t] = torch.where(mask[:, t], advantage, 0.0)
     return Advantages(advantages, torch.where(mask, advantages + values, 0.0))
+
+
+def bootstrap_values(
+    values: torch.Tensor, completion_ids: torch.Tensor, completion_mask: torch.Tensor, ends: Collection[int]
+) -> torch.Tensor:
+    """What the critic expects after a completion: nothing where it ended by itself, its estimate where it was cut.
+
+    Args:
+        values: `(B, T + 1)`: before each token and, in the last column, after them all.
+        completion_ids: `(B, T)`.
+        completion_mask: `(B, T)`, 1 for tokens of the completion, which come first.
+        ends: Tokens that end a completion.
+
+    Returns:
+        `(B,)`, the value after the last token, or 0.
+    """
+    lengths = completion_mask.sum(dim=1, keepdim=True)  # (B, 1)
+    last_ids = completion_ids.gather(1, (lengths - 1).clamp(min=0)).squeeze(1)  # (B,)
+    ended = torch.isin(last_ids, torch.tensor(list(ends), device=last_ids.device))
+    return torch.where(ended, 0.0, values.gather(1, lengths).squeeze(1))
 
 
 def masked_moments(

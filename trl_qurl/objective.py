@@ -2,7 +2,7 @@
 
 Pure functions of tensors and floats; nothing here knows a trainer, a config or a process group. The clipped surrogate
 itself is not here: TRL computes it, and `surrogate_terms` chooses its inputs so that it computes the objective asked
-for. `reference_loss` is the same thing once more, straight from the paper, to test that against.
+for. `tests/reference_loss.py` has the paper's equations as they are printed, to test that against.
 
 Shapes: `B` sequences, `T` completion tokens. Equation numbers: QuRL, arXiv:2602.13953. Log-probabilities, in nats:
 `behavior_logps` of the quantized policy that sampled the tokens, `proximal_logps` of the full-precision policy at that
@@ -19,32 +19,83 @@ import torch
 @dataclass(frozen=True)
 class Objective:
     """
-    One row of the paper's comparison.
+    One row of the paper's comparison, or one that `register_objective` adds to it.
 
     Attributes:
         name: What users write (`objective="acr"`).
-        equation: Where the paper states it.
+        source: Where it is stated, such as `"Eq. 9 of QuRL"`.
+        description: What it does, for model cards; the end of a sentence.
         denominator: The policy below the clipped ratio.
         correction: The surrogate's factor: 1 (none), ρ (full) or min(ρ, C) (truncated).
         lifts_upper_bound: Whether the upper clip bound is divided by the kept share r.
     """
 
     name: str
-    equation: str
+    source: str
+    description: str
     denominator: Literal["proximal", "behavior"]
     correction: Literal["none", "full", "truncated"]
-    lifts_upper_bound: bool
+    lifts_upper_bound: bool = False
 
 
-_PRESETS = (
-    Objective("acr", "Eq. 9", "proximal", "truncated", lifts_upper_bound=True),
-    Objective("tis", "Eq. 5", "proximal", "truncated", lifts_upper_bound=False),
-    Objective("decoupled", "Eq. 4", "proximal", "full", lifts_upper_bound=False),
-    Objective("quantized_ratio", "Eq. 3", "behavior", "none", lifts_upper_bound=False),
-    Objective("naive", "Eq. 1", "proximal", "none", lifts_upper_bound=False),
-)
-OBJECTIVES = {objective.name: objective for objective in _PRESETS}
-"""The objectives by name: `acr`, `tis`, `decoupled`, `quantized_ratio`, `naive`."""
+OBJECTIVES: dict[str, Objective] = {}
+"""The objectives by name: `acr`, `tis`, `decoupled`, `quantized_ratio`, `naive`, and those added since."""
+
+
+def register_objective(objective: Objective) -> None:
+    """Make an objective known under its name, to configs, trainers and model cards.
+
+    Args:
+        objective: The objective.
+
+    Raises:
+        ValueError: There is one of that name already.
+    """
+    if objective.name in OBJECTIVES:
+        raise ValueError(f"There is an objective {objective.name!r} already: give this one another name.")
+    OBJECTIVES[objective.name] = objective
+
+
+for _objective in (
+    Objective(
+        "acr",
+        "Eq. 9 of QuRL",
+        "the ratio to the full-precision policy, clipped; each token weighted by the truncated importance ratio, "
+        "which lifts the upper clip bound where it is cut (adaptive clipping range)",
+        denominator="proximal",
+        correction="truncated",
+        lifts_upper_bound=True,
+    ),
+    Objective(
+        "tis",
+        "Eq. 5 of QuRL",
+        "the ratio to the full-precision policy, clipped; each token weighted by the truncated importance ratio",
+        denominator="proximal",
+        correction="truncated",
+    ),
+    Objective(
+        "decoupled",
+        "Eq. 4 of QuRL",
+        "the ratio to the full-precision policy, clipped; each token weighted by the whole importance ratio",
+        denominator="proximal",
+        correction="full",
+    ),
+    Objective(
+        "quantized_ratio",
+        "Eq. 3 of QuRL",
+        "the ratio to the quantized policy, clipped",
+        denominator="behavior",
+        correction="none",
+    ),
+    Objective(
+        "naive",
+        "Eq. 1 of QuRL",
+        "the ratio to the full-precision policy, clipped; the difference to the quantized one is not corrected",
+        denominator="proximal",
+        correction="none",
+    ),
+):
+    register_objective(_objective)
 
 
 class ClipRange(NamedTuple):
@@ -220,101 +271,6 @@ def surrogate_terms(
     if preset.lifts_upper_bound:
         clip_range = adaptive_clip_range(rho, _check_cap(cap), epsilon_low, epsilon_high)
     return SurrogateTerms(old_logps, weight, *clip_range)
-
-
-def reference_loss(
-    objective: str,
-    policy_logps: torch.Tensor,
-    proximal_logps: torch.Tensor,
-    behavior_logps: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    loss_type: str,
-    epsilon_low: float,
-    epsilon_high: float,
-    cap: float | None,
-    floor: float | None = None,
-    max_completion_length: int | None = None,
-    num_items: float | None = None,
-) -> torch.Tensor:
-    """Loss of one micro-batch straight from the paper's equations: what the trainers are tested against.
-
-        loss = − aggregate(J)
-
-    Where J is the per-token objective and aggregate is TRL's for `loss_type`, without gradient accumulation.
-
-    Source: Eq. 1, 3, 4, 5 and 9; for the aggregations, TRL's `GRPOTrainer._compute_loss`.
-
-    Args:
-        objective: a name in `OBJECTIVES`.
-        policy_logps: `(B, T)`, the only input that gets a gradient.
-        proximal_logps: `(B, T)`.
-        behavior_logps: `(B, T)`, may hold NaN, as for `surrogate_terms`.
-        advantages: `(B,)` or `(B, T)`.
-        mask: `(B, T)`, non-zero on completion tokens.
-        loss_type: grpo, bnpo, dr_grpo or dapo.
-        epsilon_low: distance of the lower clip bound below 1.
-        epsilon_high: distance of the upper clip bound above 1, before it is lifted.
-        cap: C, a ratio, for acr and tis.
-        floor: the smallest weight of acr and tis; None for none.
-        max_completion_length: tokens; dr_grpo divides by it.
-        num_items: completion tokens of the whole batch; dapo divides by it.
-
-    Returns:
-        Scalar to minimise.
-
-    Raises:
-        ValueError: as `surrogate_terms`; unknown loss type, or the number it divides by is missing.
-    """
-    _check_shapes(policy_logps=policy_logps, proximal_logps=proximal_logps, mask=mask)
-    name = get_objective(objective).name
-    prox, behav = proximal_logps.detach(), behavior_logps.detach()
-    rho = importance_ratio(prox, behav)  # (B, T)
-    R = (policy_logps - prox).exp()  # (B, T)
-    A = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages  # (B, 1) or (B, T)
-    upper = torch.full_like(rho, 1 + epsilon_high)  # (B, T)
-
-    def clipped(ratio: torch.Tensor, upper: torch.Tensor) -> torch.Tensor:
-        return torch.minimum(ratio * A, ratio.clamp(min=1 - epsilon_low).minimum(upper) * A)
-
-    if name == "naive":  # Eq. 1
-        J = clipped(R, upper)
-    elif name == "quantized_ratio":  # Eq. 3
-        R_hat = (policy_logps - torch.where(behav.isnan(), prox, behav)).exp()
-        J = clipped(R_hat, upper)
-    elif name == "decoupled":  # Eq. 4
-        J = rho * clipped(R, upper)
-    else:
-        cap = _check_cap(cap, floor)
-        weight = rho.clamp(min=floor, max=cap)  # (B, T), Eq. 5 for no floor
-        r = (cap / rho).clamp(max=1)  # (B, T), Eq. 6-7
-        J = weight * clipped(R, upper if name == "tis" else upper / r)  # Eq. 5, Eq. 9
-    return -_aggregate(J, mask.bool(), loss_type, max_completion_length, num_items)
-
-
-def _aggregate(
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    loss_type: str,
-    max_completion_length: int | None,
-    num_items: float | None,
-) -> torch.Tensor:
-    values = torch.where(mask, values, 0.0)  # (B, T)
-    if loss_type == "grpo":
-        return (values.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
-    divisors: dict[str, float | torch.Tensor | None] = {
-        "bnpo": mask.sum().clamp(min=1),
-        "dr_grpo": max_completion_length and max_completion_length * values.size(0),
-        "dapo": None if num_items is None else max(float(num_items), 1.0),
-    }
-    divisor = divisors.get(loss_type)
-    if divisor is None:
-        raise ValueError(
-            f"Cannot average for loss_type={loss_type!r}. Choose grpo, bnpo, dr_grpo (needs max_completion_length) or "
-            "dapo (needs num_items)."
-        )
-    return values.sum() / divisor
 
 
 def _check_shapes(**tensors: torch.Tensor) -> None:

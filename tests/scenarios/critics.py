@@ -19,8 +19,9 @@ from transformers import AutoModelForTokenClassification, get_linear_schedule_wi
 from trl.trainer.utils import disable_dropout_in_model
 
 from trl_qurl import QuRLPPOConfig
-from trl_qurl.trainers.critic import Critic, build_optimizer
-from trl_qurl.trainers.shared_backbone import SharedBackboneCritic
+from trl_qurl.trainers.critic.critic import Critic, build_optimizer
+from trl_qurl.trainers.critic.own_model import OwnModelCritic
+from trl_qurl.trainers.critic.shared_backbone import SharedBackboneCritic
 
 B, P, T, STEPS = 4, 3, 5, 3
 
@@ -69,25 +70,24 @@ def main(directory: Path, *options: str) -> None:
         torch.manual_seed(1)
         model = AutoModelForTokenClassification.from_config(config)
         disable_dropout_in_model(model)
-        return Critic(model, args, accelerator, optimizer)
+        return OwnModelCritic(model, args, accelerator)
 
     def shared() -> SharedBackboneCritic:
-        return SharedBackboneCritic(policy, args, accelerator, optimizer)
+        return SharedBackboneCritic(policy, args, accelerator)
 
-    def step(critic: Critic | SharedBackboneCritic) -> dict[str, float]:
+    def step(critic: Critic) -> dict[str, float]:
         for last in (False, True):  # two micro-batches, of which the last one sums over the processes
             accelerator.gradient_state._set_sync_gradients(last)
-            critic.forget()
-            with critic.watching():
+            with critic.watching() as seen:
                 logits = policy(input_ids=ids[part]).logits
-            critic.add_to_policy_loss(logits.sum() * 0, batch, value_loss).backward()
+            critic.add_to_policy_loss(logits.sum() * 0, batch, seen, value_loss).backward()
             critic.learn(batch, value_loss)
         return critic.step()
 
     record: dict[str, object] = {"processes": accelerator.num_processes}
     for name, make in {"own": own, "shared": shared}.items():
         critic = make()
-        critic.prepare(schedule)
+        critic.prepare(optimizer, schedule)
         steps = [step(critic) for _ in range(STEPS)]
         checkpoint = directory / name
         checkpoint.mkdir(exist_ok=True)
@@ -96,7 +96,7 @@ def main(directory: Path, *options: str) -> None:
         critic.save_pretrained(checkpoint / "critic", tiny_tokenizer())
         accelerator.wait_for_everyone()
         again = make()
-        again.prepare(schedule)
+        again.prepare(optimizer, schedule)
         again.load_state(checkpoint)
         record[name] = {
             "steps": [*steps, step(critic)],

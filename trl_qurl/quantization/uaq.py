@@ -42,15 +42,35 @@ MLP = ("mlp.gate_proj", "mlp.up_proj")
 POST_ATTENTION_FEEDS = (("input_layernorm", ATTENTION), ("post_attention_layernorm", MLP))
 PRE_FEEDFORWARD_FEEDS = (("input_layernorm", ATTENTION), ("pre_feedforward_layernorm", MLP))
 
+GATE_UP_FEEDS = (("input_layernorm", ATTENTION), ("post_attention_layernorm", ("mlp.gate_up_proj",)))
+FUSED_FEEDS = (("input_layernorm", ("self_attn.qkv_proj",)), ("post_attention_layernorm", ("mlp.gate_up_proj",)))
+PARALLEL_FEEDS = (("input_layernorm", ATTENTION + MLP),)  # attention and MLP read the same norm
+
 ARCHITECTURES = {
-    "llama": Architecture(POST_ATTENTION_FEEDS, gain_offset=0.0),
-    "mistral": Architecture(POST_ATTENTION_FEEDS, gain_offset=0.0),
-    "qwen2": Architecture(POST_ATTENTION_FEEDS, gain_offset=0.0),
-    "qwen3": Architecture(POST_ATTENTION_FEEDS, gain_offset=0.0),
+    **dict.fromkeys(
+        (
+            "llama",
+            "mistral",
+            "ministral",
+            "qwen2",
+            "qwen3",
+            "smollm3",
+            "granite",
+            "helium",
+            "seed_oss",
+            "ernie4_5",
+            "hunyuan_v1_dense",
+        ),
+        Architecture(POST_ATTENTION_FEEDS, gain_offset=0.0),
+    ),
+    **dict.fromkeys(("glm", "glm4"), Architecture(GATE_UP_FEEDS, gain_offset=0.0)),
+    "phi3": Architecture(FUSED_FEEDS, gain_offset=0.0),
+    **dict.fromkeys(("cohere", "cohere2"), Architecture(PARALLEL_FEEDS, gain_offset=0.0)),
     "gemma": Architecture(POST_ATTENTION_FEEDS, gain_offset=1.0),
-    "gemma2": Architecture(PRE_FEEDFORWARD_FEEDS, gain_offset=1.0),
-    "gemma3_text": Architecture(PRE_FEEDFORWARD_FEEDS, gain_offset=1.0),
+    **dict.fromkeys(("gemma2", "gemma3_text"), Architecture(PRE_FEEDFORWARD_FEEDS, gain_offset=1.0)),
 }
+"""By `model_type`. Not here: models whose norms come after their blocks (OLMo 2 and 3, EXAONE 4), so that no norm feeds
+a layer, and those whose norms have biases (StarCoder 2, Nemotron)."""
 
 
 class FeedingNorm(NamedTuple):

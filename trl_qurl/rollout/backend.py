@@ -26,6 +26,7 @@ from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine.attention import check_head_size
 from trl_qurl.rollout.engine.colocated import ColocatedEngine
 from trl_qurl.rollout.engine.interface import Engine
+from trl_qurl.rollout.engine.release import release_when_deleted
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION, ServedEngine
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.substitution import substitute
@@ -55,6 +56,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     Attributes:
         engine: The engine; `None` in the processes that leave a server to the main one.
         sync: What keeps it at the policy's weights.
+        sampled_logps: Log-probabilities of the latest generation's tokens, for trainers of TRL that drop them (RLOO).
     """
 
     engine: Engine | None
@@ -68,7 +70,10 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._metrics: dict[str, float] = {}
         self._cost = RolloutCost()
         self._seconds_in_syncs = 0.0
-        super().__init__(*args, **kwargs)
+        self.sampled_logps: list[list[list[float | None]]] | None = None
+        # TRL's RLOO asks for none; without them there is no mismatch to measure or to correct.
+        logprobs = kwargs.get("logprobs") or 0  # of the sampled token alone
+        super().__init__(*args, **{**kwargs, "logprobs": logprobs})
 
     def pop_cost(self) -> RolloutCost:
         """Cost of rollouts since the last call."""
@@ -159,6 +164,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if folder is not None:
             folder.drop_weights("start")
         self._folder = folder  # for as long as the engine lives, whose worker reads the headers of its start
+        release_when_deleted(self.llm)
         engine = ColocatedEngine(self.llm, self._sleeps)
         if folder is None or not by_files:
             return InProcess(engine), None
@@ -236,6 +242,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         # With sleep mode the parent syncs in here.
         self._cost.generate_s += time.perf_counter() - started - (self._seconds_in_syncs - synced_before)
         self._cost.tokens += sum(len(completion) for completion in output[1])
+        self.sampled_logps = output[2]
         return output
 
 

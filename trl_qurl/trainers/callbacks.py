@@ -1,5 +1,6 @@
 """Callbacks of the trainers."""
 
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,14 @@ class UpdateAwareQuantizationCallback(TrainerCallback):
 
     Args:
         scale: s, a factor on the norms' gains.
+        required: Whether a model that cannot be scaled is an error. Otherwise it is trained without UAQ, with a
+            warning, and a model that already carries a scale keeps it.
     """
 
-    def __init__(self, scale: float = 1.5):
+    def __init__(self, scale: float = 1.5, required: bool = True) -> None:
         self.scale = scale
+        self._required = required
+        self._expected: float | None = scale if required else None
 
     def on_init_end(
         self,
@@ -36,7 +41,15 @@ class UpdateAwareQuantizationCallback(TrainerCallback):
         **kwargs: object,
     ) -> None:
         """Scale the model, before it is wrapped, put into an optimizer or overwritten by a checkpoint."""
-        scale_model_(model, self.scale)
+        if self._required:
+            scale_model_(model, self.scale)
+            return
+        try:
+            if recorded_scale(model) == 1.0:
+                scale_model_(model, self.scale)
+        except ValueError as error:
+            warnings.warn(f"Training goes on without update-aware quantization. {error}", stacklevel=2)
+        self._expected = recorded_scale(model)
 
     def on_train_begin(
         self,
@@ -50,13 +63,13 @@ class UpdateAwareQuantizationCallback(TrainerCallback):
         """Refuse to train a model that was never scaled.
 
         Raises:
-            RuntimeError: the callback was added after the trainer was built, or the model was exchanged since.
+            RuntimeError: The callback was added after the trainer was built, or the model was replaced since.
         """
-        if recorded_scale(model) != self.scale:
+        if self._expected is not None and recorded_scale(model) != self._expected:
             raise RuntimeError(
-                f"UAQ scale {self.scale} was asked for, but the model in training carries {recorded_scale(model)}. "
-                "The callback acts when the trainer is built: pass it in callbacks=[...] there, not to add_callback, "
-                "and pass a model, not model_init."
+                f"UAQ scale {self._expected} was asked for, but the model in training carries "
+                f"{recorded_scale(model)}. The callback acts when the trainer is built: pass it in callbacks=[...] "
+                "there, not to add_callback, and pass a model, not model_init."
             )
 
 
@@ -120,7 +133,7 @@ class RunLogCallback(TrainerCallback):
     """Writes `run.jsonl` into the output directory, in the first process: what `trl-qurl report` reads.
 
     Args:
-        settings: what is written beside the trainer's own arguments, by name.
+        settings: What is written beside the trainer's own arguments, by name.
     """
 
     def __init__(self, settings: dict[str, object] | None = None) -> None:
@@ -137,7 +150,12 @@ class RunLogCallback(TrainerCallback):
     ) -> None:
         """Start the file, or go on with it after the step that training resumes from."""
         if state.is_world_process_zero:
-            settings = {"model": getattr(model.config, "_name_or_path", None), **args.to_dict(), **self._settings}
+            settings = {
+                "model": getattr(model.config, "_name_or_path", None),
+                **args.to_dict(),
+                "uaq_scale": recorded_scale(model),
+                **self._settings,
+            }
             _run_log(args).begin(settings, state.global_step)
 
     def on_log(

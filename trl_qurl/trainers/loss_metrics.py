@@ -5,13 +5,12 @@ Sums come first and are reduced over processes by the caller. B sequences, T com
 
 import torch
 
-from trl_qurl.objective import SurrogateTerms
-
 
 def loss_sums(
     policy_logps: torch.Tensor,
     proximal_logps: torch.Tensor,
-    terms: SurrogateTerms,
+    old_logps: torch.Tensor,
+    lifted_epsilon_high: torch.Tensor,
     advantages: torch.Tensor,
     learned: torch.Tensor,
     epsilon_high: float,
@@ -22,7 +21,8 @@ def loss_sums(
     Args:
         policy_logps: Log-probabilities under the policy being updated, nats, (B, T).
         proximal_logps: The same under the policy at rollout time, (B, T).
-        terms: What the loss was computed with.
+        old_logps: What the loss had below the ratio, (B, T).
+        lifted_epsilon_high: Distance of the upper clip bound above 1, as the loss had it, (B, T).
         advantages: (B,) or (B, T).
         learned: Tokens learned from, bool (B, T).
         epsilon_high: Distance of the upper clip bound above 1 before it is lifted.
@@ -32,10 +32,10 @@ def loss_sums(
         R = π_θ/π_prox, tokens whose upper bound ACR lifted, and those of them that TIS would have clipped.
     """
     log_ratio = (policy_logps - proximal_logps).masked_fill(~learned, 0.0)  # (B, T)
-    ratio = torch.exp(policy_logps - terms.old_logps)  # (B, T)
+    ratio = torch.exp(policy_logps - old_logps)  # (B, T)
     advantages = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)  # (B, T) or (B, 1)
-    lifted = learned & (terms.epsilon_high > epsilon_high)  # (B, T)
-    let_through = lifted & (advantages > 0) & (ratio > 1 + epsilon_high) & (ratio <= 1 + terms.epsilon_high)
+    lifted = learned & (lifted_epsilon_high > epsilon_high)  # (B, T)
+    let_through = lifted & (advantages > 0) & (ratio > 1 + epsilon_high) & (ratio <= 1 + lifted_epsilon_high)
     moved = (log_ratio.exp() - 1 - log_ratio).sum()
     return torch.stack([learned.sum(), moved, lifted.sum(), let_through.sum()]).float()
 

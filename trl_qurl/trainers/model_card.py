@@ -1,120 +1,76 @@
-"""Model cards: what TRL's says, and how the rollouts were made; one of its own for a quantized checkpoint.
+"""Model cards: TRL's, with how the rollouts were made; and one for a quantized checkpoint.
 
-TRL writes the card of a run (`create_model_card`). This adds a section to it, and the algorithm's citation. The YAML
-at the head is huggingface_hub's business.
+TRL writes the card of a run (`create_model_card`). This adds a section to it, and the algorithm's citation.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import packages_distributions, version
 
 from huggingface_hub import ModelCard, ModelCardData
 
 from trl_qurl import __version__
-from trl_qurl.config import QuRLGRPOConfig, QuRLPPOConfig
-from trl_qurl.objective import OBJECTIVES
-from trl_qurl.quantization.schemes import QuantizationScheme, get_scheme
+from trl_qurl.quantization.schemes import QuantizationScheme
 
 SECTION = "### Quantized rollouts"
 NEXT_SECTION = "### Framework versions"
 LAST_CITATION = "Cite TRL as:"
 
-OBJECTIVES_IN_WORDS = {
-    "acr": "the ratio to the full-precision policy, clipped; each token weighted by the truncated importance ratio, "
-    "which lifts the upper clip bound where it is cut (adaptive clipping range)",
-    "tis": "the ratio to the full-precision policy, clipped; each token weighted by the truncated importance ratio",
-    "decoupled": "the ratio to the full-precision policy, clipped; each token weighted by the whole importance ratio",
-    "quantized_ratio": "the ratio to the quantized policy, clipped",
-    "naive": "the ratio to the full-precision policy, clipped; the difference to the quantized one is not corrected",
-}
-"""What each of `OBJECTIVES` does, for readers of a card."""
-
 PACKAGES = ("vllm", "compressed_tensors", "trl", "transformers", "torch")
 """Whose versions a run depends on, by the names they are imported by."""
 
-CITATIONS = {
-    "GRPO": """@article{shao2024deepseekmath,
-    title        = {{DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models}},
-    author       = {Zhihong Shao and Peiyi Wang and Qihao Zhu and Runxin Xu and Junxiao Song and Mingchuan Zhang and \
-Y. K. Li and Y. Wu and Daya Guo},
-    year         = 2024,
-    eprint       = {arXiv:2402.03300},
-}""",
-    "PPO": """@article{schulman2017proximal,
-    title        = {{Proximal Policy Optimization Algorithms}},
-    author       = {John Schulman and Filip Wolski and Prafulla Dhariwal and Alec Radford and Oleg Klimov},
-    year         = 2017,
-    eprint       = {arXiv:1707.06347},
-}""",
-}
-"""The algorithm that QuRL's rollouts serve."""
+
+@dataclass(frozen=True)
+class RunDescription:
+    """
+    What a card says about a run; nothing in it says where the run was made or with which keys.
+
+    Attributes:
+        algorithm: Its name, such as `"GRPO"`.
+        citation: BibTeX of the algorithm; empty for none.
+        scheme: Format of the rollouts; `None` for full precision.
+        settings: What someone needs to make the run again, beside model, data and rewards.
+        sentences: More about the algorithm, in whole sentences.
+    """
+
+    algorithm: str
+    citation: str
+    scheme: QuantizationScheme | None
+    settings: Mapping[str, object]
+    sentences: list[str] = field(default_factory=list)
 
 
-def describe_run(card: ModelCard, algorithm: str, config: QuRLGRPOConfig) -> None:
+def describe_run(card: ModelCard, run: RunDescription) -> None:
     """
     Add to TRL's card how the rollouts were made, and the algorithm's citation.
 
     Args:
         card: As `create_model_card` leaves it; changed in place.
-        algorithm: `"GRPO"` or `"PPO"`.
-        config: Of the trainer.
+        run: What to add.
     """
-    section = run_section(algorithm, config)
     head, mark, tail = card.text.partition(NEXT_SECTION)
-    card.text = f"{head.rstrip()}\n\n{section}\n\n{mark}{tail}"
+    card.text = f"{head.rstrip()}\n\n{run_section(run)}\n\n{mark}{tail}"
     head, mark, tail = card.text.partition(LAST_CITATION)
-    if mark:
-        card.text = f"{head}Cite {algorithm} as:\n\n```bibtex\n{CITATIONS[algorithm]}\n```\n\n{mark}{tail}"
+    if mark and run.citation:
+        card.text = f"{head}Cite {run.algorithm} as:\n\n```bibtex\n{run.citation}\n```\n\n{mark}{tail}"
 
 
-def run_section(algorithm: str, config: QuRLGRPOConfig) -> str:
-    """Method and settings in Markdown; nothing in it says where the run was made or with which keys."""
-    scheme = None if config.rollout_quantization is None else get_scheme(config.rollout_quantization)
-    critic = ", with a critic in the place of groups" if algorithm == "PPO" else ""
+def run_section(run: RunDescription) -> str:
+    """Method and settings in Markdown."""
     rollouts = (
         "The rollouts were not quantized: vLLM generated from the policy in its own dtype."
-        if scheme is None
-        else f"The rollouts came from a quantized copy of the policy ({scheme.description}), made anew before each "
-        "generation and run by vLLM; the policy was trained, and is saved here, in full precision."
+        if run.scheme is None
+        else f"The rollouts came from a quantized copy of the policy ({run.scheme.description}), made anew before "
+        "each generation and run by vLLM; the policy was trained, and is saved here, in full precision."
     )
-    objective = OBJECTIVES[config.objective]
     return "\n\n".join(
         [
             SECTION,
-            f"The algorithm is {algorithm}{critic}. {rollouts} The objective is `{objective.name}` "
-            f"({objective.equation} of QuRL): {OBJECTIVES_IN_WORDS[objective.name]}.",
-            as_table(run_settings(config)),
+            " ".join([f"The algorithm is {run.algorithm}.", rollouts, *run.sentences]),
+            as_table(run.settings),
             f"Made with trl-qurl {__version__} ({', '.join(versions())}).",
         ]
     )
-
-
-def run_settings(config: QuRLGRPOConfig) -> dict[str, object]:
-    """What someone needs to make the run again, beside model, data and rewards."""
-    upper = config.epsilon if config.epsilon_high is None else config.epsilon_high
-    settings: dict[str, object] = {
-        "`rollout_quantization`": config.rollout_quantization,
-        "`quantization_ignore`": ", ".join(config.quantization_ignore) or "none",
-        "`objective`": config.objective,
-        "cap C (`vllm_importance_sampling_clip_max`)": config.vllm_importance_sampling_clip_max,
-        "`epsilon`, `epsilon_high`": f"{config.epsilon}, {upper}",
-        "UAQ's s (`uaq_scale`)": config.effective_uaq_scale,
-        "updates per rollout": f"{config.updates_per_rollout:g}",
-        "`learning_rate`": config.learning_rate,
-        "`num_generations`": config.num_generations,
-        "`max_completion_length`": config.max_completion_length,
-        "`temperature`": config.temperature,
-        "`beta`": config.beta,
-        "`loss_type`": config.loss_type,
-        "`vllm_mode`": config.vllm_mode,
-        "`seed`": config.seed,
-    }
-    if isinstance(config, QuRLPPOConfig):
-        settings |= {
-            "`gamma`, `gae_lambda`": f"{config.gamma}, {config.gae_lambda}",
-            "`critic_learning_rate`": config.critic_learning_rate,
-            "`share_backbone`": config.share_backbone,
-        }
-    return settings
 
 
 def quantized_card(

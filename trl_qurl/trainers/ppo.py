@@ -8,6 +8,7 @@ and checkpoints. TRL's own loss takes one advantage per token, so the policy's s
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import torch
 from transformers import PreTrainedModel, get_scheduler
 
 from trl_qurl.advantages import (
+    bootstrap_values,
     explained_variance,
     generalized_advantages,
     masked_moments,
@@ -24,10 +26,11 @@ from trl_qurl.advantages import (
 )
 from trl_qurl.config import QuRLPPOConfig
 from trl_qurl.trainers.callbacks import CriticWarmupCallback
-from trl_qurl.trainers.critic import CRITIC_DIRECTORY, Critic, build_optimizer, check_optimizer
-from trl_qurl.trainers.grpo import QuRLGRPOTrainer, learned_tokens, named_arguments
-from trl_qurl.trainers.shared_backbone import SharedBackboneCritic, check_shared
-from trl_qurl.trainers.value_model import build_value_model, critic_init_kwargs, policy_start, policy_tokenizer
+from trl_qurl.trainers.critic.critic import CRITIC_DIRECTORY, Critic, PolicyPass, build_optimizer
+from trl_qurl.trainers.critic.start import load_critic_model, start_critic
+from trl_qurl.trainers.dynamic_sampling.sampler import weighted_sum
+from trl_qurl.trainers.grpo import QuRLGRPOTrainer, learned_tokens
+from trl_qurl.trainers.model_card import RunDescription
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -35,14 +38,16 @@ if TYPE_CHECKING:
 
 class QuRLPPOTrainer(QuRLGRPOTrainer):
     """
-    Proximal policy optimisation with a critic, on rollouts of an 8-bit copy of the policy.
-
-    Takes the arguments of [`QuRLGRPOTrainer`], with `args` a [`QuRLPPOConfig`], and two more.
+    Proximal policy optimization with a critic, on rollouts of an 8-bit copy of the policy.
 
     Args:
+        model: As for [`~trl.GRPOTrainer`].
+        reward_funcs: As for [`~trl.GRPOTrainer`].
+        args: A [`QuRLPPOConfig`]; `None` for its defaults.
         value_model: Where the critic starts: a name, a path, or a token classifier with one label. `None` for where
             the policy starts. With `share_backbone`, a directory with a saved value head, or `None` for a new one.
         value_peft_config: For a critic that trains an adapter and its head only.
+        kwargs: Everything else that [`~trl.GRPOTrainer`] takes, by name (`train_dataset`, `peft_config`, ...).
 
     Raises:
         TypeError: `args` is not a `QuRLPPOConfig`, or `value_model` is a model without a value per token.
@@ -68,42 +73,41 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
 
     _config_class = QuRLPPOConfig
     _algorithm = "PPO"
+    _algorithm_citation = """@article{schulman2017proximal,
+    title        = {{Proximal Policy Optimization Algorithms}},
+    author       = {John Schulman and Filip Wolski and Prafulla Dhariwal and Alec Radford and Oleg Klimov},
+    year         = 2017,
+    eprint       = {arXiv:1707.06347},
+}"""
     _tag_names = ["trl", "ppo", "qurl"]
 
-    critic: Critic | SharedBackboneCritic
+    critic: Critic
     beta: float
 
     def __init__(
         self,
-        *args: Any,
+        model: Any,
+        reward_funcs: Any = None,
+        args: QuRLPPOConfig | None = None,
+        *,
         value_model: str | PreTrainedModel | None = None,
         value_peft_config: "PeftConfig | None" = None,
         **kwargs: Any,
     ) -> None:
-        arguments = named_arguments(*args, **kwargs)
-        config = arguments["args"] = self._checked_config(arguments.get("args"), arguments["model"])
-        critic_model = None
+        args = self._checked_config(args, model)
         # The critic comes first: what is wrong with it should not cost the time in which an engine starts.
-        if config.share_backbone:
-            check_shared(config, value_model, value_peft_config)
-        else:
-            source = policy_start(arguments["model"]) if value_model is None else value_model
-            tokenizer = policy_tokenizer(arguments["model"], config, arguments.get("processing_class"))
-            critic_model = build_value_model(source, tokenizer, critic_init_kwargs(config), value_peft_config)
-            check_optimizer(config, critic_model)
-        if config.critic_warmup_steps:
-            warmup = CriticWarmupCallback(config.critic_warmup_steps)
-            arguments["callbacks"] = [*(arguments.get("callbacks") or []), warmup]
-        super().__init__(**arguments)
-        if critic_model is None:
-            self.critic = SharedBackboneCritic(self.model, config, self.accelerator, self._make_critic_optimizer)
-            if value_model is not None:
-                self.critic.load_head(value_model)
-        else:
-            self.critic = Critic(critic_model, config, self.accelerator, self._make_critic_optimizer)
+        processing_class = kwargs.get("processing_class")
+        critic_model = load_critic_model(args, model, processing_class, value_model, value_peft_config)
+        if args.critic_warmup_steps:
+            warmup = CriticWarmupCallback(args.critic_warmup_steps)
+            kwargs["callbacks"] = [*(kwargs.get("callbacks") or []), warmup]
         self._rewards_per_func = torch.empty(0)  # of the latest rollout, on all processes: (B · processes, functions)
+        self._passes: list[tuple[torch.Tensor, PolicyPass]] = []  # log-probabilities, and what the critic saw
         self._micro_batch: dict[str, Any] = {}
         self._critic_seconds = 0.0
+        super().__init__(model, reward_funcs, args, **kwargs)
+        saved_head = value_model if isinstance(value_model, str) else None
+        self.critic = start_critic(args, self.model, self.accelerator, critic_model, saved_head)
 
     # Rollout ---------------------------------------------------------------------------------------------------------
 
@@ -112,20 +116,28 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         return self._rewards_per_func
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
-        with self.critic.watching():
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        with self.critic.watching() as seen:
+            result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self._passes.append((result[0], seen))
+        return result
+
+    def _seen_with(self, logps: torch.Tensor) -> PolicyPass:
+        """What the critic saw of the pass that gave these log-probabilities; all passes are forgotten then."""
+        (seen,) = (seen for result, seen in self._passes if result is logps)
+        self._passes.clear()
+        return seen
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        self.critic.forget()
-        batch = super()._generate_and_score_completions(inputs)
-        started = time.perf_counter()
-        training = self.model.training
-        mode = "train" if training else "eval"
-        size = self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
-        values = self.critic.rollout_values(batch, size)  # (B, T + 1)
-        self._record(mode, {"time/values_s": time.perf_counter() - started})
-        self._add_advantages(batch, values, mode)
-        self._step_timer.exclude(time.perf_counter() - started)
+        with self._step_timer.paused():
+            self._passes.clear()
+            batch = super()._generate_and_score_completions(inputs)
+            started = time.perf_counter()
+            training = self.model.training
+            size = self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
+            # The reference model's pass may have been seen as well.
+            values = self.critic.rollout_values(batch, size, self._seen_with(batch["proximal_logps"]))  # (B, T + 1)
+            self._record(self._mode, {"time/values_s": time.perf_counter() - started})
+            self._add_advantages(batch, values, self._mode)
         return batch
 
     @property
@@ -137,10 +149,12 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         """Replace the group's advantages by the critic's, and keep what it learns from, as of this rollout."""
         rewards = self._local_rewards(batch)  # (B,), NaN where no reward function had one
         mask = learned_tokens(batch) & ~rewards.isnan().unsqueeze(1)  # (B, T)
+        # TRL's own measure of a completion that was cut (`completions/clipped_ratio`).
+        ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]
         advantages, returns = generalized_advantages(
             token_rewards(rewards, mask, self._kl_penalty(batch, mask, mode)),
             values[:, :-1],
-            self._bootstrap(batch, values),
+            bootstrap_values(values, batch["completion_ids"], batch["completion_mask"], ends),
             mask,
             self.args.gamma,
             self.args.gae_lambda,
@@ -165,26 +179,16 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         batch |= {"advantages": advantages, "values": values[:, :-1], "returns": returns, "critic_mask": mask}
 
     def _local_rewards(self, batch: dict[str, Any]) -> torch.Tensor:
-        weights = self.reward_weights.to(self._rewards_per_func.device)
-        rewards = (self._rewards_per_func * weights).nansum(dim=1)
-        rewards = rewards.masked_fill(self._rewards_per_func.isnan().all(dim=1), torch.nan)
+        rewards = weighted_sum(self._rewards_per_func, self.reward_weights)
         count = batch["completion_ids"].size(0)
         return rewards[self.accelerator.process_index * count :][:count]
 
     def _kl_penalty(self, batch: dict[str, Any], mask: torch.Tensor, mode: str) -> torch.Tensor | None:
         if not self.args.kl_in_reward:
             return None
-        log_ratio = batch["old_per_token_logps"] - batch["ref_per_token_logps"]  # (B, T), its mean is the k1 estimate
+        log_ratio = batch["proximal_logps"] - batch["ref_per_token_logps"]  # (B, T), its mean is the k1 estimate
         self._record(mode, {"kl": masked_moments(log_ratio, mask, self._sum_over_processes).mean.item()})
         return self.args.beta * log_ratio
-
-    def _bootstrap(self, batch: dict[str, Any], values: torch.Tensor) -> torch.Tensor:
-        """`(B,)`: the value after the last token of a completion that was cut, 0 where it ended by itself."""
-        lengths = batch["completion_mask"].sum(dim=1, keepdim=True)  # (B, 1)
-        last_ids = batch["completion_ids"].gather(1, (lengths - 1).clamp(min=0)).squeeze(1)  # (B,)
-        # The parent's own measure of a truncated completion (`completions/clipped_ratio`).
-        ends = torch.tensor([*self.eos_token_ids, self._tokenizer.pad_token_id], device=last_ids.device)
-        return torch.where(torch.isin(last_ids, ends), 0.0, values.gather(1, lengths).squeeze(1))
 
     def _log_advantages(self, advantages: torch.Tensor, mask: torch.Tensor, mode: str) -> None:
         """In the table of completions: the mean over its tokens, in the place of a group's advantage."""
@@ -203,13 +207,15 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
     # Loss and update -------------------------------------------------------------------------------------------------
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        self.critic.forget()
+        self._passes.clear()
         with self._without_kl_term():
             loss = super()._compute_loss(model, inputs)
+        ((_, seen),) = self._passes  # the loss makes one
+        self._passes.clear()
         if not self.model.training:
             return loss
         self._micro_batch = inputs
-        loss = self.critic.add_to_policy_loss(loss, inputs, self._value_loss)
+        loss = self.critic.add_to_policy_loss(loss, inputs, seen, self._value_loss)
         # Only the critic learns during its warm-up; the callback makes sure that the optimizer changes nothing.
         return loss * 0.0 if self.state.global_step < self.args.critic_warmup_steps else loss
 
@@ -257,7 +263,8 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         """Create the policy's schedule, and the critic's optimizer and schedule with it."""
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         self.critic.prepare(
-            lambda critic_optimizer: self.create_critic_scheduler(critic_optimizer, num_training_steps)
+            self._make_critic_optimizer,
+            lambda critic_optimizer: self.create_critic_scheduler(critic_optimizer, num_training_steps),
         )
         return scheduler
 
@@ -294,3 +301,13 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         """
         self.critic.save_pretrained(Path(output_dir or self.args.output_dir) / CRITIC_DIRECTORY, self._tokenizer)
         super().save_model(output_dir, _internal_call)
+
+    def _describe_run(self) -> RunDescription:
+        run, args = super()._describe_run(), self.args
+        settings = {
+            "`gamma`, `gae_lambda`": f"{args.gamma}, {args.gae_lambda}",
+            "`critic_learning_rate`": args.critic_learning_rate,
+            "`share_backbone`": args.share_backbone,
+        }
+        sentence = "A critic takes the place of groups."
+        return replace(run, settings={**run.settings, **settings}, sentences=[sentence, *run.sentences])

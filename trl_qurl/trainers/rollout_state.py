@@ -1,4 +1,4 @@
-"""Where a run stands in its rollout and in its data, so that a resumed one continues there.
+"""Checkpoints that keep a run's place in its rollout and in its data, so that a resumed run continues there.
 
 One rollout serves several optimizer updates. TRL keeps its tokens in memory only: a run that stops between two of
 those updates would sample anew on resuming and lose its place in the data. One small file per process prevents that.
@@ -9,13 +9,19 @@ orders of the epochs that are over must be drawn again.
 
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate.utils import send_to_device
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.utils import RepeatSampler
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer as TRLTrainer
+else:
+    TRLTrainer = object
 
 
 class RolloutState(NamedTuple):
@@ -23,7 +29,31 @@ class RolloutState(NamedTuple):
 
     step: int
     batches: list[dict[str, Any]] | None
-    prompts_drawn: int = 0  # for replacement, by dynamic sampling
+
+
+class RolloutStateMixin(TRLTrainer):
+    """A mixin for a trainer of TRL: its checkpoints hold the rollout in progress, and it resumes inside of it."""
+
+    _train_sampler: RepeatSampler | None = None
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        checkpoint = f"{self._get_output_dir(trial=trial)}/{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        state = RolloutState(self._step, self._buffered_inputs)
+        save_rollout_state(state, checkpoint, self.accelerator.process_index)
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        self._train_sampler = super()._get_train_sampler(dataset)
+        return self._train_sampler
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        skip_epochs(self._train_sampler, epochs_done(checkpoint))
+        state = load_rollout_state(checkpoint, self.accelerator.process_index, self.accelerator.device)
+        if state is not None:
+            self._step, self._buffered_inputs = state
 
 
 def save_rollout_state(state: RolloutState, checkpoint: str | os.PathLike[str], process_index: int) -> None:
@@ -38,7 +68,7 @@ def save_rollout_state(state: RolloutState, checkpoint: str | os.PathLike[str], 
 def load_rollout_state(
     checkpoint: str | os.PathLike[str], process_index: int, device: torch.device
 ) -> RolloutState | None:
-    """Read it back; `None` for a checkpoint without one (made by another trainer, or by more processes)."""
+    """Read it back; `None` for a checkpoint without one (made by another trainer, or by fewer processes)."""
     path = _path(checkpoint, process_index)
     if not path.exists():
         return None

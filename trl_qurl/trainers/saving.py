@@ -1,4 +1,4 @@
-"""`SavingTrainer`: the trained policy as a quantized checkpoint, ready for `vllm serve`, and what model cards say.
+"""The trained policy as a quantized checkpoint, ready for `vllm serve`, and its model cards.
 
 Parameters come from where every sync gets them (TRL's backend: FSDP and ZeRO-3 gather, adapters are merged and come
 out again) and go to the writer behind `trl-qurl quantize`. The engine and its weights are not touched.
@@ -9,27 +9,44 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate.utils import broadcast_object_list
 from huggingface_hub import ModelCard
 from torch.distributed.tensor import DTensor
-from trl import GRPOTrainer
 from trl.trainer.utils import get_config_model_id
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter, check_quantizer
 from trl_qurl.quantization.layers import quantized_layer_names
 from trl_qurl.quantization.schemes import SCHEMES, QuantizationScheme, get_scheme
 from trl_qurl.quantization.storage import check_replaceable
-from trl_qurl.trainers.model_card import describe_run, quantized_card
+from trl_qurl.quantization.uaq import recorded_scale
+from trl_qurl.trainers.model_card import RunDescription, describe_run, quantized_card
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer as TRLTrainer
+else:
+    TRLTrainer = object
 
 
-class SavingTrainer(GRPOTrainer):
-    """[`~trl.GRPOTrainer`] on quantized rollouts that also saves what those rollouts are made with."""
+SHOWN_SETTINGS = (
+    "learning_rate",
+    "num_generations",
+    "max_completion_length",
+    "temperature",
+    "beta",
+    "vllm_mode",
+    "seed",
+)
+"""Fields of TRL's config that a model card shows."""
 
-    vllm_generation: Any
-    _algorithm: str
+
+class SavingMixin(TRLTrainer):
+    """A mixin for a trainer of TRL on quantized rollouts: it saves quantized checkpoints, and writes model cards."""
+
+    _algorithm: ClassVar[str]
+    _algorithm_citation: ClassVar[str]
 
     def save_quantized(
         self,
@@ -99,8 +116,25 @@ class SavingTrainer(GRPOTrainer):
         if self.is_world_process_zero():
             path = Path(self.args.output_dir) / "README.md"
             card = ModelCard.load(path)
-            describe_run(card, self._algorithm, self.args)
+            describe_run(card, self._describe_run())
             card.save(path)
+
+    def _describe_run(self) -> RunDescription:
+        """What the model card says about the run; a trainer adds what its algorithm has."""
+        args = self.args
+        scheme = args.rollout_quantization
+        return RunDescription(
+            self._algorithm,
+            self._algorithm_citation,
+            scheme=None if scheme is None else get_scheme(scheme),
+            settings={
+                "`rollout_quantization`": scheme,
+                "`quantization_ignore`": ", ".join(args.quantization_ignore) or "none",
+                "UAQ's s (`uaq_scale`)": recorded_scale(self.model),
+                "updates per rollout": f"{args.updates_per_rollout:g}",
+                **{f"`{name}`": getattr(args, name) for name in SHOWN_SETTINGS},
+            },
+        )
 
     def _quantized_card(self, name: str, scheme: QuantizationScheme, ignore: list[str]) -> ModelCard:
         start = get_config_model_id(self.model.config)

@@ -1,28 +1,38 @@
 """Seconds of the optimizer steps themselves, apart from the rollouts that happen inside them."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import TrainerCallback
 
 
 class StepTimer(TrainerCallback):
-    """
-    Measure each optimizer step (forward, backward, clipping, update) without the time spent on rollouts.
+    """Measures each optimizer step (forward, backward, clipping, update) without the time spent in `paused()`."""
 
-    Args:
-        record: Called with the seconds of every finished step.
-    """
-
-    def __init__(self, record: Callable[[float], None]) -> None:
-        self._record = record
+    def __init__(self) -> None:
         self._started = 0.0
         self._excluded = 0.0
+        self._pauses = 0
+        self._finished: list[float] = []
 
-    def exclude(self, seconds: float) -> None:
-        """Leave these seconds out of the running step."""
-        self._excluded += seconds
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the block out of the running step; blocks may be nested."""
+        self._pauses += 1
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            if self._pauses == 0:
+                self._excluded += time.perf_counter() - started
+
+    def pop(self) -> list[float]:
+        """Seconds of the steps that ended since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Start the clock."""
@@ -30,5 +40,5 @@ class StepTimer(TrainerCallback):
         self._excluded = 0.0
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Record the step, which includes the optimizer's update."""
-        self._record(time.perf_counter() - self._started - self._excluded)
+        """Keep the seconds of the step, which include the optimizer's update."""
+        self._finished.append(time.perf_counter() - self._started - self._excluded)

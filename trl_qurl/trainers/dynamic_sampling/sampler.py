@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from trl_qurl.trainers.prompt_stream import Drawn, PromptStream, prompt_digest
+from trl_qurl.trainers.dynamic_sampling.prompts import Drawn, PromptStream, prompt_digest
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,21 @@ class FilledBatch:
         )
 
 
+class RolloutFunctions(NamedTuple):
+    """
+    How a trainer generates and scores. They are handed over at each batch, so that a sampler holds no trainer.
+
+    Attributes:
+        generate: The trainer's `_generate`: from prompts to what `FilledBatch.generated` returns.
+        score: The trainer's `_calculate_rewards`, which returns the rewards of all processes.
+        take_extras: Hands over what reward functions have added to the table of completions, and forgets it.
+    """
+
+    generate: Callable[[list], tuple]
+    score: Callable[..., torch.Tensor]
+    take_extras: Callable[[], dict[str, list]]
+
+
 class DynamicSampler:
     """
     Fills batches with groups whose rewards differ.
@@ -87,9 +102,6 @@ class DynamicSampler:
         judge: From rewards (N, functions) to the one that decides, (N,); NaN where there is none.
         prompts: For replacement.
         accelerator: The trainer's.
-        generate: The trainer's `_generate`: from prompts to what `FilledBatch.generated` returns.
-        score: The trainer's `_calculate_rewards`, which returns the rewards of all processes.
-        take_extras: Hands over what reward functions have added to the table of completions, and forgets it.
     """
 
     def __init__(
@@ -99,27 +111,25 @@ class DynamicSampler:
         judge: Callable[[torch.Tensor], torch.Tensor],
         prompts: PromptStream,
         accelerator: Accelerator,
-        generate: Callable[[list], tuple],
-        score: Callable[..., torch.Tensor],
-        take_extras: Callable[[], dict[str, list]],
     ) -> None:
         self.prompts = prompts
         self._group_size = group_size
         self._max_rounds = max_rounds
         self._judge = judge
         self._accelerator = accelerator
-        self._generate = generate
-        self._score = score
-        self._take_extras = take_extras
         self._warned = False
 
-    def fill(self, rows: list[dict[str, Any]]) -> FilledBatch:
+    def fill(self, rows: list[dict[str, Any]], functions: RolloutFunctions) -> FilledBatch:
         """
         Generate for a batch, and for other prompts in the place of those whose group has equal rewards.
 
         Every process must call it, with its own rows of the batch.
+
+        Args:
+            rows: Of the data set, one per completion.
+            functions: How to generate and score.
         """
-        first = self._make_round(rows)
+        first = _make_round(rows, functions)
         samples, rewards = list(first.samples), first.rewards.clone()
         useful = informative(self._judge(rewards), self._group_size)  # (groups,)
         tried = {name for names in gather_object([[prompt_digest(row) for row in rows]]) for name in names}
@@ -130,7 +140,7 @@ class DynamicSampler:
             fresh = self._draw(len(open_slots), good / seen, len(useful), tried) if open_slots else []
             if not fresh:
                 break
-            further = self._make_round(self._share_out(fresh))
+            further = _make_round(self._share_out(fresh), functions)
             count.add(further)
             found = informative(self._judge(further.rewards), self._group_size)
             seen, good = seen + len(found), good + int(found.sum())
@@ -156,15 +166,6 @@ class DynamicSampler:
         rows = [prompt.row for prompt in fresh for _ in range(self._group_size)]
         size = len(rows) // self._accelerator.num_processes
         return rows[self._accelerator.process_index * size :][:size]
-
-    def _make_round(self, rows: list[dict[str, Any]]) -> Round:
-        prompts = [row["prompt"] for row in rows]
-        prompt_ids, completion_ids, _, completions, logps, *_ = self._generate(prompts)
-        rewards = self._score(rows, prompts, completions, completion_ids)  # (N, functions), of all processes
-        extras = _by_row(self._take_extras(), len(rows))
-        kept_logps = [None] * len(rows) if logps is None else logps
-        samples = map(Sample, rows, prompt_ids, completion_ids, completions, kept_logps, extras)
-        return Round(list(samples), rewards)
 
     def _place(self, source: Round, placed: dict[int, int], samples: list[Sample], rewards: torch.Tensor) -> None:
         """Put groups of a round into slots of the batch: into its rewards here, and samples wherever they belong."""
@@ -196,6 +197,16 @@ class DynamicSampler:
             len(useful),
             rounds,
         )
+
+
+def _make_round(rows: list[dict[str, Any]], functions: RolloutFunctions) -> Round:
+    prompts = [row["prompt"] for row in rows]
+    prompt_ids, completion_ids, _, completions, logps, *_ = functions.generate(prompts)
+    rewards = functions.score(rows, prompts, completions, completion_ids)  # (N, functions), of all processes
+    extras = _by_row(functions.take_extras(), len(rows))
+    kept_logps = [None] * len(rows) if logps is None else logps
+    samples = map(Sample, rows, prompt_ids, completion_ids, completions, kept_logps, extras)
+    return Round(list(samples), rewards)
 
 
 class _Count:

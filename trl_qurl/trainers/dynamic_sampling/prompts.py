@@ -1,32 +1,10 @@
-"""Prompts: enough of them for a rollout, and further ones for dynamic sampling.
-
-The further ones are the same in every process, and after an interruption the next in line.
-"""
+"""Further prompts for dynamic sampling: the same in every process, and after an interruption the next in line."""
 
 import hashlib
 import json
 from typing import Any, NamedTuple
 
 import torch
-
-
-def check_prompts(dataset: Any, per_rollout: int) -> None:
-    """
-    Refuse a data set that does not fill one rollout: TRL leaves out what does not, and would end without a step.
-
-    Args:
-        dataset: To train on; one without a length is streamed, and not asked.
-        per_rollout: Prompts of a rollout, of all processes.
-
-    Raises:
-        ValueError: It has fewer.
-    """
-    if hasattr(dataset, "__len__") and len(dataset) < per_rollout:
-        raise ValueError(
-            f"train_dataset has {len(dataset)} prompts and a rollout takes {per_rollout} "
-            "(per_device_train_batch_size x processes x steps_per_generation / num_generations), so that not one step "
-            "would be made: give more prompts, or lower one of the first three."
-        )
 
 
 class Drawn(NamedTuple):
@@ -52,7 +30,7 @@ class PromptStream:
     def __init__(self, dataset: Any, seed: int, drawn: int = 0) -> None:
         if not hasattr(dataset, "__len__"):
             raise ValueError(
-                "dynamic_sampling=True draws further prompts by their number, which a streamed data set has not: "
+                "dynamic_sampling=True draws further prompts by their index, and a streamed data set has none: "
                 "load it with streaming=False, or set dynamic_sampling=False."
             )
         self._dataset = dataset

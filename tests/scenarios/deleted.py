@@ -1,0 +1,81 @@
+"""Trainers that are built, train and are deleted, one after the other in one process, as in the cells of a notebook.
+
+Prints, of each, whether it and its engine are gone, and what memory the process holds then.
+"""
+
+import gc
+import json
+import os
+import sys
+import weakref
+from pathlib import Path
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from datasets import Dataset
+from tiny import tiny_model, tiny_tokenizer
+
+from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer
+from trl_qurl.trainers.callbacks import TrainerAwareCallback
+
+KINDS = {
+    "GRPO": (QuRLGRPOTrainer, QuRLGRPOConfig, {"num_generations": 4}),
+    "dynamic sampling": (QuRLGRPOTrainer, QuRLGRPOConfig, {"num_generations": 4, "dynamic_sampling": True}),
+    "PPO, shared backbone": (QuRLPPOTrainer, QuRLPPOConfig, {"share_backbone": True}),
+}
+
+
+def resident() -> int:
+    """Bytes of this process in memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def build(kind: str, directory: str):
+    trainer, config, settings = KINDS[kind]
+    return trainer(
+        tiny_model(),
+        lambda completions, **kwargs: [float(len(set(completion))) for completion in completions],
+        config(
+            directory,
+            per_device_train_batch_size=8,
+            steps_per_generation=2,
+            max_completion_length=8,
+            max_steps=2,
+            logging_steps=1,
+            vllm_max_model_length=64,
+            vllm_engine_kwargs={"enforce_eager": True},
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            **settings,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": [f"{letter}{i}" for letter in "abcdefgh" for i in range(4)]}),
+        processing_class=tiny_tokenizer(),
+        callbacks=[TrainerAwareCallback()],
+    )
+
+
+def main(directory: str) -> None:
+    record = {}
+    trainer = build("GRPO", directory)
+    trainer = build("GRPO", directory)  # the first is deleted only when the second is there, as in a cell run again
+    gc.collect()
+    trainer.train()
+    record["run again"] = {"steps": trainer.state.global_step}
+    del trainer
+    for kind in KINDS:
+        trainer = build(kind, directory)
+        trainer.train()
+        held = {"trainer": weakref.ref(trainer), "engine": weakref.ref(trainer.vllm_generation.llm)}
+        del trainer
+        gc.collect()
+        record[kind] = {name: reference() is not None for name, reference in held.items()}
+        record[kind]["resident"] = resident()
+    print("RECORD " + json.dumps(record))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,195 @@
+"""What a critic does, as an abstract class, and the optimizer that either kind of critic gets.
+
+Shapes: `B` sequences, `P` prompt tokens, `T` completion tokens, `H` hidden size.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedTokenizerBase, Trainer
+
+from trl_qurl.config import QuRLPPOConfig
+
+CRITIC_DIRECTORY = "critic"
+"""Where `save_model` puts the critic, beside the policy's files."""
+
+OptimizerFactory = Callable[[torch.nn.Module], torch.optim.Optimizer]
+
+SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
+
+ValueLossFunction = Callable[[torch.Tensor], torch.Tensor]
+"""From a micro-batch's values, `(B, T + 1)`, to its share of the loss of an optimizer step."""
+
+PolicyPass = list[torch.Tensor]
+"""What a critic has seen of one forward pass of the policy: a tensor per chunk of the batch, or nothing."""
+
+
+class Critic(ABC):
+    """
+    A model of values that learns beside the policy.
+
+    A trainer wraps each forward pass of the policy in `watching()`, asks for `rollout_values` at each rollout, and at
+    each micro-batch calls `add_to_policy_loss` before the policy's backward pass and `learn` after it. `step` follows
+    at each optimizer step.
+
+    Args:
+        model: What learns, before the launcher wraps it.
+        args: Clipping, and whatever else an implementation reads.
+        accelerator: What `model` is trained with.
+    """
+
+    def __init__(self, model: torch.nn.Module, args: QuRLPPOConfig, accelerator: Accelerator) -> None:
+        self.model: Any = model
+        self.accelerator = accelerator
+        self._args = args
+        self._optimizer: Any = None
+        self._scheduler: Any = None
+
+    def prepare(self, make_optimizer: OptimizerFactory, make_scheduler: SchedulerFactory) -> None:
+        """Build optimizer and schedule; once, however often training starts.
+
+        Args:
+            make_optimizer: From the model to its optimizer.
+            make_scheduler: From the optimizer to the schedule of its learning rate.
+        """
+        if self._optimizer is None:
+            self._optimizer = make_optimizer(self.model)
+            self._scheduler = make_scheduler(self._optimizer)
+
+    def watching(self) -> AbstractContextManager[PolicyPass]:
+        """Inside the block, a forward pass of the policy is seen; the block's value is what was seen of it."""
+        return nullcontext([])
+
+    @abstractmethod
+    def rollout_values(self, batch: dict[str, Any], batch_size: int, seen: PolicyPass) -> torch.Tensor:
+        """Values of a whole rollout.
+
+        Args:
+            batch: Of the trainer, with prompts and completions.
+            batch_size: Sequences at a time.
+            seen: Of the policy's pass over this rollout.
+
+        Returns:
+            `(B, T + 1)`: before each token and, in the last column, after them all.
+        """
+
+    def add_to_policy_loss(
+        self, policy_loss: torch.Tensor, batch: dict[str, Any], seen: PolicyPass, value_loss: ValueLossFunction
+    ) -> torch.Tensor:
+        """The policy's loss, with the critic's where both share one backward pass.
+
+        Args:
+            policy_loss: Of a micro-batch.
+            batch: The micro-batch.
+            seen: Of the pass that gave the policy's loss.
+            value_loss: The critic's loss as a function of its values.
+        """
+        return policy_loss
+
+    @abstractmethod
+    def learn(self, batch: dict[str, Any], value_loss: ValueLossFunction) -> None:
+        """Forward and backward pass on a micro-batch, where the critic has them to itself.
+
+        Args:
+            batch: The micro-batch.
+            value_loss: The critic's loss as a function of its values.
+        """
+
+    def step(self) -> dict[str, float]:
+        """Clip, update and forget the gradients.
+
+        Returns:
+            The norm before clipping, and the learning rate used.
+        """
+        norm = self._clip(self._args.max_grad_norm or math.inf)  # 0 turns clipping off, as for the policy
+        learning_rate = self._scheduler.get_last_lr()[0]
+        self._optimizer.step()
+        self._scheduler.step()
+        self._optimizer.zero_grad()
+        return {"critic/grad_norm": norm, "critic/learning_rate": learning_rate}
+
+    @abstractmethod
+    def _clip(self, largest: float) -> float:
+        """Clip the gradients over all processes; returns their norm before."""
+
+    @abstractmethod
+    def save_pretrained(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write what `value_model` takes; every process calls it.
+
+        Args:
+            directory: To create.
+            tokenizer: Of the policy.
+        """
+
+    @abstractmethod
+    def save_state(self, checkpoint: Path) -> None:
+        """Add model, optimizer and schedule to a checkpoint; they get their name when they are complete.
+
+        Args:
+            checkpoint: Its directory.
+        """
+
+    @abstractmethod
+    def load_state(self, checkpoint: Path) -> None:
+        """Read back what `save_state` wrote.
+
+        Args:
+            checkpoint: Its directory.
+
+        Raises:
+            FileNotFoundError: The checkpoint has no critic.
+        """
+
+
+def build_optimizer(model: torch.nn.Module, args: QuRLPPOConfig, decayed: set[str]) -> torch.optim.Optimizer:
+    """The policy's kind of optimizer (`optim`, betas, weight decay) with the critic's learning rate.
+
+    Args:
+        model: Whose trainable parameters it updates.
+        args: Settings of the trainer.
+        decayed: Names of the parameters that weight decay applies to.
+    """
+    optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for name, parameter in trained if name in decayed], "weight_decay": args.weight_decay},
+        {"params": [parameter for name, parameter in trained if name not in decayed], "weight_decay": 0.0},
+    ]
+    kwargs["lr"] = args.critic_learning_rate
+    return optimizer_class([group for group in groups if group["params"]], **kwargs)
+
+
+def check_optimizer(args: QuRLPPOConfig, model: torch.nn.Module) -> None:
+    """Refuse an optimizer that cannot be built for a second model.
+
+    Raises:
+        ValueError: It chooses its parameters itself.
+    """
+    optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    is_class = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
+    if not is_class or kwargs.keys() & {"params", "model", "optimizer_dict"}:
+        raise ValueError(
+            f"optim={args.optim!r} chooses its parameters itself, which does not work for a critic beside the policy: "
+            "use 'adamw_torch_fused', or another optimizer that takes groups of parameters."
+        )
+
+
+def require_state(path: Path) -> Path:
+    """The path of a critic's state, if it is there.
+
+    Raises:
+        FileNotFoundError: It is not.
+    """
+    if not path.exists():
+        raise FileNotFoundError(
+            f"There is no {path.name} in {path.parent}: it was written by another trainer, with save_only_model=True "
+            "or another share_backbone, or cut off. Resume from an earlier checkpoint, or start a new run from its "
+            "model."
+        )
+    return path

@@ -1,0 +1,124 @@
+"""`DynamicSamplingTrainer`: TRL's `GRPOTrainer` on batches that dynamic sampling fills.
+
+The parent generates and scores as ever. Where dynamic sampling has done both already, the two methods that the parent
+calls for it return what was kept.
+"""
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
+
+from trl_qurl.trainers.dynamic_sampling.prompts import PromptStream
+from trl_qurl.trainers.dynamic_sampling.sampler import DynamicSampler, FilledBatch, RolloutFunctions, weighted_sum
+
+STATE_FILE = "dynamic_sampling_state.json"
+"""What a checkpoint keeps: how many prompts were drawn for replacement, in all processes alike."""
+
+
+class DynamicSamplingTrainer(GRPOTrainer):
+    """
+    [`~trl.GRPOTrainer`] that replaces groups whose rewards are all equal, if `args.dynamic_sampling` says so.
+
+    `args` needs the fields of [`DynamicSamplingSettings`].
+
+    Raises:
+        ValueError: Arguments that dynamic sampling cannot work with.
+    """
+
+    _filled: FilledBatch | None = None
+    _dynamic_sampler: DynamicSampler | None = None
+
+    def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, **kwargs: Any) -> None:
+        if args.dynamic_sampling:
+            check_arguments({"reward_funcs": reward_funcs, **kwargs}, args.dynamic_sampling_reward)
+        super().__init__(model, reward_funcs, args, **kwargs)
+        if args.dynamic_sampling:
+            self._dynamic_sampler = self._make_dynamic_sampler()
+
+    def _make_dynamic_sampler(self) -> DynamicSampler:
+        name = self.args.dynamic_sampling_reward
+        if name is None:
+            judge = functools.partial(weighted_sum, weights=self.reward_weights)
+        else:
+            judge = functools.partial(torch.select, dim=1, index=self.reward_func_names.index(name))
+        prompts = PromptStream(self.train_dataset, self.args.seed)
+        rounds = self.args.dynamic_sampling_max_rounds
+        return DynamicSampler(self.num_generations, rounds, judge, prompts, self.accelerator)
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        if self._dynamic_sampler is None or not self.model.training:
+            return super()._generate_and_score_completions(inputs)
+        functions = RolloutFunctions(self._generate, self._calculate_rewards, self._take_extras)
+        filled = self._dynamic_sampler.fill(inputs, functions)
+        for name in {name for sample in filled.samples for name in sample.extras}:
+            self._pending_extra_logs[name] = [sample.extras.get(name) for sample in filled.samples]
+        for name, value in filled.metrics.items():
+            self._metrics["train"][name].append(value)
+        self._filled = filled
+        try:
+            return super()._generate_and_score_completions(filled.rows)
+        finally:
+            self._filled = None
+
+    def _generate(self, prompts: list) -> tuple:
+        return super()._generate(prompts) if self._filled is None else self._filled.generated()
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super()._calculate_rewards(*args, **kwargs) if self._filled is None else self._filled.rewards
+
+    def _take_extras(self) -> dict[str, list]:
+        taken = dict(self._pending_extra_logs)
+        self._pending_extra_logs.clear()
+        return taken
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self._dynamic_sampler is not None and self.args.should_save:
+            checkpoint = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            draft = checkpoint / f".{STATE_FILE}"
+            draft.write_text(json.dumps({"prompts_drawn": self._dynamic_sampler.prompts.drawn}))
+            os.replace(draft, checkpoint / STATE_FILE)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self._dynamic_sampler is not None and checkpoint is not None:
+            state = Path(checkpoint, STATE_FILE)
+            if state.exists():  # a run may turn dynamic sampling on when it resumes
+                self._dynamic_sampler.prompts.drawn = json.loads(state.read_text())["prompts_drawn"]
+
+
+def check_arguments(arguments: dict[str, Any], reward_name: str | None) -> None:
+    """
+    Refuse what dynamic sampling cannot work with, before an engine starts.
+
+    Args:
+        arguments: The trainer's, by name.
+        reward_name: Of the reward function that decides; `None` for the weighted sum.
+
+    Raises:
+        ValueError: A streamed data set, tools, environments, images, a rollout function, or no reward function of
+            that name.
+    """
+    PromptStream(arguments.get("train_dataset"), seed=0)
+    for name in ("tools", "rollout_func", "environment_factory"):
+        if arguments.get(name):
+            raise ValueError(
+                f"dynamic_sampling=True generates for further prompts by itself, which does not work with {name}: "
+                "leave one of them out."
+            )
+    if {"image", "images"} & set(getattr(arguments["train_dataset"], "column_names", None) or ()):
+        raise ValueError("dynamic_sampling=True handles text only, and the data set has images: set it to False.")
+    functions = arguments["reward_funcs"]
+    functions = functions if isinstance(functions, list) else [functions]
+    names = [getattr(function, "__name__", None) for function in functions]
+    if reward_name is not None and None not in names and reward_name not in names:
+        raise ValueError(
+            f"dynamic_sampling_reward={reward_name!r} is not the name of a reward function; they are called "
+            f"{', '.join(map(repr, names))}."
+        )

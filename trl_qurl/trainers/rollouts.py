@@ -1,0 +1,205 @@
+"""Quantized rollouts for a trainer of TRL, whatever its algorithm.
+
+    class QuantizedRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
+        _config_class = QuantizedRLOOConfig  # (QuantizedRolloutsConfig, RLOOConfig)
+        _generation_module = rloo_trainer    # where TRL's trainer looks up `VLLMGeneration`
+        _algorithm = "RLOO"
+
+The mixin starts TRL's trainer on an engine that holds a quantized copy of the policy, applies update-aware
+quantization, logs what rollouts cost, saves quantized checkpoints and resumes inside a rollout. It leaves the loss as
+it is: whoever corrects for the mismatch of the two policies does so in the trainer (`grpo.py`).
+"""
+
+import time
+import warnings
+import weakref
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+from accelerate.utils import is_peft_model
+from trl.import_utils import is_vllm_available
+
+from trl_qurl.config import QuantizedRolloutsConfig
+from trl_qurl.quantization.schemes import get_scheme
+from trl_qurl.rollout.backend import quantized_generation
+from trl_qurl.rollout.mismatch import MismatchTally
+from trl_qurl.rollout.settings import RolloutSettings
+from trl_qurl.trainers.callbacks import RunLogCallback, TrainerAwareCallback, UpdateAwareQuantizationCallback
+from trl_qurl.trainers.rollout_state import RolloutStateMixin
+from trl_qurl.trainers.saving import SavingMixin
+from trl_qurl.trainers.step_timer import StepTimer
+
+
+class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
+    """
+    A mixin for a trainer of TRL: its rollouts come from a quantized copy of the policy, made anew at every sync.
+
+    Put it before the trainer among the bases, and set the four class attributes.
+
+    Attributes:
+        _config_class: Config of the trainer, with the fields of [`QuantizedRolloutsConfig`].
+        _generation_module: TRL's module whose `VLLMGeneration` the trainer starts.
+        _algorithm: Name of the algorithm, for model cards and logs.
+        _algorithm_citation: Its BibTeX entry, for model cards; empty for none.
+    """
+
+    _config_class: ClassVar[type]
+    _generation_module: ClassVar[ModuleType]
+    _algorithm: ClassVar[str]
+    _algorithm_citation: ClassVar[str] = ""
+
+    def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, **kwargs: Any) -> None:
+        args = self._checked_config(args, model)
+        check_prompts(kwargs.get("train_dataset"), args.generation_batch_size // args.num_generations)
+        self._step_timer = StepTimer()
+        self._scoring_seconds = 0.0
+        run_log = RunLogCallback({"updates_per_rollout": args.updates_per_rollout, "algorithm": self._algorithm})
+        # Before the user's callbacks, whose rows belong in the log and whose seconds belong to no step.
+        callbacks = [*_uaq_callbacks(args, model, kwargs.get("peft_config")), self._step_timer, run_log]
+        kwargs["callbacks"] = [*callbacks, *(kwargs.get("callbacks") or [])]
+        # Nothing below may hold the trainer: vLLM freezes the garbage collector, after which no cycle is ever freed,
+        # and a deleted trainer would keep its engine.
+        trainer = weakref.proxy(self)
+        settings = _rollout_settings(args)
+        with quantized_generation(self._generation_module, settings, lambda: trainer.state.global_step):
+            super().__init__(model, reward_funcs, args, **kwargs)
+        self._mismatch = MismatchTally(self.accelerator)
+        for callback in self.callback_handler.callbacks:
+            self._introduce_to(callback)
+
+    @classmethod
+    def _checked_config(cls, config: Any, model: Any) -> Any:
+        """The config of this trainer, made up if none is given."""
+        _require_vllm(config)
+        kind = cls._config_class
+        if config is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            return kind(f"{name.split('/')[-1] or 'model'}-QuRL-{cls._algorithm}")
+        if not isinstance(config, kind):
+            raise TypeError(
+                f"args is a {type(config).__name__}, which lacks settings of {cls.__name__}: pass a "
+                f"{kind.__module__.partition('.')[0]}.{kind.__name__} (it takes the same fields and adds its own)."
+            )
+        return config
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback, and tell it its trainer if it needs to know.
+
+        Args:
+            callback: As for any trainer of transformers.
+        """
+        super().add_callback(callback)
+        self._introduce_to(self.callback_handler.callbacks[-1])
+
+    def _introduce_to(self, callback: Any) -> None:
+        if isinstance(callback, TrainerAwareCallback):
+            callback.trainer = self
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        self._scoring_seconds = 0.0
+        with self._step_timer.paused():
+            batch = super()._generate_and_score_completions(inputs)
+            mode = self._mode
+            self._record(mode, self._rollout_cost())
+            self._record(mode, self.vllm_generation.pop_weight_metrics())
+        return batch
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
+        started = time.perf_counter()
+        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self._scoring_seconds += time.perf_counter() - started
+        return result
+
+    def _rollout_cost(self) -> dict[str, float]:
+        cost = self.vllm_generation.pop_cost()
+        local = torch.tensor([float(cost.tokens)], device=self.accelerator.device)
+        tokens = self.accelerator.reduce(local, reduction="sum").item()
+        return {
+            "time/quantize_s": cost.quantize_s,
+            "time/sync_s": cost.sync_s,
+            "time/sync_check_s": cost.check_s,
+            "sync/sent_mb": cost.sent_bytes / 1e6,
+            "time/generate_s": cost.generate_s,
+            "time/logps_s": self._scoring_seconds,
+            "throughput/generated_tokens_per_s": tokens / cost.generate_s if cost.generate_s else 0.0,
+        }
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as TRL does, with the seconds of the steps since the last row.
+
+        Args:
+            logs: Metrics by name.
+            args, kwargs: As for TRL's.
+        """
+        for seconds in self._step_timer.pop():
+            self._record("train", {"time/update_s": seconds})
+        super().log(logs, *args, **kwargs)
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self.model.training else "eval"
+
+    def _record(self, mode: str, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics[mode][name].append(value)
+
+
+def check_prompts(dataset: Any, per_rollout: int) -> None:
+    """
+    Refuse a data set that does not fill one rollout: TRL leaves out what does not, and would end without a step.
+
+    Args:
+        dataset: To train on; one without a length is streamed and cannot be checked.
+        per_rollout: Prompts of a rollout, of all processes.
+
+    Raises:
+        ValueError: It has fewer.
+    """
+    if hasattr(dataset, "__len__") and len(dataset) < per_rollout:
+        raise ValueError(
+            f"train_dataset has {len(dataset)} prompts and a rollout takes {per_rollout} "
+            "(per_device_train_batch_size x processes x steps_per_generation / num_generations), so training would "
+            "end without a step: give more prompts, or lower one of the first three."
+        )
+
+
+def _require_vllm(config: Any) -> None:
+    if not is_vllm_available():
+        uses_server = isinstance(config, QuantizedRolloutsConfig) and getattr(config, "vllm_mode", None) == "server"
+        even = " (TRL imports it here even though a server generates)" if uses_server else ""
+        raise ImportError(
+            f"Quantized rollouts need vLLM, which is not installed{even}: run `pip install trl-qurl[vllm]`, or train "
+            "with TRL's own trainer and use_vllm=False."
+        )
+
+
+def _uaq_callbacks(args: Any, model: Any, peft_config: Any) -> list[UpdateAwareQuantizationCallback]:
+    scale, is_asked_for = args.effective_uaq_scale, args.uaq_scale is not None
+    if scale == 1.0:
+        return []
+    if peft_config is not None or (not isinstance(model, str) and is_peft_model(model)):
+        if is_asked_for:
+            warnings.warn(
+                f"uaq_scale={scale} is not applied: an adapter trained on rescaled weights would not fit the original "
+                "model that users load it on. Set uaq_scale=1.0 to avoid this warning.",
+                stacklevel=3,
+            )
+        return []
+    return [UpdateAwareQuantizationCallback(scale, required=is_asked_for)]
+
+
+def _rollout_settings(args: Any) -> RolloutSettings:
+    name = args.rollout_quantization
+    return RolloutSettings(
+        scheme=None if name is None else get_scheme(name),
+        ignore=tuple(args.quantization_ignore),
+        is_served=args.vllm_mode == "server",
+        weight_sync=args.weight_sync,
+        checkpoint_dir=args.rollout_checkpoint_dir,
+        engine_kwargs=args.engine_kwargs,
+        weight_metrics_interval=args.weight_metrics_interval,
+        sync_check_interval=args.sync_check_interval,
+        sync_probe=args.sync_probe,
+        request_timeout=args.vllm_request_timeout,
+    )
