@@ -69,8 +69,8 @@ ARCHITECTURES = {
     "gemma": Architecture(POST_ATTENTION_FEEDS, gain_offset=1.0),
     **dict.fromkeys(("gemma2", "gemma3_text"), Architecture(PRE_FEEDFORWARD_FEEDS, gain_offset=1.0)),
 }
-"""By `model_type`. Not here: models whose norms come after their blocks (OLMo 2 and 3, EXAONE 4), so that no norm feeds
-a layer, and those whose norms have biases (StarCoder 2, Nemotron)."""
+"""By `model_type`. Not here: models whose norms come after their blocks (OLMo 2 and 3, EXAONE 4), so that no norm
+feeds a layer, and those whose norms have biases (StarCoder 2, Nemotron)."""
 
 
 class FeedingNorm(NamedTuple):

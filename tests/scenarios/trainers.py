@@ -20,10 +20,17 @@ from tiny import tiny_model, tiny_tokenizer
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer
 from trl_qurl.trainers.callbacks import TrainerAwareCallback
 
+CACHE = 2**28
+"""Bytes that an engine takes for keys and values, which shows if one is left."""
+
 KINDS = {
-    "GRPO": (QuRLGRPOTrainer, QuRLGRPOConfig, {"num_generations": 4}),
-    "dynamic sampling": (QuRLGRPOTrainer, QuRLGRPOConfig, {"num_generations": 4, "dynamic_sampling": True}),
-    "PPO, shared backbone": (QuRLPPOTrainer, QuRLPPOConfig, {"share_backbone": True}),
+    "GRPO": (QuRLGRPOTrainer, QuRLGRPOConfig, {"num_generations": 4, "save_strategy": "no"}),
+    "dynamic sampling": (
+        QuRLGRPOTrainer,
+        QuRLGRPOConfig,
+        {"num_generations": 4, "dynamic_sampling": True, "save_strategy": "no"},
+    ),
+    "PPO, shared backbone": (QuRLPPOTrainer, QuRLPPOConfig, {"share_backbone": True, "save_strategy": "no"}),
 }
 
 
@@ -45,8 +52,7 @@ def build(kind: str, directory: str):
             max_steps=2,
             logging_steps=1,
             vllm_max_model_length=64,
-            vllm_engine_kwargs={"enforce_eager": True},
-            save_strategy="no",
+            vllm_engine_kwargs={"enforce_eager": True, "kv_cache_memory_bytes": CACHE},
             report_to=[],
             use_cpu=True,
             bf16=False,
@@ -58,22 +64,41 @@ def build(kind: str, directory: str):
     )
 
 
-def main(directory: str) -> None:
-    record = {}
+def train(kind: str, directory: str) -> dict[str, object]:
+    """Build, train and delete; what is left of it."""
+    trainer = build(kind, directory)
+    trainer.train()
+    record: dict[str, object] = {}
+    if kind == "RLOO":
+        record["history"] = trainer.state.log_history
+        record["format"] = trainer.vllm_generation.engine.describe().format
+        record["saved"] = os.listdir(trainer.save_quantized(f"{directory}-int8"))
+        record["checkpoint"] = os.listdir(f"{directory}/checkpoint-2")
+        record["card"] = Path(directory, "README.md").read_text()
+    held = {"trainer": weakref.ref(trainer), "engine": weakref.ref(trainer.vllm_generation.llm)}
+    del trainer
+    gc.collect()
+    record |= {name: reference() is not None for name, reference in held.items()}
+    return record | {"resident": resident()}
+
+
+def main(package: str, directory: str) -> None:
+    sys.path.insert(0, package)
+    from quantized_rloo.config import QuantizedRLOOConfig
+    from quantized_rloo.trainer import QuantizedRLOOTrainer
+
+    KINDS["RLOO"] = (
+        QuantizedRLOOTrainer,
+        QuantizedRLOOConfig,
+        {"num_generations": 4, "save_strategy": "steps", "save_steps": 2},
+    )
     trainer = build("GRPO", directory)
     trainer = build("GRPO", directory)  # the first is deleted only when the second is there, as in a cell run again
     gc.collect()
     trainer.train()
-    record["run again"] = {"steps": trainer.state.global_step}
+    record: dict[str, object] = {"run again": {"steps": trainer.state.global_step}}
     del trainer
-    for kind in KINDS:
-        trainer = build(kind, directory)
-        trainer.train()
-        held = {"trainer": weakref.ref(trainer), "engine": weakref.ref(trainer.vllm_generation.llm)}
-        del trainer
-        gc.collect()
-        record[kind] = {name: reference() is not None for name, reference in held.items()}
-        record[kind]["resident"] = resident()
+    record |= {kind: train(kind, f"{directory}/{kind}") for kind in KINDS}
     print("RECORD " + json.dumps(record))
 
 

@@ -1,0 +1,94 @@
+"""Several trainers in one process: each is freed when it is deleted, and another trainer of TRL is one of them."""
+
+import pytest
+
+PACKAGE = {
+    "config.py": '''
+"""RLOO on quantized rollouts: settings."""
+
+from dataclasses import dataclass
+
+from trl import RLOOConfig
+from trl_qurl.config import QuantizedRolloutsConfig
+
+
+@dataclass
+class QuantizedRLOOConfig(QuantizedRolloutsConfig, RLOOConfig):
+    """TRL's settings and those of the rollouts."""
+''',
+    "trainer.py": '''
+"""RLOO on quantized rollouts, with the truncated importance ratio of whole sequences."""
+
+import torch
+from trl import RLOOTrainer
+from trl.trainer import rloo_trainer
+from trl.trainer.utils import pad
+from trl_qurl.trainers.rollouts import QuantizedRolloutsMixin
+
+from quantized_rloo.config import QuantizedRLOOConfig
+
+
+class QuantizedRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
+    """TRL's RLOO on quantized rollouts."""
+
+    _config_class = QuantizedRLOOConfig
+    _generation_module = rloo_trainer
+    _algorithm = "RLOO"
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self._latest_logps = result[0].detach()
+        return result
+
+    def _generate_and_score_completions(self, inputs):
+        batch = super()._generate_and_score_completions(inputs)
+        sampled = [torch.tensor(logps).squeeze(-1) for logps in self.vllm_generation.sampled_logps]
+        mask = batch["completion_mask"].bool()
+        self._mismatch.add(self._latest_logps, pad(sampled), mask, cap=2.0)
+        self._record(self._mode, self._mismatch.pop())
+        ratio = ((self._latest_logps - pad(sampled)) * mask).sum(1).exp()
+        batch["advantages"] = batch["advantages"] * ratio.clamp(max=2.0)
+        return batch
+''',
+}
+"""All that a package writes for another trainer of TRL."""
+
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("several trainers")]
+
+ENGINE = 200e6
+"""Bytes; an engine of the scenario holds more, for its key-value cache alone."""
+
+
+@pytest.fixture(scope="module")
+def trainers(run_scenario, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("package")
+    (directory / "quantized_rloo").mkdir()
+    for name, text in PACKAGE.items():
+        (directory / "quantized_rloo" / name).write_text(text.lstrip())
+    return run_scenario("trainers.py", directory, tmp_path_factory.mktemp("out"))
+
+
+def test_a_trainer_outlives_the_one_that_it_replaces(trainers):
+    assert trainers["run again"] == {"steps": 2}
+
+
+def test_trainers_and_engines_are_gone_and_memory_does_not_grow(trainers):
+    deleted = {kind: record for kind, record in trainers.items() if kind != "run again"}
+    assert len(deleted) == 4
+    for kind, record in deleted.items():
+        assert not record["trainer"] and not record["engine"], f"{kind}: something holds them"
+    resident = [record["resident"] for record in deleted.values()]
+    assert max(resident) - resident[0] < ENGINE, resident
+
+
+def test_another_trainer_takes_quantized_rollouts_in_thirty_lines(trainers):
+    lines = [line for line in PACKAGE["trainer.py"].splitlines() if line and not line.startswith(("import", "from"))]
+    assert len(lines) <= 30
+    record = trainers["RLOO"]
+    assert record["format"] == "int-quantized"
+    [rollout] = [row for row in record["history"] if "reward" in row]
+    assert 0 < rollout["mismatch/kl_k3"] < 2e-4 and rollout["time/sync_s"] > 0 and rollout["sync/sent_mb"] > 0
+    assert all(row["time/update_s"] > 0 for row in record["history"] if "loss" in row)
+    assert {"model.safetensors", "README.md"} <= set(record["saved"])
+    assert "rollout_state_0.pt" in record["checkpoint"]
+    assert "The algorithm is RLOO." in record["card"] and "`rollout_quantization` | int8" in record["card"]
