@@ -32,22 +32,22 @@ def reference_loss(
     Source: Eq. 1, 3, 4, 5 and 9; for the aggregations, TRL's `GRPOTrainer._compute_loss`.
 
     Args:
-        objective: a name in `OBJECTIVES`.
+        objective: A name in `OBJECTIVES`.
         policy_logps: `(B, T)`, the only input that gets a gradient.
         proximal_logps: `(B, T)`.
         behavior_logps: `(B, T)`, may hold NaN, as for `surrogate_terms`.
         advantages: `(B,)` or `(B, T)`.
         mask: `(B, T)`, non-zero on completion tokens.
-        loss_type: grpo, bnpo, dr_grpo or dapo.
-        epsilon_low: distance of the lower clip bound below 1.
-        epsilon_high: distance of the upper clip bound above 1, before it is lifted.
+        loss_type: One of grpo, bnpo, dr_grpo or dapo.
+        epsilon_low: Distance of the lower clip bound below 1.
+        epsilon_high: Distance of the upper clip bound above 1, before it is lifted.
         cap: C, a ratio, for acr and tis.
-        floor: the smallest weight of acr and tis; None for none.
-        max_completion_length: tokens; dr_grpo divides by it.
-        num_items: completion tokens of the whole batch; dapo divides by it.
+        floor: The smallest weight of acr and tis; None for none.
+        max_completion_length: Tokens; dr_grpo divides by it.
+        num_items: Completion tokens of the whole batch; dapo divides by it.
 
     Returns:
-        Scalar to minimise.
+        Scalar to minimize.
     """
     name = get_objective(objective).name
     prox, behav = proximal_logps.detach(), behavior_logps.detach()

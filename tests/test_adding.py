@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 from tiny import tiny_model, tiny_tokenizer
 
@@ -40,6 +41,34 @@ print(json.dumps({"name": config.rollout_quantization}))
 """
 
 
+OBJECTIVE = """
+from trl_qurl.objective import Objective, register_objective
+
+register_objective(
+    Objective(
+        name="truncated_quantized_ratio",
+        source="a made-up paper",
+        description="the ratio to the quantized policy, clipped, with the truncated importance ratio as a weight",
+        denominator="behavior",
+        correction="truncated",
+    )
+)
+"""
+
+USE_THE_OBJECTIVE = """
+import json
+import made_up
+import torch
+from trl_qurl import QuRLGRPOConfig
+from trl_qurl.objective import get_objective, surrogate_terms
+
+config = QuRLGRPOConfig("run", objective="truncated_quantized_ratio", use_cpu=True, bf16=False, report_to=[])
+behavior, proximal = torch.tensor([[-1.0, -2.5]]), torch.tensor([[-1.0, -0.5]])
+terms = surrogate_terms(config.objective, proximal, behavior, cap=2.0, epsilon_low=0.2, epsilon_high=0.3)
+print(json.dumps({name: term.tolist() for name, term in terms._asdict().items()}))
+"""
+
+
 def install(directory: Path, name: str, source: str, entry_points: str) -> None:
     """Put a package of one module where Python finds it, as pip would."""
     (directory / f"{name}.py").write_text(source)
@@ -47,6 +76,25 @@ def install(directory: Path, name: str, source: str, entry_points: str) -> None:
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(entry_points)
+
+
+def test_an_objective_of_another_package(tmp_path):
+    """Training with it, and its model card: tests/test_trainers.py."""
+    (tmp_path / "made_up.py").write_text(OBJECTIVE)
+    done = subprocess.run(
+        [sys.executable, "-c", USE_THE_OBJECTIVE],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        cwd=tmp_path,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    terms = json.loads(done.stdout.splitlines()[-1])
+    assert terms["old_logps"] == [[-1.0, -2.5]], "the quantized policy is below the ratio"
+    assert terms["weight"] == [[1.0, 2.0]], "of e^2 = 7.39 the cap leaves 2"
+    assert terms["epsilon_high"] == [[pytest.approx(0.3)] * 2], "no bound is lifted"
 
 
 def test_a_scheme_of_another_package(tmp_path):

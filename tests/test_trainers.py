@@ -1,8 +1,10 @@
 """Several trainers in one process: each is freed when it is deleted, and another trainer of TRL is one of them."""
 
 import pytest
+from test_adding import OBJECTIVE
 
 PACKAGE = {
+    "objective.py": OBJECTIVE,
     "config.py": '''
 """RLOO on quantized rollouts: settings."""
 
@@ -51,7 +53,7 @@ class QuantizedRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
         return batch
 ''',
 }
-"""All that a package writes for another trainer of TRL."""
+"""All that a package writes for another objective, and for another trainer of TRL."""
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("several trainers")]
 
@@ -79,6 +81,14 @@ def test_trainers_and_engines_are_gone_and_memory_does_not_grow(trainers):
         assert not record["trainer"] and not record["engine"], f"{kind}: something holds them"
     resident = [record["resident"] for record in deleted.values()]
     assert max(resident) - resident[0] < ENGINE, resident
+
+
+def test_another_objective_trains_and_is_described_in_the_model_card(trainers):
+    record = trainers["GRPO"]
+    updates = [row for row in record["history"] if "loss" in row]
+    assert len(updates) == 2 and all("acr/lifted_share" not in row for row in updates)
+    assert "rollout_state_0.pt" in record["checkpoint"]
+    assert "`truncated_quantized_ratio` (a made-up paper): the ratio to the quantized policy" in record["card"]
 
 
 def test_another_trainer_takes_quantized_rollouts_in_thirty_lines(trainers):

@@ -1,7 +1,7 @@
-"""What a critic makes of rewards: per-token rewards, generalised advantage estimation, whitening, the value loss.
+"""From rewards to advantages with a critic: per-token rewards, generalized advantage estimation, the value loss.
 
 Pure functions of tensors and floats; nothing here knows a trainer, a config or a process group. Where a mean runs over
-all processes, the caller hands in how to sum over them.
+all processes, the caller passes in how to sum over them.
 
 Shapes: `B` sequences, `T` completion tokens. `mask` is true on the *learned* tokens, which the policy produced itself;
 padding and what tools returned are no actions of the policy: time does not pass there, and what these functions
@@ -71,10 +71,10 @@ def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, penalty: torch.Tens
         penalty: `(B, T)`, in units of reward; `None` for none.
 
     Returns:
-        r, `(B, T)`. A sequence without learned tokens has no place for its reward and gets none.
+        R, `(B, T)`. A sequence without learned tokens has no place for its reward and gets none.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: The shapes do not fit.
     """
     mask = mask.bool()
     if rewards.shape != mask.shape[:1]:
@@ -94,7 +94,7 @@ def generalized_advantages(
     gamma: float,
     gae_lambda: float,
 ) -> Advantages:
-    """Generalised advantage estimation over the learned tokens.
+    """Generalized advantage estimation over the learned tokens.
 
         δ_t = r_t + γ·V_{t+1} − V_t,    A_t = δ_t + γ·λ·A_{t+1},    returns_t = A_t + V_t
 
@@ -103,7 +103,7 @@ def generalized_advantages(
     Source: Schulman et al. 2016, arXiv:1506.02438, Eq. 11-16.
 
     Args:
-        rewards: r, `(B, T)`; see `token_rewards`.
+        rewards: R, `(B, T)`; see `token_rewards`.
         values: V, `(B, T)`.
         bootstrap: `(B,)`: the value after the last token where a completion was cut, 0 where it ended.
         mask: `(B, T)`.
@@ -114,7 +114,7 @@ def generalized_advantages(
         Advantages and returns, each `(B, T)`.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: The shapes do not fit.
     """
     if not rewards.shape == values.shape == mask.shape or bootstrap.shape != mask.shape[:1]:
         raise ValueError(
@@ -160,12 +160,12 @@ def masked_moments(
 
         mean = Σ x / n,    variance = Σ (x − mean)² / (n − 1)
 
-    In two passes: Σ x² − n·mean² would lose all digits where the spread is small beside the mean.
+    In two passes: Σ x² − n·mean² would lose all digits where the spread is small compared with the mean.
 
     Args:
-        tensor: any shape.
-        mask: the same shape.
-        sum_over_processes: how to add up a tensor over the processes; default: there is one.
+        tensor: Any shape.
+        mask: The same shape.
+        sum_over_processes: How to add up a tensor over the processes; default: there is one.
 
     Returns:
         Scalars; NaN where there are no elements, and for the variance of a single one, which has none.
@@ -187,7 +187,7 @@ def whiten(tensor: torch.Tensor, mask: torch.Tensor, moments: Moments, epsilon: 
     Args:
         tensor: `(B, T)`.
         mask: `(B, T)`.
-        moments: of the whole batch; see `masked_moments`.
+        moments: Of the whole batch; see `masked_moments`.
         epsilon: ε, in squared units of the tensor.
 
     Returns:
@@ -212,7 +212,7 @@ def value_loss(
         values: V, `(B, T)`, the only input that gets a gradient.
         old_values: V_old, `(B, T)`, at the time of the rollout.
         returns: R, `(B, T)`.
-        clip_range: c, in units of reward; `None` for no clipping.
+        clip_range: C, in units of reward; `None` for no clipping.
 
     Returns:
         Loss and what was clipped, each `(B, T)`.
@@ -238,7 +238,7 @@ def explained_variance(
         values: `(B, T)`.
         returns: `(B, T)`.
         mask: `(B, T)`.
-        sum_over_processes: see `masked_moments`.
+        sum_over_processes: See `masked_moments`.
 
     Returns:
         At most 1; NaN where all returns are equal, because there is nothing to explain.

@@ -132,13 +132,13 @@ def get_objective(name: str) -> Objective:
     """Look an objective up by name.
 
     Args:
-        name: a name in `OBJECTIVES`.
+        name: A name in `OBJECTIVES`.
 
     Returns:
         The objective.
 
     Raises:
-        ValueError: there is none of that name; the message lists those there are.
+        ValueError: There is none of that name; the message lists those there are.
     """
     if name not in OBJECTIVES:
         raise ValueError(f"There is no objective {name!r}. Choose one of: {', '.join(OBJECTIVES)}.")
@@ -150,7 +150,7 @@ def importance_ratio(proximal_logps: torch.Tensor, behavior_logps: torch.Tensor)
 
         ρ = π_prox / π_behav = exp(proximal_logps − behavior_logps)
 
-    Where a NaN behaviour log-probability (the engine returned none) leaves nothing to correct by: ρ = 1 there.
+    Where a NaN behavior log-probability (the engine returned none) leaves nothing to correct by: ρ = 1 there.
 
     Source: the factor in front of Eq. 4.
 
@@ -162,7 +162,7 @@ def importance_ratio(proximal_logps: torch.Tensor, behavior_logps: torch.Tensor)
         ρ, `(B, T)`.
 
     Raises:
-        ValueError: the shapes differ or are not two-dimensional.
+        ValueError: The shapes differ or are not two-dimensional.
     """
     _check_shapes(proximal_logps=proximal_logps, behavior_logps=behavior_logps)
     log_ratio = (proximal_logps - behavior_logps).masked_fill(behavior_logps.isnan(), 0.0)  # (B, T)
@@ -170,7 +170,7 @@ def importance_ratio(proximal_logps: torch.Tensor, behavior_logps: torch.Tensor)
 
 
 def kept_share(rho: torch.Tensor, cap: float) -> torch.Tensor:
-    """Share of the behaviour ratio that a cap on ρ keeps.
+    """Share of the behavior ratio that a cap on ρ keeps.
 
         r = min(1, C / ρ) = π_behav / max(π_behav, π_prox / C)
 
@@ -205,8 +205,8 @@ def adaptive_clip_range(rho: torch.Tensor, cap: float, epsilon_low: float, epsil
     Args:
         rho: `(B, T)`.
         cap: C, a ratio, finite and above 0.
-        epsilon_low: distance of the lower bound below 1.
-        epsilon_high: distance of the upper bound above 1, before it is lifted.
+        epsilon_low: Distance of the lower bound below 1.
+        epsilon_high: Distance of the upper bound above 1, before it is lifted.
 
     Returns:
         Both distances, each `(B, T)`; exactly `epsilon_low` and `epsilon_high` where ρ ≤ C.
@@ -238,19 +238,19 @@ def surrogate_terms(
     Source: Eq. 1, 3, 4, 5 and 9; `OBJECTIVES` says which is which.
 
     Args:
-        objective: a name in `OBJECTIVES`.
+        objective: A name in `OBJECTIVES`.
         proximal_logps: `(B, T)`.
-        behavior_logps: `(B, T)`, may hold NaN: ρ = 1 there, and π_prox stands in for π_behav below the ratio.
+        behavior_logps: `(B, T)`, may hold NaN: ρ = 1 there, with π_prox instead of π_behav below the ratio.
         cap: C, a ratio: the largest weight. Finite and above 0 for acr and tis; the others do not read it.
-        floor: the smallest weight of acr and tis, a ratio; None for none (the paper has none).
-        epsilon_low: distance of the lower clip bound below 1.
-        epsilon_high: distance of the upper clip bound above 1.
+        floor: The smallest weight of acr and tis, a ratio; None for none (the paper has none).
+        epsilon_low: Distance of the lower clip bound below 1.
+        epsilon_high: Distance of the upper clip bound above 1.
 
     Returns:
         Four tensors `(B, T)`. They are detached because sampling is data, and no gradient flows through it.
 
     Raises:
-        ValueError: unknown objective, shapes that differ, or a cap or floor out of range.
+        ValueError: Unknown objective, shapes that differ, or a cap or floor out of range.
     """
     preset = get_objective(objective)
     proximal_logps, behavior_logps = proximal_logps.detach(), behavior_logps.detach()

@@ -69,12 +69,13 @@ def train(kind: str, directory: str) -> dict[str, object]:
     trainer = build(kind, directory)
     trainer.train()
     record: dict[str, object] = {}
-    if kind == "RLOO":
+    if kind in ("GRPO", "RLOO"):
         record["history"] = trainer.state.log_history
-        record["format"] = trainer.vllm_generation.engine.describe().format
-        record["saved"] = os.listdir(trainer.save_quantized(f"{directory}-int8"))
         record["checkpoint"] = os.listdir(f"{directory}/checkpoint-2")
         record["card"] = Path(directory, "README.md").read_text()
+    if kind == "RLOO":
+        record["format"] = trainer.vllm_generation.engine.describe().format
+        record["saved"] = os.listdir(trainer.save_quantized(f"{directory}-int8"))
     held = {"trainer": weakref.ref(trainer), "engine": weakref.ref(trainer.vllm_generation.llm)}
     del trainer
     gc.collect()
@@ -84,14 +85,13 @@ def train(kind: str, directory: str) -> dict[str, object]:
 
 def main(package: str, directory: str) -> None:
     sys.path.insert(0, package)
+    import quantized_rloo.objective  # noqa: F401 (adds an objective)
     from quantized_rloo.config import QuantizedRLOOConfig
     from quantized_rloo.trainer import QuantizedRLOOTrainer
 
-    KINDS["RLOO"] = (
-        QuantizedRLOOTrainer,
-        QuantizedRLOOConfig,
-        {"num_generations": 4, "save_strategy": "steps", "save_steps": 2},
-    )
+    saving = {"num_generations": 4, "save_strategy": "steps", "save_steps": 2}
+    KINDS["GRPO"] = (QuRLGRPOTrainer, QuRLGRPOConfig, saving | {"objective": "truncated_quantized_ratio"})
+    KINDS["RLOO"] = (QuantizedRLOOTrainer, QuantizedRLOOConfig, saving)
     trainer = build("GRPO", directory)
     trainer = build("GRPO", directory)  # the first is deleted only when the second is there, as in a cell run again
     gc.collect()

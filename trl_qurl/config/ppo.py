@@ -46,7 +46,7 @@ class QuRLPPOConfig(QuRLGRPOConfig):
             Whether policy and critic share one backbone with two heads, which takes hardly more memory than the policy
             alone; the critic's loss then trains the policy's backbone as well.
         value_loss_coef (`float`, *optional*, defaults to `0.1`):
-            Weight of the value loss beside the policy's, with `share_backbone` only (TRL's former PPO trainer).
+            Weight of the value loss relative to the policy's, with `share_backbone` only (TRL's former PPO trainer).
         value_clip_range (`float` or `None`, *optional*, defaults to `0.5`):
             How far a value may move from its estimate at rollout time before its loss is clipped, in units of reward
             (verl). `None` for no clipping.
@@ -92,7 +92,7 @@ class QuRLPPOConfig(QuRLGRPOConfig):
         default=False, metadata={"help": "Whether policy and critic share one backbone with two heads."}
     )
     value_loss_coef: float = field(
-        default=0.1, metadata={"help": "Weight of the value loss beside the policy's; with share_backbone only."}
+        default=0.1, metadata={"help": "Weight of the value loss relative to the policy's; with share_backbone only."}
     )
     value_clip_range: float | None = field(
         default=0.5, metadata={"help": "Distance from its old estimate beyond which a value's loss is clipped."}

@@ -1,9 +1,9 @@
-"""Update-aware quantization (UAQ): the same function with smaller weights, so that an update is larger beside them.
+"""Update-aware quantization (UAQ): the same function with smaller weights, so that updates are relatively larger.
 
-Once, before training: the linear layers that a normalisation feeds are divided by s, the norm's gain is multiplied by
+Once, before training: the linear layers that a normalization feeds are divided by s, the norm's gain is multiplied by
 s. The output is what it was, x (W / s)ᵀ + b with x grown s-fold; the rounding step of the quantized weights is s times
 finer, and so is what an update must exceed to change a code. Layers with no norm before them (o_proj, down_proj), the
-embedding and the head are left alone. The table below is all that is known of a model: one entry per `model_type`.
+embedding and the head are left alone. All that UAQ knows about models is the table below, by `model_type`.
 """
 
 import logging
@@ -27,7 +27,7 @@ class Architecture(NamedTuple):
 
     Attributes:
         feeds: (norm, linear layers) by their names inside the decoder layer.
-        gain_offset: the norm multiplies by gain_offset + weight: 0, or 1 in the Gemma family.
+        gain_offset: The norm multiplies by gain_offset + weight: 0, or 1 in the Gemma family.
     """
 
     feeds: tuple[tuple[str, tuple[str, ...]], ...]
@@ -37,7 +37,7 @@ class Architecture(NamedTuple):
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj")
 
-# Which layers: Fig. 5. In Gemma 2 and 3 `post_attention_layernorm` normalises what attention gives back; another feeds
+# Which layers: Fig. 5. In Gemma 2 and 3 `post_attention_layernorm` normalizes what attention gives back; another feeds
 # the MLP.
 POST_ATTENTION_FEEDS = (("input_layernorm", ATTENTION), ("post_attention_layernorm", MLP))
 PRE_FEEDFORWARD_FEEDS = (("input_layernorm", ATTENTION), ("pre_feedforward_layernorm", MLP))
@@ -93,7 +93,7 @@ def recorded_scale(model: PreTrainedModel) -> float:
         model: Scaled or not.
 
     Returns:
-        s, 1.0 for a model that was not scaled.
+        S, 1.0 for a model that was not scaled.
     """
     return getattr(model.config, "uaq_scale", 1.0)
 
@@ -114,14 +114,14 @@ def scale_model_(model: PreTrainedModel, scale: float) -> bool:
     Source: Eq. 10-12, Fig. 5.
 
     Args:
-        model: a model of a type in `ARCHITECTURES`, whole or without its head.
-        scale: s, a factor; the paper's best is 1.5 (Table 4).
+        model: A model of a type in `ARCHITECTURES`, whole or without its head.
+        scale: S, a factor; the paper's best is 1.5 (Table 4).
 
     Returns:
         True if the model was scaled, False if it already carried this scale.
 
     Raises:
-        ValueError: the scale is not finite and above 0, the model carries another scale, its type is not in the table,
+        ValueError: The scale is not finite and above 0, the model carries another scale, its type is not in the table,
             or its layers are not the plain linear layers in memory that the table names. Nothing was changed then.
     """
     if not (0 < scale < math.inf):
@@ -162,13 +162,13 @@ def restore(model: PreTrainedModel) -> bool:
     Source: Eq. 10-12, inverted.
 
     Args:
-        model: a model, trained since or not.
+        model: A model, trained since or not.
 
     Returns:
         True if the model was restored, False if it carries no scale.
 
     Raises:
-        ValueError: as in `scale_model_`.
+        ValueError: As in `scale_model_`.
     """
     scale = recorded_scale(model)
     if scale == 1.0:

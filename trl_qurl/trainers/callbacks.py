@@ -21,7 +21,7 @@ class UpdateAwareQuantizationCallback(TrainerCallback):
     scaled long ago, over it; a saved model that is trained again carries the record in its config.
 
     Args:
-        scale: s, a factor on the norms' gains.
+        scale: S, a factor on the norms' gains.
         required: Whether a model that cannot be scaled is an error. Otherwise it is trained without UAQ, with a
             warning, and a model that already carries a scale keeps it.
     """
@@ -133,7 +133,7 @@ class RunLogCallback(TrainerCallback):
     """Writes `run.jsonl` into the output directory, in the first process: what `trl-qurl report` reads.
 
     Args:
-        settings: What is written beside the trainer's own arguments, by name.
+        settings: What is written in addition to the trainer's arguments, by name.
     """
 
     def __init__(self, settings: dict[str, object] | None = None) -> None:

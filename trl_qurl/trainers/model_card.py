@@ -29,7 +29,7 @@ class RunDescription:
         algorithm: Its name, such as `"GRPO"`.
         citation: BibTeX of the algorithm; empty for none.
         scheme: Format of the rollouts; `None` for full precision.
-        settings: What someone needs to make the run again, beside model, data and rewards.
+        settings: What is needed to repeat the run, apart from model, data and rewards.
         sentences: More about the algorithm, in whole sentences.
     """
 

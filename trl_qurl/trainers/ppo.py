@@ -294,7 +294,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
             self.critic.load_state(Path(checkpoint))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the policy as any model of transformers, and the critic beside it in `critic/`.
+        """Save the policy as any model of transformers, and the critic in its subdirectory `critic/`.
 
         Args:
             output_dir: Directory; the run's own by default.

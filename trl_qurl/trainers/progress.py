@@ -1,6 +1,6 @@
-"""A step of training as one line of a terminal, in the place of a dictionary of sixty metrics.
+"""A step of training as one line of a terminal, instead of a dictionary of sixty metrics.
 
-transformers draws the bar. The whole row stays where it is kept: in `run.jsonl`, and wherever `report_to` sends it.
+transformers draws the bar. The whole row is still in `run.jsonl`, and wherever `report_to` sends it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StepLineCallback(ProgressCallback):
     [`~transformers.ProgressCallback`] that writes a line for what was logged, at most `WIDTH` columns wide.
 
     Without a terminal (a pipe, a file, a batch system) or with `disable_tqdm` there is no bar and the lines remain.
-    Only the first process writes. `use_step_lines` puts it in the place of the trainer's own.
+    Only the first process writes. `use_step_lines` replaces the trainer's own by it.
     """
 
     def __init__(self) -> None:
@@ -92,14 +92,14 @@ class StepLineCallback(ProgressCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leave the bar as it stands."""
+        """Close the bar."""
         if self.training_bar is not None:
             super().on_train_end(args, state, control, **kwargs)
 
 
 def use_step_lines(trainer: Trainer) -> None:
     """
-    Let a trainer write one short line for each row it logs, in the place of the row itself.
+    Let a trainer write one short line for each row it logs, instead of the row itself.
 
     A notebook keeps its table. Rows in `run.jsonl` and in what `report_to` names stay whole.
 

@@ -1,4 +1,4 @@
-"""Checkpoints that keep a run's place in its rollout and in its data, so that a resumed run continues there.
+"""Checkpoints that keep a run's position in its rollout and in its data, so that a resumed run continues there.
 
 One rollout serves several optimizer updates. TRL keeps its tokens in memory only: a run that stops between two of
 those updates would sample anew on resuming and lose its place in the data. One small file per process prevents that.
@@ -25,7 +25,7 @@ else:
 
 
 class RolloutState(NamedTuple):
-    """Where a trainer stands within a rollout: micro-batches done so far, and the batches still to be learned from."""
+    """A position within a rollout: micro-batches done so far, and the batches that remain."""
 
     step: int
     batches: list[dict[str, Any]] | None
@@ -72,7 +72,7 @@ def load_rollout_state(
     path = _path(checkpoint, process_index)
     if not path.exists():
         return None
-    # By way of the CPU: torch cannot load straight to "cpu:0", the device of one process among several on CPU.
+    # Via the CPU: torch cannot load straight to "cpu:0", the device of one process among several on CPU.
     state = RolloutState(**torch.load(path, map_location="cpu", weights_only=True))
     return state._replace(batches=send_to_device(state.batches, device))
 

@@ -7,7 +7,7 @@
 
 The mixin starts TRL's trainer on an engine that holds a quantized copy of the policy, applies update-aware
 quantization, logs what rollouts cost, saves quantized checkpoints and resumes inside a rollout. It leaves the loss as
-it is: whoever corrects for the mismatch of the two policies does so in the trainer (`grpo.py`).
+it is: correcting for the mismatch of the two policies is left to the trainer (`grpo.py`).
 """
 
 import time
@@ -70,7 +70,7 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
 
     @classmethod
     def _checked_config(cls, config: Any, model: Any) -> Any:
-        """The config of this trainer, made up if none is given."""
+        """The config of this trainer; the default one if none is given."""
         _require_vllm(config)
         kind = cls._config_class
         if config is None:

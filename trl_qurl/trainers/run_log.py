@@ -1,8 +1,8 @@
 """A run as one file, `run.jsonl` in its output directory: the settings first, then every row that was logged.
 
-It is what `trl-qurl report` draws from. Trainers log to TensorBoard, Weights & Biases and the like as well, as their
-config says; this file needs none of them, is there after every run, and grows line by line, so that a run that was
-killed has lost nothing but the line it was writing.
+`trl-qurl report` reads it. Trainers also log to TensorBoard, Weights & Biases and the like, as their config says; this
+file needs none of them, exists after every run, and grows line by line, so that a run that is killed loses only the
+line it was writing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RUN_LOG = "run.jsonl"
 SETTINGS_KEY = "settings"
 
 _SECRET = re.compile(r"(^|_|-)(token|api_?key|password|passwd|secret|authorization|credentials?)$", re.IGNORECASE)
-"""Names of settings whose text is nobody's business; `max_tokens` and `eos_token_id` are none of them."""
+"""Names of settings whose text is secret; `max_tokens` and `eos_token_id` are not among them."""
 
 _CREDENTIALS = re.compile(r"(?<=:)//[^/@\s]+@")
 """User and password in an address."""
@@ -36,9 +36,9 @@ class Run:
     What a run log holds.
 
     Attributes:
-        path: the file.
-        settings: what the run was asked to do, by name.
-        rows: what it logged, in the order it was written, each with its `step`.
+        path: The file.
+        settings: What the run was asked to do, by name.
+        rows: What it logged, in the order it was written, each with its `step`.
     """
 
     path: Path
@@ -49,7 +49,7 @@ class Run:
         """A metric over the run.
 
         Args:
-            name: as it was logged, such as `mismatch/kl_k3`.
+            name: As it was logged, such as `mismatch/kl_k3`.
 
         Returns:
             `(step, value)` wherever it has a finite value; the last one where a step has several.
@@ -62,7 +62,7 @@ class RunLog:
     """Writes the log of one run.
 
     Args:
-        path: the file.
+        path: The file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -76,9 +76,9 @@ class RunLog:
         again.
 
         Args:
-            settings: what the run was asked to do; anything JSON cannot hold is written as text, and secrets are not
+            settings: What the run was asked to do; anything JSON cannot hold is written as text, and secrets are not
                 written at all.
-            step: optimizer updates already made.
+            step: Optimizer updates already made.
         """
         kept: list[Row] = []
         if step > 0 and self.path.exists():
@@ -97,7 +97,7 @@ class RunLog:
         """Add one row; on disk when this returns, but for the machine's own cache.
 
         Args:
-            row: values by name, `step` among them.
+            row: Values by name, `step` among them.
         """
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(_line(row))
@@ -113,14 +113,14 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     """Read the log of a run.
 
     Args:
-        path: the run's output directory, or the file itself, which may be gzipped.
+        path: The run's output directory, or the file itself, which may be gzipped.
 
     Returns:
         Its settings and rows.
 
     Raises:
-        FileNotFoundError: there is no log.
-        ValueError: the file is not one; the last line, which a killed run leaves half-written, is not looked at.
+        FileNotFoundError: There is no log.
+        ValueError: The file is not one; the last line, which a killed run leaves half-written, is not looked at.
     """
     file = Path(path)
     if file.is_dir():

@@ -81,7 +81,7 @@ class SavingMixin(TRLTrainer):
         Raises:
             ValueError: No scheme to follow, an unknown scheme or quantizer, nothing left to quantize, llm-compressor
                 in several processes, or the run's own directory.
-            ImportError: llm-compressor is asked for and missing.
+            ImportError: `quantizer="llmcompressor"` without llm-compressor.
             FileExistsError: The directory holds something else than a quantized checkpoint.
             OSError: It cannot be written; nothing is left behind.
             RuntimeError: In the other processes, if the main one failed.

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, Trainer
 from trl_qurl.config import QuRLPPOConfig
 
 CRITIC_DIRECTORY = "critic"
-"""Where `save_model` puts the critic, beside the policy's files."""
+"""Where `save_model` puts the critic, in the directory of the policy."""
 
 OptimizerFactory = Callable[[torch.nn.Module], torch.optim.Optimizer]
 
@@ -32,7 +32,7 @@ PolicyPass = list[torch.Tensor]
 
 class Critic(ABC):
     """
-    A model of values that learns beside the policy.
+    A value model that learns along with the policy.
 
     A trainer wraps each forward pass of the policy in `watching()`, asks for `rollout_values` at each rollout, and at
     each micro-batch calls `add_to_policy_loss` before the policy's backward pass and `learn` after it. `step` follows
@@ -94,7 +94,7 @@ class Critic(ABC):
 
     @abstractmethod
     def learn(self, batch: dict[str, Any], value_loss: ValueLossFunction) -> None:
-        """Forward and backward pass on a micro-batch, where the critic has them to itself.
+        """Forward and backward pass on a micro-batch, for a critic that has passes of its own.
 
         Args:
             batch: The micro-batch.
@@ -175,7 +175,7 @@ def check_optimizer(args: QuRLPPOConfig, model: torch.nn.Module) -> None:
     is_class = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
     if not is_class or kwargs.keys() & {"params", "model", "optimizer_dict"}:
         raise ValueError(
-            f"optim={args.optim!r} chooses its parameters itself, which does not work for a critic beside the policy: "
+            f"optim={args.optim!r} chooses its parameters itself, which does not work with a critic: "
             "use 'adamw_torch_fused', or another optimizer that takes groups of parameters."
         )
 

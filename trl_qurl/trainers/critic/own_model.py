@@ -121,7 +121,7 @@ class OwnModelCritic(Critic):
 
     def load_state(self, checkpoint: Path) -> None:  # noqa: D102
         state = require_state(checkpoint / STATE_DIRECTORY)
-        # By way of the CPU: torch cannot load straight to "cpu:0", the device of one process among several on CPU.
+        # Via the CPU: torch cannot load straight to "cpu:0", the device of one process among several on CPU.
         self.accelerator.load_state(str(state), map_location="cpu")
 
 

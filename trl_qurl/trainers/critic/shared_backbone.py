@@ -142,7 +142,7 @@ def check_shared(args: QuRLPPOConfig, value_model: Any, value_peft_config: Any) 
     if value_peft_config is not None or not (value_model is None or isinstance(value_model, str)):
         given = "value_model" if value_peft_config is None else "value_peft_config"
         raise ValueError(
-            f"share_backbone=True puts a head on the policy, so {given} has no use: leave it out, or set "
+            f"share_backbone=True puts a head on the policy, so {given} has no effect: leave it out, or set "
             "share_backbone=False for a critic of its own."
         )
     if value_model is not None:

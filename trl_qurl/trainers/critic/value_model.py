@@ -45,18 +45,18 @@ def build_value_model(
     """Load the critic, check that it can read the policy's tokens, and add an adapter if one is asked for.
 
     Args:
-        source: a name, a path, or a token classifier with one label. A name or path may hold a causal model (its
+        source: A name, a path, or a token classifier with one label. A name or path may hold a causal model (its
             backbone is taken), a reward model (its head as well) or a saved critic.
-        tokenizer: of the policy, whose tokens the critic will see.
-        init_kwargs: for `from_pretrained`.
-        peft_config: for a critic that trains an adapter and its head only.
+        tokenizer: Of the policy, whose tokens the critic will see.
+        init_kwargs: For `from_pretrained`.
+        peft_config: For a critic that trains an adapter and its head only.
 
     Returns:
         The model, without dropout: `model(input_ids, attention_mask).logits` is `(B, L, 1)`.
 
     Raises:
         TypeError: `source` is a model without such a head.
-        ValueError: the architecture has no token classifier, the weights do not fit, or the tokenizer differs.
+        ValueError: The architecture has no token classifier, the weights do not fit, or the tokenizer differs.
     """
     if isinstance(source, str):
         check_same_tokens(tokenizer, source, init_kwargs)
@@ -87,7 +87,7 @@ def policy_start(policy: str | PreTrainedModel) -> str:
     """Name or path that the policy was loaded from, where the critic starts by default.
 
     Raises:
-        ValueError: the policy was built in memory, so there is nothing to load.
+        ValueError: The policy was built in memory, so there is nothing to load.
     """
     if isinstance(policy, str):
         return policy
@@ -106,7 +106,7 @@ def policy_tokenizer(
     """The tokenizer that the policy will have, before the trainer has loaded it.
 
     Raises:
-        ValueError: the policy reads more than text.
+        ValueError: The policy reads more than text.
     """
     if processing_class is None:
         name = policy if isinstance(policy, str) else get_config_model_id(policy.config)
@@ -136,7 +136,7 @@ def check_same_tokens(tokenizer: PreTrainedTokenizerBase, source: str, init_kwar
     without a tokenizer of its own passes: there is nothing to compare.
 
     Raises:
-        ValueError: tokens differ; the message names some.
+        ValueError: Tokens differ; the message names some.
     """
     revision = init_kwargs.get("revision")
     # Without the file, AutoTokenizer may answer with an empty tokenizer of the architecture's kind.

@@ -47,9 +47,9 @@ class FilledBatch:
     """A batch to go on with.
 
     Attributes:
-        samples: this process's.
-        rewards: of all processes, (B, functions).
-        metrics: what the selection cost, by name.
+        samples: This process's.
+        rewards: Of all processes, (B, functions).
+        metrics: What the selection cost, by name.
     """
 
     samples: list[Sample]

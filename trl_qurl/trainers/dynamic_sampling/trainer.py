@@ -1,6 +1,6 @@
 """`DynamicSamplingTrainer`: TRL's `GRPOTrainer` on batches that dynamic sampling fills.
 
-The parent generates and scores as ever. Where dynamic sampling has done both already, the two methods that the parent
+The parent generates and scores as usual. Where dynamic sampling has already done both, the two methods that the parent
 calls for it return what was kept.
 """
 
