@@ -44,7 +44,7 @@ def test_a_batch_of_a_single_completion_is_allowed(tmp_path):
             "clip_min (3.0) must be less than",
         ),
         ({"num_generations": 1, "auto_find_batch_size": True}, "auto_find_batch_size is not supported"),
-        ({"num_generations": 1, "objective": "ppo"}, "no objective 'ppo'"),
+        ({"num_generations": 1, "objective": "ppo"}, "objective is 'ppo', but must be one of"),
     ],
 )
 def test_the_parents_other_checks_stay_on(tmp_path, settings, message):
