@@ -91,7 +91,7 @@ def main(package: str, directory: str) -> None:
 
     saving = {"num_generations": 4, "save_strategy": "steps", "save_steps": 2}
     KINDS["GRPO"] = (QuRLGRPOTrainer, QuRLGRPOConfig, saving | {"objective": "truncated_quantized_ratio"})
-    KINDS["RLOO"] = (QuantizedRLOOTrainer, QuantizedRLOOConfig, saving)
+    KINDS["RLOO"] = (QuantizedRLOOTrainer, QuantizedRLOOConfig, saving | {"beta": 0.0})
     trainer = build("GRPO", directory)
     trainer = build("GRPO", directory)  # the first is deleted only when the second is there, as in a cell run again
     gc.collect()
