@@ -72,6 +72,8 @@ def free_port() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, and then in all children
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
         directory = Path(tempfile.mkdtemp(prefix="trl-qurl-tests-"))
         (directory / "owner").write_text(str(os.getpid()))
@@ -271,7 +273,7 @@ class Server:
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """As a user or a batch system does, who asks again after a while; the exit status."""
-        for patience in (30, 60):
+        for patience in (10, 20, 30, 60):
             # Python loses an interrupt that comes while vLLM's imports run a callback.
             self.process.send_signal(number)
             try:

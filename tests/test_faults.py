@@ -13,12 +13,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import SCENARIOS, Server, child_environment
+from conftest import SCENARIOS, Server, child_environment, free_port
 from datasets import Dataset
 from tiny import tiny_model, tiny_tokenizer
 from transformers import TrainerCallback
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+from trl_qurl.rollout.engine import served
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError, SyncError
 
@@ -35,12 +36,12 @@ class Deployment:
         tiny_model().save_pretrained(self.model)
         tiny_tokenizer().save_pretrained(self.model)
         self.rollouts = directory / "rollouts"
+        self.port = free_port()
         self.server: Server | None = None
         self.end = threading.Timer(0, lambda: None)
 
     def start(self) -> Server:
-        port = self.server.port if self.server else None
-        self.server = Server(self.model, self.directory, "--scheme", "int8", port=port, python=self.python)
+        self.server = Server(self.model, self.directory, "--scheme", "int8", port=self.port, python=self.python)
         return self.server
 
     def up(self) -> Server:
@@ -69,7 +70,7 @@ class Deployment:
             "bf16": False,
             "save_strategy": "no",
             "vllm_mode": "server",
-            "vllm_server_base_url": self.server.url,
+            "vllm_server_base_url": f"http://127.0.0.1:{self.port}",
             "rollout_checkpoint_dir": str(self.rollouts),
             "vllm_request_timeout": 20.0,
             **settings,
@@ -88,9 +89,9 @@ class Deployment:
 @pytest.fixture(scope="module")
 def deployment(warm_python, tmp_path_factory):
     deployment = Deployment(tmp_path_factory.mktemp("deployment"), warm_python)
-    deployment.start()  # comes up while the first test waits for it
     yield deployment
-    deployment.server.kill()
+    if deployment.server:
+        deployment.server.kill()
 
 
 def before(call, act):
@@ -116,11 +117,13 @@ def held_version(deployment):
     return ServedEngine(base_url=deployment.server.url).version()
 
 
-def test_not_up_yet_is_waited_for(deployment, caplog):
+def test_not_up_yet_is_waited_for(deployment, caplog, monkeypatch):
+    monkeypatch.setattr(served, "WAITING_NOTICE", 1.0)
+    threading.Timer(3.0, deployment.start).start()
     trainer = deployment.trainer(vllm_server_timeout=240.0)
     waited = [record.getMessage() for record in caplog.records if "Waiting for the vLLM server" in record.getMessage()]
     assert waited, "nothing was said while the server started"
-    assert re.search(rf"at {deployment.server.url} \(1\d of 240 s\)", waited[0])
+    assert re.search(rf"at {deployment.server.url} \(\d of 240 s\)", waited[0])
     trainer.train()
     assert trainer.state.global_step == 4
 
