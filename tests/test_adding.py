@@ -1,4 +1,4 @@
-"""What docs/adding.md says: a scheme, an objective and a trainer of another package work like our own."""
+"""The examples of docs/adding.md, in another package: a scheme and an objective; a trainer is in test_trainers.py."""
 
 import json
 import os
@@ -7,25 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from documents import ROOT, blocks
 from safetensors.torch import load_file
 from tiny import tiny_model, tiny_tokenizer
 
-ROOT = Path(__file__).parents[1]
-
-SCHEME = """
-from dataclasses import replace
-
-from trl_qurl.quantization.schemes.groupwise import W4A16
-
-W8A16 = replace(
-    W4A16,
-    name="w8a16",
-    preset="W8A16",
-    weight_bits=8,
-    description="INT8 weights with a scale per group of 128 inputs, activations in full precision",
-    cpus=False,
-)
-"""
+PAGE = ROOT / "docs" / "adding.md"
+EXAMPLES = dict(zip(("scheme", "objective", "config", "trainer"), (b.code for b in blocks(PAGE, "py")), strict=True))
+"""The code of the page."""
 
 USE_IT = """
 import json, sys
@@ -40,20 +28,6 @@ config = QuRLGRPOConfig(f"{directory}/run", rollout_quantization="w8a16", use_cp
 print(json.dumps({"name": config.rollout_quantization}))
 """
 
-
-OBJECTIVE = """
-from trl_qurl.objective import Objective, register_objective
-
-register_objective(
-    Objective(
-        name="truncated_quantized_ratio",
-        source="a made-up paper",
-        description="the ratio to the quantized policy, clipped, with the truncated importance ratio as a weight",
-        denominator="behavior",
-        correction="truncated",
-    )
-)
-"""
 
 USE_THE_OBJECTIVE = """
 import json
@@ -80,7 +54,7 @@ def install(directory: Path, name: str, source: str, entry_points: str) -> None:
 
 def test_an_objective_of_another_package(tmp_path):
     """Training with it, and its model card: tests/test_trainers.py."""
-    (tmp_path / "made_up.py").write_text(OBJECTIVE)
+    (tmp_path / "made_up.py").write_text(EXAMPLES["objective"])
     done = subprocess.run(
         [sys.executable, "-c", USE_THE_OBJECTIVE],
         capture_output=True,
@@ -98,7 +72,8 @@ def test_an_objective_of_another_package(tmp_path):
 
 
 def test_a_scheme_of_another_package(tmp_path):
-    install(tmp_path, "made_up", SCHEME, "[trl_qurl.quantization.schemes]\nw8a16 = made_up:W8A16\n")
+    [entry_points] = blocks(PAGE, "ini")
+    install(tmp_path, "my_package", EXAMPLES["scheme"], entry_points.code)
     tiny_model().save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     done = subprocess.run(

@@ -1,59 +1,10 @@
 """Several trainers in one process: each is freed when it is deleted, and another trainer of TRL is one of them."""
 
 import pytest
-from test_adding import OBJECTIVE
+from test_adding import EXAMPLES
 
-PACKAGE = {
-    "objective.py": OBJECTIVE,
-    "config.py": '''
-"""RLOO on quantized rollouts: settings."""
-
-from dataclasses import dataclass
-
-from trl import RLOOConfig
-from trl_qurl.config import QuantizedRolloutsConfig
-
-
-@dataclass
-class QuantizedRLOOConfig(QuantizedRolloutsConfig, RLOOConfig):
-    """TRL's settings and those of the rollouts."""
-''',
-    "trainer.py": '''
-"""RLOO on quantized rollouts, with the truncated importance ratio of whole sequences."""
-
-import torch
-from trl import RLOOTrainer
-from trl.trainer import rloo_trainer
-from trl.trainer.utils import pad
-from trl_qurl.trainers.rollouts import QuantizedRolloutsMixin
-
-from quantized_rloo.config import QuantizedRLOOConfig
-
-
-class QuantizedRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
-    """TRL's RLOO on quantized rollouts."""
-
-    _config_class = QuantizedRLOOConfig
-    _generation_module = rloo_trainer
-    _algorithm = "RLOO"
-
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self._latest_logps = result[0].detach()
-        return result
-
-    def _generate_and_score_completions(self, inputs):
-        batch = super()._generate_and_score_completions(inputs)
-        sampled = [torch.tensor(logps).squeeze(-1) for logps in self.vllm_generation.sampled_logps]
-        mask = batch["completion_mask"].bool()
-        self._mismatch.add(self._latest_logps, pad(sampled), mask, cap=2.0)
-        self._record(self._mode, self._mismatch.pop())
-        ratio = ((self._latest_logps - pad(sampled)) * mask).sum(1).exp()
-        batch["advantages"] = batch["advantages"] * ratio.clamp(max=2.0)
-        return batch
-''',
-}
-"""All that a package writes for another objective, and for another trainer of TRL."""
+PACKAGE = {f"{name}.py": EXAMPLES[name] for name in ("objective", "config", "trainer")}
+"""What docs/adding.md shows for another objective, and for another trainer of TRL."""
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("several trainers")]
 
