@@ -76,9 +76,7 @@ def test_expected_and_greedy_accuracy_by_hand():
 
 
 def test_teacher_forcing_agrees_with_sampling_token_by_token(tokenizer):
-    from trl_qurl.lab.demo.model import build_model
-
-    policy = build_model(tokenizer, seed=0).train()
+    policy = warm_start.build_model(tokenizer, seed=0).train()
     ids = task.encode_problems(task.sample_problems(3, seed=0), tokenizer)
     slow = 0.0
     with torch.no_grad():

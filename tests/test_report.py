@@ -135,17 +135,17 @@ def labels_of(*changes, base=SETTINGS):
 def test_labels_name_what_differs_and_nothing_else():
     assert labels_of({}) == ["INT8, acr"]  # a single group is named by what the method is about
     assert labels_of({"uaq_scale": 1.5}) == ["INT8, acr, UAQ 1.5"]
-    assert labels_of({"objective": "tis"}, {"objective": "naive"}) == ["naive", "tis"]  # in the paper's order
+    assert labels_of({"objective": "tis"}, {"objective": "naive"}) == ["tis", "naive"]  # in the order given
     study = [
         {"rollout_quantization": "int3", "objective": "acr", "uaq_scale": 1.5},
         {"rollout_quantization": "int3", "objective": "acr"},
         {"rollout_quantization": None, "objective": "naive"},
     ]
-    assert labels_of(*study) == ["BF16, naive", "INT3, acr", "INT3, acr, UAQ 1.5"]
+    assert labels_of(*study) == ["INT3, acr, UAQ 1.5", "INT3, acr", "BF16, naive"]
     rates = labels_of({"learning_rate": 1e-5}, {"learning_rate": 1e-6}, base=FULL)
-    assert rates == ["learning rate 1e-6", "learning rate 1e-5"]
+    assert rates == ["learning rate 1e-5", "learning rate 1e-6"]
     cap = "vllm_importance_sampling_clip_max"
-    assert labels_of({cap: 5.0}, {cap: None}, base=FULL) == ["no cap", "C 5"]
+    assert labels_of({cap: 5.0}, {cap: None}, base=FULL) == ["C 5", "no cap"]
     assert labels_of({"model": "a/base"}, {"model": "b/large"}, base=FULL) == ["base", "large"]
     assert labels_of({"model": "a/base"}, {"model": "b/base"}, base=FULL) == ["base", "base #2"]
 
@@ -213,7 +213,7 @@ def test_a_plot_shows_means_and_bands():
         run_of(rewards([0.2, 0.2]), objective="tis"),
     ]
     figure, text = drawn(runs)
-    tis, acr = figure.axes[0].lines  # in the paper's order
+    acr, tis = figure.axes[0].lines
     assert acr.get_xdata().tolist() == [1, 2, 3]
     assert acr.get_ydata() == pytest.approx([0.2, 0.4, 0.7])
     assert (tis.get_xdata().tolist(), tis.get_ydata().tolist()) == ([1, 2], [0.2, 0.2])
@@ -222,8 +222,8 @@ def test_a_plot_shows_means_and_bands():
     assert corners == {(1, 0.1), (2, 0.3), (3, 0.5), (1, 0.3), (2, 0.5), (3, 0.9)}
     assert tis.get_color() != acr.get_color() and tis.get_marker() != acr.get_marker()
     (legend,) = figure.legends
-    assert [label.get_text() for label in legend.get_texts()] == ["tis (1 seed)", "acr (2 seeds)"]
-    assert text == "Lines over rollouts, Reward (mean). At the end: tis (1 seed) 0.2; acr (2 seeds) 0.7."
+    assert [label.get_text() for label in legend.get_texts()] == ["acr (2 seeds)", "tis (1 seed)"]
+    assert text == "Lines over rollouts, Reward (mean). At the end: acr (2 seeds) 0.7; tis (1 seed) 0.2."
 
 
 def test_measures_share_a_plot_of_one_group_and_the_axis_of_several():
@@ -284,8 +284,8 @@ def test_summary_by_hand():
     # The end is the last row of each. Mean of 0.6 and 0.8; their standard deviation is 0.1 √2, so the error of the
     # mean is 0.1, and t for one degree of freedom 12.706. The largest ratio is that of the whole run.
     assert table.rows == [
-        ["tis", "1", "1", "0.25", "4.5e-05", "–", "–"],
         ["acr", "2", "22 to 25", "0.7 ± 1.3", "–", "900", "0.0123"],
+        ["tis", "1", "1", "0.25", "4.5e-05", "–", "–"],
     ]
 
 

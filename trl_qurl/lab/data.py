@@ -48,11 +48,14 @@ def load_questions(
         FileNotFoundError: If `name_or_path` looks like a local file and there is none.
         ValueError: If a column is missing, there are no questions, or the file is not JSON.
     """
-    from datasets import Dataset
+    from datasets import Dataset, load_dataset
 
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit} leaves no questions; give a positive number, or None for all of them.")
-    rows = _read_local(Path(name_or_path)) if _is_local(name_or_path) else _read_hub(name_or_path, split, config)
+    if _is_local(name_or_path):
+        rows: Collection[dict[str, Any]] = _read_local(Path(name_or_path))
+    else:
+        rows = load_dataset(name_or_path, config, split=split)
     if len(rows) == 0:
         raise ValueError(f"{name_or_path} holds no questions; give a data set with at least one.")
     questions, answers = [], []
@@ -103,12 +106,6 @@ def _read_local(path: Path) -> list[dict[str, Any]]:
     if not isinstance(rows, list):
         raise ValueError(f"{path} holds one JSON {type(rows).__name__}; give a list of objects, or a .jsonl file.")
     return rows
-
-
-def _read_hub(name: str, split: str, config: str | None) -> Collection[dict[str, Any]]:
-    from datasets import load_dataset
-
-    return load_dataset(name, config, split=split)
 
 
 def _pick(row: Any, columns: tuple[tuple[str, ...], ...], source: str, number: int) -> list[Any]:

@@ -48,22 +48,11 @@ GIB = 1024**3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `trl-qurl env`: there are none.
-
-    Args:
-        parser: The parser of this subcommand.
-    """
+    """Add the options of `trl-qurl env`: there are none."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the description.
-
-    Args:
-        args: The parsed options.
-
-    Returns:
-        Exit status 0, whatever was found.
-    """
+    """Print the description; the exit status is 0 whatever was found."""
     print(describe_environment())
     return 0
 
@@ -138,7 +127,8 @@ def _gpus() -> Iterator[str]:
 
     yield f"torch is built {f'for CUDA {torch.version.cuda}' if torch.version.cuda else 'without CUDA'}"
     if not torch.cuda.is_available():
-        yield "none is visible"
+        driver = shutil.which("nvidia-smi") is not None
+        yield f"none is visible{', but nvidia-smi exists: see the driver and CUDA_VISIBLE_DEVICES' if driver else ''}"
         return
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
@@ -156,11 +146,7 @@ def _variables() -> Iterator[str]:
         yield f"{name}={value}" if harmless else f"{name} (set)"
 
 
-def _problems() -> list[str]:
-    return [line for find in (_wrong_versions, _unused_gpus) for line in _tried(find)]
-
-
-def _wrong_versions() -> Iterator[str]:
+def _problems() -> Iterator[str]:
     """What is required and missing, or has a version that was never tried."""
     from packaging.requirements import Requirement
 
@@ -176,12 +162,3 @@ def _wrong_versions() -> Iterator[str]:
             yield f"{requirement} is missing: run `pip install trl-qurl`"
         elif version is None and requirement.name == "vllm":
             yield "vLLM is not installed, and nothing trains without it: run `pip install trl-qurl[vllm]`"
-
-
-def _unused_gpus() -> Iterator[str]:
-    """A driver whose GPUs torch does not see."""
-
-    import torch
-
-    if shutil.which("nvidia-smi") is not None and not torch.cuda.is_available():
-        yield "nvidia-smi is there, but torch sees no GPU: built without CUDA, an old driver, or CUDA_VISIBLE_DEVICES"

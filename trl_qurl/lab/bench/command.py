@@ -9,11 +9,7 @@ from trl_qurl.cli.options import add_ignore, check_model, json_dictionary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `trl-qurl bench`.
-
-    Args:
-        parser: The parser of this subcommand.
-    """
+    """Add the options of `trl-qurl bench`."""
     parser.epilog = "No weights are loaded: the cost of a step does not depend on their values."
     parser.add_argument("model", metavar="MODEL", help="name on the Hub, or a directory with a config.json")
     parser.add_argument("--prompt-len", type=int, default=256, help="tokens of a prompt (default: %(default)s)")
@@ -41,14 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the table and the advice.
-
-    Args:
-        args: The parsed options.
-
-    Returns:
-        Exit status 0, whatever the advice is.
-    """
+    """Measure, print the table and the advice; the exit status is 0 whatever the advice is."""
     from rich.console import Console
 
     from trl_qurl.lab.bench.run import bench, write_bench

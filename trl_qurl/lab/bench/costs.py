@@ -125,15 +125,7 @@ def per_token(shorter: Timing, longer: Timing) -> Range:
 
 
 def at_size(timings: Sequence[Timing], size: int) -> Range:
-    """Seconds at another size: a fixed part and one per token, from the two largest sizes measured.
-
-    Args:
-        timings: By increasing size.
-        size: Tokens asked about.
-
-    Returns:
-        The estimate with its bounds.
-    """
+    """Seconds at another size (tokens): a fixed part and one per token, from the two largest of ascending timings."""
     *_, largest = timings
     if size <= largest.size or len(timings) < 2:
         return largest.range.times(size / largest.size)

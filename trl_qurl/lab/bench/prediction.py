@@ -99,13 +99,7 @@ def compare(baseline: EngineCosts, engine: EngineCosts, training: TrainingCosts,
 def break_even(baseline: EngineCosts, engine: EngineCosts, longest: int) -> int | None:
     """The shortest completion length at which quantized rollouts save more than their sync costs.
 
-    Args:
-        baseline: 16-bit rollouts.
-        engine: Quantized rollouts.
-        longest: Length asked about; lengths up to sixteen times that are considered.
-
-    Returns:
-        1 if they save at any length, `None` if at none.
+    It is 1 if they save at any length, and `None` if at none up to sixteen times the longest asked about.
     """
 
     def saves(tokens: int) -> bool:

@@ -78,6 +78,8 @@ def bench(
         ChildProcessError: If 16-bit rollouts could not be measured; what the process printed says why.
     """
     started = time.monotonic()
+    import torch
+
     from trl_qurl.quantization.schemes import available_schemes, get_scheme
     from trl_qurl.rollout.engine.launch import require_vllm
 
@@ -85,6 +87,7 @@ def bench(
     schemes = [scheme.name for scheme in chosen]
 
     require_vllm()
+    eager = {} if torch.cuda.is_available() else {"enforce_eager": True}  # on a CPU, vLLM would compile for minutes
     measurements: dict[str, Measurement] = {}
     failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -97,7 +100,7 @@ def bench(
                 BUDGETS[quick],
                 tuple(ignore),
                 measures_training=scheme == BASELINE,
-                engine_kwargs=default_engine_kwargs() | (engine_kwargs or {}),
+                engine_kwargs=eager | (engine_kwargs or {}),
             )
             report(f"Measuring {'16-bit' if scheme == BASELINE else scheme.upper()} rollouts")
             try:
@@ -121,13 +124,6 @@ def bench(
         failures,
         time.monotonic() - started,
     )
-
-
-def default_engine_kwargs() -> dict[str, Any]:
-    """On a CPU, vLLM would compile for minutes; run the model eagerly there."""
-    import torch
-
-    return {} if torch.cuda.is_available() else {"enforce_eager": True}
 
 
 def save_config(

@@ -34,16 +34,7 @@ def build_policy(config_dir: str, device: torch.device) -> Any:
 
 
 def measure_training(policy: Any, workload: Workload, budget: float) -> TrainingCosts:
-    """Seconds of scoring, updating and of the optimizer.
-
-    Args:
-        policy: Model to train; its weights are changed.
-        workload: Says how large a full pass is.
-        budget: Seconds that each kind may take, roughly.
-
-    Returns:
-        What was measured, up to the sizes that the budget allowed.
-    """
+    """Seconds of scoring, updating and of the optimizer, up to the sizes that the budget (seconds of each) allows."""
     from trl.trainer import add_fused_lm_head
 
     policy.train()

@@ -126,6 +126,7 @@ def measure_sync(llm: LLM, policy: Any, job: Job) -> tuple[Timing, int]:
     """Quantize and load, as a colocated trainer does before each rollout; and the bytes that arrive."""
     import torch
 
+    from trl_qurl.lab.bench.training import seconds
     from trl_qurl.quantization.layers import linear_layer_names, quantized_layer_names
     from trl_qurl.quantization.schemes import get_scheme
     from trl_qurl.quantization.stream import quantize_weights, stored_tensors
@@ -140,10 +141,9 @@ def measure_sync(llm: LLM, policy: Any, job: Job) -> tuple[Timing, int]:
         return ((name, parameter.data) for name, parameter in policy.named_parameters())
 
     def sync() -> float:
-        started = time.perf_counter()
+        started = seconds(policy)
         engine.load_stream(quantize_weights(parameters(), scheme, layers), None, WeightUpdate("bench"))
-        synchronize(policy)
-        return time.perf_counter() - started
+        return seconds(policy) - started
 
     sync()
     weight_bytes = sum(
@@ -157,14 +157,6 @@ def measure_sync(llm: LLM, policy: Any, job: Job) -> tuple[Timing, int]:
 def repeat(action: Callable[[], float]) -> list[float]:
     """Seconds of some repetitions."""
     return [action() for _ in range(REPEATS)]
-
-
-def synchronize(policy: Any) -> None:
-    """Wait for the device."""
-    import torch
-
-    if policy.device.type == "cuda":
-        torch.cuda.synchronize(policy.device)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,7 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `trl-qurl demo`.
-
-    Args:
-        parser: The parser of this subcommand.
-    """
+    """Add the options of `trl-qurl demo`."""
     from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED
 
     formats = [*SCHEMES, UNQUANTIZED]
@@ -27,14 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, measure, draw.
-
-    Args:
-        args: The parsed options.
-
-    Returns:
-        Exit status 0, or 1 if the policy did not learn enough.
-    """
+    """Train, measure, draw; the exit status is 1 if the policy did not learn enough."""
     from trl_qurl.lab.demo.run import run_demo
     from trl_qurl.quantization.schemes import parse_scheme
 

@@ -30,13 +30,7 @@ PANELS: dict[str, tuple[Panel, ...]] = {
 
 
 def draw_figure(directory: Path, path: Path, algorithm: str = "grpo") -> None:
-    """Draw the four panels from a run log and write them as PNG; metrics that were never logged are left out.
-
-    Args:
-        directory: Output directory of the run.
-        path: File to write.
-        algorithm: Which panels, a key of `PANELS`.
-    """
+    """Draw the four panels from the log of the run in `directory`; metrics that were never logged are left out."""
     groups, _ = group_runs([read_run(directory)])
     ((figure, _),) = draw_lines(PANELS[algorithm], groups)
     figure.suptitle(f"Three-digit addition: {algorithm.upper()}, {groups[0].label}")

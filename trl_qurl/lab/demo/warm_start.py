@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trl_qurl.lab.demo import evaluate, model, task
+from trl_qurl.lab.demo import evaluate, task
 from trl_qurl.quantization.cache import cached
 from trl_qurl.quantization.storage import new_directory
 
@@ -54,7 +54,7 @@ def cached_warm_start(settings: WarmStartSettings, cache_dir: Path, progress: Pr
 def fingerprint(settings: WarmStartSettings) -> str:
     """Name of a warm start: a hash of its settings and of the files whose code made it."""
     digest = hashlib.sha256(json.dumps(asdict(settings), sort_keys=True).encode())
-    for path in (task.__file__, model.__file__, __file__):
+    for path in (task.__file__, __file__):
         digest.update(Path(path).read_bytes())
     return digest.hexdigest()[:16]
 
@@ -69,7 +69,7 @@ def train_warm_start(
     """
     import torch
 
-    policy = model.build_model(tokenizer, settings.seed)
+    policy = build_model(tokenizer, settings.seed)
     held_out = task.encode_problems(task.sample_problems(EVALUATION_PROBLEMS, seed=0, held_out=True), tokenizer)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98))
     accuracy = 0.0
@@ -93,6 +93,29 @@ def train_warm_start(
         f"The warm start reached an expected accuracy of {accuracy:.2f} in max_updates={settings.max_updates}, below "
         f"target={settings.target}; raise max_updates, lower the target, or try another seed."
     )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
+    """A fresh float32 Qwen2 with 0.47 million parameters; the same seed gives the same weights."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=task.VOCABULARY_SIZE,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen2ForCausalLM(config).float()
 
 
 def answer_loss(policy: Qwen2ForCausalLM, problem_ids: Tensor) -> Tensor:

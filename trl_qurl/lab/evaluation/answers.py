@@ -99,10 +99,7 @@ class AnswerFile:
                     f"Line {number} of {self.path} is not an answer ({error}): move the file away to start again."
                 ) from error
             if answer.request in self.answers:
-                raise ValueError(
-                    f"Line {number} of {self.path} answers {answer.request} for the second time: move the file away "
-                    "to start again."
-                )
+                raise ValueError(f"Line {number} of {self.path} answers {answer.request} for the second time.")
             self.answers[answer.request] = answer
             whole += len(line)
         if whole < self.path.stat().st_size:

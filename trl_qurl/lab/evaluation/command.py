@@ -9,11 +9,7 @@ from trl_qurl.cli.options import add_ignore, check_model, json_dictionary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `trl-qurl eval`.
-
-    Args:
-        parser: The parser of this subcommand.
-    """
+    """Add the options of `trl-qurl eval`."""
     parser.epilog = "Run it again with the same arguments to generate only the answers that are missing."
     parser.add_argument("model", metavar="MODEL", help="name on the Hub, or a local directory")
     parser.add_argument(
@@ -46,14 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate the model and print the table.
-
-    Args:
-        args: The parsed options.
-
-    Returns:
-        Exit status 0; what is missing or does not fit is an exception.
-    """
+    """Evaluate the model and print the table; the exit status is 0."""
     from trl_qurl.lab.evaluation.job import Sampling
     from trl_qurl.lab.evaluation.run import RESULTS_NAME, evaluate, require_packages
 

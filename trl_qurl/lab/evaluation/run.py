@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import BaseFileLock, FileLock, Timeout
 
 from trl_qurl.lab.evaluation.answers import AnswerFile
 from trl_qurl.lab.evaluation.job import Job, Sampling
@@ -126,24 +126,14 @@ def require_packages() -> None:
         raise ImportError("Evaluating needs math-verify and rich: run `pip install trl-qurl[eval]`.") from error
 
 
-def only_process(output_dir: Path, patience: float = 10.0) -> FileLock:
-    """Lock the directory against other evaluations; the lock is free again when its process ends.
-
-    Args:
-        output_dir: Of the evaluation.
-        patience: Seconds to wait for another one that is about to end.
-
-    Raises:
-        ValueError: If another one runs there.
-    """
-    lock = FileLock(output_dir / ".lock")
+def only_process(output_dir: Path, patience: float = 10.0) -> BaseFileLock:
+    """Lock the directory against other evaluations; the lock is free again when its process ends."""
     try:
-        lock.acquire(timeout=patience)
+        return FileLock(output_dir / ".lock").acquire(timeout=patience).lock
     except Timeout as error:
         raise ValueError(
             f"Another evaluation is writing to {output_dir}: wait for it, or give another --output-dir."
         ) from error
-    return lock
 
 
 def keep_settings(settings: dict[str, Any], output_dir: Path) -> None:

@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from trl_qurl.cli.noise import quiet
 from trl_qurl.lab.evaluation.answers import GREEDY, Answer, AnswerFile, Request
@@ -24,15 +24,6 @@ from trl_qurl.rollout.engine.attention import check_head_size
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
-
-
-class Completion(NamedTuple):
-    """What the engine gave for one request."""
-
-    request: Request
-    text: str
-    tokens: int
-    finished: bool
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -104,10 +95,12 @@ def start_engine(job: Job, tasks: list[Task]) -> tuple[dict[str, list[list[int]]
     return token_ids, LLM(**{"model": job.model, "max_model_len": needed, **job.engine_kwargs})
 
 
-def generate(llm: LLM, requests: list[Request], prompts: list[list[int]], sampling: Sampling) -> Iterator[Completion]:
-    """Completions as they finish, so that none is lost when this process is killed.
+def generate(
+    llm: LLM, requests: list[Request], prompts: list[list[int]], sampling: Sampling
+) -> Iterator[tuple[Request, str, int, bool]]:
+    """Each request with its text, its tokens and whether it ended by itself, in the order in which they finish.
 
-    All requests wait in the engine at once, which keeps it full to the end; `LLM.generate` would return nothing before
+    So none is lost when this process is killed. All requests wait in the engine at once, which keeps it full to the end; `LLM.generate` would return nothing before
     the last of them is finished.
     """
     engine = llm.llm_engine
@@ -118,7 +111,7 @@ def generate(llm: LLM, requests: list[Request], prompts: list[list[int]], sampli
         for output in engine.step():
             if output.finished:
                 (completion,) = output.outputs
-                yield Completion(
+                yield (
                     by_name[output.request_id.split("-")[0]],
                     completion.text,
                     len(completion.token_ids),

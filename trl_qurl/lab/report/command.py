@@ -8,11 +8,7 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `trl-qurl report`.
-
-    Args:
-        parser: The parser of this subcommand.
-    """
+    """Add the options of `trl-qurl report`."""
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="output_dir of a run, or its run.jsonl(.gz)")
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("report.html"), help="the page (default: %(default)s)"
@@ -20,14 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page and its pictures.
-
-    Args:
-        args: The parsed options.
-
-    Returns:
-        Exit status 0; what cannot be read or written is an exception.
-    """
+    """Write the page and its figures; the exit status is 0."""
     from trl_qurl.lab.report.page import write_report
 
     report = write_report(args.runs, args.output)

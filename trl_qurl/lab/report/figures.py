@@ -73,16 +73,7 @@ def plots_of(panels: Sequence[Panel], groups: Sequence[Group], window: int) -> l
 
 
 def draw_lines(panels: Sequence[Panel], groups: Sequence[Group], columns: int = 2) -> list[tuple[Figure, str]]:
-    """Draw panels of metrics over rollouts.
-
-    Args:
-        panels: What to draw, as far as it was logged.
-        groups: Any number; `parts_of` says how many share a figure.
-        columns: Plots side by side.
-
-    Returns:
-        The figures, each with a description in words; none where nothing was logged.
-    """
+    """Draw metrics over rollouts, as far as they were logged: one figure per part of the groups, described in words."""
     end = max(rollouts_of(run) for group in groups for run in group.runs)
     window = smoothing_window(end)
     figures = []

@@ -33,8 +33,6 @@ BOOKKEEPING = re.compile(
 )
 """With what a run was made, where it writes, what it measures, how it reaches its engine: no difference of method."""
 
-OBJECTIVES = ("naive", "quantized_ratio", "decoupled", "tis", "acr")  # in the paper's order
-
 WORDED: dict[str, Callable[[Any], str]] = {
     "model": lambda value: str(value).rstrip("/").split("/")[-1],
     "rollout_quantization": lambda value: str(value).upper(),
@@ -68,13 +66,7 @@ class Group:
 
 
 def load_runs(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """Read the runs that have rows.
-
-    Args:
-        paths: Directories or files, as `read_run` takes them.
-
-    Returns:
-        The runs in the order given, each file once, and notes on what was left out.
+    """Read the runs that have rows, each file once, and note what was left out.
 
     Raises:
         ValueError: If no path was given, a file is not a run log, or no run has any row.
@@ -101,14 +93,7 @@ def load_runs(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
 
 
 def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
-    """Put seeds of the same settings together.
-
-    Args:
-        runs: Any number of runs, at least one.
-
-    Returns:
-        The groups, BF16 rollouts first and objectives in the paper's order, and notes on repeated seeds.
-    """
+    """Put seeds of the same settings together, in the order of their first runs; note repeated seeds."""
     flat = [flatten(run.settings) for run in runs]
     different = differing(flat)
     named = _named_settings(different, flat)
@@ -121,8 +106,7 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
         members[values, repetition][seed] = index
     groups: list[Group] = []
     notes = []
-    in_order = sorted(members.items(), key=lambda item: _sort_key(flat[min(item[1].values())], named, item[0][1]))
-    for (_, repetition), seeds in in_order:
+    for (_, repetition), seeds in members.items():
         settings = flat[min(seeds.values())]
         label = ", ".join(filter(None, (wording(name, settings) for name in named))) or "all runs"
         if repetition > 1:
@@ -210,17 +194,3 @@ def _texts(settings: Settings, names: Sequence[str]) -> tuple[str, ...]:
         return json.dumps(float(value) if number else value, sort_keys=True, default=str)
 
     return tuple(text(settings[name]) if name in settings else "" for name in names)
-
-
-def _sort_key(settings: Settings, named: Sequence[str], repetition: int) -> tuple[Any, ...]:
-    """Absent and `None` first (BF16 rollouts), objectives as in the paper, numbers by size."""
-
-    def rank(name: str) -> tuple[Any, ...]:
-        value = settings.get(name)
-        if value is None:
-            return (0, 0.0, "")
-        if name == "objective" and value in OBJECTIVES:
-            return (1, float(OBJECTIVES.index(value)), "")
-        return (2, float(value), "") if isinstance(value, int | float) else (3, 0.0, str(value))
-
-    return (*(rank(name) for name in named), repetition)

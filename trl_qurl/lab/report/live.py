@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib.util import find_spec
 from os import PathLike
@@ -58,7 +58,11 @@ def watch(
     output_dir = Path(output_dir)
     log = output_dir / RUN_LOG
     earlier = _identity(log)  # of a run that the trainer puts aside when the new one begins
-    show = _display()
+    _require_libraries()
+    from IPython.display import HTML, display
+
+    if (handle := display(HTML(""), display_id=True)) is None:
+        raise RuntimeError("There is no notebook to draw in: run the command by itself, then `trl-qurl report`.")
     started, drawn, rows = time.monotonic(), "", 0
 
     def draw(printed: str) -> None:
@@ -66,7 +70,7 @@ def watch(
         run = read_run(log) if _identity(log) not in (None, earlier) else None
         if run and len(run.rows) != rows:
             drawn, rows = _pictures([run], metrics), len(run.rows)
-        show(_state(run, time.monotonic() - started, printed) + drawn)
+        handle.update(HTML(_state(run, time.monotonic() - started, printed) + drawn))
 
     draw("starting")
     run_child(command, output_dir / "output.log", draw, every)
@@ -77,22 +81,6 @@ def watch(
         )
     draw("")
     return read_run(log)
-
-
-def wait_for(command: Sequence[str | PathLike[str]], log: str | PathLike[str], *, every: float = 1.0) -> None:
-    """Run a command that does not train, and show the last line it printed until it ends.
-
-    Args:
-        command: Program and arguments.
-        log: File for what it prints.
-        every: Seconds between two updates.
-
-    Raises:
-        ImportError, RuntimeError, ChildProcessError: As for `watch`.
-    """
-    show, started = _display(), time.monotonic()
-    run_child(command, Path(log), lambda printed: show(_state(None, time.monotonic() - started, printed)), every)
-    show(_state(None, time.monotonic() - started, ""))
 
 
 def compare(runs: Sequence[Run | str | PathLike[str]], *, metrics: Sequence[str] = METRICS) -> HTML:
@@ -107,25 +95,13 @@ def compare(runs: Sequence[Run | str | PathLike[str]], *, metrics: Sequence[str]
 
     Raises:
         ImportError: If IPython or matplotlib is missing.
-        ValueError: If nothing was given, or a file is not a run log.
-        FileNotFoundError: If a run has no log.
+        ValueError, FileNotFoundError: As for `load_runs`.
     """
     _require_libraries()
     from IPython.display import HTML
 
     loaded, _ = load_runs([run.path if isinstance(run, Run) else Path(run) for run in runs])
     return HTML(_pictures(loaded, metrics))
-
-
-def _display() -> Callable[[str], None]:
-    """A place in the notebook's output whose content is replaced at each call."""
-    _require_libraries()
-    from IPython.display import HTML, display
-
-    handle = display(HTML(""), display_id=True)
-    if handle is None:
-        raise RuntimeError("There is no notebook to draw in: run the command by itself, then `trl-qurl report`.")
-    return lambda html: handle.update(HTML(html))
 
 
 def _state(run: Run | None, seconds: float, printed: str) -> str:

@@ -108,8 +108,6 @@ def write_report(paths: Sequence[Path], output: Path) -> Report:
 
 
 def _check_output(output: Path, folder: Path, runs: Sequence[Run]) -> None:
-    if output.is_dir():
-        raise IsADirectoryError(f"The report cannot be written to {output}, which is a directory: name a file in it.")
     if any(output.exists() and output.samefile(run.path) for run in runs):
         raise ValueError(f"The report would overwrite {output}, the log of one of its runs: choose another name.")
     try:
@@ -118,7 +116,7 @@ def _check_output(output: Path, folder: Path, runs: Sequence[Run]) -> None:
             pass
     except OSError as error:
         raise OSError(
-            f"The report cannot be written to {output} ({error.strerror}): choose a directory that you may write to."
+            f"The report cannot be written to {output} ({error.strerror}): name a file that you may write."
         ) from error
 
 
@@ -169,12 +167,7 @@ def _render(
 
 
 def summary_table(groups: Sequence[Group], scores: Sequence[Measure]) -> Table:
-    """One row per group; numbers are means over its seeds with their confidence intervals.
-
-    Args:
-        groups: Of the report.
-        scores: Held-out scores. What was never logged gets no column.
-    """
+    """One row per group: means over its seeds with confidence intervals. What was never logged gets no column."""
     columns: dict[str, Callable[[Run], float | None]] = {
         measure.label: lambda run, metric=measure.metric: final_value(points_of(run, metric))  # type: ignore[misc]
         for measure in (*scores, REWARD, KL._replace(label="KL, nats"))
