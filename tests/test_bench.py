@@ -225,7 +225,18 @@ def test_a_process_that_fails_says_what_it_said(warm_python, monkeypatch, tmp_pa
 def test_the_command(warm_python, tmp_path):
     tiny_model().config.save_pretrained(tmp_path / "model")
     command = [warm_python, "-m", "trl_qurl", "bench", tmp_path / "model", "--quick", "-o", tmp_path / "bench.json"]
-    command += ["--prompt-len", "16", "--completion-len", "40", "--batch", "16", "--train-batch", "4"]
+    command += [
+        "--schemes",
+        "int8",
+        "--prompt-len",
+        "16",
+        "--completion-len",
+        "40",
+        "--batch",
+        "16",
+        "--train-batch",
+        "4",
+    ]
     command += ["--engine-kwargs", json.dumps(ENGINE)]
     done = subprocess.run(
         list(map(str, command)),

@@ -100,8 +100,8 @@ def generate(
 ) -> Iterator[tuple[Request, str, int, bool]]:
     """Each request with its text, its tokens and whether it ended by itself, in the order in which they finish.
 
-    So none is lost when this process is killed. All requests wait in the engine at once, which keeps it full to the end; `LLM.generate` would return nothing before
-    the last of them is finished.
+    None is lost when this process is killed. All requests wait in the engine at once, which keeps it full to the end;
+    `LLM.generate` would return nothing before the last of them is finished.
     """
     engine = llm.llm_engine
     by_name = {str(number): request for number, request in enumerate(requests)}

@@ -73,7 +73,7 @@ def plots_of(panels: Sequence[Panel], groups: Sequence[Group], window: int) -> l
 
 
 def draw_lines(panels: Sequence[Panel], groups: Sequence[Group], columns: int = 2) -> list[tuple[Figure, str]]:
-    """Draw metrics over rollouts, as far as they were logged: one figure per part of the groups, described in words."""
+    """Draw metrics over rollouts, as far as logged: one figure and its description per part of the groups."""
     end = max(rollouts_of(run) for group in groups for run in group.runs)
     window = smoothing_window(end)
     figures = []
