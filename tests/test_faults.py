@@ -215,7 +215,7 @@ def test_trainer_is_killed_during_a_sync(deployment):
     resumed.train(resume_from_checkpoint=str(directory / "checkpoint-2"))
     assert resumed.state.global_step == 4
     assert server.process.poll() is None
-    assert held_version(deployment) == resumed.vllm_generation.weight_version
+    assert held_version(deployment) == resumed.vllm_generation.sync.version
 
 
 def test_restarts_with_old_weights(deployment):
@@ -235,7 +235,7 @@ def test_restarts_with_old_weights(deployment):
     resumed = deployment.trainer(save_strategy="no")
     resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
     assert resumed.state.global_step == 4
-    assert held_version(deployment) == resumed.vllm_generation.weight_version
+    assert held_version(deployment) == resumed.vllm_generation.sync.version
 
 
 def test_dies_during_generation(deployment):

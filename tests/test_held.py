@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trl_qurl.rollout.checks.tensors import HeldTensors
+from trl_qurl.rollout.checks.tensors import ReceivedTensors
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -45,21 +45,21 @@ def tensors():
 
 
 def test_only_what_keeps_its_layout_is_compared(model):
-    held = HeldTensors(model)
+    held = ReceivedTensors(model)
     load(model, held.watch(tensors().items()))
     assert held.compare() == ["embed.weight", "norm.weight"]
 
 
 @pytest.mark.parametrize("name", ["embed.weight", "norm.weight"])
 def test_a_loader_that_changes_a_tensor_is_noticed(name, model):
-    held = HeldTensors(model)
+    held = ReceivedTensors(model)
     load(model, held.watch(tensors().items()), but=name)
     with pytest.raises(RuntimeError, match=f"1 of the 2 parameters that can be compared .* first {name}"):
         held.compare()
 
 
 def test_nothing_is_read_where_nothing_is_asked(model):
-    held = HeldTensors(model, enabled=False)
+    held = ReceivedTensors(model, enabled=False)
     given = tensors()
     assert dict(held.watch(given.items())) == given
     assert held.compare() == []
@@ -71,6 +71,6 @@ def test_a_parameter_that_is_kept_wider_is_not_compared():
             super().__init__()
             self.weight = nn.Parameter(torch.zeros(8, 6))
 
-    held = HeldTensors(nn.ModuleDict({"positions": Wider()}))
+    held = ReceivedTensors(nn.ModuleDict({"positions": Wider()}))
     list(held.watch({"positions.weight": torch.randn(5, 4)}.items()))
     assert held.compare() == []

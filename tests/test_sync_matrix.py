@@ -9,7 +9,6 @@ import json
 
 import pytest
 import torch
-from accelerate import Accelerator
 from conftest import vllm_server
 from peft import LoraConfig, get_peft_model
 from test_stream import ends  # noqa: F401
@@ -120,7 +119,7 @@ def test_stream_to_a_server(dtype, model, ends):  # noqa: F811
     # Of the engine only the loading is real here: it has no version to ask for, and nothing to probe.
     client.version = lambda: sync.version
     settings = RolloutSettings(SCHEMES["int8"], is_served=True, sync_check_interval=1, sync_probe=False)
-    sync = WeightSync(policy, layers, ServerStream(client), settings, Accelerator(cpu=True), dtype, lambda: 0)
+    sync = WeightSync(policy, layers, ServerStream(client), settings, dtype, lambda: 0)
 
     def parameters():
         if adapter == "LoRA":
@@ -132,13 +131,15 @@ def test_stream_to_a_server(dtype, model, ends):  # noqa: F811
         if adapter == "LoRA":
             policy.unmerge_adapter()
 
-    first = sync.push(parameters, Sharding())
+    sync.push(parameters, Sharding())
+    first = sync.version
     before = {name: tensor.clone() for name, tensor in worker.model.loaded.items()}
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.1 * parameter.std() * torch.randn_like(parameter))
-    second = sync.push(parameters, Sharding())
-    assert [report.version.split("-")[-1] for report in (first, second)] == ["sync1", "sync2"]
+    sync.push(parameters, Sharding())
+    second = sync.version
+    assert [version.split("-")[-1] for version in (first, second)] == ["sync1", "sync2"]
     assert ("lm_head.weight" in before) == (head == "untied")
     assert before["model.embed_tokens.weight"].dtype == dtype
     layer = "model.layers.0.mlp.up_proj.weight"

@@ -78,7 +78,7 @@ def load_nothing(generation):
         for _ in source:
             pass
         generation.llm.llm_engine.set_weight_version(update.version)
-        return [LoadReport(update.version, dict(source.digests), held=1)]
+        return [LoadReport(update.version, dict(source.digests))]
 
     return patch.object(generation.engine, "load_stream", load_stream)
 

@@ -125,12 +125,12 @@ def run(options: argparse.Namespace) -> dict:
     trainer.train()
     record = {"history": trainer.state.log_history}
     if options.save:
-        version = trainer.vllm_generation.weight_version
+        version = trainer.vllm_generation.sync.version
         before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
         record["directory"] = str(trainer.save_quantized())
         record["messages"] = mistakes(trainer, options.output_dir)
         record["moved"] = [name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])]
-        record["version_kept"] = trainer.vllm_generation.weight_version == version
+        record["version_kept"] = trainer.vllm_generation.sync.version == version
         if not options.lora:
             trainer.save_quantized(options.output_dir / "fp8", scheme="fp8", ignore=["lm_head", "re:.*down_proj"])
             trainer.save_quantized(options.output_dir / "compressor", quantizer="llmcompressor")

@@ -180,7 +180,7 @@ def run(options: argparse.Namespace) -> dict:
     )
     record["probe_end"] = engine_logps(trainer)
     record["history"] = trainer.state.log_history
-    record["weight_version"] = trainer.vllm_generation.weight_version
+    record["weight_version"] = trainer.vllm_generation.sync.version
     record["uaq_scale"] = getattr(trainer.model.config, "uaq_scale", 1.0)
     if options.export:
         model = whole_model(trainer)

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_qurl.quantization.layers import linear_layer_names, quantized_layer_names
 from trl_qurl.quantization.stream import quantize_weights, stored_tensors
-from trl_qurl.rollout.cost import RolloutCost
 from trl_qurl.rollout.directory import CheckpointFolder
-from trl_qurl.rollout.engine.attention import check_head_size
-from trl_qurl.rollout.engine.colocated import ColocatedEngine
+from trl_qurl.rollout.engine.colocated import ColocatedEngine, check_head_size
 from trl_qurl.rollout.engine.interface import Engine
 from trl_qurl.rollout.engine.release import release_when_deleted
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION, ServedEngine
@@ -43,37 +42,36 @@ from trl_qurl.rollout.transports import (
 logger = logging.getLogger(__name__)
 
 
+@dataclass
+class RolloutCost:
+    """Seconds, bytes and tokens on this process since the last read."""
+
+    quantize_s: float = 0.0  # gathering and rounding
+    sync_s: float = 0.0  # whole syncs; contains `quantize_s`, and digests where there are any
+    check_s: float = 0.0  # digests and probes
+    sent_bytes: int = 0  # of tensors made for the engine
+    generate_s: float = 0.0
+    tokens: int = 0  # of completions
+
+
 class QuantizedVLLMGeneration(VLLMGeneration):
-    """
-    [`VLLMGeneration`] whose engine holds a quantized copy of the model.
+    """[`VLLMGeneration`] whose engine holds a quantized copy of the model."""
 
-    Args:
-        *args: As for the parent.
-        rollout: Format and transport of the weights.
-        global_step: Optimizer steps done; part of the name of the weights.
-        **kwargs: As for the parent.
-
-    Attributes:
-        engine: The engine; `None` in the processes that leave a server to the main one.
-        sync: What keeps it at the policy's weights.
-        sampled_logps: Log-probabilities of the latest generation's tokens, for trainers of TRL that drop them (RLOO).
-    """
-
-    engine: Engine | None
-    sync: WeightSync
+    engine: Engine | None  # `None` in the processes that leave a server to the main one
+    sync: WeightSync  # keeps it at the policy's weights
 
     def __init__(
         self, *args: Any, rollout: RolloutSettings, global_step: Callable[[], int] = lambda: 0, **kwargs: Any
     ) -> None:
         self.rollout = rollout
-        self._global_step = global_step
+        self._global_step = global_step  # optimizer steps done; part of the name of the weights
         self._metrics: dict[str, float] = {}
         self._cost = RolloutCost()
         self._seconds_in_syncs = 0.0
+        # Of the latest generation's tokens, for trainers of TRL that drop them (RLOO).
         self.sampled_logps: list[list[list[float | None]]] | None = None
-        # TRL's RLOO asks for none; without them there is no mismatch to measure or to correct.
-        logprobs = kwargs.get("logprobs") or 0  # of the sampled token alone
-        super().__init__(*args, **{**kwargs, "logprobs": logprobs})
+        # RLOO asks for none; without them there is no mismatch to measure. 0 means those of the sampled token alone.
+        super().__init__(*args, **{**kwargs, "logprobs": kwargs.get("logprobs") or 0})
 
     def pop_cost(self) -> RolloutCost:
         """Cost of rollouts since the last call."""
@@ -90,11 +88,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         """The policy without PEFT's wrapper."""
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
-    @property
-    def weight_version(self) -> str:
-        """Name of the weights that were sent last."""
-        return self.sync.version
-
     # Engine start ----------------------------------------------------------------------------------------------------
 
     def _init_vllm(self) -> None:
@@ -109,7 +102,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             self._layers,
             transport,
             self.rollout,
-            self.accelerator,
             sent_dtype,
             self._global_step,
             keeps_weights=not self._sleeps,
@@ -134,8 +126,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             decided = [route.name, engine.describe().dtype]
         broadcast_object_list(decided, from_process=0)
         route_name, dtype = decided
-        # Casting for the engine saves bytes on the way.
-        sent_dtype = getattr(torch, dtype) if dtype else None
+        sent_dtype = getattr(torch, dtype) if dtype else None  # casting for the engine saves bytes on the way
         if route_name == "stream":
             return ServerStream(engine), sent_dtype
         # Two checkpoints at most: the one being written and the one that the engine may still be reading.
@@ -185,27 +176,17 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         return self.mode == "colocate" and self.enable_sleep_mode
 
     def _open_folder(self, checkpoints: int) -> CheckpointFolder:
-        size = sum(
+        size = checkpoints * sum(
             stored.nbytes
             for name, parameter in self.base_model.named_parameters()
             for stored in stored_tensors(name, parameter, self.rollout.scheme, self._layers)
         )
-        return CheckpointFolder(
-            self.accelerator, self.rollout, self.base_model, self.processing_class, checkpoints * size
-        )
+        return CheckpointFolder(self.accelerator, self.rollout, self.base_model, self.processing_class, size)
 
     # Weight sync -----------------------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
-        """
-        Bring the engine to the policy's current weights, quantized, and make sure that they got there.
-
-        A collective operation: every process takes part in gathering the parameters.
-
-        Raises:
-            SyncError: The engine does not hold what was sent.
-            RuntimeError: The engine could not load the weights (`ServerError` from a server).
-        """
+        """Bring the engine to the policy's current weights (`WeightSync.push`). A collective operation."""
         if self._sleeps:  # as the parent does: loading into unmapped memory crashes on some devices
             vllm_generation.empty_cache()
             self.llm.wake_up(tags=["weights"])
@@ -214,12 +195,14 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         started = time.perf_counter()
         report = self.sync.push(self.policy_parameters, sharding)
         self._seconds_in_syncs += time.perf_counter() - started
-        self._cost.add_sync(report)
         self._metrics = report.metrics
+        self._cost.quantize_s += report.quantize_s
+        self._cost.sync_s += report.sync_s
+        self._cost.check_s += report.check_s
+        self._cost.sent_bytes += report.sent_bytes
 
     def policy_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """
-        The policy's parameters under their checkpoint names, each whole while it is read, adapters merged in.
+        """The policy's parameters under their checkpoint names, each whole while it is read, adapters merged in.
 
         A collective operation: every process reads all of them, to the end, where adapters are taken out again.
         """
@@ -257,13 +240,9 @@ def _build_engine(engine: type, start: Path | None, engine_kwargs: dict[str, Any
 def quantized_generation(
     module: Any, rollout: RolloutSettings, global_step: Callable[[], int] = lambda: 0
 ) -> Iterator[None]:
-    """
-    Let the TRL trainer in a module build a `QuantizedVLLMGeneration` inside the block.
+    """Let the trainer in a module of TRL build a `QuantizedVLLMGeneration` inside the block.
 
-    Args:
-        module: Of TRL, such as `trl.trainer.grpo_trainer`.
-        rollout: Format and transport of the weights.
-        global_step: Optimizer steps done. It must not keep the trainer alive, or no trainer's engine is ever freed.
+    `global_step` tells the optimizer steps done. It must not keep the trainer alive, or no engine is ever freed.
     """
     backend = functools.partial(QuantizedVLLMGeneration, rollout=rollout, global_step=global_step)
     with substitute(module, "VLLMGeneration", backend):

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import weakref
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,21 +34,11 @@ LOCK_NAME = "owner.lock"
 
 
 class CheckpointDirectory:
-    """
-    A new directory for this run's checkpoints, removed with the object or at the end of the process.
+    """A new directory for this run's checkpoints, removed with the object or at the end of the process.
 
     Memory (`/dev/shm`) is preferred, since these files are written and read at every sync; where it is missing or too
-    small (containers often give it 64 MB), the system's temporary directory is used.
-
-    Args:
-        requested: Parent directory the user asked for, or `None` to choose.
-        bytes_needed: What has to fit.
-
-    Attributes:
-        path: The directory, which only this user can read.
-
-    Raises:
-        OSError: `requested` cannot be created or written, or too little space is left.
+    small (containers often give it 64 MB), the system's temporary directory is used. The user may have asked for
+    another parent. Where that cannot be written, or too little space is left, it is an `OSError`.
     """
 
     def __init__(self, requested: str | None, bytes_needed: int) -> None:
@@ -61,19 +52,9 @@ class CheckpointDirectory:
 
 
 class CheckpointFolder:
-    """
-    The directory as every process of a run uses it: one process writes, all know the path and wait for each other.
+    """The directory as every process of a run uses it: one process writes, all know the path and wait for each other.
 
-    Args:
-        accelerator: The trainer's.
-        settings: Format of the checkpoints, and the parent directory that the user asked for.
-        model: Where config and generation config come from.
-        tokenizer: Written beside the weights.
-        bytes_needed: What has to fit.
-
-    Attributes:
-        path: The directory.
-        is_writer: Whether this process writes: one process for a server, one on each node for its own engines.
+    One process writes for a server, and one on each node for its own engines.
     """
 
     def __init__(
@@ -92,19 +73,7 @@ class CheckpointFolder:
         self.path: Path = gather_object([self._owned and self._owned.path])[writer]
 
     def write(self, name: str, rollout_tensors: NamedTensors) -> Path:
-        """
-        Write tensors that are in checkpoint format already. A collective operation.
-
-        Args:
-            name: Of the checkpoint, inside the directory.
-            rollout_tensors: Every process reads them to the end.
-
-        Returns:
-            The checkpoint.
-
-        Raises:
-            OSError: The directory cannot be written; no part of a checkpoint is left.
-        """
+        """Write a checkpoint of tensors that are in its format already. A collective operation."""
         path = self.path / name
         if self.is_writer:
             self._writer.write(rollout_tensors, path)
@@ -114,19 +83,9 @@ class CheckpointFolder:
         return path
 
     def write_with_llmcompressor(self, name: str, parameters: NamedTensors) -> Path:
-        """
-        Let llm-compressor make a checkpoint from full-precision parameters; otherwise as `write`.
-
-        Args:
-            name: Of the checkpoint, inside the directory.
-            parameters: Every process reads them to the end.
-
-        Returns:
-            The checkpoint.
-        """
-        path = self.path / name
-        self._writer.quantize(parameters, path, "llmcompressor")
-        return path
+        """Let llm-compressor make a checkpoint from full-precision parameters."""
+        self._writer.quantize(parameters, self.path / name, "llmcompressor")
+        return self.path / name
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint, if there is one, once no process reads it any more. A collective operation."""
@@ -144,16 +103,15 @@ class CheckpointFolder:
 def _create_owned(parents: list[Path], bytes_needed: int, make_parent: bool) -> tuple[Path, FileLock]:
     while True:
         path = _create(parents, bytes_needed, make_parent)
-        lock = _owner_lock(path)
+        lock = FileLock(path / LOCK_NAME)
         try:
             lock.acquire(blocking=False)
         except Timeout:
-            pass  # another run found it before it was locked, and is removing it
+            continue  # another run found it before it was locked, and is removing it
         except (OSError, NotImplementedError):
             return path, lock  # no locks on this file system, so no other run removes it
-        else:
-            if path.exists():
-                return path, lock
+        if path.exists():
+            return path, lock
 
 
 def _create(parents: list[Path], bytes_needed: int, make_parent: bool) -> Path:
@@ -177,20 +135,18 @@ def _create(parents: list[Path], bytes_needed: int, make_parent: bool) -> Path:
 
 def _first_free(parent: Path) -> Path:
     """A new directory with the lowest number that no run of this user has."""
-    for number in itertools.count():
-        path = parent / f"{PREFIX}{os.getuid()}-{number}"
-        try:
+    numbers = itertools.count()
+    while True:
+        path = parent / f"{PREFIX}{os.getuid()}-{next(numbers)}"
+        with suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        except FileExistsError:
-            continue
-        return path
-    raise AssertionError("numbers do not end")
+            return path
 
 
 def _remove_abandoned(parent: Path) -> None:
     """Remove what killed runs of this user left in `parent`. Best effort: never a reason not to start."""
     for left in parent.glob(f"{PREFIX}*"):
-        lock = _owner_lock(left)
+        lock = FileLock(left / LOCK_NAME)
         try:
             if not Path(lock.lock_file).exists():
                 continue  # another run is just creating it
@@ -198,10 +154,6 @@ def _remove_abandoned(parent: Path) -> None:
         except (Timeout, OSError, NotImplementedError):
             continue  # in use, somebody else's, or on a file system without locks
         _remove(left, lock)
-
-
-def _owner_lock(directory: Path) -> FileLock:
-    return FileLock(directory / LOCK_NAME)
 
 
 def _remove(directory: Path, lock: FileLock) -> None:

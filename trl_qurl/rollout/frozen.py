@@ -6,15 +6,11 @@ from trl_qurl.quantization.layers import checkpoint_name
 
 
 def frozen_parameters(model: nn.Module) -> frozenset[str]:
-    """
-    Checkpoint names of the parameters that training does not change.
+    """Checkpoint names of the parameters that training does not change, of a model or a PEFT model.
 
     An engine fuses neighboring linear layers into one (query, key and value; gate and up), which it loads as a whole.
     So a linear layer counts as frozen only if all linear layers beside it are, and any other module only if all of its
     own parameters are. Layers that an adapter is merged into are not frozen.
-
-    Args:
-        model: A transformers model, or a PEFT model around one.
     """
     modules = dict(model.named_modules())
     groups: dict[str, str] = {}  # of each parameter, by checkpoint name

@@ -84,16 +84,8 @@ def mismatch_sums(
     scored = mask.bool() & ~behavior_logps.isnan()
     log_ratio = (proximal_logps - behavior_logps)[scored].double()  # (tokens,)
     ratio = importance_ratio(proximal_logps, behavior_logps)[scored].double()  # (tokens,)
-    sums = torch.stack(
-        [
-            torch.ones_like(ratio).sum(),
-            log_ratio.sum(),
-            ratio.sum(),
-            ratio.square().sum(),
-            (ratio > cap).double().sum(),
-        ]
-    )
-    return sums, ratio.max() if ratio.numel() else ratio.new_zeros(())
+    terms = [torch.ones_like(ratio), log_ratio, ratio, ratio.square(), (ratio > cap).double()]
+    return torch.stack([term.sum() for term in terms]), ratio.max() if ratio.numel() else ratio.new_zeros(())
 
 
 def mismatch_metrics(sums: torch.Tensor, ratio_max: float) -> dict[str, float]:

@@ -8,29 +8,15 @@ from trl_qurl.quantization.schemes import QuantizationScheme
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """
-    What the trainer's config says about rollouts.
+    """What the trainer's config says about rollouts."""
 
-    Attributes:
-        scheme: Format of the rollout weights; `None` for full precision.
-        ignore: Modules kept in full precision.
-        is_served: Whether the engine is a vLLM server.
-        weight_sync: `"auto"`, `"stream"`, `"checkpoint"` or `"llmcompressor"`.
-        checkpoint_dir: Where checkpoints for the engine are written; `None` to choose.
-        engine_kwargs: Further arguments of the colocated engine.
-        weight_metrics_interval: Syncs between measurements of the weights; 0 for none.
-        sync_check_interval: Syncs between checks by digest and probe; 0 for none.
-        sync_probe: Whether those checks include the probe.
-        request_timeout: Seconds that a request to a server may take.
-    """
-
-    scheme: QuantizationScheme | None
-    ignore: tuple[str, ...] = ("lm_head",)
-    is_served: bool = False
-    weight_sync: str = "auto"
-    checkpoint_dir: str | None = None
-    engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    weight_metrics_interval: int = 16
-    sync_check_interval: int = 16
-    sync_probe: bool = True
-    request_timeout: float = 1800.0
+    scheme: QuantizationScheme | None  # of the rollout weights; `None` for full precision
+    ignore: tuple[str, ...] = ("lm_head",)  # modules kept in full precision
+    is_served: bool = False  # whether the engine is a vLLM server
+    weight_sync: str = "auto"  # or "stream", "checkpoint", "llmcompressor"
+    checkpoint_dir: str | None = None  # where checkpoints for the engine are written; `None` to choose
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of the colocated engine
+    weight_metrics_interval: int = 16  # syncs between measurements of the weights; 0 for none
+    sync_check_interval: int = 16  # syncs between checks by digest and probe; 0 for none
+    sync_probe: bool = True  # whether those checks include the probe
+    request_timeout: float = 1800.0  # seconds that a request to a server may take

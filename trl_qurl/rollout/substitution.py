@@ -12,17 +12,7 @@ from typing import Any
 
 @contextmanager
 def substitute(module: ModuleType, name: str, replacement: Any) -> Iterator[None]:
-    """
-    Let `module.name` be `replacement` inside the block.
-
-    Args:
-        module: Module of TRL.
-        name: Name in it.
-        replacement: What takes its place.
-
-    Raises:
-        AttributeError: The module has no such name, so a renamed class cannot go unnoticed.
-    """
+    """Let `module.name` be `replacement` inside the block; a name that TRL no longer has is an `AttributeError`."""
     original = getattr(module, name)
     setattr(module, name, replacement)
     try:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, is_peft_model
 
 from trl_qurl.quantization.schemes import QuantizationScheme
@@ -37,64 +36,34 @@ from trl_qurl.rollout.weight_change import WeightChangeTracker
 
 
 class Sharding(NamedTuple):
-    """
-    How a launcher shards the policy.
+    """How a launcher shards the policy."""
 
-    Attributes:
-        fsdp_version: 0 without FSDP.
-        is_zero3: Whether DeepSpeed keeps its parameters in parts.
-    """
-
-    fsdp_version: int = 0
-    is_zero3: bool = False
+    fsdp_version: int = 0  # 0 without FSDP
+    is_zero3: bool = False  # whether DeepSpeed keeps the parameters in parts
 
 
 class SyncReport(NamedTuple):
-    """
-    What a sync did.
+    """What a sync cost, and what it measured."""
 
-    Attributes:
-        version: Name of the weights that the engine holds now.
-        sync_s: Seconds of the sync, with quantization and digests, without the probe.
-        quantize_s: Seconds of gathering and rounding.
-        check_s: Seconds of digests and probe.
-        sent_bytes: Bytes of tensors made for the engine.
-        metrics: Weight metrics and the probe's, where this sync was measured or probed.
-    """
-
-    version: str
-    sync_s: float
-    quantize_s: float
-    check_s: float
-    sent_bytes: int
-    metrics: dict[str, float]
+    sync_s: float  # with quantization and digests, without the probe
+    quantize_s: float  # gathering and rounding
+    check_s: float  # digests and probe
+    sent_bytes: int  # of tensors made for the engine
+    metrics: dict[str, float]  # of the weights and the probe, where this sync was measured or probed
 
 
 class WeightSync:
-    """
-    Keeps one engine at the policy's weights.
-
-    Args:
-        model: The policy, possibly a PEFT model.
-        layers: Names of the linear layers that are quantized, or would be.
-        transport: How weights reach the engine.
-        settings: Of the config.
-        accelerator: The trainer's.
-        sent_dtype: What tensors that are not quantized are sent as; `None` leaves them as they are.
-        global_step: Optimizer steps done.
-        keeps_weights: Whether the engine holds its weights between two syncs; one that sleeps does not.
-    """
+    """Keeps one engine at the policy's weights."""
 
     def __init__(
         self,
         model: Any,
-        layers: Collection[str],
+        layers: Collection[str],  # names of the linear layers that are quantized, or would be
         transport: Transport,
         settings: RolloutSettings,
-        accelerator: Accelerator,
-        sent_dtype: torch.dtype | None,
-        global_step: Callable[[], int],
-        keeps_weights: bool = True,
+        sent_dtype: torch.dtype | None,  # of tensors that are not quantized; `None` leaves them as they are
+        global_step: Callable[[], int],  # optimizer steps done
+        keeps_weights: bool = True,  # an engine that sleeps does not, between two syncs
     ) -> None:
         self.version = "none"
         self._model = model
@@ -102,7 +71,6 @@ class WeightSync:
         self._layers = frozenset(layers)
         self._transport = transport
         self._settings = settings
-        self._accelerator = accelerator
         self._sent_dtype = sent_dtype
         self._global_step = global_step
         self._keeps_weights = keeps_weights
@@ -113,50 +81,36 @@ class WeightSync:
         self._announced: dict[str, TensorMetadata] | None = None
         self._tracker = WeightChangeTracker(settings.weight_metrics_interval, settings.scheme)
         self._probe = ProbeJudge()
-        self._quantize_s, self._sent_bytes = 0.0, 0
+        self._quantize_s, self._sent_bytes = 0.0, 0  # of the sync in progress
 
     def push(self, parameters: Parameters, sharding: Sharding) -> SyncReport:
-        """
-        Bring the engine to the policy's current weights. A collective operation.
+        """Bring the engine to the policy's current weights. A collective operation.
 
-        Args:
-            parameters: A pass over the policy's parameters.
-            sharding: How they are sharded now.
-
-        Returns:
-            Name of the weights, costs and metrics.
-
-        Raises:
-            SyncError: The engine does not hold what was sent.
-            RuntimeError: The engine could not load the weights (`ServerError` from a server).
+        Raises `SyncError` if the engine does not hold what was sent, and `RuntimeError` if it could not load it
+        (`ServerError` from a server).
         """
         started = time.perf_counter()
         self._quantize_s, self._sent_bytes = 0.0, 0
         self._tracker.begin_sync()
-        checked = self._settings.sync_check_interval > 0 and self._count % self._settings.sync_check_interval == 0
+        interval = self._settings.sync_check_interval
+        checked = interval > 0 and self._count % interval == 0
         left_out = self._unchanged(checked, sharding)
         self._count += 1
         self.version = f"{self._run}-step{self._global_step()}-sync{self._count}"
         update = WeightUpdate(self.version, digest=checked, partial=bool(left_out))
         sent = DigestRecorder(self._tensors(parameters, left_out), enabled=checked and self._transport.is_source)
         shipment = Shipment(sent, update, parameters, lambda: self._announce(parameters, left_out))
-        reports = self._transport.deliver(shipment)
-        self._verify(update, sent, reports)
+        self._verify(update, sent, self._transport.deliver(shipment))
         metrics = self._tracker.end_sync()
         sync_s, check_s = time.perf_counter() - started, sent.seconds
         if checked and self._settings.sync_probe:
             started = time.perf_counter()
             metrics |= self._check_probe(sharding)
             check_s += time.perf_counter() - started
-        return SyncReport(self.version, sync_s, self._quantize_s, check_s, self._sent_bytes, metrics)
+        return SyncReport(sync_s, self._quantize_s, check_s, self._sent_bytes, metrics)
 
     def require_version(self) -> None:
-        """
-        Make sure that the engine still holds the weights of the last sync.
-
-        Raises:
-            SyncError: It holds others.
-        """
+        """Raise `SyncError` if the engine no longer holds the weights of the last sync."""
         engine = self._transport.engine
         held = self.version if engine is None else engine.version()
         if held != self.version:
@@ -167,8 +121,7 @@ class WeightSync:
             )
 
     def _unchanged(self, checked: bool, sharding: Sharding) -> frozenset[str]:
-        """
-        Parameters that this sync leaves out: they were frozen at the last sync already, and still are.
+        """Parameters that this sync leaves out: they were frozen at the last sync already, and still are.
 
         A sync that is checked or measured sends everything, so that whatever changes a frozen parameter after all
         reaches the engine then.
@@ -183,18 +136,21 @@ class WeightSync:
         return before & self._frozen
 
     def _tensors(self, parameters: Parameters, left_out: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is sent, made from a pass over the parameters."""
+        """What is sent, made from a pass over the parameters, with the time that it takes to make."""
         layers = {layer for layer in self._layers if f"{layer}.weight" not in left_out}
         kept = ((name, tensor) for name, tensor in parameters() if name not in left_out)
         tensors = quantize_weights(kept, self._settings.scheme, layers, self._tracker.observe, self._sent_dtype)
         if is_peft_model(self._model):
             # vLLM may hold a tensor until its layer is complete; by then the adapter is unmerged from the parameter.
             tensors = ((name, tensor.clone()) for name, tensor in tensors)
-        return timed(tensors, self._count_tensor)
-
-    def _count_tensor(self, seconds: float, size: int) -> None:
-        self._quantize_s += seconds
-        self._sent_bytes += size
+        while True:
+            started = time.perf_counter()
+            item = next(tensors, None)
+            self._quantize_s += time.perf_counter() - started
+            if item is None:
+                return
+            self._sent_bytes += item[1].nbytes
+            yield item
 
     def _announce(self, parameters: Parameters, left_out: frozenset[str]) -> TensorMetadata:
         """What the stream will hold, for a server that must know it beforehand; the parameters are walked once."""
@@ -242,15 +198,7 @@ def announce(
     layers: Collection[str],
     dtype: torch.dtype | None = None,
 ) -> dict[str, TensorMetadata]:
-    """
-    What `quantize_weights` will yield for each parameter, by the parameter's name, without rounding anything.
-
-    Args:
-        named_tensors: Parameters under their checkpoint names.
-        scheme: Format of the layers; `None` if they are not quantized.
-        layers: Names of the layers that are quantized.
-        dtype: What tensors that are not quantized are sent as; `None` for their own.
-    """
+    """What `quantize_weights` will yield for each parameter, by the parameter's name, without rounding anything."""
     return {
         name: [
             (stored.name, str(stored.dtype).removeprefix("torch."), list(stored.shape))
@@ -258,21 +206,3 @@ def announce(
         ]
         for name, tensor in named_tensors
     }
-
-
-def timed(named_tensors: NamedTensors, record: Callable[[float, int], None]) -> Iterator[tuple[str, torch.Tensor]]:
-    """
-    The same stream, timed.
-
-    Args:
-        named_tensors: The stream.
-        record: Called with the seconds that each tensor took to make, and its bytes.
-    """
-    iterator = iter(named_tensors)
-    while True:
-        started = time.perf_counter()
-        item = next(iterator, None)
-        record(time.perf_counter() - started, 0 if item is None else item[1].nbytes)
-        if item is None:
-            return
-        yield item

@@ -5,14 +5,11 @@
 - `CheckpointFiles`: the stream is written to a directory that the engine sees, and the engine reads it there. This
   works between any processes that share a file system, on any device.
 - `LLMCompressorFiles`: the same, but llm-compressor makes the checkpoint; the stream is what its result is checked by.
-
-Every process calls `deliver`, because gathering a parameter is a collective operation; those without an engine only
-take part in that.
 """
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,36 +20,21 @@ from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine.interface import Engine, LoadReport, TensorMetadata, WeightUpdate
 from trl_qurl.rollout.errors import SyncError
 
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
-
 Parameters = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 """A pass over the policy's full-precision parameters under their checkpoint names. A collective operation."""
 
 
 class Shipment(NamedTuple):
-    """
-    What a transport delivers.
+    """What a transport delivers."""
 
-    Attributes:
-        tensors: The rollout weights, in checkpoint format; read once.
-        update: Name and mode of this update.
-        parameters: What they are made from.
-        announce: What the stream will hold; a collective operation.
-    """
-
-    tensors: DigestRecorder
+    tensors: DigestRecorder  # the rollout weights, in checkpoint format; read once
     update: WeightUpdate
-    parameters: Parameters
-    announce: Callable[[], TensorMetadata]
+    parameters: Parameters  # what the tensors are made from
+    announce: Callable[[], TensorMetadata]  # what the stream will hold; a collective operation
 
 
 class Transport(ABC):
-    """
-    One way to an engine.
-
-    Args:
-        engine: The engine; `None` in a process that has none.
-    """
+    """One way to an engine, which is `None` in a process that has none."""
 
     def __init__(self, engine: Engine | None) -> None:
         self.engine = engine
@@ -64,49 +46,41 @@ class Transport(ABC):
 
     @abstractmethod
     def deliver(self, shipment: Shipment) -> list[LoadReport]:
-        """
-        Bring the weights to the engine.
+        """Bring the weights to the engine, and return what each of its workers reports.
 
-        Returns:
-            What each worker reports; nothing in a process without an engine.
-
-        Raises:
-            RuntimeError: The engine could not load them (`ServerError` from a server).
-            SyncError: The engine did not read the whole stream, or kept its cache.
+        Every process calls this, because gathering a parameter is a collective operation; those without an engine
+        only take part in that.
         """
+
+    def _stream(self, shipment: Shipment, metadata: TensorMetadata | None) -> list[LoadReport]:
+        if self.engine is None:
+            deque(shipment.tensors, maxlen=0)
+            return []
+        reports = self.engine.load_stream(shipment.tensors, metadata, shipment.update)
+        if not shipment.tensors.exhausted:
+            raise SyncError(
+                "The engine stopped reading before the last tensor, so its model is only partly updated. Resume from "
+                "the last checkpoint."
+            )
+        return reports
 
 
 class InProcess(Transport):
     """To vLLM in this process."""
 
     def deliver(self, shipment: Shipment) -> list[LoadReport]:  # noqa: D102
-        assert self.engine is not None, "every process has an engine of its own"
-        reports = self.engine.load_stream(shipment.tensors, None, shipment.update)
-        check_exhausted(shipment.tensors)
-        return reports
+        return self._stream(shipment, None)
 
 
 class ServerStream(Transport):
-    """To a server's workers, over NCCL."""
+    """To a server's workers, over NCCL, who must know beforehand what will come."""
 
     def deliver(self, shipment: Shipment) -> list[LoadReport]:  # noqa: D102
-        metadata = shipment.announce()
-        if self.engine is None:
-            deque(shipment.tensors, maxlen=0)
-            return []
-        reports = self.engine.load_stream(shipment.tensors, metadata, shipment.update)
-        check_exhausted(shipment.tensors)
-        return reports
+        return self._stream(shipment, shipment.announce())
 
 
 class CheckpointFiles(Transport):
-    """
-    To an engine that sees a directory which this run writes to.
-
-    Args:
-        engine: The engine; `None` in a process that has none.
-        folder: The directory.
-    """
+    """To an engine that sees a directory which this run writes to."""
 
     def __init__(self, engine: Engine | None, folder: CheckpointFolder) -> None:
         super().__init__(engine)
@@ -137,57 +111,31 @@ class LLMCompressorFiles(CheckpointFiles):
         return self._folder.write_with_llmcompressor(name, shipment.parameters())
 
 
-def check_exhausted(tensors: DigestRecorder) -> None:
-    """
-    Raises:
-        SyncError: The engine stopped before the last tensor.
-    """
-    if not tensors.exhausted:
-        raise SyncError(
-            "The engine stopped reading before the last tensor, so its model is only partly updated. Resume from the "
-            "last checkpoint."
-        )
-
-
 class Route(NamedTuple):
-    """
-    How weights travel to a server.
+    """How weights travel to a server."""
 
-    Attributes:
-        name: `"stream"` or `"checkpoint"`.
-        reason: Why.
-    """
-
-    name: str
+    name: str  # "stream" or "checkpoint"
     reason: str
 
 
 def choose_route(requested: str, device: torch.device, has_weight_transfer: bool) -> Route:
+    """Decide how weights travel from a trainer on `device` to a server that may have vLLM's NCCL weight transfer.
+
+    `requested` is `weight_sync` of the config; with `"auto"`, a stream where both sides have NCCL, else checkpoints.
+    A stream that is asked for but not possible is a `ValueError`.
     """
-    Decide how weights travel to a server.
-
-    Args:
-        requested: `weight_sync` of the config.
-        device: The trainer's.
-        has_weight_transfer: Whether the server was started with vLLM's NCCL weight transfer.
-
-    Returns:
-        The route; with `"auto"`, a stream where both sides have NCCL, else checkpoints.
-
-    Raises:
-        ValueError: A stream is asked for, and this trainer or this server cannot have one.
-    """
-    reason = "the trainer and the server both have NCCL"
-    if device.type != "cuda":
-        reason = f"NCCL needs a CUDA device, and the trainer's is {device.type!r}"
-    elif not has_weight_transfer:
-        reason = "the server was started without --weight-transfer-config"
     can_stream = device.type == "cuda" and has_weight_transfer
+    if can_stream:
+        reason = "the trainer and the server both have NCCL"
+    elif device.type != "cuda":
+        reason = f"NCCL needs a CUDA device, and the trainer's is {device.type!r}"
+    else:
+        reason = "the server was started without --weight-transfer-config"
+    if requested == "auto":
+        return Route("stream" if can_stream else "checkpoint", reason)
     if requested == "stream" and not can_stream:
         raise ValueError(
             f"weight_sync='stream' is not possible: {reason}. Start the server with `trl-qurl serve` where it sees a "
             "GPU, or set weight_sync='checkpoint' (or 'auto')."
         )
-    if requested != "auto":
-        return Route("stream" if requested == "stream" else "checkpoint", f"weight_sync={requested!r} asks for it")
-    return Route("stream" if can_stream else "checkpoint", reason)
+    return Route("stream" if requested == "stream" else "checkpoint", f"weight_sync={requested!r} asks for it")

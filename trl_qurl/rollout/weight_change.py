@@ -34,6 +34,11 @@ class WeightChangeTracker:
         self._codes: dict[str, torch.Tensor] = {}
         self._sums: dict[str, float] = {}
 
+    def begin_sync(self) -> None:
+        """Start a new pass over the weights."""
+        self._sync += 1
+        self._sums = dict.fromkeys(("update", "old_norm", "error", "norm", "flipped", "codes"), 0.0)
+
     @property
     def measures(self) -> bool:
         """Whether this sync is one of those measured."""
@@ -48,11 +53,6 @@ class WeightChangeTracker:
     def _precedes_measurement(self) -> bool:
         return self.every > 0 and self._sync >= 0 and (self._sync + 1) % self.every == 0
 
-    def begin_sync(self) -> None:
-        """Start a new pass over the weights."""
-        self._sync += 1
-        self._sums = dict.fromkeys(("update", "old_norm", "error", "norm", "flipped", "codes"), 0.0)
-
     @torch.no_grad()
     def observe(self, layer: str, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
         """
@@ -63,32 +63,24 @@ class WeightChangeTracker:
             weight: Full-precision weight, (out, in).
             tensors: What the scheme made of it; none in unquantized rollouts.
         """
+        scheme, sums = self._scheme, self._sums
         if self.measures:
             self._compare_weights(layer, weight)
-        if self._scheme is None:
-            return
-        if self.measures:
-            self._compare_codes(layer, weight, tensors, self._scheme)
-        if self._precedes_measurement:
-            self._codes[layer] = self._scheme.codes(tensors).to("cpu", copy=True)
-
-    def _compare_codes(
-        self, layer: str, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor], scheme: QuantizationScheme
-    ) -> None:
-        sums = self._sums
-        sums["norm"] += _squared_norm(weight)
-        sums["error"] += _squared_norm(scheme.dequantize(tensors) - weight)
-        if layer in self._codes:
-            codes = scheme.codes(tensors)
-            sums["flipped"] += (codes != self._codes[layer].to(codes.device)).sum().item()
-            sums["codes"] += codes.numel()
+        if self.measures and scheme is not None:
+            sums["norm"] += _squared_norm(weight)
+            sums["error"] += _squared_norm(scheme.dequantize(tensors) - weight)
+            if layer in self._codes:
+                codes = scheme.codes(tensors)
+                sums["flipped"] += (codes != self._codes[layer].to(codes.device)).sum().item()
+                sums["codes"] += codes.numel()
+        if self._precedes_measurement and scheme is not None:
+            self._codes[layer] = scheme.codes(tensors).to("cpu", copy=True)
 
     def _compare_weights(self, layer: str, weight: torch.Tensor) -> None:
-        sums = self._sums
         if layer in self._weights:
             old = self._weights[layer].to(weight.device)
-            sums["old_norm"] += _squared_norm(old)
-            sums["update"] += _squared_norm(weight - old)
+            self._sums["old_norm"] += _squared_norm(old)
+            self._sums["update"] += _squared_norm(weight - old)
             self._weights[layer].copy_(weight)
         else:
             self._weights[layer] = weight.to("cpu", copy=True)
@@ -102,14 +94,12 @@ class WeightChangeTracker:
             `weights/normalized_update` and `weights/codes_changed_share`.
         """
         sums = self._sums
-        metrics = {}
-        if sums["norm"]:
-            metrics["weights/normalized_quantization_error"] = sums["error"] / sums["norm"]
-        if sums["old_norm"]:
-            metrics["weights/normalized_update"] = sums["update"] / sums["old_norm"]
-        if sums["codes"]:
-            metrics["weights/codes_changed_share"] = sums["flipped"] / sums["codes"]
-        return metrics
+        ratios = {
+            "weights/normalized_quantization_error": (sums["error"], sums["norm"]),
+            "weights/normalized_update": (sums["update"], sums["old_norm"]),
+            "weights/codes_changed_share": (sums["flipped"], sums["codes"]),
+        }
+        return {name: part / whole for name, (part, whole) in ratios.items() if whole}
 
 
 def _squared_norm(tensor: torch.Tensor) -> float:

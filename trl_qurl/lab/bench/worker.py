@@ -58,7 +58,7 @@ def start_engine(job: Job, policy: Any) -> LLM:
     from trl_qurl.quantization.schemes import get_scheme
     from trl_qurl.quantization.storage import write_config
     from trl_qurl.rollout.directory import CheckpointDirectory
-    from trl_qurl.rollout.engine.attention import check_head_size
+    from trl_qurl.rollout.engine.colocated import check_head_size
     from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
     check_head_size(policy.config)

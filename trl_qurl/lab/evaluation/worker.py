@@ -20,7 +20,6 @@ from trl_qurl.lab.evaluation.answers import GREEDY, Answer, AnswerFile, Request
 from trl_qurl.lab.evaluation.job import Job, Sampling
 from trl_qurl.lab.evaluation.tasks import Task, encode_prompt
 from trl_qurl.lab.processes import die_with_parent
-from trl_qurl.rollout.engine.attention import check_head_size
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -72,6 +71,8 @@ def start_engine(job: Job, tasks: list[Task]) -> tuple[dict[str, list[list[int]]
             attention kernel for the model's heads.
     """
     from transformers import AutoConfig, AutoTokenizer
+
+    from trl_qurl.rollout.engine.colocated import check_head_size
 
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     token_ids = {task.name: [encode_prompt(tokenizer, prompt) for prompt in task.prompts] for task in tasks}

@@ -1,25 +1,23 @@
 r"""A few fixed prompts whose continuations the trainer scores itself, to check what the engine computes.
 
 The engine continues each prompt greedily and reports the log-probabilities of the likeliest tokens at every step; the
-trainer scores the same tokens with its own quantized forward pass. The engine computes in its own dtype and order, so
-the two never agree exactly. How far rounding alone takes them apart depends on the model, so it is measured with the
-same weights on the same tokens: the trainer runs its pass a second time with every layer's output disturbed as
-rounding to bfloat16 would. Each step gives a distance
+trainer scores the same tokens with its own quantized forward pass. The two never agree exactly. How far rounding alone
+takes them apart depends on the model, so it is measured: the trainer runs its pass a second time with every layer's
+output disturbed as rounding to bfloat16 would. Each step gives a distance over the engine's likeliest next tokens k,
 
-$$d(p, q) = \sum_k p_k \, |\log p_k - \log q_k|$$
+$$d(p, q) = \sum_k p_k \, |\log p_k - \log q_k|,$$
 
-over the engine's likeliest next tokens k. The median over steps counts, because a few steps on the edge between two
-continuations would dominate a mean. The *ratio* of the probe is
+of which the median over steps counts, because a few steps on the edge between two continuations would dominate a
+mean. The *ratio* of the probe is
 
 $$\mathrm{median}\; d(engine, policy) \;/\; (3 \; \mathrm{median}\; d(disturbed, policy) + 0.002)$$
 
-Up to 1, rounding explains the distance. The tolerance was measured on CPUs without AMX: of 110 probes of sound engines
-(INT8, FP8 and BF16; float32 and bfloat16 policies; random weights, and a trained policy at four stages; ten sets of
-prompts) none had a ratio above 0.71. Other kernels round differently: a sound engine on a CPU with AMX had 1.5. So a
-ratio above 1 is a warning, and an error only where no rounding explains it: above `FAULT_RATIO`, or, once the run's
-own first check has shown what is normal on this machine, above `GROWTH` times that. A projection swapped with
-another layer's had ratios of 4 to 170, and doubled scales mostly 2 to 30. Scales of query and key projections, which a
-sharp policy hardly notices, are caught by the digests.
+Up to 1, rounding explains the distance. Measured on CPUs without AMX: of 110 probes of sound engines (INT8, FP8 and
+BF16; float32 and bfloat16 policies; random weights, and a trained policy at four stages; ten sets of prompts) none had
+a ratio above 0.71. Other kernels round differently: a sound engine on a CPU with AMX had 1.5. So a ratio above 1 is a
+warning, and an error only above `FAULT_RATIO` or, once the run's own first check has shown what is normal on this
+machine, above `GROWTH` times that. A projection swapped with another layer's had ratios of 4 to 170, doubled scales
+mostly 2 to 30. Scales of query and key projections, which a sharp policy hardly notices, are caught by the digests.
 """
 
 import logging
@@ -43,29 +41,17 @@ SHORT_LENGTH = 7  # tokens
 LONG_PROMPTS = 2  # beside one short one
 STEPS = 8  # tokens by which each prompt is continued
 
-ROUNDING = 2.0**-8
-"""Relative size of the disturbance: the largest error of one rounding to bfloat16, doubled for input and output."""
-
+ROUNDING = 2.0**-8  # the largest relative error of one rounding to bfloat16, doubled for input and output
 FACTOR, FLOOR = 3.0, 0.002  # see above; the floor (nats) is for passes in which nothing is rounded
-
-FAULT_RATIO = 6.0
-"""A ratio that no rounding explains, on any machine: four times the largest ever seen of a sound engine."""
-
-GROWTH, LEAST_LIMIT = 4.0, 2.0
-"""Once the first check has passed, the limit is `GROWTH` times its ratio, but at least `LEAST_LIMIT`."""
+FAULT_RATIO = 6.0  # no rounding explains it, on any machine: four times the largest ever seen of a sound engine
+GROWTH, LEAST_LIMIT = 4.0, 2.0  # after the first check, the limit is `GROWTH` times its ratio, or `LEAST_LIMIT`
 
 
 class ProbeResult(NamedTuple):
-    """
-    What a probe measured.
+    """What a probe measured, in nats."""
 
-    Attributes:
-        distance: Median distance between engine and policy, in nats.
-        tolerance: What rounding explains of it, in nats.
-    """
-
-    distance: float
-    tolerance: float
+    distance: float  # between engine and policy; NaN where the engine's log-probabilities are not numbers
+    tolerance: float  # what rounding explains of it
 
     @property
     def ratio(self) -> float:
@@ -81,19 +67,10 @@ class ProbeJudge:
         self._is_calibrated = False
 
     def judge(self, result: ProbeResult) -> None:
-        """
-        Pass a result, warn about it, or refuse it.
-
-        Args:
-            result: Of a probe of this run.
-
-        Raises:
-            SyncError: The distance is out of all proportion, or is not a number.
-        """
-        measured = (
-            f"{result.distance:.3g} nats, {result.ratio:.2g} times what rounding explains (limit {self._limit:.2g})"
-        )
-        if not result.ratio <= self._limit:
+        """Pass a result, warn about it, or raise `SyncError` if it is out of all proportion or not a number."""
+        limit = self._limit
+        measured = f"{result.distance:.3g} nats, {result.ratio:.2g} times what rounding explains (limit {limit:.2g})"
+        if not result.ratio <= limit:  # NaN as well
             raise SyncError(
                 f"The engine's log-probabilities of the probe differ from the policy's own quantized forward pass by "
                 f"{measured}: it does not compute with the weights that were sent, or keeps a cache from older ones. "
@@ -113,15 +90,9 @@ class ProbeJudge:
 
 
 def probe_prompts(vocabulary_size: int, block_size: int, max_model_len: int) -> list[list[int]]:
-    """
-    Prompts of arbitrary tokens, the same at every call.
+    """Prompts of arbitrary tokens, the same at every call, without both ends of the vocabulary (special tokens).
 
     Most fill a block of the key-value cache, which the engine would use again had it not been emptied.
-
-    Args:
-        vocabulary_size: Tokens are below it. Those at both ends, where special tokens stand, are left out.
-        block_size: Tokens per block of the engine's key-value cache.
-        max_model_len: Tokens that prompt and continuation may have together.
     """
     generator = torch.Generator().manual_seed(0)
     first, last = vocabulary_size // 20, max(1, vocabulary_size * 9 // 10)
@@ -138,18 +109,9 @@ def run_probe(
     layers: Collection[str],
     scheme: QuantizationScheme | None,
 ) -> ProbeResult:
-    """
-    Compare the engine's log-probabilities with the policy's own, computed with fake quantization.
+    """Compare the engine's log-probabilities with the policy's own, computed with fake quantization.
 
-    Args:
-        model: The policy, possibly with an adapter, which is merged for the length of this call.
-        prompts: Token lists.
-        continuations: The engine's, one per prompt.
-        layers: Names of the quantized layers.
-        scheme: Their format; `None` for an unquantized engine.
-
-    Returns:
-        Distance and tolerance.
+    An adapter of the policy is merged for the length of this call.
     """
     adapted = is_peft_model(model)
     if adapted:
@@ -171,17 +133,7 @@ def run_probe(
 
 
 def compare_probe(scored: list[dict[int, float]], policy: torch.Tensor, disturbed: torch.Tensor) -> ProbeResult:
-    """
-    Distances between distributions, as this module defines them.
-
-    Args:
-        scored: The engine's log-probabilities of the likeliest tokens, one dictionary per step.
-        policy: The policy's, of all tokens, `(steps, V)`.
-        disturbed: The same, disturbed by rounding, `(steps, V)`.
-
-    Returns:
-        Distance and tolerance; NaN where the engine's log-probabilities are not numbers.
-    """
+    """Compare the engine's likeliest tokens of each step with all of the policy's, plain and disturbed, (steps, V)."""
     distances, explained = [], []
     for row, tokens in enumerate(scored):
         chosen = list(tokens)

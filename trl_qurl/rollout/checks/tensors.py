@@ -1,18 +1,20 @@
 """Tensors on their way to an engine, checked at both ends.
 
 The worst bugs of the field are silent: an engine that samples from stale or half-loaded weights. Digests compare every
-tensor as it left the trainer with the tensor as it entered the engine. `HeldTensors` compares what entered with what
-layers hold afterwards. Kernels may repack the weights of a layer that multiplies, even within the same shape, so that
-is only possible for the other layers: norms, and the embedding (except for rows that the engine adds to the
-vocabulary). The probe (`probe`) shares no code with these checks and covers the rest.
+tensor as it left the trainer with the tensor as it entered the engine, and `ReceivedTensors` compares what entered
+with what layers hold afterwards. Kernels may repack the weights of a layer that multiplies, even within the same
+shape, so that is only possible for the other layers: norms, and the embedding (except for rows that the engine adds to
+the vocabulary). The probe (`probe`) shares no code with these checks and covers the rest.
 """
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
+from trl_qurl.quantization.stream import NamedTensors
+from trl_qurl.rollout.engine.interface import TensorMetadata
 from trl_qurl.rollout.errors import SyncError
 
 
@@ -26,25 +28,14 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 class DigestRecorder:
-    """
-    A stream of named tensors that keeps the digest of each tensor that has passed.
+    """A stream of named tensors that keeps the digest of each tensor that has passed, where `enabled`."""
 
-    Args:
-        named_tensors: The stream.
-        enabled: With `False`, tensors pass without being read.
-
-    Attributes:
-        digests: Name to digest.
-        seconds: Time spent on them.
-        exhausted: Whether the stream was read to its end.
-    """
-
-    def __init__(self, named_tensors: Iterable[tuple[str, torch.Tensor]], enabled: bool = True) -> None:
+    def __init__(self, named_tensors: NamedTensors, enabled: bool = True) -> None:
         self._named_tensors = named_tensors
         self._enabled = enabled
-        self.digests: dict[str, str] = {}
-        self.seconds = 0.0
-        self.exhausted = False
+        self.digests: dict[str, str] = {}  # by name
+        self.seconds = 0.0  # spent on digests
+        self.exhausted = False  # whether the stream was read to its end
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._named_tensors:
@@ -57,22 +48,13 @@ class DigestRecorder:
 
 
 def compare_digests(sent: Mapping[str, str], received: Mapping[str, str]) -> None:
-    """
-    Make sure that what arrived is what was sent, tensor by tensor.
-
-    Args:
-        sent: Tensor name to digest, on the trainer's side.
-        received: The same, on the engine's side.
-
-    Raises:
-        SyncError: The message names the tensors that are missing, unexpected or different.
-    """
+    """Raise `SyncError` with the names of the tensors that are missing, unexpected or different, if there are any."""
     faults = {
-        "missing": sorted(sent.keys() - received.keys()),
-        "unexpected": sorted(received.keys() - sent.keys()),
-        "different": sorted(name for name in sent.keys() & received.keys() if sent[name] != received[name]),
+        "missing": sent.keys() - received.keys(),
+        "unexpected": received.keys() - sent.keys(),
+        "different": {name for name in sent.keys() & received.keys() if sent[name] != received[name]},
     }
-    found = [f"{len(names)} {fault} (first {names[0]})" for fault, names in faults.items() if names]
+    found = [f"{len(names)} {fault} (first {min(names)})" for fault, names in faults.items() if names]
     if found:
         raise SyncError(
             f"The engine did not receive the weights that were sent: of {len(sent)} tensors, {', '.join(found)}. "
@@ -81,26 +63,17 @@ def compare_digests(sent: Mapping[str, str], received: Mapping[str, str]) -> Non
 
 
 def as_announced(
-    named_tensors: Iterable[tuple[str, torch.Tensor]],
-    metadata: list[tuple[str, str, list[int]]],
-    refused: Callable[[], bool],
+    named_tensors: NamedTensors, metadata: TensorMetadata, refused: Callable[[], bool]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """
-    The stream, as long as each tensor is the announced one: the workers cut it up by what was announced.
+    """The stream, as long as each tensor is the announced one: the workers cut it up by what was announced.
 
-    Args:
-        named_tensors: What is sent.
-        metadata: What was announced: name, dtype and shape of each tensor, in order.
-        refused: Whether the workers have stopped receiving.
-
-    Raises:
-        SyncError: At the first tensor that differs, or if the workers have stopped receiving.
+    Raises `SyncError` at the first tensor that differs, or once the workers have stopped receiving (`refused`).
     """
     sent = 0
     for name, tensor in named_tensors:
         found = (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-        if sent >= len(metadata) or found != metadata[sent]:
-            announced = metadata[sent] if sent < len(metadata) else "nothing"
+        announced = metadata[sent] if sent < len(metadata) else "nothing"
+        if found != announced:
             raise SyncError(f"Tensor {sent} of the stream is {found}, where {announced} was announced.")
         if refused():
             raise SyncError("The server's workers answered before the last tensor was sent.")
@@ -110,42 +83,29 @@ def as_announced(
         raise SyncError(f"The stream ended after {sent} tensors, where {len(metadata)} were announced.")
 
 
-class HeldTensors:
-    """
-    Keeps digests of what comes in, and compares them afterwards with what the model holds.
-
-    Args:
-        model: The engine's model.
-        enabled: With `False`, tensors pass without being read.
-    """
+class ReceivedTensors:
+    """Keeps digests of what comes in for a model, where `enabled`, and compares them afterwards with what it holds."""
 
     def __init__(self, model: torch.nn.Module, enabled: bool = True) -> None:
         self._model = model
         self._enabled = enabled
+        self.digests: dict[str, str] = {}  # by name, over all streams watched
         self._expected: dict[str, tuple[torch.Size, str]] = {}
 
-    def watch(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass tensors on, and keep digests of those that can be compared.
-
-        Args:
-            named_tensors: The stream.
-        """
-        held = self._comparable() if self._enabled else {}
+    def watch(self, named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pass tensors on, and keep their digests."""
+        if not self._enabled:
+            yield from named_tensors
+            return
+        held = self._comparable()
         for name, tensor in named_tensors:
+            self.digests[name] = tensor_digest(tensor)
             if name in held and _keeps_layout(held[name], tensor.shape):
                 self._expected[name] = tensor.shape, tensor_digest(tensor.to(held[name].dtype))
             yield name, tensor
 
     def compare(self) -> list[str]:
-        """
-        Compare.
-
-        Returns:
-            Names of the parameters that could be compared.
-
-        Raises:
-            RuntimeError: A layer does not hold what came in for it.
-        """
+        """Names of the parameters that could be compared. One that does not hold what came in is a `RuntimeError`."""
         held = self._comparable()
         compared, differing = [], []
         for name, (shape, digest) in self._expected.items():
@@ -174,6 +134,7 @@ class HeldTensors:
 
 
 def _keeps_layout(held: torch.Tensor, shape: torch.Size) -> bool:
+    """Whether a parameter has this shape, or more rows of it."""
     if held.shape == shape:
         return True
     return len(shape) > 0 and held.shape[1:] == shape[1:] and held.shape[0] > shape[0]

@@ -1,11 +1,9 @@
 """vLLM in the trainer's own process."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.engine.interface import (
     PROBE_TOP,
     Continuation,
@@ -18,27 +16,19 @@ from trl_qurl.rollout.engine.interface import (
 from trl_qurl.rollout.errors import SyncError
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
     from vllm import LLM
 
 
 class ColocatedEngine(Engine):
-    """
-    vLLM in the trainer's own process.
-
-    Args:
-        llm: The engine, started with trl-qurl's worker extension.
-        sleeps: Whether TRL puts it to sleep between rollouts, so that its key-value cache has to be woken first.
-    """
+    """vLLM in the trainer's own process, started with trl-qurl's worker extension."""
 
     def __init__(self, llm: "LLM", sleeps: bool = False) -> None:
         self._llm = llm
-        self._sleeps = sleeps
+        self._sleeps = sleeps  # between rollouts, so that the key-value cache has to be woken first
 
     def load_stream(  # noqa: D102
-        self,
-        named_tensors: Iterable[tuple[str, torch.Tensor]],
-        metadata: TensorMetadata | None,
-        update: WeightUpdate,
+        self, named_tensors: NamedTensors, metadata: TensorMetadata | None, update: WeightUpdate
     ) -> list[LoadReport]:
         return self._load(update, weights_iterator=named_tensors)
 
@@ -76,3 +66,25 @@ class ColocatedEngine(Engine):
             )
             for completion in completions
         ]
+
+
+def check_head_size(config: "PretrainedConfig") -> None:
+    """Raise `ValueError` for a model whose attention heads vLLM's CPU build has no kernel for.
+
+    vLLM itself fails at the first token, minutes later, inside a kernel. Tiny test models, which people try first on a
+    laptop, usually have heads that are too small.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    text = config.get_text_config()
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if width not in sizes:
+        raise ValueError(
+            f"The attention heads of this model are {width} wide, and vLLM's CPU build has kernels for "
+            f"{', '.join(map(str, sizes))} only. Use a model with such heads (`make demo` trains one), or a GPU."
+        )

@@ -28,12 +28,10 @@ class ReloadableCPUInt8Kernel(CPUInt8ScaledMMLinearKernel):
 
 
 def use_reloadable_int8_kernels(model: torch.nn.Module) -> None:
-    """
-    Replace vLLM's INT8 kernel by `ReloadableCPUInt8Kernel` in every layer of this model that has it.
+    """Replace vLLM's INT8 kernel by `ReloadableCPUInt8Kernel`, before a reload prepares each layer with the kernel.
 
-    Call it before a reload, which prepares each layer again with the kernel that it finds then. Registering the kernel
-    with vLLM instead would need an environment variable that disables vLLM's own, and later processes would inherit
-    it.
+    Registering the kernel with vLLM instead would need an environment variable that disables vLLM's own, and later
+    processes would inherit it.
     """
     for layer in model.modules():
         scheme = getattr(layer, "scheme", None)  # only quantized layers have one
@@ -42,8 +40,7 @@ def use_reloadable_int8_kernels(model: torch.nn.Module) -> None:
 
 
 def repack_output_head(model: torch.nn.Module) -> None:
-    """
-    Let an unquantized output head multiply with the weight that it holds now.
+    """Let an unquantized output head multiply with the weight that it holds now.
 
     A tied head takes the packed copy that a reload of the embedding has just made. Any other head packs its own.
     """

@@ -6,11 +6,10 @@ nor vLLM: the worker imports it too.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
+from trl_qurl.quantization.stream import NamedTensors
 
 PROBE_TOP = 20
 """Likeliest tokens whose log-probabilities a probe compares: vLLM's default `max_logprobs`."""
@@ -20,65 +19,35 @@ TensorMetadata = list[tuple[str, str, list[int]]]
 
 
 class WeightUpdate(NamedTuple):
-    """
-    One update of an engine's weights, as every layer between trainer and engine sees it.
+    """One update of an engine's weights, as every layer between trainer and engine sees it."""
 
-    Attributes:
-        version: Name of the weights, which the engine reports from then on.
-        digest: Whether each worker reports a digest of every tensor it receives.
-        partial: Whether layers that receive nothing keep what they hold; otherwise that is an error.
-    """
-
-    version: str
-    digest: bool = False
-    partial: bool = False
+    version: str  # name of the weights, which the engine reports from then on
+    digest: bool = False  # whether each worker reports a digest of every tensor it receives
+    partial: bool = False  # whether layers that receive nothing keep what they hold; otherwise that is an error
 
 
 class LoadReport(NamedTuple):
-    """
-    What one worker says about the weights it has just loaded.
-
-    Attributes:
-        version: Name of the weights.
-        digests: Tensor name to digest; empty if none were asked for.
-        held: Parameters found in the model as they came in; 0 if no digests were asked for.
-    """
+    """What one worker says about the weights it has just loaded."""
 
     version: str
-    digests: dict[str, str]
-    held: int
+    digests: dict[str, str]  # by tensor name; empty if none were asked for
 
 
 class EngineDescription(NamedTuple):
-    """
-    What an engine says about itself.
+    """What an engine says about itself."""
 
-    Attributes:
-        format: compressed-tensors' name for how the codes are stored; `None` for unquantized weights.
-        ignore: Patterns of the modules kept in full precision.
-        block_size: Tokens per block of the key-value cache.
-        max_model_len: Tokens of the longest sequence.
-        dtype: Of the layers that are not quantized, as torch calls it; `None` where they differ.
-    """
-
-    format: str | None
-    ignore: list[str]
-    block_size: int
-    max_model_len: int
-    dtype: str | None
+    format: str | None  # compressed-tensors' name for how the codes are stored; `None` for unquantized weights
+    ignore: list[str]  # patterns of the modules kept in full precision
+    block_size: int  # tokens per block of the key-value cache
+    max_model_len: int  # tokens of the longest sequence
+    dtype: str | None  # of the layers that are not quantized, as torch calls it; `None` where they differ
 
 
 class Continuation(NamedTuple):
-    """
-    A greedy continuation of a prompt.
-
-    Attributes:
-        tokens: The tokens.
-        logps: At each of them, the likeliest tokens' log-probabilities, in nats.
-    """
+    """A greedy continuation of a prompt."""
 
     tokens: list[int]
-    logps: list[dict[int, float]]
+    logps: list[dict[int, float]]  # at each token, the log-probabilities of the likeliest ones, in nats
 
 
 class Engine(ABC):
@@ -86,39 +55,18 @@ class Engine(ABC):
 
     @abstractmethod
     def load_stream(
-        self,
-        named_tensors: Iterable[tuple[str, torch.Tensor]],
-        metadata: TensorMetadata | None,
-        update: WeightUpdate,
+        self, named_tensors: NamedTensors, metadata: TensorMetadata | None, update: WeightUpdate
     ) -> list[LoadReport]:
-        """
-        Replace the weights in place from a stream, and drop what was cached under the old ones.
+        """Replace the weights in place from a stream in checkpoint format, and drop what the old ones left cached.
 
-        Args:
-            named_tensors: The stream, in checkpoint format.
-            metadata: What the stream will hold, for an engine in another process; `None` otherwise.
-            update: Name and mode of this update.
-
-        Returns:
-            One report per worker.
-
-        Raises:
-            RuntimeError: The engine could not load them (`ServerError` from a server).
-            SyncError: The stream is not what was announced, or the engine kept its cache.
+        An engine in another process needs `metadata`, what the stream will hold. Returns one report per worker.
+        Raises `RuntimeError` if the engine could not load the weights (`ServerError` from a server), and `SyncError`
+        if the stream is not what was announced or the engine kept its cache.
         """
 
     @abstractmethod
     def load_checkpoint(self, path: Path, update: WeightUpdate) -> list[LoadReport]:
-        """
-        Replace the weights in place from a checkpoint directory that the engine sees; otherwise as `load_stream`.
-
-        Args:
-            path: The directory.
-            update: Name and mode of this update.
-
-        Returns:
-            One report per worker.
-        """
+        """As `load_stream`, from a checkpoint directory that the engine sees."""
 
     @abstractmethod
     def version(self) -> str:
@@ -126,13 +74,7 @@ class Engine(ABC):
 
     @abstractmethod
     def continue_greedily(self, prompts: list[list[int]], steps: int) -> list[Continuation]:
-        """
-        Continue each prompt by its likeliest tokens, end tokens included, without touching any random state.
-
-        Args:
-            prompts: Token lists.
-            steps: Tokens to add.
-        """
+        """Continue each prompt by its likeliest tokens, end tokens included, without touching any random state."""
 
     @abstractmethod
     def describe(self) -> EngineDescription:

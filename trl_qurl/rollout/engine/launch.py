@@ -23,22 +23,10 @@ from trl_qurl.rollout.engine.served import API_KEY_VARIABLE, WORKER_EXTENSION
 
 
 def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str]) -> Path:
-    """
-    The quantized checkpoint of a model, made if it is not cached yet.
+    """The quantized checkpoint of the full-precision model in a directory, made if it is not cached yet.
 
     The key of the cache is a digest of what it is made from, so a model that changed under its name is quantized
     again.
-
-    Args:
-        model: Directory of the full-precision model (see `resolve_model`).
-        scheme: Name of the format.
-        ignore: Modules kept in full precision.
-
-    Returns:
-        Directory of a complete checkpoint.
-
-    Raises:
-        OSError: The cache cannot be written.
     """
     key = hashlib.blake2b(json.dumps([scheme, sorted(ignore), content_digest(Path(model))]).encode(), digest_size=10)
 
@@ -76,18 +64,9 @@ def content_digest(directory: Path) -> str:
 def server_command(
     checkpoint: str, host: str, port: int, further: Sequence[str], show_warnings: bool = False
 ) -> list[str]:
-    """
-    The command that starts a server for training, with the CUDA or the CPU build of vLLM.
+    """The words of the command that starts a server for training, with the CUDA or the CPU build of vLLM.
 
-    Args:
-        checkpoint: Directory that it starts from.
-        host: Address to listen on.
-        port: Port to listen on.
-        further: Options passed on to vLLM, which override those set here.
-        show_warnings: Whether Python shows its warning about the way the CPU build is started.
-
-    Returns:
-        The words of the command.
+    `further` goes to vLLM, and overrides what is set here.
     """
     start = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", checkpoint]
     if not _is_distributed_as("vllm"):
@@ -105,23 +84,18 @@ def server_command(
     if torch.cuda.is_available():
         options["--weight-transfer-config"] = '{"backend": "nccl"}'
     given = {argument.split("=")[0] for argument in further}
-    return (
-        start + [part for name, value in options.items() if name not in given for part in (name, value)] + [*further]
-    )
+    ours = [part for name, value in options.items() if name not in given for part in (name, value)]
+    return [*start, *ours, *further]
 
 
 def require_vllm() -> None:
-    """
-    Raises:
-        ImportError: vLLM is not installed; the message says which extra brings it.
-    """
+    """Raise `ImportError` with the extra that brings vLLM, if it is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise ImportError("This needs vLLM, which is not installed: run `pip install trl-qurl[vllm]`.")
 
 
 def exposure_warning(host: str, further: Sequence[str]) -> str | None:
-    """
-    Warning for a server that others can reach, or `None`.
+    """Warning for a server that others can reach, or `None`.
 
     vLLM's API key protects generation only (paths that begin with `/v1` and a few more). The endpoints that replace
     weights and call workers stay open to anyone who reaches the port.
@@ -153,9 +127,7 @@ def _is_distributed_as(name: str) -> bool:
 
 
 def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False

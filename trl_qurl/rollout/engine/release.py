@@ -18,12 +18,7 @@ _releases: list[weakref.finalize] = []
 
 
 def release_when_deleted(llm: "LLM") -> None:
-    """
-    Replace vLLM's finalizer of an engine by one that spares the process groups.
-
-    Args:
-        llm: An engine in this process, just started.
-    """
+    """Replace vLLM's finalizer of an engine in this process, just started, by one that spares the process groups."""
     _destroy_process_groups_at_exit()
     client = llm.llm_engine.engine_core
     finalizer = getattr(client, "_finalizer", None)  # the oldest vLLM that TRL takes has none

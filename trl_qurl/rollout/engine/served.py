@@ -7,7 +7,7 @@ single request to the server's workers loads them, so nothing is left half done 
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from trl.generation.vllm_client import VLLMClient
 from urllib3.util.retry import Retry
 
 from trl_qurl.quantization.schemes import UNQUANTIZED, QuantizationScheme
+from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.checks.tensors import as_announced
 from trl_qurl.rollout.engine.interface import (
     PROBE_TOP,
@@ -33,30 +34,16 @@ from trl_qurl.rollout.errors import ServerError, SyncError
 
 logger = logging.getLogger(__name__)
 
-WORKER_EXTENSION = "trl_qurl.rollout.engine.worker.RolloutWorker"
-"""vLLM's `worker_extension_cls`. A name, so that only the engine imports the class."""
-
-API_KEY_VARIABLE = "VLLM_API_KEY"
-"""Environment variable with the key that clients must know, as in vLLM's server."""
-
+WORKER_EXTENSION = "trl_qurl.rollout.engine.worker.RolloutWorker"  # a name, so that only the engine imports the class
+API_KEY_VARIABLE = "VLLM_API_KEY"  # as in vLLM's server
 HEALTH_TIMEOUT = 5.0  # seconds for an answer to `/health`, which needs no work
 WAITING_NOTICE = 10.0  # seconds between lines about a server that is not up yet
 
 
 class ServedEngine(VLLMClient, Engine):
-    """
-    [`VLLMClient`] that loads quantized weights through trl-qurl's worker extension, and bounds every request in time.
+    """[`VLLMClient`] that loads quantized weights through trl-qurl's worker extension, and bounds requests in time.
 
-    Args:
-        *args: As for the parent.
-        scheme: Format that the weights will have; `None` for full precision.
-        ignore: Modules kept in full precision.
-        request_timeout: Seconds that a request may take.
-        **kwargs: As for the parent.
-
-    Raises:
-        ConnectionError: No server answers within `connection_timeout`; the message has the command that starts one.
-        ServerError: From any request that fails. From then on, all requests do.
+    A request that fails raises `ServerError`, and from then on, all do.
     """
 
     def __init__(
@@ -64,7 +51,7 @@ class ServedEngine(VLLMClient, Engine):
         *args: Any,
         scheme: QuantizationScheme | None = None,
         ignore: Collection[str] = (),
-        request_timeout: float = 1800.0,
+        request_timeout: float = 1800.0,  # seconds
         **kwargs: Any,
     ) -> None:
         self.scheme, self.ignore = scheme, ignore
@@ -75,21 +62,15 @@ class ServedEngine(VLLMClient, Engine):
         super().__init__(*args, **kwargs)
         # The parent also retries requests whose answer never came, five times: a server that hangs would be waited for
         # six times over, and one that restarted meanwhile would answer from other weights.
-        retries = Retry(
-            total=3, read=False, status_forcelist=[502, 503], backoff_factor=1, allowed_methods=["POST", "GET"]
-        )
+        verbs = ["POST", "GET"]
+        retries = Retry(total=3, read=False, status_forcelist=[502, 503], backoff_factor=1, allowed_methods=verbs)
         for prefix in ("http://", "https://"):
             self.session.mount(prefix, HTTPAdapter(max_retries=retries, pool_maxsize=64))
 
     # Start -----------------------------------------------------------------------------------------------------------
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Wait for the server, as the parent does, and tell the user about the wait.
-
-        Args:
-            total_timeout: Seconds to wait.
-            retry_interval: Seconds between two attempts.
-        """
+        """Wait for the server, as the parent does, and tell the user about the wait."""
         started = noticed = time.monotonic()
         while not self._is_healthy():
             now = time.monotonic()
@@ -113,23 +94,14 @@ class ServedEngine(VLLMClient, Engine):
             return False
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        """Make sure that the server can load our weights. NCCL is opened by `open_stream`, if it is used at all.
-
-        Args:
-            device: The trainer's; unused here.
-
-        Raises:
-            ValueError: The server lacks the worker extension, or serves a model in another format.
-        """
-        info = self._server_info()
-        if info["parallel_config"]["worker_extension_cls"] != WORKER_EXTENSION:
+        """Refuse a server that cannot load our weights. `open_stream` opens NCCL, if it is used at all."""
+        if self._server_info()["parallel_config"]["worker_extension_cls"] != WORKER_EXTENSION:
             raise ValueError(
                 f"The vLLM server at {self.base_url} runs without trl-qurl's worker extension, which loads the "
                 f"weights. Restart it with {self._command}."
             )
         served = self.describe()
-        wanted_format = self.scheme.checkpoint_format if self.scheme else None
-        wanted_ignore = sorted(self.ignore) if self.scheme else []
+        wanted_format, wanted_ignore = (self.scheme.checkpoint_format, self.ignore) if self.scheme else (None, ())
         # vLLM may have renamed the ignored modules to its own names, so only their number is compared.
         if served.format != wanted_format or len(served.ignore) != len(wanted_ignore):
             raise ValueError(
@@ -145,11 +117,7 @@ class ServedEngine(VLLMClient, Engine):
         return self._server_info()["weight_transfer_config"] is not None
 
     def open_stream(self, device: torch.device) -> None:
-        """Open the NCCL group over which tensors travel.
-
-        Args:
-            device: The trainer's.
-        """
+        """Open the NCCL group over which tensors travel."""
         super().init_communicator(device)
 
     @property
@@ -175,20 +143,16 @@ class ServedEngine(VLLMClient, Engine):
                 f"The vLLM server could not load the weights written to {path}. Make sure that it sees that directory "
                 f"(rollout_checkpoint_dir) and serves the model that is being trained. {error}"
             ) from None
-        self._adopt(update.version)
-        return [LoadReport(**report) for report in reports]
+        return self._adopt(update, reports)
 
     def load_stream(  # noqa: D102
-        self,
-        named_tensors: Iterable[tuple[str, torch.Tensor]],
-        metadata: TensorMetadata | None,
-        update: WeightUpdate,
+        self, named_tensors: NamedTensors, metadata: TensorMetadata | None, update: WeightUpdate
     ) -> list[LoadReport]:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         metadata = metadata or []
-        names, dtype_names, shapes = (list(column) for column in zip(*metadata, strict=True))
-        announced = {"names": names, "dtype_names": dtype_names, "shapes": shapes}
+        columns = (list(column) for column in zip(*metadata, strict=True))
+        announced = dict(zip(("names", "dtype_names", "shapes"), columns, strict=True))
         # The workers wait inside NCCL while they serve the request, so it must run beside the broadcast.
         executor = ThreadPoolExecutor(max_workers=1)
         try:
@@ -209,16 +173,16 @@ class ServedEngine(VLLMClient, Engine):
         finally:
             # Not waited for: if the broadcast failed, the workers never answer.
             executor.shutdown(wait=False)
-        self._adopt(update.version)
-        return [LoadReport(**report) for report in reports]
+        return self._adopt(update, reports)
 
-    def _adopt(self, version: str) -> None:
+    def _adopt(self, update: WeightUpdate, reports: list[dict[str, Any]]) -> list[LoadReport]:
         if not self._request("POST", "/reset_prefix_cache").get("success", True):
             raise SyncError(
                 "vLLM did not empty its prefix cache, which holds keys and values of the old weights. Requests of "
                 "another client may be running: give every run a server of its own."
             )
-        self._request("POST", "/update_weight_version", json={"new_version": version})
+        self._request("POST", "/update_weight_version", json={"new_version": update.version})
+        return [LoadReport(**report) for report in reports]
 
     def version(self) -> str:  # noqa: D102
         return self._request("GET", "/weight_info")["weight_version"]
@@ -244,7 +208,7 @@ class ServedEngine(VLLMClient, Engine):
     def _call_workers(self, method: str, **kwargs: Any) -> list[dict[str, Any]]:
         return self._request("POST", "/collective_rpc", json={"method": method, "kwargs": kwargs})["results"]
 
-    def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:
+    def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:  # the parent's requests go through these two
         return self._request("GET", url.removeprefix(self.base_url), **kwargs)
 
     def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ CPU, `cpu` adds fixes to it.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from vllm.platforms import current_platform
 
 from trl_qurl.quantization.storage import read_tensors, tensor_shapes
-from trl_qurl.rollout.checks.tensors import DigestRecorder, HeldTensors
+from trl_qurl.quantization.stream import NamedTensors
+from trl_qurl.rollout.checks.tensors import ReceivedTensors
 from trl_qurl.rollout.engine.interface import WeightUpdate
 
 if current_platform.is_cpu():
@@ -37,26 +38,15 @@ class RolloutWorker:
 
     def load_rollout_weights(
         self,
-        update: Mapping[str, Any],
-        weights_iterator: Iterable[tuple[str, torch.Tensor]] | None = None,
-        weights_path: str | None = None,
-        announced: dict[str, list] | None = None,
+        update: Mapping[str, Any],  # the fields of a `WeightUpdate`
+        weights_iterator: NamedTensors | None = None,  # only inside the trainer's own process
+        weights_path: str | None = None,  # a checkpoint on a file system that this worker sees
+        announced: dict[str, list] | None = None,  # `names`, `dtype_names`, `shapes` of a transfer by vLLM's own means
     ) -> dict[str, object]:
-        """
-        Replace weights in place by checkpoint-format tensors from one of three sources.
+        """Replace weights in place by checkpoint-format tensors from one of three sources.
 
-        Args:
-            update: The fields of a `WeightUpdate`.
-            weights_iterator: `(name, tensor)` pairs; only inside the trainer's own process.
-            weights_path: Checkpoint directory on a file system that this worker sees.
-            announced: `names`, `dtype_names` and `shapes` of what will come over vLLM's weight transfer.
-
-        Returns:
-            The fields of a `LoadReport`.
-
-        Raises:
-            RuntimeError: A layer was left with its old weights, or does not hold what came in for it; these are
-                another model's weights; or an earlier load failed.
+        Returns the fields of a `LoadReport`. Raises `RuntimeError` if a layer was left with its old weights or does
+        not hold what came in for it, if these are another model's weights, or if an earlier load failed.
         """
         wanted = WeightUpdate(**update)
         self._refuse_other_model(weights_path, announced, wanted.partial)
@@ -65,44 +55,40 @@ class RolloutWorker:
                 "An earlier load of weights failed halfway, after which vLLM cannot load any: start the server again."
             )
         self.rollout_load_failed = True
-        held = HeldTensors(self.get_model(), enabled=wanted.digest)
+        received = ReceivedTensors(self.get_model(), enabled=wanted.digest)
         with _watched_reload(wanted.partial):
-            digests = self._load_from(weights_iterator, weights_path, announced, wanted.digest, held)
+            if announced is not None:
+                self._receive(announced, received)
+            else:
+                if weights_iterator is None:
+                    weights_iterator = read_tensors(Path(weights_path or ""))
+                self._reload(received.watch(weights_iterator))
         self.rollout_load_failed = False
-        compared = held.compare()
-        return {"version": wanted.version, "digests": digests, "held": len(compared)}
+        received.compare()
+        return {"version": wanted.version, "digests": received.digests}
 
-    def _load_from(
-        self,
-        weights_iterator: Iterable[tuple[str, torch.Tensor]] | None,
-        weights_path: str | None,
-        announced: dict[str, list] | None,
-        digest: bool,
-        held: HeldTensors,
-    ) -> dict[str, str]:
-        """Load from the source that is given, and return digests of what came."""
-        if announced is not None:
-            return self._receive(announced, digest, held)
-        if weights_iterator is None:
-            weights_iterator = read_tensors(Path(weights_path or ""))
-        received = DigestRecorder(weights_iterator, enabled=digest)
+    def _reload(self, named_tensors: NamedTensors) -> None:
         if current_platform.is_cpu():
             cpu.use_reloadable_int8_kernels(self.get_model())
-        self.reload_weights(weights_iterator=held.watch(received))
+        self.reload_weights(weights_iterator=named_tensors)
         if current_platform.is_cpu():
             cpu.repack_output_head(self.get_model())
             cpu.restore_released_weights(self.get_model())
-        return received.digests
+
+    def _receive(self, announced: dict[str, list], received: ReceivedTensors) -> None:
+        """Receive one update from vLLM's weight transfer."""
+        self.start_weight_update()
+        engine = self.weight_transfer_engine
+        engine.set_weight_update_target(_WatchedModel(engine.model, received), engine.model_config)
+        self.update_weights(announced)
+        engine.reset_weight_update_target()
+        self.finish_weight_update()
 
     def _refuse_other_model(self, weights_path: str | None, announced: dict[str, list] | None, partial: bool) -> None:
-        """
-        Refuse weights of another model before any layer is touched.
+        """Raise `RuntimeError` for weights of another model, before any layer is touched.
 
         Names and shapes are compared with those of the quantized checkpoint that the server started from. Unquantized
         ones are not: a model's own checkpoint may name its tensors otherwise than its parameters.
-
-        Raises:
-            RuntimeError: If they differ.
         """
         start = Path(self.vllm_config.model_config.model)
         if self.vllm_config.quant_config is None or not any(start.glob("*.safetensors")):
@@ -123,37 +109,14 @@ class RolloutWorker:
                 f"{name} (shape {sent.get(name)} instead of {served.get(name)}). Nothing was loaded."
             )
 
-    def _receive(self, announced: dict[str, list], digest: bool, held: HeldTensors) -> dict[str, str]:
-        """Receive one update from vLLM's weight transfer, and return digests of its tensors, if asked for."""
-        self.start_weight_update()
-        engine = self.weight_transfer_engine
-        received = _RecordingModel(engine.model, digest, held)
-        engine.set_weight_update_target(received, engine.model_config)
-        self.update_weights(announced)
-        engine.reset_weight_update_target()
-        self.finish_weight_update()
-        return received.digests
-
     def describe_rollouts(self) -> dict[str, object]:
-        """
-        What the trainer has to know about this worker.
-
-        Returns:
-            The fields of an `EngineDescription`; `format` is another method's name where it is not compressed-tensors.
-        """
+        """The fields of an `EngineDescription`; `format` is the method's name where it is not compressed-tensors."""
         quantization = self.vllm_config.quant_config
-        description: dict[str, object] = {"format": None, "ignore": []}
+        form, ignore = None, []
         if isinstance(quantization, CompressedTensorsConfig):
-            description = {"format": quantization.quant_format, "ignore": list(quantization.ignore)}
+            form, ignore = quantization.quant_format, list(quantization.ignore)
         elif quantization is not None:
-            description["format"] = quantization.get_name()
-        return description | {
-            "block_size": self.vllm_config.cache_config.block_size,
-            "max_model_len": self.vllm_config.model_config.max_model_len,
-            "dtype": self._common_dtype(),
-        }
-
-    def _common_dtype(self) -> str | None:
+            form = quantization.get_name()
         dtypes = {
             parameter.dtype
             for layer in self.get_model().modules()
@@ -161,40 +124,33 @@ class RolloutWorker:
             for parameter in layer.parameters(recurse=False)
             if parameter.is_floating_point()
         }
-        return str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None
+        return {
+            "format": form,
+            "ignore": ignore,
+            "block_size": self.vllm_config.cache_config.block_size,
+            "max_model_len": self.vllm_config.model_config.max_model_len,
+            "dtype": str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None,
+        }
 
 
-class _RecordingModel:
-    """What a weight transfer engine needs of a model, with a digest of every tensor that arrives."""
+class _WatchedModel:
+    """What a weight transfer engine needs of a model, with digests of the tensors that arrive."""
 
-    def __init__(self, model: torch.nn.Module, digest: bool, held: HeldTensors) -> None:
+    def __init__(self, model: torch.nn.Module, received: ReceivedTensors) -> None:
         self._model = model
-        self._digest = digest
-        self._held = held
-        self.digests: dict[str, str] = {}
+        self._received = received
 
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+    def load_weights(self, weights: NamedTensors) -> object:
         """Pass one batch of tensors on to the model."""
-        received = DigestRecorder(weights, enabled=self._digest)
-        loaded = self._model.load_weights(self._held.watch(received))  # type: ignore[operator]
-        self.digests |= received.digests
-        return loaded
+        return self._model.load_weights(self._received.watch(weights))  # type: ignore[operator]
 
 
 @contextmanager
 def _watched_reload(partial: bool) -> Iterator[None]:
-    """
-    Turn vLLM's log line about a layer that got no new weights into an error.
+    """Raise `RuntimeError` where vLLM only logs, and continues: a layer got no new weights. Not if `partial`.
 
-    vLLM only logs it and continues with the old weights. For a layer that has weights in every checkpoint that is an
-    error. Rotary embeddings compute theirs and a tied head shares the embedding's, so their line is dropped. About any
-    other layer, vLLM's own warning stays.
-
-    Args:
-        partial: Whether layers may stay without new weights.
-
-    Raises:
-        RuntimeError: At the end of the block, if such a layer was reported.
+    For a layer that has weights in every checkpoint that is an error. Rotary embeddings compute theirs and a tied head
+    shares the embedding's, so their line is dropped. About any other layer, vLLM's own warning stays.
     """
     always_loaded = ("Linear", "VocabParallelEmbedding", "Norm")
     weightless = ("RotaryEmbedding", "RotaryEmbeddingInterleaved", "ParallelLMHead")
