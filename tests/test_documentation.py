@@ -229,6 +229,12 @@ def test_messages_people_meet_are_ours():
     assert looked_up > 25
 
 
+def test_the_readme_is_short_and_provenance_is_in_benchmarks():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+    for page in (ROOT / "README.md", *SITE):
+        assert not re.search(r"\bcommit [0-9a-f]{7}\b", page.read_text()), page.name
+
+
 # Links ---------------------------------------------------------------------------------------------------------------
 
 

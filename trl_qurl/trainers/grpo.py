@@ -27,7 +27,7 @@ from trl_qurl.trainers.rollouts import QuantizedRolloutsMixin
 
 class QuRLGRPOTrainer(QuantizedRolloutsMixin, DynamicSamplingTrainer):
     """
-    [`~trl.GRPOTrainer`] whose rollouts come from an 8-bit copy of the policy, re-quantized before every generation.
+    [`~trl.GRPOTrainer`] whose rollouts come from a quantized copy of the policy, made again before every generation.
 
     Training stays in full precision; the objective (`args.objective`) corrects for the difference. Method and defaults
     are those of QuRL (arXiv 2602.13953).
