@@ -4,12 +4,13 @@ Everything that cannot work together is refused here, before a model is loaded.
 """
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trl import GRPOConfig
 
 from trl_qurl.config.checks import check_choice
 from trl_qurl.config.dynamic_sampling import DynamicSamplingSettings
+from trl_qurl.config.help import with_help
 from trl_qurl.config.rollout import QuantizedRolloutsConfig
 from trl_qurl.objective import OBJECTIVES, get_objective
 
@@ -17,39 +18,32 @@ CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 """TRL's losses that clamp the ratio on both sides and average over tokens: what the paper's objectives are made of."""
 
 
+@with_help
 @dataclass
 class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfig):
-    r"""
+    """
     [`~trl.GRPOConfig`] plus the settings of quantized rollouts ([`QuantizedRolloutsConfig`]), of the objective, and of
     dynamic sampling ([`DynamicSamplingSettings`]). Only new fields, and those whose default changes, are listed.
 
     > Objective
 
     Args:
-        objective (`str`, *optional*, defaults to `"acr"`):
-            `"acr"` (QuRL, Eq. 9), `"tis"` (FlashRL, Eq. 5), `"decoupled"` (Eq. 4), `"quantized_ratio"` (Eq. 3) or
-            `"naive"` (Eq. 1). The cap C is `vllm_importance_sampling_clip_max`.
+        objective: `acr` (QuRL, Eq. 9), `tis` (FlashRL, Eq. 5), `decoupled` (Eq. 4), `quantized_ratio` (Eq. 3) or
+            `naive` (Eq. 1). The cap C is `vllm_importance_sampling_clip_max`.
 
     > Changed defaults
 
-        vllm_importance_sampling_mode (`str`, *optional*, defaults to `"token_truncate"`): The ratio is per token.
-        vllm_importance_sampling_clip_max (`float`, *optional*, defaults to `2.0`): C.
+        vllm_importance_sampling_mode: How TRL forms the importance ratio; the objectives here are per token.
+        vllm_importance_sampling_clip_max: Cap C of the importance ratio (a ratio, not a log).
 
     Raises:
         ValueError: Settings that cannot work together; the message names them and says what to change.
         ImportError: `weight_sync="llmcompressor"` without llm-compressor.
     """
 
-    vllm_importance_sampling_mode: str = field(
-        default="token_truncate",
-        metadata={"help": "How TRL forms the importance ratio. The objectives here are per token: 'token_truncate'."},
-    )
-    vllm_importance_sampling_clip_max: float | None = field(
-        default=2.0, metadata={"help": "Cap C of the importance ratio (a ratio, not a log)."}
-    )
-    objective: str = field(
-        default="acr", metadata={"help": "Objective: 'acr', 'tis', 'decoupled', 'quantized_ratio' or 'naive'."}
-    )
+    vllm_importance_sampling_mode: str = "token_truncate"
+    vllm_importance_sampling_clip_max: float | None = 2.0
+    objective: str = "acr"
 
     def __post_init__(self) -> None:
         super().__post_init__()

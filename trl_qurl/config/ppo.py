@@ -1,9 +1,10 @@
 """Configuration of PPO: that of GRPO on quantized rollouts, plus advantages from a critic."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trl_qurl.config.grpo import QuRLGRPOConfig
+from trl_qurl.config.help import with_help
 
 
 class _SingleGeneration(int):
@@ -18,6 +19,7 @@ class _SingleGeneration(int):
         return False
 
 
+@with_help
 @dataclass
 class QuRLPPOConfig(QuRLGRPOConfig):
     r"""
@@ -29,37 +31,30 @@ class QuRLPPOConfig(QuRLGRPOConfig):
     > Advantages
 
     Args:
-        gamma (`float`, *optional*, defaults to `1.0`):
-            Discount γ per token (verl). Below 1, early tokens of a long answer see little of its reward.
-        gae_lambda (`float`, *optional*, defaults to `1.0`):
-            λ of generalized advantage estimation (verl): 1 trusts the rewards, 0 the critic.
-        whiten_advantages (`bool`, *optional*, defaults to `True`):
-            Whether to shift and scale advantages to mean 0 and variance 1 over the tokens of the whole rollout, on all
+        gamma: Discount γ per token, in [0, 1] (verl). Below 1, early tokens of a long answer see little of its reward.
+        gae_lambda: λ of generalized advantage estimation (verl): 1 trusts the rewards, 0 the critic.
+        whiten_advantages: Whether advantages get mean 0 and variance 1 over the tokens of the whole rollout, on all
             processes (verl).
-        kl_in_reward (`bool`, *optional*, defaults to `False`):
-            Whether `beta` weighs a penalty in each token's reward, β·(log π − log π_ref) (Ziegler et al. 2019), in
-            place of the KL term in the loss.
+        kl_in_reward: Whether `beta` weighs a penalty in each token's reward, β·(log π − log π_ref), in place of the KL
+            term in the loss (Ziegler et al. 2019).
 
     > Critic
 
-        share_backbone (`bool`, *optional*, defaults to `False`):
-            Whether policy and critic share one backbone with two heads, which takes hardly more memory than the policy
-            alone; the critic's loss then trains the policy's backbone as well.
-        value_loss_coef (`float`, *optional*, defaults to `0.1`):
-            Weight of the value loss relative to the policy's, with `share_backbone` only (TRL's former PPO trainer).
-        value_clip_range (`float` or `None`, *optional*, defaults to `0.5`):
-            How far a value may move from its estimate at rollout time before its loss is clipped, in units of reward
-            (verl). `None` for no clipping.
-        critic_warmup_steps (`int`, *optional*, defaults to `0`):
-            Optimizer steps at the start in which only the critic learns. The policy's schedule counts them.
-        critic_learning_rate (`float`, *optional*, defaults to `1e-5`):
-            Learning rate of the critic (the paper's GSM8K run and verl), constant as in verl; for a schedule, override
-            `QuRLPPOTrainer.create_critic_scheduler`.
+        share_backbone: Whether policy and critic share one backbone with two heads. That takes hardly more memory than
+            the policy alone; the critic's loss then trains the policy's backbone as well.
+        value_loss_coef: Weight of the value loss relative to the policy's, with `share_backbone` only (TRL's former
+            PPO trainer).
+        value_clip_range: How far a value may move from its estimate at rollout time before its loss is clipped, in
+            units of reward (verl). `None` for no clipping.
+        critic_warmup_steps: Optimizer steps at the start in which only the critic learns. The policy's schedule counts
+            them.
+        critic_learning_rate: Learning rate of the critic, constant as in verl (the paper's GSM8K run and verl). For a
+            schedule, override `QuRLPPOTrainer.create_critic_scheduler`.
 
     > Changed defaults
 
-        num_generations (`int`, *optional*, defaults to `1`): No group is needed; any number from 1 up will do.
-        scale_rewards (`str`, *optional*, defaults to `"none"`): Rewards are not compared within groups.
+        num_generations: Completions per prompt, from 1 up: a critic needs no group.
+        scale_rewards: TRL's scaling of rewards within groups; only `none` fits a critic.
 
     Everything else of the critic follows the policy: optimizer, betas, weight decay (`optim`, `adam_beta1`, ...),
     `max_grad_norm`, `gradient_checkpointing`, `model_init_kwargs`.
@@ -68,39 +63,21 @@ class QuRLPPOConfig(QuRLGRPOConfig):
         ValueError: Settings that cannot work together; the message names them and says what to change.
     """
 
-    num_generations: int | None = field(
-        default=1, metadata={"help": "Completions per prompt, from 1 up: a critic needs no group."}
-    )
-    scale_rewards: str = field(
-        default="none", metadata={"help": "TRL's scaling of rewards within groups; only 'none' fits a critic."}
-    )
+    num_generations: int | None = 1
+    scale_rewards: str = "none"
 
     # Advantages
-    gamma: float = field(default=1.0, metadata={"help": "Discount per token, in [0, 1]."})
-    gae_lambda: float = field(
-        default=1.0, metadata={"help": "Lambda of generalized advantage estimation: 1 trusts rewards, 0 the critic."}
-    )
-    whiten_advantages: bool = field(
-        default=True, metadata={"help": "Whether advantages get mean 0 and variance 1 over the whole rollout."}
-    )
-    kl_in_reward: bool = field(
-        default=False, metadata={"help": "Whether beta weighs a KL penalty in the rewards and not a term in the loss."}
-    )
+    gamma: float = 1.0
+    gae_lambda: float = 1.0
+    whiten_advantages: bool = True
+    kl_in_reward: bool = False
 
     # Critic
-    share_backbone: bool = field(
-        default=False, metadata={"help": "Whether policy and critic share one backbone with two heads."}
-    )
-    value_loss_coef: float = field(
-        default=0.1, metadata={"help": "Weight of the value loss relative to the policy's; with share_backbone only."}
-    )
-    value_clip_range: float | None = field(
-        default=0.5, metadata={"help": "Distance from its old estimate beyond which a value's loss is clipped."}
-    )
-    critic_warmup_steps: int = field(
-        default=0, metadata={"help": "Optimizer steps at the start in which only the critic learns."}
-    )
-    critic_learning_rate: float = field(default=1e-5, metadata={"help": "Learning rate of the critic."})
+    share_backbone: bool = False
+    value_loss_coef: float = 0.1
+    value_clip_range: float | None = 0.5
+    critic_warmup_steps: int = 0
+    critic_learning_rate: float = 1e-5
 
     def __post_init__(self) -> None:
         self._check_critic()

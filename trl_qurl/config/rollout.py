@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from trl_qurl.config.checks import as_dictionary, check_choice
+from trl_qurl.config.help import with_help
 from trl_qurl.quantization.checkpoint import require_llmcompressor
 from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED, parse_scheme
 
@@ -42,6 +43,7 @@ TAKEN_ENGINE_ARGUMENTS: Mapping[str, str] = MappingProxyType(
 """Arguments of the colocated engine that are already taken, and what sets them instead."""
 
 
+@with_help
 @dataclass
 class QuantizedRolloutsConfig:
     r"""
@@ -50,101 +52,68 @@ class QuantizedRolloutsConfig:
     > Rollout format
 
     Args:
-        rollout_quantization (`str` or `None`, *optional*, defaults to `"int8"`):
-            Format of the rollout policy: a name in [`~trl_qurl.quantization.SCHEMES`], or `None` for rollouts that
-            are not quantized, in the engine's own dtype. On the command line, `none` means `None`.
-        quantization_ignore (`list[str]`, *optional*, defaults to `["lm_head"]`):
-            Modules kept in full precision, in llm-compressor's pattern syntax (`"re:.*down_proj"`).
-        uaq_scale (`float` or `None`, *optional*):
-            Update-Aware Quantization's s (Sec. 4.3); `1.0` turns it off. By default `1.5`, the best value of Table 4,
-            where rollouts are quantized and the learning rate is below 1e-5: the paper leaves it off at 1e-5, and at
-            1e-4 it costs accuracy (docs/results.md). The default is also off with `sync_ref_model`, with PEFT models,
-            and for architectures that UAQ does not know. `effective_uaq_scale` says what the default came to.
+        rollout_quantization: Format of the rollout policy: a name in [`~trl_qurl.quantization.SCHEMES`], or `None` for
+            rollouts that are not quantized, in the engine's own dtype. On the command line, `none` means `None`.
+        quantization_ignore: Modules kept in full precision, in llm-compressor's pattern syntax (`re:.*down_proj`).
+        uaq_scale: Update-Aware Quantization's s (Sec. 4.3); 1.0 turns it off. By default 1.5, the best value of Table
+            4, where rollouts are quantized and the learning rate is below 1e-5: the paper leaves it off at 1e-5, and
+            at 1e-4 it costs accuracy (docs/results.md). The default is also off with `sync_ref_model`, with PEFT
+            models, and for architectures that UAQ does not know. `effective_uaq_scale` says what the default came to.
 
     > Weight sync
 
-        weight_sync (`str`, *optional*, defaults to `"auto"`):
-            `"stream"` sends tensors (in process, or over TRL's NCCL weight transfer), `"checkpoint"` writes them for
-            the engine to reload. `"auto"` streams to a colocated engine, and to a server if both sides have NCCL;
-            otherwise it writes checkpoints. `"llmcompressor"` lets llm-compressor write the checkpoint at every sync:
-            the reference, and slow. The choice and its reason are logged.
-        rollout_checkpoint_dir (`str` or `None`, *optional*):
-            Directory for those checkpoints. With a server, it must see the same directory. By default memory
-            (`/dev/shm`) where there is room, else the system's temporary directory. Removed at the end of the run.
-        vllm_request_timeout (`float`, *optional*, defaults to `1800.0`):
-            Seconds a request to the server may take (a rollout is many requests, one per prompt) before it counts as
-            hanging and training stops.
-        vllm_engine_kwargs (`dict`, *optional*, defaults to `{}`):
-            Further arguments of the colocated `vllm.LLM` (`enforce_eager`, `kv_cache_dtype`, ...).
+        weight_sync: How weights reach the engine: `auto`, `stream`, `checkpoint` or `llmcompressor`. `stream` sends
+            tensors (in process, or over TRL's NCCL weight transfer), `checkpoint` writes them for the engine to
+            reload. `auto` streams to a colocated engine, and to a server if both sides have NCCL; otherwise it writes
+            checkpoints. `llmcompressor` lets llm-compressor write the checkpoint at every sync: the reference, and
+            slow. The choice and its reason are logged.
+        rollout_checkpoint_dir: Directory for checkpoints that the engine loads. With a server, it must see the same directory. By
+            default memory (`/dev/shm`) where there is room, else the system's temporary directory. Removed at the end
+            of the run.
+        vllm_request_timeout: Seconds a request to the vLLM server may take before training stops. A rollout is many
+            requests, one per prompt.
+        vllm_engine_kwargs: Further arguments of the colocated `vllm.LLM` (`enforce_eager`, `kv_cache_dtype`, ...), as
+            a dictionary.
 
     > Checks and measurements
 
-        sync_check_interval (`int`, *optional*, defaults to `16`):
-            Syncs between checks of the engine: digests of all tensors on both sides, and the probe. The first sync is
-            always checked; `0` for no checks. The version of the weights is checked at every sync.
-        sync_probe (`bool`, *optional*, defaults to `True`):
-            Whether those checks include the probe: the engine's log-probabilities of fixed prompts against the
-            trainer's own quantized forward pass. Left out under FSDP 1 and ZeRO-3, whose layers are never whole.
-        weight_metrics_interval (`int`, *optional*, defaults to `16`):
-            Syncs between measurements of the weights (Eqs. 13 and 14, share of changed codes; Appendix A uses 16).
-            They need a copy of the quantized layers' weights in host memory; `0` for none.
+        sync_check_interval: Syncs between checks of the engine by digests and probe; 0 for none. Digests compare all
+            tensors on both sides. The first sync is always checked. The version of the weights is checked at each.
+        sync_probe: Whether checks of the engine include the probe. It compares the engine's log-probabilities of fixed prompts
+            with the trainer's own quantized forward pass; left out under FSDP 1 and ZeRO-3, whose layers are never
+            whole.
+        weight_metrics_interval: Syncs between measurements of the weights (Eqs. 13 and 14); 0 for none. Appendix A
+            uses 16. They need a copy of the quantized layers' weights in host memory.
 
     > Changed default
 
-        use_vllm (`bool`, *optional*, defaults to `True`): There is no quantized rollout without vLLM.
+        use_vllm: Whether to generate with vLLM. There is no quantized rollout without it.
 
     Raises:
         ValueError: Settings that cannot work together; the message names them and says what to change.
         ImportError: `weight_sync="llmcompressor"` without llm-compressor.
     """
 
-    use_vllm: bool = field(
-        default=True, metadata={"help": "Whether to generate with vLLM. Quantized rollouts need it."}
-    )
+    use_vllm: bool = True
 
     # Rollout format
     rollout_quantization: str | None = field(
         default="int8",
         metadata={"help": f"Format of the rollout policy: {', '.join(SCHEMES)}; {UNQUANTIZED} for no quantization."},
     )
-    quantization_ignore: list[str] = field(
-        default_factory=lambda: ["lm_head"],
-        metadata={"help": "Modules kept in full precision, in llm-compressor's pattern syntax."},
-    )
-    uaq_scale: float | None = field(
-        default=None,
-        metadata={
-            "help": "Update-Aware Quantization's s (a ratio); 1.0 turns it off. By default 1.5 below learning rate "
-            "1e-5, else off."
-        },
-    )
+    quantization_ignore: list[str] = field(default_factory=lambda: ["lm_head"])
+    uaq_scale: float | None = None
 
     # Weight sync
-    weight_sync: str = field(
-        default="auto",
-        metadata={"help": "How weights reach the engine: 'auto', 'stream', 'checkpoint' or 'llmcompressor'."},
-    )
-    rollout_checkpoint_dir: str | None = field(
-        default=None, metadata={"help": "Directory for checkpoints that the engine loads. Chosen if not given."}
-    )
-    vllm_request_timeout: float = field(
-        default=1800.0, metadata={"help": "Seconds a request to the vLLM server may take before training stops."}
-    )
-    vllm_engine_kwargs: dict[str, Any] | str | None = field(
-        default_factory=dict,
-        metadata={"help": "Further arguments of the colocated vLLM engine, as a JSON dictionary."},
-    )
+    weight_sync: str = "auto"
+    rollout_checkpoint_dir: str | None = None
+    vllm_request_timeout: float = 1800.0
+    vllm_engine_kwargs: dict[str, Any] | str | None = field(default_factory=dict)
 
     # Checks and measurements
-    sync_check_interval: int = field(
-        default=16, metadata={"help": "Syncs between checks of the engine by digest and probe; 0 for none."}
-    )
-    sync_probe: bool = field(
-        default=True, metadata={"help": "Whether those checks include the engine's log-probabilities of a probe."}
-    )
-    weight_metrics_interval: int = field(
-        default=16, metadata={"help": "Syncs between measurements of the weights (Eqs. 13 and 14); 0 for none."}
-    )
+    sync_check_interval: int = 16
+    sync_probe: bool = True
+    weight_metrics_interval: int = 16
 
     def __post_init__(self: Any) -> None:
         super().__post_init__()  # type: ignore[misc]  # TRL's config, which comes after this class

@@ -6,8 +6,6 @@ and checkpoints. TRL's own loss takes one advantage per token, so the policy's s
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -208,8 +206,12 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         self._passes.clear()
-        with self._without_kl_term():
+        beta = self.beta
+        self.beta = 0.0 if self.args.kl_in_reward else beta  # a penalty in the rewards stays out of TRL's loss
+        try:
             loss = super()._compute_loss(model, inputs)
+        finally:
+            self.beta = beta
         ((_, seen),) = self._passes  # the loss makes one
         self._passes.clear()
         if not self.model.training:
@@ -218,16 +220,6 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         loss = self.critic.add_to_policy_loss(loss, inputs, seen, self._value_loss)
         # Only the critic learns during its warm-up; the callback makes sure that the optimizer changes nothing.
         return loss * 0.0 if self.state.global_step < self.args.critic_warmup_steps else loss
-
-    @contextmanager
-    def _without_kl_term(self) -> Iterator[None]:
-        """A penalty that is in the rewards already stays out of the parent's loss."""
-        beta = self.beta
-        self.beta = 0.0 if self.args.kl_in_reward else beta
-        try:
-            yield
-        finally:
-            self.beta = beta
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The policy's forward and backward pass, and then the critic's, one after the other to spare memory."""
@@ -263,7 +255,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         """Create the policy's schedule, and the critic's optimizer and schedule with it."""
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         self.critic.prepare(
-            self._make_critic_optimizer,
+            lambda model: build_optimizer(model, self.args, decayed=set(self.get_decay_parameter_names(model))),
             lambda critic_optimizer: self.create_critic_scheduler(critic_optimizer, num_training_steps),
         )
         return scheduler
@@ -280,9 +272,6 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
             A scheduler of torch.
         """
         return get_scheduler("constant", optimizer)
-
-    def _make_critic_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        return build_optimizer(model, self.args, decayed=set(self.get_decay_parameter_names(model)))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
