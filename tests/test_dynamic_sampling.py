@@ -253,10 +253,10 @@ def test_a_trainer_fills_its_batches_and_resumes(train, tmp_path):
         assert of_steps(resumed)[step] == of_steps(whole)[step]
 
 
-def test_a_rollout_that_fails_leaves_nothing_for_the_next_one(accelerator, monkeypatch):
+def test_a_rollout_that_fails_leaves_nothing_for_the_next_one(monkeypatch):
     trainer = object.__new__(DynamicSamplingTrainer)
     assert trainer._filled is None, "missing on a trainer whose constructor has not come so far"
-    policy = MadeUpPolicy(accelerator, GROUP_SIZE, PromptStream(ROWS, seed=0))
+    policy = MadeUpPolicy(Accelerator(cpu=True), GROUP_SIZE, PromptStream(ROWS, seed=0))
     trainer.model = SimpleNamespace(training=True)
     trainer._dynamic_sampler = policy.sampler
     trainer._pending_extra_logs, trainer._metrics = {}, {"train": defaultdict(list)}

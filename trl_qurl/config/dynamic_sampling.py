@@ -15,6 +15,8 @@ class DynamicSamplingSettings:
     Groups whose rewards are all equal have no advantage and teach nothing. With dynamic sampling they are replaced by
     groups of other prompts until the batch is full, as in DAPO (arXiv:2503.14476, Eq. 11).
 
+    > Dynamic sampling
+
     Args:
         dynamic_sampling: Whether groups whose rewards are all equal are replaced by groups of other prompts.
         dynamic_sampling_max_rounds: Rounds of generation for one batch, the first one included. If they do not fill

@@ -67,9 +67,9 @@ class QuantizedRolloutsConfig:
             reload. `auto` streams to a colocated engine, and to a server if both sides have NCCL; otherwise it writes
             checkpoints. `llmcompressor` lets llm-compressor write the checkpoint at every sync: the reference, and
             slow. The choice and its reason are logged.
-        rollout_checkpoint_dir: Directory for checkpoints that the engine loads. With a server, it must see the same directory. By
-            default memory (`/dev/shm`) where there is room, else the system's temporary directory. Removed at the end
-            of the run.
+        rollout_checkpoint_dir: Directory for checkpoints that the engine loads. With a server, it must see the same
+            directory. By default memory (`/dev/shm`) where there is room, else the system's temporary directory.
+            Removed at the end of the run.
         vllm_request_timeout: Seconds a request to the vLLM server may take before training stops. A rollout is many
             requests, one per prompt.
         vllm_engine_kwargs: Further arguments of the colocated `vllm.LLM` (`enforce_eager`, `kv_cache_dtype`, ...), as
@@ -79,9 +79,9 @@ class QuantizedRolloutsConfig:
 
         sync_check_interval: Syncs between checks of the engine by digests and probe; 0 for none. Digests compare all
             tensors on both sides. The first sync is always checked. The version of the weights is checked at each.
-        sync_probe: Whether checks of the engine include the probe. It compares the engine's log-probabilities of fixed prompts
-            with the trainer's own quantized forward pass; left out under FSDP 1 and ZeRO-3, whose layers are never
-            whole.
+        sync_probe: Whether checks of the engine include the probe. It compares the engine's log-probabilities of fixed
+            prompts with the trainer's own quantized forward pass; left out under FSDP 1 and ZeRO-3, whose layers are
+            never whole.
         weight_metrics_interval: Syncs between measurements of the weights (Eqs. 13 and 14); 0 for none. Appendix A
             uses 16. They need a copy of the quantized layers' weights in host memory.
 

@@ -132,7 +132,6 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
             started = time.perf_counter()
             training = self.model.training
             size = self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
-            # The reference model's pass may have been seen as well.
             values = self.critic.rollout_values(batch, size, self._seen_with(batch["proximal_logps"]))  # (B, T + 1)
             self._record(self._mode, {"time/values_s": time.perf_counter() - started})
             self._add_advantages(batch, values, self._mode)
@@ -147,8 +146,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         """Replace the group's advantages by the critic's, and keep what it learns from, as of this rollout."""
         rewards = self._local_rewards(batch)  # (B,), NaN where no reward function had one
         mask = learned_tokens(batch) & ~rewards.isnan().unsqueeze(1)  # (B, T)
-        # TRL's own measure of a completion that was cut (`completions/clipped_ratio`).
-        ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]
+        ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]  # as TRL tells completions that were cut
         advantages, returns = generalized_advantages(
             token_rewards(rewards, mask, self._kl_penalty(batch, mask, mode)),
             values[:, :-1],
