@@ -91,7 +91,7 @@ def run_child(
             os.killpg(process.pid, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(PATIENCE)
-        with suppress(ProcessLookupError):  # nobody of its group is left
+        with suppress(ProcessLookupError):  # its group is empty already
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if process.returncode:

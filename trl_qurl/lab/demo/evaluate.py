@@ -1,4 +1,4 @@
-"""How good is the policy: exactly, without sampling noise, and as the quantized actor sees it.
+"""The accuracy of the policy, exactly and without sampling noise, and that of the quantized actor.
 
 The answer has one length, so one teacher-forced pass gives both the probability of sampling it and whether greedy
 decoding finds it: the greedy tokens equal the answer exactly where every answer token is the most likely one.
@@ -30,8 +30,11 @@ def score_answers(answer_logits: Tensor, answer_ids: Tensor) -> Accuracy:
     $$\frac{1}{B} \sum_b \exp \sum_a \log \pi(y_{b,a} \mid x_b, y_{b,<a})$$
 
     Args:
-        answer_logits: logits at the positions that predict the answer, shape (B, A, V).
-        answer_ids: the right tokens, shape (B, A).
+        answer_logits: Logits at the positions that predict the answer, shape (B, A, V).
+        answer_ids: The right tokens, shape (B, A).
+
+    Returns:
+        Both accuracies.
     """
     logps = answer_logits.float().log_softmax(-1).gather(-1, answer_ids.unsqueeze(-1)).squeeze(-1)  # (B, A)
     found = (answer_logits.argmax(-1) == answer_ids).all(-1)  # (B,)

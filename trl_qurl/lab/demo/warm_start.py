@@ -1,6 +1,6 @@
-"""Supervised training from nothing to about 47 %: the point from which reinforcement learning has something to do.
+"""Supervised training from scratch to an accuracy of about 47 %, which leaves room for reinforcement learning.
 
-The result is cached under a name made of the settings and the code that produced it, so a stale one is never found.
+The result is cached under a hash of the settings and the code that produced it, so a stale one is never used.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def train_warm_start(
     """Train on fresh problems until the expected accuracy on held-out ones reaches the target.
 
     Raises:
-        ValueError: if `max_updates` do not reach it.
+        ValueError: If `max_updates` do not reach it.
     """
     import torch
 

@@ -30,8 +30,7 @@ Answerer = Callable[["QuRLGRPOTrainer", Prompts], list[list[int]]]
 
 
 class TaskEvaluationCallback(TrainerAwareCallback):
-    """
-    Answers benchmarks before the first optimizer step and every N steps; pass it in `callbacks=[...]`.
+    """Answers benchmarks before the first optimizer step and every N steps; pass it in `callbacks=[...]`.
 
     Logs `eval_<task>/<who>_avg@1`, `..._tokens` (mean length) and `..._finished` (share that ended before the limit of
     tokens), and `eval_<task>/seconds`, where who is `actor` or `policy`.
@@ -44,8 +43,8 @@ class TaskEvaluationCallback(TrainerAwareCallback):
             `"policy"`, the model in training, generating without vLLM, which is slow and what counts.
 
     Raises:
-        ValueError: A number that is not positive, another answerer, or a benchmark that does not exist.
-        FileNotFoundError: A file that does not exist.
+        ValueError: If a number is not positive, or the answerer or a benchmark does not exist.
+        FileNotFoundError: If a file does not exist.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class TaskEvaluationCallback(TrainerAwareCallback):
         """Measure where training starts, unless it resumes.
 
         Raises:
-            ValueError: The policy is to answer, and no process has all of it.
+            ValueError: If the policy is to answer, and no process has all of it.
         """
         trainer = self.trainer
         if self._who == "policy" and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):

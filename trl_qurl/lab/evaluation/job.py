@@ -16,7 +16,7 @@ class Sampling:
     """How answers are drawn.
 
     Attributes:
-        samples: k, sampled answers per question; 0 for none.
+        samples: Sampled answers per question (k); 0 for none.
         greedy: Whether each question also gets a greedy answer.
         temperature: Of the sampled answers.
         top_p: Probability mass that they are drawn from.

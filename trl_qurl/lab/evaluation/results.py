@@ -21,7 +21,7 @@ class Mode:
 
     Attributes:
         average: Avg@k; Avg@1 for greedy answers.
-        pass_at: pass@k by k, sampled answers only.
+        pass_at: By k, pass@k of the sampled answers.
         difference: Of `average` from the first format's, question by question.
         tokens: Mean length of an answer.
         finished: Share of answers that ended before the limit of tokens.
