@@ -164,7 +164,8 @@ def test_a_critic_must_be_useful_in_the_second_half():
 
     assert critic_shortfall(rows(*[-3.0] * 20, *[0.1] * 20)) is None  # it has the first half to learn
     assert critic_shortfall(rows(*[0.1] * 30, *[0.3, -0.2] * 5)) is None  # single rollouts scatter
-    assert critic_shortfall([{"reward": 0.5}] * 4) is None
+    assert critic_shortfall([{"reward": 0.5}] * 40) is None
+    assert critic_shortfall(rows(0.2, -0.1)) is None  # too short to judge
     assert critic_shortfall(rows(-3.0, 0.1, None)) is None  # None: all returns were equal, with nothing to explain
     assert "was -0.100 in" in critic_shortfall(rows(*[0.2] * 10, *[-0.1] * 10))
 

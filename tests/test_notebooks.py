@@ -156,7 +156,7 @@ def test_grpo_from_the_first_cell_to_the_last(start, warm_python, tmp_path):
     watched = pictures(the_cell(notebook, "int8_run = watch("))
     assert len(watched) == 2 and watched[0].count("Lines over rollouts") == 4 and "bars" in watched[1]
     compared = pictures(the_cell(notebook, "compare([int8_run, sixteen_bit_run])"))
-    assert len(compared) == 2 and all(re.search(rf"{sixteen_bit} .*INT8 ", text) for text in compared)
+    assert len(compared) == 2 and all(re.search(rf"INT8 .*{sixteen_bit} ", text) for text in compared)
     table = shown(the_cell(notebook, 'evaluate("after INT8 rollouts"'), "text/html")
     rows = re.findall(r"<td>(start|after [\w-]+ rollouts)</td>\s*<td>(\w+)</td>\s*<td>([\d.]+)</td>", table)
     policies = ("start", "after INT8 rollouts", "after 16-bit rollouts")

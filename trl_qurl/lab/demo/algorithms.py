@@ -17,6 +17,7 @@ ALGORITHMS = ("grpo", "ppo")
 
 UPDATES_PER_ROLLOUT = 4
 TRAINING_PROBLEMS = 8192
+SHORTEST_JUDGED = 10  # rollouts in the second half of a run, below which the critic has had no time to learn
 
 
 def build_config(
@@ -97,7 +98,7 @@ def critic_shortfall(rows: list[Row]) -> str | None:
     """Why the critic counts as useless, in one sentence, or `None`. GRPO, without a critic, passes."""
     shares = [row["critic/explained_variance"] for row in rows if row.get("critic/explained_variance") is not None]
     later = shares[len(shares) // 2 :]  # it has the first half to learn
-    if not later or sum(later) > 0:
+    if len(later) < SHORTEST_JUDGED or sum(later) > 0:
         return None
     return (
         f"the critic's explained variance was {sum(later) / len(later):.3f} in the second half of the run, where it "
