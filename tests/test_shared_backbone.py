@@ -82,14 +82,13 @@ def test_values_of_a_rollout_are_those_of_the_pass_that_was_watched(args):
 def test_a_saved_head_comes_back_and_another_width_is_refused(args, tmp_path):
     critic = shared_critic(tiny_model(), args)
     critic.save_pretrained(tmp_path / "critic", tokenizer=None)
-    other = shared_critic(tiny_model(), args)
-    torch.nn.init.zeros_(other.model.weight)
-    other.load_head(str(tmp_path / "critic"))
-    assert torch.equal(other.model.weight, critic.model.weight)
+    saved, accelerator = str(tmp_path / "critic"), Accelerator(cpu=True)
+    other = SharedBackboneCritic(tiny_model(), args, accelerator, saved)
+    assert critic.model.weight.any() and torch.equal(other.model.weight, critic.model.weight)
     with pytest.raises(ValueError, match="was trained on a backbone of another width"):
-        shared_critic(tiny_model(hidden_size=64), args).load_head(str(tmp_path / "critic"))
+        SharedBackboneCritic(tiny_model(hidden_size=64), args, accelerator, saved)
     with pytest.raises(FileNotFoundError, match=r"holds no value_head.safetensors: pass a directory that has one"):
-        other.load_head(str(tmp_path))
+        SharedBackboneCritic(tiny_model(), args, accelerator, str(tmp_path))
 
 
 def test_the_policy_does_not_hold_its_critic(args):

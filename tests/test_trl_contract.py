@@ -407,7 +407,7 @@ def test_a_rollout_is_not_scored_beforehand_where_its_update_does_it():
     )
     assert condition in body and "generate_every = self.args.steps_per_generation * self.num_iterations" in body, (
         "GRPOTrainer._generate_and_score_completions decides otherwise whether to score a rollout, which "
-        "QuRLGRPOTrainer._scores_in_update repeats and QuRLGRPOTrainer._scoring steers."
+        "QuRLGRPOTrainer._scores_in_update repeats."
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 
 from trl_qurl.quantization.uaq import recorded_scale, scale_model_
 from trl_qurl.trainers.run_log import RUN_LOG, RunLog
@@ -31,15 +31,7 @@ class UpdateAwareQuantizationCallback(TrainerCallback):
         self._required = required
         self._expected: float | None = scale if required else None
 
-    def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: PreTrainedModel,
-        **kwargs: object,
-    ) -> None:
+    def on_init_end(self, *args: Any, model: PreTrainedModel, **kwargs: Any) -> None:
         """Scale the model, before it is wrapped, put into an optimizer or overwritten by a checkpoint."""
         if self._required:
             scale_model_(model, self.scale)
@@ -51,20 +43,8 @@ class UpdateAwareQuantizationCallback(TrainerCallback):
             warnings.warn(f"Training goes on without update-aware quantization. {error}", stacklevel=2)
         self._expected = recorded_scale(model)
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: PreTrainedModel,
-        **kwargs: object,
-    ) -> None:
-        """Refuse to train a model that was never scaled.
-
-        Raises:
-            RuntimeError: The callback was added after the trainer was built, or the model was replaced since.
-        """
+    def on_train_begin(self, *args: Any, model: PreTrainedModel, **kwargs: Any) -> None:
+        """Refuse to train a model that was never scaled."""
         if self._expected is not None and recorded_scale(model) != self._expected:
             raise RuntimeError(
                 f"UAQ scale {self._expected} was asked for, but the model in training carries "
@@ -116,13 +96,7 @@ class CriticWarmupCallback(TrainerCallback):
         self.steps = steps
 
     def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        optimizer: Optimizer,
-        **kwargs: object,
+        self, args: Any, state: TrainerState, control: Any, *, optimizer: Optimizer, **kwargs: Any
     ) -> None:
         """Forget the gradients."""
         if state.global_step < self.steps:
@@ -140,13 +114,7 @@ class RunLogCallback(TrainerCallback):
         self._settings = settings or {}
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        model: PreTrainedModel,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: Any, *, model: PreTrainedModel, **kwargs: Any
     ) -> None:
         """Start the file, or go on with it after the step that training resumes from."""
         if state.is_world_process_zero:
@@ -159,13 +127,7 @@ class RunLogCallback(TrainerCallback):
             _run_log(args).begin(settings, state.global_step)
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        logs: dict[str, float],
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: Any, *, logs: dict[str, float], **kwargs: Any
     ) -> None:
         """Add the row."""
         log = _run_log(args)

@@ -9,8 +9,6 @@ compute them beforehand is left out, as TRL does without vLLM, and the inputs ar
 soon as its forward pass is done.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -77,14 +75,12 @@ Y. K. Li and Y. Wu and Daya Guo},
     _paper = {
         "title": "QuRL: Efficient Reinforcement Learning with Quantized Rollout",
         "id": "2602.13953",
-        "citation": (
-            "@inproceedings{qurl2026,\n"
-            "    title        = {{QuRL: Efficient Reinforcement Learning with Quantized Rollout}},\n"
-            "    year         = 2026,\n"
-            "    booktitle    = {ICLR},\n"
-            "    eprint       = {arXiv:2602.13953},\n"
-            "}"
-        ),
+        "citation": """@inproceedings{qurl2026,
+    title        = {{QuRL: Efficient Reinforcement Learning with Quantized Rollout}},
+    year         = 2026,
+    booktitle    = {ICLR},
+    eprint       = {arXiv:2602.13953},
+}""",
     }
 
     def __init__(
@@ -107,9 +103,15 @@ Y. K. Li and Y. Wu and Daya Guo},
         return generated
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        corrects = self.vllm_importance_sampling_correction
         with self._step_timer.paused():
-            with self._scoring():
+            # Keeps TRL from scoring a rollout beforehand where the update does it: TRL needs the scores for the
+            # importance ratio, which is formed in the loss then.
+            self.vllm_importance_sampling_correction = corrects and not self._scores_in_update
+            try:
                 batch = super()._generate_and_score_completions(inputs)
+            finally:
+                self.vllm_importance_sampling_correction = corrects
             if "old_per_token_logps" in batch:
                 batch |= self._objective_inputs(batch, batch["old_per_token_logps"])
                 self._record(self._mode, self._mismatch.pop())
@@ -120,37 +122,22 @@ Y. K. Li and Y. Wu and Daya Guo},
         """Whether every token of a rollout meets the policy that was in force when it was made."""
         return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
 
-    @contextmanager
-    def _scoring(self) -> Iterator[None]:
-        """Keep TRL from scoring a rollout beforehand where the update does it."""
-        corrects = self.vllm_importance_sampling_correction
-        # TRL needs the scores for the importance ratio, which is formed in the loss then.
-        self.vllm_importance_sampling_correction = corrects and not self._scores_in_update
-        try:
-            yield
-        finally:
-            self.vllm_importance_sampling_correction = corrects
-
     def _objective_inputs(self, batch: dict[str, Any], proximal_logps: torch.Tensor) -> dict[str, torch.Tensor]:
-        """
-        What TRL's loss reads to compute the objective; the mismatch is counted on the way.
+        """What TRL's loss reads to compute the objective, (B, T) each; the mismatch is counted on the way.
 
-        Args:
-            batch: Of a rollout, or a part of one.
-            proximal_logps: Log-probabilities under the full-precision policy at rollout time, (B, T).
-
-        Returns:
-            Tensors (B, T): TRL's two inputs, the clip bounds, and `proximal_logps` as they are.
+        `proximal_logps` are the log-probabilities under the full-precision policy at rollout time, (B, T).
         """
         learned = learned_tokens(batch)
         behavior_logps = batch["sampling_per_token_logps"]
-        self._mismatch.add(proximal_logps, behavior_logps, learned, self._cap)
+        cap = self.vllm_importance_sampling_clip_max
+        cap = float("inf") if cap is None else cap
+        self._mismatch.add(proximal_logps, behavior_logps, learned, cap)
         terms = surrogate_terms(
             self.args.objective,
             proximal_logps,
             # A token that is not learned from has no ratio; NaN says so, and keeps its padding out of exp().
             behavior_logps.masked_fill(~learned, torch.nan),
-            cap=self._cap,
+            cap=cap,
             floor=self.vllm_importance_sampling_clip_min,
             epsilon_low=float(self.epsilon_low),
             epsilon_high=float(self.epsilon_high),
@@ -162,11 +149,6 @@ Y. K. Li and Y. Wu and Daya Guo},
             "epsilon_high": terms.epsilon_high,
             "proximal_logps": proximal_logps,
         }
-
-    @property
-    def _cap(self) -> float:
-        cap = self.vllm_importance_sampling_clip_max
-        return float("inf") if cap is None else cap
 
     # Loss ------------------------------------------------------------------------------------------------------------
 
@@ -183,10 +165,11 @@ Y. K. Li and Y. Wu and Daya Guo},
         finally:
             self._unscored_inputs = None
             self.epsilon_low, self.epsilon_high = bounds
-        mode = self._mode
-        self._record(mode, self._loss_metrics(inputs))
-        if not is_scored and self._ends_rollout(mode):
-            self._record(mode, self._mismatch.pop())
+        self._record(self._mode, self._loss_metrics(inputs))
+        # The last micro-batch of a rollout (TRL counts it in `_step` after its loss); in evaluation each is one.
+        is_last = self._mode == "eval" or (self._step + 1) % self.args.steps_per_generation == 0
+        if is_last and not is_scored:
+            self._record(self._mode, self._mismatch.pop())
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
@@ -210,13 +193,8 @@ Y. K. Li and Y. Wu and Daya Guo},
             learned_tokens(inputs),
             float(self.epsilon_high),
         )
-        lifts = get_objective(self.args.objective).lifts_upper_bound
-        return loss_metrics(self.accelerator.reduce(sums, reduction="sum"), lifts)
-
-    def _ends_rollout(self, mode: str) -> bool:
-        """Whether the micro-batch in the loss is the last one of its rollout; in evaluation each is."""
-        # TRL counts a micro-batch in `_step` after its loss.
-        return mode == "eval" or (self._step + 1) % self.args.steps_per_generation == 0
+        sums = self.accelerator.reduce(sums, reduction="sum")
+        return loss_metrics(sums, get_objective(self.args.objective).lifts_upper_bound)
 
     # Model card ------------------------------------------------------------------------------------------------------
 

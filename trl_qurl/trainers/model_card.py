@@ -16,38 +16,22 @@ SECTION = "### Quantized rollouts"
 NEXT_SECTION = "### Framework versions"
 LAST_CITATION = "Cite TRL as:"
 
-PACKAGES = ("vllm", "compressed_tensors", "trl", "transformers", "torch")
-"""Whose versions a run depends on, by the names they are imported by."""
+PACKAGES = ("vllm", "compressed_tensors", "trl", "transformers", "torch")  # whose versions a run depends on
 
 
 @dataclass(frozen=True)
 class RunDescription:
-    """
-    What a card says about a run; nothing in it says where the run was made or with which keys.
+    """What a card says about a run; nothing in it says where the run was made or with which keys."""
 
-    Attributes:
-        algorithm: Its name, such as `"GRPO"`.
-        citation: BibTeX of the algorithm; empty for none.
-        scheme: Format of the rollouts; `None` for full precision.
-        settings: What is needed to repeat the run, apart from model, data and rewards.
-        sentences: More about the algorithm, in whole sentences.
-    """
-
-    algorithm: str
-    citation: str
-    scheme: QuantizationScheme | None
-    settings: Mapping[str, object]
-    sentences: list[str] = field(default_factory=list)
+    algorithm: str  # its name, such as "GRPO"
+    citation: str  # BibTeX of the algorithm; empty for none
+    scheme: QuantizationScheme | None  # of the rollouts; `None` for full precision
+    settings: Mapping[str, object]  # what is needed to repeat the run, apart from model, data and rewards
+    sentences: list[str] = field(default_factory=list)  # more about the algorithm
 
 
 def describe_run(card: ModelCard, run: RunDescription) -> None:
-    """
-    Add to TRL's card how the rollouts were made, and the algorithm's citation.
-
-    Args:
-        card: As `create_model_card` leaves it; changed in place.
-        run: What to add.
-    """
+    """Add to TRL's card how the rollouts were made, and the algorithm's citation; it is changed in place."""
     head, mark, tail = card.text.partition(NEXT_SECTION)
     card.text = f"{head.rstrip()}\n\n{run_section(run)}\n\n{mark}{tail}"
     head, mark, tail = card.text.partition(LAST_CITATION)
@@ -63,14 +47,10 @@ def run_section(run: RunDescription) -> str:
         else f"The rollouts came from a quantized copy of the policy ({run.scheme.description}), made anew before "
         "each generation and run by vLLM; the policy was trained, and is saved here, in full precision."
     )
-    return "\n\n".join(
-        [
-            SECTION,
-            " ".join([f"The algorithm is {run.algorithm}.", rollouts, *run.sentences]),
-            as_table(run.settings),
-            f"Made with trl-qurl {__version__} ({', '.join(versions())}).",
-        ]
-    )
+    cells = [(name, str(value).replace("|", "\\|")) for name, value in run.settings.items()]
+    table = ["| setting | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells)]
+    text = " ".join([f"The algorithm is {run.algorithm}.", rollouts, *run.sentences])
+    return "\n\n".join([SECTION, text, "\n".join(table), f"Made with {made_with()}."])
 
 
 def quantized_card(
@@ -81,16 +61,10 @@ def quantized_card(
     base_model: str | None,
     tags: list[str],
 ) -> ModelCard:
-    """
-    The card of a quantized checkpoint.
+    """The card of a quantized checkpoint in the directory `name`.
 
-    Args:
-        name: Of its directory.
-        scheme: Of its weights.
-        ignore: Modules kept in full precision.
-        full_precision: Name on the Hub of the policy that was quantized, if it is there.
-        base_model: Name on the Hub of what that policy was fine-tuned from, if it is there.
-        tags: Of the trainer.
+    `full_precision` is the policy's name on the Hub, `base_model` that of what it was fine-tuned from; either may be
+    missing.
     """
     data = ModelCardData(
         base_model=full_precision or base_model,
@@ -110,22 +84,13 @@ def quantized_card(
         f"Kept in full precision: {kept}. No calibration data was used.\n\n"
         "## Serving\n\n"
         f"```bash\nvllm serve {name}\n```\n\n"
-        f"Written by trl-qurl {__version__} ({', '.join(versions())}) with `save_quantized`, which rounds "
+        f"Written by {made_with()} with `save_quantized`, which rounds "
         "the weights as the rollouts of [QuRL](https://huggingface.co/papers/2602.13953) do.\n"
     )
 
 
-def as_table(settings: Mapping[str, object]) -> str:
-    """Two columns of Markdown."""
-    cells = [(name, str(value).replace("|", "\\|")) for name, value in settings.items()]
-    return "\n".join(["| setting | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells)])
-
-
-def versions() -> list[str]:
-    """Of `PACKAGES`, those installed, under whatever name they are distributed (vLLM's CPU build has its own)."""
-    distributions = packages_distributions()
-    return [
-        f"{package.replace('_', '-')} {version(distributions[package][0])}"
-        for package in PACKAGES
-        if package in distributions
-    ]
+def made_with() -> str:
+    """Versions of this package and of `PACKAGES`."""
+    names = packages_distributions()  # vLLM's CPU build is distributed under a name of its own
+    versions = [f"{name.replace('_', '-')} {version(names[name][0])}" for name in PACKAGES if name in names]
+    return f"trl-qurl {__version__} ({', '.join(versions)})"

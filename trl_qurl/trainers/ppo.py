@@ -25,7 +25,9 @@ from trl_qurl.advantages import (
 from trl_qurl.config import QuRLPPOConfig
 from trl_qurl.trainers.callbacks import CriticWarmupCallback
 from trl_qurl.trainers.critic.critic import CRITIC_DIRECTORY, Critic, PolicyPass, build_optimizer
-from trl_qurl.trainers.critic.start import load_critic_model, start_critic
+from trl_qurl.trainers.critic.own_model import OwnModelCritic
+from trl_qurl.trainers.critic.shared_backbone import SharedBackboneCritic
+from trl_qurl.trainers.critic.value_model import load_critic_model
 from trl_qurl.trainers.dynamic_sampling.sampler import weighted_sum
 from trl_qurl.trainers.grpo import QuRLGRPOTrainer, learned_tokens
 from trl_qurl.trainers.model_card import RunDescription
@@ -94,8 +96,8 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
     ) -> None:
         args = self._checked_config(args, model)
         # The critic comes first: what is wrong with it should not cost the time in which an engine starts.
-        processing_class = kwargs.get("processing_class")
-        critic_model = load_critic_model(args, model, processing_class, value_model, value_peft_config)
+        tokenizer = kwargs.get("processing_class")
+        critic_model = load_critic_model(args, model, tokenizer, value_model, value_peft_config)
         if args.critic_warmup_steps:
             warmup = CriticWarmupCallback(args.critic_warmup_steps)
             kwargs["callbacks"] = [*(kwargs.get("callbacks") or []), warmup]
@@ -104,8 +106,11 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         self._micro_batch: dict[str, Any] = {}
         self._critic_seconds = 0.0
         super().__init__(model, reward_funcs, args, **kwargs)
-        saved_head = value_model if isinstance(value_model, str) else None
-        self.critic = start_critic(args, self.model, self.accelerator, critic_model, saved_head)
+        if critic_model is not None:
+            self.critic = OwnModelCritic(critic_model, args, self.accelerator)
+        else:
+            saved_head = value_model if isinstance(value_model, str) else None
+            self.critic = SharedBackboneCritic(self.model, args, self.accelerator, saved_head)
 
     # Rollout ---------------------------------------------------------------------------------------------------------
 
@@ -119,20 +124,16 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         self._passes.append((result[0], seen))
         return result
 
-    def _seen_with(self, logps: torch.Tensor) -> PolicyPass:
-        """What the critic saw of the pass that gave these log-probabilities; all passes are forgotten then."""
-        (seen,) = (seen for result, seen in self._passes if result is logps)
-        self._passes.clear()
-        return seen
-
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         with self._step_timer.paused():
             self._passes.clear()
             batch = super()._generate_and_score_completions(inputs)
             started = time.perf_counter()
-            training = self.model.training
-            size = self.args.per_device_train_batch_size if training else self.args.per_device_eval_batch_size
-            values = self.critic.rollout_values(batch, size, self._seen_with(batch["proximal_logps"]))  # (B, T + 1)
+            args = self.args
+            size = args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
+            (seen,) = (seen for logps, seen in self._passes if logps is batch["proximal_logps"])
+            self._passes.clear()
+            values = self.critic.rollout_values(batch, size, seen)  # (B, T + 1)
             self._record(self._mode, {"time/values_s": time.perf_counter() - started})
             self._add_advantages(batch, values, self._mode)
         return batch
@@ -157,18 +158,14 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         )
         spread = masked_moments(advantages, mask, self._sum_over_processes)
         targets = masked_moments(returns, mask, self._sum_over_processes)
-        self._record(
-            mode,
-            {
-                "critic/explained_variance": explained_variance(
-                    values[:, :-1], returns, mask, self._sum_over_processes
-                ),
-                "critic/returns_mean": targets.mean.item(),
-                "critic/returns_std": targets.variance.sqrt().item(),
-                "advantages/mean": spread.mean.item(),
-                "advantages/std": spread.variance.sqrt().item(),
-            },
-        )
+        metrics = {
+            "critic/explained_variance": explained_variance(values[:, :-1], returns, mask, self._sum_over_processes),
+            "critic/returns_mean": targets.mean.item(),
+            "critic/returns_std": targets.variance.sqrt().item(),
+            "advantages/mean": spread.mean.item(),
+            "advantages/std": spread.variance.sqrt().item(),
+        }
+        self._record(mode, metrics)
         self._log_advantages(advantages, mask, mode)
         if self.args.whiten_advantages:
             advantages = whiten(advantages, mask, spread)
@@ -191,7 +188,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         means = advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
         everywhere = self.accelerator.gather(means).tolist()
         logged = self._logs["advantages"]
-        for _ in range(min(len(everywhere), len(logged))):
+        for _ in everywhere[: len(logged)]:
             logged.pop()
         logged.extend(everywhere)
         if self.num_generations == 1:
@@ -225,11 +222,10 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         started = time.perf_counter()
         self.critic.learn(self._micro_batch, self._value_loss)
         self._micro_batch = {}
-        if self.accelerator.sync_gradients:
-            self._record("train", self.critic.step())
+        metrics = self.critic.step() if self.accelerator.sync_gradients else {}
         self._critic_seconds += time.perf_counter() - started
-        if self.accelerator.sync_gradients:
-            self._record("train", {"time/critic_update_s": self._critic_seconds})
+        if metrics:
+            self._record("train", metrics | {"time/critic_update_s": self._critic_seconds})
             self._critic_seconds = 0.0
         return loss
 
@@ -296,5 +292,5 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
             "`critic_learning_rate`": args.critic_learning_rate,
             "`share_backbone`": args.share_backbone,
         }
-        sentence = "A critic takes the place of groups."
-        return replace(run, settings={**run.settings, **settings}, sentences=[sentence, *run.sentences])
+        sentences = ["A critic takes the place of groups.", *run.sentences]
+        return replace(run, settings={**run.settings, **settings}, sentences=sentences)

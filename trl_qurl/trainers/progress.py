@@ -12,12 +12,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerControl, TrainerState, TrainingArguments
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerState, TrainingArguments
 
-WIDTH = 100
-"""Columns of a line, unless the terminal has fewer."""
+WIDTH = 100  # columns of a line, unless the terminal has fewer
 
-METRICS: tuple[tuple[str, str], ...] = (
+# What a line shows, the most important first: a line that is too long loses its end.
+METRICS = (
     ("reward", "reward {:.3f}"),
     ("mismatch/kl_k3", "KL {:.1e}"),
     ("critic/explained_variance", "critic {:.2f}"),
@@ -25,13 +25,9 @@ METRICS: tuple[tuple[str, str], ...] = (
     ("completions/mean_length", "length {:.0f}"),
     ("throughput/generated_tokens_per_s", "{:.0f} tok/s"),
 )
-"""What a line shows, the most important first: a line that is too long loses its end."""
 
-AVERAGE = "_avg@1"
-"""End of the names under which a benchmark's share of right answers is logged."""
-
-ALARMS = ("loss", "grad_norm")
-"""Shown where they are not finite, which says that something is broken."""
+AVERAGE = "_avg@1"  # end of the names under which a benchmark's share of right answers is logged
+ALARMS = ("loss", "grad_norm")  # shown where they are not finite, which says that something is broken
 
 
 class StepLineCallback(ProgressCallback):
@@ -47,36 +43,23 @@ class StepLineCallback(ProgressCallback):
         self._started = 0.0
         self._first_step = 0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Start the clock, and the bar where there is a terminal."""
         self._started, self._first_step = time.monotonic(), state.global_step
         if _has_bars(args):
             super().on_train_begin(args, state, control, **kwargs)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Move the bar."""
         if self.training_bar is not None:
-            super().on_step_end(args, state, control, **kwargs)
+            super().on_step_end(*args, **kwargs)
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *more: Any, **kwargs: Any
-    ) -> None:
+    def on_prediction_step(self, args: TrainingArguments, *more: Any, **kwargs: Any) -> None:
         """Move the bar of an evaluation."""
         if _has_bars(args):
-            super().on_prediction_step(args, state, control, *more, **kwargs)
+            super().on_prediction_step(args, *more, **kwargs)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Write the line, above the bar if there is one."""
         if not state.is_world_process_zero or not logs:
             return
@@ -89,12 +72,10 @@ class StepLineCallback(ProgressCallback):
         else:
             print(line, flush=True)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         """Close the bar."""
         if self.training_bar is not None:
-            super().on_train_end(args, state, control, **kwargs)
+            super().on_train_end(*args, **kwargs)
 
 
 def use_step_lines(trainer: Trainer) -> None:

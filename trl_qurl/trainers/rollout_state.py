@@ -25,10 +25,10 @@ else:
 
 
 class RolloutState(NamedTuple):
-    """A position within a rollout: micro-batches done so far, and the batches that remain."""
+    """A position within a rollout."""
 
-    step: int
-    batches: list[dict[str, Any]] | None
+    step: int  # micro-batches done so far
+    batches: list[dict[str, Any]] | None  # that remain
 
 
 class RolloutStateMixin(TRLTrainer):
@@ -56,7 +56,7 @@ class RolloutStateMixin(TRLTrainer):
             self._step, self._buffered_inputs = state
 
 
-def save_rollout_state(state: RolloutState, checkpoint: str | os.PathLike[str], process_index: int) -> None:
+def save_rollout_state(state: RolloutState, checkpoint: str | Path, process_index: int) -> None:
     """Write one process's state into a checkpoint directory; a half-written file never has the final name."""
     path = _path(checkpoint, process_index)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,9 +65,7 @@ def save_rollout_state(state: RolloutState, checkpoint: str | os.PathLike[str], 
     os.replace(draft, path)
 
 
-def load_rollout_state(
-    checkpoint: str | os.PathLike[str], process_index: int, device: torch.device
-) -> RolloutState | None:
+def load_rollout_state(checkpoint: str | Path, process_index: int, device: torch.device) -> RolloutState | None:
     """Read it back; `None` for a checkpoint without one (made by another trainer, or by fewer processes)."""
     path = _path(checkpoint, process_index)
     if not path.exists():
@@ -77,18 +75,17 @@ def load_rollout_state(
     return state._replace(batches=send_to_device(state.batches, device))
 
 
-def epochs_done(checkpoint: str | os.PathLike[str]) -> int:
+def epochs_done(checkpoint: str | Path) -> int:
     """Whole epochs that were over when the checkpoint was written."""
     return int(TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME)).epoch or 0)
 
 
 def skip_epochs(sampler: RepeatSampler | None, epochs: int) -> None:
     """Let a sampler draw and forget the orders of epochs that are over; nothing without a sampler, or a shuffle."""
-    if sampler is None or not sampler.shuffle:
-        return
-    for _ in range(epochs):
-        next(iter(sampler))
+    if sampler is not None and sampler.shuffle:
+        for _ in range(epochs):
+            next(iter(sampler))
 
 
-def _path(checkpoint: str | os.PathLike[str], process_index: int) -> Path:
+def _path(checkpoint: str | Path, process_index: int) -> Path:
     return Path(checkpoint) / f"rollout_state_{process_index}.pt"

@@ -13,14 +13,16 @@ it is: correcting for the mismatch of the two policies is left to the trainer (`
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import is_peft_model
+from transformers import TrainerCallback
 from trl.import_utils import is_vllm_available
 
-from trl_qurl.config import QuantizedRolloutsConfig
 from trl_qurl.quantization.schemes import get_scheme
 from trl_qurl.rollout.backend import quantized_generation
 from trl_qurl.rollout.mismatch import MismatchTally
@@ -28,7 +30,6 @@ from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.trainers.callbacks import RunLogCallback, TrainerAwareCallback, UpdateAwareQuantizationCallback
 from trl_qurl.trainers.rollout_state import RolloutStateMixin
 from trl_qurl.trainers.saving import SavingMixin
-from trl_qurl.trainers.step_timer import StepTimer
 
 
 class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
@@ -71,7 +72,13 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
     @classmethod
     def _checked_config(cls, config: Any, model: Any) -> Any:
         """The config of this trainer; the default one if none is given."""
-        _require_vllm(config)
+        if not is_vllm_available():
+            uses_server = getattr(config, "vllm_mode", None) == "server"
+            even = " (TRL imports it here even though a server generates)" if uses_server else ""
+            raise ImportError(
+                f"Quantized rollouts need vLLM, which is not installed{even}: run `pip install trl-qurl[vllm]`, or "
+                "train with TRL's own trainer and use_vllm=False."
+            )
         kind = cls._config_class
         if config is None:
             name = model if isinstance(model, str) else model.config._name_or_path
@@ -84,11 +91,7 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         return config
 
     def add_callback(self, callback: Any) -> None:
-        """Add a callback, and tell it its trainer if it needs to know.
-
-        Args:
-            callback: As for any trainer of transformers.
-        """
+        """Add a callback, and tell it its trainer if it needs to know."""
         super().add_callback(callback)
         self._introduce_to(self.callback_handler.callbacks[-1])
 
@@ -100,9 +103,7 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         self._scoring_seconds = 0.0
         with self._step_timer.paused():
             batch = super()._generate_and_score_completions(inputs)
-            mode = self._mode
-            self._record(mode, self._rollout_cost())
-            self._record(mode, self.vllm_generation.pop_weight_metrics())
+            self._record(self._mode, self._rollout_cost() | self.vllm_generation.pop_weight_metrics())
         return batch
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
@@ -126,12 +127,7 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         }
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as TRL does, with the seconds of the steps since the last row.
-
-        Args:
-            logs: Metrics by name.
-            args, kwargs: As for TRL's.
-        """
+        """Log as TRL does, with the seconds of the steps since the last row."""
         for seconds in self._step_timer.pop():
             self._record("train", {"time/update_s": seconds})
         super().log(logs, *args, **kwargs)
@@ -145,32 +141,50 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
             self._metrics[mode][name].append(value)
 
 
+class StepTimer(TrainerCallback):
+    """Measures each optimizer step (forward, backward, clipping, update) without the rollouts inside it."""
+
+    def __init__(self) -> None:
+        self._started = self._excluded = 0.0
+        self._pauses = 0  # nested blocks of `paused()`
+        self._finished: list[float] = []
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the block out of the running step; blocks may be nested."""
+        self._pauses += 1
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            if self._pauses == 0:
+                self._excluded += time.perf_counter() - started
+
+    def pop(self) -> list[float]:
+        """Seconds of the steps that ended since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Start the clock."""
+        self._started, self._excluded = time.perf_counter(), 0.0
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Keep the seconds of the step, which include the optimizer's update."""
+        self._finished.append(time.perf_counter() - self._started - self._excluded)
+
+
 def check_prompts(dataset: Any, per_rollout: int) -> None:
-    """
-    Refuse a data set that does not fill one rollout: TRL leaves out what does not, and would end without a step.
+    """Refuse a data set that does not fill one rollout: TRL leaves out what does not, and would end without a step.
 
-    Args:
-        dataset: To train on; one without a length is streamed and cannot be checked.
-        per_rollout: Prompts of a rollout, of all processes.
-
-    Raises:
-        ValueError: It has fewer.
+    One without a length is streamed and cannot be checked.
     """
     if hasattr(dataset, "__len__") and len(dataset) < per_rollout:
         raise ValueError(
             f"train_dataset has {len(dataset)} prompts and a rollout takes {per_rollout} "
             "(per_device_train_batch_size x processes x steps_per_generation / num_generations), so training would "
             "end without a step: give more prompts, or lower one of the first three."
-        )
-
-
-def _require_vllm(config: Any) -> None:
-    if not is_vllm_available():
-        uses_server = isinstance(config, QuantizedRolloutsConfig) and getattr(config, "vllm_mode", None) == "server"
-        even = " (TRL imports it here even though a server generates)" if uses_server else ""
-        raise ImportError(
-            f"Quantized rollouts need vLLM, which is not installed{even}: run `pip install trl-qurl[vllm]`, or train "
-            "with TRL's own trainer and use_vllm=False."
         )
 
 

@@ -13,19 +13,17 @@ import math
 import os
 import re
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 RUN_LOG = "run.jsonl"
 SETTINGS_KEY = "settings"
 
+# Names of settings whose text is secret; `max_tokens` and `eos_token_id` are not among them.
 _SECRET = re.compile(r"(^|_|-)(token|api_?key|password|passwd|secret|authorization|credentials?)$", re.IGNORECASE)
-"""Names of settings whose text is secret; `max_tokens` and `eos_token_id` are not among them."""
-
-_CREDENTIALS = re.compile(r"(?<=:)//[^/@\s]+@")
-"""User and password in an address."""
-
-MASK = "<hidden>"
+_CREDENTIALS = re.compile(r"(?<=:)//[^/@\s]+@")  # user and password in an address
+_MASK = "<hidden>"
 
 Row = dict[str, Any]
 
@@ -84,13 +82,12 @@ class RunLog:
         if step > 0 and self.path.exists():
             kept = [row for row in read_run(self.path).rows if row["step"] <= step]
         elif self.path.exists():
-            os.replace(self.path, self._free_name())
+            places = (self.path.with_name(f"{self.path.stem}-{number}{self.path.suffix}") for number in count(1))
+            os.replace(self.path, next(place for place in places if not place.exists()))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_suffix(".tmp")
-        draft.write_text(
-            "".join(_line(content) for content in [{SETTINGS_KEY: _without_secrets(settings)}, *kept]),
-            encoding="utf-8",
-        )
+        contents = [{SETTINGS_KEY: _without_secrets(settings)}, *kept]
+        draft.write_text("".join(map(_line, contents)), encoding="utf-8")
         os.replace(draft, self.path)
 
     def append(self, row: Row) -> None:
@@ -101,12 +98,6 @@ class RunLog:
         """
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(_line(row))
-
-    def _free_name(self) -> Path:
-        number = 1
-        while (place := self.path.with_name(f"{self.path.stem}-{number}{self.path.suffix}")).exists():
-            number += 1
-        return place
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
@@ -163,13 +154,10 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _without_secrets(value: Any) -> Any:
-    """The same settings with `MASK` for every text under the name of a secret, and for passwords in addresses.
-
-    transformers masks its own tokens; this also looks into nested settings, and into dictionaries given as JSON text.
-    """
+    """Hide texts under the name of a secret, in nested settings and in JSON text too, and passwords in addresses."""
     if isinstance(value, dict):
         return {
-            name: MASK if isinstance(entry, str) and _SECRET.search(str(name)) else _without_secrets(entry)
+            name: _MASK if isinstance(entry, str) and _SECRET.search(str(name)) else _without_secrets(entry)
             for name, entry in value.items()
         }
     if isinstance(value, list | tuple):
@@ -181,7 +169,7 @@ def _without_secrets(value: Any) -> Any:
             return json.dumps(_without_secrets(json.loads(value)))
         except json.JSONDecodeError:
             pass
-    return _CREDENTIALS.sub(f"//{MASK}@", value)
+    return _CREDENTIALS.sub(f"//{_MASK}@", value)
 
 
 def _line(content: dict[str, Any]) -> str:

@@ -30,16 +30,8 @@ else:
     TRLTrainer = object
 
 
-SHOWN_SETTINGS = (
-    "learning_rate",
-    "num_generations",
-    "max_completion_length",
-    "temperature",
-    "beta",
-    "vllm_mode",
-    "seed",
-)
-"""Fields of TRL's config that a model card shows."""
+# Fields of TRL's config that a model card shows.
+SHOWN = ("learning_rate", "num_generations", "max_completion_length", "temperature", "beta", "vllm_mode", "seed")
 
 
 class SavingMixin(TRLTrainer):
@@ -87,7 +79,14 @@ class SavingMixin(TRLTrainer):
             RuntimeError: In the other processes, if the main one failed.
         """
         generation = self.vllm_generation
-        chosen = get_scheme(self._scheme_to_save(scheme))
+        name = scheme or self.args.rollout_quantization
+        if name is None:
+            raise ValueError(
+                "save_quantized follows the format of the rollouts, and this run's are not quantized "
+                "(rollout_quantization=None): name one, as in save_quantized(scheme=...), of "
+                f"{', '.join(map(repr, SCHEMES))}."
+            )
+        chosen = get_scheme(name)
         check_quantizer(quantizer)
         if quantizer == "llmcompressor" and self.accelerator.num_processes > 1:
             raise ValueError(
@@ -132,7 +131,7 @@ class SavingMixin(TRLTrainer):
                 "`quantization_ignore`": ", ".join(args.quantization_ignore) or "none",
                 "UAQ's s (`uaq_scale`)": recorded_scale(self.model),
                 "updates per rollout": f"{args.updates_per_rollout:g}",
-                **{f"`{name}`": getattr(args, name) for name in SHOWN_SETTINGS},
+                **{f"`{name}`": getattr(args, name) for name in SHOWN},
             },
         )
 
@@ -141,16 +140,6 @@ class SavingMixin(TRLTrainer):
         start = None if not start or Path(start).is_dir() else start
         pushed = self.hub_model_id or self.args.hub_model_id
         return quantized_card(name, scheme, ignore, pushed, start, self._tag_names)
-
-    def _scheme_to_save(self, scheme: str | None) -> str:
-        chosen = scheme or self.args.rollout_quantization
-        if chosen is None:
-            raise ValueError(
-                "save_quantized follows the format of the rollouts, and this run's are not quantized "
-                "(rollout_quantization=None): name one, as in save_quantized(scheme=...), of "
-                f"{', '.join(map(repr, SCHEMES))}."
-            )
-        return chosen
 
     def _by_main_process(self, act: Callable[[], None], parameters: Iterable[Any] = ()) -> None:
         """Let the main process act, and all know how it went; all go through `parameters`, whatever happens."""
@@ -172,17 +161,7 @@ class SavingMixin(TRLTrainer):
 
 
 def check_place(path: Path, run: Path) -> None:
-    """
-    Refuse to write over a run.
-
-    Args:
-        path: Of the checkpoint.
-        run: The run's `output_dir`.
-
-    Raises:
-        ValueError: It is the run's own directory, or one above it.
-        FileExistsError: It holds something else than a quantized checkpoint.
-    """
+    """Refuse a path for the checkpoint that would replace the run in `output_dir`, or anything else of value."""
     if path.resolve() in (run.resolve(), *run.resolve().parents):
         raise ValueError(
             f"{path} holds this run (output_dir={str(run)!r}), which a quantized checkpoint would replace: name "
@@ -198,16 +177,11 @@ def exact_base(model: torch.nn.Module) -> Iterator[None]:
 
     Costs a copy of them in host memory. What ZeRO-3 gathers for the block it drops again by itself.
     """
-    below = [local_part(parameter) for name, parameter in model.named_parameters() if ".base_layer." in name]
+    below = [parameter.detach() for name, parameter in model.named_parameters() if ".base_layer." in name]
+    below = [part.to_local() if isinstance(part, DTensor) else part for part in below]
     kept = [part.to("cpu", copy=True) for part in below]
     try:
         yield
     finally:
         for part, bits in zip(below, kept, strict=True):
             part.copy_(bits)
-
-
-def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """The part of a parameter that this process holds, to be changed in place."""
-    part = parameter.detach()
-    return part.to_local() if isinstance(part, DTensor) else part

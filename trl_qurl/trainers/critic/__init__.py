@@ -1,1 +1,1 @@
-"""The critic of PPO: what a critic does (`critic.py`), two implementations, and how they start (`start.py`)."""
+"""The critic of PPO: what a critic does (`critic.py`), two implementations, and what a critic starts from."""

@@ -20,7 +20,6 @@ CRITIC_DIRECTORY = "critic"
 """Where `save_model` puts the critic, in the directory of the policy."""
 
 OptimizerFactory = Callable[[torch.nn.Module], torch.optim.Optimizer]
-
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
 ValueLossFunction = Callable[[torch.Tensor], torch.Tensor]
@@ -31,33 +30,22 @@ PolicyPass = list[torch.Tensor]
 
 
 class Critic(ABC):
-    """
-    A value model that learns along with the policy.
+    """A value model that learns along with the policy.
 
     A trainer wraps each forward pass of the policy in `watching()`, asks for `rollout_values` at each rollout, and at
     each micro-batch calls `add_to_policy_loss` before the policy's backward pass and `learn` after it. `step` follows
     at each optimizer step.
-
-    Args:
-        model: What learns, before the launcher wraps it.
-        args: Clipping, and whatever else an implementation reads.
-        accelerator: What `model` is trained with.
     """
 
     def __init__(self, model: torch.nn.Module, args: QuRLPPOConfig, accelerator: Accelerator) -> None:
-        self.model: Any = model
+        self.model: Any = model  # what learns; a launcher may wrap it in `prepare`
         self.accelerator = accelerator
         self._args = args
         self._optimizer: Any = None
         self._scheduler: Any = None
 
     def prepare(self, make_optimizer: OptimizerFactory, make_scheduler: SchedulerFactory) -> None:
-        """Build optimizer and schedule; once, however often training starts.
-
-        Args:
-            make_optimizer: From the model to its optimizer.
-            make_scheduler: From the optimizer to the schedule of its learning rate.
-        """
+        """Build optimizer and schedule; once, however often training starts."""
         if self._optimizer is None:
             self._optimizer = make_optimizer(self.model)
             self._scheduler = make_scheduler(self._optimizer)
@@ -68,45 +56,23 @@ class Critic(ABC):
 
     @abstractmethod
     def rollout_values(self, batch: dict[str, Any], batch_size: int, seen: PolicyPass) -> torch.Tensor:
-        """Values of a whole rollout.
+        """Values of a whole rollout, `(B, T + 1)`: before each token and, in the last column, after them all.
 
-        Args:
-            batch: Of the trainer, with prompts and completions.
-            batch_size: Sequences at a time.
-            seen: Of the policy's pass over this rollout.
-
-        Returns:
-            `(B, T + 1)`: before each token and, in the last column, after them all.
+        They come from what was `seen` in the policy's pass over it, or from passes over `batch_size` sequences each.
         """
 
     def add_to_policy_loss(
         self, policy_loss: torch.Tensor, batch: dict[str, Any], seen: PolicyPass, value_loss: ValueLossFunction
     ) -> torch.Tensor:
-        """The policy's loss, with the critic's where both share one backward pass.
-
-        Args:
-            policy_loss: Of a micro-batch.
-            batch: The micro-batch.
-            seen: Of the pass that gave the policy's loss.
-            value_loss: The critic's loss as a function of its values.
-        """
+        """The policy's loss of a micro-batch, with the critic's where both share one backward pass."""
         return policy_loss
 
     @abstractmethod
     def learn(self, batch: dict[str, Any], value_loss: ValueLossFunction) -> None:
-        """Forward and backward pass on a micro-batch, for a critic that has passes of its own.
-
-        Args:
-            batch: The micro-batch.
-            value_loss: The critic's loss as a function of its values.
-        """
+        """Forward and backward pass on a micro-batch, for a critic that has passes of its own."""
 
     def step(self) -> dict[str, float]:
-        """Clip, update and forget the gradients.
-
-        Returns:
-            The norm before clipping, and the learning rate used.
-        """
+        """Clip, update and forget the gradients; the norm before clipping, and the learning rate used."""
         norm = self._clip(self._args.max_grad_norm or math.inf)  # 0 turns clipping off, as for the policy
         learning_rate = self._scheduler.get_last_lr()[0]
         self._optimizer.step()
@@ -120,40 +86,21 @@ class Critic(ABC):
 
     @abstractmethod
     def save_pretrained(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write what `value_model` takes; every process calls it.
-
-        Args:
-            directory: To create.
-            tokenizer: Of the policy.
-        """
+        """Write what `value_model` takes; every process calls it."""
 
     @abstractmethod
     def save_state(self, checkpoint: Path) -> None:
-        """Add model, optimizer and schedule to a checkpoint; they get their name when they are complete.
-
-        Args:
-            checkpoint: Its directory.
-        """
+        """Add model, optimizer and schedule to a checkpoint; they get their name when they are complete."""
 
     @abstractmethod
     def load_state(self, checkpoint: Path) -> None:
-        """Read back what `save_state` wrote.
-
-        Args:
-            checkpoint: Its directory.
-
-        Raises:
-            FileNotFoundError: The checkpoint has no critic.
-        """
+        """Read back what `save_state` wrote; a checkpoint without it is an error (`require_state`)."""
 
 
 def build_optimizer(model: torch.nn.Module, args: QuRLPPOConfig, decayed: set[str]) -> torch.optim.Optimizer:
     """The policy's kind of optimizer (`optim`, betas, weight decay) with the critic's learning rate.
 
-    Args:
-        model: Whose trainable parameters it updates.
-        args: Settings of the trainer.
-        decayed: Names of the parameters that weight decay applies to.
+    Weight decay applies to the parameters whose names are in `decayed`.
     """
     optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -166,11 +113,7 @@ def build_optimizer(model: torch.nn.Module, args: QuRLPPOConfig, decayed: set[st
 
 
 def check_optimizer(args: QuRLPPOConfig, model: torch.nn.Module) -> None:
-    """Refuse an optimizer that cannot be built for a second model.
-
-    Raises:
-        ValueError: It chooses its parameters itself.
-    """
+    """Refuse an optimizer that cannot be built for a second model, because it chooses its parameters itself."""
     optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
     is_class = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
     if not is_class or kwargs.keys() & {"params", "model", "optimizer_dict"}:
@@ -181,11 +124,7 @@ def check_optimizer(args: QuRLPPOConfig, model: torch.nn.Module) -> None:
 
 
 def require_state(path: Path) -> Path:
-    """The path of a critic's state, if it is there.
-
-    Raises:
-        FileNotFoundError: It is not.
-    """
+    """The path of a critic's state, which must be there."""
     if not path.exists():
         raise FileNotFoundError(
             f"There is no {path.name} in {path.parent}: it was written by another trainer, with save_only_model=True "

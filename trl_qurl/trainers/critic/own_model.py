@@ -31,13 +31,9 @@ STATE_DIRECTORY = "critic_state"
 
 
 class OwnModelCritic(Critic):
-    """
-    A critic with a model of its own, which learns after each backward pass of the policy.
+    """A critic with a model of its own, which learns after each backward pass of the policy.
 
-    Args:
-        model: `model(input_ids, attention_mask).logits` is `(B, L, 1)`.
-        args: Clipping and gradient checkpointing.
-        policy_accelerator: The trainer's.
+    `model(input_ids, attention_mask).logits` is `(B, L, 1)`.
     """
 
     def __init__(self, model: PreTrainedModel, args: QuRLPPOConfig, policy_accelerator: Accelerator) -> None:
@@ -54,7 +50,7 @@ class OwnModelCritic(Critic):
             model.to(accelerator.device)
 
     def prepare(self, make_optimizer: OptimizerFactory, make_scheduler: SchedulerFactory) -> None:
-        """Build optimizer and schedule, and wrap all three for the launcher; once, however often training starts."""
+        """Build optimizer and schedule, and wrap all three for the launcher."""
         if self._optimizer is None:
             super().prepare(make_optimizer, make_scheduler)
             parts = self.accelerator.prepare(self.model, self._optimizer, self._scheduler)
@@ -71,15 +67,9 @@ class OwnModelCritic(Critic):
         self.backward(value_loss(self.values(*prompts_and_completions(batch), batch["completion_ids"].size(1))))
 
     def values(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_length: int) -> torch.Tensor:
-        """Values before each of `T` completion tokens and, in the last column, after them.
+        """Values before each of `T` completion tokens and after them: `(B, T + 1)`, float32, from ids of `(B, P + T)`.
 
-        Args:
-            input_ids: `(B, P + T)`.
-            attention_mask: `(B, P + T)`.
-            completion_length: T.
-
-        Returns:
-            `(B, T + 1)`, float32, with gradients where they are enabled.
+        They have gradients where these are enabled.
         """
         self.model.train(torch.is_grad_enabled())  # checkpointing works in this mode only; there is no dropout
         logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
@@ -88,12 +78,11 @@ class OwnModelCritic(Critic):
     def backward(self, loss: torch.Tensor) -> None:
         """Add the loss's gradients; they are summed over processes with the last micro-batch of a step only."""
         accelerator = self.accelerator
-        kwargs = {}
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
-            kwargs["scale_wrt_gas"] = False  # the loss is a mean over the whole step already
-        later = accelerator.distributed_type != DistributedType.DEEPSPEED and not accelerator.sync_gradients
-        with accelerator.no_sync(self.model) if later else nullcontext():
-            accelerator.backward(loss, **kwargs)
+            accelerator.backward(loss, scale_wrt_gas=False)  # the loss is a mean over the whole step already
+            return
+        with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(self.model):
+            accelerator.backward(loss)
 
     def _clip(self, largest: float) -> float:
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), largest)
@@ -102,7 +91,7 @@ class OwnModelCritic(Critic):
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # FSDP2 keeps it in parts
 
     def save_pretrained(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write a token classifier that transformers loads, and that `value_model` takes; every process calls it."""
+        """Write a token classifier that transformers loads."""
         state = self.accelerator.get_state_dict(self.model)
         if self.accelerator.is_main_process:
             with new_directory(directory) as draft:

@@ -28,16 +28,11 @@ STATE_FILE = "critic_state.pt"
 
 
 class SharedBackboneCritic(Critic):
-    """
-    A value head on the policy's backbone, which learns in the policy's own backward pass.
+    """A value head on the policy's backbone, which learns in the policy's own backward pass."""
 
-    Args:
-        policy: Whose hidden states it reads, before it is wrapped for the launcher.
-        args: Clipping and the weight of the value loss.
-        accelerator: The trainer's.
-    """
-
-    def __init__(self, policy: PreTrainedModel, args: QuRLPPOConfig, accelerator: Accelerator) -> None:
+    def __init__(
+        self, policy: PreTrainedModel, args: QuRLPPOConfig, accelerator: Accelerator, saved_head: str | None = None
+    ) -> None:
         inner = policy.get_base_model() if is_peft_model(policy) else policy
         # Starts at zero, like the head of any critic here; float32, whatever the policy is trained in.
         head = nn.Linear(inner.config.get_text_config().hidden_size, 1, device=accelerator.device)
@@ -45,6 +40,12 @@ class SharedBackboneCritic(Critic):
         nn.init.zeros_(head.bias)
         super().__init__(head, args, accelerator)
         self._backbone = inner.base_model
+        if saved_head is not None:
+            path = _saved_head(saved_head)
+            try:
+                head.load_state_dict(load_file(path))
+            except RuntimeError as error:
+                raise ValueError(f"{path} was trained on a backbone of another width: {error}") from error
 
     @contextmanager
     def watching(self) -> Iterator[PolicyPass]:
@@ -104,19 +105,6 @@ class SharedBackboneCritic(Critic):
             with new_directory(directory) as draft:
                 save_file(self.model.state_dict(), draft / HEAD_FILE)
 
-    def load_head(self, directory: str) -> None:
-        """Start from a head that `save_pretrained` wrote.
-
-        Raises:
-            FileNotFoundError: There is none in the directory.
-            ValueError: It is of another width.
-        """
-        path = _saved_head(directory)
-        try:
-            self.model.load_state_dict(load_file(path))
-        except RuntimeError as error:
-            raise ValueError(f"{path} was trained on a backbone of another width: {error}") from error
-
     def save_state(self, checkpoint: Path) -> None:  # noqa: D102
         if self.accelerator.is_main_process:
             draft = checkpoint / f".{STATE_FILE}"
@@ -133,12 +121,7 @@ class SharedBackboneCritic(Critic):
 
 
 def check_shared(args: QuRLPPOConfig, value_model: Any, value_peft_config: Any) -> None:
-    """Refuse what has no meaning, or does not work, with one backbone for both.
-
-    Raises:
-        ValueError: Names the argument, and what to use instead.
-        FileNotFoundError: `value_model` is no directory with a saved head.
-    """
+    """Refuse what has no meaning, or does not work, with one backbone for both."""
     if value_peft_config is not None or not (value_model is None or isinstance(value_model, str)):
         given = "value_model" if value_peft_config is None else "value_peft_config"
         raise ValueError(

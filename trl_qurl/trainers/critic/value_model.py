@@ -25,15 +25,43 @@ from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, 
 
 from trl_qurl.config import QuRLPPOConfig
 from trl_qurl.quantization.parameters import whole
+from trl_qurl.trainers.critic.critic import check_optimizer
+from trl_qurl.trainers.critic.shared_backbone import check_shared
 
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-HEAD_NAMES = ("score", "classifier")
-"""How token classifiers of transformers call their head."""
+HEAD_NAMES = ("score", "classifier")  # how token classifiers of transformers call their head
+SHOWN = 3  # tokens or weights that an error names
 
-SHOWN_TOKENS = 3
-"""Tokens that an error about tokenizers names."""
+
+def load_critic_model(
+    args: QuRLPPOConfig,
+    policy: str | PreTrainedModel,
+    processing_class: Any,
+    value_model: str | PreTrainedModel | None,
+    value_peft_config: Any,
+) -> PreTrainedModel | None:
+    """Check what the user asked for, and load the critic's model, before the slow start of an engine.
+
+    `None` for a critic on the policy's backbone.
+    """
+    if args.share_backbone:
+        check_shared(args, value_model, value_peft_config)
+        return None
+    policy_name = policy if isinstance(policy, str) else get_config_model_id(policy.config)
+    if value_model is None and not policy_name:
+        raise ValueError(
+            "The policy was not loaded from anywhere, so value_model=None has no start for the critic: save the "
+            "policy and pass its path as value_model, or pass an AutoModelForTokenClassification with num_labels=1."
+        )
+    tokenizer = _policy_tokenizer(policy_name, args, processing_class)
+    # Whole on every process; the launcher's wrapper moves it to where it belongs.
+    init_kwargs = {"device_map": None, "trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+    source = policy_name if value_model is None else value_model
+    model = build_value_model(source, tokenizer, init_kwargs, value_peft_config)
+    check_optimizer(args, model)
+    return model
 
 
 def build_value_model(
@@ -44,19 +72,9 @@ def build_value_model(
 ) -> PreTrainedModel:
     """Load the critic, check that it can read the policy's tokens, and add an adapter if one is asked for.
 
-    Args:
-        source: A name, a path, or a token classifier with one label. A name or path may hold a causal model (its
-            backbone is taken), a reward model (its head as well) or a saved critic.
-        tokenizer: Of the policy, whose tokens the critic will see.
-        init_kwargs: For `from_pretrained`.
-        peft_config: For a critic that trains an adapter and its head only.
-
-    Returns:
-        The model, without dropout: `model(input_ids, attention_mask).logits` is `(B, L, 1)`.
-
-    Raises:
-        TypeError: `source` is a model without such a head.
-        ValueError: The architecture has no token classifier, the weights do not fit, or the tokenizer differs.
+    A name or path may hold a causal model (its backbone is taken), a reward model (its head as well) or a saved
+    critic. A model must be a token classifier with one label: `model(input_ids, attention_mask).logits` is
+    `(B, L, 1)`. Dropout is turned off.
     """
     if isinstance(source, str):
         check_same_tokens(tokenizer, source, init_kwargs)
@@ -66,7 +84,12 @@ def build_value_model(
         _check_head(model)
         if name := get_config_model_id(model.config):
             check_same_tokens(tokenizer, name, init_kwargs)
-    _check_vocabulary(model, tokenizer)
+    known, needed = model.get_input_embeddings().num_embeddings, len(tokenizer)
+    if known < needed:
+        raise ValueError(
+            f"The critic knows {known} tokens, but the policy's tokenizer makes {needed}: it must be of the same "
+            "family as the policy, with the same tokenizer."
+        )
     disable_dropout_in_model(model)
     model.config.use_cache = False
     if peft_config is not None:
@@ -83,60 +106,11 @@ def build_value_model(
     return model
 
 
-def policy_start(policy: str | PreTrainedModel) -> str:
-    """Name or path that the policy was loaded from, where the critic starts by default.
-
-    Raises:
-        ValueError: The policy was built in memory, so there is nothing to load.
-    """
-    if isinstance(policy, str):
-        return policy
-    name = get_config_model_id(policy.config)
-    if not name:
-        raise ValueError(
-            "The policy was not loaded from anywhere, so value_model=None has no start for the critic: save the "
-            "policy and pass its path as value_model, or pass an AutoModelForTokenClassification with num_labels=1."
-        )
-    return name
-
-
-def policy_tokenizer(
-    policy: str | PreTrainedModel, args: QuRLPPOConfig, processing_class: Any
-) -> PreTrainedTokenizerBase:
-    """The tokenizer that the policy will have, before the trainer has loaded it.
-
-    Raises:
-        ValueError: The policy reads more than text.
-    """
-    if processing_class is None:
-        name = policy if isinstance(policy, str) else get_config_model_id(policy.config)
-        revision = (args.model_init_kwargs or {}).get("revision")
-        # What the trainer itself will load, so that a policy for images is noticed here as well.
-        processing_class = AutoProcessor.from_pretrained(
-            name, revision=revision, trust_remote_code=args.trust_remote_code
-        )
-    if isinstance(processing_class, ProcessorMixin):
-        raise ValueError(
-            f"The policy takes a {type(processing_class).__name__}, that is, images or sound, which no token "
-            "classifier of transformers reads: use QuRLGRPOTrainer, which needs no critic."
-        )
-    return processing_class
-
-
-def critic_init_kwargs(args: QuRLPPOConfig) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for the critic: the policy's."""
-    # Whole on every process; the launcher's wrapper moves it to where it belongs.
-    return {"device_map": None, "trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
-
-
 def check_same_tokens(tokenizer: PreTrainedTokenizerBase, source: str, init_kwargs: Mapping[str, Any]) -> None:
     """Refuse a critic that would read other text in the policy's tokens.
 
     Every token of the policy must have the same number in the critic's vocabulary, which may hold more. A model
     without a tokenizer of its own passes: there is nothing to compare.
-
-    Raises:
-        ValueError: Tokens differ; the message names some.
     """
     revision = init_kwargs.get("revision")
     # Without the file, AutoTokenizer may answer with an empty tokenizer of the architecture's kind.
@@ -151,11 +125,27 @@ def check_same_tokens(tokenizer: PreTrainedTokenizerBase, source: str, init_kwar
         if critic_tokens.get(token) != number
     ]
     if different:
-        shown = "; ".join(different[:SHOWN_TOKENS])
+        shown = "; ".join(different[:SHOWN])
         raise ValueError(
             f"value_model {source} has another tokenizer than the policy, so it would read other text in the same "
             f"tokens ({len(different)} differ: {shown}). Use a critic of the policy's own family, or value_model=None."
         )
+
+
+def _policy_tokenizer(policy_name: str, args: QuRLPPOConfig, processing_class: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer that the policy will have, before the trainer has loaded it."""
+    if processing_class is None:
+        revision = (args.model_init_kwargs or {}).get("revision")
+        # What the trainer itself will load, so that a policy for images is noticed here as well.
+        processing_class = AutoProcessor.from_pretrained(
+            policy_name, revision=revision, trust_remote_code=args.trust_remote_code
+        )
+    if isinstance(processing_class, ProcessorMixin):
+        raise ValueError(
+            f"The policy takes a {type(processing_class).__name__}, that is, images or sound, which no token "
+            "classifier of transformers reads: use QuRLGRPOTrainer, which needs no critic."
+        )
+    return processing_class
 
 
 def _load(source: str, init_kwargs: Mapping[str, Any]) -> PreTrainedModel:
@@ -176,7 +166,7 @@ def _load(source: str, init_kwargs: Mapping[str, Any]) -> PreTrainedModel:
     missing = {name for name in loading["missing_keys"] if name.rpartition(".")[0].split(".")[-1] not in HEAD_NAMES}
     if missing:
         raise ValueError(
-            f"value_model {source} lacks weights of its backbone ({', '.join(sorted(missing)[:SHOWN_TOKENS])}): pass "
+            f"value_model {source} lacks weights of its backbone ({', '.join(sorted(missing)[:SHOWN])}): pass "
             "the path of a complete model."
         )
     new_head = [parameter for name, parameter in model.named_parameters() if name in set(loading["missing_keys"])]
@@ -205,13 +195,4 @@ def _check_head(model: PreTrainedModel) -> None:
             f"value_model is a {type(inner).__name__} with {getattr(inner.config, 'num_labels', 'no')} labels, which "
             "gives no value per token: pass AutoModelForTokenClassification.from_pretrained(..., num_labels=1), or "
             "the name or path of a model, from which such a critic is made."
-        )
-
-
-def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    known, needed = model.get_input_embeddings().num_embeddings, len(tokenizer)
-    if known < needed:
-        raise ValueError(
-            f"The critic knows {known} tokens, but the policy's tokenizer makes {needed}: it must be of the same "
-            "family as the policy, with the same tokenizer."
         )

@@ -8,23 +8,16 @@ import torch
 
 
 class Drawn(NamedTuple):
-    """A prompt from the stream, and how many it had given with this one."""
+    """A prompt from the stream."""
 
     row: dict[str, Any]
-    drawn: int
+    drawn: int  # prompts that the stream had given with this one
 
 
 class PromptStream:
-    """
-    Prompts for replacement: the data set in one random order after another, the same in every process.
+    """Prompts for replacement: the data set in one random order after another, the same in every process.
 
-    Args:
-        dataset: With a length.
-        seed: Of the orders.
-        drawn: Prompts drawn so far, to go on after them.
-
-    Raises:
-        ValueError: The data set has no length.
+    `drawn` counts the prompts drawn so far; set it to go on after them.
     """
 
     def __init__(self, dataset: Any, seed: int, drawn: int = 0) -> None:

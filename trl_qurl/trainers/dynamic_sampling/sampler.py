@@ -7,7 +7,7 @@ groups are numbered over all processes, in the order in which TRL lays out a bat
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,8 +19,7 @@ from trl_qurl.trainers.dynamic_sampling.prompts import Drawn, PromptStream, prom
 
 logger = logging.getLogger(__name__)
 
-FEW = 1 / 8
-"""Share of useful groups below which a round is not made larger still: one in eight is a guess in itself."""
+FEW = 1 / 8  # share of useful groups below which a round is not made larger still: it is a guess in itself
 
 
 class Sample(NamedTuple):
@@ -36,25 +35,20 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """What one round gave: this process's samples, and the rewards of all processes, (N, functions)."""
+    """What one round gave."""
 
-    samples: list[Sample]
-    rewards: torch.Tensor
+    samples: list[Sample]  # this process's
+    rewards: torch.Tensor  # of all processes, (N, functions)
+    decisive: torch.Tensor  # the rewards that decide, (N,)
 
 
 @dataclass(frozen=True)
 class FilledBatch:
-    """A batch to go on with.
+    """A batch to go on with."""
 
-    Attributes:
-        samples: This process's.
-        rewards: Of all processes, (B, functions).
-        metrics: What the selection cost, by name.
-    """
-
-    samples: list[Sample]
-    rewards: torch.Tensor
-    metrics: dict[str, float]
+    samples: list[Sample]  # this process's
+    rewards: torch.Tensor  # of all processes, (B, functions)
+    metrics: dict[str, float]  # what the selection cost, over all processes
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -63,52 +57,29 @@ class FilledBatch:
 
     def generated(self) -> tuple:
         """What TRL's `_generate` would have returned for these prompts, without tools and images."""
-        samples = self.samples
-        logps = None if samples[0].logps is None else [sample.logps for sample in samples]
-        return (
-            [sample.prompt_ids for sample in samples],
-            [sample.completion_ids for sample in samples],
-            None,
-            [sample.completion for sample in samples],
-            logps,
-            {},
-            None,
-            [],
-        )
+        prompt_ids = [sample.prompt_ids for sample in self.samples]
+        completion_ids = [sample.completion_ids for sample in self.samples]
+        completions = [sample.completion for sample in self.samples]
+        logps = None if self.samples[0].logps is None else [sample.logps for sample in self.samples]
+        return prompt_ids, completion_ids, None, completions, logps, {}, None, []
 
 
 class RolloutFunctions(NamedTuple):
-    """
-    How a trainer generates and scores. They are handed over at each batch, so that a sampler holds no trainer.
+    """How a trainer generates and scores. They are handed over at each batch, so that a sampler holds no trainer."""
 
-    Attributes:
-        generate: The trainer's `_generate`: from prompts to what `FilledBatch.generated` returns.
-        score: The trainer's `_calculate_rewards`, which returns the rewards of all processes.
-        take_extras: Hands over what reward functions have added to the table of completions, and forgets it.
-    """
-
-    generate: Callable[[list], tuple]
-    score: Callable[..., torch.Tensor]
-    take_extras: Callable[[], dict[str, list]]
+    generate: Callable[[list], tuple]  # the trainer's `_generate`, which returns what `FilledBatch.generated` does
+    score: Callable[..., torch.Tensor]  # its `_calculate_rewards`, which returns the rewards of all processes
+    take_extras: Callable[[], dict[str, list]]  # what reward functions have added to the table; it is forgotten then
 
 
 class DynamicSampler:
-    """
-    Fills batches with groups whose rewards differ.
-
-    Args:
-        group_size: G, completions per prompt.
-        max_rounds: Rounds of generation for one batch, the first one included.
-        judge: From rewards (N, functions) to the one that decides, (N,); NaN where there is none.
-        prompts: For replacement.
-        accelerator: The trainer's.
-    """
+    """Fills batches with groups whose rewards differ."""
 
     def __init__(
         self,
-        group_size: int,
-        max_rounds: int,
-        judge: Callable[[torch.Tensor], torch.Tensor],
+        group_size: int,  # G
+        max_rounds: int,  # of generation for one batch, the first one included
+        judge: Callable[[torch.Tensor], torch.Tensor],  # from rewards (N, functions) to the one that decides, (N,)
         prompts: PromptStream,
         accelerator: Accelerator,
     ) -> None:
@@ -120,29 +91,24 @@ class DynamicSampler:
         self._warned = False
 
     def fill(self, rows: list[dict[str, Any]], functions: RolloutFunctions) -> FilledBatch:
-        """
-        Generate for a batch, and for other prompts in the place of those whose group has equal rewards.
+        """Generate for a batch, and for other prompts in the place of those whose group has equal rewards.
 
-        Every process must call it, with its own rows of the batch.
-
-        Args:
-            rows: Of the data set, one per completion.
-            functions: How to generate and score.
+        Every process must call it, with its own rows of the batch, one per completion.
         """
-        first = _make_round(rows, functions)
+        first = self._make_round(rows, functions)
+        rounds = [first]
         samples, rewards = list(first.samples), first.rewards.clone()
-        useful = informative(self._judge(rewards), self._group_size)  # (groups,)
+        useful = informative(first.decisive, self._group_size)  # (groups,)
         tried = {name for names in gather_object([[prompt_digest(row) for row in rows]]) for name in names}
-        count = _Count(self._accelerator, first, self._judge)
         seen, good = len(useful), int(useful.sum())
         for _ in range(1, self._max_rounds):
             open_slots = (~useful).nonzero().flatten().tolist()
             fresh = self._draw(len(open_slots), good / seen, len(useful), tried) if open_slots else []
             if not fresh:
                 break
-            further = _make_round(self._share_out(fresh), functions)
-            count.add(further)
-            found = informative(self._judge(further.rewards), self._group_size)
+            further = self._make_round(self._share_out(fresh), functions)
+            rounds.append(further)
+            found = informative(further.decisive, self._group_size)
             seen, good = seen + len(found), good + int(found.sum())
             placed = dict(zip(found.nonzero().flatten().tolist(), open_slots, strict=False))
             self._place(further, placed, samples, rewards)
@@ -151,8 +117,19 @@ class DynamicSampler:
                 # Prompts after the last one that was needed come again, so that what is trained on does not depend on
                 # the size of a round, and so not on the number of processes.
                 self.prompts.drawn = fresh[max(placed)].drawn
-        self._warn_if_unfilled(useful, count.rounds)
-        return FilledBatch(samples, rewards, count.metrics(samples, useful))
+        self._warn_if_unfilled(useful, len(rounds))
+        return FilledBatch(samples, rewards, self._metrics(rounds, samples, useful))
+
+    def _make_round(self, rows: list[dict[str, Any]], functions: RolloutFunctions) -> Round:
+        prompts = [row["prompt"] for row in rows]
+        prompt_ids, completion_ids, _, completions, logps, *_ = functions.generate(prompts)
+        rewards = functions.score(rows, prompts, completions, completion_ids)
+        # A column of another length belongs to no row.
+        columns = {name: column for name, column in functions.take_extras().items() if len(column) == len(rows)}
+        extras = [{name: column[i] for name, column in columns.items()} for i in range(len(rows))]
+        logps = [None] * len(rows) if logps is None else logps
+        samples = list(map(Sample, rows, prompt_ids, completion_ids, completions, logps, extras))
+        return Round(samples, rewards, self._judge(rewards))
 
     def _draw(self, missing: int, share: float, groups: int, tried: set[str]) -> list[Drawn]:
         """Prompts for the next round: as many as it takes if as many are useful as so far, but at most a batch."""
@@ -176,9 +153,7 @@ class DynamicSampler:
         }
         index = self._accelerator.process_index
         first_made, first_kept = index * len(source.samples), index * len(samples)
-        made_here = [
-            (moves[first_made + i], sample) for i, sample in enumerate(source.samples) if first_made + i in moves
-        ]
+        made_here = [(moves[i], sample) for i, sample in enumerate(source.samples, first_made) if i in moves]
         for target, sample in gather_object(made_here):
             if first_kept <= target < first_kept + len(samples):
                 samples[target - first_kept] = sample
@@ -186,69 +161,33 @@ class DynamicSampler:
             rewards[target] = source.rewards[origin]
 
     def _warn_if_unfilled(self, useful: torch.Tensor, rounds: int) -> None:
-        if bool(useful.all()) or self._warned:
-            return
-        self._warned = True
-        logger.warning(
-            "Dynamic sampling found only %d of %d groups whose rewards differ in %d rounds of generation: the batch "
-            "is used as it is, and the other groups teach nothing. The questions may be too easy or too hard for the "
-            "policy, or the reward cannot tell its answers apart; dynamic_sampling/filled_share shows how it goes on.",
-            int(useful.sum()),
-            len(useful),
-            rounds,
-        )
+        if not useful.all() and not self._warned:
+            self._warned = True
+            logger.warning(
+                "Dynamic sampling found only %d of %d groups whose rewards differ in %d rounds of generation: the "
+                "batch is used as it is, and the other groups teach nothing. The questions may be too easy or too "
+                "hard for the policy, or the reward cannot tell its answers apart; dynamic_sampling/filled_share "
+                "shows how it goes on.",
+                int(useful.sum()),
+                len(useful),
+                rounds,
+            )
 
-
-def _make_round(rows: list[dict[str, Any]], functions: RolloutFunctions) -> Round:
-    prompts = [row["prompt"] for row in rows]
-    prompt_ids, completion_ids, _, completions, logps, *_ = functions.generate(prompts)
-    rewards = functions.score(rows, prompts, completions, completion_ids)  # (N, functions), of all processes
-    extras = _by_row(functions.take_extras(), len(rows))
-    kept_logps = [None] * len(rows) if logps is None else logps
-    samples = map(Sample, rows, prompt_ids, completion_ids, completions, kept_logps, extras)
-    return Round(list(samples), rewards)
-
-
-class _Count:
-    """What the rounds of one batch cost, over all processes."""
-
-    def __init__(self, accelerator: Accelerator, first: Round, judge: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._accelerator = accelerator
-        self._judge = judge
-        self.rounds = 0
-        self._tokens = 0
-        self._judged: list[torch.Tensor] = []
-        self.add(first)
-
-    def add(self, made: Round) -> None:
-        self.rounds += 1
-        self._tokens += _tokens(made.samples)
-        self._judged.append(self._judge(made.rewards))
-
-    def metrics(self, kept: list[Sample], useful: torch.Tensor) -> dict[str, float]:
-        local = torch.tensor([float(self._tokens - _tokens(kept))], device=self._accelerator.device)
-        judged = torch.cat(self._judged)
-        kept_count = len(kept) * self._accelerator.num_processes
+    def _metrics(self, rounds: list[Round], kept: list[Sample], useful: torch.Tensor) -> dict[str, float]:
+        decisive = torch.cat([each.decisive for each in rounds])
+        discarded = sum(_tokens(each.samples) for each in rounds) - _tokens(kept)
+        local = torch.tensor([float(discarded)], device=self._accelerator.device)
         return {
-            "dynamic_sampling/rounds": float(self.rounds),
-            "dynamic_sampling/discarded_share": 1 - kept_count / len(judged),
+            "dynamic_sampling/rounds": float(len(rounds)),
+            "dynamic_sampling/discarded_share": 1 - len(kept) * self._accelerator.num_processes / len(decisive),
             "dynamic_sampling/extra_tokens": self._accelerator.reduce(local, reduction="sum").item(),
             "dynamic_sampling/filled_share": useful.float().mean().item(),
-            "dynamic_sampling/unfiltered_reward": judged.nanmean().item(),
+            "dynamic_sampling/unfiltered_reward": decisive.nanmean().item(),
         }
 
 
 def informative(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
-    """
-    Which groups have rewards that differ.
-
-    Args:
-        rewards: (N,), NaN where a completion could not be scored: it counts neither way.
-        group_size: G.
-
-    Returns:
-        Bool, (N / G,).
-    """
+    """Which groups have rewards that differ, bool (N / G,); a NaN, for lack of a score, counts neither way."""
     groups = rewards.view(-1, group_size)  # (groups, G)
     missing = groups.isnan()
     largest = groups.masked_fill(missing, -math.inf).amax(1)
@@ -260,12 +199,6 @@ def weighted_sum(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """TRL's total reward, (N,), from those of the functions, (N, functions); NaN where none has scored."""
     total = (rewards * weights.to(rewards.device)).nansum(1)
     return total.masked_fill(rewards.isnan().all(1), math.nan)
-
-
-def _by_row(columns: dict[str, list], count: int) -> Iterator[dict[str, Any]]:
-    """Values by row from values by column; a column of another length belongs to no row and is left out."""
-    whole = {name: values for name, values in columns.items() if len(values) == count}
-    return ({name: values[i] for name, values in whole.items()} for i in range(count))
 
 
 def _tokens(samples: Sequence[Sample]) -> int:

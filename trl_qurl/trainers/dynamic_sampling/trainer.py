@@ -17,18 +17,13 @@ from trl import GRPOTrainer
 from trl_qurl.trainers.dynamic_sampling.prompts import PromptStream
 from trl_qurl.trainers.dynamic_sampling.sampler import DynamicSampler, FilledBatch, RolloutFunctions, weighted_sum
 
-STATE_FILE = "dynamic_sampling_state.json"
-"""What a checkpoint keeps: how many prompts were drawn for replacement, in all processes alike."""
+STATE_FILE = "dynamic_sampling_state.json"  # in a checkpoint: how many prompts were drawn, in all processes alike
 
 
 class DynamicSamplingTrainer(GRPOTrainer):
-    """
-    [`~trl.GRPOTrainer`] that replaces groups whose rewards are all equal, if `args.dynamic_sampling` says so.
+    """[`~trl.GRPOTrainer`] that replaces groups whose rewards are all equal, if `args.dynamic_sampling` says so.
 
     `args` needs the fields of [`DynamicSamplingSettings`].
-
-    Raises:
-        ValueError: Arguments that dynamic sampling cannot work with.
     """
 
     _filled: FilledBatch | None = None
@@ -38,18 +33,15 @@ class DynamicSamplingTrainer(GRPOTrainer):
         if args.dynamic_sampling:
             check_arguments({"reward_funcs": reward_funcs, **kwargs}, args.dynamic_sampling_reward)
         super().__init__(model, reward_funcs, args, **kwargs)
-        if args.dynamic_sampling:
-            self._dynamic_sampler = self._make_dynamic_sampler()
-
-    def _make_dynamic_sampler(self) -> DynamicSampler:
-        name = self.args.dynamic_sampling_reward
-        if name is None:
+        if not args.dynamic_sampling:
+            return
+        if args.dynamic_sampling_reward is None:
             judge = functools.partial(weighted_sum, weights=self.reward_weights)
         else:
-            judge = functools.partial(torch.select, dim=1, index=self.reward_func_names.index(name))
-        prompts = PromptStream(self.train_dataset, self.args.seed)
-        rounds = self.args.dynamic_sampling_max_rounds
-        return DynamicSampler(self.num_generations, rounds, judge, prompts, self.accelerator)
+            index = self.reward_func_names.index(args.dynamic_sampling_reward)
+            judge = functools.partial(torch.select, dim=1, index=index)
+        prompts, rounds = PromptStream(self.train_dataset, args.seed), args.dynamic_sampling_max_rounds
+        self._dynamic_sampler = DynamicSampler(self.num_generations, rounds, judge, prompts, self.accelerator)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         if self._dynamic_sampler is None or not self.model.training:
@@ -94,17 +86,7 @@ class DynamicSamplingTrainer(GRPOTrainer):
 
 
 def check_arguments(arguments: dict[str, Any], reward_name: str | None) -> None:
-    """
-    Refuse what dynamic sampling cannot work with, before an engine starts.
-
-    Args:
-        arguments: The trainer's, by name.
-        reward_name: Of the reward function that decides; `None` for the weighted sum.
-
-    Raises:
-        ValueError: A streamed data set, tools, environments, images, a rollout function, or no reward function of
-            that name.
-    """
+    """Refuse arguments of the trainer that dynamic sampling cannot work with, before an engine starts."""
     PromptStream(arguments.get("train_dataset"), seed=0)
     for name in ("tools", "rollout_func", "environment_factory"):
         if arguments.get(name):
