@@ -22,7 +22,7 @@ WITHOUT_ALL = (
     "trl_qurl.rollout.weight_change",
     "trl_qurl.trainers.run_log",
     "trl_qurl.trainers.callbacks",
-    "trl_qurl.trainers.progress",
+    "trl_qurl.lab.progress",
 )
 """Public modules without `__all__`: public there is what they define without a leading underscore."""
 

@@ -136,8 +136,8 @@ def train(
     from trl import get_peft_config
 
     from trl_qurl.lab.data import load_questions
+    from trl_qurl.lab.progress import use_step_lines
     from trl_qurl.rewards import answer_reward
-    from trl_qurl.trainers.progress import use_step_lines
 
     is_first = training_args.process_index == 0
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
