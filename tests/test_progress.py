@@ -10,8 +10,8 @@ from tqdm import tqdm
 from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
+from trl_qurl.lab import progress
 from trl_qurl.lab.progress import StepLineCallback, step_line, use_step_lines
-from trl_qurl.trainers import progress
 
 ROW = {
     "loss": 0.01,
