@@ -250,6 +250,7 @@ def end_of(job: dict[str, Any]) -> int:
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1
+    gc.collect = lambda *generation: 0  # libraries do so at the end, for half a second each time
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -14,8 +14,12 @@ VOCABULARY = ["<pad>", "<eos>", *map(chr, range(32, 127))]
 PROBE = [40, 50, 60, 70, 41, 51, 61, 71]
 """Tokens whose log-probabilities say which weights an engine holds."""
 
-ENGINE = {"enforce_eager": True, "kv_cache_memory_bytes": 2**26}
+ENGINE = {"enforce_eager": True, "kv_cache_memory_bytes": 2**24}
 """Arguments of an engine of a tiny model. vLLM fills the memory for keys and values with zeros at each start."""
+
+KEPT: list = []
+"""Where scenarios keep what holds an engine. Freeing one takes as long as a run: two collections go through all that
+was ever imported. Nothing is collected when the process ends (`forks.end_of`)."""
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 

@@ -17,9 +17,11 @@ from trl_qurl.lab.evaluation.tasks import encode_prompt
 def main() -> None:
     arguments = sys.argv[1:]
     records = {}
+    trainers = []  # as in `tiny.KEPT`
     for command, name, argv in zip(arguments[::3], arguments[1::3], arguments[2::3], strict=True):
         recipe = import_module(f"trl_qurl.lab.recipes.{command}")
         trainer = recipe.train(*recipe.parse_arguments(json.loads(argv)))
+        trainers.append(trainer)
         records[name] = {"step": trainer.state.global_step, "history": trainer.state.log_history}
         if trainer.args.rollout_quantization is None:
             prompts = [encode_prompt(trainer.processing_class, row["prompt"]) for row in trainer.train_dataset]

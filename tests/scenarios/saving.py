@@ -14,7 +14,7 @@ import torch
 import transformers.trainer
 from datasets import Dataset
 from huggingface_hub.utils import filter_repo_objects
-from tiny import ENGINE, tiny_model, tiny_tokenizer
+from tiny import ENGINE, KEPT, tiny_model, tiny_tokenizer
 from train import PROMPTS, count_vowels, engine_logps, split
 from transformers import TrainerCallback
 
@@ -122,6 +122,7 @@ def run(options: argparse.Namespace) -> dict:
         callbacks=[callback] if options.save else [],
     )
     callback.trainer = trainer
+    KEPT.append(trainer)
     trainer.train()
     record = {"history": trainer.state.log_history}
     if options.save:

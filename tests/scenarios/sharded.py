@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
-from tiny import ENGINE, tiny_model, tiny_tokenizer
+from tiny import ENGINE, KEPT, tiny_model, tiny_tokenizer
 from train import PROMPTS, count_vowels, engine_logps, export, split
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
@@ -80,6 +80,7 @@ def run(options: argparse.Namespace) -> dict:
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
         processing_class=tiny_tokenizer(),
     )
+    KEPT.append(trainer)
     generation = trainer.vllm_generation
     generation.sync_weights()
     before = gather_object([engine_logps(trainer)])

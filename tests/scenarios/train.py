@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
-from tiny import ENGINE, PROBE, tiny_model, tiny_tokenizer
+from tiny import ENGINE, KEPT, PROBE, tiny_model, tiny_tokenizer
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer
 
@@ -163,6 +163,7 @@ def run(options: argparse.Namespace) -> dict:
         peft_config=peft_config,
         **critic,
     )
+    KEPT.append(trainer)
     if options.freeze:
         for name, parameter in trainer.model.named_parameters():
             parameter.requires_grad_(not name.endswith(options.freeze))
