@@ -210,7 +210,7 @@ print(sorted({"sympy", "math_verify", "torch", "trl"} & set(sys.modules)), flush
 ask(r"\sqrt{8}", r"2\sqrt2")
 maps = pathlib.Path(f"/proc/{worker()}/maps").read_text()
 limits = pathlib.Path(f"/proc/{worker()}/limits").read_text()
-print("torch" in maps, "unlimited" in [line for line in limits.splitlines() if "address space" in line][0].split()[3])
+print("libtorch" in maps, "unlimited" in [line for line in limits.splitlines() if "address space" in line][0].split()[3])
 sys.stdout.flush()
 if os.fork() == 0:
     ask(r"\sqrt{12}", r"2\sqrt3")
