@@ -210,7 +210,8 @@ print(sorted({"sympy", "math_verify", "torch", "trl"} & set(sys.modules)), flush
 ask(r"\sqrt{8}", r"2\sqrt2")
 maps = pathlib.Path(f"/proc/{worker()}/maps").read_text()
 limits = pathlib.Path(f"/proc/{worker()}/limits").read_text()
-print("libtorch" in maps, "unlimited" in [line for line in limits.splitlines() if "address space" in line][0].split()[3])
+(space,) = [line for line in limits.splitlines() if "address space" in line]
+print("libtorch" in maps, "unlimited" in space.split()[3])  # vLLM preloads torch's OpenMP into every child
 sys.stdout.flush()
 if os.fork() == 0:
     ask(r"\sqrt{12}", r"2\sqrt3")
