@@ -36,14 +36,15 @@ LONGEST_FIRST = (
     "server",
     "trainer",
     "matrix servers",
-    "matrix",
-    "ppo",
     "faults",
+    "ppo",
     "notebooks",
     "colocated",
     "evaluation",
+    "matrix",
+    "several trainers",
     "saving",
-    "bench",
+    "recipes",
     "resume",
 )
 """Groups of tests in the order in which workers take them, so that none is left to the end."""
@@ -102,6 +103,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     if not session.config.option.collectonly and any("warm_python" in item.fixturenames for item in session.items):
         start_forks()  # imports while the first tests run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment_of_a_module() -> Iterator[None]:
+    """What an engine in this process sets, such as LD_PRELOAD, is not for the processes that later tests start."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - {"PYTEST_CURRENT_TEST"}:
+        if name not in before:
+            del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if name != "PYTEST_CURRENT_TEST"})
 
 
 def start_forks() -> Path:
