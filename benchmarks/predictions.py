@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--vocabulary", type=int, default=32000)
-    parser.add_argument("--settings", type=int, default=len(SETTINGS), help="only the first so many")
+    parser.add_argument("--settings", type=int, default=len(SETTINGS), help="only the first N")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--slow", action="store_true", help="predict without --quick")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")

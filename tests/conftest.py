@@ -54,7 +54,7 @@ DISTRIBUTED_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MAS
 
 
 def child_environment(**extra: str) -> dict[str, str]:
-    """One thread per process and no network, whatever the machine; ports that no neighbour has."""
+    """One thread per process and no network, whatever the machine; ports that no other process has."""
     # An engine in this process leaves its rank behind in the environment; a child has its own.
     inherited = {name: value for name, value in os.environ.items() if name not in DISTRIBUTED_VARIABLES}
     return inherited | {

@@ -25,7 +25,7 @@ needs_llmcompressor = pytest.mark.skipif(
 
 @pytest.fixture
 def quantizer(monkeypatch):
-    """The benchmark as a module; scripts find their neighbours because Python puts their folder on the path."""
+    """The benchmark as a module; scripts find their neighbors because Python puts their folder on the path."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module("quantizer")
 

@@ -1,4 +1,4 @@
-"""QuRLGRPOConfig: its defaults, what it refuses and with which way out, and when it warns."""
+"""QuRLGRPOConfig: its defaults, what it refuses and what it advises, and when it warns."""
 
 import dataclasses
 import importlib.util
@@ -137,7 +137,7 @@ def test_updates_per_rollout(steps_per_generation, gradient_accumulation_steps, 
 
 # Refusals ------------------------------------------------------------------------------------------------------------
 
-# Settings that cannot work together -> what is wrong ... the way out.
+# Settings that cannot work together -> what is wrong ... what to do.
 REFUSED = [
     (
         {"use_vllm": False},
@@ -234,7 +234,7 @@ def test_what_cannot_work_is_refused_with_the_way_out(settings, message):
         config(**settings)
 
 
-# Each way out, taken.
+# Each piece of advice, followed.
 @pytest.mark.parametrize(
     "settings",
     [

@@ -104,10 +104,10 @@ def check_python(words: list[str]) -> None:
         if script.name == f"gsm8k_{kind}.py":
             return check_training(recipe, words[2:])
     for option in (word for word in words[2:] if word.startswith("--")):
-        assert f'"{option}"' in "".join(path.read_text() for path in neighbours(script)), f"{script.name} {option}"
+        assert f'"{option}"' in "".join(path.read_text() for path in neighbors(script)), f"{script.name} {option}"
 
 
-def neighbours(script: Path) -> list[Path]:
+def neighbors(script: Path) -> list[Path]:
     """A script, and what it takes its options from."""
     return sorted(script.parent.glob("*.py"))
 

@@ -3,20 +3,17 @@
 import json
 import logging
 import math
-from collections import defaultdict
-from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from made_up_policy import ROWS, MadeUpPolicy, tells_apart
-from trl import GRPOTrainer
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig
 from trl_qurl.trainers.dynamic_sampling.prompts import PromptStream, prompt_digest
 from trl_qurl.trainers.dynamic_sampling.sampler import informative, weighted_sum
-from trl_qurl.trainers.dynamic_sampling.trainer import DynamicSamplingTrainer, check_arguments
+from trl_qurl.trainers.dynamic_sampling.trainer import check_arguments
 
 NAN = math.nan
 GROUP_SIZE = 3
@@ -146,7 +143,7 @@ def test_two_processes_fill_the_batch_of_one(run_scenario):
     ],
 )
 def test_a_group_is_useful_if_its_rewards_differ(rewards, useful):
-    # Between two other groups, so that neighbours could leak in.
+    # Between two other groups, so that neighbors could leak in.
     others = [[2.0, 2.0, 2.0], [0.0, 3.0, 0.0]]
     assert informative(torch.tensor([*others[0], *rewards, *others[1]]), 3).tolist() == [False, useful, True]
 
@@ -251,22 +248,3 @@ def test_a_trainer_fills_its_batches_and_resumes(train, tmp_path):
 
     for step in (3, 4, 5, 6):
         assert of_steps(resumed)[step] == of_steps(whole)[step]
-
-
-def test_a_rollout_that_fails_leaves_nothing_for_the_next_one(monkeypatch):
-    trainer = object.__new__(DynamicSamplingTrainer)
-    assert trainer._filled is None, "missing on a trainer whose constructor has not come so far"
-    policy = MadeUpPolicy(Accelerator(cpu=True), GROUP_SIZE, PromptStream(ROWS, seed=0))
-    trainer.model = SimpleNamespace(training=True)
-    trainer._dynamic_sampler = policy.sampler
-    trainer._pending_extra_logs, trainer._metrics = {}, {"train": defaultdict(list)}
-    monkeypatch.setattr(GRPOTrainer, "_generate", lambda self, prompts: policy.generate(prompts))
-    monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", lambda self, *arguments: policy.score(*arguments))
-
-    def interrupted(self, inputs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(GRPOTrainer, "_generate_and_score_completions", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        trainer._generate_and_score_completions(batch_of(0, 3, 6))
-    assert trainer._filled is None, "the next rollout would be made of this one's completions"

@@ -1,4 +1,4 @@
-"""Mistakes as a user meets them: one sentence with the way out, before the engine starts, and nothing left behind."""
+"""Mistakes as a user meets them: one sentence says what to do, before the engine starts; nothing is left behind."""
 
 import json
 import os

@@ -165,7 +165,7 @@ def test_wrong_model_on_the_server(deployment):
             deployment.trainer(model=tiny_model(**overrides)).train()
     with pytest.raises(SyncError, match="log-probabilities of the probe differ"):
         deployment.trainer(model=tiny_model(rms_norm_eps=1.0)).train()
-    deployment.trainer(max_steps=1).train()  # the right one mends what the wrong ones left
+    deployment.trainer(max_steps=1).train()  # the right one repairs what the wrong ones left
 
 
 def test_full_disk(deployment, tmp_path):
@@ -231,7 +231,7 @@ def test_restarts_with_old_weights(deployment):
     trainer.add_callback(at_step(2, lambda: setattr(generation, "generate", before(generation.generate, restart))))
     with pytest.raises(SyncError, match="holds the weights 'default', not '.*step2.*' which .* was restarted"):
         trainer.train()
-    # The way out that the message names: a new run brings the server to the checkpoint's weights and goes on.
+    # What the message advises: a new run brings the server to the checkpoint's weights and goes on.
     resumed = deployment.trainer(save_strategy="no")
     resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
     assert resumed.state.global_step == 4

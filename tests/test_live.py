@@ -46,7 +46,7 @@ time.sleep(600)
 
 @pytest.fixture
 def notebook(monkeypatch):
-    """What a notebook would show, one entry for each time that it is drawn anew."""
+    """What a notebook would show, one entry for each time that it is drawn again."""
 
     class Handle(list):
         def update(self, html):

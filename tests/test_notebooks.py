@@ -211,7 +211,7 @@ def test_understanding_from_the_first_cell_to_the_last(tmp_path):
     assert re.search(r"s = 2\.0 .* differ 0\.0000 %", shown(the_cell(notebook, "scale_model_"), "stdout"))
 
 
-# What lies in the repository -----------------------------------------------------------------------------------------
+# What is in the repository -----------------------------------------------------------------------------------------
 
 
 @each

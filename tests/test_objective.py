@@ -44,7 +44,7 @@ def trl_aggregate(values, mask, loss_type, max_completion_length=None, num_items
 
 
 def rollout(seed, B=4, T=7, max_rho=1e5, missing=0.2):
-    """Random log-probabilities with ρ in [1/max_rho, max_rho], R from 0.2 to 5, padding, and NaN behaviour."""
+    """Random log-probabilities with ρ in [1/max_rho, max_rho], R from 0.2 to 5, padding, and NaN behavior."""
     g = torch.Generator().manual_seed(seed)
 
     def uniform(low, high):

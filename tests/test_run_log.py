@@ -78,7 +78,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
     with open(tmp_path / RUN_LOG, "a") as file:
         file.write('{"step": 2, "rew')
     assert read_run(tmp_path).rows == [{"step": 1, "reward": 0.5}]
-    # Resuming writes the file anew, so that the next row does not end up on the broken line.
+    # Resuming writes the file again, so that the next row does not end up on the broken line.
     write(tmp_path / RUN_LOG, [{"step": 2, "reward": 0.6}], step=1)
     assert read_run(tmp_path).series("reward") == [(1, 0.5), (2, 0.6)]
 

@@ -34,6 +34,11 @@ def test_trainers_and_engines_are_gone_and_memory_does_not_grow(trainers):
     assert max(resident) - resident[0] < ENGINE, resident
 
 
+def test_a_rollout_that_fails_leaves_nothing_for_the_next_one(trainers):
+    """With dynamic sampling the next one would be made of its completions, which no reward function sees again."""
+    assert trainers["dynamic sampling"]["scored"] >= 16, "the completions of the rollout that failed were used"
+
+
 def test_another_objective_trains_and_is_described_in_the_model_card(trainers):
     record = trainers["GRPO"]
     updates = [row for row in record["history"] if "loss" in row]

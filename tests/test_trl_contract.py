@@ -209,7 +209,7 @@ DEFINITIONS = [
         "layer",
         "ReloadableCPUInt8Kernel keeps the scales that it hands to oneDNN",
     ),
-    (HEAD, "ParallelLMHead", "", "rollout/engine/cpu.py packs its weight anew"),
+    (HEAD, "ParallelLMHead", "", "rollout/engine/cpu.py packs its weight again"),
     (
         HEAD,
         "UnquantizedEmbeddingMethod.process_weights_after_loading",
@@ -439,7 +439,7 @@ def test_a_log_probability_below_the_ratio_may_be_replaced():
     body = text_of(GRPO, "GRPOTrainer._compute_loss")
     assert "inputs.get('old_per_token_logps')" in body, (
         "GRPOTrainer._compute_loss takes old_per_token_logps from elsewhere than its inputs, where objective "
-        "'quantized_ratio' puts the behaviour policy's."
+        "'quantized_ratio' puts the behavior policy's."
     )
 
 

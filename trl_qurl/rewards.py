@@ -72,7 +72,7 @@ def answer_reward(completions: list[Completion], answer: list[str], **kwargs: An
 def is_correct(completion: str, answer: str) -> bool:
     r"""Say whether the final answer of a completion equals the reference.
 
-    The last `\boxed{}` counts, even if an earlier one was right. What stands before `</think>` does not count.
+    The last `\boxed{}` counts, even if an earlier one was right. Text before `</think>` does not count.
 
     Args:
         completion: All that the model wrote.

@@ -9,11 +9,13 @@ import os
 import sys
 import weakref
 from pathlib import Path
+from unittest.mock import patch
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import torch
 from datasets import Dataset
 from tiny import tiny_model, tiny_tokenizer
 
@@ -39,11 +41,31 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+scored: list[int] = []
+"""Completions of each call of the reward function."""
+
+
+def reward(completions, **kwargs):
+    scored.append(len(completions))
+    return [float(len(set(completion))) for completion in completions]
+
+
+def rollout_that_fails(trainer) -> None:
+    """Run out of memory after the rollout was generated and scored, as on a GPU that is too small."""
+    full = torch.OutOfMemoryError("CUDA out of memory")
+    with patch.object(trainer, "_get_per_token_logps_and_entropies", side_effect=full):
+        try:
+            trainer.train()
+        except torch.OutOfMemoryError:
+            return
+    raise AssertionError("the rollout did not fail")
+
+
 def build(kind: str, directory: str):
     trainer, config, settings = KINDS[kind]
     return trainer(
         tiny_model(),
-        lambda completions, **kwargs: [float(len(set(completion))) for completion in completions],
+        reward,
         config(
             directory,
             per_device_train_batch_size=8,
@@ -67,8 +89,13 @@ def build(kind: str, directory: str):
 def train(kind: str, directory: str) -> dict[str, object]:
     """Build, train and delete; what is left of it."""
     trainer = build(kind, directory)
-    trainer.train()
     record: dict[str, object] = {}
+    if kind == "dynamic sampling":
+        rollout_that_fails(trainer)
+        scored.clear()
+    trainer.train()
+    if kind == "dynamic sampling":
+        record["scored"] = sum(scored)
     if kind in ("GRPO", "RLOO"):
         record["history"] = trainer.state.log_history
         record["checkpoint"] = os.listdir(f"{directory}/checkpoint-2")

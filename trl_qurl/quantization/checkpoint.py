@@ -177,7 +177,7 @@ def _quiet_llmcompressor() -> Iterator[None]:
     from llmcompressor.logger import LOGGER_CONFIG
     from loguru import logger
 
-    # In a process with a process group (an engine makes one), oneshot configures its logger anew from this.
+    # In a process with a process group (an engine makes one), oneshot configures its logger from this again.
     wanted, LOGGER_CONFIG.disabled = LOGGER_CONFIG.disabled, True
     for package in ("llmcompressor", "compressed_tensors"):
         logger.disable(package)

@@ -115,7 +115,7 @@ def scale_model_(model: PreTrainedModel, scale: float) -> bool:
 
     Args:
         model: A model of a type in `ARCHITECTURES`, whole or without its head.
-        scale: S, a factor; the paper's best is 1.5 (Table 4).
+        scale: The factor s; the paper's best is 1.5 (Table 4).
 
     Returns:
         True if the model was scaled, False if it already carried this scale.

@@ -21,7 +21,7 @@ class UpdateAwareQuantizationCallback(TrainerCallback):
     scaled long ago, over it; a saved model that is trained again carries the record in its config.
 
     Args:
-        scale: S, a factor on the norms' gains.
+        scale: The factor s on the norms' gains.
         required: Whether a model that cannot be scaled is an error. Otherwise it is trained without UAQ, with a
             warning, and a model that already carries a scale keeps it.
     """

@@ -44,7 +44,7 @@ def run_section(run: RunDescription) -> str:
     rollouts = (
         "The rollouts were not quantized: vLLM generated from the policy in its own dtype."
         if run.scheme is None
-        else f"The rollouts came from a quantized copy of the policy ({run.scheme.description}), made anew before "
+        else f"The rollouts came from a quantized copy of the policy ({run.scheme.description}), made again before "
         "each generation and run by vLLM; the policy was trained, and is saved here, in full precision."
     )
     cells = [(name, str(value).replace("|", "\\|")) for name, value in run.settings.items()]

@@ -1,10 +1,10 @@
 """Checkpoints that keep a run's position in its rollout and in its data, so that a resumed run continues there.
 
 One rollout serves several optimizer updates. TRL keeps its tokens in memory only: a run that stops between two of
-those updates would sample anew on resuming and lose its place in the data. One small file per process prevents that.
+those updates would sample again on resuming and lose its place in the data. One small file per process prevents that.
 
-Each epoch has an order of its own, drawn from one generator, which is seeded anew in the resumed process: there, the
-orders of the epochs that are over must be drawn again.
+Each epoch has an order of its own, drawn from one generator, which is seeded again in the resumed process, so
+the orders of the epochs that are over must be drawn again there.
 """
 
 import os

@@ -34,7 +34,7 @@ from trl_qurl.trainers.saving import SavingMixin
 
 class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
     """
-    A mixin for a trainer of TRL: its rollouts come from a quantized copy of the policy, made anew at every sync.
+    A mixin for a trainer of TRL: its rollouts come from a quantized copy of the policy, made at every sync.
 
     Put it before the trainer among the bases, and set the four class attributes.
 

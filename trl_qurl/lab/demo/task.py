@@ -43,7 +43,7 @@ class Problem(NamedTuple):
     def held_out(self) -> bool:
         """Whether the problem belongs to the held-out split; `a+b` and `b+a` always fall in the same one."""
         low, high = sorted(self)
-        # Knuth's multiplicative hash: spreads neighbours over both splits and is the same on every machine.
+        # Knuth's multiplicative hash: spreads neighbors over both splits and is the same on every machine.
         return ((low * 1000 + high) * 2654435761 % 2**32) * HELD_OUT_ONE_IN < 2**32
 
 
