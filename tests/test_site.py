@@ -113,6 +113,10 @@ def test_settings_of_a_configuration_are_a_list_and_not_code(site):
     assert "*optional*" not in html and "&gt; Weight sync" not in html
 
 
+def test_fields_that_comments_describe_are_on_the_site(site):
+    assert "istance of the lower bound below 1" in read(site / "api/objective.html")
+
+
 def test_the_help_of_every_subcommand_is_on_the_site(site):
     html = (site / "api/cli.html").read_text()
     for option in ("--no-such-option", "--completion-len", "--schemes", "--required-rise", "--port", "--quantizer"):

@@ -1,4 +1,6 @@
-"""Extension of griffe that turns Hugging Face's form of docstrings into Google style for mkdocstrings.
+"""Extension of griffe that turns our docstrings, and those in Hugging Face's form, into Google style for mkdocstrings.
+
+A small class may describe each field by a comment behind it; the comments become the `Attributes:` of its docstring.
 
 A configuration's docstring has its arguments in groups (`> Weight sync`) below one `Args:`, with types and defaults in
 words, and names other classes as [`~trl.GRPOConfig`]. Google style needs an `Args:` in each group and takes types and
@@ -6,6 +8,7 @@ defaults from the code, and links need targets.
 """
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import griffe
@@ -13,6 +16,7 @@ import griffe
 GROUP = re.compile(r"^> (?P<name>.+)\n\n(?!Args:)(?=    )", re.MULTILINE)
 FIRST_GROUP = re.compile(r"^> (?P<name>.+)$", re.MULTILINE)
 TYPE_IN_WORDS = re.compile(r"^(?P<name> +\w+) \([^()\n]*\*optional\*[^()\n]*\):", re.MULTILINE)
+COMMENT = re.compile(r"  # (?P<text>.+)$", re.MULTILINE)
 REFERENCE = re.compile(r"\[`~?(?P<path>[A-Za-z_.]+)`\](?![\[(])")
 
 OURS = {
@@ -29,10 +33,24 @@ OURS = {
 class HuggingFaceDocstrings(griffe.Extension):
     """Rewrites docstrings as they are collected."""
 
+    def on_class_members(self, *, cls: griffe.Class, **kwargs: Any) -> None:
+        """Add the fields that comments describe."""
+        described = [f"    {name}: {comment}." for name, comment in commented_fields(cls)]
+        if cls.docstring and described and "Attributes:" not in cls.docstring.value:
+            cls.docstring.value += "\n\nAttributes:\n" + "\n".join(described)
+
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Rewrite the docstring of one object."""
         if obj.docstring:
             obj.docstring.value = rewritten(obj.docstring.value)
+
+
+def commented_fields(cls: griffe.Class) -> Iterator[tuple[str, str]]:
+    """The fields of a class that have a comment behind them, and the comment as the beginning of a sentence."""
+    for name, member in cls.members.items():
+        comment = COMMENT.search(member.source) if member.is_attribute else None
+        if comment:
+            yield name, comment["text"][0].upper() + comment["text"][1:]
 
 
 def rewritten(docstring: str) -> str:

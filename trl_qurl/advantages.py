@@ -18,44 +18,25 @@ SumOverProcesses = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Advantages(NamedTuple):
-    """
-    What the policy and the critic learn from; both 0 where the mask is false.
+    """What the policy and the critic learn from; both 0 where the mask is false."""
 
-    Attributes:
-        advantages: `(B, T)`, in units of reward.
-        returns: `(B, T)`, the critic's targets, in units of reward.
-    """
-
-    advantages: torch.Tensor
-    returns: torch.Tensor
+    advantages: torch.Tensor  # `(B, T)`, in units of reward
+    returns: torch.Tensor  # `(B, T)`, the critic's targets, in units of reward
 
 
 class Moments(NamedTuple):
-    """
-    Mean and variance of the masked elements on all processes.
+    """Mean and variance of the masked elements on all processes."""
 
-    Attributes:
-        mean: Scalar.
-        variance: Scalar, unbiased.
-        elements: Scalar, how many there are.
-    """
-
-    mean: torch.Tensor
-    variance: torch.Tensor
-    elements: torch.Tensor
+    mean: torch.Tensor  # scalar
+    variance: torch.Tensor  # scalar, unbiased
+    elements: torch.Tensor  # scalar, how many there are
 
 
 class ValueLoss(NamedTuple):
-    """
-    The critic's loss before it is averaged.
+    """The critic's loss before it is averaged."""
 
-    Attributes:
-        loss: `(B, T)`, in squared units of reward.
-        clipped: `(B, T)`, bool: the clipped term is the larger one, and passes no gradient.
-    """
-
-    loss: torch.Tensor
-    clipped: torch.Tensor
+    loss: torch.Tensor  # `(B, T)`, in squared units of reward
+    clipped: torch.Tensor  # `(B, T)`, bool: the clipped term is the larger one, and passes no gradient
 
 
 def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, penalty: torch.Tensor | None = None) -> torch.Tensor:
@@ -98,9 +79,8 @@ def generalized_advantages(
 
         δ_t = r_t + γ·V_{t+1} − V_t,    A_t = δ_t + γ·λ·A_{t+1},    returns_t = A_t + V_t
 
-    Where t+1 is the next *learned* token, and behind the last one V is `bootstrap` and A is 0.
-
-    Source: Schulman et al. 2016, arXiv:1506.02438, Eq. 11-16.
+    Where t+1 is the next *learned* token, and behind the last one V is `bootstrap` and A is 0. Source: Schulman et al.
+    2016, arXiv:1506.02438, Eq. 11-16.
 
     Args:
         rewards: R, `(B, T)`; see `token_rewards`.
@@ -160,8 +140,6 @@ def masked_moments(
 
         mean = Σ x / n,    variance = Σ (x − mean)² / (n − 1)
 
-    In two passes: Σ x² − n·mean² would lose all digits where the spread is small compared with the mean.
-
     Args:
         tensor: Any shape.
         mask: The same shape.
@@ -170,6 +148,7 @@ def masked_moments(
     Returns:
         Scalars; NaN where there are no elements, and for the variance of a single one, which has none.
     """
+    # In two passes: Σ x² − n·mean² would lose all digits where the spread is small compared with the mean.
     kept = tensor.detach().float()[mask.bool()]
     total, count = sum_over_processes(torch.stack([kept.sum(), kept.new_tensor(float(kept.numel()))]))
     mean = total / count
@@ -177,24 +156,23 @@ def masked_moments(
     return Moments(mean, squares / (count - 1).clamp(min=0.0), count)
 
 
-def whiten(tensor: torch.Tensor, mask: torch.Tensor, moments: Moments, epsilon: float = 1e-8) -> torch.Tensor:
+def whiten(tensor: torch.Tensor, mask: torch.Tensor, moments: Moments) -> torch.Tensor:
     """Shift and scale to mean 0 and variance 1.
 
-        (x − mean) / sqrt(variance + ε)
+        (x − mean) / sqrt(variance + 1e-8)
 
-    Source: `masked_whiten` of verl and of TRL's former PPO trainer, ε included.
+    Source: `masked_whiten` of verl and of TRL's former PPO trainer.
 
     Args:
         tensor: `(B, T)`.
         mask: `(B, T)`.
         moments: Of the whole batch; see `masked_moments`.
-        epsilon: ε, in squared units of the tensor.
 
     Returns:
         `(B, T)`, 0 where the mask is false. A single element has no spread and is only shifted.
     """
     variance = torch.where(moments.elements > 1, moments.variance, 1.0)
-    return torch.where(mask.bool(), (tensor - moments.mean) * torch.rsqrt(variance + epsilon), 0.0)
+    return torch.where(mask.bool(), (tensor - moments.mean) * torch.rsqrt(variance + 1e-8), 0.0)
 
 
 def value_loss(
@@ -204,15 +182,14 @@ def value_loss(
 
         ½ · max((V − R)², (clip(V, V_old − c, V_old + c) − R)²)
 
-    So a value that has already moved by c towards its target is not pushed further by the same rollout.
-
-    Source: `baselines/ppo2` of OpenAI, kept by TRL's former PPO trainer and by verl.
+    So a value that has already moved by c towards its target is not pushed further by the same rollout. Source:
+    `baselines/ppo2` of OpenAI, kept by TRL's former PPO trainer and by verl.
 
     Args:
         values: V, `(B, T)`, the only input that gets a gradient.
         old_values: V_old, `(B, T)`, at the time of the rollout.
         returns: R, `(B, T)`.
-        clip_range: C, in units of reward; `None` for no clipping.
+        clip_range: Distance c, in units of reward; `None` for no clipping.
 
     Returns:
         Loss and what was clipped, each `(B, T)`.

@@ -18,24 +18,14 @@ import torch
 
 @dataclass(frozen=True)
 class Objective:
-    """
-    One row of the paper's comparison, or one that `register_objective` adds to it.
+    """One row of the paper's comparison, or one that `register_objective` adds to it."""
 
-    Attributes:
-        name: What users write (`objective="acr"`).
-        source: Where it is stated, such as `"Eq. 9 of QuRL"`.
-        description: What it does, for model cards; the end of a sentence.
-        denominator: The policy below the clipped ratio.
-        correction: The surrogate's factor: 1 (none), ρ (full) or min(ρ, C) (truncated).
-        lifts_upper_bound: Whether the upper clip bound is divided by the kept share r.
-    """
-
-    name: str
-    source: str
-    description: str
-    denominator: Literal["proximal", "behavior"]
-    correction: Literal["none", "full", "truncated"]
-    lifts_upper_bound: bool = False
+    name: str  # what users write (`objective="acr"`)
+    source: str  # where it is stated, such as `"Eq. 9 of QuRL"`
+    description: str  # what it does, for model cards; the end of a sentence
+    denominator: Literal["proximal", "behavior"] = "proximal"  # the policy below the clipped ratio
+    correction: Literal["none", "full", "truncated"] = "none"  # the weight is 1, ρ or min(ρ, C)
+    lifts_upper_bound: bool = False  # whether the upper clip bound is divided by the kept share r
 
 
 OBJECTIVES: dict[str, Objective] = {}
@@ -46,7 +36,7 @@ def register_objective(objective: Objective) -> None:
     """Make an objective known under its name, to configs, trainers and model cards.
 
     Args:
-        objective: The objective.
+        objective: An objective with a new name.
 
     Raises:
         ValueError: There is one of that name already.
@@ -62,7 +52,6 @@ for _objective in (
         "Eq. 9 of QuRL",
         "the ratio to the full-precision policy, clipped; each token weighted by the truncated importance ratio, "
         "which lifts the upper clip bound where it is cut (adaptive clipping range)",
-        denominator="proximal",
         correction="truncated",
         lifts_upper_bound=True,
     ),
@@ -70,62 +59,38 @@ for _objective in (
         "tis",
         "Eq. 5 of QuRL",
         "the ratio to the full-precision policy, clipped; each token weighted by the truncated importance ratio",
-        denominator="proximal",
         correction="truncated",
     ),
     Objective(
         "decoupled",
         "Eq. 4 of QuRL",
         "the ratio to the full-precision policy, clipped; each token weighted by the whole importance ratio",
-        denominator="proximal",
         correction="full",
     ),
-    Objective(
-        "quantized_ratio",
-        "Eq. 3 of QuRL",
-        "the ratio to the quantized policy, clipped",
-        denominator="behavior",
-        correction="none",
-    ),
+    Objective("quantized_ratio", "Eq. 3 of QuRL", "the ratio to the quantized policy, clipped", "behavior"),
     Objective(
         "naive",
         "Eq. 1 of QuRL",
         "the ratio to the full-precision policy, clipped; the difference to the quantized one is not corrected",
-        denominator="proximal",
-        correction="none",
     ),
 ):
     register_objective(_objective)
 
 
 class ClipRange(NamedTuple):
-    """
-    Clip bounds in TRL's convention: the ratio is clamped to [1 − epsilon_low, 1 + epsilon_high].
+    """Clip bounds in TRL's convention: the ratio is clamped to [1 − epsilon_low, 1 + epsilon_high]."""
 
-    Attributes:
-        epsilon_low: `(B, T)`, distance of the lower bound below 1.
-        epsilon_high: `(B, T)`, distance of the upper bound above 1.
-    """
-
-    epsilon_low: torch.Tensor
-    epsilon_high: torch.Tensor
+    epsilon_low: torch.Tensor  # `(B, T)`, distance of the lower bound below 1
+    epsilon_high: torch.Tensor  # `(B, T)`, distance of the upper bound above 1
 
 
 class SurrogateTerms(NamedTuple):
-    """
-    What turns the clipped surrogate into one of `OBJECTIVES`; see `surrogate_terms`. All are detached.
+    """What turns the clipped surrogate into one of `OBJECTIVES`; see `surrogate_terms`. All are detached."""
 
-    Attributes:
-        old_logps: `(B, T)`, log-probabilities below the clipped ratio, in nats.
-        weight: `(B, T)`, factor on each token's surrogate.
-        epsilon_low: `(B, T)`, distance of the lower clip bound below 1.
-        epsilon_high: `(B, T)`, distance of the upper clip bound above 1.
-    """
-
-    old_logps: torch.Tensor
-    weight: torch.Tensor
-    epsilon_low: torch.Tensor
-    epsilon_high: torch.Tensor
+    old_logps: torch.Tensor  # `(B, T)`, log-probabilities below the clipped ratio, in nats
+    weight: torch.Tensor  # `(B, T)`, factor on each token's surrogate
+    epsilon_low: torch.Tensor  # `(B, T)`, distance of the lower clip bound below 1
+    epsilon_high: torch.Tensor  # `(B, T)`, distance of the upper clip bound above 1
 
 
 def get_objective(name: str) -> Objective:
@@ -150,23 +115,24 @@ def importance_ratio(proximal_logps: torch.Tensor, behavior_logps: torch.Tensor)
 
         ρ = π_prox / π_behav = exp(proximal_logps − behavior_logps)
 
-    Where a NaN behavior log-probability (the engine returned none) leaves nothing to correct by: ρ = 1 there.
-
     Source: the factor in front of Eq. 4.
 
     Args:
         proximal_logps: `(B, T)`.
-        behavior_logps: `(B, T)`, may hold NaN.
+        behavior_logps: `(B, T)`; NaN where the engine returned none.
 
     Returns:
-        ρ, `(B, T)`.
+        ρ, `(B, T)`; 1 where there is nothing to correct by (NaN).
 
     Raises:
         ValueError: The shapes differ or are not two-dimensional.
     """
-    _check_shapes(proximal_logps=proximal_logps, behavior_logps=behavior_logps)
-    log_ratio = (proximal_logps - behavior_logps).masked_fill(behavior_logps.isnan(), 0.0)  # (B, T)
-    return log_ratio.exp()
+    if proximal_logps.shape != behavior_logps.shape or proximal_logps.dim() != 2:
+        raise ValueError(
+            f"Got proximal_logps {tuple(proximal_logps.shape)}, behavior_logps {tuple(behavior_logps.shape)}: "
+            "pad both to one shape (B, T)."
+        )
+    return (proximal_logps - behavior_logps).masked_fill(behavior_logps.isnan(), 0.0).exp()
 
 
 def kept_share(rho: torch.Tensor, cap: float) -> torch.Tensor:
@@ -174,12 +140,10 @@ def kept_share(rho: torch.Tensor, cap: float) -> torch.Tensor:
 
         r = min(1, C / ρ) = π_behav / max(π_behav, π_prox / C)
 
-    Where C is `cap`: capping ρ at C is lifting π_behav to π_prox / C.
-
-    Source: Eq. 6-7.
+    Capping ρ at C is lifting π_behav to π_prox / C. Source: Eq. 6-7.
 
     Args:
-        rho: `(B, T)`.
+        rho: ρ, `(B, T)`.
         cap: C, a ratio, finite and above 0.
 
     Returns:
@@ -198,12 +162,10 @@ def adaptive_clip_range(rho: torch.Tensor, cap: float, epsilon_low: float, epsil
 
         1 − ε_low' = 1 − ε_low,    1 + ε_high' = (1 + ε_high) / r
 
-    Where r is `kept_share(rho, cap)`.
-
-    Source: Eq. 9, with DAPO's ε_low and ε_high in the place of its single ε.
+    Where r is `kept_share(rho, cap)`. Source: Eq. 9, with DAPO's ε_low and ε_high in the place of its single ε.
 
     Args:
-        rho: `(B, T)`.
+        rho: ρ, `(B, T)`.
         cap: C, a ratio, finite and above 0.
         epsilon_low: Distance of the lower bound below 1.
         epsilon_high: Distance of the upper bound above 1, before it is lifted.
@@ -233,9 +195,7 @@ def surrogate_terms(
 
         weight · min(R·A, clip(R, 1 − ε_low, 1 + ε_high)·A),    R = exp(policy_logps − old_logps)
 
-    Where old_logps, weight, ε_low and ε_high are the four terms returned.
-
-    Source: Eq. 1, 3, 4, 5 and 9; `OBJECTIVES` says which is which.
+    Where old_logps, weight, ε_low and ε_high are returned. Source: Eq. 1, 3, 4, 5 and 9, as `OBJECTIVES` says.
 
     Args:
         objective: A name in `OBJECTIVES`.
@@ -247,7 +207,7 @@ def surrogate_terms(
         epsilon_high: Distance of the upper clip bound above 1.
 
     Returns:
-        Four tensors `(B, T)`. They are detached because sampling is data, and no gradient flows through it.
+        Four tensors `(B, T)`, detached: no gradient flows through sampling.
 
     Raises:
         ValueError: Unknown objective, shapes that differ, or a cap or floor out of range.
@@ -273,19 +233,9 @@ def surrogate_terms(
     return SurrogateTerms(old_logps, weight, *clip_range)
 
 
-def _check_shapes(**tensors: torch.Tensor) -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if len(set(shapes.values())) > 1 or any(len(shape) != 2 for shape in shapes.values()):
-        given = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise ValueError(f"Expected one shape (B, T) for all, got {given}. Pad them to the same completion length.")
-
-
 def _check_cap(cap: float | None, floor: float | None = None) -> float:
     if cap is None or not 0 < cap < math.inf:
-        raise ValueError(
-            f"Got cap={cap}. The largest importance ratio must be finite and above 0 (2 is usual); for no "
-            "cap at all use the objective 'decoupled'."
-        )
+        raise ValueError(f"Got cap={cap}: give a cap finite and above 0 (2 is usual), or use objective 'decoupled'.")
     if floor is not None and not 0 <= floor <= cap:
         raise ValueError(f"Got floor={floor} with cap={cap}. The floor must lie in [0, cap]; None means no floor.")
     return cap
