@@ -12,10 +12,10 @@ import warnings
 from typing import NamedTuple
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
-from transformers.utils import is_peft_available
 
 from trl_qurl.quantization.parameters import whole
 
@@ -26,74 +26,47 @@ class Architecture(NamedTuple):
     """Which norm feeds which linear layers, inside one decoder layer.
 
     Attributes:
-        feeds: (norm, linear layers) by their names inside the decoder layer.
+        feeds: Linear layers by the norm that feeds them; names are those inside the decoder layer.
         gain_offset: The norm multiplies by gain_offset + weight: 0, or 1 in the Gemma family.
     """
 
-    feeds: tuple[tuple[str, tuple[str, ...]], ...]
-    gain_offset: float
+    feeds: dict[str, tuple[str, ...]]
+    gain_offset: float = 0.0
 
 
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj")
+FUSED_MLP = ("mlp.gate_up_proj",)
 
 # Which layers: Fig. 5. In Gemma 2 and 3 `post_attention_layernorm` normalizes what attention gives back; another feeds
-# the MLP.
-POST_ATTENTION_FEEDS = (("input_layernorm", ATTENTION), ("post_attention_layernorm", MLP))
-PRE_FEEDFORWARD_FEEDS = (("input_layernorm", ATTENTION), ("pre_feedforward_layernorm", MLP))
-
-GATE_UP_FEEDS = (("input_layernorm", ATTENTION), ("post_attention_layernorm", ("mlp.gate_up_proj",)))
-FUSED_FEEDS = (("input_layernorm", ("self_attn.qkv_proj",)), ("post_attention_layernorm", ("mlp.gate_up_proj",)))
-PARALLEL_FEEDS = (("input_layernorm", ATTENTION + MLP),)  # attention and MLP read the same norm
+# the MLP. In Cohere's models attention and MLP read the same norm.
+LLAMA = Architecture({"input_layernorm": ATTENTION, "post_attention_layernorm": MLP})
+GLM = Architecture({"input_layernorm": ATTENTION, "post_attention_layernorm": FUSED_MLP})
+PHI3 = Architecture({"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": FUSED_MLP})
+COHERE = Architecture({"input_layernorm": ATTENTION + MLP})
+GEMMA2 = Architecture({"input_layernorm": ATTENTION, "pre_feedforward_layernorm": MLP}, gain_offset=1.0)
 
 ARCHITECTURES = {
-    **dict.fromkeys(
-        (
-            "llama",
-            "mistral",
-            "ministral",
-            "qwen2",
-            "qwen3",
-            "smollm3",
-            "granite",
-            "helium",
-            "seed_oss",
-            "ernie4_5",
-            "hunyuan_v1_dense",
-        ),
-        Architecture(POST_ATTENTION_FEEDS, gain_offset=0.0),
-    ),
-    **dict.fromkeys(("glm", "glm4"), Architecture(GATE_UP_FEEDS, gain_offset=0.0)),
-    "phi3": Architecture(FUSED_FEEDS, gain_offset=0.0),
-    **dict.fromkeys(("cohere", "cohere2"), Architecture(PARALLEL_FEEDS, gain_offset=0.0)),
-    "gemma": Architecture(POST_ATTENTION_FEEDS, gain_offset=1.0),
-    **dict.fromkeys(("gemma2", "gemma3_text"), Architecture(PRE_FEEDFORWARD_FEEDS, gain_offset=1.0)),
+    **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "granite", "helium"), LLAMA),
+    **dict.fromkeys(("seed_oss", "ernie4_5", "hunyuan_v1_dense"), LLAMA),
+    **dict.fromkeys(("glm", "glm4"), GLM),
+    "phi3": PHI3,
+    **dict.fromkeys(("cohere", "cohere2"), COHERE),
+    "gemma": Architecture(LLAMA.feeds, gain_offset=1.0),
+    **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA2),
 }
 """By `model_type`. Not here: models whose norms come after their blocks (OLMo 2 and 3, EXAONE 4), so that no norm
 feeds a layer, and those whose norms have biases (StarCoder 2, Nemotron)."""
 
 
-class FeedingNorm(NamedTuple):
-    """
-    A norm, and what it feeds.
-
-    Attributes:
-        norm: Its weight, `(hidden,)`.
-        linears: Weights of the linear layers behind it, each `(out, hidden)`.
-    """
-
-    norm: torch.Tensor
-    linears: tuple[torch.Tensor, ...]
-
-
 def recorded_scale(model: PreTrainedModel) -> float:
-    """The scale that a model's config records.
+    """Read the scale that a model's config records.
 
     Args:
         model: Scaled or not.
 
     Returns:
-        S, 1.0 for a model that was not scaled.
+        The factor s; 1.0 for a model that was not scaled.
     """
     return getattr(model.config, "uaq_scale", 1.0)
 
@@ -103,13 +76,9 @@ def scale_model_(model: PreTrainedModel, scale: float) -> bool:
 
         W ← W / s,    g ← s · g
 
-    Where g is the gain of the norm that feeds W. Biases stay: (W / s)(s x) + b = W x + b.
-
-    `save_pretrained` keeps the record, so a saved model that is loaded again is not scaled twice. Two models that
-    share one config object share the record.
-
-    In float32 the function is unchanged up to rounding; in bfloat16 and float16 that rounding is not small, and a
-    warning says so.
+    Where g is the gain of the norm that feeds W. Biases stay: (W / s)(s x) + b = W x + b. `save_pretrained` keeps the
+    record, so a saved model is not scaled twice. Models that share a config object share the record. In float32 the
+    function is unchanged up to rounding; in bfloat16 and float16 that rounding is not small, and a warning says so.
 
     Source: Eq. 10-12, Fig. 5.
 
@@ -135,16 +104,11 @@ def scale_model_(model: PreTrainedModel, scale: float) -> bool:
             f"Asked for UAQ scale {scale}, but the model was already scaled by {recorded} (its config.uaq_scale). "
             f"Keep uaq_scale={recorded}, or undo it first: trl_qurl.quantization.uaq.restore(model)."
         )
-    architecture = _architecture(model)
-    groups = _feeding_norms(model, architecture)
-    _warn_if_rounded(groups, scale, architecture.gain_offset)
-
-    for norm, linears in groups:
+    for norm, linears, offset in _scalable_weights(model, scale):
         with torch.no_grad(), whole([norm, *linears]):
             for weight in linears:
                 weight.div_(scale)
-            # s · (offset + w) − offset
-            norm.mul_(scale).add_((scale - 1.0) * architecture.gain_offset)
+            norm.mul_(scale).add_((scale - 1.0) * offset)  # s · (offset + w) − offset
     model.config.uaq_scale = float(scale)
     return True
 
@@ -154,10 +118,10 @@ def restore(model: PreTrainedModel) -> bool:
 
         W ← s · W,    g ← g / s
 
-    An inverse that is exact to the last bit cannot exist for s = 1.5: dividing by 1.5 maps the floats of [1.5, 2) onto
-    fewer of them in [1, 4/3), so two weights share one quotient. On CPU, powers of two come back exactly and
-    everything else within one unit in the last place of the weight. In the Gemma family the unit is that of the gain
-    1 + w, not of w, and powers of two round as well.
+    No inverse is exact to the last bit for s = 1.5: dividing by 1.5 maps the floats of [1.5, 2) onto fewer of them in
+    [1, 4/3), so two weights share one quotient. On CPU, powers of two come back exactly and everything else within one
+    unit in the last place of the weight. In the Gemma family the unit is that of the gain 1 + w, not of w, and powers
+    of two round as well.
 
     Source: Eq. 10-12, inverted.
 
@@ -174,29 +138,56 @@ def restore(model: PreTrainedModel) -> bool:
     if scale == 1.0:
         logger.info("The model carries no UAQ scale; left as it is.")
         return False
-    architecture = _architecture(model)
-    groups = _feeding_norms(model, architecture)
-    _warn_if_rounded(groups, scale, architecture.gain_offset)
-
-    for norm, linears in groups:
+    for norm, linears, offset in _scalable_weights(model, scale):
         with torch.no_grad(), whole([norm, *linears]):
             for weight in linears:
                 weight.mul_(scale)
-            norm.sub_((scale - 1.0) * architecture.gain_offset).div_(scale)
+            norm.sub_((scale - 1.0) * offset).div_(scale)
     del model.config.uaq_scale
     return True
 
 
-def _architecture(model: PreTrainedModel) -> Architecture:
-    if is_peft_available():
-        from peft import PeftModel
+def _scalable_weights(
+    model: PreTrainedModel, scale: float
+) -> list[tuple[torch.Tensor, tuple[torch.Tensor, ...], float]]:
+    """Each norm's weight, the weights that it feeds and the gain's offset; all are checked before any is changed."""
+    feeds, offset = _architecture(model)
+    layers = [
+        (name, module)
+        for name, module in model.named_modules()
+        if feeds.keys() <= dict(module.named_children()).keys()
+    ]
+    if not layers:
+        raise ValueError(
+            f"The model says it is a {model.config.model_type!r}, but no layer of it holds "
+            f"{', '.join(sorted(feeds))}. UAQ cannot scale it; set uaq_scale=1.0."
+        )
+    groups = [
+        (
+            _weight(layer, layer_name, norm, nn.Module),
+            tuple(_weight(layer, layer_name, linear, nn.Linear) for linear in linears),
+            offset,
+        )
+        for layer_name, layer in layers
+        for norm, linears in feeds.items()
+    ]
+    halves = {t.dtype for norm, linears, _ in groups for t in (norm, *linears)} & {torch.bfloat16, torch.float16}
+    if halves and (offset or math.frexp(scale)[0] != 0.5):
+        warnings.warn(
+            f"UAQ with scale {scale} rounds {', '.join(sorted(map(str, halves)))} weights: the model is no longer "
+            'quite the same function. Load it in float32 (model_init_kwargs={"dtype": "float32"}); where the norms '
+            "multiply by their plain weight, a power of two is exact too.",
+            stacklevel=3,
+        )
+    return groups
 
-        if isinstance(model, PeftModel):
-            raise ValueError(
-                "Got a PEFT model. UAQ rescales the base, and an adapter trained on the scaled base does not fit the "
-                "unscaled one that it is later loaded on. Set uaq_scale=1.0, or scale and save the base first and "
-                "train the adapter on that copy."
-            )
+
+def _architecture(model: PreTrainedModel) -> Architecture:
+    if is_peft_model(model):
+        raise ValueError(
+            "Got a PEFT model. An adapter trained on the scaled base does not fit the unscaled one that it is later "
+            "loaded on. Set uaq_scale=1.0, or scale and save the base first and train the adapter on that copy."
+        )
     model_type = model.config.model_type
     if model_type not in ARCHITECTURES:
         raise ValueError(
@@ -206,59 +197,21 @@ def _architecture(model: PreTrainedModel) -> Architecture:
     return ARCHITECTURES[model_type]
 
 
-def _feeding_norms(model: PreTrainedModel, architecture: Architecture) -> list[FeedingNorm]:
-    """Find the norms and the layers they feed; every tensor is checked before any is changed."""
-    norms = {norm for norm, _ in architecture.feeds}
-    layers = [
-        (name, module) for name, module in model.named_modules() if norms <= dict(module.named_children()).keys()
-    ]
-    if not layers:
+def _weight(layer: nn.Module, layer_name: str, name: str, kind: type[nn.Module]) -> torch.Tensor:
+    module = dict(layer.named_modules()).get(name)
+    weight = getattr(module, "weight", None)
+    if not isinstance(module, kind) or not isinstance(weight, nn.Parameter) or not weight.is_floating_point():
+        found = f"a {type(module).__name__} of {weight.dtype}" if isinstance(weight, nn.Parameter) else "none"
         raise ValueError(
-            f"The model says it is a {model.config.model_type!r}, but no layer of it holds "
-            f"{', '.join(sorted(norms))}. UAQ cannot scale it; set uaq_scale=1.0."
-        )
-    return [
-        FeedingNorm(
-            _weight(layer, layer_name, norm),
-            tuple(_weight(layer, layer_name, linear, nn.Linear) for linear in linears),
-        )
-        for layer_name, layer in layers
-        for norm, linears in architecture.feeds
-    ]
-
-
-def _weight(layer: nn.Module, layer_name: str, name: str, kind: type[nn.Module] = nn.Module) -> torch.Tensor:
-    where = f"{layer_name}.{name}"
-    try:
-        module, weight = layer.get_submodule(name), layer.get_parameter(f"{name}.weight")
-    except AttributeError:
-        raise ValueError(
-            f"UAQ needs the parameter {where}.weight, and the model has none (fused or quantized projections?). "
-            "Set uaq_scale=1.0."
-        ) from None
-    if not isinstance(module, kind) or not weight.is_floating_point():
-        raise ValueError(
-            f"UAQ needs plain floating-point weights, and {where} is a {type(module).__name__} of {weight.dtype}. "
-            "Load the model unquantized and without adapters, or set uaq_scale=1.0."
+            f"UAQ needs a plain floating-point layer {layer_name}.{name} and found {found}: load the model without "
+            "adapters, fused or quantized layers, or set uaq_scale=1.0."
         )
     # ZeRO-3's parts are gathered; FSDP, loading to the first process only, sends the others its scaled weights.
     comes_later = is_deepspeed_zero3_enabled() or is_fsdp_enabled()
     if (weight.is_meta or weight.numel() == 0) and not comes_later:
         raise ValueError(
-            f"The weight of {where} is not in memory here: shape {tuple(weight.shape)}, device {weight.device}. Scale "
-            "the checkpoint beforehand, on one process: from_pretrained, scale_model_, save_pretrained. Or set "
-            "uaq_scale=1.0."
+            f"The weight of {layer_name}.{name} is not in memory here: shape {tuple(weight.shape)}, device "
+            f"{weight.device}. Scale the checkpoint beforehand, in one process: from_pretrained, scale_model_, "
+            "save_pretrained. Or set uaq_scale=1.0."
         )
     return weight
-
-
-def _warn_if_rounded(groups: list[FeedingNorm], scale: float, gain_offset: float) -> None:
-    halves = {t.dtype for norm, linears in groups for t in (norm, *linears)} & {torch.bfloat16, torch.float16}
-    exact = math.frexp(scale)[0] == 0.5 and gain_offset == 0.0
-    if halves and not exact:
-        warnings.warn(
-            f"UAQ with scale {scale} rounds {', '.join(sorted(map(str, halves)))} weights: the model is no longer "
-            'quite the same function. Load it in float32 (model_init_kwargs={"dtype": "float32"}); where the norms '
-            "multiply by their plain weight, a power of two is exact too.",
-            stacklevel=3,
-        )
