@@ -1,7 +1,7 @@
 """The formats a rollout can run in, by name.
 
-Each is a `QuantizationScheme`. To add one here, write a file in this folder and enter it below. To add one from
-another package, declare it as an entry point of the group `trl_qurl.quantization.schemes`, or call `register_scheme`.
+To add one here, write a file in this folder and register it below. To add one from another package, declare it as an
+entry point of the group `trl_qurl.quantization.schemes`, or call `register_scheme`.
 """
 
 from difflib import get_close_matches
@@ -25,18 +25,14 @@ __all__ = [
 ]
 
 UNQUANTIZED = "none"
-"""How "no quantization" is written where there is only text: on the command line and in files. In Python it is
-`None`."""
-
-ENTRY_POINTS = __name__
+"""How "no quantization" is written on the command line and in files. In Python it is `None`."""
 
 SCHEMES: dict[str, QuantizationScheme] = {}
 """The formats by name."""
 
 
 def register_scheme(scheme: QuantizationScheme) -> QuantizationScheme:
-    """
-    Make a scheme known by its name.
+    """Make a scheme known by its name.
 
     Args:
         scheme: The scheme.
@@ -54,8 +50,7 @@ def register_scheme(scheme: QuantizationScheme) -> QuantizationScheme:
 
 
 def get_scheme(name: str) -> QuantizationScheme:
-    """
-    Look a scheme up by name.
+    """Look a scheme up by name.
 
     Args:
         name: A name in `SCHEMES`.
@@ -77,27 +72,22 @@ def get_scheme(name: str) -> QuantizationScheme:
 
 
 def parse_scheme(text: str | None) -> str | None:
-    """
-    The name of a scheme as it is in Python, from how it is written on the command line.
+    """Translate a scheme's name from the command line to Python.
 
     Args:
-        text: A name in `SCHEMES`, or `"none"`.
+        text: A name in `SCHEMES`, or `"none"` in any case.
 
     Returns:
-        The name; `None` for no quantization.
-
-    Raises:
-        ValueError: If there is no such scheme; the message lists those that exist.
+        The name; `None` for no quantization. An unknown name raises as in `get_scheme`.
     """
     return None if text is None or text.lower() == UNQUANTIZED else get_scheme(text).name
 
 
 def available_schemes() -> list[QuantizationScheme]:
-    """
-    The schemes that vLLM has kernels for on this machine.
+    """List the schemes that vLLM has kernels for on this machine.
 
     Returns:
-        Those of `SCHEMES`.
+        A part of `SCHEMES`.
     """
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     return [scheme for scheme in SCHEMES.values() if scheme.runs_on(capability)]
@@ -105,5 +95,5 @@ def available_schemes() -> list[QuantizationScheme]:
 
 for _scheme in (INT8, FP8, W4A16):
     register_scheme(_scheme)
-for _entry_point in entry_points(group=ENTRY_POINTS):
+for _entry_point in entry_points(group=__name__):
     register_scheme(_entry_point.load())

@@ -15,14 +15,7 @@ from trl_qurl.quantization.schemes.scheme import QuantizationScheme, StoredTenso
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelwiseScheme(QuantizationScheme):
-    """
-    Weights rounded with a scale per output channel, activations with a scale per token.
-
-    Attributes:
-        dtype: Type of the stored codes. Floating-point codes are rounded by the cast to it.
-        code_min: Smallest code.
-        code_max: Largest code.
-    """
+    """Weights rounded with a scale per output channel, activations with a scale per token; codes have `dtype`."""
 
     dtype: torch.dtype
     code_min: float
@@ -51,18 +44,7 @@ class ChannelwiseScheme(QuantizationScheme):
         return tensors["weight"].view(torch.uint8)
 
     def quantize_activations(self, activations: torch.Tensor) -> torch.Tensor:
-        """
-        Round activations (..., in) with one scale per token, and back.
-
-        vLLM's kernels divide by absmax / 127 (INT8) or absmax / 448 (FP8): activations leave the lowest INT8 code
-        unused, unlike weights.
-
-        Args:
-            activations: A layer's input, (..., in).
-
-        Returns:
-            The input, rounded and back, in its own dtype.
-        """
+        """Round activations as vLLM's kernels do: absmax becomes 127 or 448, so -128 is unused, unlike for weights."""
         tokens = activations.float()
         scale = tokens.abs().amax(dim=-1, keepdim=True) / self.code_max
         scale = torch.where(scale == 0, 1.0, scale)

@@ -11,12 +11,7 @@ from trl_qurl.quantization.schemes.scheme import QuantizationScheme, StoredTenso
 
 @dataclass(frozen=True, kw_only=True)
 class GroupwiseScheme(QuantizationScheme):
-    """
-    Weights rounded with a scale per group of consecutive inputs, packed by compressed-tensors' own functions.
-
-    Attributes:
-        group_size: Inputs that share a scale.
-    """
+    """Weights rounded with a scale per `group_size` consecutive inputs, packed by compressed-tensors."""
 
     group_size: int
 
@@ -63,9 +58,9 @@ class GroupwiseScheme(QuantizationScheme):
         """The codes, (out, in), int8."""
         from compressed_tensors.compressors import unpack_from_int32
 
-        packed, scale = tensors["weight_packed"], tensors["weight_scale"]
-        shape = torch.Size((scale.shape[0], scale.shape[1] * self.group_size))
-        return unpack_from_int32(packed, self.weight_bits, shape)
+        outputs, groups = tensors["weight_scale"].shape
+        shape = torch.Size((outputs, groups * self.group_size))
+        return unpack_from_int32(tensors["weight_packed"], self.weight_bits, shape)
 
 
 W4A16 = GroupwiseScheme(

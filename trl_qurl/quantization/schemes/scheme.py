@@ -1,11 +1,8 @@
-"""What a quantization scheme is: the one description of a number format that everything else asks.
+"""What a quantization scheme is: its tensors, what it does to activations, its name in vLLM, and its hardware.
 
-A scheme owns its tensors: their names, dtypes and shapes, how they are made from a weight, and what they stand for.
-It also knows what the engine does to activations, how vLLM is told about the format, and on which hardware vLLM runs
-it. No other part of the package knows any of this, so a new format is one file in this folder.
+No other part of the package knows anything about a number format, so a new one is one file in this folder.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +12,7 @@ import torch
 
 
 class StoredTensor(NamedTuple):
-    """
-    A tensor as a checkpoint stores it, without its values.
+    """A tensor as a checkpoint stores it, without its values.
 
     Attributes:
         name: Its name.
@@ -31,23 +27,22 @@ class StoredTensor(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of its values."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.shape.numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationScheme(ABC):
-    """
-    A number format for the weights, and possibly the activations, of linear layers.
+    """A number format for the weights, and possibly the activations, of linear layers.
 
     Attributes:
         name: What users write (`rollout_quantization="int8"`).
-        preset: The compressed-tensors preset with the same meaning, which llm-compressor applies and vLLM executes.
-        checkpoint_format: compressed-tensors' name for the way codes are stored.
+        preset: Name of the same format among compressed-tensors' presets.
+        checkpoint_format: Compressed-tensors' name for the way codes are stored.
         weight_bits: Bits of a weight's code.
         description: The format in a few English words, for model cards and help texts.
-        gpus: CUDA compute capabilities for which vLLM has kernels that multiply in this format, emulation not counted:
-            the lowest one, and the first one that is too high (`None`: no limit).
-        cpus: Whether it has such kernels for CPUs.
+        gpus: Lowest CUDA compute capability with kernels in vLLM (emulation not counted), and the first that is too
+            high (`None`: no limit).
+        cpus: Whether vLLM has kernels for CPUs.
     """
 
     name: str
@@ -64,8 +59,7 @@ class QuantizationScheme(ABC):
         return self.name.upper()
 
     def runs_on(self, capability: tuple[int, int] | None) -> bool:
-        """
-        Whether vLLM has kernels for this format. To override where more than `gpus` and `cpus` decides.
+        """Tell whether vLLM has kernels for this format. Override it where more than `gpus` and `cpus` decides.
 
         Args:
             capability: CUDA compute capability of a GPU; `None` for the CPU of this machine.
@@ -80,8 +74,7 @@ class QuantizationScheme(ABC):
 
     @abstractmethod
     def layout(self, shape: Sequence[int], dtype: torch.dtype) -> list[StoredTensor]:
-        """
-        The tensors that a weight becomes, in the order of `quantize`.
+        """Describe the tensors that a weight becomes, in the order of `quantize`.
 
         Args:
             shape: Shape of the weight, (out, in).
@@ -92,11 +85,10 @@ class QuantizationScheme(ABC):
         """
 
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """
-        Round one weight matrix.
+        """Round one weight matrix.
 
         Args:
-            weight: Full-precision weight, (out, in), any floating-point dtype. Not modified.
+            weight: Weight, (out, in), of any floating-point dtype. Not modified.
 
         Returns:
             The tensors of `layout`, by name: bit for bit what llm-compressor writes for the same weight.
@@ -115,8 +107,7 @@ class QuantizationScheme(ABC):
 
     @abstractmethod
     def dequantize(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """
-        The weight that quantized tensors stand for.
+        """Compute the weight that quantized tensors stand for.
 
         Args:
             tensors: What `quantize` returned.
@@ -127,8 +118,7 @@ class QuantizationScheme(ABC):
 
     @abstractmethod
     def codes(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """
-        The codes themselves, for counting those that an update changes.
+        """Return the codes, for counting those that an update changes.
 
         Args:
             tensors: What `quantize` returned.
@@ -138,8 +128,7 @@ class QuantizationScheme(ABC):
         """
 
     def quantize_activations(self, activations: torch.Tensor) -> torch.Tensor:
-        """
-        What the engine's kernels make of a layer's input. By default they leave it alone.
+        """Round a layer's input as the engine's kernels do. By default they leave it alone.
 
         Args:
             activations: A layer's input, (..., in).
@@ -150,11 +139,10 @@ class QuantizationScheme(ABC):
         return activations
 
     def refusal(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> str | None:
-        """
-        Why the scheme cannot store a weight.
+        """Tell why the scheme cannot store a weight.
 
         Args:
-            shape: Shape of the weight, (out, in) for a linear layer.
+            shape: Shape of the weight.
             dtype: Its dtype.
 
         Returns:
@@ -165,16 +153,15 @@ class QuantizationScheme(ABC):
         return None if dtype.is_floating_point else f"its weight is of dtype {dtype}, not a floating-point one"
 
     def quantization_config(self, ignore: Sequence[str]) -> dict[str, Any]:
-        """
-        The `quantization_config` entry of a checkpoint's `config.json`, from which vLLM learns the format.
+        """Make the `quantization_config` entry of a checkpoint's `config.json`, from which vLLM learns the format.
 
         Args:
             ignore: Modules kept in full precision, in compressed-tensors' pattern syntax.
 
         Returns:
-            A JSON-serializable dictionary: what llm-compressor writes, except notes about itself (version, observers).
+            What llm-compressor writes, except notes about itself (version, observers).
         """
-        from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, preset_name_to_scheme
+        from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 
         group = preset_name_to_scheme(self.preset, targets=["Linear"])
         group.format = self.checkpoint_format
@@ -182,6 +169,6 @@ class QuantizationScheme(ABC):
             config_groups={"group_0": group},
             ignore=list(ignore),
             format=self.checkpoint_format,
-            quantization_status=QuantizationStatus.COMPRESSED,
+            quantization_status="compressed",
         )
         return config.model_dump(mode="json")
