@@ -11,7 +11,7 @@ from typing import Any
 
 from trl_qurl.config.checks import as_dictionary, check_choice
 from trl_qurl.config.help import with_help
-from trl_qurl.quantization.checkpoint import require_llmcompressor
+from trl_qurl.quantization.checkpoint import check_quantizer
 from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED, parse_scheme
 
 VLLM_MODES = ("colocate", "server")
@@ -151,7 +151,7 @@ class QuantizedRolloutsConfig:
         check_choice("weight_sync", self.weight_sync, WEIGHT_SYNCS)
         if self.weight_sync != "llmcompressor":
             return
-        require_llmcompressor("weight_sync='llmcompressor'", "weight_sync='auto'")
+        check_quantizer("llmcompressor", "weight_sync", "auto")
         if self.rollout_quantization is None:
             raise ValueError(
                 "weight_sync='llmcompressor' lets llm-compressor quantize at every sync, and "

@@ -1,8 +1,7 @@
 """Whole quantized checkpoints: weights, config and tokenizer, as vLLM loads them.
 
-There are two ways to make one. llm-compressor is the reference for what a checkpoint in each format is. Our stream
-writes the same tensors without it (pip cannot install it beside vLLM) and without a second model in memory. This is
-the only file that imports llm-compressor.
+llm-compressor is the reference for what a checkpoint in each format is. Our stream writes the same tensors without it
+(pip cannot install it beside vLLM) and without a second model in memory. Only this file imports llm-compressor.
 """
 
 import contextlib
@@ -28,19 +27,6 @@ if TYPE_CHECKING:
 QUANTIZERS = ("streaming", "llmcompressor")
 
 
-def require_llmcompressor(setting: str = "quantizer='llmcompressor'", instead: str = "quantizer='streaming'") -> None:
-    """Refuse a setting that needs llm-compressor where it is not installed, and name another.
-
-    Raises:
-        ImportError: It is not installed; the message says which extra brings it.
-    """
-    if importlib.util.find_spec("llmcompressor") is None:
-        raise ImportError(
-            f"{setting} needs llm-compressor, which is not installed: run "
-            f"`pip install trl-qurl[llmcompressor]`, or use {instead}: it writes the same codes without it."
-        )
-
-
 def write_checkpoint(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase | None",
@@ -51,17 +37,16 @@ def write_checkpoint(
     quantizer: str = "streaming",
     show_progress: bool = False,
 ) -> None:
-    """
-    Write a quantized checkpoint of a model, ready for `vllm serve`. No calibration data is needed.
+    """Write a quantized checkpoint of a model, ready for `vllm serve`. No calibration data is needed.
 
     Args:
-        model: Full-precision model. Not modified; llm-compressor works on a copy, so memory holds the model twice.
+        model: Full-precision model. Not modified.
         tokenizer: Saved beside the weights, unless `None`.
         scheme: Name of the format, one of `SCHEMES`.
         output_dir: Directory to create; an earlier quantized checkpoint is replaced once the new one is complete.
         ignore: Modules kept in full precision, in llm-compressor's pattern syntax.
-        quantizer: `"streaming"`, or `"llmcompressor"` for that package itself, which writes the same tensors.
-        show_progress: Show a bar on a terminal; llm-compressor does its work in one go and has none.
+        quantizer: `"streaming"`, or `"llmcompressor"`, which writes the same tensors from a copy of the model.
+        show_progress: Show a bar on a terminal; llm-compressor has none.
 
     Raises:
         ValueError: Unknown scheme or quantizer, or nothing left to quantize.
@@ -73,36 +58,26 @@ def write_checkpoint(
     chosen = get_scheme(scheme)
     quantized_layer_names(model, ignore, chosen)  # refuses what the format cannot store, whoever quantizes
     check_replaceable(output_dir)
-    parameters: NamedTensors = ((name, parameter.data) for name, parameter in model.named_parameters())
+    parameters: NamedTensors = [(name, parameter.data) for name, parameter in model.named_parameters()]
     if show_progress and quantizer == "streaming":
-        count = sum(1 for _ in model.named_parameters())
-        parameters = tqdm(parameters, f"Rounding to {chosen.label}", count, disable=None)
+        parameters = tqdm(parameters, f"Rounding to {chosen.label}", disable=None)
     CheckpointWriter(model, tokenizer, chosen, ignore).quantize(parameters, output_dir, quantizer)
 
 
-def check_quantizer(name: str) -> None:
-    """
-    Raises:
-        ValueError: If there is no such quantizer.
-        ImportError: If it is llm-compressor, which is not installed.
-    """
+def check_quantizer(name: str, setting: str = "quantizer", instead: str = "streaming") -> None:
+    """Raise `ValueError` for an unknown quantizer, and `ImportError` if it is llm-compressor and not installed."""
     if name not in QUANTIZERS:
         raise ValueError(f"Unknown quantizer {name!r}: choose one of {', '.join(map(repr, QUANTIZERS))}.")
-    if name == "llmcompressor":
-        require_llmcompressor()
+    if name == "llmcompressor" and importlib.util.find_spec("llmcompressor") is None:
+        raise ImportError(
+            f"{setting}='llmcompressor' needs llm-compressor, which is not installed: run "
+            f"`pip install trl-qurl[llmcompressor]`, or use {setting}={instead!r}, which writes the same codes."
+        )
 
 
 @dataclass(frozen=True)
 class CheckpointWriter:
-    """
-    Writes checkpoints of one model in one format.
-
-    Attributes:
-        model: Where class, config and generation config come from.
-        tokenizer: Saved beside the weights, unless `None`.
-        scheme: Format of the quantized layers; `None` for an unquantized checkpoint.
-        ignore: Modules kept in full precision, in llm-compressor's pattern syntax.
-    """
+    """Writes checkpoints of one model in one format; with no scheme, they are not quantized."""
 
     model: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase | None"
@@ -110,29 +85,15 @@ class CheckpointWriter:
     ignore: Collection[str] = ("lm_head",)
 
     def write(self, named_tensors: NamedTensors, output_dir: str | os.PathLike[str]) -> None:
-        """
-        Write tensors that are already in checkpoint format.
-
-        Raises:
-            OSError: The directory cannot be written; nothing is left behind.
-        """
+        """Write tensors that are already in checkpoint format."""
+        quantization = None if self.scheme is None else self.scheme.quantization_config(list(self.ignore))
         with new_directory(output_dir) as draft:
             write_tensors(named_tensors, draft)
             self._write_companions(draft)
-            write_config(
-                self.model, draft, self.scheme.quantization_config(list(self.ignore)) if self.scheme else None
-            )
+            write_config(self.model, draft, quantization)
 
     def quantize(self, parameters: NamedTensors, output_dir: str | os.PathLike[str], quantizer: str) -> None:
-        """
-        Quantize full-precision tensors and write the result. llm-compressor copies them to host memory.
-
-        Raises:
-            ValueError: Unknown quantizer, or layers that the scheme cannot quantize.
-            ImportError: llm-compressor is asked for and missing.
-            OSError: The directory cannot be written; nothing is left behind.
-        """
-        check_quantizer(quantizer)
+        """Quantize full-precision tensors and write the result; the quantizer was checked with `check_quantizer`."""
         if quantizer == "streaming":
             layers = quantized_layer_names(self.model, self.ignore, self.scheme)
             self.write(quantize_weights(parameters, self.scheme, layers), output_dir)
@@ -142,14 +103,13 @@ class CheckpointWriter:
         try:
             self._run_llmcompressor(_duplicate(parameters, self.model), output_dir)
         finally:
-            # The copy is part of reference cycles, and llm-compressor keeps the last one. If there is a process group,
-            # its tensors are in shared memory, and a run would fill another model's worth of it at every step.
+            # llm-compressor keeps its last model, which is part of cycles. With a process group the copy is in shared
+            # memory, and a run would fill it with another model at every step.
             with _quiet_llmcompressor():
                 reset_session()
             gc.collect()
 
     def _run_llmcompressor(self, duplicate: "PreTrainedModel", output_dir: str | os.PathLike[str]) -> None:
-        """Quantize a copy of the model in place, without data, and save it."""
         from llmcompressor import oneshot
         from llmcompressor.modifiers.quantization import QuantizationModifier
 
