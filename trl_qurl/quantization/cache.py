@@ -17,11 +17,9 @@ def cache_directory() -> Path:
 
 
 def cached(place: Path, make: Callable[[Path], None]) -> Path:
-    """
-    Look a directory up in the cache, and let `make` create it, atomically, if it is missing.
+    """Let `make` create a directory, atomically, if it is missing; one process makes it and the others wait.
 
-    Its name must contain everything that its contents depend on. If several processes need it at the same time, one
-    makes it and the others wait.
+    Its name must contain everything that its contents depend on.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{place}.lock"):

@@ -4,8 +4,7 @@ Weights and activations are rounded as the scheme says. Slow, and only used to c
 """
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -23,13 +22,8 @@ def quantized_forward(model: nn.Module, layers: Collection[str], scheme: Quantiz
         bias = None if module.bias is None else module.bias.to(output.dtype)
         return nn.functional.linear(scheme.quantize_activations(inputs[0].to(output.dtype)), weight, bias)
 
-    handles: list[Any] = [
-        module.register_forward_hook(replace_output)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and checkpoint_name(name) in layers
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear) and checkpoint_name(name) in layers:
+                hooks.enter_context(module.register_forward_hook(replace_output))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

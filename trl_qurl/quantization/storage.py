@@ -1,7 +1,6 @@
-"""Checkpoint directories that are either complete or absent.
+"""Checkpoint directories that are either complete or absent, so that no reader ever sees half of one.
 
-A checkpoint is written next to its final place and renamed once it is complete, so no reader and no later run ever
-sees half of one. Tensors come from a stream and are written in shards; memory holds one shard at a time.
+Tensors come from a stream and are written in shards; memory holds one shard at a time.
 """
 
 import errno
@@ -11,7 +10,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,26 +23,18 @@ from trl_qurl.quantization.stream import NamedTensors
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-SHARD_BYTES = 2 * 1024**3
-"""Size of a shard: a small part of memory, yet few files."""
-
 INDEX_NAME = "model.safetensors.index.json"
 
 UNWRITABLE = ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "ENOTDIR", "EFBIG", "EIO")
-"""The system's errors that mean that a directory cannot be written, as `errno` names them."""
+"""Errors of the system that mean that a directory cannot be written."""
 
 
 @contextmanager
 def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """
-    Create a directory atomically: the block fills a temporary one, which is renamed to `path` if the block succeeds.
+    """Create a directory atomically: the block fills a temporary one, which replaces `path` if the block succeeds.
 
-    An existing `path` is moved aside as a whole, so nobody reads it while its files are removed. If the block fails,
-    nothing is left behind, and an existing `path` stays as it was.
-
-    Raises:
-        OSError: The system refused to write. The message names the directory, the reason and what to do, whichever
-            library noticed it. Other errors pass unchanged.
+    If it fails, nothing is left behind, and an existing `path` stays as it was. Whichever library noticed that the
+    system refuses to write, one `OSError` says so; other errors pass unchanged.
     """
     final = Path(path)
     draft = final.parent / f".{final.name}-{uuid.uuid4().hex[:8]}"
@@ -69,12 +60,7 @@ def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def check_replaceable(path: str | os.PathLike[str]) -> None:
-    """
-    Make sure that a quantized checkpoint may be written to a path: it is free, empty, or holds an earlier one.
-
-    Raises:
-        FileExistsError: It is a file, or a directory with other contents, such as a model or a run.
-    """
+    """Raise `FileExistsError` unless a path is free, an empty directory, or an earlier quantized checkpoint."""
     place = Path(path)
     if not place.exists() or (place.is_dir() and (not any(place.iterdir()) or _is_quantized_checkpoint(place))):
         return
@@ -86,19 +72,13 @@ def check_replaceable(path: str | os.PathLike[str]) -> None:
 
 
 def _is_quantized_checkpoint(directory: Path) -> bool:
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and "quantization_config" in config
+    with suppress(OSError, ValueError, TypeError):  # TypeError: it holds a number
+        return "quantization_config" in json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    return False
 
 
-def write_tensors(named_tensors: NamedTensors, directory: Path, shard_bytes: int = SHARD_BYTES) -> int:
-    """
-    Write a stream of tensors as `model.safetensors`, or as shards with an index where they exceed `shard_bytes`.
-
-    About `shard_bytes` of host memory is used. Returns the bytes of tensor data written.
-    """
+def write_tensors(named_tensors: NamedTensors, directory: Path, shard_bytes: int = 2 * 1024**3) -> None:
+    """Write tensors as `model.safetensors`, or as shards with an index; about `shard_bytes` of memory is used."""
     weight_map: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}
     filled = total = 0
@@ -124,21 +104,13 @@ def write_tensors(named_tensors: NamedTensors, directory: Path, shard_bytes: int
     else:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / INDEX_NAME).write_text(json.dumps(index, indent=2))
-    return total
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """
-    Read the tensors of a checkpoint, one at a time.
-
-    Raises:
-        FileNotFoundError: If the directory holds no weights.
-    """
+    """Read the tensors of a checkpoint, one at a time; one without weights is a `FileNotFoundError`."""
     shards = sorted(directory.glob("*.safetensors"))
     if not shards:
-        raise FileNotFoundError(
-            f"{directory} holds no .safetensors file that this process can see: it is not a checkpoint."
-        )
+        raise FileNotFoundError(f"{directory} holds no .safetensors file that this process can see.")
     for shard in shards:
         with safe_open(shard, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118, safetensors' handle is no dictionary
@@ -157,16 +129,16 @@ def tensor_shapes(directory: Path) -> dict[str, list[int]]:
 def write_config(model: "PreTrainedModel", directory: Path, quantization: dict | None) -> None:
     """Write the model's `config.json` with a `quantization_config` entry, without touching its config object."""
     contents = model.config.to_dict()
+    contents.pop("_name_or_path", None)
     contents["architectures"] = model.config.architectures or [type(model).__name__]
     if quantization is not None:
         contents["quantization_config"] = quantization
-    contents.pop("_name_or_path", None)
     text = json.dumps(contents, indent=2, sort_keys=True, default=str)
     (directory / "config.json").write_text(text + "\n")
 
 
 def _refusal(error: Exception) -> str | None:
-    """The system's reason for not writing; `None` if the error is about something else."""
+    """The system's reason for not writing, unless the error is about something else."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None:  # safetensors and tokenizers raise errors of their own around the system's
         found = re.search(r"\(os error (\d+)\)|code: (\d+)", str(error))

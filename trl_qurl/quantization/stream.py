@@ -1,8 +1,7 @@
 """Full-precision tensors in, checkpoint-format tensors out, one at a time.
 
-This is all of the quantization that happens at each step of training. It calibrates nothing and keeps nothing, so a
-stream of parameters of any size passes through it with one layer in memory. Which tensors a weight becomes is up to
-its scheme.
+This is all of the quantization that happens at each step of training. It calibrates nothing and keeps nothing, so
+memory holds one layer at a time. Which tensors a weight becomes is up to its scheme.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -15,8 +14,7 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 """Parameters under their checkpoint names."""
 
 Observer = Callable[[str, torch.Tensor, Mapping[str, torch.Tensor]], None]
-"""Called with a layer's name, its weight (out, in), and the tensors it was quantized to by the names of the scheme's
-layout; none where it is not quantized. It may modify neither."""
+"""Called with a layer's name, its weight (out, in), and the tensors that the scheme made of it, if any."""
 
 
 def stored_tensors(
@@ -26,12 +24,8 @@ def stored_tensors(
     layers: Collection[str],
     dtype: torch.dtype | None = None,
 ) -> list[StoredTensor]:
-    """
-    What `quantize_weights` would yield for one parameter, without rounding anything.
-
-    The arguments are those of `quantize_weights`. Of a parameter that ZeRO-3 shards, the whole is described.
-    """
-    shape = getattr(tensor, "ds_shape", tensor.shape)
+    """What `quantize_weights` would yield for one parameter."""
+    shape = getattr(tensor, "ds_shape", tensor.shape)  # the whole of what ZeRO-3 shards
     layer = _layer(name, layers)
     if scheme is None or layer is None:
         return [StoredTensor(name, _sent_dtype(tensor.dtype, dtype), shape)]
@@ -45,11 +39,10 @@ def quantize_weights(
     observer: Observer | None = None,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """
-    Turn a stream of parameters into the tensors of a quantized checkpoint.
+    """Turn a stream of parameters into the tensors of a quantized checkpoint.
 
     `<layer>.weight` becomes the tensors of the scheme's layout, each under the layer's name; every other tensor passes
-    through. The input is never modified.
+    through. The input is not modified.
 
     Args:
         named_tensors: Parameters under their checkpoint names.
@@ -57,14 +50,13 @@ def quantize_weights(
         layers: Names of the layers to quantize, from `quantized_layer_names`.
         observer: Sees each of those layers, for measurements.
         dtype: Floating-point type of the tensors that are not quantized; `None` leaves them as they are. An engine
-            casts them to its own as it loads them, to the same bits, so this only saves bytes in transit.
+            would cast them to the same bits, so this only saves bytes in transit.
 
     Yields:
         `(name, tensor)` pairs in checkpoint format. Only the current layer's tensors are held.
 
     Raises:
-        ValueError: If the scheme refuses a layer; after the last tensor, if a layer of `layers` never came, because
-            the engine would keep its old weights.
+        ValueError: If the scheme refuses a layer, or, after the last tensor, if a layer of `layers` never came.
     """
     missing = set(layers)
     for name, tensor in named_tensors:
