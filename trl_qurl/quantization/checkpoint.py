@@ -93,7 +93,7 @@ class CheckpointWriter:
             write_config(self.model, draft, quantization)
 
     def quantize(self, parameters: NamedTensors, output_dir: str | os.PathLike[str], quantizer: str) -> None:
-        """Quantize full-precision tensors and write the result; the quantizer was checked with `check_quantizer`."""
+        """Quantize full-precision tensors and write the result, with a quantizer that was checked beforehand."""
         if quantizer == "streaming":
             layers = quantized_layer_names(self.model, self.ignore, self.scheme)
             self.write(quantize_weights(parameters, self.scheme, layers), output_dir)

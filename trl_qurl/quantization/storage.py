@@ -10,7 +10,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,9 +72,11 @@ def check_replaceable(path: str | os.PathLike[str]) -> None:
 
 
 def _is_quantized_checkpoint(directory: Path) -> bool:
-    with suppress(OSError, ValueError, TypeError):  # TypeError: it holds a number
-        return "quantization_config" in json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    return False
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and "quantization_config" in config
 
 
 def write_tensors(named_tensors: NamedTensors, directory: Path, shard_bytes: int = 2 * 1024**3) -> None:
