@@ -141,7 +141,7 @@ def test_updates_per_rollout(steps_per_generation, gradient_accumulation_steps, 
 REFUSED = [
     (
         {"use_vllm": False},
-        r"use_vllm=False leaves no rollout to quantize: keep use_vllm=True, or train with TRL's own",
+        r"use_vllm=False leaves no rollout to quantize: keep it True, or use TRL's own",
     ),
     (
         {"rollout_quantization": "int4"},
@@ -159,10 +159,10 @@ REFUSED = [
         {"sync_ref_model": True, "beta": 0.1, "uaq_scale": 1.5},
         r"sync_ref_model=True mixes .* uaq_scale=1\.5 .*: set uaq_scale=1\.0, or sync_ref_model=False",
     ),
-    ({"sync_check_interval": -1}, r"sync_check_interval is -1: give a number of syncs, or 0 for none"),
-    ({"vllm_request_timeout": 0}, r"vllm_request_timeout is 0: give a positive number of seconds"),
-    ({"vllm_request_timeout": float("nan")}, r"vllm_request_timeout is nan: give a positive number of seconds"),
-    ({"weight_metrics_interval": -1}, r"weight_metrics_interval is -1: give a number of syncs, or 0 for none"),
+    ({"sync_check_interval": -1}, r"sync_check_interval is -1, but must be a number of syncs, or 0 for none"),
+    ({"vllm_request_timeout": 0}, r"vllm_request_timeout is 0, but must be a positive number of seconds"),
+    ({"vllm_request_timeout": float("nan")}, r"vllm_request_timeout is nan, but must be a positive number of seconds"),
+    ({"weight_metrics_interval": -1}, r"weight_metrics_interval is -1, but must be a number of syncs, or 0 for none"),
     (
         {"vllm_mode": "server", "vllm_engine_kwargs": {"enforce_eager": True}},
         r"\['enforce_eager'\] would have no effect with vllm_mode='server': pass them to `trl-qurl serve`",
@@ -265,14 +265,14 @@ def test_what_fits_is_accepted_without_a_warning(settings):
 def test_llmcompressor_works_in_one_process(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # whether llm-compressor is here or not
     monkeypatch.setattr(QuRLGRPOConfig, "world_size", 2)
-    with pytest.raises(ValueError, match=r"works in one process, and this run has 2: .* Use weight_sync='auto'"):
+    with pytest.raises(ValueError, match=r"works in one process, and this run has 2\. Use weight_sync='auto'"):
         config(weight_sync="llmcompressor")
     config(weight_sync="auto")
 
 
 def test_llmcompressor_needs_a_format(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    with pytest.raises(ValueError, match=r"rollout_quantization=None quantizes nothing: set weight_sync='auto', or"):
+    with pytest.raises(ValueError, match=r"rollout_quantization=None quantizes nothing: use weight_sync='auto' or"):
         config(weight_sync="llmcompressor", rollout_quantization=None)
 
 

@@ -200,7 +200,7 @@ def test_settings_that_make_no_sense_are_refused(tmp_path):
         QuRLGRPOConfig(tmp_path, bf16=False, dynamic_sampling=True, dynamic_sampling_max_rounds=0)
     with pytest.raises(ValueError, match="judges nothing"):
         QuRLGRPOConfig(tmp_path, bf16=False, dynamic_sampling_reward="len_reward")
-    with pytest.raises(ValueError, match="no groups to judge"):
+    with pytest.raises(ValueError, match="replaces groups, and a critic has none: set it to False"):
         QuRLPPOConfig(tmp_path, bf16=False, dynamic_sampling=True)
 
 

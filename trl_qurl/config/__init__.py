@@ -1,7 +1,6 @@
 """Configuration of the trainers: TRL's, plus what quantized rollouts and the critic add."""
 
-from trl_qurl.config.dynamic_sampling import DynamicSamplingSettings
-from trl_qurl.config.grpo import CLIPPED_LOSS_TYPES, QuRLGRPOConfig
+from trl_qurl.config.grpo import CLIPPED_LOSS_TYPES, DynamicSamplingSettings, QuRLGRPOConfig
 from trl_qurl.config.ppo import QuRLPPOConfig
 from trl_qurl.config.rollout import TAKEN_ENGINE_ARGUMENTS, QuantizedRolloutsConfig
 

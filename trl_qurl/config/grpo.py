@@ -5,17 +5,47 @@ Everything that cannot work together is refused here, before a model is loaded.
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 from trl import GRPOConfig
 
-from trl_qurl.config.checks import check_choice
-from trl_qurl.config.dynamic_sampling import DynamicSamplingSettings
+from trl_qurl.config.checks import check_choice, check_numbers
 from trl_qurl.config.help import with_help
 from trl_qurl.config.rollout import QuantizedRolloutsConfig
 from trl_qurl.objective import OBJECTIVES, get_objective
 
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 """TRL's losses that clamp the ratio on both sides and average over tokens: what the paper's objectives are made of."""
+
+
+@with_help
+@dataclass
+class DynamicSamplingSettings:
+    """
+    A mixin for a config of TRL: the settings of dynamic sampling.
+
+    Groups whose rewards are all equal have no advantage and teach nothing. With dynamic sampling they are replaced by
+    groups of other prompts until the batch is full, as in DAPO (arXiv:2503.14476, Eq. 11).
+
+    > Dynamic sampling
+
+    Args:
+        dynamic_sampling: Whether groups whose rewards are all equal are replaced by groups of other prompts.
+        dynamic_sampling_max_rounds: Rounds of generation for one batch, the first one included. If they do not fill
+            it, it is used as it is.
+        dynamic_sampling_reward: Name of the reward function that decides; by default the weighted sum of all. Name one
+            where another would always make a difference, as a penalty for length does.
+    """
+
+    dynamic_sampling: bool = False
+    dynamic_sampling_max_rounds: int = 10
+    dynamic_sampling_reward: str | None = None
+
+    def __post_init__(self: Any) -> None:
+        super().__post_init__()  # type: ignore[misc]  # TRL's config, which comes after this class
+        check_numbers(self, ["dynamic_sampling_max_rounds"], lambda n: n >= 1, "1 or more (10 is usual)")
+        if self.dynamic_sampling_reward is not None and not self.dynamic_sampling:
+            raise ValueError("dynamic_sampling_reward judges nothing without dynamic_sampling=True.")
 
 
 @with_help
@@ -38,7 +68,6 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
 
     Raises:
         ValueError: Settings that cannot work together; the message names them and says what to change.
-        ImportError: `weight_sync="llmcompressor"` without llm-compressor.
     """
 
     vllm_importance_sampling_mode: str = "token_truncate"
@@ -61,14 +90,13 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
         objective = get_objective(self.objective)
         if not self.vllm_importance_sampling_correction:
             raise ValueError(
-                "vllm_importance_sampling_correction=False would hide the log-probabilities that the objective and "
-                "the mismatch metrics need: leave it True, and set objective='naive' for training without correction."
+                "vllm_importance_sampling_correction=False would hide the engine's log-probabilities: leave it True, "
+                "and set objective='naive' for training without correction."
             )
         if self.vllm_importance_sampling_mode != "token_truncate":
             raise ValueError(
-                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} does not fit "
-                f"objective={self.objective!r}: the paper's ratio is per token and truncated. Use 'token_truncate', "
-                "or trl.GRPOTrainer for the other modes."
+                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} does not fit objective="
+                f"{self.objective!r}. Use 'token_truncate', or trl.GRPOTrainer for the other modes."
             )
         if self.importance_sampling_level != "token":
             raise ValueError(
@@ -77,17 +105,17 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
             )
         if self.loss_type not in CLIPPED_LOSS_TYPES:
             raise ValueError(
-                f"loss_type={self.loss_type!r} does not fit objective={self.objective!r}, which is a surrogate "
-                f"clipped on both sides: use one of {', '.join(map(repr, CLIPPED_LOSS_TYPES))}."
+                f"loss_type={self.loss_type!r} does not fit objective={self.objective!r}, which is clipped on both "
+                f"sides: use one of {', '.join(map(repr, CLIPPED_LOSS_TYPES))}."
             )
         cap = self.vllm_importance_sampling_clip_max
         if objective.correction == "truncated" and (cap is None or not 0 < cap < float("inf")):
             raise ValueError(
-                f"objective={self.objective!r} truncates the importance ratio, but vllm_importance_sampling_clip_max "
-                f"is {cap}: give a positive cap C (the paper's setting is 2.0), or use objective='decoupled' for none."
+                f"objective={self.objective!r} truncates the ratio, but vllm_importance_sampling_clip_max is {cap}: "
+                "give a positive cap C (the paper: 2.0), or use objective='decoupled' for none."
             )
         if objective.lifts_upper_bound and self.delta is not None:
             raise ValueError(
-                f"delta={self.delta} puts a second upper bound on the ratio, which undoes what objective="
-                f"{self.objective!r} lifts: set delta=None, or use objective='tis'."
+                f"delta={self.delta} puts a second upper bound on the ratio, and objective={self.objective!r} lifts "
+                "the first: set delta=None, or use objective='tis'."
             )

@@ -13,15 +13,7 @@ Config = TypeVar("Config", bound=type)
 
 
 def with_help(config: Config) -> Config:
-    """
-    Give each field the first sentence of its entry in the docstring as help, unless it has its own.
-
-    Args:
-        config: A dataclass.
-
-    Returns:
-        The dataclass.
-    """
+    """Give each field the first sentence of its entry in the docstring as help, unless it has its own."""
     known = {field.name: field for field in dataclasses.fields(config)}
     for entry in ENTRY.finditer(inspect.getdoc(config) or ""):
         field = known.get(entry["name"])

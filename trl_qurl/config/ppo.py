@@ -1,19 +1,15 @@
 """Configuration of PPO: that of GRPO on quantized rollouts, plus advantages from a critic."""
 
-import math
 from dataclasses import dataclass
+from math import inf
 
+from trl_qurl.config.checks import check_numbers
 from trl_qurl.config.grpo import QuRLGRPOConfig
 from trl_qurl.config.help import with_help
 
 
-class _SingleGeneration(int):
-    """
-    One generation per prompt, for the length of `GRPOConfig`'s checks.
-
-    They compare `num_generations` with something in one place only: to refuse less than two, of which a group's
-    baseline cannot be made. A critic needs no group. All other checks see the number 1, and stay on.
-    """
+class _Ungrouped(int):
+    """Completions per prompt, of which 1 is enough for a critic: a group needs 2, and only that check uses `<`."""
 
     def __lt__(self, other: object) -> bool:
         return False
@@ -58,12 +54,9 @@ class QuRLPPOConfig(QuRLGRPOConfig):
 
     Everything else of the critic follows the policy: optimizer, betas, weight decay (`optim`, `adam_beta1`, ...),
     `max_grad_norm`, `gradient_checkpointing`, `model_init_kwargs`.
-
-    Raises:
-        ValueError: Settings that cannot work together; the message names them and says what to change.
     """
 
-    num_generations: int | None = 1
+    num_generations: int = 1
     scale_rewards: str = "none"
 
     # Advantages
@@ -81,48 +74,27 @@ class QuRLPPOConfig(QuRLGRPOConfig):
 
     def __post_init__(self) -> None:
         self._check_critic()
-        single = self.num_generations == 1
-        if single:
-            self.num_generations = _SingleGeneration(1)
+        self.num_generations = _Ungrouped(self.num_generations)
         super().__post_init__()
-        if single:
-            self.num_generations = 1
+        self.num_generations = int(self.num_generations)
 
     def _check_critic(self) -> None:
-        if self.num_generations is None or self.num_generations < 1:
-            raise ValueError(f"num_generations is {self.num_generations}: give 1 or more completions per prompt.")
-        for name in ("gamma", "gae_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but must be in [0, 1] (verl's setting is 1).")
-        for name in ("critic_learning_rate", "value_loss_coef"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}: give a positive number.")
-        if self.critic_warmup_steps < 0:
-            raise ValueError(
-                f"critic_warmup_steps is {self.critic_warmup_steps}: give a number of optimizer steps, or 0 for none."
-            )
-        if self.value_clip_range is not None and not self.value_clip_range > 0:
-            raise ValueError(
-                f"value_clip_range is {self.value_clip_range}: give a positive distance in units of reward, or None "
-                "for no clipping."
-            )
+        check_numbers(self, ["num_generations"], lambda n: n is not None and n >= 1, "1 or more")
+        check_numbers(self, ["gamma", "gae_lambda"], lambda x: 0 <= x <= 1, "in [0, 1] (verl's setting is 1)")
+        check_numbers(self, ["critic_learning_rate", "value_loss_coef"], lambda x: 0 < x < inf, "positive and finite")
+        check_numbers(self, ["critic_warmup_steps"], lambda n: n >= 0, "a number of optimizer steps, or 0 for none")
+        check_numbers(self, ["value_clip_range"], lambda x: x is None or x > 0, "positive, or None for no clipping")
         if self.kl_in_reward and self.beta == 0:
-            raise ValueError(
-                "kl_in_reward=True with beta=0 penalizes nothing: give beta the weight of the penalty (0.001 is "
-                "usual), or set kl_in_reward=False."
-            )
+            raise ValueError("kl_in_reward=True with beta=0 penalizes nothing: give beta a weight (0.001 is usual).")
         if self.dynamic_sampling:
-            raise ValueError(
-                "dynamic_sampling=True replaces groups whose rewards are all equal, and with a critic there are no "
-                "groups to judge: set it to False, or use QuRLGRPOTrainer."
-            )
+            raise ValueError("dynamic_sampling=True replaces groups, and a critic has none: set it to False.")
         if self.scale_rewards not in ("none", False):
             raise ValueError(
                 f"scale_rewards={self.scale_rewards!r} scales rewards for a group's baseline, which the critic "
-                "replaces: use 'none'; whiten_advantages scales the critic's advantages instead."
+                "replaces: use 'none', and whiten_advantages."
             )
         if self.multi_objective_aggregation != "sum_then_normalize":
             raise ValueError(
                 f"multi_objective_aggregation={self.multi_objective_aggregation!r} normalizes rewards within groups, "
-                "which the critic replaces: use 'sum_then_normalize', which sums them by their weights."
+                "which the critic replaces: use 'sum_then_normalize'."
             )

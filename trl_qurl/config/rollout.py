@@ -4,42 +4,32 @@ A mixin: `class MyConfig(QuantizedRolloutsConfig, trl.RLOOConfig)` is a dataclas
 a few of TRL's fields, which all of TRL's trainers with vLLM have (`learning_rate`, `vllm_mode`, ...).
 """
 
-from collections.abc import Mapping
+import json
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from math import inf
 from typing import Any
 
-from trl_qurl.config.checks import as_dictionary, check_choice
+from trl_qurl.config.checks import check_choice, check_numbers
 from trl_qurl.config.help import with_help
 from trl_qurl.quantization.checkpoint import check_quantizer
 from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED, parse_scheme
 
-VLLM_MODES = ("colocate", "server")
-
-WEIGHT_SYNCS = ("auto", "stream", "checkpoint", "llmcompressor")
-
-UAQ_SCALE = 1.5
-UAQ_LEARNING_RATE = 1e-5
-"""The paper has UAQ on at 1e-6 and off at 1e-5."""
-
-TAKEN_ENGINE_ARGUMENTS: Mapping[str, str] = MappingProxyType(
-    {
-        "model": "the trainer's `model`",
-        "tensor_parallel_size": "vllm_tensor_parallel_size",
-        "gpu_memory_utilization": "vllm_gpu_memory_utilization",
-        "max_model_len": "vllm_max_model_length",
-        "max_num_seqs": "per_device_train_batch_size and steps_per_generation",
-        "enable_sleep_mode": "vllm_enable_sleep_mode",
-        "model_impl": "vllm_model_impl",
-        "distributed_executor_backend": "the launcher (TRL fixes it)",
-        "seed": "seed (TRL gives every engine its own)",
-        "max_num_batched_tokens": "nothing: TRL fixes it at 4096",
-        "logprobs_mode": "nothing: the importance ratio needs 'processed_logprobs'",
-        "quantization": "rollout_quantization",
-        "trust_remote_code": "trust_remote_code",
-        "worker_extension_cls": "trl-qurl, whose worker loads the weights",
-    }
-)
+TAKEN_ENGINE_ARGUMENTS = {
+    "model": "the trainer's `model`",
+    "tensor_parallel_size": "vllm_tensor_parallel_size",
+    "gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "max_model_len": "vllm_max_model_length",
+    "max_num_seqs": "per_device_train_batch_size and steps_per_generation",
+    "enable_sleep_mode": "vllm_enable_sleep_mode",
+    "model_impl": "vllm_model_impl",
+    "distributed_executor_backend": "the launcher (TRL fixes it)",
+    "seed": "seed (TRL gives every engine its own)",
+    "max_num_batched_tokens": "nothing: TRL fixes it at 4096",
+    "logprobs_mode": "nothing: the importance ratio needs 'processed_logprobs'",
+    "quantization": "rollout_quantization",
+    "trust_remote_code": "trust_remote_code",
+    "worker_extension_cls": "trl-qurl, whose worker loads the weights",
+}
 """Arguments of the colocated engine that are already taken, and what sets them instead."""
 
 
@@ -56,20 +46,18 @@ class QuantizedRolloutsConfig:
             rollouts that are not quantized, in the engine's own dtype. On the command line, `none` means `None`.
         quantization_ignore: Modules kept in full precision, in llm-compressor's pattern syntax (`re:.*down_proj`).
         uaq_scale: Update-Aware Quantization's s (Sec. 4.3); 1.0 turns it off. By default 1.5, the best value of Table
-            4, where rollouts are quantized and the learning rate is below 1e-5: the paper leaves it off at 1e-5, and
-            at 1e-4 it costs accuracy (docs/results.md). The default is also off with `sync_ref_model`, with PEFT
-            models, and for architectures that UAQ does not know. `effective_uaq_scale` says what the default came to.
+            4, where rollouts are quantized and the learning rate is below 1e-5, at which the paper leaves it off (at
+            1e-4 it costs accuracy: docs/results.md). The default is also off with `sync_ref_model`, PEFT models and
+            architectures that UAQ does not know. `effective_uaq_scale` is the value in use.
 
     > Weight sync
 
         weight_sync: How weights reach the engine: `auto`, `stream`, `checkpoint` or `llmcompressor`. `stream` sends
-            tensors (in process, or over TRL's NCCL weight transfer), `checkpoint` writes them for the engine to
-            reload. `auto` streams to a colocated engine, and to a server if both sides have NCCL; otherwise it writes
-            checkpoints. `llmcompressor` lets llm-compressor write the checkpoint at every sync: the reference, and
-            slow. The choice and its reason are logged.
-        rollout_checkpoint_dir: Directory for checkpoints that the engine loads. With a server, it must see the same
-            directory. By default memory (`/dev/shm`) where there is room, else the system's temporary directory.
-            Removed at the end of the run.
+            tensors (in process or over NCCL), `checkpoint` writes them for the engine to reload. `auto` streams where
+            both sides can, and otherwise writes checkpoints; the choice and its reason are logged. `llmcompressor`
+            lets llm-compressor write the checkpoint at every sync: the reference, and slow.
+        rollout_checkpoint_dir: Directory for checkpoints that the engine loads; a server must see it too. By default
+            memory (`/dev/shm`) where there is room, else the system's temporary directory. Removed after the run.
         vllm_request_timeout: Seconds a request to the vLLM server may take before training stops. A rollout is many
             requests, one per prompt.
         vllm_engine_kwargs: Further arguments of the colocated `vllm.LLM` (`enforce_eager`, `kv_cache_dtype`, ...), as
@@ -78,7 +66,7 @@ class QuantizedRolloutsConfig:
     > Checks and measurements
 
         sync_check_interval: Syncs between checks of the engine by digests and probe; 0 for none. Digests compare all
-            tensors on both sides. The first sync is always checked. The version of the weights is checked at each.
+            tensors on both sides. The first sync is always checked, unless this is 0.
         sync_probe: Whether checks of the engine include the probe. It compares the engine's log-probabilities of fixed
             prompts with the trainer's own quantized forward pass; left out under FSDP 1 and ZeRO-3, whose layers are
             never whole.
@@ -129,14 +117,20 @@ class QuantizedRolloutsConfig:
         """`uaq_scale`, with `None` resolved by format and learning rate; 1.0 where UAQ is off."""
         if self.uaq_scale is not None:
             return float(self.uaq_scale)
-        updates_are_small = self.learning_rate < UAQ_LEARNING_RATE
+        updates_are_small = self.learning_rate < 1e-5  # the paper has UAQ on at 1e-6 and off at 1e-5
         wanted = self.rollout_quantization is not None and updates_are_small and not self.sync_ref_model
-        return UAQ_SCALE if wanted else 1.0
+        return 1.5 if wanted else 1.0
 
     @property
     def engine_kwargs(self) -> dict[str, Any]:
         """`vllm_engine_kwargs` as a dictionary, which the command line gives as JSON."""
-        return as_dictionary("vllm_engine_kwargs", self.vllm_engine_kwargs, example='{"enforce_eager": true}')
+        given = self.vllm_engine_kwargs
+        try:
+            return {**json.loads(given)} if isinstance(given, str) else dict(given or {})
+        except (TypeError, ValueError):
+            raise ValueError(
+                f'vllm_engine_kwargs is {given!r}: write a JSON dictionary, such as {{"enforce_eager": true}}.'
+            ) from None
 
     @property
     def updates_per_rollout(self: Any) -> float:
@@ -145,52 +139,41 @@ class QuantizedRolloutsConfig:
 
     def _check_format(self: Any) -> None:
         if not self.use_vllm:
-            raise ValueError(
-                "use_vllm=False leaves no rollout to quantize: keep use_vllm=True, or train with TRL's own trainer."
-            )
-        check_choice("weight_sync", self.weight_sync, WEIGHT_SYNCS)
+            raise ValueError("use_vllm=False leaves no rollout to quantize: keep it True, or use TRL's own trainer.")
+        check_choice("weight_sync", self.weight_sync, ("auto", "stream", "checkpoint", "llmcompressor"))
         if self.weight_sync != "llmcompressor":
             return
         check_quantizer("llmcompressor", "weight_sync", "auto")
         if self.rollout_quantization is None:
             raise ValueError(
-                "weight_sync='llmcompressor' lets llm-compressor quantize at every sync, and "
-                "rollout_quantization=None quantizes nothing: set weight_sync='auto', or name a format."
+                "weight_sync='llmcompressor' with rollout_quantization=None quantizes nothing: use weight_sync='auto' "
+                "or name a format."
             )
         if self.world_size > 1:
             raise ValueError(
-                f"weight_sync='llmcompressor' works in one process, and this run has {self.world_size}: with several, "
-                "llm-compressor waits for all of them, while only one writes the checkpoint. Use weight_sync='auto', "
-                "which makes the same codes and scales."
+                f"weight_sync='llmcompressor' works in one process, and this run has {self.world_size}. Use "
+                "weight_sync='auto', which makes the same codes and scales."
             )
 
     def _check_uaq(self: Any) -> None:
-        scale = self.effective_uaq_scale
-        if self.sync_ref_model and scale != 1.0:
+        wanted = "positive and finite (the paper uses 1.5; 1.0 turns UAQ off)"
+        check_numbers(self, ["uaq_scale"], lambda scale: scale is None or 0 < scale < inf, wanted)
+        if self.sync_ref_model and self.effective_uaq_scale != 1.0:
             raise ValueError(
-                f"sync_ref_model=True mixes the policy's weights, which uaq_scale={scale} rescales, into a "
+                f"sync_ref_model=True mixes the policy's weights, which uaq_scale={self.uaq_scale} rescales, into a "
                 "reference model that is not rescaled: set uaq_scale=1.0, or sync_ref_model=False."
-            )
-        if not 0 < scale < float("inf"):
-            raise ValueError(
-                f"uaq_scale is {scale}, but weights are divided by it: it must be positive and finite (the paper "
-                "uses 1.5; 1.0 turns UAQ off)."
             )
 
     def _check_engine(self: Any) -> None:
-        check_choice("vllm_mode", self.vllm_mode, VLLM_MODES)
-        if not self.vllm_request_timeout > 0:
-            raise ValueError(
-                f"vllm_request_timeout is {self.vllm_request_timeout}: give a positive number of seconds."
-            )
-        for name in ("weight_metrics_interval", "sync_check_interval"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: give a number of syncs, or 0 for none.")
+        check_choice("vllm_mode", self.vllm_mode, ("colocate", "server"))
+        check_numbers(self, ["vllm_request_timeout"], lambda x: x > 0, "a positive number of seconds")
+        intervals = ["weight_metrics_interval", "sync_check_interval"]
+        check_numbers(self, intervals, lambda n: n >= 0, "a number of syncs, or 0 for none")
         engine_kwargs = self.engine_kwargs
         if engine_kwargs and self.vllm_mode == "server":
             raise ValueError(
-                f"vllm_engine_kwargs {sorted(engine_kwargs)} would have no effect with vllm_mode='server': "
-                "pass them to `trl-qurl serve` instead, which hands them on to vLLM."
+                f"vllm_engine_kwargs {sorted(engine_kwargs)} would have no effect with vllm_mode='server': pass them "
+                "to `trl-qurl serve` instead."
             )
         for argument in engine_kwargs.keys() & TAKEN_ENGINE_ARGUMENTS.keys():
             raise ValueError(
