@@ -67,11 +67,7 @@ def build(monkeypatch):
     """Say under which names vLLM is installed."""
 
     def install(*names):
-        def distribution(name):
-            if name not in names:
-                raise noise.importlib.metadata.PackageNotFoundError(name)
-
-        monkeypatch.setattr(noise.importlib.metadata, "distribution", distribution)
+        monkeypatch.setattr(noise.importlib.metadata, "distributions", lambda name: [name] if name in names else [])
 
     return install
 

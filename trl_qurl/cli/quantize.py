@@ -27,13 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the model and write its checkpoint.
-
-    Raises:
-        FileNotFoundError: If there is no model in the directory.
-        ImportError: If llm-compressor was asked for and is not installed.
-        FileExistsError: If the output directory holds something other than a quantized checkpoint.
-    """
+    """Load the model and write its checkpoint."""
     check_model(args.model)
     from trl_qurl.quantization.checkpoint import check_quantizer, write_checkpoint
     from trl_qurl.quantization.storage import check_replaceable

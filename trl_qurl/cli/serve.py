@@ -29,13 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare the checkpoint and become the server.
-
-    Raises:
-        ValueError: If there is a second model.
-        FileNotFoundError: If there is no model in the directory.
-        ImportError: If vLLM is not installed.
-    """
+    """Prepare the checkpoint, then exec the server."""
     if args.further and not args.further[0].startswith("-"):  # vLLM would refuse it, after the model was quantized
         raise ValueError(
             f"Unexpected argument {args.further[0]}: give one MODEL, and one pattern after each --ignore (repeat the "
