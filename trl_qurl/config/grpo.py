@@ -21,8 +21,7 @@ CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 @with_help
 @dataclass
 class DynamicSamplingSettings:
-    """
-    A mixin for a config of TRL: the settings of dynamic sampling.
+    """A mixin for a config of TRL: the settings of dynamic sampling.
 
     Groups whose rewards are all equal have no advantage and teach nothing. With dynamic sampling they are replaced by
     groups of other prompts until the batch is full, as in DAPO (arXiv:2503.14476, Eq. 11).
@@ -51,9 +50,8 @@ class DynamicSamplingSettings:
 @with_help
 @dataclass
 class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfig):
-    """
-    [`~trl.GRPOConfig`] plus the settings of quantized rollouts ([`QuantizedRolloutsConfig`]), of the objective, and of
-    dynamic sampling ([`DynamicSamplingSettings`]). Only new fields, and those whose default changes, are listed.
+    """[`~trl.GRPOConfig`] plus the settings of quantized rollouts ([`QuantizedRolloutsConfig`]), of the objective, and
+    of dynamic sampling ([`DynamicSamplingSettings`]). Only new fields, and those whose default changes, are listed.
 
     > Objective
 

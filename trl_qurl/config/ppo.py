@@ -18,8 +18,7 @@ class _Ungrouped(int):
 @with_help
 @dataclass
 class QuRLPPOConfig(QuRLGRPOConfig):
-    r"""
-    [`QuRLGRPOConfig`] plus the settings of the critic. Only new fields, and those whose default or meaning changes,
+    """[`QuRLGRPOConfig`] plus the settings of the critic. Only new fields, and those whose default or meaning changes,
     are listed.
 
     Defaults are those of verl, the framework of the paper's PPO run, where it has the setting (marked "verl").

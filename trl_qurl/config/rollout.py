@@ -36,8 +36,7 @@ TAKEN_ENGINE_ARGUMENTS = {
 @with_help
 @dataclass
 class QuantizedRolloutsConfig:
-    r"""
-    A mixin for a config of TRL: the settings of quantized rollouts.
+    """A mixin for a config of TRL: the settings of quantized rollouts.
 
     > Rollout format
 
