@@ -33,10 +33,7 @@ from safetensors import safe_open
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from trl_qurl.quantization import SCHEMES, QuantizationScheme, get_scheme, quantize_weights, quantized_layer_names
-from trl_qurl.quantization.checkpoint import (
-    CheckpointWriter,
-    require_llmcompressor,
-)
+from trl_qurl.quantization.checkpoint import CheckpointWriter, check_quantizer
 from trl_qurl.rollout.directory import CheckpointDirectory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -329,7 +326,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    require_llmcompressor()
+    check_quantizer("llmcompressor")
     torch.set_num_threads(arguments.threads)
     shape, device = Shape(arguments.layers, arguments.hidden, arguments.vocabulary), arguments.device
     cases = list(product(arguments.dtypes, arguments.schemes))
