@@ -36,6 +36,7 @@ DEFINITIONS = [
         "trainers/rollouts.py sets them",
     ),
     (GRPO, "GRPOTrainer._generate_and_score_completions", "inputs", "trainers/grpo.py measures the mismatch after it"),
+    (GRPO, "GRPOTrainer._prepare_inputs", "generation_batch", "trainers/rollouts.py times the rollouts in it"),
     (
         GRPO,
         "GRPOTrainer._get_per_token_logps_and_entropies",

@@ -17,8 +17,8 @@ class UpdateAwareQuantizationCallback(TrainerCallback):
 
     Source: Eq. 10-12 of QuRL, arXiv:2602.13953; s = 1.5 is best in its Table 4.
 
-    No model is scaled twice. A resumed run scales the fresh model at init and then loads the checkpoint's weights,
-    scaled long ago, over it; a saved model that is trained again carries the record in its config.
+    No model is scaled twice: its config records the scale, and a resumed run loads the checkpoint's scaled weights
+    over those that were scaled at init.
 
     Args:
         scale: The factor s on the norms' gains.
@@ -33,13 +33,12 @@ class UpdateAwareQuantizationCallback(TrainerCallback):
 
     def on_init_end(self, *args: Any, model: PreTrainedModel, **kwargs: Any) -> None:
         """Scale the model, before it is wrapped, put into an optimizer or overwritten by a checkpoint."""
-        if self._required:
-            scale_model_(model, self.scale)
-            return
         try:
-            if recorded_scale(model) == 1.0:
+            if self._required or recorded_scale(model) == 1.0:
                 scale_model_(model, self.scale)
         except ValueError as error:
+            if self._required:
+                raise
             warnings.warn(f"Training goes on without update-aware quantization. {error}", stacklevel=2)
         self._expected = recorded_scale(model)
 
@@ -48,16 +47,15 @@ class UpdateAwareQuantizationCallback(TrainerCallback):
         if self._expected is not None and recorded_scale(model) != self._expected:
             raise RuntimeError(
                 f"UAQ scale {self._expected} was asked for, but the model in training carries "
-                f"{recorded_scale(model)}. The callback acts when the trainer is built: pass it in callbacks=[...] "
-                "there, not to add_callback, and pass a model, not model_init."
+                f"{recorded_scale(model)}. The callback acts when the trainer is built: pass it in callbacks=[...], "
+                "and pass a model, not model_init."
             )
 
 
 class TrainerAwareCallback(TrainerCallback):
     """A base for callbacks that need their trainer, which transformers does not hand to them.
 
-    `QuRLGRPOTrainer` sets `trainer` when it is built with such a callback, or when `add_callback` gets one. The
-    reference is weak, so that a trainer that is deleted gives back its engine.
+    The trainers of trl-qurl set `trainer`. The reference is weak, so that a deleted trainer frees its engine.
     """
 
     _trainer: weakref.ref | None = None
@@ -71,10 +69,8 @@ class TrainerAwareCallback(TrainerCallback):
         """
         trainer = None if self._trainer is None else self._trainer()
         if trainer is None:
-            raise RuntimeError(
-                f"{type(self).__name__} has no trainer: pass it in callbacks=[...] to a trainer of trl-qurl, or to "
-                "its add_callback."
-            )
+            name = type(self).__name__
+            raise RuntimeError(f"{name} has no trainer: pass it in callbacks=[...] to a trainer of trl-qurl.")
         return trainer
 
     @trainer.setter
@@ -112,6 +108,7 @@ class RunLogCallback(TrainerCallback):
 
     def __init__(self, settings: dict[str, object] | None = None) -> None:
         self._settings = settings or {}
+        self._log: RunLog | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: Any, *, model: PreTrainedModel, **kwargs: Any
@@ -124,17 +121,10 @@ class RunLogCallback(TrainerCallback):
                 "uaq_scale": recorded_scale(model),
                 **self._settings,
             }
-            _run_log(args).begin(settings, state.global_step)
+            self._log = RunLog(Path(args.output_dir or ".") / RUN_LOG)
+            self._log.begin(settings, state.global_step)
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: Any, *, logs: dict[str, float], **kwargs: Any
-    ) -> None:
-        """Add the row."""
-        log = _run_log(args)
-        # A trainer may be asked to evaluate without ever having trained: then there is no file.
-        if state.is_world_process_zero and log.path.exists():
-            log.append({"step": state.global_step, **logs})
-
-
-def _run_log(args: TrainingArguments) -> RunLog:
-    return RunLog(Path(args.output_dir or ".") / RUN_LOG)
+    def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, float], **kwargs: Any) -> None:
+        """Add the row, unless the trainer evaluates without ever having trained."""
+        if self._log is not None:
+            self._log.append({"step": state.global_step, **logs})

@@ -104,17 +104,16 @@ Y. K. Li and Y. Wu and Daya Guo},
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         corrects = self.vllm_importance_sampling_correction
-        with self._step_timer.paused():
-            # Keeps TRL from scoring a rollout beforehand where the update does it: TRL needs the scores for the
-            # importance ratio, which is formed in the loss then.
-            self.vllm_importance_sampling_correction = corrects and not self._scores_in_update
-            try:
-                batch = super()._generate_and_score_completions(inputs)
-            finally:
-                self.vllm_importance_sampling_correction = corrects
-            if "old_per_token_logps" in batch:
-                batch |= self._objective_inputs(batch, batch["old_per_token_logps"])
-                self._record(self._mode, self._mismatch.pop())
+        # Keeps TRL from scoring a rollout beforehand where the update does it: TRL needs the scores for the importance
+        # ratio, which is formed in the loss then.
+        self.vllm_importance_sampling_correction = corrects and not self._scores_in_update
+        try:
+            batch = super()._generate_and_score_completions(inputs)
+        finally:
+            self.vllm_importance_sampling_correction = corrects
+        if "old_per_token_logps" in batch:
+            batch |= self._objective_inputs(batch, batch["old_per_token_logps"])
+            self._record(self._mode, self._mismatch.pop())
         return batch
 
     @property

@@ -125,17 +125,16 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         return result
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        with self._step_timer.paused():
-            self._passes.clear()
-            batch = super()._generate_and_score_completions(inputs)
-            started = time.perf_counter()
-            args = self.args
-            size = args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
-            (seen,) = (seen for logps, seen in self._passes if logps is batch["proximal_logps"])
-            self._passes.clear()
-            values = self.critic.rollout_values(batch, size, seen)  # (B, T + 1)
-            self._record(self._mode, {"time/values_s": time.perf_counter() - started})
-            self._add_advantages(batch, values, self._mode)
+        self._passes.clear()
+        batch = super()._generate_and_score_completions(inputs)
+        started = time.perf_counter()
+        args = self.args
+        size = args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
+        (seen,) = (seen for logps, seen in self._passes if logps is batch["proximal_logps"])
+        self._passes.clear()
+        values = self.critic.rollout_values(batch, size, seen)  # (B, T + 1)
+        self._record(self._mode, {"time/values_s": time.perf_counter() - started})
+        self._add_advantages(batch, values, self._mode)
         return batch
 
     @property

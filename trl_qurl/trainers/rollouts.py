@@ -6,21 +6,18 @@
         _algorithm = "RLOO"
 
 The mixin starts TRL's trainer on an engine that holds a quantized copy of the policy, applies update-aware
-quantization, logs what rollouts cost, saves quantized checkpoints and resumes inside a rollout. It leaves the loss as
-it is: correcting for the mismatch of the two policies is left to the trainer (`grpo.py`).
+quantization, logs what rollouts cost, saves quantized checkpoints and resumes inside a rollout. The trainer's loss
+corrects for the mismatch of the two policies (`grpo.py`).
 """
 
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import is_peft_model
-from transformers import TrainerCallback
 from trl.import_utils import is_vllm_available
 
 from trl_qurl.quantization.schemes import get_scheme
@@ -73,11 +70,9 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
     def _checked_config(cls, config: Any, model: Any) -> Any:
         """The config of this trainer; the default one if none is given."""
         if not is_vllm_available():
-            uses_server = getattr(config, "vllm_mode", None) == "server"
-            even = " (TRL imports it here even though a server generates)" if uses_server else ""
             raise ImportError(
-                f"Quantized rollouts need vLLM, which is not installed{even}: run `pip install trl-qurl[vllm]`, or "
-                "train with TRL's own trainer and use_vllm=False."
+                "Quantized rollouts need vLLM, which is not installed: run `pip install trl-qurl[vllm]` (TRL imports "
+                "it here even if a server generates), or train with TRL's own trainer and use_vllm=False."
             )
         kind = cls._config_class
         if config is None:
@@ -99,11 +94,16 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         if isinstance(callback, TrainerAwareCallback):
             callback.trainer = self
 
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        started = time.perf_counter()
+        inputs = super()._prepare_inputs(generation_batch)
+        self._step_timer.leave_out(time.perf_counter() - started)
+        return inputs
+
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         self._scoring_seconds = 0.0
-        with self._step_timer.paused():
-            batch = super()._generate_and_score_completions(inputs)
-            self._record(self._mode, self._rollout_cost() | self.vllm_generation.pop_weight_metrics())
+        batch = super()._generate_and_score_completions(inputs)
+        self._record(self._mode, self._rollout_cost() | self.vllm_generation.pop_weight_metrics())
         return batch
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
@@ -126,12 +126,6 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
             "throughput/generated_tokens_per_s": tokens / cost.generate_s if cost.generate_s else 0.0,
         }
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as TRL does, with the seconds of the steps since the last row."""
-        for seconds in self._step_timer.pop():
-            self._record("train", {"time/update_s": seconds})
-        super().log(logs, *args, **kwargs)
-
     @property
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
@@ -141,50 +135,30 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
             self._metrics[mode][name].append(value)
 
 
-class StepTimer(TrainerCallback):
+class StepTimer(TrainerAwareCallback):
     """Measures each optimizer step (forward, backward, clipping, update) without the rollouts inside it."""
 
-    def __init__(self) -> None:
-        self._started = self._excluded = 0.0
-        self._pauses = 0  # nested blocks of `paused()`
-        self._finished: list[float] = []
+    _started = 0.0
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the block out of the running step; blocks may be nested."""
-        self._pauses += 1
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._pauses -= 1
-            if self._pauses == 0:
-                self._excluded += time.perf_counter() - started
-
-    def pop(self) -> list[float]:
-        """Seconds of the steps that ended since the last call."""
-        finished, self._finished = self._finished, []
-        return finished
+    def leave_out(self, seconds: float) -> None:
+        """Do not count these seconds of the running step."""
+        self._started += seconds
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Start the clock."""
-        self._started, self._excluded = time.perf_counter(), 0.0
+        self._started = time.perf_counter()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Keep the seconds of the step, which include the optimizer's update."""
-        self._finished.append(time.perf_counter() - self._started - self._excluded)
+        """Record the seconds of the step, which include the optimizer's update."""
+        self.trainer._record("train", {"time/update_s": time.perf_counter() - self._started})
 
 
 def check_prompts(dataset: Any, per_rollout: int) -> None:
-    """Refuse a data set that does not fill one rollout: TRL leaves out what does not, and would end without a step.
-
-    One without a length is streamed and cannot be checked.
-    """
+    """Refuse a data set that does not fill one rollout, with which TRL ends without a step; not a streamed one."""
     if hasattr(dataset, "__len__") and len(dataset) < per_rollout:
         raise ValueError(
-            f"train_dataset has {len(dataset)} prompts and a rollout takes {per_rollout} "
-            "(per_device_train_batch_size x processes x steps_per_generation / num_generations), so training would "
-            "end without a step: give more prompts, or lower one of the first three."
+            f"train_dataset has {len(dataset)} prompts and a rollout takes {per_rollout} (per_device_train_batch_size "
+            "x processes x steps_per_generation / num_generations): give more prompts, or make rollouts smaller."
         )
 
 

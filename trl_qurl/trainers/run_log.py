@@ -1,18 +1,17 @@
 """A run as one file, `run.jsonl` in its output directory: the settings first, then every row that was logged.
 
-`trl-qurl report` reads it. Trainers also log to TensorBoard, Weights & Biases and the like, as their config says; this
-file needs none of them, exists after every run, and grows line by line, so that a run that is killed loses only the
-line it was writing.
+`trl-qurl report` reads it. It exists after every run, whatever else the trainer logs to, and grows line by line, so
+that a run that is killed loses only the line it was writing.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-import math
 import os
 import re
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """
-    What a run log holds.
+    """What a run log holds.
 
     Attributes:
         path: The file.
@@ -41,7 +39,7 @@ class Run:
 
     path: Path
     settings: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Row]
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """A metric over the run.
@@ -67,15 +65,13 @@ class RunLog:
         self.path = Path(path)
 
     def begin(self, settings: dict[str, Any], step: int) -> None:
-        """Start the file, or go on with it.
+        """Start the file, or continue it.
 
-        A run that starts at step 0 puts the file of an earlier run aside, under the next free `run-1.jsonl`. A resumed
-        one keeps what was logged up to the checkpoint it resumes from, and drops what came after: those steps are made
-        again.
+        A run that starts at step 0 renames the file of an earlier run to the next free `run-1.jsonl`. A resumed one
+        keeps the rows up to its checkpoint and drops the later ones, whose steps are made again.
 
         Args:
-            settings: What the run was asked to do; anything JSON cannot hold is written as text, and secrets are not
-                written at all.
+            settings: What the run was asked to do. What JSON cannot hold becomes text; secrets are not written.
             step: Optimizer updates already made.
         """
         kept: list[Row] = []
@@ -91,7 +87,7 @@ class RunLog:
         os.replace(draft, self.path)
 
     def append(self, row: Row) -> None:
-        """Add one row; on disk when this returns, but for the machine's own cache.
+        """Add one row.
 
         Args:
             row: Values by name, `step` among them.
@@ -111,21 +107,17 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 
     Raises:
         FileNotFoundError: There is no log.
-        ValueError: The file is not one; the last line, which a killed run leaves half-written, is not looked at.
+        ValueError: The file is not one. A half-written last line, of a run that was killed, is left out.
     """
     file = Path(path)
     if file.is_dir():
-        found = [file / name for name in (RUN_LOG, f"{RUN_LOG}.gz") if (file / name).is_file()]
-        if not found:
-            raise FileNotFoundError(
-                f"There is no {RUN_LOG} in {file}: give the output_dir of a run of trl-qurl's trainers, or the file."
-            )
-        file = found[0]
+        packed = file / f"{RUN_LOG}.gz"
+        file = packed if packed.is_file() and not (file / RUN_LOG).is_file() else file / RUN_LOG
     if not file.is_file():
         raise FileNotFoundError(f"There is no run log {file}: give the output_dir of a run, or its {RUN_LOG}.")
     contents = _read_lines(file)
     if not contents or set(contents[0]) != {SETTINGS_KEY}:
-        raise ValueError(f"{file} is not a run log: its first line must hold the settings, as {RUN_LOG} does.")
+        raise ValueError(f"{file} is not a run log: its first line must hold the settings.")
     rows = contents[1:]
     if not all(isinstance(row.get("step"), int) for row in rows):
         raise ValueError(f"{file} is not a run log: every row must say at which step it was logged.")
@@ -142,14 +134,13 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
     contents = []
     for number, line in enumerate(lines, start=1):
         try:
-            content = json.loads(line)
+            contents.append(json.loads(line))
         except json.JSONDecodeError as error:
             if number == len(lines) and not line.endswith("\n"):
                 break  # the run was killed while it wrote this line
             raise ValueError(f"Line {number} of {file} is not JSON: {error}.") from error
-        if not isinstance(content, dict):
-            raise ValueError(f"Line {number} of {file} is a JSON {type(content).__name__}, not a row.")
-        contents.append(content)
+        if not isinstance(contents[-1], dict):
+            raise ValueError(f"Line {number} of {file} is a JSON {type(contents[-1]).__name__}, not a row.")
     return contents
 
 
@@ -165,21 +156,12 @@ def _without_secrets(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("{"):
-        try:
+        with suppress(json.JSONDecodeError):
             return json.dumps(_without_secrets(json.loads(value)))
-        except json.JSONDecodeError:
-            pass
     return _CREDENTIALS.sub(f"//{_MASK}@", value)
 
 
 def _line(content: dict[str, Any]) -> str:
-    return json.dumps(_finite(content), default=str, allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    """The same with `None` for what JSON has no number for."""
-    if isinstance(value, dict):
-        return {str(name): _finite(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """A line of JSON, with `null` for numbers that JSON does not have, such as NaN."""
+    numbers = json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)
+    return json.dumps(numbers) + "\n"
