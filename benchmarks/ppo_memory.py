@@ -97,9 +97,9 @@ def train_critic(model: str, args: Any) -> None:
 
     from trl_qurl.trainers.critic.critic import build_optimizer
     from trl_qurl.trainers.critic.own_model import OwnModelCritic
-    from trl_qurl.trainers.critic.value_model import build_value_model, critic_init_kwargs
+    from trl_qurl.trainers.critic.value_model import build_value_model
 
-    critic_model = build_value_model(model, characters(), critic_init_kwargs(args))
+    critic_model = build_value_model(model, characters(), {"device_map": None, **(args.model_init_kwargs or {})})
     accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if args.bf16 else "no")
     names = {name for name, _ in critic_model.named_parameters()}
     critic = OwnModelCritic(critic_model, args, accelerator)

@@ -1,4 +1,4 @@
-"""What a critic does, as an abstract class, and the optimizer that either kind of critic gets.
+"""What a critic does, as an abstract class, and the optimizer that every critic gets.
 
 Shapes: `B` sequences, `P` prompt tokens, `T` completion tokens, `H` hidden size.
 """
@@ -51,14 +51,14 @@ class Critic(ABC):
             self._scheduler = make_scheduler(self._optimizer)
 
     def watching(self) -> AbstractContextManager[PolicyPass]:
-        """Inside the block, a forward pass of the policy is seen; the block's value is what was seen of it."""
+        """See the forward pass of the policy inside the block; the block's value is what was seen of it."""
         return nullcontext([])
 
     @abstractmethod
     def rollout_values(self, batch: dict[str, Any], batch_size: int, seen: PolicyPass) -> torch.Tensor:
         """Values of a whole rollout, `(B, T + 1)`: before each token and, in the last column, after them all.
 
-        They come from what was `seen` in the policy's pass over it, or from passes over `batch_size` sequences each.
+        They come from the policy's pass over it (`seen`), or from passes over `batch_size` sequences each.
         """
 
     def add_to_policy_loss(
@@ -67,8 +67,7 @@ class Critic(ABC):
         """The policy's loss of a micro-batch, with the critic's where both share one backward pass."""
         return policy_loss
 
-    @abstractmethod
-    def learn(self, batch: dict[str, Any], value_loss: ValueLossFunction) -> None:
+    def learn(self, batch: dict[str, Any], value_loss: ValueLossFunction) -> None:  # noqa: B027
         """Forward and backward pass on a micro-batch, for a critic that has passes of its own."""
 
     def step(self) -> dict[str, float]:
@@ -119,7 +118,7 @@ def check_optimizer(args: QuRLPPOConfig, model: torch.nn.Module) -> None:
     if not is_class or kwargs.keys() & {"params", "model", "optimizer_dict"}:
         raise ValueError(
             f"optim={args.optim!r} chooses its parameters itself, which does not work with a critic: "
-            "use 'adamw_torch_fused', or another optimizer that takes groups of parameters."
+            "use 'adamw_torch_fused'."
         )
 
 
@@ -127,8 +126,7 @@ def require_state(path: Path) -> Path:
     """The path of a critic's state, which must be there."""
     if not path.exists():
         raise FileNotFoundError(
-            f"There is no {path.name} in {path.parent}: it was written by another trainer, with save_only_model=True "
-            "or another share_backbone, or cut off. Resume from an earlier checkpoint, or start a new run from its "
-            "model."
+            f"There is no {path.name} in {path.parent}: it is incomplete, or was written by another trainer or with "
+            "other settings. Resume from an earlier checkpoint, or start a new run from its model."
         )
     return path

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, GradientAccumulationPlugin, is_peft_model
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl_qurl.config import QuRLPPOConfig
@@ -67,10 +68,7 @@ class OwnModelCritic(Critic):
         self.backward(value_loss(self.values(*prompts_and_completions(batch), batch["completion_ids"].size(1))))
 
     def values(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_length: int) -> torch.Tensor:
-        """Values before each of `T` completion tokens and after them: `(B, T + 1)`, float32, from ids of `(B, P + T)`.
-
-        They have gradients where these are enabled.
-        """
+        """Values before each of `T` completion tokens and after them, `(B, T + 1)`, from ids of `(B, P + T)`."""
         self.model.train(torch.is_grad_enabled())  # checkpointing works in this mode only; there is no dropout
         logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
         return logits.squeeze(-1)[:, -(completion_length + 1) :].float()
@@ -88,7 +86,7 @@ class OwnModelCritic(Critic):
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), largest)
         if norm is None:
             return float("nan")
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # FSDP2 keeps it in parts
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # FSDP2 keeps it in parts
 
     def save_pretrained(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write a token classifier that transformers loads."""

@@ -49,10 +49,9 @@ class SharedBackboneCritic(Critic):
 
     @contextmanager
     def watching(self) -> Iterator[PolicyPass]:
-        """Inside the block, a pass of the policy over a batch is seen.
+        """Keep the hidden states of a pass with gradients, and the values of one without.
 
-        Of a pass with gradients its hidden states are kept; of one without, only the values, because the hidden states
-        of a whole rollout would fill the memory.
+        The hidden states of a whole rollout would fill the memory.
         """
         seen: PolicyPass = []
 
@@ -60,8 +59,7 @@ class SharedBackboneCritic(Critic):
             hidden = outputs.last_hidden_state  # (b, P + T, H)
             seen.append(hidden if torch.is_grad_enabled() else self._head(hidden))
 
-        # For the length of the block only: a hook that stays would tie the policy to its critic for good, and go along
-        # when somebody copies the policy.
+        # A hook that stays would keep the critic alive with the policy, and be copied with it.
         hook = self._backbone.register_forward_hook(see)
         try:
             yield seen
@@ -72,7 +70,7 @@ class SharedBackboneCritic(Critic):
         return self.model(hidden.float()).squeeze(-1)  # (b, P + T)
 
     def rollout_values(self, batch: dict[str, Any], batch_size: int, seen: PolicyPass) -> torch.Tensor:
-        """Values of a whole rollout, as the policy's pass over it gave them; `batch_size` is that pass's own."""
+        """Values of a whole rollout, from the policy's pass over it."""
         return torch.cat(seen)[:, -(batch["completion_ids"].size(1) + 1) :]
 
     def add_to_policy_loss(
@@ -91,16 +89,13 @@ class SharedBackboneCritic(Critic):
         carrier = (hidden * leaf.grad).sum(dtype=torch.float32)  # type: ignore[operator]
         return policy_loss + carrier + (loss - carrier).detach()
 
-    def learn(self, batch: dict[str, Any], value_loss: ValueLossFunction) -> None:
-        """Nothing more: the head has learned with the policy."""
-
     def _clip(self, largest: float) -> float:
         for parameter in self.model.parameters():
             parameter.grad = self.accelerator.reduce(parameter.grad, reduction="mean")
         return nn.utils.clip_grad_norm_(self.model.parameters(), largest).item()
 
     def save_pretrained(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write the head; the backbone is the policy's."""
+        """Write the head only."""
         if self.accelerator.is_main_process:
             with new_directory(directory) as draft:
                 save_file(self.model.state_dict(), draft / HEAD_FILE)
@@ -125,23 +120,19 @@ def check_shared(args: QuRLPPOConfig, value_model: Any, value_peft_config: Any) 
     if value_peft_config is not None or not (value_model is None or isinstance(value_model, str)):
         given = "value_model" if value_peft_config is None else "value_peft_config"
         raise ValueError(
-            f"share_backbone=True puts a head on the policy, so {given} has no effect: leave it out, or set "
-            "share_backbone=False for a critic of its own."
+            f"share_backbone=True puts a head on the policy, so {given} has no effect: leave one of them out."
         )
     if value_model is not None:
         _saved_head(value_model)
     if args.fp16:
-        raise ValueError(
-            "share_backbone=True does not work with fp16=True, whose two loss scales would meet in one backbone: use "
-            "bf16=True, or share_backbone=False."
-        )
+        raise ValueError("share_backbone=True does not work with fp16=True: use bf16=True, or share_backbone=False.")
 
 
 def _saved_head(directory: str) -> Path:
     path = Path(directory) / HEAD_FILE
     if not path.is_file():
         raise FileNotFoundError(
-            f"With share_backbone=True the critic is a head on the policy, and {directory} holds no {HEAD_FILE}: "
-            "pass a directory that has one (critic/ in the output of such a run), or value_model=None."
+            f"With share_backbone=True the critic is a head, and {directory} holds no {HEAD_FILE}: pass a directory "
+            "that has one (critic/ in the output of such a run), or value_model=None."
         )
     return path

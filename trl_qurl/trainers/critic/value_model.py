@@ -5,8 +5,7 @@ starts at zero, so that the first values are 0 and the first advantages are the 
 """
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 HEAD_NAMES = ("score", "classifier")  # how token classifiers of transformers call their head
-SHOWN = 3  # tokens or weights that an error names
 
 
 def load_critic_model(
@@ -53,7 +51,7 @@ def load_critic_model(
     if value_model is None and not policy_name:
         raise ValueError(
             "The policy was not loaded from anywhere, so value_model=None has no start for the critic: save the "
-            "policy and pass its path as value_model, or pass an AutoModelForTokenClassification with num_labels=1."
+            "policy and pass its path as value_model."
         )
     tokenizer = _policy_tokenizer(policy_name, args, processing_class)
     # Whole on every process; the launcher's wrapper moves it to where it belongs.
@@ -73,8 +71,7 @@ def build_value_model(
     """Load the critic, check that it can read the policy's tokens, and add an adapter if one is asked for.
 
     A name or path may hold a causal model (its backbone is taken), a reward model (its head as well) or a saved
-    critic. A model must be a token classifier with one label: `model(input_ids, attention_mask).logits` is
-    `(B, L, 1)`. Dropout is turned off.
+    critic. A model must be a token classifier with one label. Dropout is turned off.
     """
     if isinstance(source, str):
         check_same_tokens(tokenizer, source, init_kwargs)
@@ -87,16 +84,16 @@ def build_value_model(
     known, needed = model.get_input_embeddings().num_embeddings, len(tokenizer)
     if known < needed:
         raise ValueError(
-            f"The critic knows {known} tokens, but the policy's tokenizer makes {needed}: it must be of the same "
-            "family as the policy, with the same tokenizer."
+            f"The critic knows {known} tokens, but the policy's tokenizer makes {needed}: use a critic of the "
+            "policy's own family."
         )
     disable_dropout_in_model(model)
     model.config.use_cache = False
     if peft_config is not None:
         from peft import TaskType, get_peft_model
 
-        # Another task type would leave the new head out of training and out of what is saved. It is trained whole, so
-        # that "all-linear" must not mean it as well.
+        # Another task type would neither train nor save the new head. It is trained whole, so "all-linear" must not
+        # mean it as well.
         peft_config = copy.deepcopy(peft_config)
         peft_config.task_type = TaskType.TOKEN_CLS
         excluded = getattr(peft_config, "exclude_modules", None)
@@ -107,11 +104,7 @@ def build_value_model(
 
 
 def check_same_tokens(tokenizer: PreTrainedTokenizerBase, source: str, init_kwargs: Mapping[str, Any]) -> None:
-    """Refuse a critic that would read other text in the policy's tokens.
-
-    Every token of the policy must have the same number in the critic's vocabulary, which may hold more. A model
-    without a tokenizer of its own passes: there is nothing to compare.
-    """
+    """Refuse a critic whose tokenizer, if it has one, lacks a token of the policy or gives it another number."""
     revision = init_kwargs.get("revision")
     # Without the file, AutoTokenizer may answer with an empty tokenizer of the architecture's kind.
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
@@ -119,16 +112,12 @@ def check_same_tokens(tokenizer: PreTrainedTokenizerBase, source: str, init_kwar
         return
     trusted = bool(init_kwargs.get("trust_remote_code"))
     critic_tokens = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trusted).get_vocab()
-    different = [
-        f"{token!r} is {number} for the policy and {critic_tokens.get(token, 'unknown')} for the critic"
-        for token, number in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-        if critic_tokens.get(token) != number
-    ]
-    if different:
-        shown = "; ".join(different[:SHOWN])
+    if different := tokenizer.get_vocab().items() - critic_tokens.items():
+        token, number = min(different, key=lambda item: item[1])
         raise ValueError(
-            f"value_model {source} has another tokenizer than the policy, so it would read other text in the same "
-            f"tokens ({len(different)} differ: {shown}). Use a critic of the policy's own family, or value_model=None."
+            f"value_model {source} has another tokenizer than the policy ({len(different)} differ: {token!r} is "
+            f"{number} for the policy and {critic_tokens.get(token, 'unknown')} for the critic): use a critic of the "
+            "policy's own family, or value_model=None."
         )
 
 
@@ -142,32 +131,32 @@ def _policy_tokenizer(policy_name: str, args: QuRLPPOConfig, processing_class: A
         )
     if isinstance(processing_class, ProcessorMixin):
         raise ValueError(
-            f"The policy takes a {type(processing_class).__name__}, that is, images or sound, which no token "
-            "classifier of transformers reads: use QuRLGRPOTrainer, which needs no critic."
+            f"The policy takes a {type(processing_class).__name__}, that is, images or sound, which no critic reads: "
+            "use QuRLGRPOTrainer."
         )
     return processing_class
 
 
 def _load(source: str, init_kwargs: Mapping[str, Any]) -> PreTrainedModel:
+    init_kwargs = {**init_kwargs, "num_labels": 1, "output_loading_info": True}
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # it would report a missing head and an unused one
     try:
-        with _quiet_loading():
-            model, loading = create_model_from_path(
-                source,
-                AutoModelForTokenClassification,
-                **{**init_kwargs, "num_labels": 1, "output_loading_info": True},
-            )
+        model, loading = create_model_from_path(source, AutoModelForTokenClassification, **init_kwargs)
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             raise
         raise ValueError(
             f"transformers has no token classifier for the architecture of {source}, so it cannot be a critic: pass "
-            "a value_model of another size of the same family that has one, or set share_backbone=True."
+            "another value_model, or set share_backbone=True."
         ) from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     missing = {name for name in loading["missing_keys"] if name.rpartition(".")[0].split(".")[-1] not in HEAD_NAMES}
     if missing:
         raise ValueError(
-            f"value_model {source} lacks weights of its backbone ({', '.join(sorted(missing)[:SHOWN])}): pass "
-            "the path of a complete model."
+            f"value_model {source} lacks weights of its backbone ({', '.join(sorted(missing)[:3])}): pass a complete "
+            "model."
         )
     new_head = [parameter for name, parameter in model.named_parameters() if name in set(loading["missing_keys"])]
     with torch.no_grad(), whole(new_head):
@@ -176,23 +165,10 @@ def _load(source: str, init_kwargs: Mapping[str, Any]) -> PreTrainedModel:
     return model
 
 
-@contextmanager
-def _quiet_loading() -> Iterator[None]:
-    """Without transformers' report on a missing head and an unused one, which are meant to be so here."""
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-
-
 def _check_head(model: PreTrainedModel) -> None:
     inner = model.get_base_model() if is_peft_model(model) else model
-    has_head = any(hasattr(inner, name) for name in HEAD_NAMES)
-    if not has_head or "TokenClassification" not in type(inner).__name__ or inner.config.num_labels != 1:
+    if "TokenClassification" not in type(inner).__name__ or inner.config.num_labels != 1:
         raise TypeError(
-            f"value_model is a {type(inner).__name__} with {getattr(inner.config, 'num_labels', 'no')} labels, which "
-            "gives no value per token: pass AutoModelForTokenClassification.from_pretrained(..., num_labels=1), or "
-            "the name or path of a model, from which such a critic is made."
+            f"value_model is a {type(inner).__name__} with {inner.config.num_labels} labels, which gives no value per "
+            "token: pass AutoModelForTokenClassification.from_pretrained(..., num_labels=1), or a name or path."
         )
