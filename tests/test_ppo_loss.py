@@ -120,7 +120,7 @@ def test_completions_that_were_cut_are_bootstrapped_and_those_that_ended_are_not
 def test_a_completion_without_a_reward_teaches_nobody(trainer):
     batch = rollout(trainer)
     trainer._rewards_per_func[0] = torch.nan
-    trainer._add_advantages(batch, torch.full((len(batch["completion_ids"]), T + 1), 0.5), "train")
+    trainer._add_advantages(batch, torch.full((len(batch["completion_ids"]), T + 1), 0.5))
     assert not batch["advantages"][0].any() and not batch["critic_mask"][0].any()
     assert batch["advantages"][1:].isfinite().all() and batch["critic_mask"][1:].any()
 
@@ -159,7 +159,7 @@ def test_advantages_are_whitened_over_the_whole_rollout_and_returns_are_not(trai
     values = torch.randn(len(batch["completion_ids"]), T + 1)
     trainer.args.whiten_advantages = True
     try:
-        trainer._add_advantages(batch, values, "train")
+        trainer._add_advantages(batch, values)
     finally:
         trainer.args.whiten_advantages = False
     mask = batch["completion_mask"].bool()
@@ -230,7 +230,7 @@ def test_a_penalty_in_the_reward_is_not_in_the_loss_as_well(plain):
     values = torch.zeros(len(batch["completion_ids"]), T + 1)
     plain.args.whiten_advantages = False
     try:
-        plain._add_advantages(batch, values, "train")
+        plain._add_advantages(batch, values)
     finally:
         plain.args.whiten_advantages = True
     learned = batch["completion_mask"].bool()

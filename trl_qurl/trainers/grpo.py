@@ -113,7 +113,7 @@ Y. K. Li and Y. Wu and Daya Guo},
             self.vllm_importance_sampling_correction = corrects
         if "old_per_token_logps" in batch:
             batch |= self._objective_inputs(batch, batch["old_per_token_logps"])
-            self._record(self._mode, self._mismatch.pop())
+            self._record(self._mismatch.pop())
         return batch
 
     @property
@@ -164,11 +164,11 @@ Y. K. Li and Y. Wu and Daya Guo},
         finally:
             self._unscored_inputs = None
             self.epsilon_low, self.epsilon_high = bounds
-        self._record(self._mode, self._loss_metrics(inputs))
+        self._record(self._loss_metrics(inputs))
         # The last micro-batch of a rollout (TRL counts it in `_step` after its loss); in evaluation each is one.
         is_last = self._mode == "eval" or (self._step + 1) % self.args.steps_per_generation == 0
         if is_last and not is_scored:
-            self._record(self._mode, self._mismatch.pop())
+            self._record(self._mismatch.pop())
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:

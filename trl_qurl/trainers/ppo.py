@@ -1,8 +1,8 @@
 """`QuRLPPOTrainer`: PPO with a critic on quantized rollouts.
 
-Rollouts, corrections, objectives, UAQ and server mode are `QuRLGRPOTrainer`'s. Each override calls `super()` and adds
-the critic to it: scoring (values, advantages), the loss (what the critic learns from), a training step (its update),
-and checkpoints. TRL's own loss takes one advantage per token, so the policy's side of PPO is TRL's.
+Each override calls `QuRLGRPOTrainer`'s and adds the critic to it: scoring (values, advantages), the loss (what the
+critic learns from), a training step (its update), and checkpoints. TRL's own loss takes one advantage per token, so
+the policy's side of PPO is TRL's.
 """
 
 import time
@@ -128,27 +128,26 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         self._passes.clear()
         batch = super()._generate_and_score_completions(inputs)
         started = time.perf_counter()
-        args = self.args
-        size = args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
         (seen,) = (seen for logps, seen in self._passes if logps is batch["proximal_logps"])
         self._passes.clear()
+        size = getattr(self.args, f"per_device_{self._mode}_batch_size")
         values = self.critic.rollout_values(batch, size, seen)  # (B, T + 1)
-        self._record(self._mode, {"time/values_s": time.perf_counter() - started})
-        self._add_advantages(batch, values, self._mode)
+        self._record({"time/values_s": time.perf_counter() - started})
+        self._add_advantages(batch, values)
         return batch
 
     @property
     def _scores_in_update(self) -> bool:
-        """Never: the penalty in the rewards and a shared backbone's values come from the pass over a fresh rollout."""
+        """Never: the penalty in the rewards and a shared backbone's values need the pass over a fresh rollout."""
         return False
 
-    def _add_advantages(self, batch: dict[str, Any], values: torch.Tensor, mode: str) -> None:
+    def _add_advantages(self, batch: dict[str, Any], values: torch.Tensor) -> None:
         """Replace the group's advantages by the critic's, and keep what it learns from, as of this rollout."""
         rewards = self._local_rewards(batch)  # (B,), NaN where no reward function had one
         mask = learned_tokens(batch) & ~rewards.isnan().unsqueeze(1)  # (B, T)
         ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]  # as TRL tells completions that were cut
         advantages, returns = generalized_advantages(
-            token_rewards(rewards, mask, self._kl_penalty(batch, mask, mode)),
+            token_rewards(rewards, mask, self._kl_penalty(batch, mask)),
             values[:, :-1],
             bootstrap_values(values, batch["completion_ids"], batch["completion_mask"], ends),
             mask,
@@ -164,8 +163,8 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
             "advantages/mean": spread.mean.item(),
             "advantages/std": spread.variance.sqrt().item(),
         }
-        self._record(mode, metrics)
-        self._log_advantages(advantages, mask, mode)
+        self._record(metrics)
+        self._log_advantages(advantages, mask)
         if self.args.whiten_advantages:
             advantages = whiten(advantages, mask, spread)
         batch |= {"advantages": advantages, "values": values[:, :-1], "returns": returns, "critic_mask": mask}
@@ -175,15 +174,15 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         count = batch["completion_ids"].size(0)
         return rewards[self.accelerator.process_index * count :][:count]
 
-    def _kl_penalty(self, batch: dict[str, Any], mask: torch.Tensor, mode: str) -> torch.Tensor | None:
+    def _kl_penalty(self, batch: dict[str, Any], mask: torch.Tensor) -> torch.Tensor | None:
         if not self.args.kl_in_reward:
             return None
         log_ratio = batch["proximal_logps"] - batch["ref_per_token_logps"]  # (B, T), its mean is the k1 estimate
-        self._record(mode, {"kl": masked_moments(log_ratio, mask, self._sum_over_processes).mean.item()})
+        self._record({"kl": masked_moments(log_ratio, mask, self._sum_over_processes).mean.item()})
         return self.args.beta * log_ratio
 
-    def _log_advantages(self, advantages: torch.Tensor, mask: torch.Tensor, mode: str) -> None:
-        """In the table of completions: the mean over its tokens, in the place of a group's advantage."""
+    def _log_advantages(self, advantages: torch.Tensor, mask: torch.Tensor) -> None:
+        """Replace a group's advantage by the mean over the tokens, in the table of completions."""
         means = advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
         everywhere = self.accelerator.gather(means).tolist()
         logged = self._logs["advantages"]
@@ -191,7 +190,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
             logged.pop()
         logged.extend(everywhere)
         if self.num_generations == 1:
-            self._metrics[mode].pop("frac_reward_zero_std", None)  # of groups of one, so it would always be 1
+            self._metrics[self._mode].pop("frac_reward_zero_std", None)  # of groups of one, so it would always be 1
 
     def _sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(tensor, reduction="sum")
@@ -224,7 +223,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         metrics = self.critic.step() if self.accelerator.sync_gradients else {}
         self._critic_seconds += time.perf_counter() - started
         if metrics:
-            self._record("train", metrics | {"time/critic_update_s": self._critic_seconds})
+            self._record(metrics | {"time/critic_update_s": self._critic_seconds})
             self._critic_seconds = 0.0
         return loss
 
@@ -237,7 +236,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         counts = torch.stack([summed.detach(), (clipped & mask).sum().float(), mask.sum().float()])
         total, clipped_count, count = self._sum_over_processes(counts).tolist()
         count = max(count, 1.0)
-        self._record("train", {"critic/value_loss": total / count, "critic/value_clip_share": clipped_count / count})
+        self._record({"critic/value_loss": total / count, "critic/value_clip_share": clipped_count / count})
         # The number of tokens spans the whole rollout and all processes; as in the parent's token-level losses.
         steps = self.args.steps_per_generation / self.current_gradient_accumulation_steps
         return summed * steps * self.accelerator.num_processes / batch["num_items_in_batch"].clamp(min=1.0)
@@ -254,8 +253,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         return scheduler
 
     def create_critic_scheduler(self, optimizer: torch.optim.Optimizer, num_training_steps: int) -> Any:
-        """
-        Create the schedule of the critic's learning rate, which is constant unless a subclass overrides this method.
+        """Create the schedule of the critic's learning rate: constant, unless a subclass overrides this method.
 
         Args:
             optimizer: The critic's.

@@ -103,7 +103,7 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         self._scoring_seconds = 0.0
         batch = super()._generate_and_score_completions(inputs)
-        self._record(self._mode, self._rollout_cost() | self.vllm_generation.pop_weight_metrics())
+        self._record(self._rollout_cost() | self.vllm_generation.pop_weight_metrics())
         return batch
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
@@ -130,9 +130,9 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
 
-    def _record(self, mode: str, metrics: dict[str, float]) -> None:
+    def _record(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
-            self._metrics[mode][name].append(value)
+            self._metrics[self._mode][name].append(value)
 
 
 class StepTimer(TrainerAwareCallback):
@@ -150,7 +150,7 @@ class StepTimer(TrainerAwareCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Record the seconds of the step, which include the optimizer's update."""
-        self.trainer._record("train", {"time/update_s": time.perf_counter() - self._started})
+        self.trainer._record({"time/update_s": time.perf_counter() - self._started})
 
 
 def check_prompts(dataset: Any, per_rollout: int) -> None:

@@ -23,21 +23,18 @@ class PromptStream:
     def __init__(self, dataset: Any, seed: int, drawn: int = 0) -> None:
         if not hasattr(dataset, "__len__"):
             raise ValueError(
-                "dynamic_sampling=True draws further prompts by their index, and a streamed data set has none: "
-                "load it with streaming=False, or set dynamic_sampling=False."
+                "dynamic_sampling=True cannot draw further prompts from a streamed data set: load it with "
+                "streaming=False, or set dynamic_sampling=False."
             )
         self._dataset = dataset
         self._seed = seed
         self._epoch, self._order = -1, torch.empty(0)
         self.drawn = drawn
 
-    def __len__(self) -> int:
-        return len(self._dataset)
-
     def draw(self, count: int, tried: set[str]) -> list[Drawn]:
         """The next prompts that are not among those tried, which they join; fewer if the data set has no more."""
         found: list[Drawn] = []
-        for _ in range(2 * len(self)):  # two orders: what is left of this one, and one whole
+        for _ in range(2 * len(self._dataset)):  # two orders: what is left of this one, and one whole
             if len(found) == count:
                 break
             row = self._dataset[self._number()]
@@ -49,13 +46,13 @@ class PromptStream:
         return found
 
     def _number(self) -> int:
-        epoch, place = divmod(self.drawn, len(self))
+        epoch, place = divmod(self.drawn, len(self._dataset))
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-            self._epoch, self._order = epoch, torch.randperm(len(self), generator=generator)
+            self._epoch, self._order = epoch, torch.randperm(len(self._dataset), generator=generator)
         return int(self._order[place])
 
 
 def prompt_digest(row: dict[str, Any]) -> str:
-    """Short name of a row's prompt, by which processes tell each other what was tried."""
+    """Short name of a row's prompt, which processes exchange."""
     return hashlib.blake2b(json.dumps(row["prompt"], default=str).encode(), digest_size=8).hexdigest()

@@ -1,14 +1,14 @@
 """DAPO's dynamic sampling: a batch in which every group has something to teach (arXiv:2503.14476, Eq. 11).
 
-TRL generates and scores one batch of prompts. This does the same in rounds, by calling the very same two methods, and
-puts together a batch that TRL then goes on with as if it had come from one. `G` completions per prompt make a group;
-groups are numbered over all processes, in the order in which TRL lays out a batch, and may straddle two of them.
+TRL generates and scores one batch of prompts. This calls the same two methods in rounds and puts together a batch for
+TRL to continue with. `G` completions per prompt make a group; groups are numbered over all processes, in the order in
+which TRL lays out a batch, and may straddle two of them.
 """
 
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +18,6 @@ from accelerate.utils import gather_object
 from trl_qurl.trainers.dynamic_sampling.prompts import Drawn, PromptStream, prompt_digest
 
 logger = logging.getLogger(__name__)
-
-FEW = 1 / 8  # share of useful groups below which a round is not made larger still: it is a guess in itself
 
 
 class Sample(NamedTuple):
@@ -34,21 +32,12 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Round:
-    """What one round gave."""
-
-    samples: list[Sample]  # this process's
-    rewards: torch.Tensor  # of all processes, (N, functions)
-    decisive: torch.Tensor  # the rewards that decide, (N,)
-
-
-@dataclass(frozen=True)
-class FilledBatch:
-    """A batch to go on with."""
+class Batch:
+    """The completions of one round, or a batch filled from several."""
 
     samples: list[Sample]  # this process's
     rewards: torch.Tensor  # of all processes, (B, functions)
-    metrics: dict[str, float]  # what the selection cost, over all processes
+    metrics: dict[str, float] = field(default_factory=dict)  # what filling it cost, over all processes
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -67,7 +56,7 @@ class FilledBatch:
 class RolloutFunctions(NamedTuple):
     """How a trainer generates and scores. They are handed over at each batch, so that a sampler holds no trainer."""
 
-    generate: Callable[[list], tuple]  # the trainer's `_generate`, which returns what `FilledBatch.generated` does
+    generate: Callable[[list], tuple]  # the trainer's `_generate`, which returns what `Batch.generated` does
     score: Callable[..., torch.Tensor]  # its `_calculate_rewards`, which returns the rewards of all processes
     take_extras: Callable[[], dict[str, list]]  # what reward functions have added to the table; it is forgotten then
 
@@ -90,15 +79,14 @@ class DynamicSampler:
         self._accelerator = accelerator
         self._warned = False
 
-    def fill(self, rows: list[dict[str, Any]], functions: RolloutFunctions) -> FilledBatch:
+    def fill(self, rows: list[dict[str, Any]], functions: RolloutFunctions) -> Batch:
         """Generate for a batch, and for other prompts in the place of those whose group has equal rewards.
 
         Every process must call it, with its own rows of the batch, one per completion.
         """
-        first = self._make_round(rows, functions)
-        rounds = [first]
-        samples, rewards = list(first.samples), first.rewards.clone()
-        useful = informative(first.decisive, self._group_size)  # (groups,)
+        rounds = [self._make_round(rows, functions)]
+        batch = Batch(list(rounds[0].samples), rounds[0].rewards.clone())
+        useful = self._useful(batch)  # (groups,)
         tried = {name for names in gather_object([[prompt_digest(row) for row in rows]]) for name in names}
         seen, good = len(useful), int(useful.sum())
         for _ in range(1, self._max_rounds):
@@ -106,21 +94,24 @@ class DynamicSampler:
             fresh = self._draw(len(open_slots), good / seen, len(useful), tried) if open_slots else []
             if not fresh:
                 break
-            further = self._make_round(self._share_out(fresh), functions)
-            rounds.append(further)
-            found = informative(further.decisive, self._group_size)
+            rounds.append(self._make_round(self._share_out(fresh), functions))
+            found = self._useful(rounds[-1])
             seen, good = seen + len(found), good + int(found.sum())
             placed = dict(zip(found.nonzero().flatten().tolist(), open_slots, strict=False))
-            self._place(further, placed, samples, rewards)
+            self._place(rounds[-1], placed, batch)
             useful[list(placed.values())] = True
             if useful.all():
                 # Prompts after the last one that was needed come again, so that what is trained on does not depend on
                 # the size of a round, and so not on the number of processes.
                 self.prompts.drawn = fresh[max(placed)].drawn
         self._warn_if_unfilled(useful, len(rounds))
-        return FilledBatch(samples, rewards, self._metrics(rounds, samples, useful))
+        batch.metrics.update(self._metrics(rounds, batch.samples, useful))
+        return batch
 
-    def _make_round(self, rows: list[dict[str, Any]], functions: RolloutFunctions) -> Round:
+    def _useful(self, batch: Batch) -> torch.Tensor:
+        return informative(self._judge(batch.rewards), self._group_size)
+
+    def _make_round(self, rows: list[dict[str, Any]], functions: RolloutFunctions) -> Batch:
         prompts = [row["prompt"] for row in rows]
         prompt_ids, completion_ids, _, completions, logps, *_ = functions.generate(prompts)
         rewards = functions.score(rows, prompts, completions, completion_ids)
@@ -128,12 +119,11 @@ class DynamicSampler:
         columns = {name: column for name, column in functions.take_extras().items() if len(column) == len(rows)}
         extras = [{name: column[i] for name, column in columns.items()} for i in range(len(rows))]
         logps = [None] * len(rows) if logps is None else logps
-        samples = list(map(Sample, rows, prompt_ids, completion_ids, completions, logps, extras))
-        return Round(samples, rewards, self._judge(rewards))
+        return Batch(list(map(Sample, rows, prompt_ids, completion_ids, completions, logps, extras)), rewards)
 
     def _draw(self, missing: int, share: float, groups: int, tried: set[str]) -> list[Drawn]:
         """Prompts for the next round: as many as it takes if as many are useful as so far, but at most a batch."""
-        wanted = min(groups, math.ceil(missing / max(share, FEW)))
+        wanted = min(groups, math.ceil(missing / max(share, 1 / 8)))  # a smaller share is an uncertain guess
         step = self._accelerator.num_processes // math.gcd(self._accelerator.num_processes, self._group_size)
         fresh = self.prompts.draw(-(-wanted // step) * step, tried)
         return fresh[: len(fresh) // step * step]  # every process must get as many completions to make
@@ -144,7 +134,7 @@ class DynamicSampler:
         size = len(rows) // self._accelerator.num_processes
         return rows[self._accelerator.process_index * size :][:size]
 
-    def _place(self, source: Round, placed: dict[int, int], samples: list[Sample], rewards: torch.Tensor) -> None:
+    def _place(self, source: Batch, placed: dict[int, int], batch: Batch) -> None:
         """Put groups of a round into slots of the batch: into its rewards here, and samples wherever they belong."""
         moves = {
             group * self._group_size + i: slot * self._group_size + i
@@ -152,29 +142,28 @@ class DynamicSampler:
             for i in range(self._group_size)
         }
         index = self._accelerator.process_index
-        first_made, first_kept = index * len(source.samples), index * len(samples)
+        first_made, first_kept = index * len(source.samples), index * len(batch.samples)
         made_here = [(moves[i], sample) for i, sample in enumerate(source.samples, first_made) if i in moves]
         for target, sample in gather_object(made_here):
-            if first_kept <= target < first_kept + len(samples):
-                samples[target - first_kept] = sample
+            if first_kept <= target < first_kept + len(batch.samples):
+                batch.samples[target - first_kept] = sample
         for origin, target in moves.items():
-            rewards[target] = source.rewards[origin]
+            batch.rewards[target] = source.rewards[origin]
 
     def _warn_if_unfilled(self, useful: torch.Tensor, rounds: int) -> None:
         if not useful.all() and not self._warned:
             self._warned = True
             logger.warning(
                 "Dynamic sampling found only %d of %d groups whose rewards differ in %d rounds of generation: the "
-                "batch is used as it is, and the other groups teach nothing. The questions may be too easy or too "
-                "hard for the policy, or the reward cannot tell its answers apart; dynamic_sampling/filled_share "
-                "shows how it goes on.",
+                "questions may be too easy or too hard for the policy. dynamic_sampling/filled_share shows later "
+                "batches.",
                 int(useful.sum()),
                 len(useful),
                 rounds,
             )
 
-    def _metrics(self, rounds: list[Round], kept: list[Sample], useful: torch.Tensor) -> dict[str, float]:
-        decisive = torch.cat([each.decisive for each in rounds])
+    def _metrics(self, rounds: list[Batch], kept: list[Sample], useful: torch.Tensor) -> dict[str, float]:
+        decisive = self._judge(torch.cat([each.rewards for each in rounds]))  # (N,)
         discarded = sum(_tokens(each.samples) for each in rounds) - _tokens(kept)
         local = torch.tensor([float(discarded)], device=self._accelerator.device)
         return {

@@ -6,7 +6,6 @@ calls for it return what was kept.
 
 import functools
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,15 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from trl_qurl.trainers.dynamic_sampling.prompts import PromptStream
-from trl_qurl.trainers.dynamic_sampling.sampler import DynamicSampler, FilledBatch, RolloutFunctions, weighted_sum
+from trl_qurl.trainers.dynamic_sampling.sampler import Batch, DynamicSampler, RolloutFunctions, weighted_sum
 
 STATE_FILE = "dynamic_sampling_state.json"  # in a checkpoint: how many prompts were drawn, in all processes alike
 
 
 class DynamicSamplingTrainer(GRPOTrainer):
-    """[`~trl.GRPOTrainer`] that replaces groups whose rewards are all equal, if `args.dynamic_sampling` says so.
+    """[`~trl.GRPOTrainer`] with dynamic sampling; `args` needs the fields of [`DynamicSamplingSettings`]."""
 
-    `args` needs the fields of [`DynamicSamplingSettings`].
-    """
-
-    _filled: FilledBatch | None = None
+    _filled: Batch | None = None
     _dynamic_sampler: DynamicSampler | None = None
 
     def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, **kwargs: Any) -> None:
@@ -73,9 +69,7 @@ class DynamicSamplingTrainer(GRPOTrainer):
         super()._save_checkpoint(model, trial)
         if self._dynamic_sampler is not None and self.args.should_save:
             checkpoint = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-            draft = checkpoint / f".{STATE_FILE}"
-            draft.write_text(json.dumps({"prompts_drawn": self._dynamic_sampler.prompts.drawn}))
-            os.replace(draft, checkpoint / STATE_FILE)
+            (checkpoint / STATE_FILE).write_text(json.dumps({"prompts_drawn": self._dynamic_sampler.prompts.drawn}))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -90,12 +84,9 @@ def check_arguments(arguments: dict[str, Any], reward_name: str | None) -> None:
     PromptStream(arguments.get("train_dataset"), seed=0)
     for name in ("tools", "rollout_func", "environment_factory"):
         if arguments.get(name):
-            raise ValueError(
-                f"dynamic_sampling=True generates for further prompts by itself, which does not work with {name}: "
-                "leave one of them out."
-            )
+            raise ValueError(f"dynamic_sampling=True does not work with {name}: leave one of them out.")
     if {"image", "images"} & set(getattr(arguments["train_dataset"], "column_names", None) or ()):
-        raise ValueError("dynamic_sampling=True handles text only, and the data set has images: set it to False.")
+        raise ValueError("dynamic_sampling=True does not work with images: set it to False.")
     functions = arguments["reward_funcs"]
     functions = functions if isinstance(functions, list) else [functions]
     names = [getattr(function, "__name__", None) for function in functions]
