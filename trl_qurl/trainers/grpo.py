@@ -9,7 +9,6 @@ compute them beforehand is left out, as TRL does without vLLM, and the inputs ar
 soon as its forward pass is done.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from trl_qurl.config import QuRLGRPOConfig
 from trl_qurl.objective import get_objective, surrogate_terms
 from trl_qurl.trainers.dynamic_sampling.trainer import DynamicSamplingTrainer
 from trl_qurl.trainers.loss_metrics import loss_metrics, loss_sums
-from trl_qurl.trainers.model_card import RunDescription
 from trl_qurl.trainers.rollouts import QuantizedRolloutsMixin
 
 
@@ -197,18 +195,18 @@ Y. K. Li and Y. Wu and Daya Guo},
 
     # Model card ------------------------------------------------------------------------------------------------------
 
-    def _describe_run(self) -> RunDescription:
-        run = super()._describe_run()
+    def _describe_run(self) -> tuple[list[str], dict[str, object]]:
+        sentences, settings = super()._describe_run()
         args, objective = self.args, get_objective(self.args.objective)
         upper = args.epsilon if args.epsilon_high is None else args.epsilon_high
-        settings = {
+        settings |= {
             "`objective`": objective.name,
             "cap C (`vllm_importance_sampling_clip_max`)": args.vllm_importance_sampling_clip_max,
             "`epsilon`, `epsilon_high`": f"{args.epsilon}, {upper}",
             "`loss_type`": args.loss_type,
         }
         sentence = f"The objective is `{objective.name}` ({objective.source}): {objective.description}."
-        return replace(run, settings={**run.settings, **settings}, sentences=[*run.sentences, sentence])
+        return [*sentences, sentence], settings
 
 
 def learned_tokens(inputs: dict[str, Any]) -> torch.Tensor:

@@ -4,7 +4,6 @@ TRL writes the card of a run (`create_model_card`). This adds a section to it, a
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from importlib.metadata import packages_distributions, version
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -12,45 +11,23 @@ from huggingface_hub import ModelCard, ModelCardData
 from trl_qurl import __version__
 from trl_qurl.quantization.schemes import QuantizationScheme
 
-SECTION = "### Quantized rollouts"
-NEXT_SECTION = "### Framework versions"
-LAST_CITATION = "Cite TRL as:"
-
 PACKAGES = ("vllm", "compressed_tensors", "trl", "transformers", "torch")  # whose versions a run depends on
 
 
-@dataclass(frozen=True)
-class RunDescription:
-    """What a card says about a run; nothing in it says where the run was made or with which keys."""
-
-    algorithm: str  # its name, such as "GRPO"
-    citation: str  # BibTeX of the algorithm; empty for none
-    scheme: QuantizationScheme | None  # of the rollouts; `None` for full precision
-    settings: Mapping[str, object]  # what is needed to repeat the run, apart from model, data and rewards
-    sentences: list[str] = field(default_factory=list)  # more about the algorithm
-
-
-def describe_run(card: ModelCard, run: RunDescription) -> None:
-    """Add to TRL's card how the rollouts were made, and the algorithm's citation; it is changed in place."""
-    head, mark, tail = card.text.partition(NEXT_SECTION)
-    card.text = f"{head.rstrip()}\n\n{run_section(run)}\n\n{mark}{tail}"
-    head, mark, tail = card.text.partition(LAST_CITATION)
-    if mark and run.citation:
-        card.text = f"{head}Cite {run.algorithm} as:\n\n```bibtex\n{run.citation}\n```\n\n{mark}{tail}"
-
-
-def run_section(run: RunDescription) -> str:
-    """Method and settings in Markdown."""
-    rollouts = (
-        "The rollouts were not quantized: vLLM generated from the policy in its own dtype."
-        if run.scheme is None
-        else f"The rollouts came from a quantized copy of the policy ({run.scheme.description}), made again before "
-        "each generation and run by vLLM; the policy was trained, and is saved here, in full precision."
-    )
-    cells = [(name, str(value).replace("|", "\\|")) for name, value in run.settings.items()]
+def describe_run(card: ModelCard, sentences: list[str], settings: Mapping[str, object]) -> None:
+    """Add a section about the rollouts to TRL's card, in place."""
+    cells = [(name, str(value).replace("|", "\\|")) for name, value in settings.items()]
     table = ["| setting | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells)]
-    text = " ".join([f"The algorithm is {run.algorithm}.", rollouts, *run.sentences])
-    return "\n\n".join([SECTION, text, "\n".join(table), f"Made with {made_with()}."])
+    parts = ["### Quantized rollouts", " ".join(sentences), "\n".join(table), f"Made with {made_with()}."]
+    head, mark, tail = card.text.partition("### Framework versions")
+    card.text = "\n\n".join([head.rstrip(), *parts, mark + tail])
+
+
+def add_citation(card: ModelCard, algorithm: str, citation: str) -> None:
+    """Add the algorithm's BibTeX entry to TRL's card, in place."""
+    head, mark, tail = card.text.partition("Cite TRL as:")
+    if mark:
+        card.text = f"{head}Cite {algorithm} as:\n\n```bibtex\n{citation}\n```\n\n{mark}{tail}"
 
 
 def quantized_card(
@@ -61,11 +38,7 @@ def quantized_card(
     base_model: str | None,
     tags: list[str],
 ) -> ModelCard:
-    """The card of a quantized checkpoint in the directory `name`.
-
-    `full_precision` is the policy's name on the Hub, `base_model` that of what it was fine-tuned from; either may be
-    missing.
-    """
+    """The card of a quantized checkpoint, of a policy and what it was fine-tuned from by their names on the Hub."""
     data = ModelCardData(
         base_model=full_precision or base_model,
         base_model_relation="quantized" if full_precision else "finetune" if base_model else None,

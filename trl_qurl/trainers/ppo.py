@@ -6,7 +6,6 @@ the policy's side of PPO is TRL's.
 """
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,6 @@ from trl_qurl.trainers.critic.shared_backbone import SharedBackboneCritic
 from trl_qurl.trainers.critic.value_model import load_critic_model
 from trl_qurl.trainers.dynamic_sampling.sampler import weighted_sum
 from trl_qurl.trainers.grpo import QuRLGRPOTrainer, learned_tokens
-from trl_qurl.trainers.model_card import RunDescription
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -282,12 +280,11 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         self.critic.save_pretrained(Path(output_dir or self.args.output_dir) / CRITIC_DIRECTORY, self._tokenizer)
         super().save_model(output_dir, _internal_call)
 
-    def _describe_run(self) -> RunDescription:
-        run, args = super()._describe_run(), self.args
-        settings = {
-            "`gamma`, `gae_lambda`": f"{args.gamma}, {args.gae_lambda}",
-            "`critic_learning_rate`": args.critic_learning_rate,
-            "`share_backbone`": args.share_backbone,
+    def _describe_run(self) -> tuple[list[str], dict[str, object]]:
+        sentences, settings = super()._describe_run()
+        settings |= {
+            "`gamma`, `gae_lambda`": f"{self.args.gamma}, {self.args.gae_lambda}",
+            "`critic_learning_rate`": self.args.critic_learning_rate,
+            "`share_backbone`": self.args.share_backbone,
         }
-        sentences = ["A critic takes the place of groups.", *run.sentences]
-        return replace(run, settings={**run.settings, **settings}, sentences=sentences)
+        return [*sentences, "A critic takes the place of groups."], settings

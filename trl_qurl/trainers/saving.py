@@ -22,13 +22,12 @@ from trl_qurl.quantization.layers import quantized_layer_names
 from trl_qurl.quantization.schemes import SCHEMES, QuantizationScheme, get_scheme
 from trl_qurl.quantization.storage import check_replaceable
 from trl_qurl.quantization.uaq import recorded_scale
-from trl_qurl.trainers.model_card import RunDescription, describe_run, quantized_card
+from trl_qurl.trainers.model_card import add_citation, describe_run, quantized_card
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as TRLTrainer
 else:
     TRLTrainer = object
-
 
 # Fields of TRL's config that a model card shows.
 SHOWN = ("learning_rate", "num_generations", "max_completion_length", "temperature", "beta", "vllm_mode", "seed")
@@ -49,30 +48,26 @@ class SavingMixin(TRLTrainer):
         quantizer: str = "streaming",
     ) -> Path:
         """
-        Write a quantized checkpoint of the policy as it is now: weights, config, generation config and tokenizer.
+        Write a quantized checkpoint of the policy as it is now, without a critic, for `vllm serve DIRECTORY`.
 
-        `vllm serve DIRECTORY` starts from it; no calibration data is needed. With PEFT the merged weights are written
-        and the adapter in training stays as it is. Weights that UAQ has rescaled compute the same function, and the
-        config keeps the scale. A critic is no part of it. Training can go on afterwards.
-
-        In a run of several processes all of them call it, and the main one writes. Weights that are not quantized keep
-        the dtype they are trained in.
+        No calibration data is needed. With PEFT the merged weights are written. Weights that UAQ has rescaled compute
+        the same function, and the config keeps the scale. Weights that are not quantized keep the dtype they are
+        trained in. Training can go on afterwards. In a run of several processes, all of them must call it.
 
         Args:
-            output_dir: Directory to create, by default `{args.output_dir}-{scheme}`: beside the run and not in it, so
-                that `push_to_hub` does not upload it with the policy. An earlier quantized checkpoint is replaced once
-                the new one is complete.
+            output_dir: Directory to create, by default `{args.output_dir}-{scheme}`, which `push_to_hub` does not
+                upload. An earlier quantized checkpoint is replaced once the new one is complete.
             scheme: Name of a format; by default that of the rollouts, `args.rollout_quantization`.
             ignore: Modules kept in full precision; by default those of the rollouts, `args.quantization_ignore`.
-            quantizer: `"streaming"`, or `"llmcompressor"` for llm-compressor itself: the same codes and scales, by a
+            quantizer: `"streaming"`, or `"llmcompressor"`: the same codes and scales from llm-compressor, which takes a
                 second copy of the model in host memory.
 
         Returns:
             The directory.
 
         Raises:
-            ValueError: No scheme to follow, an unknown scheme or quantizer, nothing left to quantize, llm-compressor
-                in several processes, or the run's own directory.
+            ValueError: No scheme, an unknown scheme or quantizer, nothing left to quantize, llm-compressor in several
+                processes, or the run's own directory.
             ImportError: `quantizer="llmcompressor"` without llm-compressor.
             FileExistsError: The directory holds something else than a quantized checkpoint.
             OSError: It cannot be written; nothing is left behind.
@@ -82,16 +77,15 @@ class SavingMixin(TRLTrainer):
         name = scheme or self.args.rollout_quantization
         if name is None:
             raise ValueError(
-                "save_quantized follows the format of the rollouts, and this run's are not quantized "
-                "(rollout_quantization=None): name one, as in save_quantized(scheme=...), of "
-                f"{', '.join(map(repr, SCHEMES))}."
+                "This run's rollouts are not quantized (rollout_quantization=None): name a format, as in "
+                f"save_quantized(scheme=...), of {', '.join(map(repr, SCHEMES))}."
             )
         chosen = get_scheme(name)
         check_quantizer(quantizer)
         if quantizer == "llmcompressor" and self.accelerator.num_processes > 1:
             raise ValueError(
                 f"quantizer='llmcompressor' works in one process, and this run has {self.accelerator.num_processes}: "
-                "use quantizer='streaming', which makes the same codes and scales."
+                "use 'streaming', which makes the same codes and scales."
             )
         ignore = self.args.quantization_ignore if ignore is None else list(ignore)
         quantized_layer_names(generation.model, ignore, chosen)  # refused in every process, or in none
@@ -115,25 +109,28 @@ class SavingMixin(TRLTrainer):
         if self.is_world_process_zero():
             path = Path(self.args.output_dir) / "README.md"
             card = ModelCard.load(path)
-            describe_run(card, self._describe_run())
+            describe_run(card, *self._describe_run())
+            if self._algorithm_citation:
+                add_citation(card, self._algorithm, self._algorithm_citation)
             card.save(path)
 
-    def _describe_run(self) -> RunDescription:
-        """What the model card says about the run; a trainer adds what its algorithm has."""
-        args = self.args
-        scheme = args.rollout_quantization
-        return RunDescription(
-            self._algorithm,
-            self._algorithm_citation,
-            scheme=None if scheme is None else get_scheme(scheme),
-            settings={
-                "`rollout_quantization`": scheme,
-                "`quantization_ignore`": ", ".join(args.quantization_ignore) or "none",
-                "UAQ's s (`uaq_scale`)": recorded_scale(self.model),
-                "updates per rollout": f"{args.updates_per_rollout:g}",
-                **{f"`{name}`": getattr(args, name) for name in SHOWN},
-            },
+    def _describe_run(self) -> tuple[list[str], dict[str, object]]:
+        """Sentences and settings of the run for its model card; a trainer adds what its algorithm has."""
+        args, name = self.args, self.args.rollout_quantization
+        rollouts = (
+            "The rollouts were not quantized: vLLM generated from the policy in its own dtype."
+            if name is None
+            else f"The rollouts came from a quantized copy of the policy ({get_scheme(name).description}), made again "
+            "before each generation and run by vLLM; the policy was trained, and is saved here, in full precision."
         )
+        settings = {
+            "`rollout_quantization`": name,
+            "`quantization_ignore`": ", ".join(args.quantization_ignore) or "none",
+            "UAQ's s (`uaq_scale`)": recorded_scale(self.model),
+            "updates per rollout": f"{args.updates_per_rollout:g}",
+        }
+        settings |= {f"`{name}`": getattr(args, name) for name in SHOWN}
+        return [f"The algorithm is {self._algorithm}.", rollouts], settings
 
     def _quantized_card(self, name: str, scheme: QuantizationScheme, ignore: list[str]) -> ModelCard:
         start = get_config_model_id(self.model.config)
@@ -142,7 +139,7 @@ class SavingMixin(TRLTrainer):
         return quantized_card(name, scheme, ignore, pushed, start, self._tag_names)
 
     def _by_main_process(self, act: Callable[[], None], parameters: Iterable[Any] = ()) -> None:
-        """Let the main process act, and all know how it went; all go through `parameters`, whatever happens."""
+        """Let the main process act; if it fails, all processes raise. All go through `parameters` in any case."""
         error: Exception | None = None
         try:
             if self.accelerator.is_main_process:
@@ -150,7 +147,7 @@ class SavingMixin(TRLTrainer):
         except Exception as failure:
             error = failure
         finally:
-            # What is left of them: gathering takes every process, and at the end adapters come out.
+            # Gathering takes every process, and at the end adapters come out.
             deque(parameters, maxlen=0)
         outcome = [None if error is None else f"{type(error).__name__}: {error}"]
         broadcast_object_list(outcome, from_process=0)
@@ -163,20 +160,13 @@ class SavingMixin(TRLTrainer):
 def check_place(path: Path, run: Path) -> None:
     """Refuse a path for the checkpoint that would replace the run in `output_dir`, or anything else of value."""
     if path.resolve() in (run.resolve(), *run.resolve().parents):
-        raise ValueError(
-            f"{path} holds this run (output_dir={str(run)!r}), which a quantized checkpoint would replace: name "
-            f"another directory, such as {run}-quantized."
-        )
+        raise ValueError(f"{path} holds this run and would be replaced: name another, such as {run}-quantized.")
     check_replaceable(path)
 
 
 @contextmanager
 def exact_base(model: torch.nn.Module) -> Iterator[None]:
-    """
-    Weights below adapters have their own bits again after the block: merging and taking out again rounds them.
-
-    Costs a copy of them in host memory. What ZeRO-3 gathers for the block it drops again by itself.
-    """
+    """Restore the weights below adapters after the block, from a copy in host memory: merging rounds them."""
     below = [parameter.detach() for name, parameter in model.named_parameters() if ".base_layer." in name]
     below = [part.to_local() if isinstance(part, DTensor) else part for part in below]
     kept = [part.to("cpu", copy=True) for part in below]
