@@ -1,21 +1,20 @@
 """The one place where a name inside TRL is replaced by ours.
 
-TRL looks up its vLLM classes by module name and has no argument for them. A context manager replaces one for the
-length of a constructor call and always restores it, so TRL itself never stays changed.
+TRL looks up its vLLM classes by module name, and settings on the trainer, without an argument for them. A context
+manager replaces one for the length of a call and always restores it, so TRL itself never stays changed.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 
 @contextmanager
-def substitute(module: ModuleType, name: str, replacement: Any) -> Iterator[None]:
-    """Let `module.name` be `replacement` inside the block; a name that TRL no longer has is an `AttributeError`."""
-    original = getattr(module, name)
-    setattr(module, name, replacement)
+def substitute(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    """Let `owner.name` be `replacement` inside the block; a name that TRL no longer has is an `AttributeError`."""
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
     try:
         yield
     finally:
-        setattr(module, name, original)
+        setattr(owner, name, original)

@@ -1,12 +1,11 @@
 """`QuRLGRPOTrainer`: TRL's `GRPOTrainer` on quantized rollouts, with the paper's objectives.
 
-The rollouts are `QuantizedRolloutsMixin`'s. What is here corrects for the mismatch between the quantized policy that
-sampled and the full-precision policy that learns: the objective's inputs are computed once per rollout, travel in the
-batch, and TRL's own loss reads them (`old_per_token_logps`, `importance_sampling_ratio`, clip bounds per token).
+The rollouts are `QuantizedRolloutsMixin`'s. This file corrects for the mismatch between the quantized policy that
+sampled and the full-precision policy that learns: the objective's inputs are computed once per rollout and added to
+the batch, where TRL's own loss reads them (`old_per_token_logps`, `importance_sampling_ratio`, clip bounds per token).
 
-With one update per rollout the log-probabilities "at rollout time" are those of the update itself. The pass that would
-compute them beforehand is left out, as TRL does without vLLM, and the inputs are completed inside of TRL's loss, as
-soon as its forward pass is done.
+With one update per rollout the log-probabilities "at rollout time" are those of the update itself. No pass computes
+them beforehand, and the inputs are completed inside of TRL's loss, after its forward pass.
 """
 
 from typing import Any
@@ -16,6 +15,7 @@ from trl.trainer import grpo_trainer
 
 from trl_qurl.config import QuRLGRPOConfig
 from trl_qurl.objective import get_objective, surrogate_terms
+from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.dynamic_sampling.trainer import DynamicSamplingTrainer
 from trl_qurl.trainers.loss_metrics import loss_metrics, loss_sums
 from trl_qurl.trainers.rollouts import QuantizedRolloutsMixin
@@ -94,21 +94,17 @@ Y. K. Li and Y. Wu and Daya Guo},
         generated = super()._generate(prompts)
         if generated[4] is None:
             raise ValueError(
-                "rollout_func returned logprobs=None, and the objective corrects by them: return a list for each "
-                "completion, with the log-probability of each of its tokens under the policy that sampled it (the "
-                "third result of trainer.vllm_generation.generate)."
+                "rollout_func returned logprobs=None, which the objective needs: return a list for each completion, "
+                "with the log-probability of each token (the third result of trainer.vllm_generation.generate)."
             )
         return generated
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        corrects = self.vllm_importance_sampling_correction
         # Keeps TRL from scoring a rollout beforehand where the update does it: TRL needs the scores for the importance
         # ratio, which is formed in the loss then.
-        self.vllm_importance_sampling_correction = corrects and not self._scores_in_update
-        try:
+        corrects = self.vllm_importance_sampling_correction and not self._scores_in_update
+        with substitute(self, "vllm_importance_sampling_correction", corrects):
             batch = super()._generate_and_score_completions(inputs)
-        finally:
-            self.vllm_importance_sampling_correction = corrects
         if "old_per_token_logps" in batch:
             batch |= self._objective_inputs(batch, batch["old_per_token_logps"])
             self._record(self._mismatch.pop())
@@ -120,10 +116,7 @@ Y. K. Li and Y. Wu and Daya Guo},
         return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
 
     def _objective_inputs(self, batch: dict[str, Any], proximal_logps: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What TRL's loss reads to compute the objective, (B, T) each; the mismatch is counted on the way.
-
-        `proximal_logps` are the log-probabilities under the full-precision policy at rollout time, (B, T).
-        """
+        """What TRL's loss reads to compute the objective, (B, T) each; adds up the mismatch, too."""
         learned = learned_tokens(batch)
         behavior_logps = batch["sampling_per_token_logps"]
         cap = self.vllm_importance_sampling_clip_max
@@ -152,16 +145,12 @@ Y. K. Li and Y. Wu and Daya Guo},
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         is_scored = "proximal_logps" in inputs
         inputs = dict(inputs)
-        bounds = self.epsilon_low, self.epsilon_high
-        try:
-            if is_scored:
-                self.epsilon_low, self.epsilon_high = inputs["epsilon_low"], inputs["epsilon_high"]
-            else:
-                self._unscored_inputs = inputs
+        with (
+            substitute(self, "epsilon_low", inputs.get("epsilon_low", self.epsilon_low)),
+            substitute(self, "epsilon_high", inputs.get("epsilon_high", self.epsilon_high)),
+            substitute(self, "_unscored_inputs", None if is_scored else inputs),
+        ):
             loss = super()._compute_loss(model, inputs)
-        finally:
-            self._unscored_inputs = None
-            self.epsilon_low, self.epsilon_high = bounds
         self._record(self._loss_metrics(inputs))
         # The last micro-batch of a rollout (TRL counts it in `_step` after its loss); in evaluation each is one.
         is_last = self._mode == "eval" or (self._step + 1) % self.args.steps_per_generation == 0

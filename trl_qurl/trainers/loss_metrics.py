@@ -15,10 +15,9 @@ def loss_sums(
     learned: torch.Tensor,  # tokens learned from, bool (B, T)
     epsilon_high: float,  # the upper clip bound above 1 before it is lifted
 ) -> torch.Tensor:
-    """Sums of (1, R − 1 − log R, [lifted], [let through]) over the tokens learned from, (4,).
+    """Sums of (1, R − 1 − log R, [lifted], [let through]) over the tokens learned from, (4,), with R = π_θ/π_prox.
 
-    They are tokens, the k3 estimator with R = π_θ/π_prox, tokens whose upper bound ACR lifted, and those of them that
-    TIS would have clipped.
+    Lifted are tokens whose upper bound ACR lifted; let through are those of them that TIS would have clipped.
     """
     log_ratio = (policy_logps - proximal_logps).masked_fill(~learned, 0.0)  # (B, T)
     ratio = torch.exp(policy_logps - old_logps)  # (B, T)
@@ -30,10 +29,10 @@ def loss_sums(
 
 
 def loss_metrics(sums: torch.Tensor, lifts: bool) -> dict[str, float]:
-    """Figures from the sums of `loss_sums`, added up over processes; those of ACR where the objective lifts the bound.
+    """Metrics from the sums of `loss_sums` over all processes; those of ACR if the objective `lifts` the bound.
 
-    `policy/approx_kl` estimates KL(π_prox ‖ π_θ), the staleness of the rollout, in nats per token; k3 of Schulman
-    2020, "Approximating KL Divergence". `acr/*` are shares of tokens.
+    `policy/approx_kl` estimates KL(π_prox ‖ π_θ) in nats per token by k3 (Schulman 2020, "Approximating KL
+    Divergence"). `acr/*` are shares of tokens.
     """
     count, moved, lifted, let_through = sums.tolist()
     count = max(count, 1.0)

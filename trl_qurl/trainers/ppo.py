@@ -22,6 +22,7 @@ from trl_qurl.advantages import (
     whiten,
 )
 from trl_qurl.config import QuRLPPOConfig
+from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.callbacks import CriticWarmupCallback
 from trl_qurl.trainers.critic.critic import CRITIC_DIRECTORY, Critic, PolicyPass, build_optimizer
 from trl_qurl.trainers.critic.own_model import OwnModelCritic
@@ -35,22 +36,20 @@ if TYPE_CHECKING:
 
 
 class QuRLPPOTrainer(QuRLGRPOTrainer):
-    """
-    Proximal policy optimization with a critic, on rollouts of an 8-bit copy of the policy.
+    """Proximal policy optimization with a critic, on rollouts of an 8-bit copy of the policy.
 
     Args:
         model: As for [`~trl.GRPOTrainer`].
         reward_funcs: As for [`~trl.GRPOTrainer`].
         args: A [`QuRLPPOConfig`]; `None` for its defaults.
-        value_model: Where the critic starts: a name, a path, or a token classifier with one label. `None` for where
-            the policy starts. With `share_backbone`, a directory with a saved value head, or `None` for a new one.
+        value_model: The critic's start: a name, a path, or a token classifier with one label; `None` for the policy's
+            own start. With `share_backbone`, a directory with a saved value head, or `None` for a new one.
         value_peft_config: For a critic that trains an adapter and its head only.
         kwargs: Everything else that [`~trl.GRPOTrainer`] takes, by name (`train_dataset`, `peft_config`, ...).
 
     Raises:
         TypeError: `args` is not a `QuRLPPOConfig`, or `value_model` is a model without a value per token.
-        ValueError: The critic cannot read the policy's tokens, its architecture has no token classifier, or the
-            arguments exclude each other.
+        ValueError: The critic has another tokenizer, or no token classifier, or the arguments exclude each other.
         ImportError: If vLLM is missing.
 
     Example:
@@ -197,12 +196,9 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         self._passes.clear()
-        beta = self.beta
-        self.beta = 0.0 if self.args.kl_in_reward else beta  # a penalty in the rewards stays out of TRL's loss
-        try:
+        # A penalty in the rewards stays out of TRL's loss.
+        with substitute(self, "beta", 0.0 if self.args.kl_in_reward else self.beta):
             loss = super()._compute_loss(model, inputs)
-        finally:
-            self.beta = beta
         ((_, seen),) = self._passes  # the loss makes one
         self._passes.clear()
         if not self.model.training:

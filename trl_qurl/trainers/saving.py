@@ -59,8 +59,8 @@ class SavingMixin(TRLTrainer):
                 upload. An earlier quantized checkpoint is replaced once the new one is complete.
             scheme: Name of a format; by default that of the rollouts, `args.rollout_quantization`.
             ignore: Modules kept in full precision; by default those of the rollouts, `args.quantization_ignore`.
-            quantizer: `"streaming"`, or `"llmcompressor"`: the same codes and scales from llm-compressor, which takes a
-                second copy of the model in host memory.
+            quantizer: `"streaming"`, or `"llmcompressor"`: the same codes and scales from llm-compressor, which takes
+                a second copy of the model in host memory.
 
         Returns:
             The directory.

@@ -164,7 +164,8 @@ class DynamicSampler:
 
     def _metrics(self, rounds: list[Batch], kept: list[Sample], useful: torch.Tensor) -> dict[str, float]:
         decisive = self._judge(torch.cat([each.rewards for each in rounds]))  # (N,)
-        discarded = sum(_tokens(each.samples) for each in rounds) - _tokens(kept)
+        made = [sample for each in rounds for sample in each.samples]
+        discarded = sum(len(each.completion_ids) for each in made) - sum(len(each.completion_ids) for each in kept)
         local = torch.tensor([float(discarded)], device=self._accelerator.device)
         return {
             "dynamic_sampling/rounds": float(len(rounds)),
@@ -188,7 +189,3 @@ def weighted_sum(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """TRL's total reward, (N,), from those of the functions, (N, functions); NaN where none has scored."""
     total = (rewards * weights.to(rewards.device)).nansum(1)
     return total.masked_fill(rewards.isnan().all(1), math.nan)
-
-
-def _tokens(samples: Sequence[Sample]) -> int:
-    return sum(len(sample.completion_ids) for sample in samples)

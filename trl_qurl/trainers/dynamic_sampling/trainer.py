@@ -13,6 +13,7 @@ import torch
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
+from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.dynamic_sampling.prompts import PromptStream
 from trl_qurl.trainers.dynamic_sampling.sampler import Batch, DynamicSampler, RolloutFunctions, weighted_sum
 
@@ -48,11 +49,8 @@ class DynamicSamplingTrainer(GRPOTrainer):
             self._pending_extra_logs[name] = [sample.extras.get(name) for sample in filled.samples]
         for name, value in filled.metrics.items():
             self._metrics["train"][name].append(value)
-        self._filled = filled
-        try:
+        with substitute(self, "_filled", filled):
             return super()._generate_and_score_completions(filled.rows)
-        finally:
-            self._filled = None
 
     def _generate(self, prompts: list) -> tuple:
         return super()._generate(prompts) if self._filled is None else self._filled.generated()
