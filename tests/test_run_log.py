@@ -86,9 +86,9 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "first line must hold the settings"),
-        ('{"step": 1}\n', "first line must hold the settings"),
-        ('{"settings": {}}\n{"reward": 1}\n', "every row must say at which step"),
+        ("", "first line holds the settings"),
+        ('{"step": 1}\n', "first line holds the settings"),
+        ('{"settings": {}}\n{"reward": 1}\n', "all others have a step"),
         ('{"settings": {}}\nnonsense\n{"step": 1}\n', "Line 2 .* is not JSON"),
         ('{"settings": {}}\n[1]\n', "Line 2 .* JSON list"),
     ],

@@ -205,9 +205,9 @@ def test_a_shared_backbone_takes_no_other_model_or_adapter(tmp_path):
 
     shared = {"share_backbone": True}
     critic = classifier()
-    with pytest.raises(ValueError, match="so value_model has no effect"):
+    with pytest.raises(ValueError, match="share_backbone=True value_model has no effect"):
         trainer(tmp_path, settings=shared, value_model=critic)
-    with pytest.raises(ValueError, match="so value_peft_config has no effect"):
+    with pytest.raises(ValueError, match="share_backbone=True value_peft_config has no effect"):
         trainer(tmp_path, settings=shared, value_peft_config=LoraConfig())
     with pytest.raises(FileNotFoundError, match="holds no value_head.safetensors"):
         trainer(tmp_path, settings=shared, value_model=str(tmp_path))

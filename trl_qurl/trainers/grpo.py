@@ -17,13 +17,12 @@ from trl_qurl.config import QuRLGRPOConfig
 from trl_qurl.objective import get_objective, surrogate_terms
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.dynamic_sampling.trainer import DynamicSamplingTrainer
-from trl_qurl.trainers.loss_metrics import loss_metrics, loss_sums
+from trl_qurl.trainers.loss_metrics import loss_metrics
 from trl_qurl.trainers.rollouts import QuantizedRolloutsMixin
 
 
 class QuRLGRPOTrainer(QuantizedRolloutsMixin, DynamicSamplingTrainer):
-    """
-    [`~trl.GRPOTrainer`] whose rollouts come from a quantized copy of the policy, made again before every generation.
+    """[`~trl.GRPOTrainer`] whose rollouts come from a quantized copy of the policy, made before every generation.
 
     Training stays in full precision; the objective (`args.objective`) corrects for the difference. Method and defaults
     are those of QuRL (arXiv 2602.13953).
@@ -35,8 +34,8 @@ class QuRLGRPOTrainer(QuantizedRolloutsMixin, DynamicSamplingTrainer):
         kwargs: Everything else that [`~trl.GRPOTrainer`] takes, by name (`train_dataset`, `peft_config`, ...).
 
     Raises:
-        TypeError: If `args` is not a `QuRLGRPOConfig`.
-        ImportError: If vLLM is missing.
+        TypeError: `args` is not a `QuRLGRPOConfig`.
+        ImportError: vLLM is missing.
 
     Example:
 
@@ -151,7 +150,11 @@ Y. K. Li and Y. Wu and Daya Guo},
             substitute(self, "_unscored_inputs", None if is_scored else inputs),
         ):
             loss = super()._compute_loss(model, inputs)
-        self._record(self._loss_metrics(inputs))
+        assert self._policy_logps is not None  # the loss makes one forward pass
+        lifts = get_objective(self.args.objective).lifts_upper_bound
+        learned, epsilon_high = learned_tokens(inputs), float(self.epsilon_high)
+        metrics = loss_metrics(self._policy_logps, inputs, learned, epsilon_high, lifts, self._sum_over_processes)
+        self._record(metrics)
         # The last micro-batch of a rollout (TRL counts it in `_step` after its loss); in evaluation each is one.
         is_last = self._mode == "eval" or (self._step + 1) % self.args.steps_per_generation == 0
         if is_last and not is_scored:
@@ -167,20 +170,6 @@ Y. K. Li and Y. Wu and Daya Guo},
             self.epsilon_low = self._unscored_inputs["epsilon_low"]
             self.epsilon_high = self._unscored_inputs["epsilon_high"]
         return result
-
-    def _loss_metrics(self, inputs: dict[str, Any]) -> dict[str, float]:
-        assert self._policy_logps is not None  # the loss makes one forward pass
-        sums = loss_sums(
-            self._policy_logps,
-            inputs["proximal_logps"],
-            inputs["old_per_token_logps"],
-            inputs["epsilon_high"],
-            inputs["advantages"],
-            learned_tokens(inputs),
-            float(self.epsilon_high),
-        )
-        sums = self.accelerator.reduce(sums, reduction="sum")
-        return loss_metrics(sums, get_objective(self.args.objective).lifts_upper_bound)
 
     # Model card ------------------------------------------------------------------------------------------------------
 

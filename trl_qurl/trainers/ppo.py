@@ -50,7 +50,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
     Raises:
         TypeError: `args` is not a `QuRLPPOConfig`, or `value_model` is a model without a value per token.
         ValueError: The critic has another tokenizer, or no token classifier, or the arguments exclude each other.
-        ImportError: If vLLM is missing.
+        ImportError: vLLM is missing.
 
     Example:
 
@@ -188,9 +188,6 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         logged.extend(everywhere)
         if self.num_generations == 1:
             self._metrics[self._mode].pop("frac_reward_zero_std", None)  # of groups of one, so it would always be 1
-
-    def _sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.accelerator.reduce(tensor, reduction="sum")
 
     # Loss and update -------------------------------------------------------------------------------------------------
 

@@ -30,8 +30,7 @@ from trl_qurl.trainers.saving import SavingMixin
 
 
 class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
-    """
-    A mixin for a trainer of TRL: its rollouts come from a quantized copy of the policy, made at every sync.
+    """A mixin for a trainer of TRL: its rollouts come from a quantized copy of the policy, made at every sync.
 
     Put it before the trainer among the bases, and set the four class attributes.
 
@@ -44,8 +43,6 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
 
     _config_class: ClassVar[type]
     _generation_module: ClassVar[ModuleType]
-    _algorithm: ClassVar[str]
-    _algorithm_citation: ClassVar[str] = ""
 
     def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, **kwargs: Any) -> None:
         args = self._checked_config(args, model)
@@ -115,7 +112,7 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
     def _rollout_cost(self) -> dict[str, float]:
         cost = self.vllm_generation.pop_cost()
         local = torch.tensor([float(cost.tokens)], device=self.accelerator.device)
-        tokens = self.accelerator.reduce(local, reduction="sum").item()
+        tokens = self._sum_over_processes(local).item()
         return {
             "time/quantize_s": cost.quantize_s,
             "time/sync_s": cost.sync_s,
@@ -125,6 +122,9 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
             "time/logps_s": self._scoring_seconds,
             "throughput/generated_tokens_per_s": tokens / cost.generate_s if cost.generate_s else 0.0,
         }
+
+    def _sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.reduce(tensor, reduction="sum")
 
     @property
     def _mode(self) -> str:

@@ -116,12 +116,10 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     if not file.is_file():
         raise FileNotFoundError(f"There is no run log {file}: give the output_dir of a run, or its {RUN_LOG}.")
     contents = _read_lines(file)
-    if not contents or set(contents[0]) != {SETTINGS_KEY}:
-        raise ValueError(f"{file} is not a run log: its first line must hold the settings.")
-    rows = contents[1:]
-    if not all(isinstance(row.get("step"), int) for row in rows):
-        raise ValueError(f"{file} is not a run log: every row must say at which step it was logged.")
-    return Run(file, contents[0][SETTINGS_KEY], rows)
+    first, rows = (contents or [{}])[0], contents[1:]
+    if set(first) != {SETTINGS_KEY} or not all(isinstance(row.get("step"), int) for row in rows):
+        raise ValueError(f"{file} is not a run log: its first line holds the settings, and all others have a step.")
+    return Run(file, first[SETTINGS_KEY], rows)
 
 
 def _read_lines(file: Path) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ class SavingMixin(TRLTrainer):
     """A mixin for a trainer of TRL on quantized rollouts: it saves quantized checkpoints, and writes model cards."""
 
     _algorithm: ClassVar[str]
-    _algorithm_citation: ClassVar[str]
+    _algorithm_citation: ClassVar[str] = ""
 
     def save_quantized(
         self,
@@ -47,8 +47,7 @@ class SavingMixin(TRLTrainer):
         ignore: Collection[str] | None = None,
         quantizer: str = "streaming",
     ) -> Path:
-        """
-        Write a quantized checkpoint of the policy as it is now, without a critic, for `vllm serve DIRECTORY`.
+        """Write a quantized checkpoint of the policy as it is now, without a critic, for `vllm serve DIRECTORY`.
 
         No calibration data is needed. With PEFT the merged weights are written. Weights that UAQ has rescaled compute
         the same function, and the config keeps the scale. Weights that are not quantized keep the dtype they are

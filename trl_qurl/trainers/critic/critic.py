@@ -38,7 +38,7 @@ class Critic(ABC):
     """
 
     def __init__(self, model: torch.nn.Module, args: QuRLPPOConfig, accelerator: Accelerator) -> None:
-        self.model: Any = model  # what learns; a launcher may wrap it in `prepare`
+        self.model: Any = model  # what learns; `prepare` may wrap it for the launcher
         self.accelerator = accelerator
         self._args = args
         self._optimizer: Any = None
@@ -49,6 +49,10 @@ class Critic(ABC):
         if self._optimizer is None:
             self._optimizer = make_optimizer(self.model)
             self._scheduler = make_scheduler(self._optimizer)
+            self._wrap()
+
+    def _wrap(self) -> None:  # noqa: B027
+        """Wrap model, optimizer and schedule for the launcher, for a critic that learns in passes of its own."""
 
     def watching(self) -> AbstractContextManager[PolicyPass]:
         """See the forward pass of the policy inside the block; the block's value is what was seen of it."""
@@ -116,10 +120,7 @@ def check_optimizer(args: QuRLPPOConfig, model: torch.nn.Module) -> None:
     optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
     is_class = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
     if not is_class or kwargs.keys() & {"params", "model", "optimizer_dict"}:
-        raise ValueError(
-            f"optim={args.optim!r} chooses its parameters itself, which does not work with a critic: "
-            "use 'adamw_torch_fused'."
-        )
+        raise ValueError(f"optim={args.optim!r} does not work with a critic: use 'adamw_torch_fused'.")
 
 
 def require_state(path: Path) -> Path:

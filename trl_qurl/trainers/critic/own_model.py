@@ -18,14 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl_qurl.config import QuRLPPOConfig
 from trl_qurl.quantization.storage import new_directory
-from trl_qurl.trainers.critic.critic import (
-    Critic,
-    OptimizerFactory,
-    PolicyPass,
-    SchedulerFactory,
-    ValueLossFunction,
-    require_state,
-)
+from trl_qurl.trainers.critic.critic import Critic, PolicyPass, ValueLossFunction, require_state
 
 STATE_DIRECTORY = "critic_state"
 """Where a checkpoint keeps what a resumed run needs: critic, optimizer and schedule."""
@@ -50,12 +43,9 @@ class OwnModelCritic(Critic):
         if accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
             model.to(accelerator.device)
 
-    def prepare(self, make_optimizer: OptimizerFactory, make_scheduler: SchedulerFactory) -> None:
-        """Build optimizer and schedule, and wrap all three for the launcher."""
-        if self._optimizer is None:
-            super().prepare(make_optimizer, make_scheduler)
-            parts = self.accelerator.prepare(self.model, self._optimizer, self._scheduler)
-            self.model, self._optimizer, self._scheduler = parts
+    def _wrap(self) -> None:
+        parts = self.accelerator.prepare(self.model, self._optimizer, self._scheduler)
+        self.model, self._optimizer, self._scheduler = parts
 
     @torch.no_grad()
     def rollout_values(self, batch: dict[str, Any], batch_size: int, seen: PolicyPass) -> torch.Tensor:  # noqa: D102

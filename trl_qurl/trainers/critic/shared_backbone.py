@@ -116,12 +116,10 @@ class SharedBackboneCritic(Critic):
 
 
 def check_shared(args: QuRLPPOConfig, value_model: Any, value_peft_config: Any) -> None:
-    """Refuse what has no meaning, or does not work, with one backbone for both."""
+    """Refuse what does not work with one backbone for policy and critic."""
     if value_peft_config is not None or not (value_model is None or isinstance(value_model, str)):
         given = "value_model" if value_peft_config is None else "value_peft_config"
-        raise ValueError(
-            f"share_backbone=True puts a head on the policy, so {given} has no effect: leave one of them out."
-        )
+        raise ValueError(f"With share_backbone=True {given} has no effect: leave one of them out.")
     if value_model is not None:
         _saved_head(value_model)
     if args.fp16:

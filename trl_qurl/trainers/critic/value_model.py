@@ -40,10 +40,7 @@ def load_critic_model(
     value_model: str | PreTrainedModel | None,
     value_peft_config: Any,
 ) -> PreTrainedModel | None:
-    """Check what the user asked for, and load the critic's model, before the slow start of an engine.
-
-    `None` for a critic on the policy's backbone.
-    """
+    """Check what the user asked for, and load the critic's model, unless it is a head on the policy's backbone."""
     if args.share_backbone:
         check_shared(args, value_model, value_peft_config)
         return None

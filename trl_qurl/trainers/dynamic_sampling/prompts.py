@@ -1,4 +1,4 @@
-"""Further prompts for dynamic sampling: the same in every process, and after an interruption the next in line."""
+"""Further prompts for dynamic sampling, the same in every process; a resumed run continues with the next one."""
 
 import hashlib
 import json
@@ -15,10 +15,7 @@ class Drawn(NamedTuple):
 
 
 class PromptStream:
-    """Prompts for replacement: the data set in one random order after another, the same in every process.
-
-    `drawn` counts the prompts drawn so far; set it to go on after them.
-    """
+    """The data set in one random order after another; set `drawn`, the prompts drawn so far, to go on after them."""
 
     def __init__(self, dataset: Any, seed: int, drawn: int = 0) -> None:
         if not hasattr(dataset, "__len__"):

@@ -61,23 +61,16 @@ class RolloutFunctions(NamedTuple):
     take_extras: Callable[[], dict[str, list]]  # what reward functions have added to the table; it is forgotten then
 
 
+@dataclass
 class DynamicSampler:
     """Fills batches with groups whose rewards differ."""
 
-    def __init__(
-        self,
-        group_size: int,  # G
-        max_rounds: int,  # of generation for one batch, the first one included
-        judge: Callable[[torch.Tensor], torch.Tensor],  # from rewards (N, functions) to the one that decides, (N,)
-        prompts: PromptStream,
-        accelerator: Accelerator,
-    ) -> None:
-        self.prompts = prompts
-        self._group_size = group_size
-        self._max_rounds = max_rounds
-        self._judge = judge
-        self._accelerator = accelerator
-        self._warned = False
+    group_size: int  # G
+    max_rounds: int  # of generation for one batch, the first one included
+    judge: Callable[[torch.Tensor], torch.Tensor]  # from rewards (N, functions) to the one that decides, (N,)
+    prompts: PromptStream
+    accelerator: Accelerator
+    _warned: bool = False
 
     def fill(self, rows: list[dict[str, Any]], functions: RolloutFunctions) -> Batch:
         """Generate for a batch, and for other prompts in the place of those whose group has equal rewards.
@@ -89,7 +82,7 @@ class DynamicSampler:
         useful = self._useful(batch)  # (groups,)
         tried = {name for names in gather_object([[prompt_digest(row) for row in rows]]) for name in names}
         seen, good = len(useful), int(useful.sum())
-        for _ in range(1, self._max_rounds):
+        for _ in range(1, self.max_rounds):
             open_slots = (~useful).nonzero().flatten().tolist()
             fresh = self._draw(len(open_slots), good / seen, len(useful), tried) if open_slots else []
             if not fresh:
@@ -109,7 +102,7 @@ class DynamicSampler:
         return batch
 
     def _useful(self, batch: Batch) -> torch.Tensor:
-        return informative(self._judge(batch.rewards), self._group_size)
+        return informative(self.judge(batch.rewards), self.group_size)
 
     def _make_round(self, rows: list[dict[str, Any]], functions: RolloutFunctions) -> Batch:
         prompts = [row["prompt"] for row in rows]
@@ -124,24 +117,24 @@ class DynamicSampler:
     def _draw(self, missing: int, share: float, groups: int, tried: set[str]) -> list[Drawn]:
         """Prompts for the next round: as many as it takes if as many are useful as so far, but at most a batch."""
         wanted = min(groups, math.ceil(missing / max(share, 1 / 8)))  # a smaller share is an uncertain guess
-        step = self._accelerator.num_processes // math.gcd(self._accelerator.num_processes, self._group_size)
+        step = self.accelerator.num_processes // math.gcd(self.accelerator.num_processes, self.group_size)
         fresh = self.prompts.draw(-(-wanted // step) * step, tried)
         return fresh[: len(fresh) // step * step]  # every process must get as many completions to make
 
     def _share_out(self, fresh: Sequence[Drawn]) -> list[dict[str, Any]]:
         """This process's part of the groups of these prompts."""
-        rows = [prompt.row for prompt in fresh for _ in range(self._group_size)]
-        size = len(rows) // self._accelerator.num_processes
-        return rows[self._accelerator.process_index * size :][:size]
+        rows = [prompt.row for prompt in fresh for _ in range(self.group_size)]
+        size = len(rows) // self.accelerator.num_processes
+        return rows[self.accelerator.process_index * size :][:size]
 
     def _place(self, source: Batch, placed: dict[int, int], batch: Batch) -> None:
         """Put groups of a round into slots of the batch: into its rewards here, and samples wherever they belong."""
         moves = {
-            group * self._group_size + i: slot * self._group_size + i
+            group * self.group_size + i: slot * self.group_size + i
             for group, slot in placed.items()
-            for i in range(self._group_size)
+            for i in range(self.group_size)
         }
-        index = self._accelerator.process_index
+        index = self.accelerator.process_index
         first_made, first_kept = index * len(source.samples), index * len(batch.samples)
         made_here = [(moves[i], sample) for i, sample in enumerate(source.samples, first_made) if i in moves]
         for target, sample in gather_object(made_here):
@@ -163,14 +156,14 @@ class DynamicSampler:
             )
 
     def _metrics(self, rounds: list[Batch], kept: list[Sample], useful: torch.Tensor) -> dict[str, float]:
-        decisive = self._judge(torch.cat([each.rewards for each in rounds]))  # (N,)
+        decisive = self.judge(torch.cat([each.rewards for each in rounds]))  # (N,)
         made = [sample for each in rounds for sample in each.samples]
         discarded = sum(len(each.completion_ids) for each in made) - sum(len(each.completion_ids) for each in kept)
-        local = torch.tensor([float(discarded)], device=self._accelerator.device)
+        local = torch.tensor([float(discarded)], device=self.accelerator.device)
         return {
             "dynamic_sampling/rounds": float(len(rounds)),
-            "dynamic_sampling/discarded_share": 1 - len(kept) * self._accelerator.num_processes / len(decisive),
-            "dynamic_sampling/extra_tokens": self._accelerator.reduce(local, reduction="sum").item(),
+            "dynamic_sampling/discarded_share": 1 - len(kept) * self.accelerator.num_processes / len(decisive),
+            "dynamic_sampling/extra_tokens": self.accelerator.reduce(local, reduction="sum").item(),
             "dynamic_sampling/filled_share": useful.float().mean().item(),
             "dynamic_sampling/unfiltered_reward": decisive.nanmean().item(),
         }
