@@ -81,7 +81,8 @@ def errors_without(hidden, *commands, scratch):
     """What `trl-qurl` prints for each of these commands in a process that does not find the package `hidden`."""
     (scratch / "hide").mkdir()
     (scratch / "hide" / "sitecustomize.py").write_text(HIDE)
-    environment = child_environment(PYTHONPATH=str(scratch / "hide"), HIDDEN=hidden)
+    places = os.pathsep.join([str(scratch / "hide"), str(Path(__file__).parents[1])])  # this checkout's package
+    environment = child_environment(PYTHONPATH=places, HIDDEN=hidden)
     start = [sys.executable, "-c", RUN, json.dumps([list(map(str, command)) for command in commands])]
     done = subprocess.run(start, env=environment, cwd=scratch, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
