@@ -67,7 +67,9 @@ class DynamicSamplingTrainer(GRPOTrainer):
         super()._save_checkpoint(model, trial)
         if self._dynamic_sampler is not None and self.args.should_save:
             checkpoint = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-            (checkpoint / STATE_FILE).write_text(json.dumps({"prompts_drawn": self._dynamic_sampler.prompts.drawn}))
+            draft = checkpoint / f".{STATE_FILE}"
+            draft.write_text(json.dumps({"prompts_drawn": self._dynamic_sampler.prompts.drawn}))
+            draft.replace(checkpoint / STATE_FILE)  # so that nobody reads half of it
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
