@@ -293,16 +293,17 @@ def test_unquantized_server_for_a_quantized_run(train):
 
 
 @pytest.mark.parametrize(
-    ("server_info", "fault"),
+    "server_info",
     [
-        ({"vllm_config": {"parallel_config": {"worker_extension_cls": ""}}}, "without trl-qurl's worker extension"),
-        (None, "without its development endpoints"),  # VLLM_SERVER_DEV_MODE is not set
+        {"vllm_config": {"parallel_config": {"worker_extension_cls": ""}}},
+        None,  # VLLM_SERVER_DEV_MODE is not set
     ],
+    ids=["no worker extension", "no development endpoints"],
 )
-def test_server_that_cannot_load_weights(server_info, fault):
+def test_server_that_cannot_load_weights(server_info):
     with answering(server_info) as url:
         client = ServedEngine(base_url=url, scheme=SCHEMES["int8"], ignore=["lm_head"])
-        with pytest.raises(ValueError, match=f"{url} runs {fault}.*. Restart it with `trl-qurl serve MODEL"):
+        with pytest.raises(ValueError, match=f"{url} cannot load weights: .*. Restart it with `trl-qurl serve MODEL"):
             client.init_communicator("cpu")
 
 

@@ -79,9 +79,9 @@ def test_a_stream_that_is_not_as_announced_is_stopped():
     metadata = [("a", "float32", [2]), ("b", "float32", [3])]
     with pytest.raises(SyncError, match=r"Tensor 0 of the stream is \('b'.*where \('a'"):
         list(as_announced([other, one], metadata, lambda: False))
-    with pytest.raises(SyncError, match="ended after 1 tensors, where 2 were announced"):
+    with pytest.raises(SyncError, match=r"Tensor 1 of the stream is None, where \('b'"):
         list(as_announced([one], metadata, lambda: False))
-    with pytest.raises(SyncError, match="where nothing was announced"):
+    with pytest.raises(SyncError, match=r"Tensor 2 of the stream is \('a'.*where None was announced"):
         list(as_announced([one, other, one], metadata, lambda: False))
     with pytest.raises(SyncError, match="answered before the last tensor"):
         list(as_announced([one, other], metadata, lambda: True))
@@ -289,8 +289,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
     ],
 )
 def test_how_weights_travel(requested, device, has_transfer, name, reason):
-    route = choose_route(requested, device, has_transfer)
-    assert route.name == name and reason in route.reason
+    route, why = choose_route(requested, device, has_transfer)
+    assert route == name and reason in why
 
 
 @pytest.mark.parametrize(("device", "has_transfer"), [(CPU, True), (CUDA, False)])

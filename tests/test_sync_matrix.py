@@ -9,16 +9,18 @@ import json
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import vllm_server
 from peft import LoraConfig, get_peft_model
 from test_stream import ends  # noqa: F401
 from tiny import tiny_model, tiny_tokenizer
+from trl.distributed import DistributedBackend
 
 from trl_qurl.quantization import SCHEMES, quantized_layer_names
 from trl_qurl.quantization.uaq import scale_model_
 from trl_qurl.rollout.settings import RolloutSettings
-from trl_qurl.rollout.sync import Sharding, WeightSync
-from trl_qurl.rollout.transports import ServerStream
+from trl_qurl.rollout.sync import RolloutCost, WeightSync
+from trl_qurl.rollout.transports import Stream
 
 CHECKED = {"sync_check_interval": 1, "max_steps": 4}  # two rollouts of two updates
 MODELS = list(itertools.product(["full", "LoRA"], ["tied", "untied"]))
@@ -119,7 +121,8 @@ def test_stream_to_a_server(dtype, model, ends):  # noqa: F811
     # Of the engine only the loading is real here: it has no version to ask for, and nothing to probe.
     client.version = lambda: sync.version
     settings = RolloutSettings(SCHEMES["int8"], is_served=True, sync_check_interval=1, sync_probe=False)
-    sync = WeightSync(policy, layers, ServerStream(client), settings, dtype, lambda: 0)
+    transport = Stream(client, is_served=True, sent_dtype=dtype)
+    sync = WeightSync(policy, layers, transport, settings, DistributedBackend(Accelerator()), lambda: 0)
 
     def parameters():
         if adapter == "LoRA":
@@ -131,13 +134,13 @@ def test_stream_to_a_server(dtype, model, ends):  # noqa: F811
         if adapter == "LoRA":
             policy.unmerge_adapter()
 
-    sync.push(parameters, Sharding())
+    sync.push(parameters, RolloutCost())
     first = sync.version
     before = {name: tensor.clone() for name, tensor in worker.model.loaded.items()}
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.1 * parameter.std() * torch.randn_like(parameter))
-    sync.push(parameters, Sharding())
+    sync.push(parameters, RolloutCost())
     second = sync.version
     assert [version.split("-")[-1] for version in (first, second)] == ["sync1", "sync2"]
     assert ("lm_head.weight" in before) == (head == "untied")

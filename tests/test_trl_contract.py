@@ -154,6 +154,7 @@ DEFINITIONS = [
         "object_list from_process",
         "processes share a directory",
     ),
+    ("trl.distributed", "DistributedBackend.is_zero3", "", "WeightSync reads it, and `fsdp_version`"),
     ("trl.import_utils", "is_vllm_available", "", "trainers/rollouts.py names the extra that brings vLLM"),
     (
         GENERATION,

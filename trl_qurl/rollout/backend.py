@@ -9,9 +9,9 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,29 +29,10 @@ from trl_qurl.rollout.engine.release import release_when_deleted
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION, ServedEngine
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.rollout.sync import Sharding, WeightSync
-from trl_qurl.rollout.transports import (
-    CheckpointFiles,
-    InProcess,
-    LLMCompressorFiles,
-    ServerStream,
-    Transport,
-    choose_route,
-)
+from trl_qurl.rollout.sync import RolloutCost, WeightSync
+from trl_qurl.rollout.transports import CheckpointFiles, Stream, Transport, choose_route
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class RolloutCost:
-    """Seconds, bytes and tokens on this process since the last read."""
-
-    quantize_s: float = 0.0  # gathering and rounding
-    sync_s: float = 0.0  # whole syncs; contains `quantize_s`, and digests where there are any
-    check_s: float = 0.0  # digests and probes
-    sent_bytes: int = 0  # of tensors made for the engine
-    generate_s: float = 0.0
-    tokens: int = 0  # of completions
 
 
 class QuantizedVLLMGeneration(VLLMGeneration):
@@ -60,9 +41,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     engine: Engine | None  # `None` in the processes that leave a server to the main one
     sync: WeightSync  # keeps it at the policy's weights
 
-    def __init__(
-        self, *args: Any, rollout: RolloutSettings, global_step: Callable[[], int] = lambda: 0, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, rollout: RolloutSettings, global_step: Callable[[], int], **kwargs: Any) -> None:
         self.rollout = rollout
         self._global_step = global_step  # optimizer steps done; part of the name of the weights
         self._metrics: dict[str, float] = {}
@@ -95,19 +74,19 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._layers = (
             quantized_layer_names(self.model, ignore, scheme) if scheme else linear_layer_names(self.model, ignore)
         )
-        transport, sent_dtype = self._connect() if self.rollout.is_served else self._start_colocated()
+        transport = self._connect() if self.rollout.is_served else self._start_colocated()
         self.engine = transport.engine
         self.sync = WeightSync(
             self.model,
             self._layers,
             transport,
             self.rollout,
-            sent_dtype,
+            self._dist,
             self._global_step,
             keeps_weights=not self._sleeps,
         )
 
-    def _connect(self) -> tuple[Transport, torch.dtype | None]:
+    def _connect(self) -> Transport:
         """Connect the main process to the server; every process learns how weights will travel."""
         rollout, device = self.rollout, self.accelerator.device
         client = functools.partial(
@@ -119,24 +98,20 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         decided: list[Any] = [None, None]
         if self.accelerator.is_main_process:
             engine = self.vllm_client
-            route = choose_route(rollout.weight_sync, device, engine.has_weight_transfer())
-            logger.info("Weights travel to %s by %s: %s.", engine.base_url, route.name, route.reason)
-            if route.name == "stream":
+            route, reason = choose_route(rollout.weight_sync, device, engine.has_weight_transfer)
+            logger.info("Weights travel to %s by %s: %s.", engine.base_url, route, reason)
+            if route == "stream":
                 engine.open_stream(device)
-            decided = [route.name, engine.describe().dtype]
+            decided = [route, engine.describe().dtype]
         broadcast_object_list(decided, from_process=0)
-        route_name, dtype = decided
+        route, dtype = decided
         sent_dtype = getattr(torch, dtype) if dtype else None  # casting for the engine saves bytes on the way
-        if route_name == "stream":
-            return ServerStream(engine), sent_dtype
+        if route == "stream":
+            return Stream(engine, is_served=True, sent_dtype=sent_dtype)
         # Two checkpoints at most: the one being written and the one that the engine may still be reading.
-        folder = self._open_folder(checkpoints=2)
-        if rollout.weight_sync == "llmcompressor":
-            # llm-compressor writes each tensor in the policy's own dtype, so what it is checked by must not be cast.
-            return LLMCompressorFiles(engine, folder), None
-        return CheckpointFiles(engine, folder), sent_dtype
+        return CheckpointFiles(engine, self._open_folder(checkpoints=2), sent_dtype)
 
-    def _start_colocated(self) -> tuple[Transport, torch.dtype | None]:
+    def _start_colocated(self) -> Transport:
         """Start an engine in this process, on a checkpoint that says how its layers are quantized."""
         check_head_size(self.model.config)
         by_files = self.rollout.weight_sync in ("checkpoint", "llmcompressor")
@@ -157,10 +132,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._folder = folder  # for as long as the engine lives, whose worker reads the headers of its start
         release_when_deleted(self.llm)
         engine = ColocatedEngine(self.llm, self._sleeps)
-        if folder is None or not by_files:
-            return InProcess(engine), None
-        files = LLMCompressorFiles if self.rollout.weight_sync == "llmcompressor" else CheckpointFiles
-        return files(engine, folder), None
+        return CheckpointFiles(engine, folder) if folder is not None and by_files else Stream(engine)
 
     def _say(self, message: str, *values: object) -> None:
         """Announce, once for all processes, what is going to take time."""
@@ -191,15 +163,9 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             vllm_generation.empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        sharding = Sharding(self._dist.fsdp_version if self._dist.is_fsdp else 0, self._dist.is_zero3)
         started = time.perf_counter()
-        report = self.sync.push(self.policy_parameters, sharding)
+        self._metrics = self.sync.push(self.policy_parameters, self._cost)
         self._seconds_in_syncs += time.perf_counter() - started
-        self._metrics = report.metrics
-        self._cost.quantize_s += report.quantize_s
-        self._cost.sync_s += report.sync_s
-        self._cost.check_s += report.check_s
-        self._cost.sent_bytes += report.sent_bytes
 
     def policy_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The policy's parameters under their checkpoint names, each whole while it is read, adapters merged in.
@@ -236,14 +202,12 @@ def _build_engine(engine: type, start: Path | None, engine_kwargs: dict[str, Any
     return engine(**trl_kwargs, **engine_kwargs, worker_extension_cls=WORKER_EXTENSION)
 
 
-@contextmanager
 def quantized_generation(
-    module: Any, rollout: RolloutSettings, global_step: Callable[[], int] = lambda: 0
-) -> Iterator[None]:
+    module: ModuleType, rollout: RolloutSettings, global_step: Callable[[], int]
+) -> AbstractContextManager[None]:
     """Let the trainer in a module of TRL build a `QuantizedVLLMGeneration` inside the block.
 
     `global_step` tells the optimizer steps done. It must not keep the trainer alive, or no engine is ever freed.
     """
     backend = functools.partial(QuantizedVLLMGeneration, rollout=rollout, global_step=global_step)
-    with substitute(module, "VLLMGeneration", backend):
-        yield
+    return substitute(module, "VLLMGeneration", backend)

@@ -14,7 +14,6 @@ import shutil
 import tempfile
 import weakref
 from collections import deque
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +33,7 @@ LOCK_NAME = "owner.lock"
 
 
 class CheckpointDirectory:
-    """A new directory for this run's checkpoints, removed with the object or at the end of the process.
+    """A new directory for this run's checkpoints, removed with the object, by `remove`, or when the process ends.
 
     Memory (`/dev/shm`) is preferred, since these files are written and read at every sync; where it is missing or too
     small (containers often give it 64 MB), the system's temporary directory is used. The user may have asked for
@@ -43,12 +42,8 @@ class CheckpointDirectory:
 
     def __init__(self, requested: str | None, bytes_needed: int) -> None:
         parents = [Path(requested)] if requested else [Path("/dev/shm"), Path(tempfile.gettempdir())]
-        self.path, lock = _create_owned(parents, bytes_needed, make_parent=requested is not None)
-        self._finalizer = weakref.finalize(self, _remove, self.path, lock)
-
-    def remove(self) -> None:
-        """Remove the directory now."""
-        self._finalizer()
+        self.path, lock = _create(parents, bytes_needed, make_parent=requested is not None)
+        self.remove = weakref.finalize(self, _remove, self.path, lock)
 
 
 class CheckpointFolder:
@@ -67,6 +62,7 @@ class CheckpointFolder:
     ) -> None:
         self._accelerator = accelerator
         self._writer = CheckpointWriter(model, tokenizer, settings.scheme, settings.ignore)
+        self.uses_llmcompressor = settings.weight_sync == "llmcompressor"
         self.is_writer = accelerator.is_main_process if settings.is_served else accelerator.is_local_main_process
         self._owned = CheckpointDirectory(settings.checkpoint_dir, bytes_needed) if self.is_writer else None
         writer = 0 if settings.is_served else accelerator.process_index - accelerator.local_process_index
@@ -100,22 +96,9 @@ class CheckpointFolder:
                 weights.unlink()
 
 
-def _create_owned(parents: list[Path], bytes_needed: int, make_parent: bool) -> tuple[Path, FileLock]:
-    while True:
-        path = _create(parents, bytes_needed, make_parent)
-        lock = FileLock(path / LOCK_NAME)
-        try:
-            lock.acquire(blocking=False)
-        except Timeout:
-            continue  # another run found it before it was locked, and is removing it
-        except (OSError, NotImplementedError):
-            return path, lock  # no locks on this file system, so no other run removes it
-        if path.exists():
-            return path, lock
-
-
-def _create(parents: list[Path], bytes_needed: int, make_parent: bool) -> Path:
-    reason = "no directory was found"
+def _create(parents: list[Path], bytes_needed: int, make_parent: bool) -> tuple[Path, FileLock]:
+    """A new directory in the first parent that has room, and the lock that its owner holds."""
+    reason = ""
     for parent in parents:
         try:
             if make_parent:
@@ -123,7 +106,7 @@ def _create(parents: list[Path], bytes_needed: int, make_parent: bool) -> Path:
             _remove_abandoned(parent)
             free = shutil.disk_usage(parent).free
             if free >= bytes_needed:
-                return _first_free(parent)
+                return _own_first_free(parent)
             reason = f"{free / 1e9:.3g} GB are free and {bytes_needed / 1e9:.3g} GB are needed"
         except OSError as error:
             reason = error.strerror or str(error)
@@ -133,14 +116,23 @@ def _create(parents: list[Path], bytes_needed: int, make_parent: bool) -> Path:
     )
 
 
-def _first_free(parent: Path) -> Path:
-    """A new directory with the lowest number that no run of this user has."""
+def _own_first_free(parent: Path) -> tuple[Path, FileLock]:
+    """A new directory with the lowest number that no run of this user has, and its lock."""
     numbers = itertools.count()
     while True:
         path = parent / f"{PREFIX}{os.getuid()}-{next(numbers)}"
-        with suppress(FileExistsError):
+        lock = FileLock(path / LOCK_NAME)
+        try:
             path.mkdir(mode=0o700)
-            return path
+            lock.acquire(blocking=False)
+        except (FileExistsError, Timeout):
+            continue  # it is another run's, or another run found it before it was locked and is removing it
+        except (OSError, NotImplementedError):
+            if not path.exists():
+                raise
+            return path, lock  # no locks on this file system, so no other run removes it
+        if path.exists():
+            return path, lock
 
 
 def _remove_abandoned(parent: Path) -> None:

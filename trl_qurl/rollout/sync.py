@@ -17,10 +17,12 @@ The way of a weight tensor, file by file:
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, is_peft_model
+from trl.distributed import DistributedBackend
 
 from trl_qurl.quantization.schemes import QuantizationScheme
 from trl_qurl.quantization.stream import NamedTensors, quantize_weights, stored_tensors
@@ -31,25 +33,20 @@ from trl_qurl.rollout.engine.interface import LoadReport, TensorMetadata, Weight
 from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.frozen import frozen_parameters
 from trl_qurl.rollout.settings import RolloutSettings
-from trl_qurl.rollout.transports import LLMCompressorFiles, Parameters, Shipment, Transport
+from trl_qurl.rollout.transports import Parameters, Shipment, Transport
 from trl_qurl.rollout.weight_change import WeightChangeTracker
 
 
-class Sharding(NamedTuple):
-    """How a launcher shards the policy."""
+@dataclass
+class RolloutCost:
+    """What rollouts cost this process."""
 
-    fsdp_version: int = 0  # 0 without FSDP
-    is_zero3: bool = False  # whether DeepSpeed keeps the parameters in parts
-
-
-class SyncReport(NamedTuple):
-    """What a sync cost, and what it measured."""
-
-    sync_s: float  # with quantization and digests, without the probe
-    quantize_s: float  # gathering and rounding
-    check_s: float  # digests and probe
-    sent_bytes: int  # of tensors made for the engine
-    metrics: dict[str, float]  # of the weights and the probe, where this sync was measured or probed
+    quantize_s: float = 0.0  # gathering and rounding
+    sync_s: float = 0.0  # whole syncs without the probe; contains `quantize_s`, and digests where there are any
+    check_s: float = 0.0  # digests and probes
+    sent_bytes: int = 0  # of tensors made for the engine
+    generate_s: float = 0.0
+    tokens: int = 0  # of completions
 
 
 class WeightSync:
@@ -61,7 +58,7 @@ class WeightSync:
         layers: Collection[str],  # names of the linear layers that are quantized, or would be
         transport: Transport,
         settings: RolloutSettings,
-        sent_dtype: torch.dtype | None,  # of tensors that are not quantized; `None` leaves them as they are
+        sharding: DistributedBackend,  # how the launcher shards the policy
         global_step: Callable[[], int],  # optimizer steps done
         keeps_weights: bool = True,  # an engine that sleeps does not, between two syncs
     ) -> None:
@@ -71,7 +68,7 @@ class WeightSync:
         self._layers = frozenset(layers)
         self._transport = transport
         self._settings = settings
-        self._sent_dtype = sent_dtype
+        self._sharding = sharding
         self._global_step = global_step
         self._keeps_weights = keeps_weights
         self._run = uuid.uuid4().hex[:8]
@@ -81,33 +78,34 @@ class WeightSync:
         self._announced: dict[str, TensorMetadata] | None = None
         self._tracker = WeightChangeTracker(settings.weight_metrics_interval, settings.scheme)
         self._probe = ProbeJudge()
-        self._quantize_s, self._sent_bytes = 0.0, 0  # of the sync in progress
 
-    def push(self, parameters: Parameters, sharding: Sharding) -> SyncReport:
+    def push(self, parameters: Parameters, cost: RolloutCost) -> dict[str, float]:
         """Bring the engine to the policy's current weights. A collective operation.
 
-        Raises `SyncError` if the engine does not hold what was sent, and `RuntimeError` if it could not load it
-        (`ServerError` from a server).
+        What it costs is added to `cost`. Returns metrics of the weights and the probe, where this sync was measured or
+        probed. Raises `SyncError` if the engine does not hold what was sent, and `RuntimeError` if it could not load
+        it (`ServerError` from a server).
         """
         started = time.perf_counter()
-        self._quantize_s, self._sent_bytes = 0.0, 0
         self._tracker.begin_sync()
         interval = self._settings.sync_check_interval
         checked = interval > 0 and self._count % interval == 0
-        left_out = self._unchanged(checked, sharding)
+        left_out = self._unchanged(checked)
         self._count += 1
         self.version = f"{self._run}-step{self._global_step()}-sync{self._count}"
         update = WeightUpdate(self.version, digest=checked, partial=bool(left_out))
-        sent = DigestRecorder(self._tensors(parameters, left_out), enabled=checked and self._transport.is_source)
+        tensors = self._tensors(parameters, left_out, cost)
+        sent = DigestRecorder(tensors, enabled=checked and self._transport.is_source)
         shipment = Shipment(sent, update, parameters, lambda: self._announce(parameters, left_out))
         self._verify(update, sent, self._transport.deliver(shipment))
         metrics = self._tracker.end_sync()
-        sync_s, check_s = time.perf_counter() - started, sent.seconds
+        cost.sync_s += time.perf_counter() - started
+        cost.check_s += sent.seconds
         if checked and self._settings.sync_probe:
             started = time.perf_counter()
-            metrics |= self._check_probe(sharding)
-            check_s += time.perf_counter() - started
-        return SyncReport(sync_s, self._quantize_s, check_s, self._sent_bytes, metrics)
+            metrics |= self._check_probe()
+            cost.check_s += time.perf_counter() - started
+        return metrics
 
     def require_version(self) -> None:
         """Raise `SyncError` if the engine no longer holds the weights of the last sync."""
@@ -120,7 +118,7 @@ class WeightSync:
                 "checkpoint."
             )
 
-    def _unchanged(self, checked: bool, sharding: Sharding) -> frozenset[str]:
+    def _unchanged(self, checked: bool) -> frozenset[str]:
         """Parameters that this sync leaves out: they were frozen at the last sync already, and still are.
 
         A sync that is checked or measured sends everything, so that whatever changes a frozen parameter after all
@@ -129,33 +127,37 @@ class WeightSync:
         scale = recorded_scale(self._base)  # UAQ scales norms whether they are trained or not
         before = self._frozen if scale == self._frozen_at_scale else frozenset()
         self._frozen_at_scale = scale
-        self._frozen = frozen_parameters(self._model) if sharding.fsdp_version != 1 else frozenset()
-        is_whole = isinstance(self._transport, LLMCompressorFiles)
+        self._frozen = frozen_parameters(self._model) if self._sharding.fsdp_version != 1 else frozenset()
+        is_whole = self._settings.weight_sync == "llmcompressor"
         if checked or is_whole or self._tracker.observes or not self._keeps_weights:
             return frozenset()
         return before & self._frozen
 
-    def _tensors(self, parameters: Parameters, left_out: frozenset[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is sent, made from a pass over the parameters, with the time that it takes to make."""
+    def _tensors(
+        self, parameters: Parameters, left_out: frozenset[str], cost: RolloutCost
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is sent, made from a pass over the parameters."""
         layers = {layer for layer in self._layers if f"{layer}.weight" not in left_out}
         kept = ((name, tensor) for name, tensor in parameters() if name not in left_out)
-        tensors = quantize_weights(kept, self._settings.scheme, layers, self._tracker.observe, self._sent_dtype)
+        scheme, dtype = self._settings.scheme, self._transport.sent_dtype
+        tensors = quantize_weights(kept, scheme, layers, self._tracker.observe, dtype)
         if is_peft_model(self._model):
             # vLLM may hold a tensor until its layer is complete; by then the adapter is unmerged from the parameter.
             tensors = ((name, tensor.clone()) for name, tensor in tensors)
         while True:
             started = time.perf_counter()
             item = next(tensors, None)
-            self._quantize_s += time.perf_counter() - started
+            cost.quantize_s += time.perf_counter() - started
             if item is None:
                 return
-            self._sent_bytes += item[1].nbytes
+            cost.sent_bytes += item[1].nbytes
             yield item
 
     def _announce(self, parameters: Parameters, left_out: frozenset[str]) -> TensorMetadata:
         """What the stream will hold, for a server that must know it beforehand; the parameters are walked once."""
         if self._announced is None:
-            self._announced = announce(parameters(), self._settings.scheme, self._layers, self._sent_dtype)
+            scheme, dtype = self._settings.scheme, self._transport.sent_dtype
+            self._announced = announce(parameters(), scheme, self._layers, dtype)
         announced = self._announced.items()
         return [entry for name, entries in announced if name not in left_out for entry in entries]
 
@@ -171,9 +173,9 @@ class WeightSync:
                 compare_digests(sent.digests, report.digests)
         self.require_version()
 
-    def _check_probe(self, sharding: Sharding) -> dict[str, float]:
+    def _check_probe(self) -> dict[str, float]:
         """Compare the engine with the trainer's own quantized forward pass, where the trainer can make one."""
-        if sharding.is_zero3 or sharding.fsdp_version == 1:
+        if self._sharding.is_zero3 or self._sharding.fsdp_version == 1:
             return {}  # a layer's weight is not whole where the pass would quantize it
         engine = self._transport.engine
         probe: list[Any] = [None]  # prompts, and the engine's continuations
@@ -182,7 +184,7 @@ class WeightSync:
             vocabulary_size = self._base.config.get_text_config().vocab_size
             prompts = probe_prompts(vocabulary_size, described.block_size, described.max_model_len)
             probe = [(prompts, engine.continue_greedily(prompts, STEPS))]
-        if self._settings.is_served and sharding.fsdp_version == 2:
+        if self._settings.is_served and self._sharding.fsdp_version == 2:
             broadcast_object_list(probe, from_process=0)  # each process holds a part of the weights
         if probe[0] is None:
             return {}

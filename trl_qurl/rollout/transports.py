@@ -1,16 +1,14 @@
 """The ways in which weights reach an engine, behind one interface.
 
-- `InProcess`: vLLM in the trainer's process reads the stream itself.
-- `ServerStream`: the main process broadcasts the stream to a server's workers over NCCL.
+- `Stream`: vLLM in the trainer's process reads the stream itself; a server's workers receive it over NCCL.
 - `CheckpointFiles`: the stream is written to a directory that the engine sees, and the engine reads it there. This
-  works between any processes that share a file system, on any device.
-- `LLMCompressorFiles`: the same, but llm-compressor makes the checkpoint; the stream is what its result is checked by.
+  works between any processes that share a file system, on any device. Where llm-compressor makes the checkpoint, the
+  stream is what its result is checked by.
 """
 
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -36,13 +34,10 @@ class Shipment(NamedTuple):
 class Transport(ABC):
     """One way to an engine, which is `None` in a process that has none."""
 
-    def __init__(self, engine: Engine | None) -> None:
+    def __init__(self, engine: Engine | None, sent_dtype: torch.dtype | None = None) -> None:
         self.engine = engine
-
-    @property
-    def is_source(self) -> bool:
-        """Whether this process's stream is what its engine receives, so that both can be compared."""
-        return self.engine is not None
+        self.is_source = engine is not None  # whether this process's stream is what its engine receives
+        self.sent_dtype = sent_dtype  # of tensors that are not quantized; `None` leaves them as they are
 
     @abstractmethod
     def deliver(self, shipment: Shipment) -> list[LoadReport]:
@@ -52,7 +47,16 @@ class Transport(ABC):
         only take part in that.
         """
 
-    def _stream(self, shipment: Shipment, metadata: TensorMetadata | None) -> list[LoadReport]:
+
+class Stream(Transport):
+    """To vLLM in this process, or to a server's workers over NCCL, who must know beforehand what will come."""
+
+    def __init__(self, engine: Engine | None, is_served: bool = False, sent_dtype: torch.dtype | None = None) -> None:
+        super().__init__(engine, sent_dtype)
+        self._is_served = is_served
+
+    def deliver(self, shipment: Shipment) -> list[LoadReport]:  # noqa: D102
+        metadata = shipment.announce() if self._is_served else None
         if self.engine is None:
             deque(shipment.tensors, maxlen=0)
             return []
@@ -65,77 +69,45 @@ class Transport(ABC):
         return reports
 
 
-class InProcess(Transport):
-    """To vLLM in this process."""
-
-    def deliver(self, shipment: Shipment) -> list[LoadReport]:  # noqa: D102
-        return self._stream(shipment, None)
-
-
-class ServerStream(Transport):
-    """To a server's workers, over NCCL, who must know beforehand what will come."""
-
-    def deliver(self, shipment: Shipment) -> list[LoadReport]:  # noqa: D102
-        return self._stream(shipment, shipment.announce())
-
-
 class CheckpointFiles(Transport):
     """To an engine that sees a directory which this run writes to."""
 
-    def __init__(self, engine: Engine | None, folder: CheckpointFolder) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Engine | None, folder: CheckpointFolder, sent_dtype: torch.dtype | None = None) -> None:
+        # llm-compressor writes each tensor in the policy's own dtype, so what it is checked by must not be cast.
+        super().__init__(engine, None if folder.uses_llmcompressor else sent_dtype)
+        self.is_source = engine is not None and folder.is_writer
         self._folder = folder
         self._count = 0
 
-    @property
-    def is_source(self) -> bool:
-        """Whether this process writes what its engine reads."""
-        return self._folder.is_writer and self.engine is not None
-
     def deliver(self, shipment: Shipment) -> list[LoadReport]:  # noqa: D102
         self._count += 1
-        path = self._write(f"sync-{self._count}", shipment)
+        name = f"sync-{self._count}"
+        if self._folder.uses_llmcompressor:
+            deque(shipment.tensors, maxlen=0)  # for digests and measurements
+            path = self._folder.write_with_llmcompressor(name, shipment.parameters())
+        else:
+            path = self._folder.write(name, shipment.tensors)
         reports = [] if self.engine is None else self.engine.load_checkpoint(path, shipment.update)
         self._folder.remove(f"sync-{self._count - 1}")
         return reports
 
-    def _write(self, name: str, shipment: Shipment) -> Path:
-        return self._folder.write(name, shipment.tensors)
 
+def choose_route(requested: str, device: torch.device, has_weight_transfer: bool) -> tuple[str, str]:
+    """Decide how weights travel to a server: `"stream"` or `"checkpoint"`, and the reason.
 
-class LLMCompressorFiles(CheckpointFiles):
-    """As `CheckpointFiles`, with a checkpoint that llm-compressor makes from the policy's parameters."""
-
-    def _write(self, name: str, shipment: Shipment) -> Path:
-        deque(shipment.tensors, maxlen=0)  # for digests and measurements
-        return self._folder.write_with_llmcompressor(name, shipment.parameters())
-
-
-class Route(NamedTuple):
-    """How weights travel to a server."""
-
-    name: str  # "stream" or "checkpoint"
-    reason: str
-
-
-def choose_route(requested: str, device: torch.device, has_weight_transfer: bool) -> Route:
-    """Decide how weights travel from a trainer on `device` to a server that may have vLLM's NCCL weight transfer.
-
-    `requested` is `weight_sync` of the config; with `"auto"`, a stream where both sides have NCCL, else checkpoints.
-    A stream that is asked for but not possible is a `ValueError`.
+    `requested` is `weight_sync` of the config, `device` the trainer's; the server may have NCCL weight transfer. A
+    stream that is asked for but not possible is a `ValueError`.
     """
-    can_stream = device.type == "cuda" and has_weight_transfer
-    if can_stream:
-        reason = "the trainer and the server both have NCCL"
-    elif device.type != "cuda":
-        reason = f"NCCL needs a CUDA device, and the trainer's is {device.type!r}"
-    else:
-        reason = "the server was started without --weight-transfer-config"
+    obstacle = None
+    if device.type != "cuda":
+        obstacle = f"NCCL needs a CUDA device, and the trainer's is {device.type!r}"
+    elif not has_weight_transfer:
+        obstacle = "the server was started without --weight-transfer-config"
     if requested == "auto":
-        return Route("stream" if can_stream else "checkpoint", reason)
-    if requested == "stream" and not can_stream:
+        return "checkpoint" if obstacle else "stream", obstacle or "the trainer and the server both have NCCL"
+    if requested == "stream" and obstacle:
         raise ValueError(
-            f"weight_sync='stream' is not possible: {reason}. Start the server with `trl-qurl serve` where it sees a "
-            "GPU, or set weight_sync='checkpoint' (or 'auto')."
+            f"weight_sync='stream' is not possible: {obstacle}. Start the server with `trl-qurl serve` where it sees "
+            "a GPU, or set weight_sync='checkpoint' (or 'auto')."
         )
-    return Route("stream" if requested == "stream" else "checkpoint", f"weight_sync={requested!r} asks for it")
+    return "stream" if requested == "stream" else "checkpoint", f"weight_sync={requested!r} asks for it"

@@ -30,6 +30,7 @@ class WeightChangeTracker:
         self.every = every
         self._scheme = scheme
         self._sync = -1
+        self._measures = self._precedes_measurement = False
         self._weights: dict[str, torch.Tensor] = {}
         self._codes: dict[str, torch.Tensor] = {}
         self._sums: dict[str, float] = {}
@@ -37,21 +38,14 @@ class WeightChangeTracker:
     def begin_sync(self) -> None:
         """Start a new pass over the weights."""
         self._sync += 1
+        self._measures = self.every > 0 and self._sync % self.every == 0
+        self._precedes_measurement = self.every > 0 and (self._sync + 1) % self.every == 0
         self._sums = dict.fromkeys(("update", "old_norm", "error", "norm", "flipped", "codes"), 0.0)
-
-    @property
-    def measures(self) -> bool:
-        """Whether this sync is one of those measured."""
-        return self.every > 0 and self._sync >= 0 and self._sync % self.every == 0
 
     @property
     def observes(self) -> bool:
         """Whether this sync has to be observed: it is measured, or the next one is compared with it."""
-        return self.measures or self._precedes_measurement
-
-    @property
-    def _precedes_measurement(self) -> bool:
-        return self.every > 0 and self._sync >= 0 and (self._sync + 1) % self.every == 0
+        return self._measures or self._precedes_measurement
 
     @torch.no_grad()
     def observe(self, layer: str, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -64,9 +58,9 @@ class WeightChangeTracker:
             tensors: What the scheme made of it; none in unquantized rollouts.
         """
         scheme, sums = self._scheme, self._sums
-        if self.measures:
+        if self._measures:
             self._compare_weights(layer, weight)
-        if self.measures and scheme is not None:
+        if self._measures and scheme is not None:
             sums["norm"] += _squared_norm(weight)
             sums["error"] += _squared_norm(scheme.dequantize(tensors) - weight)
             if layer in self._codes:

@@ -10,6 +10,7 @@ the vocabulary). The probe (`probe`) shares no code with these checks and covers
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
 
 import torch
 
@@ -69,18 +70,13 @@ def as_announced(
 
     Raises `SyncError` at the first tensor that differs, or once the workers have stopped receiving (`refused`).
     """
-    sent = 0
-    for name, tensor in named_tensors:
-        found = (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-        announced = metadata[sent] if sent < len(metadata) else "nothing"
+    for index, (item, announced) in enumerate(zip_longest(named_tensors, metadata)):
+        found = item and (item[0], str(item[1].dtype).removeprefix("torch."), list(item[1].shape))
         if found != announced:
-            raise SyncError(f"Tensor {sent} of the stream is {found}, where {announced} was announced.")
+            raise SyncError(f"Tensor {index} of the stream is {found}, where {announced} was announced.")
         if refused():
             raise SyncError("The server's workers answered before the last tensor was sent.")
-        sent += 1
-        yield name, tensor
-    if sent < len(metadata):
-        raise SyncError(f"The stream ended after {sent} tensors, where {len(metadata)} were announced.")
+        yield item
 
 
 class ReceivedTensors:
@@ -89,36 +85,36 @@ class ReceivedTensors:
     def __init__(self, model: torch.nn.Module, enabled: bool = True) -> None:
         self._model = model
         self._enabled = enabled
+        self._dtypes = {name: parameter.dtype for name, parameter in self._comparable().items()}
         self.digests: dict[str, str] = {}  # by name, over all streams watched
         self._expected: dict[str, tuple[torch.Size, str]] = {}
 
     def watch(self, named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
         """Pass tensors on, and keep their digests."""
-        if not self._enabled:
-            yield from named_tensors
-            return
-        held = self._comparable()
         for name, tensor in named_tensors:
-            self.digests[name] = tensor_digest(tensor)
-            if name in held and _keeps_layout(held[name], tensor.shape):
-                self._expected[name] = tensor.shape, tensor_digest(tensor.to(held[name].dtype))
+            if self._enabled:
+                self.digests[name] = tensor_digest(tensor)
+                if name in self._dtypes:
+                    self._expected[name] = tensor.shape, tensor_digest(tensor.to(self._dtypes[name]))
             yield name, tensor
 
     def compare(self) -> list[str]:
         """Names of the parameters that could be compared. One that does not hold what came in is a `RuntimeError`."""
-        held = self._comparable()
+        parameters = self._comparable()
         compared, differing = [], []
         for name, (shape, digest) in self._expected.items():
-            if name not in held or not _keeps_layout(held[name], shape):
-                continue
-            compared.append(name)
-            if tensor_digest(held[name][: shape[0]] if shape else held[name]) != digest:
-                differing.append(name)
+            held = parameters[name]
+            if shape and held.dim():
+                held = held[: shape[0]]  # an embedding may have more rows
+            if held.shape == shape:
+                compared.append(name)
+                if tensor_digest(held) != digest:
+                    differing.append(name)
         if differing:
             raise RuntimeError(
                 f"The engine received the right weights, but {len(differing)} of the {len(compared)} parameters that "
                 f"can be compared do not hold them, first {differing[0]}: the engine's loader changed them. Please "
-                "open an issue with the name of the model and the output of `trl-qurl env`. Until then, "
+                "open an issue with the model's name and the output of `trl-qurl env`. Until then, "
                 "rollout_quantization=None may work."
             )
         return compared
@@ -131,10 +127,3 @@ class ReceivedTensors:
             if not hasattr(module, "quant_method") or type(module).__name__ == "VocabParallelEmbedding"
             for name, parameter in module.named_parameters(recurse=False)
         }
-
-
-def _keeps_layout(held: torch.Tensor, shape: torch.Size) -> bool:
-    """Whether a parameter has this shape, or more rows of it."""
-    if held.shape == shape:
-        return True
-    return len(shape) > 0 and held.shape[1:] == shape[1:] and held.shape[0] > shape[0]

@@ -95,11 +95,16 @@ class ServedEngine(VLLMClient, Engine):
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         """Refuse a server that cannot load our weights. `open_stream` opens NCCL, if it is used at all."""
-        if self._server_info()["parallel_config"]["worker_extension_cls"] != WORKER_EXTENSION:
+        try:
+            info = self.get_server_info()
+        except RuntimeError:  # its development endpoints are closed
+            info = {"parallel_config": {"worker_extension_cls": ""}}
+        if info["parallel_config"]["worker_extension_cls"] != WORKER_EXTENSION:
             raise ValueError(
-                f"The vLLM server at {self.base_url} runs without trl-qurl's worker extension, which loads the "
-                f"weights. Restart it with {self._command}."
+                f"The vLLM server at {self.base_url} cannot load weights: it runs without trl-qurl's worker extension "
+                f"or vLLM's development endpoints. Restart it with {self._command}."
             )
+        self.has_weight_transfer = info["weight_transfer_config"] is not None  # whether it was started with NCCL
         served = self.describe()
         wanted_format, wanted_ignore = (self.scheme.checkpoint_format, self.ignore) if self.scheme else (None, ())
         # vLLM may have renamed the ignored modules to its own names, so only their number is compared.
@@ -112,10 +117,6 @@ class ServedEngine(VLLMClient, Engine):
                 "or change rollout_quantization or quantization_ignore."
             )
 
-    def has_weight_transfer(self) -> bool:
-        """Whether the server was started with vLLM's NCCL weight transfer."""
-        return self._server_info()["weight_transfer_config"] is not None
-
     def open_stream(self, device: torch.device) -> None:
         """Open the NCCL group over which tensors travel."""
         super().init_communicator(device)
@@ -123,15 +124,6 @@ class ServedEngine(VLLMClient, Engine):
     @property
     def _command(self) -> str:
         return f"`trl-qurl serve MODEL --scheme {self.scheme.name if self.scheme else UNQUANTIZED}`"
-
-    def _server_info(self) -> dict[str, Any]:
-        try:
-            return self.get_server_info()
-        except RuntimeError:
-            raise ValueError(
-                f"The vLLM server at {self.base_url} runs without its development endpoints, through which weights "
-                f"are loaded. Restart it with {self._command}."
-            ) from None
 
     # Engine ----------------------------------------------------------------------------------------------------------
 
