@@ -77,13 +77,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         transport = self._connect() if self.rollout.is_served else self._start_colocated()
         self.engine = transport.engine
         self.sync = WeightSync(
-            self.model,
-            self._layers,
-            transport,
-            self.rollout,
-            self._dist,
-            self._global_step,
-            keeps_weights=not self._sleeps,
+            self.model, self._layers, transport, self.rollout, self._dist, self._global_step, not self._sleeps
         )
 
     def _connect(self) -> Transport:

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 class MismatchTally:
-    """
-    The mismatch of a rollout, added up over the parts in which its log-probabilities are computed.
+    """The mismatch of a rollout, added up over the parts in which its log-probabilities are computed.
 
     Args:
         accelerator: Of the processes that share the rollout.
@@ -24,11 +23,7 @@ class MismatchTally:
 
     def __init__(self, accelerator: "Accelerator") -> None:
         self._accelerator = accelerator
-        self._clear()
-
-    def _clear(self) -> None:
-        self._sums = torch.zeros(6, dtype=torch.float64)  # tokens learned from, and `mismatch_sums`
-        self._ratio_max = torch.zeros(())
+        self._parts: list[torch.Tensor] = []  # tokens learned from, `mismatch_sums` and the largest ratio, (7,) each
 
     def add(self, proximal_logps: torch.Tensor, behavior_logps: torch.Tensor, mask: torch.Tensor, cap: float) -> None:
         """Add a part of the rollout.
@@ -40,12 +35,10 @@ class MismatchTally:
             cap: C, a ratio.
         """
         sums, ratio_max = mismatch_sums(proximal_logps, behavior_logps, mask, cap)
-        self._sums = self._sums.to(sums.device) + torch.cat([mask.sum().double().unsqueeze(0), sums])
-        self._ratio_max = torch.maximum(self._ratio_max.to(ratio_max), ratio_max)
+        self._parts.append(torch.stack([mask.sum(), *sums, ratio_max]))
 
     def pop(self) -> dict[str, float]:
-        """
-        Metrics of the whole rollout, once. A collective operation.
+        """Metrics of the whole rollout, once. A collective operation.
 
         Returns:
             Metrics by name, as `mismatch_metrics` has them; none if there was no token to learn from.
@@ -53,10 +46,10 @@ class MismatchTally:
         Raises:
             RuntimeError: The engine gave no finite log-probability for any token.
         """
+        parts, self._parts = torch.stack(self._parts), []  # (parts, 7)
         # Accelerators without float64 exist; the sums were formed in it.
-        sums = self._accelerator.reduce(self._sums.float().to(self._accelerator.device), reduction="sum")
-        ratio_max = self._accelerator.gather(self._ratio_max.float().to(self._accelerator.device)).max().item()
-        self._clear()
+        sums = self._accelerator.reduce(parts[:, :6].sum(0).float(), reduction="sum")
+        ratio_max = self._accelerator.gather(parts[:, 6].max().float()).max().item()
         metrics = mismatch_metrics(sums[1:], ratio_max)
         if not metrics and sums[0] > 0:
             raise RuntimeError(
@@ -69,8 +62,7 @@ class MismatchTally:
 def mismatch_sums(
     proximal_logps: torch.Tensor, behavior_logps: torch.Tensor, mask: torch.Tensor, cap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""
-    Sums over the tokens that vLLM scored, to be added up over processes.
+    r"""Sums over the tokens that vLLM scored, to be added up over processes.
 
     Args:
         proximal_logps: `(B, T)`, log-probabilities under the full-precision policy at rollout time, in nats.
@@ -89,14 +81,13 @@ def mismatch_sums(
 
 
 def mismatch_metrics(sums: torch.Tensor, ratio_max: float) -> dict[str, float]:
-    r"""
-    Metrics from reduced sums.
+    r"""Metrics from reduced sums.
 
     $$k_1 = -\overline{\log\rho}, \quad k_3 = \overline{\rho - 1 - \log\rho}, \quad
       \mathrm{ESS} = \frac{(\sum\rho)^2}{n \sum\rho^2}$$
 
-    Where both k are estimators of KL(π_behav ‖ π_prox) from tokens of π_behav (Schulman 2020, "Approximating KL
-    Divergence"), and ESS is the effective sample size as a share of the n tokens.
+    Where both k estimate KL(π_behav ‖ π_prox) from tokens of π_behav (Schulman 2020, "Approximating KL Divergence"),
+    and ESS is the effective sample size as a share of the n tokens.
 
     Args:
         sums: First result of `mismatch_sums`, added up over processes, (5,).

@@ -56,7 +56,7 @@ class Stream(Transport):
         self._is_served = is_served
 
     def deliver(self, shipment: Shipment) -> list[LoadReport]:  # noqa: D102
-        metadata = shipment.announce() if self._is_served else None
+        metadata = shipment.announce() if self._is_served else []
         if self.engine is None:
             deque(shipment.tensors, maxlen=0)
             return []

@@ -18,8 +18,8 @@ class WeightChangeTracker:
     $$\frac{\lVert\theta^{t} - \theta^{t-N}\rVert^2}{\lVert\theta^{t-N}\rVert^2} \text{ (Eq. 13)}, \qquad
       \frac{\lVert Q(\theta^t) - \theta^t\rVert^2}{\lVert\theta^t\rVert^2} \text{ (Eq. 14)}$$
 
-    Where $\theta$ are the weights of the quantized layers, in both ratios. The share of changed codes compares a sync
-    with the one before it.
+    Where $\theta$ are the weights of the quantized layers. The share of changed codes compares a sync with the one
+    before it.
 
     Args:
         every: Syncs N between measurements (the paper uses 16); 0 measures nothing.
@@ -30,7 +30,7 @@ class WeightChangeTracker:
         self.every = every
         self._scheme = scheme
         self._sync = -1
-        self._measures = self._precedes_measurement = False
+        self._measures = self._precedes_measurement = self.observes = False
         self._weights: dict[str, torch.Tensor] = {}
         self._codes: dict[str, torch.Tensor] = {}
         self._sums: dict[str, float] = {}
@@ -40,17 +40,12 @@ class WeightChangeTracker:
         self._sync += 1
         self._measures = self.every > 0 and self._sync % self.every == 0
         self._precedes_measurement = self.every > 0 and (self._sync + 1) % self.every == 0
+        self.observes = self._measures or self._precedes_measurement  # whether sync must send everything
         self._sums = dict.fromkeys(("update", "old_norm", "error", "norm", "flipped", "codes"), 0.0)
-
-    @property
-    def observes(self) -> bool:
-        """Whether this sync has to be observed: it is measured, or the next one is compared with it."""
-        return self._measures or self._precedes_measurement
 
     @torch.no_grad()
     def observe(self, layer: str, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-        """
-        Observe one layer. Nothing is modified.
+        """Observe one layer. Nothing is modified.
 
         Args:
             layer: Its name.
@@ -80,8 +75,7 @@ class WeightChangeTracker:
             self._weights[layer] = weight.to("cpu", copy=True)
 
     def end_sync(self) -> dict[str, float]:
-        """
-        Metrics of the sync that has just ended; empty if it was not measured.
+        """Metrics of the sync that has just ended; empty if it was not measured.
 
         Returns:
             `weights/normalized_quantization_error` at every measurement; after the first, also

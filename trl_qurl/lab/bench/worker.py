@@ -142,7 +142,7 @@ def measure_sync(llm: LLM, policy: Any, job: Job) -> tuple[Timing, int]:
 
     def sync() -> float:
         started = seconds(policy)
-        engine.load_stream(quantize_weights(parameters(), scheme, layers), None, WeightUpdate("bench"))
+        engine.load_stream(quantize_weights(parameters(), scheme, layers), [], WeightUpdate("bench"))
         return seconds(policy) - started
 
     sync()

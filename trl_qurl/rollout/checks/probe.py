@@ -38,7 +38,6 @@ from trl_qurl.rollout.errors import SyncError
 logger = logging.getLogger(__name__)
 
 SHORT_LENGTH = 7  # tokens
-LONG_PROMPTS = 2  # beside one short one
 STEPS = 8  # tokens by which each prompt is continued
 
 ROUNDING = 2.0**-8  # the largest relative error of one rounding to bfloat16, doubled for input and output
@@ -63,29 +62,25 @@ class ProbeJudge:
     """Decides whether a probe is sound, worth a warning, or a fault; calibrated by the run's own first check."""
 
     def __init__(self) -> None:
-        self._limit = FAULT_RATIO
-        self._is_calibrated = False
+        self._limit: float | None = None  # after the first check
 
     def judge(self, result: ProbeResult) -> None:
         """Pass a result, warn about it, or raise `SyncError` if it is out of all proportion or not a number."""
-        limit = self._limit
+        limit = self._limit or FAULT_RATIO
         measured = f"{result.distance:.3g} nats, {result.ratio:.2g} times what rounding explains (limit {limit:.2g})"
         if not result.ratio <= limit:  # NaN as well
             raise SyncError(
                 f"The engine's log-probabilities of the probe differ from the policy's own quantized forward pass by "
                 f"{measured}: it does not compute with the weights that were sent, or keeps a cache from older ones. "
-                "Training has stopped. Resume from the last checkpoint. If the engine is right and this check is not, "
-                "set sync_probe=False."
+                "Resume from the last checkpoint. If the engine is right and this check is not, set sync_probe=False."
             )
         if result.ratio > 1:
             logger.warning(
                 "The engine's log-probabilities of the probe differ from the policy's own quantized forward pass by "
-                "%s. Kernels of this machine may round differently. Watch mismatch/kl_k3 and sync/probe_ratio: "
-                "both should stay level.",
+                "%s. Kernels may round differently here: mismatch/kl_k3 and sync/probe_ratio should stay level.",
                 measured,
             )
-        if not self._is_calibrated:
-            self._is_calibrated = True
+        if self._limit is None:
             self._limit = max(LEAST_LIMIT, min(FAULT_RATIO, GROWTH * result.ratio))
 
 
@@ -96,7 +91,7 @@ def probe_prompts(vocabulary_size: int, block_size: int, max_model_len: int) -> 
     """
     generator = torch.Generator().manual_seed(0)
     first, last = vocabulary_size // 20, max(1, vocabulary_size * 9 // 10)
-    lengths = [SHORT_LENGTH] + [block_size + SHORT_LENGTH] * LONG_PROMPTS
+    lengths = [SHORT_LENGTH, block_size + SHORT_LENGTH, block_size + SHORT_LENGTH]
     prompts = [torch.randint(first, last, (length,), generator=generator).tolist() for length in lengths]
     return [prompt[: max(1, max_model_len - STEPS)] for prompt in prompts]
 

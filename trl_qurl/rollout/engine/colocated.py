@@ -28,7 +28,7 @@ class ColocatedEngine(Engine):
         self._sleeps = sleeps  # between rollouts, so that the key-value cache has to be woken first
 
     def load_stream(  # noqa: D102
-        self, named_tensors: NamedTensors, metadata: TensorMetadata | None, update: WeightUpdate
+        self, named_tensors: NamedTensors, metadata: TensorMetadata, update: WeightUpdate
     ) -> list[LoadReport]:
         return self._load(update, weights_iterator=named_tensors)
 

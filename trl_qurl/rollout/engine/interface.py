@@ -55,7 +55,7 @@ class Engine(ABC):
 
     @abstractmethod
     def load_stream(
-        self, named_tensors: NamedTensors, metadata: TensorMetadata | None, update: WeightUpdate
+        self, named_tensors: NamedTensors, metadata: TensorMetadata, update: WeightUpdate
     ) -> list[LoadReport]:
         """Replace the weights in place from a stream in checkpoint format, and drop what the old ones left cached.
 

