@@ -156,6 +156,7 @@ def ends(monkeypatch):
     worker = Worker()
     client = ServedEngine.__new__(ServedEngine)  # without the connection that its constructor makes
     client.communicator, client._failure, client.worker = between.sender(), None, worker
+    client.base_url = "http://of.the.worker"
     client.requests = []
 
     def answer(verb, path, json=None):

@@ -121,7 +121,7 @@ def test_stream_to_a_server(dtype, model, ends):  # noqa: F811
     # Of the engine only the loading is real here: it has no version to ask for, and nothing to probe.
     client.version = lambda: sync.version
     settings = RolloutSettings(SCHEMES["int8"], is_served=True, sync_check_interval=1, sync_probe=False)
-    transport = Stream(client, is_served=True, sent_dtype=dtype)
+    transport = Stream(client, sent_dtype=dtype)
     sync = WeightSync(policy, layers, transport, settings, DistributedBackend(Accelerator()), lambda: 0)
 
     def parameters():

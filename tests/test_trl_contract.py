@@ -549,13 +549,15 @@ def test_the_worker_extension_is_mixed_in_by_name():
 def test_the_finalizer_of_an_engine_takes_the_process_groups_along():
     client = text_of("vllm.v1.engine.core_client", "InprocClient.__init__")
     assert "self._finalizer = weakref.finalize(self, self.engine_core.shutdown)" in client, (
-        "vLLM's InprocClient has another finalizer, which rollout/engine/release.py replaces."
+        "vLLM's InprocClient has another finalizer, which rollout/engine/colocated.py replaces."
     )
     shutdown = text_of("vllm.v1.engine.core", "EngineCore.shutdown")
     for part in ("structured_output_manager.clear_backend()", "model_executor.shutdown()", "scheduler.shutdown()"):
-        assert part in shutdown, f"EngineCore.shutdown has no `{part}`, which rollout/engine/release.py calls itself."
+        assert part in shutdown, (
+            f"EngineCore.shutdown has no `{part}`, which rollout/engine/colocated.py calls itself."
+        )
     assert "cleanup_dist_env_and_memory()" in shutdown, (
-        "EngineCore.shutdown spares the process groups: rollout/engine/release.py may go."
+        "EngineCore.shutdown spares the process groups: release_when_deleted may go."
     )
 
 

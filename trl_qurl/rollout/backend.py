@@ -6,7 +6,6 @@ parameters are gathered (FSDP, ZeRO-3, PEFT) and how completions are generated s
 """
 
 import functools
-import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -15,24 +14,25 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, is_peft_model
 from torch.distributed.fsdp import FSDPModule
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
+from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.layers import linear_layer_names, quantized_layer_names
 from trl_qurl.quantization.stream import quantize_weights, stored_tensors
 from trl_qurl.rollout.directory import CheckpointFolder
-from trl_qurl.rollout.engine.colocated import ColocatedEngine, check_head_size
+from trl_qurl.rollout.engine.colocated import ColocatedEngine, check_head_size, release_when_deleted
 from trl_qurl.rollout.engine.interface import Engine
-from trl_qurl.rollout.engine.release import release_when_deleted
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION, ServedEngine
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.sync import RolloutCost, WeightSync
 from trl_qurl.rollout.transports import CheckpointFiles, Stream, Transport, choose_route
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)  # of the main process
 
 
 class QuantizedVLLMGeneration(VLLMGeneration):
@@ -101,26 +101,27 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         route, dtype = decided
         sent_dtype = getattr(torch, dtype) if dtype else None  # casting for the engine saves bytes on the way
         if route == "stream":
-            return Stream(engine, is_served=True, sent_dtype=sent_dtype)
+            return Stream(engine, sent_dtype)
         # Two checkpoints at most: the one being written and the one that the engine may still be reading.
         return CheckpointFiles(engine, self._open_folder(checkpoints=2), sent_dtype)
 
     def _start_colocated(self) -> Transport:
         """Start an engine in this process, on a checkpoint that says how its layers are quantized."""
         check_head_size(self.model.config)
+        label = self.rollout.scheme.label if self.rollout.scheme else "full-precision"
         by_files = self.rollout.weight_sync in ("checkpoint", "llmcompressor")
         needs_start = self.rollout.scheme is not None or not self.model.name_or_path
         folder = self._open_folder(checkpoints=2 if by_files else 1) if by_files or needs_start else None
         start = None
         if folder is not None and needs_start:
-            self._say("Writing %s weights for vLLM to %s.", self._format, folder.path)
+            logger.info("Writing %s weights for vLLM to %s.", label, folder.path)
             tensors = quantize_weights(self.policy_parameters(), self.rollout.scheme, self._layers)
             start = folder.write("start", tensors)
         build_engine = functools.partial(_build_engine, vllm_generation.LLM, start, self.rollout.engine_kwargs)
-        self._say("Starting vLLM (%s). If it has to compile, that takes a minute.", self._format)
+        logger.info("Starting vLLM (%s). If it has to compile, that takes a minute.", label)
         with substitute(vllm_generation, "LLM", build_engine):
             super()._init_vllm()
-        self._say("vLLM is ready.")
+        logger.info("vLLM is ready.")
         if folder is not None:
             folder.drop_weights("start")
         self._folder = folder  # for as long as the engine lives, whose worker reads the headers of its start
@@ -128,26 +129,19 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         engine = ColocatedEngine(self.llm, self._sleeps)
         return CheckpointFiles(engine, folder) if folder is not None and by_files else Stream(engine)
 
-    def _say(self, message: str, *values: object) -> None:
-        """Announce, once for all processes, what is going to take time."""
-        if self.accelerator.is_main_process:
-            logger.info(message, *values)
-
-    @property
-    def _format(self) -> str:
-        return self.rollout.scheme.label if self.rollout.scheme else "full-precision"
-
     @property
     def _sleeps(self) -> bool:
         return self.mode == "colocate" and self.enable_sleep_mode
 
     def _open_folder(self, checkpoints: int) -> CheckpointFolder:
+        rollout, model = self.rollout, self.base_model
         size = checkpoints * sum(
             stored.nbytes
-            for name, parameter in self.base_model.named_parameters()
-            for stored in stored_tensors(name, parameter, self.rollout.scheme, self._layers)
+            for name, parameter in model.named_parameters()
+            for stored in stored_tensors(name, parameter, rollout.scheme, self._layers)
         )
-        return CheckpointFolder(self.accelerator, self.rollout, self.base_model, self.processing_class, size)
+        writer = CheckpointWriter(model, self.processing_class, rollout.scheme, rollout.ignore)
+        return CheckpointFolder(self.accelerator, rollout, writer, size)
 
     # Weight sync -----------------------------------------------------------------------------------------------------
 

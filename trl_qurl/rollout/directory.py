@@ -15,7 +15,6 @@ import tempfile
 import weakref
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -25,9 +24,6 @@ from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.settings import RolloutSettings
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 PREFIX = "trl-qurl-"
 LOCK_NAME = "owner.lock"
 
@@ -36,13 +32,12 @@ class CheckpointDirectory:
     """A new directory for this run's checkpoints, removed with the object, by `remove`, or when the process ends.
 
     Memory (`/dev/shm`) is preferred, since these files are written and read at every sync; where it is missing or too
-    small (containers often give it 64 MB), the system's temporary directory is used. The user may have asked for
-    another parent. Where that cannot be written, or too little space is left, it is an `OSError`.
+    small (containers often give it 64 MB), the system's temporary directory is used, unless another parent is
+    requested. One that cannot be written or has too little space is an `OSError`.
     """
 
     def __init__(self, requested: str | None, bytes_needed: int) -> None:
-        parents = [Path(requested)] if requested else [Path("/dev/shm"), Path(tempfile.gettempdir())]
-        self.path, lock = _create(parents, bytes_needed, make_parent=requested is not None)
+        self.path, lock = _create(requested, bytes_needed)
         self.remove = weakref.finalize(self, _remove, self.path, lock)
 
 
@@ -53,20 +48,15 @@ class CheckpointFolder:
     """
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        settings: RolloutSettings,
-        model: "PreTrainedModel",
-        tokenizer: "PreTrainedTokenizerBase",
-        bytes_needed: int,
+        self, accelerator: Accelerator, settings: RolloutSettings, writer: CheckpointWriter, bytes_needed: int
     ) -> None:
         self._accelerator = accelerator
-        self._writer = CheckpointWriter(model, tokenizer, settings.scheme, settings.ignore)
+        self._writer = writer
         self.uses_llmcompressor = settings.weight_sync == "llmcompressor"
         self.is_writer = accelerator.is_main_process if settings.is_served else accelerator.is_local_main_process
         self._owned = CheckpointDirectory(settings.checkpoint_dir, bytes_needed) if self.is_writer else None
-        writer = 0 if settings.is_served else accelerator.process_index - accelerator.local_process_index
-        self.path: Path = gather_object([self._owned and self._owned.path])[writer]
+        source = 0 if settings.is_served else accelerator.process_index - accelerator.local_process_index
+        self.path: Path = gather_object([self._owned and self._owned.path])[source]
 
     def write(self, name: str, rollout_tensors: NamedTensors) -> Path:
         """Write a checkpoint of tensors that are in its format already. A collective operation."""
@@ -96,12 +86,13 @@ class CheckpointFolder:
                 weights.unlink()
 
 
-def _create(parents: list[Path], bytes_needed: int, make_parent: bool) -> tuple[Path, FileLock]:
+def _create(requested: str | None, bytes_needed: int) -> tuple[Path, FileLock]:
     """A new directory in the first parent that has room, and the lock that its owner holds."""
+    parents = [Path(requested)] if requested else [Path("/dev/shm"), Path(tempfile.gettempdir())]
     reason = ""
     for parent in parents:
         try:
-            if make_parent:
+            if requested:
                 parent.mkdir(parents=True, exist_ok=True)
             _remove_abandoned(parent)
             free = shutil.disk_usage(parent).free
@@ -137,15 +128,13 @@ def _own_first_free(parent: Path) -> tuple[Path, FileLock]:
 
 def _remove_abandoned(parent: Path) -> None:
     """Remove what killed runs of this user left in `parent`. Best effort: never a reason not to start."""
-    for left in parent.glob(f"{PREFIX}*"):
-        lock = FileLock(left / LOCK_NAME)
+    for lock_file in parent.glob(f"{PREFIX}*/{LOCK_NAME}"):  # one without a lock is just being created
+        lock = FileLock(lock_file)
         try:
-            if not Path(lock.lock_file).exists():
-                continue  # another run is just creating it
             lock.acquire(blocking=False)
         except (Timeout, OSError, NotImplementedError):
             continue  # in use, somebody else's, or on a file system without locks
-        _remove(left, lock)
+        _remove(lock_file.parent, lock)
 
 
 def _remove(directory: Path, lock: FileLock) -> None:

@@ -14,8 +14,10 @@ def frozen_parameters(model: nn.Module) -> frozenset[str]:
     """
     modules = dict(model.named_modules())
     groups: dict[str, str] = {}  # of each parameter, by checkpoint name
-    adapted = [path for path, module in modules.items() if _is_adapted(module)]
-    changing = {_group(path, is_linear) for path in adapted for is_linear in (False, True)}
+    changing = set()
+    for path, module in modules.items():
+        if any(base.__name__ == "BaseTunerLayer" for base in type(module).__mro__):  # PEFT's, without importing it
+            changing |= {_group(path, False), _group(path, True)}
     for name, parameter in model.named_parameters():  # a shared one comes once, as it is sent
         path = name.rpartition(".")[0]
         if ".original_module" in path:
@@ -30,7 +32,3 @@ def _group(path: str, is_linear: bool) -> str:
     """A name for the modules that change together with this one."""
     name = checkpoint_name(path)
     return f"{name.rpartition('.')[0]}/linear" if is_linear else name
-
-
-def _is_adapted(module: nn.Module) -> bool:
-    return any(base.__name__ == "BaseTunerLayer" for base in type(module).__mro__)  # without importing PEFT

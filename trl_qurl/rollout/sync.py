@@ -113,9 +113,8 @@ class WeightSync:
         held = self.version if engine is None else engine.version()
         if held != self.version:
             raise SyncError(
-                f"The engine holds the weights {held!r}, not {self.version!r} which this run sent last: it was "
-                "restarted, or another run uses it. Give every run a server of its own, and resume from the last "
-                "checkpoint."
+                f"The engine holds the weights {held!r}, not {self.version!r} which this run sent: it was restarted, "
+                "or another run uses it. Give every run a server of its own, and resume from the last checkpoint."
             )
 
     def _unchanged(self, checked: bool) -> frozenset[str]:
@@ -155,6 +154,8 @@ class WeightSync:
 
     def _announce(self, parameters: Parameters, left_out: frozenset[str]) -> TensorMetadata:
         """What the stream will hold, for a server that must know it beforehand; the parameters are walked once."""
+        if not self._settings.is_served:
+            return []
         if self._announced is None:
             scheme, dtype = self._settings.scheme, self._transport.sent_dtype
             self._announced = announce(parameters(), scheme, self._layers, dtype)
@@ -165,10 +166,7 @@ class WeightSync:
         """Compare what the workers report with what was sent."""
         for report in reports:
             if report.version != update.version:
-                raise SyncError(
-                    f"The engine loaded the weights {report.version!r} when {update.version!r} was sent. Resume from "
-                    "the last checkpoint."
-                )
+                raise SyncError(f"The engine loaded the weights {report.version!r}, not {update.version!r}.")
             if update.digest and self._transport.is_source:
                 compare_digests(sent.digests, report.digests)
         self.require_version()
@@ -195,10 +193,7 @@ class WeightSync:
 
 
 def announce(
-    named_tensors: NamedTensors,
-    scheme: QuantizationScheme | None,
-    layers: Collection[str],
-    dtype: torch.dtype | None = None,
+    named_tensors: NamedTensors, scheme: QuantizationScheme | None, layers: Collection[str], dtype: torch.dtype | None
 ) -> dict[str, TensorMetadata]:
     """What `quantize_weights` will yield for each parameter, by the parameter's name, without rounding anything."""
     return {

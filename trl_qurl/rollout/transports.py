@@ -28,7 +28,7 @@ class Shipment(NamedTuple):
     tensors: DigestRecorder  # the rollout weights, in checkpoint format; read once
     update: WeightUpdate
     parameters: Parameters  # what the tensors are made from
-    announce: Callable[[], TensorMetadata]  # what the stream will hold; a collective operation
+    announce: Callable[[], TensorMetadata]  # what a server must know of the stream; a collective operation
 
 
 class Transport(ABC):
@@ -43,20 +43,15 @@ class Transport(ABC):
     def deliver(self, shipment: Shipment) -> list[LoadReport]:
         """Bring the weights to the engine, and return what each of its workers reports.
 
-        Every process calls this, because gathering a parameter is a collective operation; those without an engine
-        only take part in that.
+        A collective operation: processes without an engine take part in gathering the parameters.
         """
 
 
 class Stream(Transport):
     """To vLLM in this process, or to a server's workers over NCCL, who must know beforehand what will come."""
 
-    def __init__(self, engine: Engine | None, is_served: bool = False, sent_dtype: torch.dtype | None = None) -> None:
-        super().__init__(engine, sent_dtype)
-        self._is_served = is_served
-
     def deliver(self, shipment: Shipment) -> list[LoadReport]:  # noqa: D102
-        metadata = shipment.announce() if self._is_served else []
+        metadata = shipment.announce()
         if self.engine is None:
             deque(shipment.tensors, maxlen=0)
             return []

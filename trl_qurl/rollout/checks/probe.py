@@ -67,18 +67,18 @@ class ProbeJudge:
     def judge(self, result: ProbeResult) -> None:
         """Pass a result, warn about it, or raise `SyncError` if it is out of all proportion or not a number."""
         limit = self._limit or FAULT_RATIO
-        measured = f"{result.distance:.3g} nats, {result.ratio:.2g} times what rounding explains (limit {limit:.2g})"
+        found = (
+            "The engine's log-probabilities of the probe differ from the policy's own quantized forward pass by "
+            f"{result.distance:.3g} nats, {result.ratio:.2g} times what rounding explains (limit {limit:.2g})"
+        )
         if not result.ratio <= limit:  # NaN as well
             raise SyncError(
-                f"The engine's log-probabilities of the probe differ from the policy's own quantized forward pass by "
-                f"{measured}: it does not compute with the weights that were sent, or keeps a cache from older ones. "
+                f"{found}: it does not compute with the weights that were sent, or keeps a cache from older ones. "
                 "Resume from the last checkpoint. If the engine is right and this check is not, set sync_probe=False."
             )
         if result.ratio > 1:
             logger.warning(
-                "The engine's log-probabilities of the probe differ from the policy's own quantized forward pass by "
-                "%s. Kernels may round differently here: mismatch/kl_k3 and sync/probe_ratio should stay level.",
-                measured,
+                "%s. Kernels may round differently here: mismatch/kl_k3 and sync/probe_ratio should stay level.", found
             )
         if self._limit is None:
             self._limit = max(LEAST_LIMIT, min(FAULT_RATIO, GROWTH * result.ratio))

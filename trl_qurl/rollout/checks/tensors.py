@@ -59,14 +59,14 @@ def compare_digests(sent: Mapping[str, str], received: Mapping[str, str]) -> Non
     if found:
         raise SyncError(
             f"The engine did not receive the weights that were sent: of {len(sent)} tensors, {', '.join(found)}. "
-            "Training has stopped before sampling from them. Resume from the last checkpoint."
+            "Resume from the last checkpoint."
         )
 
 
 def as_announced(
     named_tensors: NamedTensors, metadata: TensorMetadata, refused: Callable[[], bool]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The stream, as long as each tensor is the announced one: the workers cut it up by what was announced.
+    """The stream, which the workers cut up by what was announced.
 
     Raises `SyncError` at the first tensor that differs, or once the workers have stopped receiving (`refused`).
     """
@@ -113,9 +113,8 @@ class ReceivedTensors:
         if differing:
             raise RuntimeError(
                 f"The engine received the right weights, but {len(differing)} of the {len(compared)} parameters that "
-                f"can be compared do not hold them, first {differing[0]}: the engine's loader changed them. Please "
-                "open an issue with the model's name and the output of `trl-qurl env`. Until then, "
-                "rollout_quantization=None may work."
+                f"can be compared do not hold them, first {differing[0]}: the engine's loader changed them. Open an "
+                "issue with the model's name and the output of `trl-qurl env`, and try rollout_quantization=None."
             )
         return compared
 

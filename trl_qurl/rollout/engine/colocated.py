@@ -1,5 +1,8 @@
 """vLLM in the trainer's own process."""
 
+import functools
+import gc
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,10 +41,7 @@ class ColocatedEngine(Engine):
     def _load(self, update: WeightUpdate, **source: Any) -> list[LoadReport]:
         reports = self._llm.collective_rpc("load_rollout_weights", kwargs={"update": update._asdict(), **source})
         if not self._llm.reset_prefix_cache():
-            raise SyncError(
-                "vLLM did not empty its prefix cache, which holds keys and values of the old weights. Resume from the "
-                "last checkpoint."
-            )
+            raise SyncError("vLLM did not empty its prefix cache of the old weights. Resume from the last checkpoint.")
         self._llm.llm_engine.set_weight_version(update.version)
         return [LoadReport(**report) for report in reports]
 
@@ -71,8 +71,7 @@ class ColocatedEngine(Engine):
 def check_head_size(config: "PretrainedConfig") -> None:
     """Raise `ValueError` for a model whose attention heads vLLM's CPU build has no kernel for.
 
-    vLLM itself fails at the first token, minutes later, inside a kernel. Tiny test models, which people try first on a
-    laptop, usually have heads that are too small.
+    Tiny test models usually have heads that are too small. vLLM itself would fail at the first token, minutes later.
     """
     from vllm.platforms import current_platform
 
@@ -88,3 +87,34 @@ def check_head_size(config: "PretrainedConfig") -> None:
             f"The attention heads of this model are {width} wide, and vLLM's CPU build has kernels for "
             f"{', '.join(map(str, sizes))} only. Use a model with such heads (`make demo` trains one), or a GPU."
         )
+
+
+def release_when_deleted(llm: "LLM") -> None:
+    """Let an engine that has just started give back its memory when it is deleted, and leave the process groups alone.
+
+    vLLM's own finalizer destroys the process groups as well: those of the trainer, which goes on in several processes,
+    and those of an engine that was started since, as where a notebook's cell is run again. Here that happens when the
+    process ends.
+    """
+    _destroy_process_groups_at_exit()
+    client = llm.llm_engine.engine_core
+    finalizer = getattr(client, "_finalizer", None)  # the oldest vLLM that TRL takes has none
+    if finalizer is not None:
+        finalizer.detach()
+    weakref.finalize(client, _release, client.engine_core)
+
+
+def _release(core: Any) -> None:
+    """What vLLM's `EngineCore.shutdown` does, but for the process groups."""
+    core.structured_output_manager.clear_backend()
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    gc.unfreeze()  # vLLM froze what was there when the engine started; cycles among it could never be freed
+
+
+@functools.cache
+def _destroy_process_groups_at_exit() -> None:
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    # At exit the finalizer made last runs first: this one runs after those of all engines.
+    weakref.finalize(_release, cleanup_dist_env_and_memory)

@@ -4,6 +4,7 @@ Weights travel as tensors over TRL's NCCL group, or as a checkpoint in a directo
 single request to the server's workers loads them, so nothing is left half done between requests.
 """
 
+import functools
 import logging
 import os
 import time
@@ -36,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "trl_qurl.rollout.engine.worker.RolloutWorker"  # a name, so that only the engine imports the class
 API_KEY_VARIABLE = "VLLM_API_KEY"  # as in vLLM's server
-HEALTH_TIMEOUT = 5.0  # seconds for an answer to `/health`, which needs no work
 WAITING_NOTICE = 10.0  # seconds between lines about a server that is not up yet
 
 
@@ -89,7 +89,7 @@ class ServedEngine(VLLMClient, Engine):
 
     def _is_healthy(self) -> bool:
         try:
-            return requests.get(f"{self.base_url}/health", timeout=HEALTH_TIMEOUT).status_code == 200
+            return requests.get(f"{self.base_url}/health", timeout=5.0).status_code == 200
         except requests.RequestException:
             return False
 
@@ -166,16 +166,16 @@ class ServedEngine(VLLMClient, Engine):
         return self._adopt(update, reports)
 
     def _adopt(self, update: WeightUpdate, reports: list[dict[str, Any]]) -> list[LoadReport]:
-        if not self._request("POST", "/reset_prefix_cache").get("success", True):
+        if not self._post("/reset_prefix_cache").get("success", True):
             raise SyncError(
-                "vLLM did not empty its prefix cache, which holds keys and values of the old weights. Requests of "
-                "another client may be running: give every run a server of its own."
+                "vLLM did not empty its prefix cache of the old weights. Another client's requests may be running: "
+                "give every run a server of its own."
             )
-        self._request("POST", "/update_weight_version", json={"new_version": update.version})
+        self._post("/update_weight_version", json={"new_version": update.version})
         return [LoadReport(**report) for report in reports]
 
     def version(self) -> str:  # noqa: D102
-        return self._request("GET", "/weight_info")["weight_version"]
+        return self._get("/weight_info")["weight_version"]
 
     def describe(self) -> EngineDescription:  # noqa: D102
         return EngineDescription(**self._call_workers("describe_rollouts")[0])
@@ -186,32 +186,26 @@ class ServedEngine(VLLMClient, Engine):
         )
         answers = zip(output["completion_ids"], output["logprob_token_ids"], output["logprobs"], strict=True)
         return [
-            Continuation(
-                completion,
-                [dict(zip(names, values, strict=True)) for names, values in zip(tokens, logps, strict=True)],
-            )
+            Continuation(completion, [dict(zip(*step, strict=True)) for step in zip(tokens, logps, strict=True)])
             for completion, tokens, logps in answers
         ]
 
     # Requests --------------------------------------------------------------------------------------------------------
 
     def _call_workers(self, method: str, **kwargs: Any) -> list[dict[str, Any]]:
-        return self._request("POST", "/collective_rpc", json={"method": method, "kwargs": kwargs})["results"]
+        return self._post("/collective_rpc", json={"method": method, "kwargs": kwargs})["results"]
 
-    def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:  # the parent's requests go through these two
-        return self._request("GET", url.removeprefix(self.base_url), **kwargs)
-
-    def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
-        return self._request("POST", url.removeprefix(self.base_url), **kwargs)
-
-    def _request(self, verb: str, path: str, **kwargs: Any) -> dict[str, Any]:
+    def _request(self, verb: str, url: str, **kwargs: Any) -> dict[str, Any]:
         if self._failure is not None:  # hundreds of requests may be queued behind the one that failed
             raise self._failure
         try:
-            return self._answer(verb, path, **kwargs)
+            return self._answer(verb, url.removeprefix(self.base_url), **kwargs)
         except ServerError as error:
             self._failure = error
             raise
+
+    _get = functools.partialmethod(_request, "GET")  # the parent's requests go through these two as well
+    _post = functools.partialmethod(_request, "POST")
 
     def _answer(self, verb: str, path: str, **kwargs: Any) -> dict[str, Any]:
         server = f"The vLLM server at {self.base_url}"

@@ -88,8 +88,8 @@ class RolloutWorker:
     def _refuse_other_model(self, weights_path: str | None, announced: dict[str, list] | None, partial: bool) -> None:
         """Raise `RuntimeError` for weights of another model, before any layer is touched.
 
-        Names and shapes are compared with those of the quantized checkpoint that the server started from. Unquantized
-        ones are not: a model's own checkpoint may name its tensors otherwise than its parameters.
+        Names and shapes are compared with those of the checkpoint that the server started from, if it is quantized: a
+        model's own checkpoint may name its tensors otherwise than its parameters.
         """
         start = Path(self.vllm_config.model_config.model)
         if self.vllm_config.quant_config is None or not any(start.glob("*.safetensors")):
@@ -134,10 +134,10 @@ class RolloutWorker:
 
 @contextmanager
 def _watched_reload(partial: bool) -> Iterator[None]:
-    """Raise `RuntimeError` where vLLM only logs, and continues: a layer got no new weights. Not if `partial`.
+    """Raise `RuntimeError` where vLLM only logs that a layer got no new weights, unless the update is `partial`.
 
-    For a layer that has weights in every checkpoint that is an error. Rotary embeddings compute theirs and a tied head
-    shares the embedding's, so their line is dropped. About any other layer, vLLM's own warning stays.
+    Rotary embeddings compute their weights and a tied head shares the embedding's, so vLLM's line about these is
+    dropped. About any other layer that need not have weights in a checkpoint, it stays.
     """
     always_loaded = ("Linear", "VocabParallelEmbedding", "Norm")
     weightless = ("RotaryEmbedding", "RotaryEmbeddingInterleaved", "ParallelLMHead")
@@ -162,6 +162,6 @@ def _watched_reload(partial: bool) -> Iterator[None]:
         reload_logger.setLevel(level)
     if stale and not partial:
         raise RuntimeError(
-            f"The engine got no new weights for {len(stale)} of its layers ({', '.join(sorted(set(stale)))}) and "
-            "still holds the old ones: the checkpoint or stream does not belong to the model that it serves."
+            f"The engine got no new weights for {len(stale)} of its layers ({', '.join(sorted(set(stale)))}): what "
+            "was sent does not belong to the model that it serves."
         )
