@@ -72,13 +72,12 @@ def before_sending(fault):
 
 def load_nothing(generation):
     """The worker claims success and digests without loading anything."""
-    from trl_qurl.rollout.engine.interface import LoadReport
 
     def load_stream(source, metadata, update):
         for _ in source:
             pass
         generation.llm.llm_engine.set_weight_version(update.version)
-        return [LoadReport(update.version, dict(source.digests))]
+        return [dict(source.digests)]
 
     return patch.object(generation.engine, "load_stream", load_stream)
 

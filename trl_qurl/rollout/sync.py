@@ -29,7 +29,7 @@ from trl_qurl.quantization.stream import NamedTensors, quantize_weights, stored_
 from trl_qurl.quantization.uaq import recorded_scale
 from trl_qurl.rollout.checks.probe import STEPS, ProbeJudge, probe_prompts, run_probe
 from trl_qurl.rollout.checks.tensors import DigestRecorder, compare_digests
-from trl_qurl.rollout.engine.interface import LoadReport, TensorMetadata, WeightUpdate
+from trl_qurl.rollout.engine.interface import TensorMetadata, WeightUpdate
 from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.frozen import frozen_parameters
 from trl_qurl.rollout.settings import RolloutSettings
@@ -94,10 +94,13 @@ class WeightSync:
         self._count += 1
         self.version = f"{self._run}-step{self._global_step()}-sync{self._count}"
         update = WeightUpdate(self.version, digest=checked, partial=bool(left_out))
-        tensors = self._tensors(parameters, left_out, cost)
-        sent = DigestRecorder(tensors, enabled=checked and self._transport.is_source)
+        compared = checked and self._transport.is_source
+        sent = DigestRecorder(self._tensors(parameters, left_out, cost), enabled=compared)
         shipment = Shipment(sent, update, parameters, lambda: self._announce(parameters, left_out))
-        self._verify(update, sent, self._transport.deliver(shipment))
+        for digests in self._transport.deliver(shipment):
+            if compared:
+                compare_digests(sent.digests, digests)
+        self.require_version()
         metrics = self._tracker.end_sync()
         cost.sync_s += time.perf_counter() - started
         cost.check_s += sent.seconds
@@ -161,15 +164,6 @@ class WeightSync:
             self._announced = announce(parameters(), scheme, self._layers, dtype)
         announced = self._announced.items()
         return [entry for name, entries in announced if name not in left_out for entry in entries]
-
-    def _verify(self, update: WeightUpdate, sent: DigestRecorder, reports: list[LoadReport]) -> None:
-        """Compare what the workers report with what was sent."""
-        for report in reports:
-            if report.version != update.version:
-                raise SyncError(f"The engine loaded the weights {report.version!r}, not {update.version!r}.")
-            if update.digest and self._transport.is_source:
-                compare_digests(sent.digests, report.digests)
-        self.require_version()
 
     def _check_probe(self) -> dict[str, float]:
         """Compare the engine with the trainer's own quantized forward pass, where the trainer can make one."""

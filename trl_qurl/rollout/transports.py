@@ -15,7 +15,7 @@ import torch
 
 from trl_qurl.rollout.checks.tensors import DigestRecorder
 from trl_qurl.rollout.directory import CheckpointFolder
-from trl_qurl.rollout.engine.interface import Engine, LoadReport, TensorMetadata, WeightUpdate
+from trl_qurl.rollout.engine.interface import Digests, Engine, TensorMetadata, WeightUpdate
 from trl_qurl.rollout.errors import SyncError
 
 Parameters = Callable[[], Iterator[tuple[str, torch.Tensor]]]
@@ -40,8 +40,8 @@ class Transport(ABC):
         self.sent_dtype = sent_dtype  # of tensors that are not quantized; `None` leaves them as they are
 
     @abstractmethod
-    def deliver(self, shipment: Shipment) -> list[LoadReport]:
-        """Bring the weights to the engine, and return what each of its workers reports.
+    def deliver(self, shipment: Shipment) -> list[Digests]:
+        """Bring the weights to the engine, and return the digests of each of its workers.
 
         A collective operation: processes without an engine take part in gathering the parameters.
         """
@@ -50,18 +50,18 @@ class Transport(ABC):
 class Stream(Transport):
     """To vLLM in this process, or to a server's workers over NCCL, who must know beforehand what will come."""
 
-    def deliver(self, shipment: Shipment) -> list[LoadReport]:  # noqa: D102
+    def deliver(self, shipment: Shipment) -> list[Digests]:  # noqa: D102
         metadata = shipment.announce()
         if self.engine is None:
             deque(shipment.tensors, maxlen=0)
             return []
-        reports = self.engine.load_stream(shipment.tensors, metadata, shipment.update)
+        digests = self.engine.load_stream(shipment.tensors, metadata, shipment.update)
         if not shipment.tensors.exhausted:
             raise SyncError(
                 "The engine stopped reading before the last tensor, so its model is only partly updated. Resume from "
                 "the last checkpoint."
             )
-        return reports
+        return digests
 
 
 class CheckpointFiles(Transport):
@@ -74,7 +74,7 @@ class CheckpointFiles(Transport):
         self._folder = folder
         self._count = 0
 
-    def deliver(self, shipment: Shipment) -> list[LoadReport]:  # noqa: D102
+    def deliver(self, shipment: Shipment) -> list[Digests]:  # noqa: D102
         self._count += 1
         name = f"sync-{self._count}"
         if self._folder.uses_llmcompressor:
@@ -82,9 +82,9 @@ class CheckpointFiles(Transport):
             path = self._folder.write_with_llmcompressor(name, shipment.parameters())
         else:
             path = self._folder.write(name, shipment.tensors)
-        reports = [] if self.engine is None else self.engine.load_checkpoint(path, shipment.update)
+        digests = [] if self.engine is None else self.engine.load_checkpoint(path, shipment.update)
         self._folder.remove(f"sync-{self._count - 1}")
-        return reports
+        return digests
 
 
 def choose_route(requested: str, device: torch.device, has_weight_transfer: bool) -> tuple[str, str]:

@@ -10,9 +10,9 @@ from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.engine.interface import (
     PROBE_TOP,
     Continuation,
+    Digests,
     Engine,
     EngineDescription,
-    LoadReport,
     TensorMetadata,
     WeightUpdate,
 )
@@ -32,18 +32,18 @@ class ColocatedEngine(Engine):
 
     def load_stream(  # noqa: D102
         self, named_tensors: NamedTensors, metadata: TensorMetadata, update: WeightUpdate
-    ) -> list[LoadReport]:
+    ) -> list[Digests]:
         return self._load(update, weights_iterator=named_tensors)
 
-    def load_checkpoint(self, path: Path, update: WeightUpdate) -> list[LoadReport]:  # noqa: D102
+    def load_checkpoint(self, path: Path, update: WeightUpdate) -> list[Digests]:  # noqa: D102
         return self._load(update, weights_path=str(path))
 
-    def _load(self, update: WeightUpdate, **source: Any) -> list[LoadReport]:
-        reports = self._llm.collective_rpc("load_rollout_weights", kwargs={"update": update._asdict(), **source})
+    def _load(self, update: WeightUpdate, **source: Any) -> list[Digests]:
+        digests = self._llm.collective_rpc("load_rollout_weights", kwargs={"update": update._asdict(), **source})
         if not self._llm.reset_prefix_cache():
             raise SyncError("vLLM did not empty its prefix cache of the old weights. Resume from the last checkpoint.")
         self._llm.llm_engine.set_weight_version(update.version)
-        return [LoadReport(**report) for report in reports]
+        return digests
 
     def version(self) -> str:  # noqa: D102
         return self._llm.llm_engine.get_weight_version()

@@ -14,6 +14,9 @@ from trl_qurl.quantization.stream import NamedTensors
 PROBE_TOP = 20
 """Likeliest tokens whose log-probabilities a probe compares: vLLM's default `max_logprobs`."""
 
+Digests = dict[str, str]
+"""Digests of the tensors that one worker has just received, by tensor name; empty if none were asked for."""
+
 TensorMetadata = list[tuple[str, str, list[int]]]
 """Name, dtype (as vLLM writes it, `"bfloat16"`) and shape of each tensor of a stream, in order."""
 
@@ -24,13 +27,6 @@ class WeightUpdate(NamedTuple):
     version: str  # name of the weights, which the engine reports from then on
     digest: bool = False  # whether each worker reports a digest of every tensor it receives
     partial: bool = False  # whether layers that receive nothing keep what they hold; otherwise that is an error
-
-
-class LoadReport(NamedTuple):
-    """What one worker says about the weights it has just loaded."""
-
-    version: str
-    digests: dict[str, str]  # by tensor name; empty if none were asked for
 
 
 class EngineDescription(NamedTuple):
@@ -56,16 +52,16 @@ class Engine(ABC):
     @abstractmethod
     def load_stream(
         self, named_tensors: NamedTensors, metadata: TensorMetadata, update: WeightUpdate
-    ) -> list[LoadReport]:
+    ) -> list[Digests]:
         """Replace the weights in place from a stream in checkpoint format, and drop what the old ones left cached.
 
-        An engine in another process needs `metadata`, what the stream will hold. Returns one report per worker.
+        An engine in another process needs `metadata`, what the stream will hold. Returns the digests of each worker.
         Raises `RuntimeError` if the engine could not load the weights (`ServerError` from a server), and `SyncError`
         if the stream is not what was announced or the engine kept its cache.
         """
 
     @abstractmethod
-    def load_checkpoint(self, path: Path, update: WeightUpdate) -> list[LoadReport]:
+    def load_checkpoint(self, path: Path, update: WeightUpdate) -> list[Digests]:
         """As `load_stream`, from a checkpoint directory that the engine sees."""
 
     @abstractmethod

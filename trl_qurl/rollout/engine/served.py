@@ -25,9 +25,9 @@ from trl_qurl.rollout.checks.tensors import as_announced
 from trl_qurl.rollout.engine.interface import (
     PROBE_TOP,
     Continuation,
+    Digests,
     Engine,
     EngineDescription,
-    LoadReport,
     TensorMetadata,
     WeightUpdate,
 )
@@ -62,8 +62,7 @@ class ServedEngine(VLLMClient, Engine):
         super().__init__(*args, **kwargs)
         # The parent also retries requests whose answer never came, five times: a server that hangs would be waited for
         # six times over, and one that restarted meanwhile would answer from other weights.
-        verbs = ["POST", "GET"]
-        retries = Retry(total=3, read=False, status_forcelist=[502, 503], backoff_factor=1, allowed_methods=verbs)
+        retries = Retry(total=3, read=False, status_forcelist=[502, 503], backoff_factor=1, allowed_methods=None)
         for prefix in ("http://", "https://"):
             self.session.mount(prefix, HTTPAdapter(max_retries=retries, pool_maxsize=64))
 
@@ -127,19 +126,20 @@ class ServedEngine(VLLMClient, Engine):
 
     # Engine ----------------------------------------------------------------------------------------------------------
 
-    def load_checkpoint(self, path: Path, update: WeightUpdate) -> list[LoadReport]:  # noqa: D102
+    def load_checkpoint(self, path: Path, update: WeightUpdate) -> list[Digests]:  # noqa: D102
         try:
-            reports = self._call_workers("load_rollout_weights", update=update._asdict(), weights_path=str(path))
+            digests = self._call_workers("load_rollout_weights", update=update._asdict(), weights_path=str(path))
         except ServerError as error:
             raise ServerError(
                 f"The vLLM server could not load the weights written to {path}. Make sure that it sees that directory "
                 f"(rollout_checkpoint_dir) and serves the model that is being trained. {error}"
             ) from None
-        return self._adopt(update, reports)
+        self._adopt(update)
+        return digests
 
     def load_stream(  # noqa: D102
         self, named_tensors: NamedTensors, metadata: TensorMetadata, update: WeightUpdate
-    ) -> list[LoadReport]:
+    ) -> list[Digests]:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         announced = dict(zip(("names", "dtype_names", "shapes"), map(list, zip(*metadata, strict=True)), strict=True))
@@ -155,7 +155,7 @@ class ServedEngine(VLLMClient, Engine):
                 src=0,
                 post_iter_func=lambda item: item[1],
             )
-            reports = request.result()
+            digests = request.result()
         except SyncError:
             if request.done() and (cause := request.exception()) is not None:
                 raise cause from None
@@ -163,16 +163,16 @@ class ServedEngine(VLLMClient, Engine):
         finally:
             # Not waited for: if the broadcast failed, the workers never answer.
             executor.shutdown(wait=False)
-        return self._adopt(update, reports)
+        self._adopt(update)
+        return digests
 
-    def _adopt(self, update: WeightUpdate, reports: list[dict[str, Any]]) -> list[LoadReport]:
+    def _adopt(self, update: WeightUpdate) -> None:
         if not self._post("/reset_prefix_cache").get("success", True):
             raise SyncError(
                 "vLLM did not empty its prefix cache of the old weights. Another client's requests may be running: "
                 "give every run a server of its own."
             )
         self._post("/update_weight_version", json={"new_version": update.version})
-        return [LoadReport(**report) for report in reports]
 
     def version(self) -> str:  # noqa: D102
         return self._get("/weight_info")["weight_version"]
@@ -192,7 +192,7 @@ class ServedEngine(VLLMClient, Engine):
 
     # Requests --------------------------------------------------------------------------------------------------------
 
-    def _call_workers(self, method: str, **kwargs: Any) -> list[dict[str, Any]]:
+    def _call_workers(self, method: str, **kwargs: Any) -> list[Any]:
         return self._post("/collective_rpc", json={"method": method, "kwargs": kwargs})["results"]
 
     def _request(self, verb: str, url: str, **kwargs: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from trl_qurl.quantization.storage import read_tensors, tensor_shapes
 from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.checks.tensors import ReceivedTensors
-from trl_qurl.rollout.engine.interface import WeightUpdate
+from trl_qurl.rollout.engine.interface import Digests, WeightUpdate
 
 if current_platform.is_cpu():
     from trl_qurl.rollout.engine import cpu
@@ -43,10 +43,10 @@ class RolloutWorker:
         weights_iterator: NamedTensors | None = None,  # only inside the trainer's own process
         weights_path: str | None = None,  # a checkpoint on a file system that this worker sees
         announced: dict[str, list] | None = None,  # `names`, `dtype_names`, `shapes` of a transfer by vLLM's own means
-    ) -> dict[str, object]:
+    ) -> Digests:
         """Replace weights in place by checkpoint-format tensors from one of three sources.
 
-        Returns the fields of a `LoadReport`. `RuntimeError`: a layer kept its old weights or does not hold what came
+        `RuntimeError`: a layer kept its old weights or does not hold what came
         in for it, these are another model's weights, or an earlier load failed.
         """
         wanted = WeightUpdate(**update)
@@ -64,7 +64,7 @@ class RolloutWorker:
                 self._reload(received.watch(weights_iterator or ()))
         self.rollout_load_failed = False
         received.compare()
-        return {"version": wanted.version, "digests": received.digests}
+        return received.digests
 
     def _reload(self, named_tensors: NamedTensors) -> None:
         if current_platform.is_cpu():
