@@ -1,6 +1,6 @@
 """Train Qwen2.5-0.5B-Instruct on GSM8K with INT8 rollouts.
 
-    pip install trl-qurl[vllm,math,peft]
+    pip install '.[vllm,math,peft]'    # in a clone of the repository
     python examples/gsm8k_grpo.py
     accelerate launch --num_processes 4 examples/gsm8k_grpo.py
 

@@ -1,6 +1,6 @@
 """Train Qwen2.5-0.5B-Instruct on GSM8K by PPO with a critic and INT8 rollouts: the paper's first experiment.
 
-    pip install trl-qurl[vllm,math,peft]
+    pip install '.[vllm,math,peft]'    # in a clone of the repository
     python examples/gsm8k_ppo.py
     accelerate launch --num_processes 4 examples/gsm8k_ppo.py --gradient_accumulation_steps 1 --steps_per_generation 4
 

@@ -357,7 +357,7 @@ def test_quantize_needs_no_llmcompressor_and_misses_it_before_the_model_is_loade
     command = ["quantize", str(tmp_path / "model"), str(tmp_path / "out"), "--scheme", "int8"]
     assert cli.main([*command, "--quantizer", "llmcompressor"]) == 2
     said = capsys.readouterr()
-    assert "pip install trl-qurl[llmcompressor]" in said.err
+    assert "pip install 'trl-qurl[llmcompressor]'" in said.err
     assert "Loading" not in said.out
     assert cli.main(command) == 0, capsys.readouterr().err
     assert (tmp_path / "out" / "model.safetensors").exists()

@@ -279,7 +279,7 @@ def test_llmcompressor_needs_a_format(monkeypatch):
 def test_llmcompressor_missing_names_the_extra_and_the_other_way(monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llmcompressor" else find_spec(name))
-    with pytest.raises(ImportError, match=r"pip install trl-qurl\[llmcompressor\]`, or use weight_sync='auto'"):
+    with pytest.raises(ImportError, match=r"pip install 'trl-qurl\[llmcompressor\]'`, or use weight_sync='auto'"):
         config(weight_sync="llmcompressor")
 
 

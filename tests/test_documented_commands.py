@@ -18,7 +18,7 @@ from trl_qurl.lab.recipes import grpo, ppo
 
 RECIPES = {"grpo": grpo, "ppo": ppo}
 ON_CPU = ["--use_cpu", "--bf16", "false", "--report_to", "none"]
-NOT_OURS = {"cd", "git", "hf", "jupyter", "kill", "ray", "tensorboard", "trackio", "vllm"}
+NOT_OURS = {"cd", "conda", "git", "hf", "jupyter", "kill", "ray", "source", "tensorboard", "trackio", "vllm"}
 NOT_OURS |= {"nodes=($(scontrol", "address=$(srun"}
 
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -52,10 +52,12 @@ def check(words: list[str]) -> None:
     program, *rest = words
     checks = {
         "accelerate": check_accelerate,
+        "docker": check_docker,
         "make": check_make,
         "pip": check_pip,
         "python": check_python,
         "trl-qurl": check_trl_qurl,
+        "uv": lambda words: check_pip(words[1:]) if words[0] == "pip" else None,
         "ssh": lambda words: check(words[1:]),
         "srun": lambda words: check(words[next(i for i, w in enumerate(words) if not w.startswith("-")) :]),
     }
@@ -73,10 +75,21 @@ def check_make(words: list[str]) -> None:
 def check_pip(words: list[str]) -> None:
     assert words[0] == "install"
     for word in words[1:]:
-        if word.startswith("trl-qurl["):
-            assert set(word[len("trl-qurl[") : -1].split(",")) <= extras(), word
-        elif "/" in word:
+        word = word.strip("'\"")  # quoted for a shell that expands brackets
+        if found := re.match(r"(?:trl-qurl|\.)\[([\w,]+)\]", word):
+            assert set(found[1].split(",")) <= extras(), word
+        elif "/" in word and not word.startswith(("git+", "~")):
             assert (ROOT / word).exists(), word
+
+
+def check_docker(words: list[str]) -> None:
+    """`docker build`, of a file that is there; `docker run`, whose arguments after the image go to `trl-qurl`."""
+    if words[0] == "build":
+        name = words[words.index("--file") + 1] if "--file" in words else "Dockerfile"
+        assert (ROOT / name).exists() and words[-1] == ".", words
+    else:
+        [image] = [i for i, word in enumerate(words) if re.fullmatch(r"trl-qurl(-cpu)?", word)]
+        check_trl_qurl(words[image + 1 :])
 
 
 def check_accelerate(words: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import re
+import sys
 
 import pytest
 import torch
@@ -85,3 +86,38 @@ def test_the_formats_of_a_gpu():
         ["fp8", "w4a16"],
         ["int8", "w4a16"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "is_too_old"),
+    [
+        ("580.65.06", "13.0", False),
+        ("575.57.08", "13.0", True),
+        ("550.54.15", "12.9", False),
+        ("470.82.01", "12.9", True),
+        ("550.54.15", None, False),  # torch for CPUs
+    ],
+)
+def test_a_driver_too_old_for_torch_is_a_problem(driver, cuda, is_too_old, tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\necho {driver}\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "torch").mkdir()  # the real one cannot be imported where the driver is too old
+    (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.13')")
+    (tmp_path / "torch" / "version.py").write_text(f"debug = False\ncuda: Optional[str] = {cuda!r}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
+        monkeypatch.delitem(sys.modules, name)
+    before, problems = environment.describe_environment().split("problems\n")
+    assert f"\n  NVIDIA driver {driver}\n" in before
+    assert (f"needs NVIDIA driver {'580' if cuda == '13.0' else '525'} or newer" in problems) == is_too_old
+
+
+def test_a_driver_that_does_not_answer_is_not_named(tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    text = environment.describe_environment()
+    assert "NVIDIA driver" not in text and "nvidia-smi exists: see the driver" in text

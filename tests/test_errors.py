@@ -109,7 +109,7 @@ def printed_error(status, out, err, scratch):
 
 def test_vllm_missing(plain, tmp_path):
     alone, served = errors_without("vllm", plain, [*plain, "--vllm_mode", "server"], scratch=tmp_path)
-    assert alone.startswith("Quantized rollouts need vLLM, which is not installed: run `pip install trl-qurl[vllm]`")
+    assert alone.startswith("Quantized rollouts need vLLM, which is not installed: run `pip install 'trl-qurl[vllm]'`")
     assert served == alone and "(TRL imports it here even if a server generates)" in served
 
 
@@ -117,8 +117,8 @@ def test_llmcompressor_missing(plain, model, tmp_path):
     train = [*plain, "--weight_sync", "llmcompressor"]
     quantize = ["quantize", model, tmp_path / "quantized", "--scheme", "int8", "--quantizer", "llmcompressor"]
     for_training, for_a_checkpoint = errors_without("llmcompressor", train, quantize, scratch=tmp_path)
-    assert "run `pip install trl-qurl[llmcompressor]`, or use weight_sync='auto'" in for_training
-    assert "run `pip install trl-qurl[llmcompressor]`, or use quantizer='streaming'" in for_a_checkpoint
+    assert "run `pip install 'trl-qurl[llmcompressor]'`, or use weight_sync='auto'" in for_training
+    assert "run `pip install 'trl-qurl[llmcompressor]'`, or use quantizer='streaming'" in for_a_checkpoint
     assert not (tmp_path / "quantized").exists()
 
 

@@ -253,6 +253,20 @@ def test_without_a_gpu_nothing_is_installed_that_would_not_run(name):
     assert done.returncode == 1 and "RuntimeError: This machine has no GPU. On Colab choose one: " in done.stderr
 
 
+@pytest.mark.parametrize("name", ["gsm8k_grpo", "gsm8k_ppo"])
+def test_nothing_is_installed_that_the_driver_cannot_run(name, tmp_path):
+    source = cells(ROOT / "notebooks" / f"{name}.ipynb")[0].source
+    code, _, _ = source.partition('if importlib.util.find_spec("trl_qurl") is None:  # on Colab')
+    smi = tmp_path / "nvidia-smi"
+    for driver in ("550.54.15", "580.65.06"):
+        smi.write_text(f"#!/bin/sh\necho Tesla T4, 15360, 7.5, {driver}\n")
+        smi.chmod(0o755)
+        command = [sys.executable, "-I", "-S", "-c", code]  # a Python without packages
+        done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+        assert done.returncode == (driver < "580"), done.stderr
+        assert ("driver is 550.54.15" in done.stderr and "docs/installation.md" in done.stderr) == (driver < "580")
+
+
 @each
 def test_links_lead_to_files(path):
     for cell in cells(path, "markdown"):

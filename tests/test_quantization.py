@@ -278,7 +278,7 @@ def test_llmcompressor_leaves_the_model_alone(tmp_path):
 
 def test_missing_llmcompressor_names_the_extra(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"pip install trl-qurl\[llmcompressor\].*quantizer='streaming'"):
+    with pytest.raises(ImportError, match=r"pip install 'trl-qurl\[llmcompressor\]'.*quantizer='streaming'"):
         write_checkpoint(tiny_model(), None, "int8", tmp_path / "out", quantizer="llmcompressor")
     assert not list(tmp_path.iterdir())
 

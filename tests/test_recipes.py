@@ -10,11 +10,12 @@ from tiny import ENGINE, SHARED, tiny_model, tiny_tokenizer
 
 from trl_qurl.lab.recipes import grpo, ppo
 from trl_qurl.lab.recipes.questions import punishments
-from trl_qurl.lab.recipes.settings_files import take_settings
+from trl_qurl.lab.recipes.settings_files import recipes, take_settings
 from trl_qurl.trainers.run_log import read_run
 
-RECIPES = sorted((Path(__file__).parents[1] / "examples" / "recipes").glob("*.yaml"))
-VARIANTS = sorted((Path(__file__).parents[1] / "examples" / "recipes" / "variants").glob("*.yaml"))
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.yaml"))
+VARIANTS = sorted((ROOT / "examples" / "recipes" / "variants").glob("*.yaml"))
 ON_CPU = ["--use_cpu", "--bf16", "false"]
 
 # What the paper says: processes the file is written for, completions and prompts a rollout, rollouts, longest
@@ -49,6 +50,27 @@ def module_of(recipe):
 def test_there_is_a_recipe_for_every_run_of_the_paper():
     assert {recipe.stem for recipe in RECIPES} == PAPER.keys()
     assert {variant.stem for variant in VARIANTS} == VARIANT_SETTINGS.keys()
+
+
+def test_recipes_and_variants_are_found_by_name_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tis").mkdir()  # a run's output of that name is no settings file
+    _, config, model = ppo.parse_arguments(["--config", "gsm8k_ppo", "tis", *ON_CPU])
+    assert (model.model_name_or_path, config.objective) == ("Qwen/Qwen2.5-0.5B-Instruct", "tis")
+    mine = write(tmp_path / "mine.yaml", extends="gsm8k_ppo", seed=7)
+    _, config, _ = ppo.parse_arguments(["--config", mine, *ON_CPU])
+    assert (config.max_steps, config.seed) == (1740, 7)
+    assert [*recipes()] == [path.stem for path in (*RECIPES, *VARIANTS)]
+    with pytest.raises(
+        FileNotFoundError, match="file gsm8k does not exist; .* a variant: dapo, .*gsm8k_ppo, bf16, .*tis"
+    ):
+        ppo.parse_arguments(["--config", "gsm8k", *ON_CPU])
+
+
+def test_a_file_of_the_readers_own_comes_before_a_recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "dapo", seed=7)
+    assert take_settings(["--config", "dapo"], {"seed"}, "grpo") == ({"seed": 7}, [])
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

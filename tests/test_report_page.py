@@ -200,7 +200,7 @@ def test_errors_name_what_was_given_and_the_way_out(tmp_path):
 
 def test_a_missing_library_is_named_with_the_way_to_it(tmp_path, monkeypatch):
     monkeypatch.setattr(report_page, "find_spec", lambda name: None if name == "jinja2" else object())
-    with pytest.raises(ImportError, match=r"needs jinja2, .*pip install trl-qurl\[report\]"):
+    with pytest.raises(ImportError, match=r"needs jinja2, .*pip install 'trl-qurl\[report\]'"):
         write_report([tmp_path], tmp_path / "page.html")
 
 

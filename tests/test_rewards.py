@@ -50,5 +50,5 @@ def test_a_reference_that_cannot_be_parsed_is_left_out():
 
 def test_missing_math_verify_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ImportError, match=r"pip install trl-qurl\[math\]"):
+    with pytest.raises(ImportError, match=r"pip install 'trl-qurl\[math\]'"):
         answer_reward(["1"], ["1"])

@@ -123,7 +123,7 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 def _require_math_verify() -> None:
     if find_spec("math_verify") is None:
-        raise ImportError("Grading answers needs math-verify: run `pip install trl-qurl[math]`.")
+        raise ImportError("Grading answers needs math-verify: run `pip install 'trl-qurl[math]'`.")
 
 
 def _verdict(completion: str, reference: str) -> bytes:

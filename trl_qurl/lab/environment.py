@@ -44,6 +44,9 @@ HARMLESS = re.compile(
 )
 """Variables whose values are shown too."""
 
+OLDEST_DRIVERS = {12: 525, 13: 580}
+"""The oldest NVIDIA driver that runs what was built for a major version of CUDA (docs/installation.md)."""
+
 GIB = 1024**3
 
 
@@ -118,6 +121,8 @@ def _machine() -> Iterator[str]:
     yield f"CPU: {entries.get('model name', platform.machine())}, {len(os.sched_getaffinity(0))} cores available"
     yield f"instructions: {' '.join(flag for flag in CPU_FLAGS if flag in flags) or 'none of those looked for'}"
     yield f"memory: {total:.1f} GiB, {free:.1f} GiB free"
+    if driver := _driver():
+        yield f"NVIDIA driver {driver}"
 
 
 def _gpus() -> Iterator[str]:
@@ -127,8 +132,8 @@ def _gpus() -> Iterator[str]:
 
     yield f"torch is built {f'for CUDA {torch.version.cuda}' if torch.version.cuda else 'without CUDA'}"
     if not torch.cuda.is_available():
-        driver = shutil.which("nvidia-smi") is not None
-        yield f"none is visible{', but nvidia-smi exists: see the driver and CUDA_VISIBLE_DEVICES' if driver else ''}"
+        exists = shutil.which("nvidia-smi") is not None
+        yield f"none is visible{', but nvidia-smi exists: see the driver and CUDA_VISIBLE_DEVICES' if exists else ''}"
         return
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
@@ -137,6 +142,36 @@ def _gpus() -> Iterator[str]:
             f"{index}: {device.name}, {device.total_memory / GIB:.1f} GiB, compute capability {device.major}."
             f"{device.minor}, kernels for {', '.join(formats) or 'no quantized format'}"
         )
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's driver; `None` where there is none, or where it does not answer."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    if shutil.which(query[0]) is None:
+        return None
+    done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    version = done.stdout.partition("\n")[0].strip()
+    return version if done.returncode == 0 and re.fullmatch(r"\d+(\.\d+)*", version) else None
+
+
+def _cuda_of_torch() -> str | None:
+    """The version of CUDA that torch is built for, without importing it, which an old driver may prevent."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    found = re.search(r"^cuda\b[^=]*= '([\d.]+)'", Path(spec.origin).with_name("version.py").read_text(), re.MULTILINE)
+    return found and found[1]
+
+
+def _too_old(driver: str | None, cuda: str | None) -> str | None:
+    """Why this driver cannot run what was built for this version of CUDA, if it cannot."""
+    oldest = OLDEST_DRIVERS.get(int(cuda.partition(".")[0])) if cuda else None
+    if driver is None or oldest is None or int(driver.partition(".")[0]) >= oldest:
+        return None
+    return (
+        f"torch is built for CUDA {cuda}, which needs NVIDIA driver {oldest} or newer, and this machine has {driver}: "
+        "update the driver, or install builds for an older CUDA (docs/installation.md)"
+    )
 
 
 def _variables() -> Iterator[str]:
@@ -150,6 +185,9 @@ def _problems() -> Iterator[str]:
     """What is required and missing, or has a version that was never tried."""
     from packaging.requirements import Requirement
 
+    if fault := _too_old(_driver(), _cuda_of_torch()):
+        yield fault
+
     for text in importlib.metadata.requires("trl-qurl") or []:
         requirement = Requirement(text)
         required = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
@@ -159,6 +197,6 @@ def _problems() -> Iterator[str]:
         if version is not None and not requirement.specifier.contains(version, prereleases=True):
             yield f"{shown} {version} does not fit {requirement.name}{requirement.specifier}, which trl-qurl asks for"
         elif version is None and required:
-            yield f"{requirement} is missing: run `pip install trl-qurl`"
+            yield f"{requirement} is missing: run `pip install '{requirement}'`"
         elif version is None and requirement.name == "vllm":
-            yield "vLLM is not installed, and nothing trains without it: run `pip install trl-qurl[vllm]`"
+            yield "vLLM is not installed, and nothing trains without it: run `pip install 'trl-qurl[vllm]'`"

@@ -71,7 +71,7 @@ def check_quantizer(name: str, setting: str = "quantizer", instead: str = "strea
     if name == "llmcompressor" and importlib.util.find_spec("llmcompressor") is None:
         raise ImportError(
             f"{setting}='llmcompressor' needs llm-compressor, which is not installed: run "
-            f"`pip install trl-qurl[llmcompressor]`, or use {setting}={instead!r}, which writes the same codes."
+            f"`pip install 'trl-qurl[llmcompressor]'`, or use {setting}={instead!r}, which writes the same codes."
         )
 
 

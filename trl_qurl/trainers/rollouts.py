@@ -68,8 +68,8 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         """The config of this trainer; the default one if none is given."""
         if not is_vllm_available():
             raise ImportError(
-                "Quantized rollouts need vLLM, which is not installed: run `pip install trl-qurl[vllm]` (TRL imports "
-                "it here even if a server generates), or train with TRL's own trainer and use_vllm=False."
+                "Quantized rollouts need vLLM, which is not installed: run `pip install 'trl-qurl[vllm]'` (TRL "
+                "imports it here even if a server generates), or train with TRL's own trainer and use_vllm=False."
             )
         kind = cls._config_class
         if config is None:

@@ -73,7 +73,7 @@ def run_demo(
         import matplotlib  # noqa: F401
         from rich.console import Console
     except ImportError as error:
-        raise ImportError("The demo needs matplotlib and rich: run `pip install trl-qurl[demo]`.") from error
+        raise ImportError("The demo needs matplotlib and rich: run `pip install 'trl-qurl[demo]'`.") from error
     from transformers.utils import logging as transformers_logging
 
     from trl_qurl.lab.demo.figure import draw_figure

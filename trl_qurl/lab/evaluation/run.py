@@ -123,7 +123,7 @@ def require_packages() -> None:
         import math_verify  # noqa: F401
         import rich  # noqa: F401
     except ImportError as error:
-        raise ImportError("Evaluating needs math-verify and rich: run `pip install trl-qurl[eval]`.") from error
+        raise ImportError("Evaluating needs math-verify and rich: run `pip install 'trl-qurl[eval]'`.") from error
 
 
 def only_process(output_dir: Path, patience: float = 10.0) -> BaseFileLock:

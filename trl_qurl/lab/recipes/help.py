@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
+from trl_qurl.lab.recipes.settings_files import recipes
+
 GROUP = re.compile(r"^ *> (?P<title>.+)$", re.MULTILINE)
 ENTRY = re.compile(r"^ +(?P<names>\w+(?:, \w+)*)(?: \([^)\n]*\))?:", re.MULTILINE)
 
@@ -26,7 +28,12 @@ def print_help(prog: str, script_arguments: type, config: type, defaults: dict[s
         "Each option is also a setting in a YAML file.",
     )
     start = parser.add_argument_group("settings files and help")
-    start.add_argument("--config", metavar="FILE", nargs="+", help="YAML files of settings; later ones override")
+    start.add_argument(
+        "--config",
+        metavar="FILE",
+        nargs="+",
+        help=f"YAML files of settings, or names of recipes ({', '.join(recipes())}); later ones override",
+    )
     start.add_argument("--help", action="help", help="this list")
     start.add_argument("--help-all", action="help", help="all options")
     settings = {setting.name: setting for setting in fields(config)}

@@ -139,5 +139,5 @@ def _require_libraries() -> None:
     if missing := [name for name in ("IPython", "matplotlib") if find_spec(name) is None]:
         raise ImportError(
             f"Drawing runs in a notebook needs {' and '.join(missing)}, which is not installed: run `pip install "
-            "trl-qurl[report] ipykernel`, or draw a page with `trl-qurl report`."
+            "'trl-qurl[report]' ipykernel`, or draw a page with `trl-qurl report`."
         )

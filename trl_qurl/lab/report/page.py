@@ -84,7 +84,7 @@ def write_report(paths: Sequence[Path], output: Path) -> Report:
     """
     if missing := [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]:
         raise ImportError(
-            f"A report needs {' and '.join(missing)}, which is not installed: run `pip install trl-qurl[report]`."
+            f"A report needs {' and '.join(missing)}, which is not installed: run `pip install 'trl-qurl[report]'`."
         )
     output = Path(output)
     runs, notes = load_runs([Path(path) for path in paths])

@@ -90,7 +90,7 @@ def server_command(
 def require_vllm() -> None:
     """Raise `ImportError` with the extra that brings vLLM, if it is not installed."""
     if importlib.util.find_spec("vllm") is None:
-        raise ImportError("This needs vLLM, which is not installed: run `pip install trl-qurl[vllm]`.")
+        raise ImportError("This needs vLLM, which is not installed: run `pip install 'trl-qurl[vllm]'`.")
 
 
 def exposure_warning(host: str, further: Sequence[str]) -> str | None:

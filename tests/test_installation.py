@@ -1,0 +1,94 @@
+"""Installing as a new user does: the wheel has everything, and every line that installs the package would work."""
+
+import configparser
+import json
+import re
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+from documents import PAGES, ROOT
+
+ADDRESS = "git+https://github.com/OWNER/trl-qurl"
+FORMS = {
+    "in a clone": r"'?\.(?:\[[\w,]+\])?'?",
+    "from the repository's address": rf"['\"]trl-qurl(?:\[[\w,]+\])? @ {re.escape(ADDRESS)}['\"]",
+    "an extra, once it is installed": r"'trl-qurl\[[\w,]+\]'",  # quoted, because zsh expands brackets
+}
+
+
+def lines_that_install() -> list[tuple[str, str]]:
+    """Everything that is said to be installed with pip, in pages, examples, notebooks, Dockerfiles and messages."""
+    sources = [*PAGES, *ROOT.glob("examples/*.py"), *ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("trl_qurl/**/*.py")]
+    found = []
+    for path in sources:
+        text = path.read_text()
+        if path.suffix == ".ipynb":
+            text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
+        # A message may go on in the string of the next line.
+        text = re.sub(r'"\n\s*f?"', "", text) if path.suffix == ".py" else text
+        found += [(path.name, line) for line in re.findall(r"pip install ([^`\n#]+)", text)]
+    return found
+
+
+def test_every_line_that_installs_the_package_works_without_an_index_that_has_it():
+    found = lines_that_install()
+    ours = [(name, line) for name, line in found if "trl-qurl" in line or re.search(r"(^|[\s'])\.(\[|\s|'|$)", line)]
+    assert len(ours) > 20
+    for name, line in ours:
+        assert any(re.search(rf"(^|\s){form}(\s|$|[.,);])", line) for form in FORMS.values()), f"{name}: {line}"
+        for extras in re.findall(r"(?:trl-qurl|\.)\[([\w,]+)\]", line):
+            assert set(extras.split(",")) <= known_extras(), f"{name}: {line}"
+
+
+def known_extras() -> set[str]:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    return set(setup["options.extras_require"])
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    pytest.importorskip("build", reason="needs build (trl-qurl[dev])")
+    directory = tmp_path_factory.mktemp("wheel")
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, directory)
+    shutil.copytree(ROOT / "trl_qurl", directory / "trl_qurl", ignore=shutil.ignore_patterns("__pycache__"))
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", directory / "dist", directory]
+    subprocess.run(build, check=True, capture_output=True, cwd=directory)
+    [wheel] = (directory / "dist").glob("*.whl")
+    return wheel
+
+
+def test_the_wheel_has_every_file_of_the_package(wheel):
+    there = {Path(name) for name in ZipFile(wheel).namelist() if name.startswith("trl_qurl/")}
+    files = (path for path in (ROOT / "trl_qurl").rglob("*") if path.is_file() and path.suffix != ".pyc")
+    assert there == {path.relative_to(ROOT) for path in files}
+    assert Path("trl_qurl/lab/recipes/paper/variants/tis.yaml") in there
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_finds_its_recipes_and_its_extras(wheel, tmp_path):
+    """In a new environment that takes all other packages from this one; nothing is looked up in an index."""
+    pytest.importorskip("math_verify", reason="needs math-verify (trl-qurl[math])")
+    venv.create(tmp_path, with_pip=False)
+    [packages] = tmp_path.glob("lib/python*/site-packages")
+    (packages / "others.pth").write_text(next(path for path in sys.path if path.endswith("site-packages")) + "\n")
+
+    def run(program: str, *words: str | Path) -> str:
+        command, environment = [tmp_path / "bin" / program, *words], {"PATH": "/usr/bin:/bin"}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run("python", "-m", "pip", "install", "--no-index", "--no-deps", "--ignore-installed", wheel)
+    place = run("python", "-c", "import trl_qurl.lab.recipes.settings_files as files; print(files.__file__)")
+    assert place.startswith(str(tmp_path)), "this checkout was imported"
+    said = run("trl-qurl", "ppo", "--config", "gsm8k_ppo", "tis", "--use_cpu", "--bf16", "false", "--help")
+    assert "gsm8k_ppo" in said
+    said = run("python", "-m", "pip", "install", "--no-index", "trl-qurl[math]")
+    assert "Requirement already satisfied: trl-qurl[math]" in said and "math-verify" in said
