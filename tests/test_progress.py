@@ -114,11 +114,12 @@ def test_a_file_gets_plain_lines():
 
 def test_a_terminal_gets_a_bar_and_the_lines_above_it(monkeypatch):
     monkeypatch.setenv("COLUMNS", "75")
+    others = set(tqdm._instances)  # bars that another test's library has left open
     out, err = log_two_steps(terminal=True)
     lines = [line.split("\r")[-1] for line in out.splitlines() if "reward" in line]
     assert len(lines) == 2 and all(len(line) <= 75 and "left" in line for line in lines)
     assert "2/4 [" in err, "there is a bar"
-    assert not tqdm._instances, "and it is closed"
+    assert set(tqdm._instances) <= others, "and it is closed"
 
 
 def test_disabled_bars_leave_the_lines():
