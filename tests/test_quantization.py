@@ -6,10 +6,13 @@ import weakref
 
 import pytest
 import torch
+from compressed_tensors.quantization import preset_name_to_scheme
+from compressed_tensors.quantization.utils import calculate_qparams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tiny import FAMILIES, SHARED, tiny_model, tiny_tokenizer
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 from trl_qurl.quantization import (
@@ -115,6 +118,36 @@ def test_what_a_scheme_says_of_its_tensors_is_what_it_makes(scheme, dtype):
     assert sum(entry.nbytes for entry in stored) == sum(tensor.nbytes for tensor in tensors.values())
     assert scheme.codes(tensors).shape == scheme.dequantize(tensors).shape == weight.shape
     assert scheme.codes(tensors).dtype == torch.uint8
+
+
+class DivisionAsOnCUDA(TorchFunctionMode):
+    """PyTorch on CUDA divides a tensor by a Python number as a product with the number's reciprocal in float32."""
+
+    DIVISIONS = (torch.div, torch.true_divide, torch.Tensor.div, torch.Tensor.div_, torch.Tensor.__truediv__)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in self.DIVISIONS and isinstance(args[1], int | float):
+            product = args[0].float() * torch.tensor(args[1], dtype=torch.float32).reciprocal()
+            return product.to(args[0].dtype)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_cuda_rounds_to_the_same_bits(scheme, dtype):
+    weight = torch.randn(512, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = scheme.quantize(weight)
+    rounded = scheme.quantize_activations(weight)
+    with DivisionAsOnCUDA():
+        # llm-compressor divides by tensors on the weight's device, so that its bits are the same everywhere.
+        observed = preset_name_to_scheme(scheme.preset, targets=["Linear"]).weights
+        groups = weight.unflatten(1, (-1, getattr(scheme, "group_size", 256)))
+        reference, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), observed)
+        on_cuda = scheme.quantize(weight)
+        assert torch.equal(scheme.quantize_activations(weight), rounded)
+    assert torch.equal(on_cuda["weight_scale"], reference)
+    for name, tensor in expected.items():
+        assert torch.equal(on_cuda[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 def test_input_is_untouched_and_other_tensors_pass_through_as_they_are():

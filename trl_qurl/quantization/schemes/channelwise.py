@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trl_qurl.quantization.schemes.rounding import channel_chunks, divide_by_scale
+from trl_qurl.quantization.schemes.rounding import channel_chunks, divide_by_scale, divide_exactly
 from trl_qurl.quantization.schemes.scheme import QuantizationScheme, StoredTensor
 
 
@@ -46,7 +46,7 @@ class ChannelwiseScheme(QuantizationScheme):
     def quantize_activations(self, activations: torch.Tensor) -> torch.Tensor:
         """Round activations as vLLM's kernels do: absmax becomes 127 or 448, so -128 is unused, unlike for weights."""
         tokens = activations.float()
-        scale = tokens.abs().amax(dim=-1, keepdim=True) / self.code_max
+        scale = divide_exactly(tokens.abs().amax(dim=-1, keepdim=True), self.code_max)
         scale = torch.where(scale == 0, 1.0, scale)
         codes = (tokens / scale).clamp(-self.code_max, self.code_max)
         codes = codes.to(self.dtype).float() if self.dtype.is_floating_point else codes.round()

@@ -26,6 +26,14 @@ def divide_by_scale(weight: torch.Tensor, code_min: float, code_max: float) -> t
     """
     # Two reductions instead of abs().amax(): no temporary of the weight's size.
     absmax = torch.maximum(weight.amax(dim=-1, keepdim=True), weight.amin(dim=-1, keepdim=True).neg())  # (..., 1)
-    scale = absmax / ((code_max - code_min) / 2)
+    scale = divide_exactly(absmax, (code_max - code_min) / 2)
     scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
     return (weight / scale).clamp_(code_min, code_max), scale
+
+
+def divide_exactly(tensor: torch.Tensor, number: float) -> torch.Tensor:
+    """`tensor / number`, rounded as on CPU on every device, and as llm-compressor does.
+
+    CUDA multiplies by the reciprocal of a Python number, which is off by a bit in most of INT8's float32 scales.
+    """
+    return tensor / tensor.new_full((), number)
