@@ -1,7 +1,8 @@
-"""The trained policy as a quantized checkpoint, ready for `vllm serve`, and its model cards.
+"""The trained policy on disk: whole, as a quantized checkpoint ready for `vllm serve`, and its model cards.
 
-Parameters come from where every sync gets them (TRL's backend: FSDP and ZeRO-3 gather, adapters are merged and come
-out again) and go to the writer behind `trl-qurl quantize`. The engine and its weights are not touched.
+For a quantized checkpoint, parameters come from where every sync gets them (TRL's backend: FSDP and ZeRO-3 gather,
+adapters are merged and come out again) and go to the writer behind `trl-qurl quantize`. The engine and its weights are
+not touched.
 """
 
 import os
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from accelerate.utils import broadcast_object_list
 from huggingface_hub import ModelCard
+from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 from trl.trainer.utils import get_config_model_id
 
@@ -34,7 +36,7 @@ SHOWN = ("learning_rate", "num_generations", "max_completion_length", "temperatu
 
 
 class SavingMixin(TRLTrainer):
-    """A mixin for a trainer of TRL on quantized rollouts: it saves quantized checkpoints, and writes model cards."""
+    """A mixin for a trainer of TRL on quantized rollouts: it saves policies, quantized checkpoints, model cards."""
 
     _algorithm: ClassVar[str]
     _algorithm_citation: ClassVar[str] = ""
@@ -102,6 +104,30 @@ class SavingMixin(TRLTrainer):
             self._by_main_process(write, parameters)
         return path
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the whole policy, as the parent does.
+
+        Where FSDP keeps checkpoints in shards (`SHARDED_STATE_DICT`), the parent writes no weights at all, so it is
+        told otherwise for the length of this call. A collective operation.
+
+        Args:
+            output_dir: Directory; the run's own by default.
+
+        Raises:
+            OSError: Nothing was written that can be loaded.
+        """
+        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
+        chosen = plugin and plugin.state_dict_type
+        if plugin is not None:
+            plugin.set_state_dict_type("FULL_STATE_DICT")
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            if plugin is not None:
+                plugin.set_state_dict_type(chosen)
+        if self.args.should_save:
+            check_weights(Path(output_dir or self.args.output_dir))
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write TRL's model card, with how the rollouts were made."""
         super().create_model_card(*args, **kwargs)
@@ -154,6 +180,22 @@ class SavingMixin(TRLTrainer):
             raise error
         if outcome[0] is not None:
             raise RuntimeError(f"The main process could not save the quantized checkpoint. {outcome[0]}")
+
+
+def check_weights(directory: Path) -> None:
+    """Raise `OSError` if a directory that a policy or an adapter was saved to holds no weights that can be read."""
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise OSError(
+            f"No weights were written to {directory}. With DeepSpeed, set zero3_save_16bit_model: true in "
+            "accelerate's configuration; the last checkpoint of the run still holds them in its own format."
+        )
+    for file in files:
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except SafetensorError as error:
+            raise OSError(f"{file} cannot be read ({error}): save the policy again.") from None
 
 
 def check_place(path: Path, run: Path) -> None:

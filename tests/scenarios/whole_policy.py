@@ -1,0 +1,46 @@
+"""Two processes, each with a part of a policy (FSDP2), save it; prints what `save_model` and a checkpoint left behind.
+
+No engine: transformers' own trainer with our saving. accelerate turns FSDP2 on for GPUs only, so it is told that it is
+on (`critics.py`); what splits the model, gathers it and writes it is transformers' and accelerate's own code.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from critics import turn_on_fsdp2
+from datasets import Dataset
+from tiny import tiny_model, tiny_tokenizer
+from transformers import Trainer, TrainingArguments
+
+from trl_qurl.trainers.saving import SavingMixin
+
+
+class SavingTrainer(SavingMixin, Trainer):
+    """As a trainer of this project saves."""
+
+
+def main(directory: Path, state_dict_type: str) -> None:
+    os.environ["FSDP_STATE_DICT_TYPE"] = state_dict_type
+    data = Dataset.from_dict({"input_ids": [[5, 6, 7, 8]] * 8, "labels": [[5, 6, 7, 8]] * 8})
+    args = TrainingArguments(
+        str(directory), use_cpu=True, max_steps=1, save_strategy="steps", save_steps=1, report_to=[], learning_rate=0.1
+    )
+    trainer = SavingTrainer(tiny_model(), args, train_dataset=data, processing_class=tiny_tokenizer())
+    turn_on_fsdp2()
+    trainer.is_fsdp_enabled = True
+    trainer.train()
+    trainer.save_model(str(directory / "policy"))
+    weights = trainer.accelerator.get_state_dict(trainer.model)
+    if trainer.accelerator.is_main_process:
+        torch.save(weights, directory / "expected.pt")
+        kind = str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
+        print("RECORD " + json.dumps({"kind": kind, "split": type(trainer.model).__name__}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,42 @@
+"""What a run on several GPUs saves is the whole policy, however accelerate keeps its checkpoints."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from documents import ROOT
+from transformers import AutoModelForCausalLM
+
+from trl_qurl.trainers.saving import check_weights
+
+CONFIGURATIONS = sorted((ROOT / "examples" / "accelerate_configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_fsdp2_saves_a_policy_that_can_be_loaded(kind, run_scenario, tmp_path):
+    record = run_scenario("whole_policy.py", tmp_path, kind, processes=2)
+    assert record["kind"].endswith(kind), "the user's choice for checkpoints was not restored"
+    assert record["split"].startswith("FSDP"), "the model was whole all the time"
+    trained = torch.load(tmp_path / "expected.pt")
+    for directory in ("policy", "checkpoint-1"):
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / directory).state_dict()
+        for name, tensor in trained.items():
+            assert torch.equal(saved[name], tensor), f"{name} in {directory}"
+    assert list((tmp_path / "checkpoint-1").glob("pytorch_model_fsdp*")), "nothing is there to resume from"
+
+
+@pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)
+def test_the_configurations_save_whole_policies(path):
+    settings = yaml.safe_load(path.read_text())
+    assert settings.get("fsdp_config", {}).get("fsdp_state_dict_type", "FULL_STATE_DICT") == "FULL_STATE_DICT"
+    assert settings.get("deepspeed_config", {}).get("zero3_save_16bit_model", True)
+
+
+def test_weights_that_are_not_there_are_not_called_saved(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    with pytest.raises(OSError, match="No weights were written to .*zero3_save_16bit_model: true"):
+        check_weights(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x10\x00")  # torn
+    with pytest.raises(OSError, match=r"model.safetensors cannot be read"):
+        check_weights(tmp_path)
