@@ -310,7 +310,7 @@ def test_server_that_cannot_load_weights(server_info):
 def test_server_that_wants_a_key():
     with answering(None, statuses={"/weight_info": 401}) as url:
         client = ServedEngine(base_url=url)
-        with pytest.raises(ServerError, match=f"{url} wants an API key: set VLLM_API_KEY for the trainer"):
+        with pytest.raises(ServerError, match=f"{url} wants its API key: set VLLM_API_KEY for the trainer"):
             client.version()
 
 

@@ -1,17 +1,19 @@
 """`trl-qurl serve`: the checkpoint it prepares, the command it becomes, and how it ends."""
 
+import asyncio
 import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import requests
 from conftest import Server
 from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl.quantization.cache import CACHE_VARIABLE
 from trl_qurl.quantization.checkpoint import CheckpointWriter
-from trl_qurl.rollout.engine import launch
+from trl_qurl.rollout.engine import key, launch
 
 
 @pytest.fixture
@@ -97,19 +99,140 @@ def test_what_a_user_sets_is_not_set_again():
     assert [part for part in command if part.startswith("--max-logprobs")] == ["--max-logprobs=40"]
 
 
+# The key -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv(key.API_KEY_VARIABLE, raising=False)
+    return tmp_path / "home"
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.1.2.3"])
-def test_nobody_else_reaches_the_loopback_interface(host):
-    assert launch.exposure_warning(host, []) is None
+def test_on_the_loopback_interface_a_server_makes_its_own_key(host, home):
+    keys = [launch.server_environment(host, 8000, None)[key.API_KEY_VARIABLE] for _ in range(2)]
+    assert keys[0] != keys[1] and min(map(len, keys)) >= 40
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "node7"])
-def test_any_other_address_is_worth_a_warning(host, monkeypatch):
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    warning = launch.exposure_warning(host, [])
-    assert f"listening on {host} without --api-key" in warning and "replace the weights" in warning
-    for further in (["--api-key", "secret"], ["--api-key=secret"]):
-        guarded = launch.exposure_warning(host, further)
-        assert "without --api-key" not in guarded and "replace the weights, with or without a key" in guarded
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "node7", ""])
+def test_any_other_address_needs_a_key_of_the_users(host, home, monkeypatch):
+    with pytest.raises(ValueError, match="lets others reach the server.*set the same VLLM_API_KEY for the server and"):
+        launch.server_environment(host, 8000, None)
+    assert not home.exists(), "something was begun first"
+    assert launch.server_environment(host, 8000, "given")[key.API_KEY_VARIABLE] == "given"
+    monkeypatch.setenv(key.API_KEY_VARIABLE, "set")
+    assert launch.server_environment(host, 8000, None)[key.API_KEY_VARIABLE] == "set"
+    assert launch.server_environment(host, 8000, "given")[key.API_KEY_VARIABLE] == "given"
+    monkeypatch.setenv(key.API_KEY_VARIABLE, "")
+    with pytest.raises(ValueError, match="lets others reach"):
+        launch.server_environment(host, 8000, None)
+
+
+def test_no_key_is_on_a_command_line(home, capfd, monkeypatch):
+    started = {}
+    monkeypatch.setattr("os.execve", lambda program, words, environment: started.update(words=words, env=environment))
+    command = launch.server_command("MODEL", "127.0.0.1", 8000, [])
+    launch.exec_server(command, launch.server_environment("127.0.0.1", 8000, "a-secret"))
+    out, err = capfd.readouterr()
+    assert started["env"][key.API_KEY_VARIABLE] == "a-secret"
+    assert "a-secret" not in " ".join([*started["words"], out, err]), "other users of the machine see command lines"
+
+
+def test_a_key_is_kept_for_its_user_only_and_while_the_server_runs(home):
+    file = key.key_file("127.0.0.1", 8000)
+    with key.shared("first", file):
+        assert file.read_text() == "first"
+        assert [file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777] == [0o600, 0o700]
+        with key.shared("second", file):  # a server that starts while the last one ends
+            assert authorization("http://127.0.0.1:8000") == "Bearer second"
+        assert not list(file.parent.iterdir())
+    assert not list(file.parent.iterdir())
+
+
+def test_a_server_that_ends_leaves_the_key_of_its_successor(home):
+    file = key.key_file("127.0.0.1", 8000)
+    with key.shared("first", file):
+        file.write_text("second")
+    assert file.read_text() == "second"
+
+
+def authorization(url):
+    """What a trainer sends to a server."""
+    request = key.ServerKey(url)(requests.Request("GET", url).prepare())
+    return request.headers.get("Authorization")
+
+
+def test_a_trainer_finds_the_key_by_the_servers_address(home, monkeypatch):
+    assert authorization("http://127.0.0.1:8000") is None
+    with key.shared("here", key.key_file("127.0.0.1", 8000)), key.shared("there", key.key_file("node7", 80)):
+        for url in ("http://127.0.0.1:8000", "http://localhost:8000/", "http://[::1]:8000", "http://0.0.0.0:8000"):
+            assert authorization(url) == "Bearer here"
+        assert authorization("http://node7") == "Bearer there"
+        assert authorization("http://127.0.0.1:8001") is authorization("http://node8:8000") is None
+        monkeypatch.setattr("socket.gethostname", lambda: "another")  # with the same home
+        assert authorization("http://127.0.0.1:8000") is None
+        monkeypatch.setenv(key.API_KEY_VARIABLE, "set")
+        assert authorization("http://node7") == "Bearer set"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [None, "", "right", "Basic right", "Bearer", "Bearer ", "Bearer wrong", "Bearer right ", "Bearer righ\xe9"],
+)
+def test_what_is_not_the_key_opens_nothing(header, home, monkeypatch):
+    monkeypatch.setenv(key.API_KEY_VARIABLE, "right")
+    monkeypatch.setenv(key.KEY_FILE_VARIABLE, str(home / "key"))
+    headers = [] if header is None else [(b"authorization", header.encode())]
+
+    def answers(kind="http", path="/collective_rpc", headers=headers):
+        async def app(scope, receive, send):
+            sent.append("passed")
+
+        async def send(message):
+            sent.append(message.get("status", message.get("code")))
+
+        sent = []
+        scope = {"type": kind, "path": path, "method": "POST", "headers": headers}
+        asyncio.run(key.KeyGuard(app)(scope, None, send))
+        return sent
+
+    assert answers() == answers(path="/health/") == answers(path="/v1/models") == [401, None]
+    assert answers("websocket") == answers("websocket", "/health") == [1008]
+    assert answers(path="/health") == ["passed"]
+    right = [(b"authorization", b"Bearer right")]
+    assert answers(headers=right) == answers("websocket", headers=right) == ["passed"]
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("server")
+def test_every_path_of_a_server_needs_the_key(int8_server):
+    known = key.ServerKey(int8_server.url)
+    routes = requests.get(f"{int8_server.url}/openapi.json", auth=known, timeout=30).json()["paths"]
+    assert {"/collective_rpc", "/update_weight_version", "/server_info", "/v1/completions"} <= set(routes)
+    pairs = [(method, path) for path, methods in routes.items() for method in methods]
+    pairs += [("get", path) for path in ("/", "/docs", "/metrics", "/openapi.json", "/nothing")]
+    pairs += [("options", "/collective_rpc"), ("head", "/server_info"), ("post", "//collective_rpc")]
+    wrong = [
+        None,
+        "",
+        "Bearer",
+        "Bearer wrong",
+        f"Basic {known.file.read_text()}",
+        f"Bearer {known.file.read_text()}x",
+    ]
+    for header in wrong:
+        headers = {} if header is None else {"Authorization": header}
+        with requests.Session() as session:
+            session.trust_env = False  # no password of this machine's
+            answers = {
+                pair: session.request(pair[0], f"{int8_server.url}{pair[1]}", headers=headers, timeout=30).status_code
+                for pair in pairs
+            }
+        assert {pair for pair, status in answers.items() if status != 401} == {("get", "/health")}
+    # With it, the trainers of the other tests use this server.
+    assert requests.get(f"{int8_server.url}/server_info", auth=known, timeout=30).status_code == 200
+    assert known.file.read_text() not in int8_server.log.read_text()
 
 
 @pytest.mark.vllm

@@ -643,7 +643,7 @@ def test_an_api_key_does_not_guard_the_development_endpoints():
 
     for path in ("/collective_rpc", "/update_weight_version", "/weight_info", "/server_info", "/reset_prefix_cache"):
         assert not path.startswith(GUARDED_PREFIX), (
-            f"vLLM's --api-key guards {path} now: launch.exposure_warning and docs/reliability.md say otherwise."
+            f"vLLM's --api-key guards {path} now: KeyGuard may not be needed any more."
         )
 
 

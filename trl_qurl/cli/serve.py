@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from trl_qurl.cli.noise import shows_everything
 from trl_qurl.cli.options import add_ignore, check_model
@@ -14,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED
 
     parser.epilog = (
-        "Anyone who reaches the server can replace its weights, API key or not: keep it on a private network."
+        "Every request needs a key, which trainers of the same user find by themselves. Nothing is encrypted."
     )
     parser.add_argument("model", metavar="MODEL", help="full-precision model: name on the Hub, or a local directory")
     parser.add_argument(
@@ -26,6 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_ignore(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="key that every request needs (default: $VLLM_API_KEY, or a random one for trainers on this machine)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,12 +44,10 @@ def run(args: argparse.Namespace) -> int:
     from trl_qurl.rollout.engine import launch
 
     launch.require_vllm()
+    environment = launch.server_environment(args.host, args.port, args.api_key)
     model = launch.resolve_model(args.model)
     if scheme := parse_scheme(args.scheme):
         model = str(launch.starting_checkpoint(model, scheme, args.ignore))
-    if warning := launch.exposure_warning(args.host, args.further):
-        print(f"trl-qurl: {warning}", file=sys.stderr)
-    launch.exec_server(
-        launch.server_command(model, args.host, args.port, args.further, show_warnings=shows_everything())
-    )
+    command = launch.server_command(model, args.host, args.port, args.further, show_warnings=shows_everything())
+    launch.exec_server(command, environment)
     return 0

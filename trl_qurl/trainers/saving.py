@@ -125,7 +125,9 @@ class SavingMixin(TRLTrainer):
         finally:
             if plugin is not None:
                 plugin.set_state_dict_type(chosen)
-        if self.args.should_save:
+        if (
+            self.args.should_save and not _internal_call
+        ):  # a checkpoint to resume from may be in DeepSpeed's own format
             check_weights(Path(output_dir or self.args.output_dir))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

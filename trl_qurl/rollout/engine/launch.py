@@ -7,19 +7,27 @@ and exit codes are vLLM's and no parent process stays behind.
 import hashlib
 import importlib.metadata
 import importlib.util
-import ipaddress
 import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from trl_qurl.quantization.cache import cache_directory, cached
 from trl_qurl.quantization.checkpoint import write_checkpoint
-from trl_qurl.rollout.engine.served import API_KEY_VARIABLE, WORKER_EXTENSION
+from trl_qurl.rollout.engine.key import (
+    API_KEY_VARIABLE,
+    KEY_FILE_VARIABLE,
+    KEY_GUARD,
+    given_key,
+    is_loopback,
+    key_file,
+    new_key,
+)
+from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
 
 def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str]) -> Path:
@@ -84,7 +92,7 @@ def server_command(
         options["--weight-transfer-config"] = '{"backend": "nccl"}'
     given = {argument.split("=")[0] for argument in further}
     ours = [part for name, value in options.items() if name not in given for part in (name, value)]
-    return [*start, *ours, *further]
+    return [*start, *ours, "--middleware", KEY_GUARD, *further]
 
 
 def require_vllm() -> None:
@@ -93,31 +101,31 @@ def require_vllm() -> None:
         raise ImportError("This needs vLLM, which is not installed: run `pip install 'trl-qurl[vllm]'`.")
 
 
-def exposure_warning(host: str, further: Sequence[str]) -> str | None:
-    """Warning for a server that others can reach, or `None`.
+def server_environment(host: str, port: int, key: str | None) -> dict[str, str]:
+    """What a server needs in its environment: its key, the one given or a random one, and where it keeps it.
 
-    vLLM's API key protects generation only (paths that begin with `/v1` and a few more). The endpoints that replace
-    weights and call workers stay open to anyone who reaches the port.
+    `ValueError`: others can reach the address, and no key was given.
     """
-    if _is_loopback(host):
-        return None
-    has_key = API_KEY_VARIABLE in os.environ or any(argument.split("=")[0] == "--api-key" for argument in further)
-    without = "" if has_key else " without --api-key, so that anyone who reaches this port can use the model"
-    return (
-        f"warning: listening on {host}{without}. The development endpoints that training needs let anyone who reaches "
-        "it replace the weights, with or without a key. Use a private network or an SSH tunnel."
-    )
-
-
-def exec_server(command: Sequence[str]) -> None:
-    """Print the command, then exec it. Does not return."""
-    print('Starting vLLM; the server is ready when it says "Application startup complete".')
-    print("VLLM_SERVER_DEV_MODE=1", shlex.join(command), flush=True)
-    os.execve(command[0], list(command), os.environ | {"VLLM_SERVER_DEV_MODE": "1"})
-
-
-def _is_loopback(host: str) -> bool:
+    key = key or given_key()
+    if key is None and not is_loopback(host):
+        raise ValueError(
+            f"--host {host} lets others reach the server, whose weights they could replace: set the same "
+            f"{API_KEY_VARIABLE} for the server and for the trainer, or keep --host 127.0.0.1."
+        )
+    file = key_file(host, port)
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"The server's key cannot be kept in {file.parent} ({error.strerror}): set XDG_CACHE_HOME to a directory "
+            "that you can write to, for the server and the trainer."
+        ) from None
+    return {"VLLM_SERVER_DEV_MODE": "1", API_KEY_VARIABLE: key or new_key(), KEY_FILE_VARIABLE: str(file)}
+
+
+def exec_server(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Print the command, without the key, then exec it. Does not return."""
+    print('Starting vLLM; the server is ready when it says "Application startup complete".')
+    print(f"Requests need a key, which your trainers find in {environment[KEY_FILE_VARIABLE]}.")
+    print("VLLM_SERVER_DEV_MODE=1", shlex.join(command), flush=True)
+    os.execve(command[0], list(command), {**os.environ, **environment})

@@ -6,7 +6,6 @@ single request to the server's workers loads them, so nothing is left half done 
 
 import functools
 import logging
-import os
 import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -31,12 +30,12 @@ from trl_qurl.rollout.engine.interface import (
     TensorMetadata,
     WeightUpdate,
 )
+from trl_qurl.rollout.engine.key import API_KEY_VARIABLE, ServerKey
 from trl_qurl.rollout.errors import ServerError, SyncError
 
 logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "trl_qurl.rollout.engine.worker.RolloutWorker"  # a name, so that only the engine imports the class
-API_KEY_VARIABLE = "VLLM_API_KEY"  # as in vLLM's server
 WAITING_NOTICE = 10.0  # seconds between lines about a server that is not up yet
 
 
@@ -57,8 +56,6 @@ class ServedEngine(VLLMClient, Engine):
         self.scheme, self.ignore = scheme, ignore
         self.request_timeout = request_timeout
         self._failure: ServerError | None = None
-        key = os.environ.get(API_KEY_VARIABLE)
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         super().__init__(*args, **kwargs)
         # The parent also retries requests whose answer never came, five times: a server that hangs would be waited for
         # six times over, and one that restarted meanwhile would answer from other weights.
@@ -70,6 +67,7 @@ class ServedEngine(VLLMClient, Engine):
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """Wait for the server, as the parent does, and tell the user about the wait."""
+        self.session.auth = ServerKey(self.base_url)  # for the parent's requests as well, which begin after this
         started, notice = time.monotonic(), WAITING_NOTICE
         while not self._is_healthy():
             waited = time.monotonic() - started
@@ -211,9 +209,7 @@ class ServedEngine(VLLMClient, Engine):
         server = f"The vLLM server at {self.base_url}"
         advice = "look at the server's log, start it again, and resume from the last checkpoint."
         try:
-            response = self.session.request(
-                verb, f"{self.base_url}{path}", timeout=self.request_timeout, headers=self._headers, **kwargs
-            )
+            response = self.session.request(verb, f"{self.base_url}{path}", timeout=self.request_timeout, **kwargs)
         except requests.Timeout:
             raise ServerError(
                 f"{server} did not answer {path} within {self.request_timeout:.0f} seconds: it hangs, or needs a "
@@ -222,7 +218,10 @@ class ServedEngine(VLLMClient, Engine):
         except requests.RequestException as error:
             raise ServerError(f"{server} is gone ({path}: {error}): {advice}") from None
         if response.status_code == 401:
-            raise ServerError(f"{server} wants an API key: set {API_KEY_VARIABLE} for the trainer.")
+            raise ServerError(
+                f"{server} wants its API key: set {API_KEY_VARIABLE} for the trainer, or start both as the same user "
+                f"(the trainer looks for {ServerKey(self.base_url).file})."
+            )
         if response.status_code != 200:
             reason = " ".join(response.text.split())[:500]
             raise ServerError(f"{server} answered {path} with HTTP {response.status_code}: {advice} It says: {reason}")
