@@ -50,11 +50,12 @@ test-fast: setup ## run the tests that need neither an engine nor a GPU
 test-all: setup ## run every test, including the slow ones
 	$(PYTEST) $(PYTEST_ARGS)
 
-lint: setup ## run ruff, mypy and the import contracts
+lint: setup ## run ruff, mypy, the import contracts and shellcheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/shellcheck examples/*.sh .ci/run
 
 format: setup ## let ruff fix and format the code
 	$(BIN)/ruff check --fix .

@@ -1,7 +1,7 @@
 """Every command that the documentation shows exists as it is shown: program, file, target, subcommand, option, extra.
 
 `trl-qurl` lines, and those of scripts that train, go through the real parsers. `settings.yaml` and other files of the
-reader's own are made up; what is not ours (ssh, srun, ray, git, cd, kill, jupyter) is only known by name.
+reader's own are made up; what is not ours (ssh, ray, git, cd, jupyter) is only known by name.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 import pytest
+from accelerate.commands.launch import launch_command_parser
 from documents import PAGES, ROOT, inline_code, shell_commands
 
 from trl_qurl.cli.parser import COMMANDS, build_parser
@@ -18,8 +19,7 @@ from trl_qurl.lab.recipes import grpo, ppo
 
 RECIPES = {"grpo": grpo, "ppo": ppo}
 ON_CPU = ["--use_cpu", "--bf16", "false", "--report_to", "none"]
-NOT_OURS = {"cd", "conda", "git", "hf", "jupyter", "kill", "ray", "source", "tensorboard", "trackio", "vllm"}
-NOT_OURS |= {"nodes=($(scontrol", "address=$(srun"}
+NOT_OURS = {"cd", "conda", "git", "hf", "jupyter", "ray", "source", "tensorboard", "trackio", "vllm"}
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.MULTILINE))
@@ -50,16 +50,18 @@ def check(words: list[str]) -> None:
         AssertionError: something in it does not exist.
     """
     program, *rest = words
+    if re.fullmatch(r"[A-Z_]+=\S*", program):  # a variable for one command
+        return check(rest)
     checks = {
         "accelerate": check_accelerate,
         "docker": check_docker,
         "make": check_make,
         "pip": check_pip,
         "python": check_python,
+        "sbatch": check_sbatch,
         "trl-qurl": check_trl_qurl,
         "uv": lambda words: check_pip(words[1:]) if words[0] == "pip" else None,
         "ssh": lambda words: check(words[1:]),
-        "srun": lambda words: check(words[next(i for i, w in enumerate(words) if not w.startswith("-")) :]),
     }
     assert program in checks or program in NOT_OURS, f"nothing is known of {program}"
     if program in checks:
@@ -82,6 +84,13 @@ def check_pip(words: list[str]) -> None:
             assert (ROOT / word).exists(), word
 
 
+def check_sbatch(words: list[str]) -> None:
+    """`sbatch [options] examples/slurm.sh [options of the training]`."""
+    [script] = [i for i, word in enumerate(words) if word.endswith(".sh")]
+    assert (ROOT / words[script]).exists() and all(word.startswith("--") for word in words[:script])
+    check_training(grpo, words[script + 1 :])
+
+
 def check_docker(words: list[str]) -> None:
     """`docker build`, of a file that is there; `docker run`, whose arguments after the image go to `trl-qurl`."""
     if words[0] == "build":
@@ -93,15 +102,11 @@ def check_docker(words: list[str]) -> None:
 
 
 def check_accelerate(words: list[str]) -> None:
-    """`accelerate launch [options] SCRIPT|-m MODULE ...`; its own options that are shown take one value."""
+    """`accelerate launch [options] SCRIPT|-m MODULE ...`, through accelerate's own parser."""
     assert words[0] == "launch"
-    i = 1
-    while words[i].startswith("--"):
-        if words[i] == "--config_file":
-            assert file_of(words[i + 1]).suffix == ".yaml"
-        assert words[i] in ("--config_file", "--num_processes", "--cpu"), words[i]
-        i += 1 if words[i] == "--cpu" else 2
-    check_python(words[i:])
+    args = launch_command_parser().parse_args(words[1:])
+    assert args.config_file is None or file_of(args.config_file).suffix == ".yaml"
+    check_python([*(["-m"] if args.module else []), args.training_script, *args.training_script_args])
 
 
 def check_python(words: list[str]) -> None:
@@ -169,6 +174,20 @@ def test_a_command_exists_as_it_is_shown(place, words):
         check(words)
     except SystemExit as refused:  # argparse
         pytest.fail(f"{place}: {' '.join(words)} is refused: {refused}")
+
+
+def test_a_server_and_a_trainer_on_one_machine_have_gpus_of_their_own():
+    """Each command says which, in CUDA_VISIBLE_DEVICES, and no GPU is in both."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for place, words in SHOWN:
+        variable, rest = ("", words) if words[0] in ("ssh", "trl-qurl", "accelerate") else (words[0], words[1:])
+        is_server = rest[:2] == ["trl-qurl", "serve"] and not {"--host", "--distributed-executor-backend"} & set(rest)
+        if is_server or any(re.match(r"http://(127\.|localhost)", word) for word in rest):
+            name, _, devices = variable.partition("=")
+            assert name == "CUDA_VISIBLE_DEVICES" and devices, f"{place}: {' '.join(words)}"
+            found.setdefault(place, {})["server" if is_server else "trainer"] = set(devices.split(","))
+    pairs = [ends for ends in found.values() if len(ends) == 2]
+    assert len(pairs) >= 2 and not any(ends["server"] & ends["trainer"] for ends in pairs)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

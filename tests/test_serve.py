@@ -11,6 +11,7 @@ import requests
 from conftest import Server
 from tiny import tiny_model, tiny_tokenizer
 
+from trl_qurl import cli
 from trl_qurl.quantization.cache import CACHE_VARIABLE
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.rollout.engine import key, launch
@@ -97,6 +98,30 @@ def test_weight_transfer_is_offered_where_there_is_cuda(cuda, monkeypatch):
 def test_what_a_user_sets_is_not_set_again():
     command = launch.server_command("MODEL", "127.0.0.1", 8000, ["--max-logprobs=40"])
     assert [part for part in command if part.startswith("--max-logprobs")] == ["--max-logprobs=40"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--data-parallel-size", "2", "--data-parallel-hybrid-lb"],
+        ["--data_parallel_external_lb"],
+        ["--data-parallel-rank=1"],
+        ["-dpm"],
+        ["--data-parallel-size-local", "1", "--data-parallel-start-rank", "1"],
+    ],
+    ids=" ".join,
+)
+def test_copies_with_servers_of_their_own_are_refused_before_the_model_is_quantized(
+    options, model, monkeypatch, capsys
+):
+    monkeypatch.setattr(launch, "exec_server", lambda command: pytest.fail("it was started"))
+    assert cli.main(["serve", str(model), *options]) == 2
+    assert "new weights would reach only one of them: use --data-parallel-size alone" in capsys.readouterr().err
+
+
+def test_copies_behind_one_server_are_not_refused():
+    launch.check_load_balancing(["--data-parallel-size", "4", "-dpl", "2"])
+    launch.check_load_balancing(["--headless", "--data-parallel-size=4", "--data-parallel-start-rank=2"])
 
 
 # The key -------------------------------------------------------------------------------------------------------------

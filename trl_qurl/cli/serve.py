@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from trl_qurl.rollout.engine import launch
 
     launch.require_vllm()
+    launch.check_load_balancing(args.further)
     environment = launch.server_environment(args.host, args.port, args.api_key)
     model = launch.resolve_model(args.model)
     if scheme := parse_scheme(args.scheme):

@@ -29,6 +29,11 @@ from trl_qurl.rollout.engine.key import (
 )
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
+SEPARATE_SERVERS = frozenset(
+    f"--data-parallel-{name}" for name in ("external-lb", "hybrid-lb", "multi-port-external-lb", "rank")
+) | {"-dpe", "-dph", "-dpm", "-dpn"}
+"""Options with which a copy of the model has a server that does not speak for the others."""
+
 
 def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str]) -> Path:
     """The quantized checkpoint of the full-precision model in a directory, made if it is not cached yet.
@@ -99,6 +104,22 @@ def require_vllm() -> None:
     """Raise `ImportError` with the extra that brings vLLM, if it is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise ImportError("This needs vLLM, which is not installed: run `pip install 'trl-qurl[vllm]'`.")
+
+
+def check_load_balancing(further: Sequence[str]) -> None:
+    """Raise `ValueError` for options of vLLM that give copies of the model servers of their own.
+
+    Only with `--data-parallel-size` alone does one server pass new weights on to every copy.
+    """
+    given = {argument.split("=")[0].replace("_", "-") for argument in further if argument.startswith("-")}
+    refused = given & SEPARATE_SERVERS
+    if "--headless" not in given:
+        refused |= given & {"--data-parallel-start-rank", "-dpr"}
+    if refused:
+        raise ValueError(
+            f"{', '.join(sorted(refused))} gives copies of the model servers of their own, and new weights would "
+            "reach only one of them: use --data-parallel-size alone, with which one server spreads the requests."
+        )
 
 
 def server_environment(host: str, port: int, key: str | None) -> dict[str, str]:
