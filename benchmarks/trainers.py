@@ -12,6 +12,8 @@ from quantizer import Shape
 from transformers import PrinterCallback
 from weight_sync import characters
 
+from trl_qurl.lab.recipes.device import cpu_settings
+
 TRL = "plain TRL"
 LLMCOMPRESSOR = "llm-compressor"
 
@@ -70,7 +72,7 @@ def build_trainer(
         "vllm_gpu_memory_utilization": 0.3,
         "generation_kwargs": {"ignore_eos": True},
         "use_cpu": device == "cpu",
-        "bf16": device == "cuda",
+        "bf16": trains_in_bf16(device),
         "save_strategy": "no",
         "report_to": [],
         "disable_tqdm": True,
@@ -97,6 +99,11 @@ def build_trainer(
     )
     trainer.remove_callback(PrinterCallback)  # the log is read, not looked at
     return trainer
+
+
+def trains_in_bf16(device: str) -> bool:
+    """As `trl-qurl grpo` does: on a CPU where it has instructions for bfloat16."""
+    return device == "cuda" or cpu_settings().get("bf16", False)
 
 
 def prompt(length: int, number: int) -> str:

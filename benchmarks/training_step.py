@@ -27,9 +27,11 @@ from quantizer import Shape
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from trainers import WAYS, Load, build_trainer
+from trainers import WAYS, Load, build_trainer, trains_in_bf16
 from transformers import TrainerCallback
 from turns import Contestant, InForeground
+
+from trl_qurl.cli.allocator import keep_freed_memory
 
 PARTS = ("sync", "generate", "logps", "update")
 
@@ -155,6 +157,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    keep_freed_memory()  # as our commands do
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     shape = Shape(arguments.layers, arguments.hidden, arguments.vocabulary)
     load = Load(arguments.completions, arguments.tokens, train_batch=arguments.train_batch, updates=arguments.updates)
@@ -163,6 +166,7 @@ def main() -> None:
     record |= {"shape": asdict(shape), "load": asdict(load), "repeats": arguments.repeats}
     settings = (shape, load, arguments.repeats, arguments.device)
     record["in_turns"] = not arguments.apart
+    record["trained_in_bf16"] = trains_in_bf16(arguments.device)
     record["cells"] = []
     for ways in [[way] for way in arguments.ways] if arguments.apart else [arguments.ways]:
         contestants = {way: Contestant(build, way, *settings) for way in ways}

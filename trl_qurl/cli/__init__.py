@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from trl_qurl.cli.allocator import keep_freed_memory
 from trl_qurl.cli.noise import quiet, shows_everything
 from trl_qurl.cli.parser import COMMANDS, build_parser
 from trl_qurl.rollout.errors import RolloutError
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif further:
             args.subparser.error(f"unexpected argument {' '.join(further)}")
         quiet()
+        keep_freed_memory()
         return args.run(args)
     except KeyboardInterrupt:
         if shows_everything():

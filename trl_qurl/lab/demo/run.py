@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from trl_qurl.cli.allocator import keep_freed_memory
 from trl_qurl.lab.demo.algorithms import build_config, build_trainer, critic_shortfall
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def run_demo(
     """
     for name, value in ENVIRONMENT.items():  # before vLLM is imported, which reads them once
         os.environ.setdefault(name, value)
+    keep_freed_memory()
     try:
         import matplotlib  # noqa: F401
         from rich.console import Console

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from trl_qurl.cli.allocator import keep_freed_memory
 from trl_qurl.cli.noise import quiet
 from trl_qurl.cli.options import check_model
 from trl_qurl.cli.parser import SuggestingParser, did_you_mean
@@ -132,6 +133,7 @@ def train(
         FileNotFoundError: If the model or the questions do not exist.
     """
     quiet()
+    keep_freed_memory()
     from tqdm.contrib.logging import logging_redirect_tqdm
     from trl import get_peft_config
 
