@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,10 +30,7 @@ from trl_qurl.rollout.engine.key import (
 )
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
-SEPARATE_SERVERS = frozenset(
-    f"--data-parallel-{name}" for name in ("external-lb", "hybrid-lb", "multi-port-external-lb", "rank")
-) | {"-dpe", "-dph", "-dpm", "-dpn"}
-"""Options with which a copy of the model has a server that does not speak for the others."""
+SEPARATE_SERVERS = re.compile(r"--data-parallel-((hybrid|(multi-port-)?external)-lb|rank|start-rank)|-dp[ehmnr]")
 
 
 def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str]) -> Path:
@@ -107,18 +105,13 @@ def require_vllm() -> None:
 
 
 def check_load_balancing(further: Sequence[str]) -> None:
-    """Raise `ValueError` for options of vLLM that give copies of the model servers of their own.
-
-    Only with `--data-parallel-size` alone does one server pass new weights on to every copy.
-    """
-    given = {argument.split("=")[0].replace("_", "-") for argument in further if argument.startswith("-")}
-    refused = given & SEPARATE_SERVERS
-    if "--headless" not in given:
-        refused |= given & {"--data-parallel-start-rank", "-dpr"}
-    if refused:
+    """Raise `ValueError` for options of vLLM that give copies of the model servers of their own."""
+    given = [argument.split("=")[0].replace("_", "-") for argument in further]
+    own = "" if "--headless" in given else ", ".join(filter(SEPARATE_SERVERS.fullmatch, given))
+    if own:
         raise ValueError(
-            f"{', '.join(sorted(refused))} gives copies of the model servers of their own, and new weights would "
-            "reach only one of them: use --data-parallel-size alone, with which one server spreads the requests."
+            f"{own} gives copies of the model servers of their own, and new weights would reach only one of them: use "
+            "--data-parallel-size alone, with which one server spreads the requests."
         )
 
 
