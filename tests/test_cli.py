@@ -15,7 +15,8 @@ from trl import GRPOConfig
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig, __version__, cli
 from trl_qurl.cli.options import check_model
 from trl_qurl.cli.parser import COMMANDS
-from trl_qurl.lab.recipes import device, ppo
+from trl_qurl.lab import device
+from trl_qurl.lab.recipes import ppo
 from trl_qurl.lab.recipes.grpo import parse_arguments
 from trl_qurl.lab.recipes.settings_files import take_settings
 

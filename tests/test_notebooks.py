@@ -17,7 +17,7 @@ from conftest import child_environment
 from tiny import SHARED, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-from trl_qurl.lab.evaluation.run import full_precision
+from trl_qurl.lab.device import full_precision
 from trl_qurl.quantization import SCHEMES, quantized_layer_names
 from trl_qurl.quantization.storage import read_tensors
 from trl_qurl.trainers.run_log import read_run

@@ -45,9 +45,10 @@ def run(args: argparse.Namespace) -> int:
 
     launch.require_vllm()
     launch.check_load_balancing(args.further)
-    environment = launch.server_environment(args.host, args.port, args.api_key)
+    scheme = parse_scheme(args.scheme)
+    environment = launch.server_environment(args.host, args.port, args.api_key, scheme)
     model = launch.resolve_model(args.model)
-    if scheme := parse_scheme(args.scheme):
+    if scheme is not None:
         model = str(launch.starting_checkpoint(model, scheme, args.ignore))
     command = launch.server_command(model, args.host, args.port, args.further, show_warnings=shows_everything())
     launch.exec_server(command, environment)

@@ -6,6 +6,7 @@ parameters are gathered (FSDP, ZeRO-3, PEFT) and how completions are generated s
 """
 
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -26,6 +27,7 @@ from trl_qurl.quantization.stream import quantize_weights, stored_tensors
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine.colocated import ColocatedEngine, check_head_size, release_when_deleted
 from trl_qurl.rollout.engine.interface import Engine
+from trl_qurl.rollout.engine.kernels import kernel_environment
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION, ServedEngine
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.substitution import substitute
@@ -108,6 +110,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def _start_colocated(self) -> Transport:
         """Start an engine in this process, on a checkpoint that says how its layers are quantized."""
         check_head_size(self.model.config)
+        os.environ.update(kernel_environment(self.rollout.scheme))
         label = self.rollout.scheme.label if self.rollout.scheme else "full-precision"
         by_files = self.rollout.weight_sync in ("checkpoint", "llmcompressor")
         needs_start = self.rollout.scheme is not None or not self.model.name_or_path

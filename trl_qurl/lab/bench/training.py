@@ -14,6 +14,7 @@ import torch
 
 from trl_qurl.lab.bench.costs import Timing, TrainingCosts
 from trl_qurl.lab.bench.workload import Workload
+from trl_qurl.lab.device import full_precision
 
 FIRST_TOKENS = 64
 """Tokens in the first pass of each kind; each further one has twice as many."""
@@ -71,7 +72,8 @@ def log_probabilities(policy: Any, rows: int, length: int, workload: Workload) -
     tokens = torch.randint(0, policy.config.get_text_config().vocab_size, (rows, length), device=policy.device)
     labels = tokens.clone()
     labels[:, :-scored] = NOT_SCORED
-    autocast = torch.autocast("cuda", torch.bfloat16) if policy.device.type == "cuda" else nullcontext()
+    sixteen_bit = getattr(torch, full_precision()[1])
+    autocast = torch.autocast("cuda", sixteen_bit) if policy.device.type == "cuda" else nullcontext()
     with autocast:
         outputs = policy(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=labels, fused_lm_head=True)
     return outputs.log_probs[:, -scored:]

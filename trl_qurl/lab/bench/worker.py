@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_qurl.lab.bench.costs import EngineCosts, Measurement, Timing
 from trl_qurl.lab.bench.workload import Job
+from trl_qurl.lab.device import full_precision
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -59,18 +60,20 @@ def start_engine(job: Job, policy: Any) -> LLM:
     from trl_qurl.quantization.storage import write_config
     from trl_qurl.rollout.directory import CheckpointDirectory
     from trl_qurl.rollout.engine.colocated import check_head_size
+    from trl_qurl.rollout.engine.kernels import kernel_environment
     from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
     check_head_size(policy.config)
     workload = job.workload
     directory = CheckpointDirectory(None, 0)  # of a name by which vLLM finds again what it has compiled
-    scheme = get_scheme(job.scheme).quantization_config(job.ignore) if job.scheme else None
-    write_config(policy, directory.path, scheme)
+    scheme = get_scheme(job.scheme) if job.scheme else None
+    os.environ.update(kernel_environment(scheme))
+    write_config(policy, directory.path, None if scheme is None else scheme.quantization_config(job.ignore))
     arguments = {
         "model": str(directory.path),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
-        "dtype": "bfloat16",
+        "dtype": full_precision()[1],
         "max_model_len": workload.prompt_len + workload.completion_len,
         "max_num_seqs": workload.batch,
         "max_num_batched_tokens": 4096,
@@ -149,7 +152,7 @@ def measure_sync(llm: LLM, policy: Any, job: Job) -> tuple[Timing, int]:
     weight_bytes = sum(
         stored.nbytes
         for name, parameter in parameters()
-        for stored in stored_tensors(name, parameter, scheme, layers, torch.bfloat16)  # the engine's own type
+        for stored in stored_tensors(name, parameter, scheme, layers, getattr(torch, full_precision()[1]))
     )
     return Timing(1, repeat(sync)), weight_bytes
 

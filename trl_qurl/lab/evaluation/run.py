@@ -11,13 +11,14 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from filelock import BaseFileLock, FileLock, Timeout
 
+from trl_qurl.lab.device import full_precision
 from trl_qurl.lab.evaluation.answers import AnswerFile
 from trl_qurl.lab.evaluation.job import Job, Sampling
 from trl_qurl.lab.evaluation.results import Result, summarize
@@ -61,12 +62,16 @@ def evaluate(
     check_schemes(schemes)
     loaded = load_tasks(list(tasks), limit)  # before anything slow: a wrong name is found here
     require_packages()
-    from trl_qurl.quantization.schemes import UNQUANTIZED
+    from trl_qurl.quantization.schemes import UNQUANTIZED, get_scheme
+    from trl_qurl.rollout.engine.kernels import kernel_environment
     from trl_qurl.rollout.engine.launch import content_digest, resolve_model, starting_checkpoint
 
     sixteen_bit, dtype = full_precision()
     labels = {scheme: sixteen_bit if scheme == UNQUANTIZED else scheme.upper() for scheme in schemes}
     engine_kwargs = {"dtype": dtype, **(engine_kwargs or {})}
+    environments = {
+        scheme: kernel_environment(None if scheme == UNQUANTIZED else get_scheme(scheme)) for scheme in schemes
+    }
     directory = resolve_model(model)
     output_dir.mkdir(parents=True, exist_ok=True)
     settings = {
@@ -83,7 +88,8 @@ def evaluate(
             if scheme != UNQUANTIZED:
                 checkpoint = str(starting_checkpoint(directory, scheme, ignore))
             answers = output_dir / f"{scheme}.jsonl"
-            run_job(Job(labels[scheme], checkpoint, loaded, sampling, answers, engine_kwargs))
+            job = Job(labels[scheme], checkpoint, loaded, sampling, answers, engine_kwargs)
+            run_job(job, environments[scheme])
         files = {labels[scheme]: AnswerFile(output_dir / f"{scheme}.jsonl") for scheme in schemes}
         results = summarize(files, loaded, sampling)
         write_json({**settings, "results": [asdict(result) for result in results]}, output_dir / RESULTS_NAME)
@@ -100,18 +106,6 @@ def check_schemes(schemes: Sequence[str]) -> None:
         raise ValueError(
             f"Name each format once, from {', '.join([UNQUANTIZED, *SCHEMES])}; got {', '.join(schemes) or 'nothing'}."
         )
-
-
-def full_precision() -> tuple[str, str]:
-    """The 16-bit format of this machine, as shown and as vLLM calls it.
-
-    Not vLLM's own choice, which would be FP16 for the float32 weights that training saves.
-    """
-    import torch
-
-    if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return "FP16", "float16"
-    return "BF16", "bfloat16"
 
 
 def require_packages() -> None:
@@ -155,8 +149,8 @@ def keep_settings(settings: dict[str, Any], output_dir: Path) -> None:
     write_json(settings, path)
 
 
-def run_job(job: Job) -> None:
-    """Let a process of its own generate what is missing.
+def run_job(job: Job, environment: Mapping[str, str]) -> None:
+    """Let a process of its own, with these further variables, generate what is missing.
 
     Raises:
         ChildProcessError: If it failed.
@@ -167,7 +161,7 @@ def run_job(job: Job) -> None:
     path = job.answers.with_suffix(".job")
     path.write_bytes(pickle.dumps(job))
     command = [sys.executable, "-m", "trl_qurl.lab.evaluation.worker", str(path)]
-    done = subprocess.run(command, env=ENGINE_ENVIRONMENT | os.environ, check=False)
+    done = subprocess.run(command, env={**ENGINE_ENVIRONMENT, **os.environ, **environment}, check=False)
     path.unlink()
     if done.returncode:
         raise ChildProcessError(

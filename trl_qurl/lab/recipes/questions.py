@@ -16,7 +16,7 @@ from trl_qurl.cli.allocator import keep_freed_memory
 from trl_qurl.cli.noise import quiet
 from trl_qurl.cli.options import check_model
 from trl_qurl.cli.parser import SuggestingParser, did_you_mean
-from trl_qurl.lab.recipes.device import cpu_settings
+from trl_qurl.lab.device import cpu_settings
 from trl_qurl.lab.recipes.help import print_help
 from trl_qurl.lab.recipes.settings_files import take_settings
 

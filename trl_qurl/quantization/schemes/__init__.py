@@ -11,14 +11,16 @@ import torch
 
 from trl_qurl.quantization.schemes.channelwise import FP8, INT8
 from trl_qurl.quantization.schemes.groupwise import W4A16
-from trl_qurl.quantization.schemes.scheme import QuantizationScheme, StoredTensor
+from trl_qurl.quantization.schemes.scheme import KernelFault, QuantizationScheme, StoredTensor
 
 __all__ = [
     "SCHEMES",
     "UNQUANTIZED",
+    "KernelFault",
     "QuantizationScheme",
     "StoredTensor",
     "available_schemes",
+    "gpu_capability",
     "get_scheme",
     "parse_scheme",
     "register_scheme",
@@ -89,8 +91,16 @@ def available_schemes() -> list[QuantizationScheme]:
     Returns:
         A part of `SCHEMES`.
     """
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    return [scheme for scheme in SCHEMES.values() if scheme.runs_on(capability)]
+    return [scheme for scheme in SCHEMES.values() if scheme.runs_on(gpu_capability())]
+
+
+def gpu_capability() -> tuple[int, int] | None:
+    """Look up the compute capability of the current GPU.
+
+    Returns:
+        Major and minor version; `None` where there is no CUDA.
+    """
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
 for _scheme in (INT8, FP8, W4A16):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from trl_qurl.quantization.schemes.rounding import channel_chunks, divide_by_scale, divide_exactly
-from trl_qurl.quantization.schemes.scheme import QuantizationScheme, StoredTensor
+from trl_qurl.quantization.schemes.scheme import KernelFault, QuantizationScheme, StoredTensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,10 @@ INT8 = ChannelwiseScheme(
     dtype=torch.int8,
     code_min=-128.0,
     code_max=127.0,
-    gpus=((7, 5), (10, 0)),  # Turing to Hopper
+    gpus=((7, 5), None),  # Turing and later
     cpus=True,
+    # On Blackwell and later vLLM's CUTLASS kernels are for FP8 only, which the INT8 one does not say before it runs.
+    kernel_fault=KernelFault((10, 0), "CutlassInt8ScaledMMLinearKernel", "TritonInt8ScaledMMLinearKernel"),
 )
 
 FP8 = ChannelwiseScheme(

@@ -30,6 +30,20 @@ class StoredTensor(NamedTuple):
         return self.shape.numel() * self.dtype.itemsize
 
 
+class KernelFault(NamedTuple):
+    """A kernel that vLLM chooses although it fails on the GPU.
+
+    Attributes:
+        lowest: Lowest CUDA compute capability on which it fails.
+        kernel: Its class in vLLM.
+        instead: The class that vLLM chooses once the first is disabled.
+    """
+
+    lowest: tuple[int, int]
+    kernel: str
+    instead: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class QuantizationScheme(ABC):
     """A number format for the weights, and possibly the activations, of linear layers.
@@ -43,6 +57,7 @@ class QuantizationScheme(ABC):
         gpus: Lowest CUDA compute capability with kernels in vLLM (emulation not counted), and the first that is too
             high (`None`: no limit).
         cpus: Whether vLLM has kernels for CPUs.
+        kernel_fault: Kernel that an engine must be kept from choosing on some GPUs, if there is one.
     """
 
     name: str
@@ -52,6 +67,7 @@ class QuantizationScheme(ABC):
     description: str
     gpus: tuple[tuple[int, int], tuple[int, int] | None]
     cpus: bool
+    kernel_fault: KernelFault | None = None
 
     @property
     def label(self) -> str:

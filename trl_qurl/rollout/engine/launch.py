@@ -19,6 +19,8 @@ import torch
 
 from trl_qurl.quantization.cache import cache_directory, cached
 from trl_qurl.quantization.checkpoint import write_checkpoint
+from trl_qurl.quantization.schemes import get_scheme
+from trl_qurl.rollout.engine.kernels import kernel_environment
 from trl_qurl.rollout.engine.key import (
     API_KEY_VARIABLE,
     KEY_FILE_VARIABLE,
@@ -115,8 +117,10 @@ def check_load_balancing(further: Sequence[str]) -> None:
         )
 
 
-def server_environment(host: str, port: int, key: str | None) -> dict[str, str]:
+def server_environment(host: str, port: int, key: str | None, scheme: str | None = None) -> dict[str, str]:
     """What a server needs in its environment: its key, the one given or a random one, and where it keeps it.
+
+    A format may need more on some GPUs.
 
     `ValueError`: others can reach the address, and no key was given.
     """
@@ -134,7 +138,8 @@ def server_environment(host: str, port: int, key: str | None) -> dict[str, str]:
             f"The server's key cannot be kept in {file.parent} ({error.strerror}): set XDG_CACHE_HOME to a directory "
             "that you can write to, for the server and the trainer."
         ) from None
-    return {"VLLM_SERVER_DEV_MODE": "1", API_KEY_VARIABLE: key or new_key(), KEY_FILE_VARIABLE: str(file)}
+    ours = {"VLLM_SERVER_DEV_MODE": "1", API_KEY_VARIABLE: key or new_key(), KEY_FILE_VARIABLE: str(file)}
+    return ours | kernel_environment(None if scheme is None else get_scheme(scheme))
 
 
 def exec_server(command: Sequence[str], environment: Mapping[str, str]) -> None:

@@ -1,0 +1,33 @@
+"""Keeping vLLM from kernels that it would choose although they fail on this GPU."""
+
+import importlib
+import os
+
+from trl_qurl.quantization.schemes import SCHEMES, QuantizationScheme, gpu_capability
+
+DISABLED_KERNELS_VARIABLE = "VLLM_DISABLED_KERNELS"  # vLLM's: names of classes, with commas between them
+KERNELS = "vllm.model_executor.kernels.linear"
+
+
+def kernel_environment(scheme: QuantizationScheme | None) -> dict[str, str]:
+    """What vLLM needs in its environment before an engine of this format starts; nothing if the user has set it.
+
+    It is the same for all formats, because vLLM reads its environment only once per process.
+
+    `ValueError`: vLLM has no kernel for the format that works here.
+    """
+    capability = gpu_capability()
+    if capability is None:
+        return {}
+    faults = [known.kernel_fault for known in SCHEMES.values()]
+    here = [fault for fault in faults if fault is not None and capability >= fault.lowest]
+    if not here or DISABLED_KERNELS_VARIABLE in os.environ:
+        return {}
+    for fault in here:
+        is_ours = scheme is not None and fault == scheme.kernel_fault
+        if is_ours and not hasattr(importlib.import_module(KERNELS), fault.instead):
+            raise ValueError(
+                f"This vLLM has no {fault.instead}, and its {fault.kernel} fails on GPUs of compute capability "
+                f"{'.'.join(map(str, capability))}: choose another rollout_quantization, or another GPU."
+            )
+    return {DISABLED_KERNELS_VARIABLE: ",".join(fault.kernel for fault in here)}
