@@ -27,14 +27,8 @@ def run(args: argparse.Namespace) -> int:
     from trl_qurl.lab.demo.run import run_demo
     from trl_qurl.quantization.schemes import parse_scheme
 
-    result = run_demo(
-        parse_scheme(args.scheme),
-        args.output_dir,
-        args.rollouts,
-        args.required_rise,
-        args.seed,
-        algorithm=args.algorithm,
-    )
+    scheme = parse_scheme(args.scheme)
+    result = run_demo(scheme, args.output_dir, args.rollouts, args.required_rise, args.seed, args.algorithm)
     print(f"Log: {result.log_path}\nFigure: {result.figure_path}")
     if result.shortfall is not None:
         print(f"trl-qurl: the demo failed: {result.shortfall}", file=sys.stderr)

@@ -14,7 +14,7 @@ from trl_qurl.trainers.run_log import RUN_LOG, RunLog
 if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
-    from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
+    from transformers import PreTrainedModel, TrainerState, TrainingArguments
 
 Row = dict[str, Any]
 
@@ -26,7 +26,6 @@ SHOWN = (
     ("clip_ratio/region_mean", "clipped", "{:.1%}"),
     ("critic/explained_variance", "critic", "{:.0%}"),
 )
-SHOW_EVERY = 10  # rollouts
 
 
 def progress_bar(console: Console, *further: str) -> Progress:
@@ -53,8 +52,7 @@ class RolloutRecorder(TrainerCallback):
         self,
         args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,
-        *,
+        *more: Any,
         logs: Row,
         model: PreTrainedModel,
         **kwargs: Any,
@@ -68,7 +66,7 @@ class RolloutRecorder(TrainerCallback):
         # Beside the row that the trainer has written there by itself.
         RunLog(Path(args.output_dir or ".") / RUN_LOG).append({"step": state.global_step, **measured})
         self._progress.advance(self._bar)
-        if len(self.rows) % SHOW_EVERY == 0:
+        if len(self.rows) % 10 == 0:
             self._progress.console.print(describe(self.rows[-1]))
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
