@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
     from trl_qurl.lab.demo.record import Row
 
-ALGORITHMS = ("grpo", "ppo")
 UPDATES_PER_ROLLOUT = 4
 SHORTEST_JUDGED = 10  # rollouts in the second half of a run, below which the critic has had no time to learn
 

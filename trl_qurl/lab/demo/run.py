@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trl_qurl.cli.allocator import keep_freed_memory
 from trl_qurl.lab.demo.algorithms import build_config, build_trainer, critic_shortfall
+from trl_qurl.lab.processes import ENGINE_ENVIRONMENT
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,10 +19,8 @@ if TYPE_CHECKING:
 HELD_OUT_PROBLEMS = 512
 
 ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about speed on CPU
+    **ENGINE_ENVIRONMENT,
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the default takes half the memory of the machine
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, so that weights are not sent elsewhere
-    "TOKENIZERS_PARALLELISM": "false",
 }
 
 
@@ -33,27 +32,13 @@ class Measured(NamedTuple):
     actor_greedy: float  # of the actor that makes the rollouts, greedy decoding in the engine
 
 
-class DemoResult(NamedTuple):
-    """What the demonstration found and where it left it."""
-
-    before: Measured
-    after: Measured
-    shortfall: str | None  # why it counts as failed, or None
-    log_path: Path
-    figure_path: Path
-
-
 def run_demo(
-    scheme: str | None = "int8",
-    output_dir: str | Path = "demo-output",
-    rollouts: int = 120,
-    required_rise: float = 0.25,
-    seed: int = 0,
-    algorithm: str = "grpo",
-) -> DemoResult:
+    scheme: str | None, output_dir: Path, rollouts: int, required_rise: float, seed: int, algorithm: str
+) -> str | None:
     """Warm-start, train and measure; prints progress and a table, writes `run.jsonl` and `demo.png` to `output_dir`.
 
-    The arguments are the options of `trl-qurl demo`; `scheme` is `None` for BF16 rollouts.
+    The arguments are the options of `trl-qurl demo`; `scheme` is `None` for BF16 rollouts. Returns why the
+    demonstration counts as failed, in one sentence, or `None`.
     """
     for name, value in ENVIRONMENT.items():  # before vLLM is imported, which reads them once
         os.environ.setdefault(name, value)
@@ -72,7 +57,6 @@ def run_demo(
 
     if rollouts < 1:
         raise ValueError(f"rollouts={rollouts} trains nothing; give at least 1.")
-    output_dir = Path(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     transformers_logging.disable_progress_bar()  # its bars for reading and writing a tiny model hide the demo's own
     console = Console()
@@ -90,10 +74,9 @@ def run_demo(
     after = measure(trainer, held_out)
 
     print_table(before, after, name, console)
-    figure_path = output_dir / "demo.png"
-    draw_figure(output_dir, figure_path, algorithm)
-    shortfall = find_shortfall(before, after, required_rise) or critic_shortfall(recorder.rows)
-    return DemoResult(before, after, shortfall, output_dir / RUN_LOG, figure_path)
+    draw_figure(output_dir, output_dir / "demo.png", algorithm)
+    print(f"Log: {output_dir / RUN_LOG}\nFigure: {output_dir / 'demo.png'}")
+    return find_shortfall(before, after, required_rise) or critic_shortfall(recorder.rows)
 
 
 def prepare_policy(console: Console) -> Path:
@@ -136,7 +119,7 @@ def print_table(before: Measured, after: Measured, name: str, console: Console) 
 
 
 def find_shortfall(before: Measured, after: Measured, required_rise: float) -> str | None:
-    """Why the demonstration counts as failed, in one sentence, or `None`."""
+    """Why the policy counts as one that did not learn, in one sentence, or `None`."""
     if (rise := after.expected - before.expected) >= required_rise:
         return None
     return (
