@@ -45,7 +45,7 @@ def test_help_names_the_commands_and_loads_nothing_heavy():
     code += f"assert not [name for name in {HEAVY} if name in sys.modules]"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    for command in ("grpo", "quantize", "serve", "demo", "env"):
+    for command in ("grpo", "quantize", "serve", "demo", "doctor"):
         assert command in done.stdout
 
 

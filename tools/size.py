@@ -49,7 +49,7 @@ def main() -> None:
     entries = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     rows = [
         ("core, lines", total(core), 7000),
-        ("lab, lines", total(lab), 5000),
+        ("lab, lines", total(lab), 6500),
         ("rewards.py, lines", count_lines(grading), 250),
         ("tests, lines", total(python_files(ROOT / "tests")), None),
         (f"files over {LONGEST_FILE} lines", len(long), 0),

@@ -33,7 +33,9 @@ COMMANDS = {
     "bench": Command("trl_qurl.lab.bench.command", "measure whether quantized rollouts pay off on this machine"),
     "report": Command("trl_qurl.lab.report.command", "draw the paper's figures from run logs, on one page"),
     "demo": Command("trl_qurl.lab.demo.command", "train a tiny model on three-digit addition, in minutes, on a CPU"),
-    "env": Command("trl_qurl.lab.environment", "describe this machine and its packages for a bug report"),
+    "doctor": Command(
+        "trl_qurl.lab.doctor.command", "try what works on this machine; for a new machine or a bug report"
+    ),
 }
 
 

@@ -57,14 +57,12 @@ def load_questions(
     else:
         rows = load_dataset(name_or_path, config, split=split)
     if len(rows) == 0:
-        raise ValueError(f"{name_or_path} holds no questions.")
+        raise ValueError(f"{name_or_path} holds no questions; give a data set with at least one.")
     questions, answers = [], []
-    columns = (
-        QUESTION_COLUMNS if question_column is None else (question_column,),
-        ANSWER_COLUMNS if answer_column is None else (answer_column,),
-    )
+    question_columns = QUESTION_COLUMNS if question_column is None else (question_column,)
+    answer_columns = ANSWER_COLUMNS if answer_column is None else (answer_column,)
     for number, row in enumerate(islice(rows, limit), start=1):
-        question, answer = _pick(row, columns, name_or_path, number)
+        question, answer = _pick(row, (question_columns, answer_columns), name_or_path, number)
         questions.append([{"role": "user", "content": f"{question}\n\n{INSTRUCTION}"}])
         answers.append(final_answer(", ".join(map(str, answer)) if isinstance(answer, list) else str(answer)))
     return Dataset.from_dict({"prompt": questions, "answer": answers})
@@ -92,14 +90,17 @@ def _read_local(path: Path) -> list[dict[str, Any]]:
     path = path.expanduser()
     if not path.is_file():
         raise FileNotFoundError(
-            f"The data set file {path} does not exist; give a .json or .jsonl file, or a Hub name."
+            f"The data set file {path} does not exist; give a {', '.join(LOCAL_SUFFIXES)} file or a name on the Hub."
         )
     if not path.name.endswith(LOCAL_SUFFIXES):
         raise ValueError(f"{path} is not a {', '.join(LOCAL_SUFFIXES)} file; convert it, or give a name on the Hub.")
-    is_list = path.name.removesuffix(".gz").endswith(".json")
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as file:
         try:
-            rows = json.load(file) if is_list else [json.loads(line) for line in file if line.strip()]
+            if path.name.removesuffix(".gz").endswith(".json"):
+                rows = json.load(file)
+            else:
+                rows = [json.loads(line) for line in file if line.strip()]
         except (json.JSONDecodeError, UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
             raise ValueError(f"{path} cannot be read as {path.name.split('.', 1)[-1]}: {error}.") from error
     if not isinstance(rows, list):

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, float], None]  # called with the number of updates made and the expected accuracy
 
+EVALUATION_PROBLEMS = 512
+
 
 @dataclass(frozen=True)
 class WarmStartSettings:
@@ -36,7 +38,7 @@ class WarmStartSettings:
     seed: int = 0
 
 
-def cached_warm_start(settings: WarmStartSettings, cache_dir: Path, progress: Progress = lambda *_: None) -> Path:
+def cached_warm_start(settings: WarmStartSettings, cache_dir: Path, progress: Progress | None = None) -> Path:
     """Directory of the warm-started policy and its tokenizer, trained now if the cache does not have it yet."""
 
     def make(place: Path) -> None:
@@ -58,13 +60,17 @@ def fingerprint(settings: WarmStartSettings) -> str:
 
 
 def train_warm_start(
-    settings: WarmStartSettings, tokenizer: PreTrainedTokenizerFast, progress: Progress
+    settings: WarmStartSettings, tokenizer: PreTrainedTokenizerFast, progress: Progress | None = None
 ) -> Qwen2ForCausalLM:
-    """Train on fresh problems until the expected accuracy on held-out ones reaches the target."""
+    """Train on fresh problems until the expected accuracy on held-out ones reaches the target.
+
+    Raises:
+        ValueError: If `max_updates` do not reach it.
+    """
     import torch
 
     policy = build_model(tokenizer, settings.seed)
-    held_out = task.encode_problems(task.sample_problems(512, seed=0, held_out=True), tokenizer)
+    held_out = task.encode_problems(task.sample_problems(EVALUATION_PROBLEMS, seed=0, held_out=True), tokenizer)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98))
     accuracy = 0.0
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / settings.warm_up_updates, 1, settings.warm_up_updates)
@@ -79,7 +85,8 @@ def train_warm_start(
         warm_up.step()
         if update % settings.evaluate_every == 0:
             accuracy = evaluate.measure_policy(policy, held_out).expected
-            progress(update, accuracy)
+            if progress is not None:
+                progress(update, accuracy)
             if accuracy >= settings.target:
                 return policy
     raise ValueError(

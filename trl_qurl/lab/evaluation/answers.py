@@ -14,31 +14,52 @@ SAMPLED = "sampled"
 
 @dataclass(frozen=True)
 class Request:
-    """One answer that is wanted."""
+    """One answer that is wanted.
+
+    Attributes:
+        task: Name of the benchmark.
+        mode: `GREEDY` or `SAMPLED`.
+        question: Its number, from 0.
+        sample: Which of the answers to it, from 0.
+    """
 
     task: str
-    mode: str  # GREEDY or SAMPLED
-    question: int  # from 0
-    sample: int  # which of the answers to it, from 0
+    mode: str
+    question: int
+    sample: int
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer that was given and graded."""
+    """An answer that was given and graded.
+
+    Attributes:
+        request: What it answers.
+        correct: Whether it is right.
+        tokens: Its length.
+        finished: Whether it ended by itself, and not at the limit of tokens.
+        seconds: Time since the previous answer of the same process; their sum is the time of the whole.
+        text: The completion.
+    """
 
     request: Request
     correct: bool
     tokens: int
-    finished: bool  # by itself, and not at the limit of tokens
-    seconds: float  # since the previous answer of the same process; their sum is the time of the whole
+    finished: bool
+    seconds: float
     text: str
 
 
 class AnswerFile:
     """Answers in the order in which they came.
 
-    A line that was cut off when its process was killed is dropped, and its answer generated again. Any other broken
-    line, or an answer that is there twice, is an error: something else wrote to the file.
+    A line that was cut off when its process was killed is dropped, and its answer generated again.
+
+    Args:
+        path: The file; created with the first answer.
+
+    Raises:
+        ValueError: If a line in the middle is broken, or an answer is there twice: something else wrote to the file.
     """
 
     def __init__(self, path: Path) -> None:

@@ -25,7 +25,7 @@ from trl_qurl.lab.evaluation.results import Result, summarize
 from trl_qurl.lab.evaluation.tasks import load_tasks
 from trl_qurl.lab.processes import ENGINE_ENVIRONMENT
 
-RESULTS_NAME = "results.json"
+SETTINGS_NAME, RESULTS_NAME = "eval.json", "results.json"
 
 
 def evaluate(
@@ -42,7 +42,7 @@ def evaluate(
 
     Args:
         model: Name on the Hub, or directory of a model in full precision (or of a quantized one, for `"none"`).
-        tasks: Benchmarks, as for `trl-qurl eval`.
+        tasks: Benchmarks, as for `load_task`.
         output_dir: Where answers and results go.
         sampling: How answers are drawn.
         schemes: Number formats in which the same weights answer: `"none"` (as they are), or names of formats.
@@ -59,14 +59,15 @@ def evaluate(
         ImportError: If vLLM or math-verify is missing.
         ChildProcessError: If a process of the evaluation failed; what it printed says why.
     """
-    check_schemes(schemes)  # what is wrong comes first, before anything slow
+    check_schemes(schemes)
+    loaded = load_tasks(list(tasks), limit)  # before anything slow: a wrong name is found here
     require_packages()
-    loaded = load_tasks(list(tasks), limit)
     from trl_qurl.quantization.schemes import UNQUANTIZED, get_scheme
     from trl_qurl.rollout.engine.kernels import kernel_environment
     from trl_qurl.rollout.engine.launch import content_digest, resolve_model, starting_checkpoint
 
     sixteen_bit, dtype = full_precision()
+    labels = {scheme: sixteen_bit if scheme == UNQUANTIZED else scheme.upper() for scheme in schemes}
     engine_kwargs = {"dtype": dtype, **(engine_kwargs or {})}
     environments = {
         scheme: kernel_environment(None if scheme == UNQUANTIZED else get_scheme(scheme)) for scheme in schemes
@@ -82,14 +83,14 @@ def evaluate(
     }
     with only_process(output_dir):
         keep_settings(settings, output_dir)
-        files = {}
         for scheme in schemes:
-            label, checkpoint, answers = sixteen_bit, directory, output_dir / f"{scheme}.jsonl"
+            checkpoint = directory
             if scheme != UNQUANTIZED:
-                label, checkpoint = scheme.upper(), str(starting_checkpoint(directory, scheme, ignore))
-            job = Job(label, checkpoint, loaded, sampling, answers, engine_kwargs)
+                checkpoint = str(starting_checkpoint(directory, scheme, ignore))
+            answers = output_dir / f"{scheme}.jsonl"
+            job = Job(labels[scheme], checkpoint, loaded, sampling, answers, engine_kwargs)
             run_job(job, environments[scheme])
-            files[label] = AnswerFile(answers)
+        files = {labels[scheme]: AnswerFile(output_dir / f"{scheme}.jsonl") for scheme in schemes}
         results = summarize(files, loaded, sampling)
         write_json({**settings, "results": [asdict(result) for result in results]}, output_dir / RESULTS_NAME)
     return results
@@ -124,25 +125,36 @@ def only_process(output_dir: Path, patience: float = 10.0) -> BaseFileLock:
     try:
         return FileLock(output_dir / ".lock").acquire(timeout=patience).lock
     except Timeout as error:
-        message = f"Another evaluation is writing to {output_dir}: wait for it, or give another --output-dir."
-        raise ValueError(message) from error
+        raise ValueError(
+            f"Another evaluation is writing to {output_dir}: wait for it, or give another --output-dir."
+        ) from error
 
 
 def keep_settings(settings: dict[str, Any], output_dir: Path) -> None:
-    """Write what was asked, or refuse a directory that has answers to something else."""
-    path = output_dir / "eval.json"
-    if not path.exists():
-        return write_json(settings, path)
-    before = json.loads(path.read_text(encoding="utf-8"))
-    if differing := [name for name, value in settings.items() if before.get(name) != value]:
-        raise ValueError(
-            f"{output_dir} holds answers of an evaluation that differs in {', '.join(differing)}: give another "
-            "--output-dir, or delete that one to start again."
-        )
+    """Write what was asked, or compare it with what was asked before.
+
+    Raises:
+        ValueError: If the directory has answers to something else.
+    """
+    path = output_dir / SETTINGS_NAME
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        differing = [name for name, value in settings.items() if before.get(name) != value]
+        if differing:
+            raise ValueError(
+                f"{output_dir} holds answers of an evaluation that differs in {', '.join(differing)}: give another "
+                "--output-dir, or delete that one to start again."
+            )
+        return
+    write_json(settings, path)
 
 
 def run_job(job: Job, environment: Mapping[str, str]) -> None:
-    """Let a process of its own, with these further variables, generate what is missing."""
+    """Let a process of its own, with these further variables, generate what is missing.
+
+    Raises:
+        ChildProcessError: If it failed.
+    """
     file = AnswerFile(job.answers)
     if not any(file.missing(requests) for _, _, requests in job.requests):
         return

@@ -40,14 +40,17 @@ def print_help(prog: str, script_arguments: type, config: type, defaults: dict[s
     for title, names in groups(config):
         _add_group(parser, title, [settings[name] for name in names if name in settings], defaults)
     _add_group(parser, "questions and output", fields(script_arguments), defaults)
-    ours = {name for _, names in groups(config) for name in names}
-    common = [settings[name] for name in defaults if name in settings and name not in ours]
+    common = [settings[name] for name in defaults if name in settings and not _is_ours(config, name)]
     _add_group(parser, "settings of TRL that this command changes", common, defaults)
     parser.print_help()
 
 
 def groups(config: type) -> Iterator[tuple[str, list[str]]]:
-    """The title and the settings of each group that a configuration and its parents document here (`> Title`)."""
+    """The groups of settings that a configuration and its parents in this project document (`> Title`).
+
+    Yields:
+        The title of a group, and the names of its settings.
+    """
     seen: set[str] = set()
     for cls in config.__mro__:
         if not cls.__module__.startswith("trl_qurl.") or not cls.__doc__:
@@ -59,6 +62,10 @@ def groups(config: type) -> Iterator[tuple[str, list[str]]]:
             seen.update(new)
             if new:
                 yield title.lower(), new
+
+
+def _is_ours(config: type, name: str) -> bool:
+    return any(name in names for _, names in groups(config))
 
 
 def _add_group(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.cli.options import check_model
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from trl import ModelConfig
 
     from trl_qurl import QuRLPPOConfig, QuRLPPOTrainer
+
+UPDATES_PER_ROLLOUT = 4
+ROLLOUTS = 435
 
 # The paper's GSM8K run: 256 prompts with one answer of up to 512 tokens each, learning rate 1e-5, 15 epochs = 435
 # rollouts, UAQ off. The number of updates per rollout is not given; verl's example of this run makes four of 64.
@@ -25,12 +28,12 @@ DEFAULTS: dict[str, Any] = {
     "steps_per_generation": 16,
     "num_generations": 1,
     "max_completion_length": 512,
-    "max_steps": 4 * 435,
+    "max_steps": ROLLOUTS * UPDATES_PER_ROLLOUT,
     "learning_rate": 1e-5,
     "lr_scheduler_type": "constant",
     "critic_learning_rate": 1e-5,
     "uaq_scale": 1.0,
-    "logging_steps": 4,
+    "logging_steps": UPDATES_PER_ROLLOUT,
     "save_steps": 100,
 }
 
@@ -39,7 +42,10 @@ DEFAULTS: dict[str, Any] = {
 class ScriptArguments(questions.ScriptArguments):
     """The questions to train on, and where the critic starts."""
 
-    value_model: str | None = questions.option(None, "Model that the critic starts from. By default the policy's.")
+    value_model: str | None = field(
+        default=None,
+        metadata={"help": "Name or path of the model that the critic starts from. By default the policy's."},
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +59,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def parse_arguments(argv: Sequence[str] | None = None) -> tuple[ScriptArguments, QuRLPPOConfig, ModelConfig]:
+def parse_arguments(
+    argv: Sequence[str] | None = None,
+) -> tuple[ScriptArguments, QuRLPPOConfig, ModelConfig]:
     """Read arguments from a command line and from the YAML files that `--config` names."""
     from trl_qurl import QuRLPPOConfig
 

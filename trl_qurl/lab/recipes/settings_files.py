@@ -5,9 +5,7 @@ The paper's runs come with the package (`paper/`), and are found by their names.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Collection, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +21,32 @@ def recipes() -> dict[str, Path]:
 
 
 def take_settings(argv: Sequence[str], known_names: Collection[str], command: str) -> tuple[dict[str, Any], list[str]]:
-    """Read the YAML files that `--config` names, if there are any; also returns the other arguments.
+    """Read the YAML files that `--config` names, if there are any.
 
     A file is named by its path, or by its name if it comes with the package. Each file overrides those before it, so a
     recipe and a variant of it can be given together. A file with `extends: other.yaml` (relative to its own directory,
     or the name of a recipe) starts with the settings of that file.
+
+    Raises:
+        FileNotFoundError: If a file does not exist.
+        ValueError: If no file is given, or if one is not a YAML mapping, holds an unknown name, or extends itself.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", nargs="*", action="append", default=[])
-    given, rest = parser.parse_known_args(argv)
-    if [] in given.config:
-        raise ValueError("--config needs the name of a YAML file or a recipe after it.")
+    paths: list[str] = []
+    rest: list[str] = []
+    remaining = list(argv)
+    while remaining:
+        argument = remaining.pop(0)
+        if argument != "--config":
+            rest.append(argument)
+            continue
+        count = next((i for i, name in enumerate(remaining) if name.startswith("-")), len(remaining))
+        if count == 0:
+            raise ValueError("--config needs the name of a YAML file or a recipe after it.")
+        paths += remaining[:count]
+        del remaining[:count]
     settings: dict[str, Any] = {}
-    for name in chain(*given.config):
-        settings |= _read_settings(_found(name), known_names, command, ())
+    for path in paths:
+        settings |= _read_settings(_found(path), known_names, command, ())
     return settings, rest
 
 

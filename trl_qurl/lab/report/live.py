@@ -57,7 +57,7 @@ def watch(
     """
     output_dir = Path(output_dir)
     log = output_dir / RUN_LOG
-    before = (None, _identity(log))  # no log, or that of a run that the trainer puts aside when the new one begins
+    earlier = _identity(log)  # of a run that the trainer puts aside when the new one begins
     _require_libraries()
     from IPython.display import HTML, display
 
@@ -67,16 +67,17 @@ def watch(
 
     def draw(printed: str) -> None:
         nonlocal drawn, rows
-        run = read_run(log) if _identity(log) not in before else None
+        run = read_run(log) if _identity(log) not in (None, earlier) else None
         if run and len(run.rows) != rows:
             drawn, rows = _pictures([run], metrics), len(run.rows)
         handle.update(HTML(_state(run, time.monotonic() - started, printed) + drawn))
 
     draw("starting")
     run_child(command, output_dir / "output.log", draw, every)
-    if _identity(log) in before:
+    if _identity(log) in (None, earlier):
         raise FileNotFoundError(
-            f"The command succeeded but left no {RUN_LOG} in {output_dir}: give watch() the trainer's output_dir."
+            f"The command succeeded but left no {RUN_LOG} in {output_dir}: give watch() the output_dir that the "
+            "command gives its trainer."
         )
     draw("")
     return read_run(log)
@@ -117,11 +118,11 @@ def _pictures(runs: Sequence[Run], metrics: Sequence[str]) -> str:
     if not any(run.rows for run in runs):
         return ""
     groups, _ = group_runs(runs)
-    logged = {name for run in runs for row in run.rows for name in row}
     panels = []
-    for panel in (panel for question in ask(logged) for panel in question.panels):
-        kept = tuple(m for m in panel.measures if m.metric in metrics or m.metric.startswith("eval_"))
-        panels += [panel._replace(measures=kept)] if kept else []
+    for question in ask({name for run in runs for row in run.rows for name in row}):
+        for panel in question.panels:
+            kept = tuple(m for m in panel.measures if m.metric in metrics or m.metric.startswith("eval_"))
+            panels += [panel._replace(measures=kept)] if kept else []
     return "".join(
         f'<img alt="{escape(text)}" style="max-width:100%" src="data:image/png;base64,'
         f'{base64.b64encode(to_png(figure)).decode()}">'

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -32,14 +33,23 @@ from trl_qurl.trainers.run_log import Run
 
 __all__ = ["Report", "write_report"]
 
+FIGURE_FILE = re.compile(r"\d\d-[\w-]+\.png")
+"""Files in the folder of figures that are a report's, and that a later report removes."""
+
 
 @dataclass(frozen=True)
 class Report:
-    """What was written."""
+    """What was written.
 
-    page: Path  # the HTML file
-    pictures: tuple[Path, ...]  # the same figures as PNG files, in the order of the page
-    notes: tuple[str, ...]  # what was left out or could be misread; the page says it too
+    Attributes:
+        page: The HTML file.
+        pictures: The same figures as PNG files, in the order of the page.
+        notes: What was left out or could be misread; the page says it too.
+    """
+
+    page: Path
+    pictures: tuple[Path, ...]
+    notes: tuple[str, ...]
 
 
 class Table(NamedTuple):
@@ -86,11 +96,13 @@ def write_report(paths: Sequence[Path], output: Path) -> Report:
     questions = ask(logged)
     sections = _draw_sections(questions, logged, groups)
     page = _render(groups, questions, sections, notes)
-    for earlier in folder.glob("[0-9][0-9]-*.png"):
-        earlier.unlink()
-    pictures = {folder / file: png for section in sections for file, png, _ in section.figures}
-    for place, png in pictures.items():
-        place.write_bytes(png)
+    for earlier in folder.iterdir():
+        if FIGURE_FILE.fullmatch(earlier.name):
+            earlier.unlink()
+    pictures = []
+    for file, png, _ in (figure for section in sections for figure in section.figures):
+        pictures.append(folder / file)
+        pictures[-1].write_bytes(png)
     output.write_text(page, encoding="utf-8")
     return Report(output, tuple(pictures), tuple(notes))
 
@@ -100,7 +112,8 @@ def _check_output(output: Path, folder: Path, runs: Sequence[Run]) -> None:
         raise ValueError(f"The report would overwrite {output}, the log of one of its runs: choose another name.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        output.open("a").close()
+        with output.open("a"):
+            pass
     except OSError as error:
         raise OSError(
             f"The report cannot be written to {output} ({error.strerror}): name a file that you may write."
@@ -113,10 +126,8 @@ def _draw_sections(questions: Sequence[Question], logged: set[str], groups: Sequ
     for question in questions:
         drawn = draw_lines(question.panels, groups) if question.panels else draw_seconds(groups)
         stem = f"{len(sections) + 1:02d}-{question.name.replace(' ', '-')}"
-        figures = [
-            (f"{stem}-{number}.png" if len(drawn) > 1 else f"{stem}.png", to_png(figure), text)
-            for number, (figure, text) in enumerate(drawn, start=1)
-        ]
+        names = [f"{stem}-{number}.png" if len(drawn) > 1 else f"{stem}.png" for number in range(1, len(drawn) + 1)]
+        figures = [(name, to_png(figure), text) for name, (figure, text) in zip(names, drawn, strict=True)]
         metrics = [measure.metric for panel in question.panels for measure in panel.measures]
         if figures:
             sections.append(Section(question, figures, [metric for metric in metrics if metric in logged]))

@@ -114,7 +114,8 @@ class ReceivedTensors:
             raise RuntimeError(
                 f"The engine received the right weights, but {len(differing)} of the {len(compared)} parameters that "
                 f"can be compared do not hold them, first {differing[0]}: the engine's loader changed them. Open an "
-                "issue with the model's name and the output of `trl-qurl env`, and try rollout_quantization=None."
+                "issue with the model's name and the output of `trl-qurl doctor --json`, and try "
+                "rollout_quantization=None."
             )
         return compared
 

@@ -1,0 +1,121 @@
+"""The lines that need an engine in the trainer's process: it starts, trains, and computes with what it was sent."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from trl_qurl.lab.doctor.lines import Line, note, ok
+from trl_qurl.lab.doctor.policy import PADDED_SIZES, build_policy, build_trainer
+from trl_qurl.quantization.schemes import parse_scheme
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from trl_qurl import QuRLGRPOTrainer
+
+KEPT: list[Any] = []
+"""Trainers stay until the process ends, which frees their engines more surely than a collection of garbage does."""
+
+
+def train_format(name: str) -> Iterator[Line]:
+    """An engine in a format, three steps, and the probe's distances."""
+    started = time.perf_counter()
+    trainer = build_trainer(parse_scheme(name))
+    KEPT.append(trainer)
+    seconds = time.perf_counter() - started
+    kernels = engine_kernels(trainer)
+    with_kernels = f" with {', '.join(kernels)}" if kernels else ""
+    yield ok(f"engine-{name}", f"started in {seconds:.1f} s{with_kernels}", kernels=kernels, seconds=seconds)
+    yield from _trained(trainer, f"train-{name}", f"probe-{name}")
+
+
+def train_padded(name: str) -> Iterator[Line]:
+    """Layers of sizes that the engine pads."""
+    yield from _variant("padded", name, sizes=PADDED_SIZES)
+
+
+def train_with_graphs(name: str) -> Iterator[Line]:
+    """CUDA graphs keep the storage that a reload writes into: the probe shows that they see the new weights."""
+    yield from _variant("graphs", name, engine={"enforce_eager": False})
+
+
+def train_asleep(name: str) -> Iterator[Line]:
+    """An engine that gives its memory back between rollouts, and gets its weights again each time."""
+    yield from _variant("sleep", name, vllm_enable_sleep_mode=True)
+
+
+def train_with_fp8_cache(name: str) -> Iterator[Line]:
+    """An FP8 key-value cache, whose scales a sync must keep right, or which trl-qurl refuses."""
+    try:
+        yield from _variant("kv-cache", name, engine={"kv_cache_dtype": "fp8"})
+    except ValueError as error:
+        if "kv_cache_dtype" not in str(error):
+            raise
+        yield ok("kv-cache", f"is refused, as documented: {error}")
+
+
+def _variant(line: str, name: str, sizes: dict[str, int] | None = None, **changed: Any) -> Iterator[Line]:
+    """Training that differs in one thing, as one line."""
+    trainer = build_trainer(parse_scheme(name), build_policy(**(sizes or {})), **changed)
+    KEPT.append(trainer)
+    trained, probed = _trained(trainer, line, line)
+    text = f"{name.upper()}: {trained.text}; probe {probed.text}"
+    yield (
+        note(line, text, probed.advice, **trained.data, **probed.data)
+        if probed.advice
+        else ok(line, text, **trained.data, **probed.data)
+    )
+
+
+def _trained(trainer: QuRLGRPOTrainer, train_line: str, probe_line: str) -> list[Line]:
+    """Train, and say what came of it in two lines. A fault of a sync is an exception of the trainer."""
+    trainer.train()
+    trainer.vllm_generation.sync_weights()  # the weights after the last step
+    last = trainer.vllm_generation.pop_weight_metrics()
+    rows = [row for row in trainer.state.log_history if "time/sync_s" in row]
+    return [describe_training(train_line, rows), describe_probe(probe_line, [*rows, last])]
+
+
+def describe_training(line: str, rows: list[dict[str, float]]) -> Line:
+    """What the steps were: their rollouts' mismatch, and what was sent."""
+    kl = [row["mismatch/kl_k3"] for row in rows]
+    unchecked = sum(row["time/sync_check_s"] <= 0 for row in rows)
+    if not rows or unchecked or not all(math.isfinite(row["loss"]) for row in rows):
+        raise RuntimeError(f"{len(rows)} steps were logged, {unchecked} without digests: {rows}")
+    text = (
+        f"{len(rows)} steps, digests at {len(rows) + 1} syncs agree, KL between the sampling and the learning policy "
+        f"{min(kl):.1e} to {max(kl):.1e} nats"
+    )
+    return ok(line, text, kl=kl, losses=[row["loss"] for row in rows], sync_s=[row["time/sync_s"] for row in rows])
+
+
+def describe_probe(line: str, rows: list[dict[str, float]]) -> Line:
+    """The distances of the probe, which the trainer has judged already."""
+    distances = [row["sync/probe_distance"] for row in rows if "sync/probe_distance" in row]
+    ratios = [row["sync/probe_ratio"] for row in rows if "sync/probe_ratio" in row]
+    if not ratios:
+        return note(line, "was not taken.", "Training in this way has no probe (docs/reliability.md).")
+    text = f"{min(distances):.1e} to {max(distances):.1e} nats, at most {max(ratios):.2f} of what rounding explains"
+    data = {"distances": distances, "ratios": ratios}
+    if max(ratios) > 1:
+        advice = (
+            "The kernels of this machine may round differently: sync/probe_ratio should stay level in a run. Please "
+            "report it with `trl-qurl doctor --json`, so that the tolerance learns of this machine."
+        )
+        return note(line, f"{text}.", advice, **data)
+    return ok(line, text, **data)
+
+
+def engine_kernels(trainer: QuRLGRPOTrainer) -> list[str]:
+    """Names of the kernels that the engine's quantized layers multiply with."""
+    [names] = trainer.vllm_generation.llm.apply_model(_kernel_names)
+    return names
+
+
+def _kernel_names(model: nn.Module) -> list[str]:
+    schemes = [scheme for layer in model.modules() if (scheme := getattr(layer, "scheme", None)) is not None]
+    parts = [type(part).__name__ for scheme in schemes for part in vars(scheme).values()]
+    return sorted({name for name in parts if "Kernel" in name})
