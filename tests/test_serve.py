@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import requests
@@ -89,10 +90,38 @@ def test_the_command_fits_the_build_of_vllm(found, start, monkeypatch):
     assert command.endswith("--max-model-len 64"), "options of vLLM's are passed on"
 
 
-@pytest.mark.parametrize("cuda", [True, False])
-def test_weight_transfer_is_offered_where_there_is_cuda(cuda, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
-    assert ("--weight-transfer-config" in launch.server_command("MODEL", "127.0.0.1", 8000, [])) == cuda
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """A GPU with 16 GiB, and a checkpoint of half a GiB."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: SimpleNamespace(total_memory=16 * 2**30))
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(2**29)
+    return str(tmp_path)
+
+
+def test_weight_transfer_is_offered_where_there_is_cuda(gpu, monkeypatch):
+    assert "--weight-transfer-config" in launch.server_command(gpu, "127.0.0.1", 8000, [])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    command = launch.server_command(gpu, "127.0.0.1", 8000, [])
+    assert not {"--weight-transfer-config", "--gpu-memory-utilization"} & set(command)
+
+
+def test_a_gpu_keeps_room_for_new_weights(gpu):
+    command = launch.server_command(gpu, "127.0.0.1", 8000, [])
+    # Of 16 GiB, 4 x 0.5 GiB: 0.92 - 2 / 16 = 0.795, rounded down.
+    assert command[command.index("--gpu-memory-utilization") + 1] == "0.79"
+    assert launch.memory_share(14 * 2**30, 80 * 2**30) == 0.87  # 0.92 - 4 / 80
+    assert launch.memory_share(14 * 2**30, 4 * 2**30) == 0.46  # never less than half of vLLM's own
+    for given in (["--gpu-memory-utilization", "0.9"], ["--gpu-memory-utilization=0.9"]):
+        command = launch.server_command(gpu, "127.0.0.1", 8000, given)
+        assert sum(word.startswith("--gpu-memory-utilization") for word in command) == 1
+
+
+def test_the_share_that_is_lowered_is_vllms_own():
+    from vllm.config import CacheConfig
+
+    assert CacheConfig().gpu_memory_utilization == launch.MEMORY_SHARE
 
 
 def test_what_a_user_sets_is_not_set_again():

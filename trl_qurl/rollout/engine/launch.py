@@ -8,6 +8,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import re
 import shlex
@@ -33,6 +34,8 @@ from trl_qurl.rollout.engine.key import (
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
 SEPARATE_SERVERS = re.compile(r"--data-parallel-((hybrid|(multi-port-)?external)-lb|rank|start-rank)|-dp[ehmnr]")
+
+MEMORY_SHARE = 0.92  # vLLM's default for --gpu-memory-utilization
 
 
 def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str]) -> Path:
@@ -95,9 +98,26 @@ def server_command(
     }
     if torch.cuda.is_available():
         options["--weight-transfer-config"] = '{"backend": "nccl"}'
+        memory = torch.cuda.get_device_properties(0).total_memory
+        options["--gpu-memory-utilization"] = f"{memory_share(weight_bytes(Path(checkpoint)), memory):.2f}"
     given = {argument.split("=")[0] for argument in further}
     ours = [part for name, value in options.items() if name not in given for part in (name, value)]
     return [*start, *ours, "--middleware", KEY_GUARD, *further]
+
+
+def memory_share(weights: int, memory: int) -> float:
+    """The share of a GPU's memory that vLLM may plan with, so that new weights fit beside its key-value cache.
+
+    vLLM fills its share with the cache. On top of it a sync takes two buffers of 1 GiB plus a tensor each (less for
+    models that are smaller), and the layer that is made anew: calculated, not measured.
+    """
+    room = 4 * min(2**30, weights)
+    return max(MEMORY_SHARE / 2, math.floor(100 * (MEMORY_SHARE - room / memory)) / 100)
+
+
+def weight_bytes(directory: Path) -> int:
+    """Size of a checkpoint's weights."""
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
 
 
 def require_vllm() -> None:
@@ -145,6 +165,11 @@ def server_environment(host: str, port: int, key: str | None, scheme: str | None
 def exec_server(command: Sequence[str], environment: Mapping[str, str]) -> None:
     """Print the command, without the key, then exec it. Does not return."""
     print('Starting vLLM; the server is ready when it says "Application startup complete".')
+    if "--gpu-memory-utilization" in command:
+        share = command[command.index("--gpu-memory-utilization") + 1]
+        print(
+            f"vLLM plans with {share} of the GPU's memory (--gpu-memory-utilization): new weights need room as well."
+        )
     print(f"Requests need a key, which your trainers find in {environment[KEY_FILE_VARIABLE]}.")
     print("VLLM_SERVER_DEV_MODE=1", shlex.join(command), flush=True)
     os.execve(command[0], list(command), {**os.environ, **environment})
