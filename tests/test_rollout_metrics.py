@@ -88,6 +88,50 @@ def test_the_weights_are_kept_by_value_and_in_host_memory():
     assert sync(tracker, weight)["weights/normalized_update"] > 0
 
 
+@pytest.mark.parametrize("scheme", [INT8, None], ids=["int8", "none"])
+def test_what_is_kept_of_float32_takes_two_bytes_and_hides_no_small_update(scheme):
+    # Pretrained in bfloat16 and trained in float32, with updates that add up in one direction: what
+    # rounding to the nearest keeps is the pretrained weight, so every update would be measured from the start again.
+    torch.manual_seed(0)
+    weight = (0.02 * torch.randn(2048, 1024)).bfloat16().float()
+    direction = torch.randn_like(weight)
+    tracker = WeightChangeTracker(every=1, scheme=scheme)
+    before = None
+    for _ in range(4):
+        tracker.begin_sync()
+        tracker.observe("layer", weight, scheme.quantize(weight) if scheme else {})
+        found = tracker.end_sync()
+        if before is not None:
+            expected = ((weight - before).double().norm() / before.double().norm()).item() ** 2
+            assert expected < 2e-7  # 4e-4 of the norm, and half a step of bfloat16 is 2e-3
+            assert found["weights/normalized_update"] == pytest.approx(expected, rel=0.02)
+        before = weight.clone()
+        weight = weight + 1e-5 * (0.7 * direction + torch.randn_like(weight)).tanh()
+    assert tracker.nbytes == weight.numel() * (2 if scheme is None else 3)
+
+
+def test_a_weight_that_does_not_move_has_no_update():
+    tracker = WeightChangeTracker(every=1)
+    weight = torch.randn(1024, 512)
+    for _ in range(3):
+        tracker.begin_sync()
+        tracker.observe("layer", weight, {})
+        found = tracker.end_sync()
+    assert found == {"weights/normalized_update": 0.0}
+
+
+def test_only_one_process_keeps_weights_and_all_know_when():
+    keeper, other = (WeightChangeTracker(every=3, scheme=INT8, measures=measures) for measures in (True, False))
+    for step in range(7):
+        weight = torch.tensor([[1.275, 0.5 + 0.02 * step]])
+        found = [sync(tracker, weight) for tracker in (keeper, other)]
+        assert found[1] == {} and bool(found[0]) == (step % 3 == 0)
+        assert keeper.observes == other.observes, "the processes would disagree on what a sync leaves out"
+        assert other.nbytes == 0 < keeper.nbytes
+    sync(keeper, weight)
+    assert keeper.nbytes == 2 * 4, "codes are kept from one sync to the next only"
+
+
 def test_zero_measures_nothing():
     tracker = WeightChangeTracker(every=0, scheme=INT8)
     assert [sync(tracker, torch.ones(1, 2)) for _ in range(3)] == [{}] * 3

@@ -70,7 +70,7 @@ class QuantizedRolloutsConfig:
             prompts with the trainer's own quantized forward pass; left out under FSDP 1 and ZeRO-3, whose layers are
             never whole.
         weight_metrics_interval: Syncs between measurements of the weights (Eqs. 13 and 14); 0 for none. Appendix A
-            uses 16. They need a copy of the quantized layers' weights in host memory.
+            uses 16. They need a copy of the quantized layers' weights in the main process' host memory, 2 bytes each.
 
     > Changed default
 

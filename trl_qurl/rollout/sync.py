@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.distributed import DistributedBackend
 
@@ -76,7 +77,8 @@ class WeightSync:
         self._frozen: frozenset[str] = frozenset()  # at the last sync
         self._frozen_at_scale = 1.0
         self._announced: dict[str, TensorMetadata] | None = None
-        self._tracker = WeightChangeTracker(settings.weight_metrics_interval, settings.scheme)
+        is_main = PartialState().is_main_process
+        self._tracker = WeightChangeTracker(settings.weight_metrics_interval, settings.scheme, measures=is_main)
         self._probe = ProbeJudge()
 
     def push(self, parameters: Parameters, cost: RolloutCost) -> dict[str, float]:
