@@ -104,9 +104,7 @@ def test_metrics_can_be_chosen(notebook, tmp_path):
 
 
 def test_a_command_that_trains_elsewhere_is_an_error(notebook, tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match="left no run.jsonl.*give watch.. the output_dir that the command gives"
-    ):
+    with pytest.raises(FileNotFoundError, match="left no run.jsonl.*give watch.. the trainer's output_dir"):
         live.watch(trainer(tmp_path), tmp_path / "other")
 
 

@@ -56,6 +56,10 @@ def test_metrics_that_are_missing_are_left_out():
     row = {"loss": 0.0, "grad_norm": 0.1, "reward": None, "clip_ratio/region_mean": 0.0, "epoch": 0.1}
     assert step_line(row, 2, 3, 0.05) == "2/3  clip 0.0%  0.05 s/step  left 0.05 s"
     assert step_line(row, 2, 3, None) == "2/3  clip 0.0%"
+    assert (
+        step_line(row | {"expected_accuracy": 0.47, "reward": 0.5}, 2, 3)
+        == "2/3  accuracy 0.470  reward 0.500  clip 0.0%"
+    )
     assert step_line(row, 3, 3, 0.05) == "3/3  clip 0.0%  0.05 s/step"
 
 

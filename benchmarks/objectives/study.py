@@ -112,7 +112,7 @@ def prepare() -> tuple[Path, dict[str, Any]]:
     from trl_qurl.lab.demo.run import prepare_policy
 
     found = provenance(torch.device("cpu"), measured="trl_qurl")
-    return prepare_policy(None, Console()), {name: found[name] for name in ("date", "commit", "hardware", "versions")}
+    return prepare_policy(Console()), {name: found[name] for name in ("date", "commit", "hardware", "versions")}
 
 
 def child(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any], place: Path, core: int) -> None:

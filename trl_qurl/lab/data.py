@@ -57,7 +57,7 @@ def load_questions(
     else:
         rows = load_dataset(name_or_path, config, split=split)
     if len(rows) == 0:
-        raise ValueError(f"{name_or_path} holds no questions; give a data set with at least one.")
+        raise ValueError(f"{name_or_path} holds no questions.")
     questions, answers = [], []
     question_columns = QUESTION_COLUMNS if question_column is None else (question_column,)
     answer_columns = ANSWER_COLUMNS if answer_column is None else (answer_column,)
@@ -90,17 +90,14 @@ def _read_local(path: Path) -> list[dict[str, Any]]:
     path = path.expanduser()
     if not path.is_file():
         raise FileNotFoundError(
-            f"The data set file {path} does not exist; give a {', '.join(LOCAL_SUFFIXES)} file or a name on the Hub."
+            f"The data set file {path} does not exist; give a .json or .jsonl file, or a Hub name."
         )
     if not path.name.endswith(LOCAL_SUFFIXES):
         raise ValueError(f"{path} is not a {', '.join(LOCAL_SUFFIXES)} file; convert it, or give a name on the Hub.")
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as file:
+    is_list = path.name.removesuffix(".gz").endswith(".json")
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
         try:
-            if path.name.removesuffix(".gz").endswith(".json"):
-                rows = json.load(file)
-            else:
-                rows = [json.loads(line) for line in file if line.strip()]
+            rows = json.load(file) if is_list else [json.loads(line) for line in file if line.strip()]
         except (json.JSONDecodeError, UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
             raise ValueError(f"{path} cannot be read as {path.name.split('.', 1)[-1]}: {error}.") from error
     if not isinstance(rows, list):

@@ -19,11 +19,6 @@ from os import PathLike
 from pathlib import Path
 
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux' prctl
-SHOWN_LINES = 25  # of a command that failed
-TAIL_BYTES = 20_000
-PATIENCE = 10.0  # seconds that a command gets to end by itself
-
-ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 ENGINE_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -34,11 +29,7 @@ ENGINE_ENVIRONMENT = {
 
 
 class ChildFailure(ChildProcessError):
-    """A command that failed.
-
-    Attributes:
-        status: Its exit status; the negative number of the signal that ended it.
-    """
+    """A command that failed; `status` is its exit status, or the negative number of the signal that ended it."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -70,17 +61,10 @@ def run_child(
     every: float = 60.0,
     environment: Mapping[str, str] = os.environ,
 ) -> None:
-    """Run a command to its end, in a process group of its own, with its output in a file.
+    """Run a command to its end, in a process group of its own, with its output in a file, which is replaced.
 
-    Args:
-        command: Program and arguments.
-        log: File for what it prints; replaced.
-        meanwhile: Called while it runs, with the last line that was printed.
-        every: Seconds between two calls.
-        environment: Of the command.
-
-    Raises:
-        ChildFailure: If it failed, or is no program; the message ends with the last lines that it printed.
+    While it runs, `meanwhile` is called every so many seconds, with the last line that was printed. A command that
+    fails raises a `ChildFailure`, with the last lines that it printed.
     """
     words = [os.fspath(word) for word in command]
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -102,14 +86,14 @@ def run_child(
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
-                process.wait(PATIENCE)
+                process.wait(10)
         with suppress(ProcessLookupError):  # its group is empty already
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if process.returncode:
         raise ChildFailure(
             f"{' '.join(words)} ended with exit status {process.returncode}. All it printed is in {log}; its last "
-            f"lines:\n{last_lines(log, SHOWN_LINES)}",
+            f"lines:\n{last_lines(log, 25)}",
             process.returncode,
         )
 
@@ -117,10 +101,11 @@ def run_child(
 def last_lines(log: Path, count: int) -> str:
     """The last lines of a file that are not empty, as a terminal would leave them."""
     with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        file.seek(max(0, log.stat().st_size - 20_000))
         text = file.read().decode("utf-8", errors="replace")
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)  # escape sequences
     # A progress bar writes over its line again and again.
-    lines = [line.rstrip("\r").rpartition("\r")[2] for line in ESCAPE_SEQUENCE.sub("", text).split("\n")]
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
     return "\n".join([line.rstrip() for line in lines if line.strip()][-count:])
 
 

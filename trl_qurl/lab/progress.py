@@ -12,12 +12,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerState, TrainingArguments
 
 WIDTH = 100  # columns of a line, unless the terminal has fewer
 
 # What a line shows, the most important first: a line that is too long loses its end.
 METRICS = (
+    ("expected_accuracy", "accuracy {:.3f}"),  # of the demo
     ("reward", "reward {:.3f}"),
     ("mismatch/kl_k3", "KL {:.1e}"),
     ("critic/explained_variance", "critic {:.2f}"),
@@ -31,28 +33,22 @@ ALARMS = ("loss", "grad_norm")  # shown where they are not finite, which says th
 
 
 class StepLineCallback(ProgressCallback):
-    """
-    [`~transformers.ProgressCallback`] that writes a line for what was logged, at most `WIDTH` columns wide.
+    """[`~transformers.ProgressCallback`] that writes a line for what was logged, at most `WIDTH` columns wide.
 
     Without a terminal (a pipe, a file, a batch system) or with `disable_tqdm` there is no bar and the lines remain.
     Only the first process writes. `use_step_lines` replaces the trainer's own by it.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._started = 0.0
-        self._first_step = 0
+    _started = 0.0
+    _first_step = 0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Start the clock, and the bar where there is a terminal."""
         self._started, self._first_step = time.monotonic(), state.global_step
         if _has_bars(args):
             super().on_train_begin(args, state, control, **kwargs)
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Move the bar."""
-        if self.training_bar is not None:
-            super().on_step_end(*args, **kwargs)
+        else:
+            self.training_bar, self.current_step = tqdm(disable=True), 0
 
     def on_prediction_step(self, args: TrainingArguments, *more: Any, **kwargs: Any) -> None:
         """Move the bar of an evaluation."""
@@ -67,20 +63,14 @@ class StepLineCallback(ProgressCallback):
         step_s = (time.monotonic() - self._started) / done if done else None
         width = min(WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH
         line = step_line(logs, state.global_step, state.max_steps, step_s, width)
-        if self.training_bar is not None:
-            self.training_bar.write(line)
-        else:
+        if self.training_bar is None or self.training_bar.disable:
             print(line, flush=True)
-
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Close the bar."""
-        if self.training_bar is not None:
-            super().on_train_end(*args, **kwargs)
+        else:
+            self.training_bar.write(line)
 
 
 def use_step_lines(trainer: Trainer) -> None:
-    """
-    Let a trainer write one short line for each row it logs, instead of the row itself.
+    """Let a trainer write one short line for each row it logs, instead of the row itself.
 
     A notebook keeps its table. Rows in `run.jsonl` and in what `report_to` names stay whole.
 
@@ -94,8 +84,7 @@ def use_step_lines(trainer: Trainer) -> None:
 
 
 def step_line(logs: Mapping[str, Any], step: int, steps: int, step_s: float | None = None, width: int = WIDTH) -> str:
-    """
-    A logged row in one line; a metric that is missing is left out, and so is what does not fit.
+    """A logged row in one line; a metric that is missing is left out, and so is what does not fit.
 
     Args:
         logs: The row, as the trainer logs it.

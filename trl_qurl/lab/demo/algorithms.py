@@ -13,10 +13,7 @@ if TYPE_CHECKING:
     from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
     from trl_qurl.lab.demo.record import Row
 
-ALGORITHMS = ("grpo", "ppo")
-
 UPDATES_PER_ROLLOUT = 4
-TRAINING_PROBLEMS = 8192
 SHORTEST_JUDGED = 10  # rollouts in the second half of a run, below which the critic has had no time to learn
 
 
@@ -25,16 +22,7 @@ def build_config(
 ) -> QuRLGRPOConfig:
     """Settings of the reinforcement learning; four updates per rollout, so that clipping has something to do.
 
-    Args:
-        algorithm: `"grpo"` or `"ppo"`.
-        scheme: Format of the rollouts.
-        output_dir: Where the log goes.
-        rollouts: Each makes four updates.
-        seed: Of the sampling and the order of the problems.
-        **changed: Settings that a study varies, by their names in the config.
-
-    Returns:
-        The config of the algorithm's trainer.
+    `changed` are settings that a study varies, by their names in the config.
     """
     import torch
 
@@ -82,14 +70,9 @@ def build_trainer(policy_dir: Path, config: QuRLGRPOConfig) -> QuRLGRPOTrainer:
     from trl_qurl import QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer
     from trl_qurl.lab.demo.task import build_dataset, build_tokenizer, exact_match, sample_problems
 
-    problems = sample_problems(TRAINING_PROBLEMS, seed=config.seed + 1)
+    problems = build_dataset(sample_problems(8192, seed=config.seed + 1), build_tokenizer())
     kind = QuRLPPOTrainer if isinstance(config, QuRLPPOConfig) else QuRLGRPOTrainer
-    trainer = kind(
-        model=str(policy_dir),
-        reward_funcs=exact_match,
-        args=config,
-        train_dataset=build_dataset(problems, build_tokenizer()),
-    )
+    trainer = kind(model=str(policy_dir), reward_funcs=exact_match, args=config, train_dataset=problems)
     trainer.remove_callback(PrinterCallback)  # the recorder shows the few metrics that matter here
     return trainer
 
@@ -100,7 +83,5 @@ def critic_shortfall(rows: list[Row]) -> str | None:
     later = shares[len(shares) // 2 :]  # it has the first half to learn
     if len(later) < SHORTEST_JUDGED or sum(later) > 0:
         return None
-    return (
-        f"the critic's explained variance was {sum(later) / len(later):.3f} in the second half of the run, where it "
-        "should be above 0."
-    )
+    mean = sum(later) / len(later)
+    return f"the critic's explained variance was {mean:.3f} in the second half of the run, where it should be above 0."

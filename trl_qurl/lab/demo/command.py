@@ -27,16 +27,8 @@ def run(args: argparse.Namespace) -> int:
     from trl_qurl.lab.demo.run import run_demo
     from trl_qurl.quantization.schemes import parse_scheme
 
-    result = run_demo(
-        parse_scheme(args.scheme),
-        args.output_dir,
-        args.rollouts,
-        args.required_rise,
-        args.seed,
-        algorithm=args.algorithm,
-    )
-    print(f"Log: {result.log_path}\nFigure: {result.figure_path}")
-    if result.shortfall is not None:
-        print(f"trl-qurl: the demo failed: {result.shortfall}", file=sys.stderr)
-        return 1
-    return 0
+    scheme = parse_scheme(args.scheme)
+    shortfall = run_demo(scheme, args.output_dir, args.rollouts, args.required_rise, args.seed, args.algorithm)
+    if shortfall is not None:
+        print(f"trl-qurl: the demo failed: {shortfall}", file=sys.stderr)
+    return int(shortfall is not None)

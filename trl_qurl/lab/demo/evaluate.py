@@ -25,16 +25,9 @@ class Accuracy(NamedTuple):
 
 
 def score_answers(answer_logits: Tensor, answer_ids: Tensor) -> Accuracy:
-    r"""Expected and greedy accuracy of teacher-forced answers.
+    r"""Accuracy of teacher-forced answers (B, A), from the logits (B, A, V) that predict them; the expected one is
 
     $$\frac{1}{B} \sum_b \exp \sum_a \log \pi(y_{b,a} \mid x_b, y_{b,<a})$$
-
-    Args:
-        answer_logits: Logits at the positions that predict the answer, shape (B, A, V).
-        answer_ids: The right tokens, shape (B, A).
-
-    Returns:
-        Both accuracies.
     """
     logps = answer_logits.float().log_softmax(-1).gather(-1, answer_ids.unsqueeze(-1)).squeeze(-1)  # (B, A)
     found = (answer_logits.argmax(-1) == answer_ids).all(-1)  # (B,)
@@ -57,12 +50,10 @@ def measure_policy(model: PreTrainedModel, problem_ids: Tensor) -> Accuracy:
 def measure_actor(generation: VLLMGeneration, problem_ids: Tensor) -> float:
     """Greedy accuracy of the actor that makes the rollouts, as the engine runs it, after a sync of the weights."""
     generation.sync_weights()
-    prompts = problem_ids[:, :PROMPT_TOKENS].tolist()
-    answers = problem_ids[:, PROMPT_TOKENS:].tolist()
-    sampling_temperature, generation.temperature = generation.temperature, 0.0
+    prompts, answers = problem_ids[:, :PROMPT_TOKENS].tolist(), problem_ids[:, PROMPT_TOKENS:].tolist()
+    temperature, generation.temperature = generation.temperature, 0.0
     try:
-        _, completions, *_ = generation.generate(prompts=prompts, images=None, num_generations=1)
+        completions = generation.generate(prompts=prompts, images=None, num_generations=1)[1]
     finally:
-        generation.temperature = sampling_temperature
-    right = [list(given) == answer for given, answer in zip(completions, answers, strict=True)]
-    return sum(right) / len(right)
+        generation.temperature = temperature
+    return sum(list(given) == right for given, right in zip(completions, answers, strict=True)) / len(answers)

@@ -6,26 +6,27 @@ from pathlib import Path
 
 from trl_qurl.lab.report.figures import draw_lines, to_png
 from trl_qurl.lab.report.groups import group_runs
-from trl_qurl.lab.report.questions import DEMO_SCORES, EXPLAINED, KL, REGION_CLIPPED, REWARD, Measure, Panel
+from trl_qurl.lab.report.questions import MEASURES, Measure, Panel
 from trl_qurl.trainers.run_log import read_run
 
-CAPPED = Measure("mismatch/capped_share", "Mismatch ratio ρ above the cap C")
-LEARNING = Panel("Does the policy learn?", "share of problems", (*DEMO_SCORES, REWARD))
-MISMATCH = Panel("How far is the actor from the policy?", "nats per token", (KL,), log=True)
-CLIPPED = Panel("How much is clipped?", "share of tokens", (REGION_CLIPPED, CAPPED), percent=True, from_zero=True)
-ROUNDING = Panel(
-    "Do updates reach the rounded weights?",
-    "share of the squared norm",
-    (
-        Measure("weights/normalized_update", "Update per rollout (Eq. 13)"),
-        Measure("weights/normalized_quantization_error", "Quantization error (Eq. 14)"),
-    ),
-    log=True,
+SCORES = (MEASURES["expected_accuracy"], MEASURES["greedy_accuracy"], MEASURES["reward"])
+CLIPPED = (MEASURES["clip_ratio/region_mean"], Measure("mismatch/capped_share", "Mismatch ratio ρ above the cap C"))
+WEIGHTS = (
+    Measure("weights/normalized_update", "Update per rollout (Eq. 13)"),
+    Measure("weights/normalized_quantization_error", "Quantization error (Eq. 14)"),
 )
-CRITIC = Panel("Does the critic predict the returns?", "share of their variance", (EXPLAINED,), at_least=-0.5)
-PANELS: dict[str, tuple[Panel, ...]] = {
-    "grpo": (LEARNING, MISMATCH, CLIPPED, ROUNDING),
-    "ppo": (LEARNING, MISMATCH, CLIPPED, CRITIC),
+EXPLAINED = (MEASURES["critic/explained_variance"],)
+COMMON = (
+    Panel("Does the policy learn?", "share of problems", SCORES),
+    Panel("How far is the actor from the policy?", "nats per token", (MEASURES["mismatch/kl_k3"],), log=True),
+    Panel("How much is clipped?", "share of tokens", CLIPPED, percent=True, from_zero=True),
+)
+PANELS = {
+    "grpo": (*COMMON, Panel("Do updates reach the rounded weights?", "share of the squared norm", WEIGHTS, log=True)),
+    "ppo": (
+        *COMMON,
+        Panel("Does the critic predict the returns?", "share of their variance", EXPLAINED, at_least=-0.5),
+    ),
 }
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trl_qurl.cli.allocator import keep_freed_memory
 from trl_qurl.lab.demo.algorithms import build_config, build_trainer, critic_shortfall
+from trl_qurl.lab.packages import require
+from trl_qurl.lab.processes import ENGINE_ENVIRONMENT
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,13 +18,10 @@ if TYPE_CHECKING:
     from trl_qurl import QuRLGRPOTrainer
 
 HELD_OUT_PROBLEMS = 512
-FIGURE_NAME = "demo.png"
 
 ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about speed on CPU
+    **ENGINE_ENVIRONMENT,
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the default takes half the memory of the machine
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, so that weights are not sent elsewhere
-    "TOKENIZERS_PARALLELISM": "false",
 }
 
 
@@ -34,48 +33,19 @@ class Measured(NamedTuple):
     actor_greedy: float  # of the actor that makes the rollouts, greedy decoding in the engine
 
 
-class DemoResult(NamedTuple):
-    """What the demonstration found and where it left it."""
-
-    before: Measured
-    after: Measured
-    shortfall: str | None  # why it counts as failed, or None
-    log_path: Path
-    figure_path: Path
-
-
 def run_demo(
-    scheme: str | None = "int8",
-    output_dir: str | Path = "demo-output",
-    rollouts: int = 120,
-    required_rise: float = 0.25,
-    seed: int = 0,
-    cache_dir: Path | None = None,
-    algorithm: str = "grpo",
-) -> DemoResult:
+    scheme: str | None, output_dir: Path, rollouts: int, required_rise: float, seed: int, algorithm: str
+) -> str | None:
     """Warm-start, train and measure; prints progress and a table, writes `run.jsonl` and `demo.png` to `output_dir`.
 
-    Args:
-        scheme: `"int8"`, `"fp8"`, or `None` for BF16 rollouts.
-        output_dir: Where the log and the figure go.
-        rollouts: Each makes 256 completions and four updates.
-        required_rise: Rise of the expected accuracy below which the result has a `shortfall`.
-        seed: Of the reinforcement learning; the warm start has its own.
-        cache_dir: Where the warm start is kept; default `cache_directory()`.
-        algorithm: `"grpo"`, or `"ppo"` for a critic in place of groups.
-
-    Raises:
-        ImportError: If matplotlib or rich is missing.
-        ValueError: If `rollouts` is not positive.
+    The arguments are the options of `trl-qurl demo`; `scheme` is `None` for BF16 rollouts. Returns why the
+    demonstration counts as failed, in one sentence, or `None`.
     """
     for name, value in ENVIRONMENT.items():  # before vLLM is imported, which reads them once
         os.environ.setdefault(name, value)
     keep_freed_memory()
-    try:
-        import matplotlib  # noqa: F401
-        from rich.console import Console
-    except ImportError as error:
-        raise ImportError("The demo needs matplotlib and rich: run `pip install 'trl-qurl[demo]'`.") from error
+    require("The demo", "matplotlib", "rich", extra="demo")
+    from rich.console import Console
     from transformers.utils import logging as transformers_logging
 
     from trl_qurl.lab.demo.figure import draw_figure
@@ -85,36 +55,30 @@ def run_demo(
 
     if rollouts < 1:
         raise ValueError(f"rollouts={rollouts} trains nothing; give at least 1.")
-    output_dir = Path(output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     transformers_logging.disable_progress_bar()  # its bars for reading and writing a tiny model hide the demo's own
     console = Console()
-    name = actor_name(scheme)
+    name = scheme.upper() if scheme else "BF16"
 
     config = build_config(algorithm, scheme, output_dir, rollouts, seed)  # refuses a bad scheme before the warm start
-    policy_dir = prepare_policy(cache_dir, console)
+    policy_dir = prepare_policy(console)
     held_out = encode_problems(sample_problems(HELD_OUT_PROBLEMS, seed=0, held_out=True), build_tokenizer())
     console.print(f"Starting vLLM with the {name} actor")
     trainer = build_trainer(policy_dir, config)
     before = measure(trainer, held_out)
     recorder = RolloutRecorder(held_out, rollouts, console)
     trainer.add_callback(recorder)
-    trainer.train()
+    with recorder.progress:
+        trainer.train()
     after = measure(trainer, held_out)
 
     print_table(before, after, name, console)
-    figure_path = output_dir / FIGURE_NAME
-    draw_figure(output_dir, figure_path, algorithm)
-    shortfall = find_shortfall(before, after, required_rise) or critic_shortfall(recorder.rows)
-    return DemoResult(before, after, shortfall, output_dir / RUN_LOG, figure_path)
+    draw_figure(output_dir, output_dir / "demo.png", algorithm)
+    print(f"Log: {output_dir / RUN_LOG}\nFigure: {output_dir / 'demo.png'}")
+    return find_shortfall(before, after, required_rise) or critic_shortfall(recorder.rows)
 
 
-def actor_name(scheme: str | None) -> str:
-    """The number format of the rollouts, as a reader knows it."""
-    return scheme.upper() if scheme else "BF16"
-
-
-def prepare_policy(cache_dir: Path | None, console: Console) -> Path:
+def prepare_policy(console: Console) -> Path:
     """Directory of the warm-started policy, trained under a progress bar if it is not cached."""
     from trl_qurl.lab.demo.record import progress_bar
     from trl_qurl.lab.demo.warm_start import WarmStartSettings, cached_warm_start
@@ -126,7 +90,7 @@ def prepare_policy(cache_dir: Path | None, console: Console) -> Path:
         def show(update: int, accuracy: float) -> None:
             bar.update(task, completed=update, accuracy=accuracy, visible=True)
 
-        policy_dir = cached_warm_start(WarmStartSettings(), cache_dir or cache_directory(), show)
+        policy_dir = cached_warm_start(WarmStartSettings(), cache_directory(), show)
     console.print(f"Warm-started policy: {policy_dir}")
     return policy_dir
 
@@ -154,9 +118,8 @@ def print_table(before: Measured, after: Measured, name: str, console: Console) 
 
 
 def find_shortfall(before: Measured, after: Measured, required_rise: float) -> str | None:
-    """Why the demonstration counts as failed, in one sentence, or `None`."""
-    rise = after.expected - before.expected
-    if rise >= required_rise:
+    """Why the policy counts as one that did not learn, in one sentence, or `None`."""
+    if (rise := after.expected - before.expected) >= required_rise:
         return None
     return (
         f"the expected accuracy of the full-precision policy went from {before.expected:.3f} to {after.expected:.3f}, "

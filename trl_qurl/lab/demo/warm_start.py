@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, float], None]  # called with the number of updates made and the expected accuracy
 
-EVALUATION_PROBLEMS = 512
-
 
 @dataclass(frozen=True)
 class WarmStartSettings:
@@ -38,7 +36,7 @@ class WarmStartSettings:
     seed: int = 0
 
 
-def cached_warm_start(settings: WarmStartSettings, cache_dir: Path, progress: Progress | None = None) -> Path:
+def cached_warm_start(settings: WarmStartSettings, cache_dir: Path, progress: Progress = lambda *_: None) -> Path:
     """Directory of the warm-started policy and its tokenizer, trained now if the cache does not have it yet."""
 
     def make(place: Path) -> None:
@@ -60,17 +58,13 @@ def fingerprint(settings: WarmStartSettings) -> str:
 
 
 def train_warm_start(
-    settings: WarmStartSettings, tokenizer: PreTrainedTokenizerFast, progress: Progress | None = None
+    settings: WarmStartSettings, tokenizer: PreTrainedTokenizerFast, progress: Progress
 ) -> Qwen2ForCausalLM:
-    """Train on fresh problems until the expected accuracy on held-out ones reaches the target.
-
-    Raises:
-        ValueError: If `max_updates` do not reach it.
-    """
+    """Train on fresh problems until the expected accuracy on held-out ones reaches the target."""
     import torch
 
     policy = build_model(tokenizer, settings.seed)
-    held_out = task.encode_problems(task.sample_problems(EVALUATION_PROBLEMS, seed=0, held_out=True), tokenizer)
+    held_out = task.encode_problems(task.sample_problems(512, seed=0, held_out=True), tokenizer)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate, betas=(0.9, 0.98))
     accuracy = 0.0
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / settings.warm_up_updates, 1, settings.warm_up_updates)
@@ -85,14 +79,11 @@ def train_warm_start(
         warm_up.step()
         if update % settings.evaluate_every == 0:
             accuracy = evaluate.measure_policy(policy, held_out).expected
-            if progress is not None:
-                progress(update, accuracy)
+            progress(update, accuracy)
             if accuracy >= settings.target:
                 return policy
-    raise ValueError(
-        f"The warm start reached an expected accuracy of {accuracy:.2f} in max_updates={settings.max_updates}, below "
-        f"target={settings.target}; raise max_updates, lower the target, or try another seed."
-    )
+    reached = f"The warm start reached an accuracy of {accuracy:.2f} in max_updates={settings.max_updates}"
+    raise ValueError(f"{reached}, below target={settings.target}.")
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:

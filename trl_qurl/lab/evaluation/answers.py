@@ -14,52 +14,31 @@ SAMPLED = "sampled"
 
 @dataclass(frozen=True)
 class Request:
-    """One answer that is wanted.
-
-    Attributes:
-        task: Name of the benchmark.
-        mode: `GREEDY` or `SAMPLED`.
-        question: Its number, from 0.
-        sample: Which of the answers to it, from 0.
-    """
+    """One answer that is wanted."""
 
     task: str
-    mode: str
-    question: int
-    sample: int
+    mode: str  # GREEDY or SAMPLED
+    question: int  # from 0
+    sample: int  # which of the answers to it, from 0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer that was given and graded.
-
-    Attributes:
-        request: What it answers.
-        correct: Whether it is right.
-        tokens: Its length.
-        finished: Whether it ended by itself, and not at the limit of tokens.
-        seconds: Time since the previous answer of the same process; their sum is the time of the whole.
-        text: The completion.
-    """
+    """An answer that was given and graded."""
 
     request: Request
     correct: bool
     tokens: int
-    finished: bool
-    seconds: float
+    finished: bool  # by itself, and not at the limit of tokens
+    seconds: float  # since the previous answer of the same process; their sum is the time of the whole
     text: str
 
 
 class AnswerFile:
     """Answers in the order in which they came.
 
-    A line that was cut off when its process was killed is dropped, and its answer generated again.
-
-    Args:
-        path: The file; created with the first answer.
-
-    Raises:
-        ValueError: If a line in the middle is broken, or an answer is there twice: something else wrote to the file.
+    A line that was cut off when its process was killed is dropped, and its answer generated again. Any other broken
+    line, or an answer that is there twice, is an error: something else wrote to the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -70,8 +49,6 @@ class AnswerFile:
 
     def add(self, answer: Answer) -> None:
         """Write an answer; when this returns, it survives the end of this process."""
-        if answer.request in self.answers:
-            raise ValueError(f"There is an answer to {answer.request} already.")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(answer)) + "\n")

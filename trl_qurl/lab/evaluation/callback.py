@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
-from transformers import (
-    PreTrainedModel,
-    Trainer,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import Trainer, TrainerControl, TrainerState
 from trl.models import unwrap_model_for_generation
 
 from trl_qurl.lab.evaluation.tasks import Task, encode_prompt, load_tasks
@@ -25,8 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Prompts = list[list[int]]
-Answerer = Callable[["QuRLGRPOTrainer", Prompts], list[list[int]]]
+TokenIds = list[list[int]]
 
 
 class TaskEvaluationCallback(TrainerAwareCallback):
@@ -52,34 +45,21 @@ class TaskEvaluationCallback(TrainerAwareCallback):
     ) -> None:
         if every < 1:
             raise ValueError(f"every is {every}: give a positive number of optimizer steps between evaluations.")
-        if limit is not None and limit < 1:
-            raise ValueError(f"limit is {limit}: give a positive number of questions, or None for all.")
         if who not in ANSWERERS:
             raise ValueError(f"who is {who!r}, but must be one of {', '.join(map(repr, ANSWERERS))}.")
         self._tasks = load_tasks([tasks] if isinstance(tasks, str) else list(tasks), limit)
         self._every = every
         self._who = who
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Measure where training starts, unless it resumes.
-
-        Raises:
-            ValueError: If the policy is to answer, and no process has all of it.
-        """
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Measure where training starts, unless it resumes."""
         trainer = self.trainer
         if self._who == "policy" and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-            raise ValueError(
-                "who='policy' needs the whole model in one process, and here it is split: use 'actor', or "
-                "`trl-qurl eval` on the checkpoints."
-            )
+            raise ValueError("who='policy' needs the whole model in one process: use 'actor', or `trl-qurl eval`.")
         if state.global_step == 0:
             self._evaluate()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Measure every N steps."""
         if state.global_step % self._every == 0:
             should_log = control.should_log
@@ -109,20 +89,17 @@ def evaluate_task(trainer: "QuRLGRPOTrainer", task: Task, who: str) -> dict[str,
     completions = ANSWERERS[who](trainer, prompts)
     texts = trainer.processing_class.batch_decode(completions, skip_special_tokens=True)
     counted = [
-        (
-            is_correct(text, task.answers[number]),
-            len(tokens),
-            bool(tokens) and tokens[-1] in trainer.eos_token_ids,
-        )
+        (is_correct(text, task.answers[number]), len(tokens), bool(tokens) and tokens[-1] in trainer.eos_token_ids)
         for number, text, tokens in zip(mine, texts, completions, strict=True)
     ]
     counted = gather_object(counted)[: len(task.prompts)]
-    name = f"eval_{task.name}/{who}_"
-    means = [sum(column) / len(counted) for column in zip(*counted, strict=True)]
-    return dict(zip((f"{name}avg@1", f"{name}tokens", f"{name}finished"), means, strict=True))
+    return {
+        f"eval_{task.name}/{who}_{metric}": sum(column) / len(counted)
+        for metric, column in zip(("avg@1", "tokens", "finished"), zip(*counted, strict=True), strict=True)
+    }
 
 
-def answer_by_actor(trainer: "QuRLGRPOTrainer", prompts: Prompts) -> list[list[int]]:
+def answer_by_actor(trainer: "QuRLGRPOTrainer", prompts: TokenIds) -> TokenIds:
     """Greedy completions of the engine, which holds the weights of this step afterwards."""
     generation = trainer.vllm_generation
     if trainer.state.global_step != trainer._last_loaded_step:
@@ -137,38 +114,30 @@ def answer_by_actor(trainer: "QuRLGRPOTrainer", prompts: Prompts) -> list[list[i
     return [list(completion) for completion in completions]
 
 
-def answer_by_policy(trainer: "QuRLGRPOTrainer", prompts: Prompts) -> list[list[int]]:
+def answer_by_policy(trainer: "QuRLGRPOTrainer", prompts: TokenIds) -> TokenIds:
     """Greedy completions of the model in training."""
-    tokenizer = trainer._tokenizer
-    completions: list[list[int]] = []
+    tokenizer, size = trainer._tokenizer, trainer.args.per_device_eval_batch_size
+    completions: TokenIds = []
     was_training = trainer.model.training
     with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model, torch.no_grad():
         model.eval()
-        for start in range(0, len(prompts), trainer.args.per_device_eval_batch_size):
-            batch = prompts[start : start + trainer.args.per_device_eval_batch_size]
-            completions += _generate_greedily(model, batch, tokenizer.pad_token_id, trainer)
+        for start in range(0, len(prompts), size):
+            batch = {"input_ids": prompts[start : start + size]}
+            batch = tokenizer.pad(batch, padding_side="left", return_tensors="pt").to(model.device)  # (B, P)
+            output = model.generate(
+                **batch,
+                max_new_tokens=trainer.args.max_completion_length,
+                do_sample=False,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+                pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=list(trainer.eos_token_ids),
+            )
+            generated = output[:, batch["input_ids"].shape[1] :].tolist()
+            completions += [_until_end(tokens, trainer.eos_token_ids) for tokens in generated]
     trainer.model.train(was_training)
     return completions
-
-
-def _generate_greedily(
-    model: PreTrainedModel, prompts: Prompts, pad_token_id: int, trainer: "QuRLGRPOTrainer"
-) -> list[list[int]]:
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[pad_token_id] * (longest - len(prompt)) + prompt for prompt in prompts])  # (B, P)
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])  # (B, P)
-    output = model.generate(
-        input_ids=ids.to(model.device),
-        attention_mask=mask.to(model.device),
-        max_new_tokens=trainer.args.max_completion_length,
-        do_sample=False,
-        temperature=None,
-        top_p=None,
-        top_k=None,
-        pad_token_id=pad_token_id,
-        eos_token_id=list(trainer.eos_token_ids),
-    )
-    return [_until_end(tokens, trainer.eos_token_ids) for tokens in output[:, longest:].tolist()]
 
 
 def _until_end(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:
@@ -177,4 +146,7 @@ def _until_end(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:
     return tokens[: ends[0] + 1] if ends else tokens
 
 
-ANSWERERS: dict[str, Answerer] = {"actor": answer_by_actor, "policy": answer_by_policy}
+ANSWERERS: dict[str, Callable[["QuRLGRPOTrainer", TokenIds], TokenIds]] = {
+    "actor": answer_by_actor,
+    "policy": answer_by_policy,
+}

@@ -44,10 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluate the model and print the table; the exit status is 0."""
     from trl_qurl.lab.evaluation.job import Sampling
-    from trl_qurl.lab.evaluation.run import RESULTS_NAME, evaluate, require_packages
+    from trl_qurl.lab.evaluation.run import RESULTS_NAME, evaluate
 
     check_model(args.model)
-    require_packages()
     output_dir = args.output_dir or Path(f"eval-{Path(args.model).name}")
     sampling = Sampling(args.samples, not args.no_greedy, args.temperature, args.top_p, args.max_tokens, args.seed)
     results = evaluate(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,37 +43,30 @@ class Sampling:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens}: give a positive number of tokens.")
 
-    def requests(self, task: Task) -> Iterator[tuple[str, list[Request]]]:
+    def requests(self, task: Task) -> dict[str, list[Request]]:
         """The answers wanted for a task, by mode."""
+        counts = {mode: count for mode, count in ((GREEDY, int(self.greedy)), (SAMPLED, self.samples)) if count}
         questions = range(len(task.prompts))
-        if self.greedy:
-            yield GREEDY, [Request(task.name, GREEDY, question, 0) for question in questions]
-        if self.samples:
-            requests = [Request(task.name, SAMPLED, q, sample) for q in questions for sample in range(self.samples)]
-            yield SAMPLED, requests
+        return {
+            mode: [Request(task.name, mode, question, sample) for question in questions for sample in range(count)]
+            for mode, count in counts.items()
+        }
 
 
 @dataclass(frozen=True)
 class Job:
-    """Evaluate one checkpoint.
+    """Evaluate one checkpoint."""
 
-    Attributes:
-        label: Of the number format, for progress bars.
-        model: Directory of the checkpoint that vLLM loads.
-        tasks: The benchmarks.
-        sampling: How answers are drawn.
-        answers: File for the answers.
-        engine_kwargs: Further arguments of `vllm.LLM`.
-    """
-
-    label: str
-    model: str
+    label: str  # of the number format, for progress bars
+    model: str  # directory of the checkpoint that vLLM loads
     tasks: list[Task]
     sampling: Sampling
-    answers: Path
-    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    answers: Path  # file for the answers
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)  # of `vllm.LLM`
 
     @property
     def requests(self) -> list[tuple[Task, str, list[Request]]]:
         """All answers wanted, by task and mode."""
-        return [(task, mode, requests) for task in self.tasks for mode, requests in self.sampling.requests(task)]
+        return [
+            (task, mode, requests) for task in self.tasks for mode, requests in self.sampling.requests(task).items()
+        ]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING
 
-from trl_qurl.lab.evaluation.answers import GREEDY, SAMPLED, Answer, AnswerFile, graded
+from trl_qurl.lab.evaluation.answers import GREEDY, Answer, AnswerFile, graded
 from trl_qurl.lab.evaluation.job import Sampling
 from trl_qurl.lab.evaluation.scores import Estimate, average_at_k, paired_difference, pass_at_k
 from trl_qurl.lab.evaluation.tasks import Task
@@ -17,24 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mode:
-    """Figures of the answers of one kind, greedy or sampled.
+    """Figures of the answers of one kind, greedy or sampled."""
 
-    Attributes:
-        average: Avg@k; Avg@1 for greedy answers.
-        pass_at: By k, pass@k of the sampled answers.
-        difference: Of `average` from the first format's, question by question.
-        tokens: Mean length of an answer.
-        finished: Share of answers that ended before the limit of tokens.
-        seconds: Of all of them together.
-        tokens_per_second: Over all of them.
-    """
-
-    average: Estimate
-    pass_at: dict[int, float]
-    difference: Estimate | None
-    tokens: float
-    finished: float
-    seconds: float
+    average: Estimate  # Avg@k; Avg@1 for greedy answers
+    pass_at: dict[int, float]  # by k, pass@k of the sampled answers
+    difference: Estimate | None  # of `average` from the first format's, question by question
+    tokens: float  # mean length of an answer
+    finished: float  # share of answers that ended before the limit of tokens
+    seconds: float  # of all of them together
     tokens_per_second: float
 
 
@@ -45,25 +36,20 @@ class Result:
     task: str
     format: str
     questions: int
-    modes: dict[str, Mode] = field(default_factory=dict)
+    modes: dict[str, Mode]
 
 
 def summarize(files: Mapping[str, AnswerFile], tasks: Sequence[Task], sampling: Sampling) -> list[Result]:
     """Figures of every task in every format; differences are from the first format."""
     (_, first), *_ = files.items()
-    return [
-        Result(
-            task.name,
-            label,
-            len(task.prompts),
-            {
-                mode: count(file.of(task.name, mode), None if file is first else first.of(task.name, mode))
-                for mode, _ in sampling.requests(task)
-            },
-        )
-        for task in tasks
-        for label, file in files.items()
-    ]
+    results = []
+    for task, (label, file) in product(tasks, files.items()):
+        modes = {
+            mode: count(file.of(task.name, mode), None if file is first else first.of(task.name, mode))
+            for mode in sampling.requests(task)
+        }
+        results.append(Result(task.name, label, len(task.prompts), modes))
+    return results
 
 
 def count(answers: Sequence[Answer], baseline: Sequence[Answer] | None) -> Mode:
@@ -95,22 +81,20 @@ def build_table(results: Sequence[Result], model: str) -> Table:
     )
     for heading in ("task", "format", "answers"):
         table.add_column(heading, no_wrap=True, min_width=max(len(heading), 6))
-    headings = ["right", *(["difference"] if several else []), "pass@k", "tokens", "cut off", "s"]
-    for heading in headings:
+    for heading in ["right", *(["difference"] if several else []), "pass@k", "tokens", "cut off", "s"]:
         table.add_column(heading, justify="right", min_width=len(heading))
     shown = ""
     for result in results:
         for mode, figures in result.modes.items():
-            answers = "greedy" if mode == GREEDY else f"Avg@{max(figures.pass_at, default=1)}"
-            solved = f"{100 * figures.pass_at[max(figures.pass_at)]:.1f}" if figures.pass_at else ""
+            k = max(figures.pass_at, default=1)
             difference = "" if figures.difference is None else _shown(figures.difference, "+.1f")
             table.add_row(
                 "" if result.task == shown else f"{result.task} ({result.questions})",
                 result.format,
-                answers,
+                "greedy" if mode == GREEDY else f"Avg@{k}",
                 _shown(figures.average, ".1f"),
                 *([difference] if several else []),
-                solved if mode == SAMPLED else "",
+                f"{100 * figures.pass_at[k]:.1f}" if figures.pass_at else "",
                 f"{figures.tokens:.0f}",
                 f"{100 * (1 - figures.finished):.1f}",
                 f"{figures.seconds:.0f}",

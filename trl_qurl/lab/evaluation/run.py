@@ -23,9 +23,10 @@ from trl_qurl.lab.evaluation.answers import AnswerFile
 from trl_qurl.lab.evaluation.job import Job, Sampling
 from trl_qurl.lab.evaluation.results import Result, summarize
 from trl_qurl.lab.evaluation.tasks import load_tasks
+from trl_qurl.lab.packages import require
 from trl_qurl.lab.processes import ENGINE_ENVIRONMENT
 
-SETTINGS_NAME, RESULTS_NAME = "eval.json", "results.json"
+RESULTS_NAME = "results.json"
 
 
 def evaluate(
@@ -42,7 +43,7 @@ def evaluate(
 
     Args:
         model: Name on the Hub, or directory of a model in full precision (or of a quantized one, for `"none"`).
-        tasks: Benchmarks, as for `load_task`.
+        tasks: Benchmarks, as for `trl-qurl eval`.
         output_dir: Where answers and results go.
         sampling: How answers are drawn.
         schemes: Number formats in which the same weights answer: `"none"` (as they are), or names of formats.
@@ -59,15 +60,18 @@ def evaluate(
         ImportError: If vLLM or math-verify is missing.
         ChildProcessError: If a process of the evaluation failed; what it printed says why.
     """
-    check_schemes(schemes)
-    loaded = load_tasks(list(tasks), limit)  # before anything slow: a wrong name is found here
-    require_packages()
-    from trl_qurl.quantization.schemes import UNQUANTIZED, get_scheme
+    from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED, get_scheme, parse_scheme
     from trl_qurl.rollout.engine.kernels import kernel_environment
-    from trl_qurl.rollout.engine.launch import content_digest, resolve_model, starting_checkpoint
+    from trl_qurl.rollout.engine.launch import content_digest, require_vllm, resolve_model, starting_checkpoint
 
+    if not [parse_scheme(scheme) for scheme in schemes] or len(set(schemes)) < len(schemes):
+        raise ValueError(
+            f"Name each format once, from {', '.join([UNQUANTIZED, *SCHEMES])}; got {', '.join(schemes)}."
+        )
+    require_vllm()
+    require("Evaluating", "math_verify", "rich", extra="eval")
+    loaded = load_tasks(list(tasks), limit)
     sixteen_bit, dtype = full_precision()
-    labels = {scheme: sixteen_bit if scheme == UNQUANTIZED else scheme.upper() for scheme in schemes}
     engine_kwargs = {"dtype": dtype, **(engine_kwargs or {})}
     environments = {
         scheme: kernel_environment(None if scheme == UNQUANTIZED else get_scheme(scheme)) for scheme in schemes
@@ -83,41 +87,17 @@ def evaluate(
     }
     with only_process(output_dir):
         keep_settings(settings, output_dir)
+        files = {}
         for scheme in schemes:
-            checkpoint = directory
+            label, checkpoint, answers = sixteen_bit, directory, output_dir / f"{scheme}.jsonl"
             if scheme != UNQUANTIZED:
-                checkpoint = str(starting_checkpoint(directory, scheme, ignore))
-            answers = output_dir / f"{scheme}.jsonl"
-            job = Job(labels[scheme], checkpoint, loaded, sampling, answers, engine_kwargs)
+                label, checkpoint = scheme.upper(), str(starting_checkpoint(directory, scheme, ignore))
+            job = Job(label, checkpoint, loaded, sampling, answers, engine_kwargs)
             run_job(job, environments[scheme])
-        files = {labels[scheme]: AnswerFile(output_dir / f"{scheme}.jsonl") for scheme in schemes}
+            files[label] = AnswerFile(answers)
         results = summarize(files, loaded, sampling)
         write_json({**settings, "results": [asdict(result) for result in results]}, output_dir / RESULTS_NAME)
     return results
-
-
-def check_schemes(schemes: Sequence[str]) -> None:
-    """Refuse number formats that do not exist."""
-    from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED, parse_scheme
-
-    for scheme in schemes:
-        parse_scheme(scheme)
-    if not schemes or len(set(schemes)) < len(schemes):
-        raise ValueError(
-            f"Name each format once, from {', '.join([UNQUANTIZED, *SCHEMES])}; got {', '.join(schemes) or 'nothing'}."
-        )
-
-
-def require_packages() -> None:
-    """Fail at once if what generates or grades is missing, and not after an hour."""
-    from trl_qurl.rollout.engine.launch import require_vllm
-
-    require_vllm()
-    try:
-        import math_verify  # noqa: F401
-        import rich  # noqa: F401
-    except ImportError as error:
-        raise ImportError("Evaluating needs math-verify and rich: run `pip install 'trl-qurl[eval]'`.") from error
 
 
 def only_process(output_dir: Path, patience: float = 10.0) -> BaseFileLock:
@@ -125,36 +105,25 @@ def only_process(output_dir: Path, patience: float = 10.0) -> BaseFileLock:
     try:
         return FileLock(output_dir / ".lock").acquire(timeout=patience).lock
     except Timeout as error:
-        raise ValueError(
-            f"Another evaluation is writing to {output_dir}: wait for it, or give another --output-dir."
-        ) from error
+        message = f"Another evaluation is writing to {output_dir}: wait for it, or give another --output-dir."
+        raise ValueError(message) from error
 
 
 def keep_settings(settings: dict[str, Any], output_dir: Path) -> None:
-    """Write what was asked, or compare it with what was asked before.
-
-    Raises:
-        ValueError: If the directory has answers to something else.
-    """
-    path = output_dir / SETTINGS_NAME
-    if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
-        differing = [name for name, value in settings.items() if before.get(name) != value]
-        if differing:
-            raise ValueError(
-                f"{output_dir} holds answers of an evaluation that differs in {', '.join(differing)}: give another "
-                "--output-dir, or delete that one to start again."
-            )
-        return
-    write_json(settings, path)
+    """Write what was asked, or refuse a directory that has answers to something else."""
+    path = output_dir / "eval.json"
+    if not path.exists():
+        return write_json(settings, path)
+    before = json.loads(path.read_text(encoding="utf-8"))
+    if differing := [name for name, value in settings.items() if before.get(name) != value]:
+        raise ValueError(
+            f"{output_dir} holds answers of an evaluation that differs in {', '.join(differing)}: give another "
+            "--output-dir, or delete that one to start again."
+        )
 
 
 def run_job(job: Job, environment: Mapping[str, str]) -> None:
-    """Let a process of its own, with these further variables, generate what is missing.
-
-    Raises:
-        ChildProcessError: If it failed.
-    """
+    """Let a process of its own, with these further variables, generate what is missing."""
     file = AnswerFile(job.answers)
     if not any(file.missing(requests) for _, _, requests in job.requests):
         return

@@ -7,23 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, pvariance
 
-Z95 = 1.959963984540054
-"""Quantile of the normal distribution for a 95 % interval."""
+Z95 = 1.959963984540054  # quantile of the normal distribution for a 95 % interval
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A share in [0, 1], or a difference of two in [−1, 1], with its 95 % interval.
+    """A share in [0, 1], or a difference of two in [−1, 1], with its 95 % interval."""
 
-    Attributes:
-        value: The estimate.
-        low: Lower end of the interval.
-        high: Upper end of the interval.
-    """
-
-    value: float
-    low: float
-    high: float
+    value: float  # the estimate
+    low: float  # lower end of the interval
+    high: float  # upper end of the interval
 
 
 def average_at_k(graded: Sequence[Sequence[bool]]) -> Estimate:
@@ -47,7 +40,8 @@ def average_at_k(graded: Sequence[Sequence[bool]]) -> Estimate:
     Raises:
         ValueError: If there are no questions, or a question has no answers.
     """
-    _check(graded)
+    if not graded or not all(graded):
+        raise ValueError("There are no answers to count: give at least one question, and an answer to each.")
     shares = [fmean(answers) for answers in graded]  # (Q,)
     value, spread = fmean(shares), pvariance(shares)
     size = float(len(shares))  # all right or all wrong: there is no scatter, and every question counts once
@@ -78,10 +72,8 @@ def pass_at_k(graded: Sequence[Sequence[bool]], k: int) -> float:
     Raises:
         ValueError: If a question has fewer than k answers.
     """
-    _check(graded)
-    fewest = min(map(len, graded))
-    if not 1 <= k <= fewest:
-        raise ValueError(f"pass@{k} needs at least {k} answers to each question, and there is one with {fewest}.")
+    if not 1 <= k <= min(map(len, graded), default=0):
+        raise ValueError(f"pass@{k} needs at least {k} answers to each question.")
     return fmean(1 - math.comb(len(a) - sum(a), k) / math.comb(len(a), k) for a in graded)
 
 
@@ -107,8 +99,6 @@ def paired_difference(graded: Sequence[Sequence[bool]], baseline: Sequence[Seque
     Raises:
         ValueError: If the numbers of questions differ.
     """
-    _check(graded)
-    _check(baseline)
     if len(graded) != len(baseline):
         raise ValueError(f"Cannot pair {len(graded)} questions with {len(baseline)}: evaluate both on the same task.")
     differences = [fmean(ours) - fmean(theirs) for ours, theirs in zip(graded, baseline, strict=True)]  # (Q,)
@@ -117,8 +107,3 @@ def paired_difference(graded: Sequence[Sequence[bool]], baseline: Sequence[Seque
     variance = (1 + sum(difference**2 for difference in differences)) / size - center**2
     half = Z95 * math.sqrt(variance / size)
     return Estimate(fmean(differences), max(-1.0, center - half), min(1.0, center + half))
-
-
-def _check(graded: Sequence[Sequence[bool]]) -> None:
-    if not graded or not all(graded):
-        raise ValueError("There are no answers to count: give at least one question, and an answer to each.")

@@ -6,13 +6,12 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trl_qurl.lab.data import LOCAL_SUFFIXES, load_questions
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """Where a benchmark is on the Hub."""
 
     name: str
@@ -30,19 +29,18 @@ SOURCES = {
 }
 """The sets the paper evaluates on (GSM8K, AIME24, and the five of DeepScaleR)."""
 
+ALLOWED = (
+    f"choose one of {', '.join(SOURCES)}, or give a local {' or '.join(LOCAL_SUFFIXES)} file, a name on the Hub "
+    "(owner/set, or owner/set:config:split), or name=source"
+)
+
 
 @dataclass(frozen=True)
 class Task:
-    """A benchmark, loaded.
+    """A benchmark, loaded."""
 
-    Attributes:
-        name: As shown in tables.
-        prompts: One conversation per question.
-        answers: The references.
-    """
-
-    name: str
-    prompts: list[Any]
+    name: str  # as shown in tables
+    prompts: list[Any]  # one conversation per question
     answers: list[str]
 
     @property
@@ -52,44 +50,29 @@ class Task:
 
 
 def load_task(spec: str, limit: int | None = None) -> Task:
-    """Load a benchmark.
+    """Load the first `limit` questions of a benchmark.
 
-    Args:
-        spec: A name in `SOURCES`; a local `.json`, `.jsonl`, `.json.gz` or `.jsonl.gz`; a name on the Hub
-            (`owner/set`, optionally `owner/set:config:split`); or `name=source` with any of these as the source.
-        limit: Only the first N questions.
-
-    Returns:
-        The benchmark.
-
-    Raises:
-        ValueError: If the name is unknown, or the questions cannot be read.
-        FileNotFoundError: If the file does not exist.
+    `spec` is a name in `SOURCES`; a local `.json`, `.jsonl`, `.json.gz` or `.jsonl.gz`; a name on the Hub
+    (`owner/set`, optionally `owner/set:config:split`); or `name=source` with any of these as the source.
     """
     name, separator, source = spec.partition("=")
     if not separator:
         name, source = _shown_name(spec), spec
     if not name or not source:
-        raise ValueError(f"The task {spec!r} is not of the form name=source; {_allowed()}.")
-    place = _find_source(source)
-    questions = load_questions(place.name, place.split, place.config, limit)
+        raise ValueError(f"The task {spec!r} is not of the form name=source; {ALLOWED}.")
+    place, config, split = _find_source(source)
+    questions = load_questions(place, split, config, limit)
     return Task(name, questions["prompt"][:], questions["answer"][:])
 
 
 def load_tasks(specs: list[str], limit: int | None = None) -> list[Task]:
-    """Load several benchmarks, whose names must differ.
-
-    Raises:
-        ValueError: As `load_task`, or if two tasks have one name.
-    """
+    """Load several benchmarks, whose names must differ."""
     tasks = [load_task(spec, limit) for spec in specs]
     names = [task.name for task in tasks]
     if doubled := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(
-            f"Two tasks are called {', '.join(doubled)}: give one of them another name, as in name=source."
-        )
+        raise ValueError(f"Two tasks are called {', '.join(doubled)}: rename one of them, as in name=source.")
     if not tasks:
-        raise ValueError(f"No task is named; {_allowed()}.")
+        raise ValueError(f"No task is named; {ALLOWED}.")
     return tasks
 
 
@@ -107,21 +90,14 @@ def _find_source(source: str) -> Source:
         return Source(source)
     name, *further = source.split(":")
     if "/" not in name or len(further) > 2:
-        raise ValueError(f"There is no task {source!r}; {_allowed()}.")
+        raise ValueError(f"There is no task {source!r}; {ALLOWED}.")
     config, split = (*further, "", "")[:2]
     return Source(name, config or None, split or "test")
 
 
 def _shown_name(spec: str) -> str:
-    if spec.endswith(LOCAL_SUFFIXES):
-        path = Path(spec)
-        stem = path.name.split(".")[0]
-        return path.parent.name or stem if stem in ("train", "test") else stem
-    return spec.split(":")[0].split("/")[-1]
-
-
-def _allowed() -> str:
-    return (
-        f"choose one of {', '.join(SOURCES)}, or give a local {' or '.join(LOCAL_SUFFIXES)} file, a name on the Hub "
-        "(owner/set, or owner/set:config:split), or name=source"
-    )
+    if not spec.endswith(LOCAL_SUFFIXES):
+        return spec.split(":")[0].split("/")[-1]
+    path = Path(spec)
+    stem = path.name.split(".")[0]
+    return path.parent.name or stem if stem in ("train", "test") else stem

@@ -25,15 +25,6 @@ if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Do the job that the file describes."""
-    (path,) = sys.argv[1:] if argv is None else argv
-    die_with_parent()
-    quiet()
-    answer_all(pickle.loads(Path(path).read_bytes()))
-    return 0
-
-
 def answer_all(job: Job) -> None:
     """Generate, grade and write what is missing, one task and mode after the other, under progress bars."""
     from rich.console import Console
@@ -46,14 +37,14 @@ def answer_all(job: Job) -> None:
     console = Console()
     console.print(f"Starting vLLM with {job.label}")
     token_ids, llm = start_engine(job, [task for task, _, missing in wanted if missing])
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
-    columns += [TextColumn("right {task.fields[right]:.1%}"), TimeElapsedColumn()]
+    right_column = TextColumn("right {task.fields[right]:.1%}")
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), right_column, TimeElapsedColumn()]
     with Progress(*columns, console=console) as progress:
         for task, mode, missing in wanted:
             present = file.of(task.name, mode)
             right, count = sum(answer.correct for answer in present), len(present)
-            name, total = f"{job.label} {task.name} {mode}", count + len(missing)
-            bar = progress.add_task(name, total=total, completed=count, right=right / count if count else 0.0)
+            name, share = f"{job.label} {task.name} {mode}", right / count if count else 0.0
+            bar = progress.add_task(name, total=count + len(missing), completed=count, right=share)
             last = time.monotonic()
             for request, text, tokens, finished in generate(llm, missing, token_ids.get(task.name, []), job.sampling):
                 correct = is_correct(text, task.answers[request.question])
@@ -64,12 +55,7 @@ def answer_all(job: Job) -> None:
 
 
 def start_engine(job: Job, tasks: list[Task]) -> tuple[dict[str, list[list[int]]], LLM]:
-    """Token ids of every prompt, by task, and an engine whose context is long enough for them.
-
-    Raises:
-        ValueError: If prompts and completions are longer than the model's context, or vLLM's CPU build has no
-            attention kernel for the model's heads.
-    """
+    """Token ids of every prompt, by task, and an engine whose context is long enough for them."""
     from transformers import AutoConfig, AutoTokenizer
 
     from trl_qurl.rollout.engine.colocated import check_head_size
@@ -82,11 +68,8 @@ def start_engine(job: Job, tasks: list[Task]) -> tuple[dict[str, list[list[int]]
     check_head_size(config)
     context = getattr(config.get_text_config(), "max_position_embeddings", needed)
     if needed > context:
-        advice = (
-            f"give at most --max-tokens {context - longest}"
-            if longest < context
-            else "leave out the longest questions, or use a model with a longer context"
-        )
+        room = context - longest
+        advice = f"give at most --max-tokens {room}" if room > 0 else "use a model with a longer context"
         raise ValueError(
             f"The longest prompt has {longest} tokens, which with {job.sampling.max_tokens} more do not fit into the "
             f"model's context of {context}: {advice}."
@@ -101,23 +84,19 @@ def generate(
 ) -> Iterator[tuple[Request, str, int, bool]]:
     """Each request with its text, its tokens and whether it ended by itself, in the order in which they finish.
 
-    None is lost when this process is killed. All requests wait in the engine at once, which keeps it full to the end;
-    `LLM.generate` would return nothing before the last of them is finished.
+    All requests wait in the engine at once, which keeps it full to the end. `LLM.generate` would return nothing
+    before the last of them is finished, and a killed process would lose them.
     """
     engine = llm.llm_engine
-    by_name = {str(number): request for number, request in enumerate(requests)}
-    for name, request in by_name.items():
-        engine.add_request(name, {"prompt_token_ids": prompts[request.question]}, sampling_params(request, sampling))
+    for number, request in enumerate(requests):
+        prompt = {"prompt_token_ids": prompts[request.question]}
+        engine.add_request(str(number), prompt, sampling_params(request, sampling))
     while engine.has_unfinished_requests():
         for output in engine.step():
             if output.finished:
                 (completion,) = output.outputs
-                yield (
-                    by_name[output.request_id.split("-")[0]],
-                    completion.text,
-                    len(completion.token_ids),
-                    completion.finish_reason == "stop",
-                )
+                request = requests[int(output.request_id.split("-")[0])]
+                yield request, completion.text, len(completion.token_ids), completion.finish_reason == "stop"
 
 
 def sampling_params(request: Request, sampling: Sampling) -> SamplingParams:
@@ -136,4 +115,6 @@ def sampling_params(request: Request, sampling: Sampling) -> SamplingParams:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    die_with_parent()
+    quiet()
+    answer_all(pickle.loads(Path(sys.argv[1]).read_bytes()))

@@ -7,29 +7,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.lab.recipes import questions
+from trl_qurl.lab.recipes.questions import ScriptArguments
 
 if TYPE_CHECKING:
     from trl import ModelConfig
 
     from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 
-# Defaults that this run changes.
 DEFAULTS: dict[str, Any] = {
-    "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct",
+    **questions.DEFAULTS,
     "output_dir": "qurl-gsm8k",
-    # A rollout of 256 completions makes four updates of 64; with a single update no clip bound would ever act.
-    "per_device_train_batch_size": 16,
-    "gradient_accumulation_steps": 4,
-    "steps_per_generation": 16,
     "num_generations": 8,
-    "max_completion_length": 512,
-    # The paper's GSM8K run uses a learning rate of 1e-5, at which it turns update-aware quantization off.
-    "learning_rate": 1e-5,
-    "uaq_scale": 1.0,
     "lr_scheduler_type": "constant_with_warmup",
     "warmup_steps": 20,
-    "logging_steps": 4,
-    "save_steps": 100,
 }
 
 
@@ -44,18 +34,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def parse_arguments(
-    argv: Sequence[str] | None = None,
-) -> tuple[questions.ScriptArguments, QuRLGRPOConfig, ModelConfig]:
+def parse_arguments(argv: Sequence[str] | None = None) -> tuple[ScriptArguments, QuRLGRPOConfig, ModelConfig]:
     """Read arguments from a command line and from the YAML files that `--config` names."""
     from trl_qurl import QuRLGRPOConfig
 
-    return questions.parse_arguments("grpo", argv, questions.ScriptArguments, QuRLGRPOConfig, DEFAULTS)
+    return questions.parse_arguments("grpo", argv, ScriptArguments, QuRLGRPOConfig, DEFAULTS)
 
 
-def train(
-    script_args: questions.ScriptArguments, training_args: QuRLGRPOConfig, model_args: ModelConfig
-) -> QuRLGRPOTrainer:
+def train(script_args: ScriptArguments, training_args: QuRLGRPOConfig, model_args: ModelConfig) -> QuRLGRPOTrainer:
     """Train on the questions with the answers as the reward, and save the full-precision policy to `output_dir`."""
     from trl_qurl import QuRLGRPOTrainer
 

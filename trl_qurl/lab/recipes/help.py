@@ -40,17 +40,14 @@ def print_help(prog: str, script_arguments: type, config: type, defaults: dict[s
     for title, names in groups(config):
         _add_group(parser, title, [settings[name] for name in names if name in settings], defaults)
     _add_group(parser, "questions and output", fields(script_arguments), defaults)
-    common = [settings[name] for name in defaults if name in settings and not _is_ours(config, name)]
+    ours = {name for _, names in groups(config) for name in names}
+    common = [settings[name] for name in defaults if name in settings and name not in ours]
     _add_group(parser, "settings of TRL that this command changes", common, defaults)
     parser.print_help()
 
 
 def groups(config: type) -> Iterator[tuple[str, list[str]]]:
-    """The groups of settings that a configuration and its parents in this project document (`> Title`).
-
-    Yields:
-        The title of a group, and the names of its settings.
-    """
+    """The title and the settings of each group that a configuration and its parents document here (`> Title`)."""
     seen: set[str] = set()
     for cls in config.__mro__:
         if not cls.__module__.startswith("trl_qurl.") or not cls.__doc__:
@@ -64,18 +61,12 @@ def groups(config: type) -> Iterator[tuple[str, list[str]]]:
                 yield title.lower(), new
 
 
-def _is_ours(config: type, name: str) -> bool:
-    return any(name in names for _, names in groups(config))
-
-
 def _add_group(
     parser: argparse.ArgumentParser, title: str, settings: Sequence[Field], defaults: dict[str, Any]
 ) -> None:
     group = parser.add_argument_group(title)
     for setting in settings:
         default = defaults.get(setting.name, setting.default)
-        if default is MISSING and callable(setting.default_factory):
-            default = setting.default_factory()
-        note = "" if default is None else f" (default: {default})"
+        note = "" if default in (None, MISSING) else f" (default: {default})"
         text = f"{setting.metadata.get('help', '')}{note}".replace("%", "%%")
         group.add_argument(f"--{setting.name}", metavar="VALUE", help=text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.cli.options import check_model
@@ -15,26 +15,15 @@ if TYPE_CHECKING:
 
     from trl_qurl import QuRLPPOConfig, QuRLPPOTrainer
 
-UPDATES_PER_ROLLOUT = 4
-ROLLOUTS = 435
-
 # The paper's GSM8K run: 256 prompts with one answer of up to 512 tokens each, learning rate 1e-5, 15 epochs = 435
 # rollouts, UAQ off. The number of updates per rollout is not given; verl's example of this run makes four of 64.
 DEFAULTS: dict[str, Any] = {
-    "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct",
+    **questions.DEFAULTS,
     "output_dir": "qurl-gsm8k-ppo",
-    "per_device_train_batch_size": 16,
-    "gradient_accumulation_steps": 4,
-    "steps_per_generation": 16,
     "num_generations": 1,
-    "max_completion_length": 512,
-    "max_steps": ROLLOUTS * UPDATES_PER_ROLLOUT,
-    "learning_rate": 1e-5,
+    "max_steps": 4 * 435,
     "lr_scheduler_type": "constant",
     "critic_learning_rate": 1e-5,
-    "uaq_scale": 1.0,
-    "logging_steps": UPDATES_PER_ROLLOUT,
-    "save_steps": 100,
 }
 
 
@@ -42,10 +31,7 @@ DEFAULTS: dict[str, Any] = {
 class ScriptArguments(questions.ScriptArguments):
     """The questions to train on, and where the critic starts."""
 
-    value_model: str | None = field(
-        default=None,
-        metadata={"help": "Name or path of the model that the critic starts from. By default the policy's."},
-    )
+    value_model: str | None = questions.option(None, "Model that the critic starts from. By default the policy's.")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,9 +45,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def parse_arguments(
-    argv: Sequence[str] | None = None,
-) -> tuple[ScriptArguments, QuRLPPOConfig, ModelConfig]:
+def parse_arguments(argv: Sequence[str] | None = None) -> tuple[ScriptArguments, QuRLPPOConfig, ModelConfig]:
     """Read arguments from a command line and from the YAML files that `--config` names."""
     from trl_qurl import QuRLPPOConfig
 

@@ -28,44 +28,53 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+DEFAULTS: dict[str, Any] = {
+    "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct",
+    # A rollout of 256 completions makes four updates of 64; with a single update no clip bound would ever act.
+    "per_device_train_batch_size": 16,
+    "gradient_accumulation_steps": 4,
+    "steps_per_generation": 16,
+    "max_completion_length": 512,
+    # The paper's GSM8K run uses a learning rate of 1e-5, at which it turns update-aware quantization off.
+    "learning_rate": 1e-5,
+    "uaq_scale": 1.0,
+    "logging_steps": 4,
+    "save_steps": 100,
+}
+"""What every recipe changes in TRL's defaults."""
+
+
+def option(default: Any, text: str) -> Any:
+    """A field of script arguments, with its help."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass
 class ScriptArguments:
     """The questions to train on."""
 
-    dataset: str = field(
-        default="openai/gsm8k",
-        metadata={"help": "Questions and answers: a name on the Hub, or a local .json or .jsonl file (or .gz)."},
+    dataset: str = option(
+        "openai/gsm8k", "Questions and answers: a name on the Hub, or a local .json or .jsonl file (or .gz)."
     )
-    dataset_config: str = field(default="main", metadata={"help": "Configuration of a dataset on the Hub."})
-    dataset_split: str = field(default="train", metadata={"help": "Split of a dataset on the Hub."})
-    dataset_limit: int | None = field(default=None, metadata={"help": "Train on the first N questions only."})
-    question_column: str | None = field(
-        default=None, metadata={"help": "Column of the questions. By default `question` or `problem`."}
+    dataset_config: str = option("main", "Configuration of a dataset on the Hub.")
+    dataset_split: str = option("train", "Split of a dataset on the Hub.")
+    dataset_limit: int | None = option(None, "Train on the first N questions only.")
+    question_column: str | None = option(None, "Column of the questions. By default `question` or `problem`.")
+    answer_column: str | None = option(None, "Column of the answers. By default `answer` or `final_answer`.")
+    soft_overlong_cache: int | None = option(
+        None,
+        "Soft overlong punishment (DAPO): the reward falls by up to 1 over the last N tokens before "
+        "max_completion_length.",
     )
-    answer_column: str | None = field(
-        default=None, metadata={"help": "Column of the answers. By default `answer` or `final_answer`."}
-    )
-    soft_overlong_cache: int | None = field(
-        default=None,
-        metadata={
-            "help": "Soft overlong punishment (DAPO): the reward falls by up to 1 over the last N tokens before "
-            "max_completion_length."
-        },
-    )
-    save_quantized: bool = field(
-        default=False,
-        metadata={"help": "Also write the policy's quantized checkpoint, for `vllm serve`, to OUTPUT_DIR-FORMAT."},
+    save_quantized: bool = option(
+        False, "Also write the policy's quantized checkpoint, for `vllm serve`, to OUTPUT_DIR-FORMAT."
     )
     eval_tasks: list[str] = field(
         default_factory=list, metadata={"help": "Benchmarks to answer during training: names, files or name=source."}
     )
-    eval_tasks_steps: int = field(default=100, metadata={"help": "Optimizer steps between these evaluations."})
-    eval_tasks_limit: int | None = field(
-        default=None, metadata={"help": "Only the first N questions of each benchmark."}
-    )
-    eval_tasks_by: str = field(
-        default="actor", metadata={"help": "Who answers: 'actor' (the engine, fast) or 'policy' (exact, slow)."}
-    )
+    eval_tasks_steps: int = option(100, "Optimizer steps between these evaluations.")
+    eval_tasks_limit: int | None = option(None, "Only the first N questions of each benchmark.")
+    eval_tasks_by: str = option("actor", "Who answers: 'actor' (the engine, fast) or 'policy' (exact, slow).")
 
 
 def parse_arguments(
@@ -75,12 +84,7 @@ def parse_arguments(
     config: type[QuRLGRPOConfig],
     defaults: dict[str, Any],
 ) -> tuple[Any, Any, ModelConfig]:
-    """Read arguments from a command line and from the YAML files that `--config` names.
-
-    Raises:
-        FileNotFoundError: If a YAML file does not exist.
-        ValueError: If an option or a setting does not exist, or if settings do not fit together.
-    """
+    """Read arguments from a command line and from the YAML files that `--config` names."""
     quiet()
     from trl import ModelConfig, TrlParser
 
@@ -104,19 +108,14 @@ def parse_arguments(
     os.environ.update({name: str(value) for name, value in settings.pop("env", {}).items()})
     parser.set_defaults_with_config(**{**cpu_settings(), **defaults, **settings})
     _, unknown = parser.parse_known_args(argv)  # before the settings are checked: a typing error comes first
+    if options := [word.split("=")[0] for word in unknown if word.startswith("--")]:
+        names = [option.removeprefix("--").replace("-", "_") for option in options]
+        guess = did_you_mean([f"--{name}" for name in names], [f"--{name}" for name in sorted(known_names)])
+        advice = f"`trl-qurl {command} --help` lists ours, --help-all all."
+        raise ValueError(f"There is no option {' '.join(options)}{guess} {advice}")
     if unknown:
-        raise ValueError(describe_unknown(unknown, sorted(known_names), command))
+        raise ValueError(f"Unexpected argument {' '.join(unknown)}: write settings as --NAME VALUE.")
     return parser.parse_args_and_config(argv)
-
-
-def describe_unknown(unknown: Sequence[str], known_names: Sequence[str], command: str) -> str:
-    """The message for options that do not exist, with the names that are spelled most alike."""
-    options = [word.split("=")[0] for word in unknown if word.startswith("--")]
-    if not options:
-        return f"Unexpected argument {' '.join(unknown)}: write settings as --NAME VALUE."
-    names = [f"--{name}" for name in known_names]
-    guess = did_you_mean([option.replace("-", "_").replace("__", "--", 1) for option in options], names)
-    return f"There is no option {' '.join(options)}{guess} `trl-qurl {command} --help` lists ours, --help-all all."
 
 
 def train(
@@ -126,12 +125,7 @@ def train(
     model_args: ModelConfig,
     **further: Any,
 ) -> QuRLGRPOTrainer:
-    """Train on the questions, with the answers as the reward, and save to `output_dir`.
-
-    Raises:
-        ValueError: If settings do not fit together, or if the model has no chat template.
-        FileNotFoundError: If the model or the questions do not exist.
-    """
+    """Train on the questions, with the answers as the reward, and save to `output_dir`."""
     quiet()
     keep_freed_memory()
     from tqdm.contrib.logging import logging_redirect_tqdm
@@ -197,41 +191,30 @@ def evaluations(script_args: ScriptArguments) -> list[Any]:
     """The callback that answers benchmarks during training, if any are named."""
     from trl_qurl.lab.evaluation.callback import TaskEvaluationCallback
 
-    if not script_args.eval_tasks:
-        return []
-    settings = (script_args.eval_tasks_steps, script_args.eval_tasks_limit, script_args.eval_tasks_by)
-    return [TaskEvaluationCallback(script_args.eval_tasks, *settings)]
+    steps, limit, who = script_args.eval_tasks_steps, script_args.eval_tasks_limit, script_args.eval_tasks_by
+    return [TaskEvaluationCallback(tasks, steps, limit, who)] if (tasks := script_args.eval_tasks) else []
 
 
 def punishments(soft_overlong_cache: int | None, training_args: QuRLGRPOConfig) -> list[Any]:
-    """TRL's soft overlong punishment, if it is asked for.
-
-    Raises:
-        ValueError: If completions of every length would be punished.
-    """
+    """TRL's soft overlong punishment, if it is asked for."""
     from trl.rewards import get_soft_overlong_punishment
 
     if soft_overlong_cache is None:
         return []
-    longest = training_args.max_completion_length
-    if longest is None or not 0 < soft_overlong_cache < longest:
+    limit = training_args.max_completion_length
+    if limit is None or not 0 < soft_overlong_cache < limit:
         raise ValueError(
-            f"soft_overlong_cache={soft_overlong_cache} must be between 0 and max_completion_length={longest}: it is "
-            "the number of tokens before that limit over which the punishment grows."
+            f"soft_overlong_cache={soft_overlong_cache} must be between 0 and max_completion_length={limit}."
         )
-    return [get_soft_overlong_punishment(longest, soft_overlong_cache)]
+    return [get_soft_overlong_punishment(limit, soft_overlong_cache)]
 
 
 def check_chat_template(name_or_path: str, revision: str | None = None) -> None:
-    """Refuse a model without a chat template, since the recipes ask their questions in a conversation.
-
-    Raises:
-        ValueError: If its tokenizer has no chat template.
-    """
+    """Refuse a model without a chat template, since the recipes ask their questions in a conversation."""
     from transformers import AutoTokenizer
 
     if AutoTokenizer.from_pretrained(name_or_path, revision=revision).chat_template is None:
         raise ValueError(
-            f"The tokenizer of {name_or_path} has no chat template, but questions are asked in a conversation: use "
-            "the Instruct variant of the model, or set a chat_template on its tokenizer and save both together."
+            f"The tokenizer of {name_or_path} has no chat template: use the Instruct variant of the model, or set a "
+            "chat_template on its tokenizer and save both together."
         )

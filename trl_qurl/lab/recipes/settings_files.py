@@ -5,13 +5,14 @@ The paper's runs come with the package (`paper/`), and are found by their names.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Collection, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from trl_qurl.cli.parser import did_you_mean
 
-EXTENDS = "extends"
 PAPER = Path(__file__).parent / "paper"
 
 
@@ -21,32 +22,20 @@ def recipes() -> dict[str, Path]:
 
 
 def take_settings(argv: Sequence[str], known_names: Collection[str], command: str) -> tuple[dict[str, Any], list[str]]:
-    """Read the YAML files that `--config` names, if there are any.
+    """Read the YAML files that `--config` names, if there are any; also returns the other arguments.
 
     A file is named by its path, or by its name if it comes with the package. Each file overrides those before it, so a
     recipe and a variant of it can be given together. A file with `extends: other.yaml` (relative to its own directory,
     or the name of a recipe) starts with the settings of that file.
-
-    Raises:
-        FileNotFoundError: If a file does not exist.
-        ValueError: If no file is given, or if one is not a YAML mapping, holds an unknown name, or extends itself.
     """
-    paths: list[str] = []
-    rest: list[str] = []
-    remaining = list(argv)
-    while remaining:
-        argument = remaining.pop(0)
-        if argument != "--config":
-            rest.append(argument)
-            continue
-        count = next((i for i, name in enumerate(remaining) if name.startswith("-")), len(remaining))
-        if count == 0:
-            raise ValueError("--config needs the name of a YAML file or a recipe after it.")
-        paths += remaining[:count]
-        del remaining[:count]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", nargs="*", action="append", default=[])
+    given, rest = parser.parse_known_args(argv)
+    if [] in given.config:
+        raise ValueError("--config needs the name of a YAML file or a recipe after it.")
     settings: dict[str, Any] = {}
-    for path in paths:
-        settings |= _read_settings(_found(path), known_names, command, ())
+    for name in chain(*given.config):
+        settings |= _read_settings(_found(name), known_names, command, ())
     return settings, rest
 
 
@@ -78,13 +67,13 @@ def _read_settings(
         raise ValueError(f"The settings file {path} is not valid YAML: {error}.") from error
     if not isinstance(settings, dict):
         raise ValueError(f"The settings file {path} has no `name: value` lines; write one setting per line.")
-    unknown = [str(name) for name in settings if name not in known_names and name not in ("env", EXTENDS)]
+    unknown = [str(name) for name in settings if name not in known_names and name not in ("env", "extends")]
     if unknown:
         raise ValueError(
             f"The settings file {path} sets {', '.join(unknown)}, but there is no such setting"
             f"{did_you_mean(unknown, list(known_names))} `trl-qurl {command} --help` lists the names."
         )
-    base = settings.pop(EXTENDS, None)
+    base = settings.pop("extends", None)
     if base is None:
         return settings
     return _read_settings(_found(base, path), known_names, command, (*extending, path.resolve())) | settings

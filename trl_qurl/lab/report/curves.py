@@ -20,9 +20,6 @@ Values = NDArray[np.float64]
 FINAL_ROLLOUTS = 20
 """What counts as the end of training: single rollouts are noisy, and the end should not depend on the last one."""
 
-SHORTEST_SMOOTHED = 40
-"""Rollouts of the longest run below which curves stay as they are; from here on a twentieth of them is averaged."""
-
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """97.5 % quantile of Student's t for 1 to 10 degrees of freedom."""
 
@@ -82,8 +79,8 @@ def points_of(run: Run, metric: str) -> Points:
 
 
 def smoothing_window(longest: float) -> int:
-    """Rollouts over which curves are averaged, odd; 1 for runs that are too short to need it."""
-    return 1 if longest < SHORTEST_SMOOTHED else int(longest / 20) // 2 * 2 + 1
+    """Rollouts over which curves are averaged, odd: a twentieth of the longest run; 1, so none, below 40 rollouts."""
+    return 1 if longest < 40 else int(longest / 20) // 2 * 2 + 1
 
 
 def smooth(points: Points, window: int, largest: bool = False) -> Points:

@@ -36,17 +36,15 @@ HATCHES = ("", "xxxx", "////", "....", "\\\\\\\\", "||||", "----", "")
 BAR_COLORS = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#56B4E9", "#999999", "#009E73", "#FFFFFF")
 
 PANEL_WIDTH, PANEL_HEIGHT, LEGEND_ROW = 4.2, 2.7, 0.22  # inches
-DPI = 150
-FEW_POINTS = 20  # up to which every point is marked
 
 
 class Line(NamedTuple):
-    """One line of a plot; `raw` is what its only seed logged before smoothing."""
+    """One line of a plot."""
 
     label: str
     style: int
     curve: Curve
-    raw: Points | None
+    raw: Points | None  # what its only seed logged before smoothing
 
 
 class Plot(NamedTuple):
@@ -62,8 +60,7 @@ def plots_of(panels: Sequence[Panel], groups: Sequence[Group], window: int) -> l
     plots = []
     for panel in panels:
         if len(groups) == 1:
-            pairs = [(measure.label, groups[0], measure) for measure in panel.measures]
-            drawn = _lines(pairs, panel, window)
+            drawn = _lines([(measure.label, groups[0], measure) for measure in panel.measures], panel, window)
             plots.append(Plot(drawn[0].label if len(drawn) == 1 else panel.title, panel, drawn))
         else:
             for measure in panel.measures:
@@ -113,9 +110,8 @@ def draw_seconds(groups: Sequence[Group]) -> list[tuple[Figure, str]]:
     for part, color, hatch in zip(TIMES, BAR_COLORS, HATCHES, strict=True):
         widths = [seconds.get(part, 0.0) for _, seconds in bars]
         if any(part in seconds for _, seconds in bars):
-            handles[part] = axes.barh(
-                range(len(bars)), widths, left=lefts, color=color, hatch=hatch, edgecolor="black", linewidth=0.5
-            )
+            look: dict[str, Any] = {"color": color, "hatch": hatch, "edgecolor": "black", "linewidth": 0.5}
+            handles[part] = axes.barh(range(len(bars)), widths, left=lefts, **look)
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
     for row, total in enumerate(lefts):
         axes.text(total, row, f" {total:.3g} s", va="center", fontsize=9)
@@ -125,16 +121,14 @@ def draw_seconds(groups: Sequence[Group]) -> list[tuple[Figure, str]]:
     axes.set_xlim(left=0)
     _label_axes(axes, "Seconds of a rollout, with the updates made from it", "seconds", "")
     _add_legend(figure, handles, columns=4)
-    texts = [
-        f"{label} " + ", ".join(f"{part} {value:.3g} s" for part, value in seconds.items()) for label, seconds in bars
-    ]
+    texts = [f"{label} {', '.join(f'{part} {value:.3g} s' for part, value in parts.items())}" for label, parts in bars]
     return [(figure, f"Stacked bars, seconds of a rollout. {'; '.join(texts)}.")]
 
 
 def to_png(figure: Figure) -> bytes:
     """The figure as a file; the same runs give the same bytes."""
     buffer = BytesIO()
-    figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None})
+    figure.savefig(buffer, format="png", dpi=150, metadata={"Software": None})
     return buffer.getvalue()
 
 
@@ -174,13 +168,10 @@ def _draw_line(axes: Axes, line: Line) -> Any:
         axes.plot(*line.raw, color=color, alpha=0.3, linewidth=0.7)
     if (low < high).any():
         axes.fill_between(rollouts, low, high, color=color, alpha=0.13, linewidth=0)
-    (drawn,) = axes.plot(
-        rollouts, mean, linestyle=DASHES[line.style % len(DASHES)], color=color, marker=marker, linewidth=1.6
-    )
-    drawn.set_markersize(4)
-    # Each style starts elsewhere, so that the markers of lines that run together stay apart.
-    every = 0.15 if len(mean) > FEW_POINTS else None
-    drawn.set_markevery(every and (line.style * every / len(MARKERS), every))
+    # Few points are all marked. Of more, each style marks others, so that lines that run together stay apart.
+    every = (line.style * 0.15 / len(MARKERS), 0.15) if len(mean) > 20 else None
+    look: dict[str, Any] = {"color": color, "linestyle": DASHES[line.style % len(DASHES)], "linewidth": 1.6}
+    (drawn,) = axes.plot(rollouts, mean, **look, marker=marker, markersize=4, markevery=every)
     return drawn
 
 

@@ -15,13 +15,8 @@ from typing import Any
 
 from trl_qurl.trainers.run_log import Run, read_run
 
-MOST_PER_PLOT = 8
-"""Groups that can be told apart in one plot, in print too."""
-
+MOST_PER_PLOT = 8  # groups that can be told apart in one plot, in print too
 SEEDS = ("seed", "data_seed")
-
-HIDDEN = re.compile(r"(^|[._])(hub_token|api_key|password|secret)$|\.token$")
-"""Never shown: a report is made to be passed on."""
 
 BOOKKEEPING = re.compile(
     r"(arm|date|commit|hardware|versions)(\.|$)"
@@ -52,26 +47,15 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in their seeds alone.
+    """Runs that differ in their seeds alone."""
 
-    Attributes:
-        label: The settings in which it differs from the other groups.
-        settings: All settings of its first run, by dotted name.
-        runs: One per seed.
-    """
-
-    label: str
-    settings: Settings
-    runs: tuple[Run, ...]
+    label: str  # the settings in which it differs from the other groups
+    settings: Settings  # of its first run, by dotted name
+    runs: tuple[Run, ...]  # one per seed
 
 
 def load_runs(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """Read the runs that have rows, each file once, and note what was left out.
-
-    Raises:
-        ValueError: If no path was given, a file is not a run log, or no run has any row.
-        FileNotFoundError: If a run has no log.
-    """
+    """Read the runs that have rows, each file once, and note what was left out; no run to read is an error."""
     if not paths:
         raise ValueError("No run was given: name the output_dir of at least one run, or its run.jsonl.")
     runs: dict[Path, Run] = {}
@@ -86,8 +70,8 @@ def load_runs(paths: Sequence[Path]) -> tuple[list[Run], list[str]]:
     logged = [run for run in runs.values() if run.rows]
     if not logged:
         raise ValueError(
-            f"None of the runs given ({', '.join(map(str, paths))}) has logged anything: a run writes its first row "
-            "after logging_steps optimizer updates. Wait for it, or name runs that got further."
+            f"None of the runs given ({', '.join(map(str, paths))}) has logged anything. Wait for the first row: it "
+            "comes after logging_steps optimizer updates."
         )
     return logged, notes
 
@@ -110,11 +94,12 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], list[str]]:
         settings = flat[min(seeds.values())]
         label = ", ".join(filter(None, (wording(name, settings) for name in named))) or "all runs"
         if repetition > 1:
+            repeated = f"{label}, repetition {repetition}"
             notes.append(
                 f"{label}: there is more than one run with {' and '.join(sorted(seeds)) or 'no seed recorded'}. A "
-                f"repetition is not another seed, so it is shown separately, as “{label}, repetition {repetition}”."
+                f"repetition is not another seed, so it is shown separately, as “{repeated}”."
             )
-            label += f", repetition {repetition}"
+            label = repeated
         same = sum(group.label == label or group.label.startswith(f"{label} #") for group in groups)
         label = f"{label} #{same + 1}" if same else label  # such as two models of one name
         groups.append(Group(label, settings, tuple(runs[index] for _, index in sorted(seeds.items()))))
@@ -132,24 +117,20 @@ def parts_of(groups: Sequence[Group]) -> list[list[Group]]:
 
 
 def flatten(settings: Settings, prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted name; an empty dictionary stays a value; what is `HIDDEN` is gone."""
+    """Nested settings by dotted name; an empty dictionary stays a value."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return {name: value for name, value in flat.items() if not HIDDEN.search(name)}
+        is_nested = isinstance(value, Mapping) and value
+        flat |= flatten(value, f"{prefix}{name}.") if is_nested else {f"{prefix}{name}": value}
+    return flat
 
 
 def differing(settings: Sequence[Settings]) -> list[str]:
     """Names of the settings that make runs different, in the order in which the first run has them."""
-    names = [name for name in dict.fromkeys(name for run in settings for name in run) if name not in SEEDS]
-    return [
-        name
-        for name in names
-        if not BOOKKEEPING.match(name) and len({_texts(run, [name]) for run in settings if name in run}) > 1
-    ]
+    names = dict.fromkeys(
+        name for run in settings for name in run if name not in SEEDS and not BOOKKEEPING.match(name)
+    )
+    return [name for name in names if len({_texts(run, [name]) for run in settings if name in run}) > 1]
 
 
 def wording(name: str, settings: Settings) -> str:
@@ -179,9 +160,8 @@ def _named_settings(different: Sequence[str], runs: Sequence[Settings]) -> list[
         return [name for name in ALWAYS if name in runs[0]]
     named = [name for name in WORDED if name in different]
     for name in different:
-        if name not in named and len({_texts(run, [*named, name]) for run in runs}) > len(
-            {_texts(run, named) for run in runs}
-        ):
+        kinds, more = ({_texts(run, names) for run in runs} for names in (named, [*named, name]))
+        if len(more) > len(kinds):
             named.append(name)
     return named
 

@@ -10,21 +10,21 @@ import base64
 import time
 from collections.abc import Sequence
 from html import escape
-from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trl_qurl.lab.packages import require
 from trl_qurl.lab.processes import run_child
 from trl_qurl.lab.report.figures import draw_lines, draw_seconds, to_png
 from trl_qurl.lab.report.groups import group_runs, load_runs
-from trl_qurl.lab.report.questions import EXPLAINED, KL, REGION_CLIPPED, REWARD, ask
+from trl_qurl.lab.report.questions import ask
 from trl_qurl.trainers.run_log import RUN_LOG, Run, read_run
 
 if TYPE_CHECKING:
     from IPython.display import HTML
 
-METRICS = (REWARD.metric, KL.metric, REGION_CLIPPED.metric, EXPLAINED.metric)
+METRICS = ("reward", "mismatch/kl_k3", "clip_ratio/region_mean", "critic/explained_variance")
 """What is drawn by default, as far as it was logged, besides held-out scores and the seconds of a rollout."""
 
 
@@ -57,8 +57,8 @@ def watch(
     """
     output_dir = Path(output_dir)
     log = output_dir / RUN_LOG
-    earlier = _identity(log)  # of a run that the trainer puts aside when the new one begins
-    _require_libraries()
+    before = (None, _identity(log))  # no log, or that of a run that the trainer puts aside when the new one begins
+    require("Drawing runs", "matplotlib", extra="report")
     from IPython.display import HTML, display
 
     if (handle := display(HTML(""), display_id=True)) is None:
@@ -67,17 +67,16 @@ def watch(
 
     def draw(printed: str) -> None:
         nonlocal drawn, rows
-        run = read_run(log) if _identity(log) not in (None, earlier) else None
+        run = read_run(log) if _identity(log) not in before else None
         if run and len(run.rows) != rows:
             drawn, rows = _pictures([run], metrics), len(run.rows)
         handle.update(HTML(_state(run, time.monotonic() - started, printed) + drawn))
 
     draw("starting")
     run_child(command, output_dir / "output.log", draw, every)
-    if _identity(log) in (None, earlier):
+    if _identity(log) in before:
         raise FileNotFoundError(
-            f"The command succeeded but left no {RUN_LOG} in {output_dir}: give watch() the output_dir that the "
-            "command gives its trainer."
+            f"The command succeeded but left no {RUN_LOG} in {output_dir}: give watch() the trainer's output_dir."
         )
     draw("")
     return read_run(log)
@@ -97,7 +96,7 @@ def compare(runs: Sequence[Run | str | PathLike[str]], *, metrics: Sequence[str]
         ImportError: If IPython or matplotlib is missing.
         ValueError, FileNotFoundError: As for `load_runs`.
     """
-    _require_libraries()
+    require("Drawing runs", "matplotlib", extra="report")
     from IPython.display import HTML
 
     loaded, _ = load_runs([run.path if isinstance(run, Run) else Path(run) for run in runs])
@@ -118,11 +117,11 @@ def _pictures(runs: Sequence[Run], metrics: Sequence[str]) -> str:
     if not any(run.rows for run in runs):
         return ""
     groups, _ = group_runs(runs)
+    logged = {name for run in runs for row in run.rows for name in row}
     panels = []
-    for question in ask({name for run in runs for row in run.rows for name in row}):
-        for panel in question.panels:
-            kept = tuple(m for m in panel.measures if m.metric in metrics or m.metric.startswith("eval_"))
-            panels += [panel._replace(measures=kept)] if kept else []
+    for panel in (panel for question in ask(logged) for panel in question.panels):
+        kept = tuple(m for m in panel.measures if m.metric in metrics or m.metric.startswith("eval_"))
+        panels += [panel._replace(measures=kept)] if kept else []
     return "".join(
         f'<img alt="{escape(text)}" style="max-width:100%" src="data:image/png;base64,'
         f'{base64.b64encode(to_png(figure)).decode()}">'
@@ -133,11 +132,3 @@ def _pictures(runs: Sequence[Run], metrics: Sequence[str]) -> str:
 def _identity(log: Path) -> tuple[int, int] | None:
     """Which file this is, `None` for none: a run that begins replaces the file; one that continues adds to it."""
     return (status.st_ino, status.st_mtime_ns) if log.is_file() and (status := log.stat()) else None
-
-
-def _require_libraries() -> None:
-    if missing := [name for name in ("IPython", "matplotlib") if find_spec(name) is None]:
-        raise ImportError(
-            f"Drawing runs in a notebook needs {' and '.join(missing)}, which is not installed: run `pip install "
-            "'trl-qurl[report]' ipykernel`, or draw a page with `trl-qurl report`."
-        )

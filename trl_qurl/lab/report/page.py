@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import base64
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from trl_qurl.lab.packages import require
 from trl_qurl.lab.report.curves import (
     FINAL_ROLLOUTS,
     Estimate,
@@ -28,28 +27,19 @@ from trl_qurl.lab.report.curves import (
 )
 from trl_qurl.lab.report.figures import draw_lines, draw_seconds, to_png
 from trl_qurl.lab.report.groups import BOOKKEEPING, Group, differing, flatten, group_runs, load_runs, shown
-from trl_qurl.lab.report.questions import KL, LARGEST_RATIO, REGION_CLIPPED, REWARD, Measure, Question, ask
+from trl_qurl.lab.report.questions import MEASURES, Measure, Question, ask
 from trl_qurl.trainers.run_log import Run
 
 __all__ = ["Report", "write_report"]
 
-FIGURE_FILE = re.compile(r"\d\d-[\w-]+\.png")
-"""Files in the folder of figures that are a report's, and that a later report removes."""
-
 
 @dataclass(frozen=True)
 class Report:
-    """What was written.
+    """What was written."""
 
-    Attributes:
-        page: The HTML file.
-        pictures: The same figures as PNG files, in the order of the page.
-        notes: What was left out or could be misread; the page says it too.
-    """
-
-    page: Path
-    pictures: tuple[Path, ...]
-    notes: tuple[str, ...]
+    page: Path  # the HTML file
+    pictures: tuple[Path, ...]  # the same figures as PNG files, in the order of the page
+    notes: tuple[str, ...]  # what was left out or could be misread; the page says it too
 
 
 class Table(NamedTuple):
@@ -82,10 +72,7 @@ def write_report(paths: Sequence[Path], output: Path) -> Report:
         ValueError: If there is nothing to report on, a file is not a run log, or `output` is one of the logs.
         OSError: If a log is missing (`FileNotFoundError`), or `output` cannot be written.
     """
-    if missing := [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]:
-        raise ImportError(
-            f"A report needs {' and '.join(missing)}, which is not installed: run `pip install 'trl-qurl[report]'`."
-        )
+    require("A report", "matplotlib", "jinja2", extra="report")
     output = Path(output)
     runs, notes = load_runs([Path(path) for path in paths])
     folder = output.with_name(f"{output.stem}-pictures")
@@ -96,13 +83,11 @@ def write_report(paths: Sequence[Path], output: Path) -> Report:
     questions = ask(logged)
     sections = _draw_sections(questions, logged, groups)
     page = _render(groups, questions, sections, notes)
-    for earlier in folder.iterdir():
-        if FIGURE_FILE.fullmatch(earlier.name):
-            earlier.unlink()
-    pictures = []
-    for file, png, _ in (figure for section in sections for figure in section.figures):
-        pictures.append(folder / file)
-        pictures[-1].write_bytes(png)
+    for earlier in folder.glob("[0-9][0-9]-*.png"):
+        earlier.unlink()
+    pictures = {folder / file: png for section in sections for file, png, _ in section.figures}
+    for place, png in pictures.items():
+        place.write_bytes(png)
     output.write_text(page, encoding="utf-8")
     return Report(output, tuple(pictures), tuple(notes))
 
@@ -112,12 +97,10 @@ def _check_output(output: Path, folder: Path, runs: Sequence[Run]) -> None:
         raise ValueError(f"The report would overwrite {output}, the log of one of its runs: choose another name.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with output.open("a"):
-            pass
+        output.open("a").close()
     except OSError as error:
-        raise OSError(
-            f"The report cannot be written to {output} ({error.strerror}): name a file that you may write."
-        ) from error
+        message = f"The report cannot be written to {output} ({error.strerror}): name a file that you may write."
+        raise OSError(message) from error
 
 
 def _draw_sections(questions: Sequence[Question], logged: set[str], groups: Sequence[Group]) -> list[Section]:
@@ -126,8 +109,10 @@ def _draw_sections(questions: Sequence[Question], logged: set[str], groups: Sequ
     for question in questions:
         drawn = draw_lines(question.panels, groups) if question.panels else draw_seconds(groups)
         stem = f"{len(sections) + 1:02d}-{question.name.replace(' ', '-')}"
-        names = [f"{stem}-{number}.png" if len(drawn) > 1 else f"{stem}.png" for number in range(1, len(drawn) + 1)]
-        figures = [(name, to_png(figure), text) for name, (figure, text) in zip(names, drawn, strict=True)]
+        figures = [
+            (f"{stem}-{number}.png" if len(drawn) > 1 else f"{stem}.png", to_png(figure), text)
+            for number, (figure, text) in enumerate(drawn, start=1)
+        ]
         metrics = [measure.metric for panel in question.panels for measure in panel.measures]
         if figures:
             sections.append(Section(question, figures, [metric for metric in metrics if metric in logged]))
@@ -170,10 +155,10 @@ def summary_table(groups: Sequence[Group], scores: Sequence[Measure]) -> Table:
     """One row per group: means over its seeds with confidence intervals. What was never logged gets no column."""
     columns: dict[str, Callable[[Run], float | None]] = {
         measure.label: lambda run, metric=measure.metric: final_value(points_of(run, metric))  # type: ignore[misc]
-        for measure in (*scores, REWARD, KL._replace(label="KL, nats"))
+        for measure in (*scores, MEASURES["reward"], Measure("mismatch/kl_k3", "KL, nats"))
     }
-    columns["Largest ρ"] = lambda run: max(points_of(run, LARGEST_RATIO.metric).values, default=None)
-    columns["Clipped"] = lambda run: final_value(points_of(run, REGION_CLIPPED.metric))
+    columns["Largest ρ"] = lambda run: max(points_of(run, "mismatch/ratio_max").values, default=None)
+    columns["Clipped"] = lambda run: final_value(points_of(run, "clip_ratio/region_mean"))
     columns["Seconds per rollout"] = lambda run: sum(seconds_per_rollout(run).values()) or None
     header = ["Runs", "Seeds", "Rollouts"]
     rows = [[group.label, str(len(group.runs)), _lengths(group)] for group in groups]
@@ -189,11 +174,8 @@ def summary_table(groups: Sequence[Group], scores: Sequence[Measure]) -> Table:
 def differences_table(groups: Sequence[Group]) -> Table:
     """One row per group, one column per setting in which groups differ."""
     names = differing([group.settings for group in groups])
-
-    def cell(group: Group, name: str) -> str:
-        return shown(group.settings[name], 80) if name in group.settings else "not recorded"
-
-    return Table(["Runs", *names], [[group.label, *(cell(group, name) for name in names)] for group in groups])
+    cells = [[shown(group.settings.get(name, "not recorded"), 80) for name in names] for group in groups]
+    return Table(["Runs", *names], [[group.label, *texts] for group, texts in zip(groups, cells, strict=True)])
 
 
 def _lengths(group: Group) -> str:

@@ -6,7 +6,7 @@ The questions themselves are data, in `questions.yaml`; `docs/metrics.md` says h
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -21,58 +21,28 @@ class Measure(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """Measures in one unit. They share a plot where there is one group of runs; else each has a plot of its own.
+    """Measures in one unit. They share a plot where there is one group of runs; else each has a plot of its own."""
 
-    Attributes:
-        title: Of the shared plot.
-        unit: Of the vertical axis.
-        measures: What is drawn.
-        log: The vertical axis is logarithmic; what is not above zero is not drawn.
-        percent: Values are shares, written as percentages.
-        from_zero: The vertical axis starts at zero.
-        at_least: The vertical axis starts no lower than this.
-        largest: Smoothed by the largest value instead of the mean.
-    """
-
-    title: str
-    unit: str
+    title: str  # of the shared plot
+    unit: str  # of the vertical axis
     measures: tuple[Measure, ...]
-    log: bool = False
-    percent: bool = False
-    from_zero: bool = False
-    at_least: float | None = None
-    largest: bool = False
+    log: bool = False  # the vertical axis is logarithmic; what is not above zero is not drawn
+    percent: bool = False  # values are shares, written as percentages
+    from_zero: bool = False  # the vertical axis starts at zero
+    at_least: float | None = None  # the vertical axis starts no lower than this
+    largest: bool = False  # smoothed by the largest value instead of the mean
 
 
 class Question(NamedTuple):
-    """One section of a report.
+    """One section of a report."""
 
-    Attributes:
-        name: Of its figures' files.
-        title: The question.
-        shows: What the plots show.
-        healthy: What they show of a healthy run.
-        paper: The figure of the paper that it corresponds to, if there is one.
-        panels: Its plots; without any, it is answered by bars of seconds.
-    """
+    name: str  # of its figures' files
+    title: str  # the question itself
+    shows: str  # what the plots show
+    healthy: str  # what they show of a healthy run
+    paper: str = ""  # the figure of the paper that it corresponds to
+    panels: tuple[Panel, ...] = ()  # without any, it is answered by bars of seconds
 
-    name: str
-    title: str
-    shows: str
-    healthy: str
-    paper: str = ""
-    panels: tuple[Panel, ...] = ()
-
-
-REWARD = Measure("reward", "Reward of the rollouts")
-REGION_CLIPPED = Measure("clip_ratio/region_mean", "Clipped on either side")
-KL = Measure("mismatch/kl_k3", "KL(behavior ‖ proximal)")
-LARGEST_RATIO = Measure("mismatch/ratio_max", "Largest ratio ρ of a rollout")
-EXPLAINED = Measure("critic/explained_variance", "Explained variance")
-DEMO_SCORES = (
-    Measure("expected_accuracy", "Expected accuracy, held out"),
-    Measure("greedy_accuracy", "Greedy accuracy, held out"),
-)
 
 ABOUT_EVALUATION = re.compile(
     r"eval_(loss|runtime|model_preparation_time|.*_per_second|.*/seconds|.*_(tokens|finished))$"
@@ -87,8 +57,8 @@ def ask(metrics: Iterable[str]) -> list[Question]:
     """Adapt `QUESTIONS` to runs that logged these metrics: the held-out scores among them join the first question."""
     learning, *others = QUESTIONS
     reward, held_out = learning.panels
-    scores = (*DEMO_SCORES, *held_out_scores(metrics))
-    return [learning._replace(panels=(reward, held_out._replace(measures=scores))), *others]
+    held_out = held_out._replace(measures=(*held_out.measures, *held_out_scores(metrics)))
+    return [learning._replace(panels=(reward, held_out)), *others]
 
 
 def held_out_scores(metrics: Iterable[str]) -> list[Measure]:
@@ -104,17 +74,16 @@ def held_out_scores(metrics: Iterable[str]) -> list[Measure]:
     return found
 
 
-def _load() -> tuple[Question, ...]:
-    entries = yaml.safe_load(files(__package__).joinpath("questions.yaml").read_text(encoding="utf-8"))
-    return tuple(
-        Question(**{**entry, "panels": tuple(_panel(**panel) for panel in entry.get("panels", ()))})
-        for entry in entries
-    )
+def _question(panels: Sequence[dict[str, Any]] = (), **fields: str) -> Question:
+    drawn = (Panel(**{**panel, "measures": tuple(map(Measure._make, panel["measures"].items()))}) for panel in panels)
+    return Question(panels=tuple(drawn), **fields)
 
 
-def _panel(measures: dict[str, str], **fields: Any) -> Panel:
-    return Panel(measures=tuple(Measure(*measure) for measure in measures.items()), **fields)
-
-
-QUESTIONS = _load()
+_CONTENT = files(__package__).joinpath("questions.yaml").read_text(encoding="utf-8")
+QUESTIONS = tuple(_question(**entry) for entry in yaml.safe_load(_CONTENT))
 """In the order of a report."""
+
+MEASURES = {
+    measure.metric: measure for question in QUESTIONS for panel in question.panels for measure in panel.measures
+}
+"""By the name of the metric."""
