@@ -162,6 +162,10 @@ REFUSED = [
     ({"sync_check_interval": -1}, r"sync_check_interval is -1, but must be a number of syncs, or 0 for none"),
     ({"vllm_request_timeout": 0}, r"vllm_request_timeout is 0, but must be a positive number of seconds"),
     ({"vllm_request_timeout": float("nan")}, r"vllm_request_timeout is nan, but must be a positive number of seconds"),
+    (
+        {"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}},
+        r"kv_cache_dtype of vllm_engine_kwargs is 'fp8', which quantizes the key-value cache with scales that no sync",
+    ),
     ({"weight_metrics_interval": -1}, r"weight_metrics_interval is -1, but must be a number of syncs, or 0 for none"),
     (
         {"vllm_mode": "server", "vllm_engine_kwargs": {"enforce_eager": True}},
@@ -250,7 +254,7 @@ def test_what_cannot_work_is_refused_with_the_way_out(settings, message):
         },
         {"objective": "tis", "delta": 4.0},
         {"sync_ref_model": True, "beta": 0.1, "uaq_scale": 1.0},
-        {"vllm_engine_kwargs": {"enforce_eager": True, "kv_cache_dtype": "fp8"}},
+        {"vllm_engine_kwargs": {"enforce_eager": True, "kv_cache_dtype": "bfloat16"}},
         {"vllm_engine_kwargs": None},
         {"weight_metrics_interval": 0},
     ],

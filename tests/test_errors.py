@@ -282,6 +282,7 @@ def test_quantized_server_for_an_unquantized_run(train, int8_server):
 
 
 DESCRIPTION = {"format": None, "ignore": [], "block_size": 16, "max_model_len": 64, "dtype": None}
+DESCRIPTION |= {"kv_cache_dtype": "auto"}
 
 
 def test_unquantized_server_for_a_quantized_run(train):
@@ -290,6 +291,13 @@ def test_unquantized_server_for_a_quantized_run(train):
         message = train("--vllm_mode", "server", "--vllm_server_base_url", url)
     assert "with unquantized weights, but rollout_quantization='int8' sends int-quantized weights" in message
     assert "Restart it with `trl-qurl serve MODEL --scheme int8`" in message
+
+
+def test_server_with_a_quantized_cache(train):
+    info = {"parallel_config": {"worker_extension_cls": WORKER_EXTENSION}, "weight_transfer_config": None}
+    with answering({"vllm_config": info}, {**DESCRIPTION, "kv_cache_dtype": "fp8_e4m3"}) as url:
+        message = train("--vllm_mode", "server", "--vllm_server_base_url", url)
+    assert message.startswith(f"--kv-cache-dtype of the vLLM server at {url} is 'fp8_e4m3', which quantizes the key-")
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,13 @@ def test_the_share_that_is_lowered_is_vllms_own():
     assert CacheConfig().gpu_memory_utilization == launch.MEMORY_SHARE
 
 
+@pytest.mark.parametrize("words", [["--kv-cache-dtype", "fp8"], ["--kv-cache-dtype=fp8"], ["--kv_cache_dtype", "fp8"]])
+def test_a_quantized_cache_is_refused(words):
+    with pytest.raises(ValueError, match="--kv.cache.dtype is 'fp8', which quantizes the key-value cache"):
+        launch.check_cache(["--enforce-eager", *words])
+    launch.check_cache(["--kv-cache-dtype", "bfloat16", "--enforce-eager"])
+
+
 def test_what_a_user_sets_is_not_set_again():
     command = launch.server_command("MODEL", "127.0.0.1", 8000, ["--max-logprobs=40"])
     assert [part for part in command if part.startswith("--max-logprobs")] == ["--max-logprobs=40"]

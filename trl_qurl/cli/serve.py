@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
     launch.require_vllm()
     launch.check_load_balancing(args.further)
+    launch.check_cache(args.further)
     scheme = parse_scheme(args.scheme)
     environment = launch.server_environment(args.host, args.port, args.api_key, scheme)
     model = launch.resolve_model(args.model)

@@ -12,6 +12,7 @@ from typing import Any
 from trl_qurl.config.checks import check_choice, check_numbers
 from trl_qurl.config.help import with_help
 from trl_qurl.quantization.checkpoint import check_quantizer
+from trl_qurl.quantization.kv_cache import check_kv_cache
 from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED, parse_scheme
 
 TAKEN_ENGINE_ARGUMENTS = {
@@ -59,7 +60,7 @@ class QuantizedRolloutsConfig:
             memory (`/dev/shm`) where there is room, else the system's temporary directory. Removed after the run.
         vllm_request_timeout: Seconds a request to the vLLM server may take before training stops. A rollout is many
             requests, one per prompt.
-        vllm_engine_kwargs: Further arguments of the colocated `vllm.LLM` (`enforce_eager`, `kv_cache_dtype`, ...), as
+        vllm_engine_kwargs: Further arguments of the colocated `vllm.LLM` (`enforce_eager`, `block_size`, ...), as
             a dictionary.
 
     > Checks and measurements
@@ -179,3 +180,4 @@ class QuantizedRolloutsConfig:
                 f"vllm_engine_kwargs sets {argument!r}, which is already set: it is governed by "
                 f"{TAKEN_ENGINE_ARGUMENTS[argument]}. Remove it from vllm_engine_kwargs."
             )
+        check_kv_cache(engine_kwargs.get("kv_cache_dtype", "auto"), "kv_cache_dtype of vllm_engine_kwargs")

@@ -37,6 +37,7 @@ class EngineDescription(NamedTuple):
     block_size: int  # tokens per block of the key-value cache
     max_model_len: int  # tokens of the longest sequence
     dtype: str | None  # of the layers that are not quantized, as torch calls it; `None` where they differ
+    kv_cache_dtype: str = "auto"  # of the key-value cache, as vLLM calls it
 
 
 class Continuation(NamedTuple):

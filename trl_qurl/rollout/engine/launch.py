@@ -20,6 +20,7 @@ import torch
 
 from trl_qurl.quantization.cache import cache_directory, cached
 from trl_qurl.quantization.checkpoint import write_checkpoint
+from trl_qurl.quantization.kv_cache import check_kv_cache
 from trl_qurl.quantization.schemes import get_scheme
 from trl_qurl.rollout.engine.kernels import kernel_environment
 from trl_qurl.rollout.engine.key import (
@@ -135,6 +136,14 @@ def check_load_balancing(further: Sequence[str]) -> None:
             f"{own} gives copies of the model servers of their own, and new weights would reach only one of them: use "
             "--data-parallel-size alone, with which one server spreads the requests."
         )
+
+
+def check_cache(further: Sequence[str]) -> None:
+    """Raise `ValueError` for options of vLLM that quantize the key-value cache."""
+    for option, following in zip(further, [*further[1:], ""], strict=True):
+        name, _, value = option.partition("=")
+        if name.replace("_", "-") == "--kv-cache-dtype":
+            check_kv_cache(value or following, name)
 
 
 def server_environment(host: str, port: int, key: str | None, scheme: str | None = None) -> dict[str, str]:

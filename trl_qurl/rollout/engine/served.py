@@ -18,6 +18,7 @@ from requests.adapters import HTTPAdapter
 from trl.generation.vllm_client import VLLMClient
 from urllib3.util.retry import Retry
 
+from trl_qurl.quantization.kv_cache import check_kv_cache
 from trl_qurl.quantization.schemes import UNQUANTIZED, QuantizationScheme
 from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.checks.tensors import as_announced
@@ -103,6 +104,7 @@ class ServedEngine(VLLMClient, Engine):
             )
         self.has_weight_transfer = info["weight_transfer_config"] is not None  # whether it was started with NCCL
         served = self.describe()
+        check_kv_cache(served.kv_cache_dtype, f"--kv-cache-dtype of the vLLM server at {self.base_url}")
         wanted_format, wanted_ignore = (self.scheme.checkpoint_format, self.ignore) if self.scheme else (None, ())
         # vLLM may have renamed the ignored modules to its own names, so only their number is compared.
         if served.format != wanted_format or len(served.ignore) != len(wanted_ignore):

@@ -128,6 +128,7 @@ class RolloutWorker:
             "ignore": ignore,
             "block_size": self.vllm_config.cache_config.block_size,
             "max_model_len": self.vllm_config.model_config.max_model_len,
+            "kv_cache_dtype": self.vllm_config.cache_config.cache_dtype,
             "dtype": str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None,
         }
 
