@@ -17,7 +17,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl import cli
 from trl_qurl.quantization import SCHEMES
-from trl_qurl.rollout.engine.served import WORKER_EXTENSION, ServedEngine
+from trl_qurl.rollout.engine.served import WORKER_EXTENSION, ServedEngine, check_stream_versions
 from trl_qurl.rollout.errors import ServerError
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k_grpo.py"
@@ -240,13 +240,13 @@ def test_no_server(train):
 
 
 @contextmanager
-def answering(server_info, workers=None, statuses=None, asked=None):
+def answering(server_info, workers=None, statuses=None, asked=None, version=None):
     """What a vLLM server says about itself, without the half minute that a real one takes to start.
 
     By path, `statuses` are what it answers with instead; `asked` gets every path that is asked for.
     """
     answers = {"/health": {}, "/v1/models": {"data": [{"id": "model"}]}, "/server_info": server_info}
-    answers["/collective_rpc"] = {"results": [workers]}
+    answers |= {"/collective_rpc": {"results": [workers]}, "/version": {"version": version}}
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -320,6 +320,19 @@ def test_server_that_wants_a_key():
         client = ServedEngine(base_url=url)
         with pytest.raises(ServerError, match=f"{url} wants its API key: set VLLM_API_KEY for the trainer"):
             client.version()
+
+
+@pytest.mark.parametrize("versions", [("0.27.1", "0.31.0"), ("0.31.0+cpu", "0.26.0"), ("0.28.0rc1", "0.31.0")])
+def test_streaming_needs_versions_that_agree_on_how_tensors_come(versions, monkeypatch):
+    server, here = versions
+    monkeypatch.setattr("vllm.__version__", here)
+    with answering(None, version=server) as url, pytest.raises(ValueError) as refusal:
+        ServedEngine(base_url=url).open_stream(torch.device("cuda"))
+    assert str(refusal.value) == (
+        f"Streaming weights needs vLLM 0.28 or later at both ends, but the server has {server} and the trainer "
+        f"{here}: install a newer one there, or set weight_sync='checkpoint'."
+    )
+    check_stream_versions("0.28.0", "0.31.0+cpu")
 
 
 def test_after_one_failure_the_server_is_not_asked_again():

@@ -254,7 +254,7 @@ def test_a_worker_says_how_its_model_is_quantized(ends):
     def describe(quant_config):
         worker.vllm_config = SimpleNamespace(
             quant_config=quant_config,
-            cache_config=SimpleNamespace(block_size=16),
+            cache_config=SimpleNamespace(block_size=16, cache_dtype="fp8_e4m3"),
             model_config=SimpleNamespace(model="", max_model_len=64),
         )
         return client.describe()
@@ -263,7 +263,7 @@ def test_a_worker_says_how_its_model_is_quantized(ends):
     quantized.scheme = object()
     norm = torch.nn.ParameterDict({"weight": torch.zeros(2, dtype=torch.bfloat16)})
     worker.model = torch.nn.ModuleDict({"linear": quantized, "norm": norm})
-    assert describe(None) == EngineDescription(None, [], block_size=16, max_model_len=64, dtype="bfloat16")
+    assert describe(None) == EngineDescription(None, [], 16, 64, dtype="bfloat16", kv_cache_dtype="fp8_e4m3")
     worker.model["gate"] = torch.nn.ParameterDict({"weight": torch.zeros(2, dtype=torch.float32)})
     assert describe(None).dtype is None, "what one parameter holds in 32 bits would be sent in 16"
     other = SimpleNamespace(get_name=lambda: "awq")

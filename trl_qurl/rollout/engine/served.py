@@ -14,6 +14,8 @@ from typing import Any
 
 import requests
 import torch
+import vllm
+from packaging.version import Version
 from requests.adapters import HTTPAdapter
 from trl.generation.vllm_client import VLLMClient
 from urllib3.util.retry import Retry
@@ -37,6 +39,7 @@ from trl_qurl.rollout.errors import ServerError, SyncError
 logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "trl_qurl.rollout.engine.worker.RolloutWorker"  # a name, so that only the engine imports the class
+STREAM_VERSION = "0.28"  # oldest vLLM whose NCCL weight transfer understands what we announce
 WAITING_NOTICE = 10.0  # seconds between lines about a server that is not up yet
 
 
@@ -117,7 +120,8 @@ class ServedEngine(VLLMClient, Engine):
             )
 
     def open_stream(self, device: torch.device) -> None:
-        """Open the NCCL group over which tensors travel."""
+        """Open the NCCL group over which tensors travel. `ValueError` where one end's vLLM is too old for it."""
+        check_stream_versions(self._get("/version")["version"], vllm.__version__)
         super().init_communicator(device)
 
     @property
@@ -228,6 +232,19 @@ class ServedEngine(VLLMClient, Engine):
             reason = " ".join(response.text.split())[:500]
             raise ServerError(f"{server} answered {path} with HTTP {response.status_code}: {advice} It says: {reason}")
         return response.json()
+
+
+def check_stream_versions(server: str, here: str) -> None:
+    """Raise `ValueError` if a vLLM is older than `STREAM_VERSION`.
+
+    Older workers learn with each update whether tensors come packed into buffers, newer ones when the group is opened.
+    An end that expects the other form waits for ever.
+    """
+    if min(map(Version, (server, here))) < Version(STREAM_VERSION):
+        raise ValueError(
+            f"Streaming weights needs vLLM {STREAM_VERSION} or later at both ends, but the server has {server} and "
+            f"the trainer {here}: install a newer one there, or set weight_sync='checkpoint'."
+        )
 
 
 def _in_words(checkpoint_format: str | None, ignore: Collection[str]) -> str:
