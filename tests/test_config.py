@@ -43,6 +43,7 @@ OWN_DEFAULTS = {
     "sync_check_interval": 16,
     "sync_probe": True,
     "vllm_request_timeout": 1800.0,
+    "max_server_recoveries": 3,
 }
 CHANGED_DEFAULTS = {
     "use_vllm": True,
@@ -161,6 +162,7 @@ REFUSED = [
     ),
     ({"sync_check_interval": -1}, r"sync_check_interval is -1, but must be a number of syncs, or 0 for none"),
     ({"vllm_request_timeout": 0}, r"vllm_request_timeout is 0, but must be a positive number of seconds"),
+    ({"max_server_recoveries": -1}, r"max_server_recoveries is -1, but must be a number of recoveries, or 0 for none"),
     ({"vllm_request_timeout": float("nan")}, r"vllm_request_timeout is nan, but must be a positive number of seconds"),
     (
         {"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}},

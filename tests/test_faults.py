@@ -1,9 +1,12 @@
-"""What goes wrong with a server, done to a real one: the run stops with one sentence, and a new one goes on.
+"""What goes wrong with a server, done to a real one: the run continues as if nothing had happened, or stops with one
+sentence, and a new one goes on.
 
 docs/reliability.md tells users the same, fault by fault.
 """
 
+import functools
 import json
+import os
 import re
 import signal
 import subprocess
@@ -12,16 +15,19 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import psutil
 import pytest
-from conftest import SCENARIOS, Server, child_environment, free_port
+import requests
+from conftest import SCENARIOS, Server, child_environment, free_port, group_members
 from datasets import Dataset
 from tiny import tiny_model, tiny_tokenizer
 from transformers import TrainerCallback
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 from trl_qurl.rollout.engine import served
+from trl_qurl.rollout.engine.key import ServerKey
 from trl_qurl.rollout.engine.served import ServedEngine
-from trl_qurl.rollout.errors import ServerError, SyncError
+from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
 
 # In this order, since a server takes long to start: those that lose it come last.
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("faults")]
@@ -41,21 +47,42 @@ class Deployment:
         self.end = threading.Timer(0, lambda: None)
 
     def start(self) -> Server:
-        self.server = Server(self.model, self.directory, "--scheme", "int8", port=self.port, python=self.python)
+        options = ("--scheme", "int8", "--restart")
+        self.server = Server(self.model, self.directory, *options, port=self.port, python=self.python)
         return self.server
 
     def up(self) -> Server:
-        """The server, started again if a test has lost it."""
+        """The server, once it has come back if a test has lost it."""
         if self.end.is_alive():
             self.end.join()
-        if self.server is None or self.server.process.poll() is not None:
-            self.start()
-        return self.server.wait_until_healthy()
+        return (self.server or self.start()).wait_until_healthy()
+
+    def vllm(self) -> int:
+        """vLLM's process, which leads a group of its own."""
+        members = group_members(self.server.process.pid)
+        (process,) = [child.pid for member in members for child in psutil.Process(member).children()]
+        return process
+
+    def send(self, number: int) -> None:
+        """To vLLM, and every process that it started; not to what would start it again."""
+        os.killpg(self.vllm(), number)
 
     def lose(self) -> None:
         """Stop the server from answering what is on its way, and kill it a second later."""
-        self.server.send(signal.SIGSTOP)
-        self.end = threading.Timer(1.0, self.server.kill)
+        self.send(signal.SIGSTOP)
+        self.end = threading.Timer(1.0, self.send, [signal.SIGKILL])
+        self.end.start()
+
+    def lose_and_wait(self) -> None:
+        """Kill the server, and go on when another one has taken its place."""
+        self.send(signal.SIGKILL)
+        time.sleep(0.5)
+        self.server.wait_until_healthy()
+
+    def hang(self, seconds: float) -> None:
+        """Stop the server for a while."""
+        self.send(signal.SIGSTOP)
+        self.end = threading.Timer(seconds, self.send, [signal.SIGCONT])
         self.end.start()
 
     def config(self, **settings):
@@ -73,13 +100,15 @@ class Deployment:
             "vllm_server_base_url": f"http://127.0.0.1:{self.port}",
             "rollout_checkpoint_dir": str(self.rollouts),
             "vllm_request_timeout": 20.0,
+            "generation_kwargs": {"seed": 7},
+            "logging_steps": 1,
             **settings,
         }
 
     def trainer(self, model=None, **settings):
         return QuRLGRPOTrainer(
             model=model or str(self.model),
-            reward_funcs=lambda completions, **kwargs: [completion.count("e") / 8 for completion in completions],
+            reward_funcs=lambda completions, **kwargs: [len(set(completion)) / 8 for completion in completions],
             args=QuRLGRPOConfig(str(self.directory / "out"), **self.config(**settings)),
             train_dataset=Dataset.from_dict({"prompt": ["ab", "cd", "e", "fgh"] * 4}),
             processing_class=tiny_tokenizer(),
@@ -95,13 +124,41 @@ def deployment(warm_python, tmp_path_factory):
 
 
 def before(call, act):
-    """`call`, with `act` done first."""
+    """`call`, with `act` done first, once."""
+    acts = [act]
 
     def wrapped(*args, **kwargs):
-        act()
+        if acts:
+            acts.pop()()
         return call(*args, **kwargs)
 
     return wrapped
+
+
+def interrupt(owner, method, act):
+    """Let `act` come before a method's next call."""
+    setattr(owner, method, before(getattr(owner, method), act))
+
+
+def history(trainer):
+    """What a run computed."""
+    names = ("loss", "grad_norm", "reward", "mismatch/kl_k3")
+    return [[row[name] for name in names] for row in trainer.state.log_history if "loss" in row]
+
+
+def recoveries(trainer):
+    return sum(row.get("sync/recoveries", 0) for row in trainer.state.log_history)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(deployment):
+    """What a run computes to which nothing happens."""
+    deployment.up()
+    trainer = deployment.trainer()
+    trainer.train()
+    assert recoveries(trainer) == 0
+    assert all(grad_norm > 0 for _, grad_norm, _, _ in history(trainer)), "there is nothing to compare"
+    return history(trainer)
 
 
 def at_step(step, act):
@@ -128,20 +185,27 @@ def test_not_up_yet_is_waited_for(deployment, caplog, monkeypatch):
     assert trainer.state.global_step == 4
 
 
-def test_hangs(deployment):
-    server = deployment.up()
-    trainer = deployment.trainer(vllm_request_timeout=3.0)
-    trainer.add_callback(at_step(2, lambda: server.send(signal.SIGSTOP)))
-    try:
-        started = time.monotonic()
-        with pytest.raises(
-            ServerError, match="did not answer /.* within 3 seconds: it hangs, or needs a larger vllm_"
-        ):
-            trainer.train()
-        assert time.monotonic() - started < 30, "a hanging server was waited for again and again"
-    finally:
-        server.send(signal.SIGCONT)
+def test_hangs_too_long(deployment):
+    deployment.up()
+    trainer = deployment.trainer(vllm_request_timeout=3.0, max_server_recoveries=0)
+    trainer.add_callback(at_step(2, functools.partial(deployment.hang, 8.0)))
+    started = time.monotonic()
+    with pytest.raises(ServerError, match="did not answer /.* within 3 seconds: it hangs, or needs a larger vllm_"):
+        trainer.train()
+    assert time.monotonic() - started < 30, "a hanging server was waited for again and again"
+    deployment.up()
     deployment.trainer(max_steps=1).train()  # nothing of the broken run is in the way
+
+
+@pytest.mark.parametrize("method", ["generate", "load_checkpoint"])
+def test_hangs_for_a_while(deployment, undisturbed, method):
+    deployment.up()
+    trainer = deployment.trainer(vllm_request_timeout=3.0)
+    client = trainer.vllm_generation.vllm_client
+    trainer.add_callback(at_step(2, lambda: interrupt(client, method, functools.partial(deployment.hang, 8.0))))
+    trainer.train()
+    assert recoveries(trainer) >= 1
+    assert history(trainer) == undisturbed
 
 
 def test_two_trainers_on_one_server(deployment):
@@ -152,7 +216,7 @@ def test_two_trainers_on_one_server(deployment):
     # The second's weights come between a sync of the first and the generation that relies on it.
     generation = first.vllm_generation
     generation.generate = before(generation.generate, second.vllm_generation.sync_weights)
-    with pytest.raises(SyncError, match="or another run uses it. Give every run a server of its own"):
+    with pytest.raises(SyncError, match="another run uses it. Give every run a server of its own"):
         first.train()
     second.train()  # the other goes on
 
@@ -161,7 +225,7 @@ def test_wrong_model_on_the_server(deployment):
     deployment.up()
     # Neither of other width or depth, nor with the same tensors and another function.
     for overrides in ({"hidden_size": 64, "num_attention_heads": 2}, {"num_hidden_layers": 3}):
-        with pytest.raises(ServerError, match="serves the model that is being trained"):
+        with pytest.raises(SyncError, match="serves the model that is being trained"):
             deployment.trainer(model=tiny_model(**overrides)).train()
     with pytest.raises(SyncError, match="log-probabilities of the probe differ"):
         deployment.trainer(model=tiny_model(rms_norm_eps=1.0)).train()
@@ -218,49 +282,87 @@ def test_trainer_is_killed_during_a_sync(deployment):
     assert held_version(deployment) == resumed.vllm_generation.sync.version
 
 
-def test_restarts_with_old_weights(deployment):
+def test_restarts_with_old_weights(deployment, undisturbed):
     deployment.up()
-    trainer = deployment.trainer(save_strategy="steps", save_steps=1)
-
-    def restart():
-        deployment.server.kill()
-        deployment.start().wait_until_healthy()
-
+    trainer = deployment.trainer()
     # Between a sync and the generation that relies on it.
     generation = trainer.vllm_generation
-    trainer.add_callback(at_step(2, lambda: setattr(generation, "generate", before(generation.generate, restart))))
-    with pytest.raises(SyncError, match="holds the weights 'default', not '.*step2.*' which .* was restarted"):
-        trainer.train()
-    # What the message advises: a new run brings the server to the checkpoint's weights and goes on.
-    resumed = deployment.trainer(save_strategy="no")
-    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
-    assert resumed.state.global_step == 4
-    assert held_version(deployment) == resumed.vllm_generation.sync.version
+    trainer.add_callback(at_step(2, lambda: interrupt(generation, "generate", deployment.lose_and_wait)))
+    trainer.train()
+    assert recoveries(trainer) == 1
+    assert history(trainer) == undisturbed
+    assert held_version(deployment) == generation.sync.version
 
 
-def test_dies_during_generation(deployment):
-    server = deployment.up()
-    trainer = deployment.trainer()
-    client = trainer.vllm_generation.vllm_client
-
-    trainer.add_callback(at_step(2, lambda: setattr(client, "generate", before(client.generate, deployment.lose))))
-    with pytest.raises(
-        ServerError, match=f"server at {server.url} is gone .*start it again, and resume from the last"
-    ):
-        trainer.train()
-    assert trainer.state.global_step == 2
-
-
-def test_dies_during_a_sync(deployment):
+@pytest.mark.parametrize("method", ["generate", "load_checkpoint"])
+def test_dies(deployment, undisturbed, method, caplog):
     deployment.up()
     trainer = deployment.trainer()
     client = trainer.vllm_generation.vllm_client
+    trainer.add_callback(at_step(2, lambda: interrupt(client, method, deployment.lose)))
+    trainer.train()
+    assert recoveries(trainer) == 1
+    assert history(trainer) == undisturbed
+    said = [record.getMessage() for record in caplog.records if "Recovery 1 of at most 3" in record.getMessage()]
+    assert len(said) == 1 and f"server at {deployment.server.url} is gone" in said[0]
 
-    trainer.add_callback(
-        at_step(2, lambda: setattr(client, "load_checkpoint", before(client.load_checkpoint, deployment.lose)))
-    )
-    with pytest.raises(ServerError, match="could not load the weights written to .*is gone .*/collective_rpc"):
+
+def test_two_processes_recover_together(deployment, train, tmp_path):
+    deployment.up()
+    config = {name: value for name, value in deployment.config().items() if name != "max_steps"}
+    arguments = [tmp_path, "--model", deployment.model, "--config", json.dumps(config)]
+    undisturbed, disturbed = train(arguments, [*arguments, "--kill-before-generation", deployment.vllm()], processes=2)
+    assert disturbed["processes"] == 2
+    rows = [[row for row in record["history"] if "loss" in row] for record in (undisturbed, disturbed)]
+    names = ("loss", "grad_norm", "reward", "mismatch/kl_k3")
+    computed = [[[row.get(name) for name in names] for row in run] for run in rows]
+    assert computed[0] == computed[1] and len(computed[0]) == 4
+    assert [sum(row["sync/recoveries"] for row in run if "sync/recoveries" in row) for run in rows] == [0, 1]
+
+
+def test_is_gone_for_good(deployment):
+    server = deployment.up()
+    trainer = deployment.trainer(vllm_server_timeout=3.0)
+    trainer.add_callback(at_step(2, server.stop))
+    with pytest.raises(ServerLostError, match=f"No vLLM server answers at {server.url} after 3 s.*Before that: "):
         trainer.train()
+    assert trainer.state.global_step == 2
+    deployment.server = None
+
+
+def test_answers_500_three_times(deployment, undisturbed):
+    deployment.up()
+    failures = {"/v1/completions": 2, "/collective_rpc": 1}
+
+    class Handler(BaseHTTPRequestHandler):
+        def forward(self):
+            body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+            if trainer_is_training and failures.get(self.path, 0):
+                failures[self.path] -= 1
+                return self.answer(500, b"EngineGenerateError")
+            url, headers = deployment.server.url, {"Content-Type": "application/json"}
+            answer = requests.request(self.command, url + self.path, data=body, headers=headers, auth=ServerKey(url))
+            self.answer(answer.status_code, answer.content)
+
+        do_GET = do_POST = forward
+
+        def answer(self, status, content):
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *arguments):
+            pass
+
+    trainer_is_training = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        trainer = deployment.trainer(vllm_server_base_url=f"http://127.0.0.1:{proxy.server_port}")
+        trainer.add_callback(at_step(1, lambda: trainer_is_training.append(True)))
+        trainer.train()
+        proxy.shutdown()
+    assert failures == {"/v1/completions": 0, "/collective_rpc": 0} and recoveries(trainer) == 3
+    assert history(trainer) == undisturbed
 
 
 def test_answers_500():
@@ -270,7 +372,7 @@ def test_answers_500():
 
         def do_POST(self):
             self.rfile.read(int(self.headers["Content-Length"]))
-            requests.append(self.path)
+            asked.append(self.path)
             self.answer(500, {"error": {"message": "EngineDeadError: look at the log"}})
 
         def answer(self, status, content):
@@ -281,11 +383,11 @@ def test_answers_500():
         def log_message(self, *arguments):
             pass
 
-    requests: list[str] = []
+    asked: list[str] = []
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as stub:
         threading.Thread(target=stub.serve_forever, daemon=True).start()
         client = ServedEngine(base_url=f"http://127.0.0.1:{stub.server_port}")
         with pytest.raises(ServerError, match="answered /v1/completions with HTTP 500: look at the .*EngineDeadError"):
             client.generate([[1, 2]] * 500)
-        assert len(requests) <= 64, "requests went on after one had failed"
+        assert len(asked) <= 64, "requests went on after one had failed"
         stub.shutdown()

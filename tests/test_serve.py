@@ -150,7 +150,7 @@ def test_what_a_user_sets_is_not_set_again():
 def test_copies_with_servers_of_their_own_are_refused_before_the_model_is_quantized(
     options, model, monkeypatch, capsys
 ):
-    monkeypatch.setattr(launch, "exec_server", lambda command: pytest.fail("it was started"))
+    monkeypatch.setattr(launch, "run_server", lambda *arguments: pytest.fail("it was started"))
     assert cli.main(["serve", str(model), *options]) == 2
     assert "new weights would reach only one of them: use --data-parallel-size alone" in capsys.readouterr().err
 
@@ -194,7 +194,7 @@ def test_no_key_is_on_a_command_line(home, capfd, monkeypatch):
     started = {}
     monkeypatch.setattr("os.execve", lambda program, words, environment: started.update(words=words, env=environment))
     command = launch.server_command("MODEL", "127.0.0.1", 8000, [])
-    launch.exec_server(command, launch.server_environment("127.0.0.1", 8000, "a-secret"))
+    launch.run_server(command, launch.server_environment("127.0.0.1", 8000, "a-secret"))
     out, err = capfd.readouterr()
     assert started["env"][key.API_KEY_VARIABLE] == "a-secret"
     assert "a-secret" not in " ".join([*started["words"], out, err]), "other users of the machine see command lines"

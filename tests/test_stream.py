@@ -5,6 +5,8 @@ them, two threads hand tensors over in memory instead of two GPUs.
 """
 
 import queue
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -15,9 +17,10 @@ from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl.quantization import SCHEMES, quantize_weights, quantized_layer_names, write_checkpoint
 from trl_qurl.rollout.checks.tensors import DigestRecorder, as_announced, compare_digests
+from trl_qurl.rollout.engine import served
 from trl_qurl.rollout.engine.interface import EngineDescription, WeightUpdate
 from trl_qurl.rollout.engine.served import ServedEngine
-from trl_qurl.rollout.errors import ServerError, SyncError
+from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
 from trl_qurl.rollout.sync import announce
 from trl_qurl.rollout.transports import choose_route
 
@@ -49,7 +52,7 @@ def test_what_is_announced_is_what_comes(scheme, dtype):
     metadata = announced(model, scheme)
     sent = list(stream(model, scheme))
     assert metadata == [(name, str(t.dtype).split(".")[1], list(t.shape)) for name, t in sent]
-    assert [name for name, _ in as_announced(sent, metadata, lambda: False)] == [name for name, _ in sent]
+    assert [name for name, _ in as_announced(sent, metadata)] == [name for name, _ in sent]
     if scheme is INT8:
         layer = metadata.index(("model.layers.0.mlp.up_proj.weight", "int8", [128, 128]))
         assert metadata[layer + 1] == (
@@ -78,13 +81,11 @@ def test_a_stream_that_is_not_as_announced_is_stopped():
     one, other = ("a", torch.zeros(2)), ("b", torch.zeros(3))
     metadata = [("a", "float32", [2]), ("b", "float32", [3])]
     with pytest.raises(SyncError, match=r"Tensor 0 of the stream is \('b'.*where \('a'"):
-        list(as_announced([other, one], metadata, lambda: False))
+        list(as_announced([other, one], metadata))
     with pytest.raises(SyncError, match=r"Tensor 1 of the stream is None, where \('b'"):
-        list(as_announced([one], metadata, lambda: False))
+        list(as_announced([one], metadata))
     with pytest.raises(SyncError, match=r"Tensor 2 of the stream is \('a'.*where None was announced"):
-        list(as_announced([one, other, one], metadata, lambda: False))
-    with pytest.raises(SyncError, match="answered before the last tensor"):
-        list(as_announced([one, other], metadata, lambda: True))
+        list(as_announced([one, other, one], metadata))
 
 
 # From end to end -----------------------------------------------------------------------------------------------------
@@ -156,7 +157,7 @@ def ends(monkeypatch):
     worker = Worker()
     client = ServedEngine.__new__(ServedEngine)  # without the connection that its constructor makes
     client.communicator, client._failure, client.worker = between.sender(), None, worker
-    client.base_url = "http://of.the.worker"
+    client.base_url, client._broadcast = "http://of.the.worker", None
     client.requests = []
 
     def answer(verb, path, json=None):
@@ -217,6 +218,58 @@ def test_a_server_that_refuses_says_why_and_nobody_hangs(ends):
     # Half loaded, vLLM cannot be loaded again; whoever tries is told.
     with pytest.raises(RuntimeError, match="An earlier load of weights failed halfway.*start the server again"):
         worker.load_rollout_weights({"version": "v2"}, weights_iterator=iter(()))
+
+
+def test_a_broadcast_that_never_returns_ends_the_run_in_time(ends, monkeypatch):
+    """As to a worker that died inside NCCL: what it waits for never comes, and nothing can call it back."""
+    client, worker = ends
+    forever = threading.Event()
+    client.communicator = SimpleNamespace(broadcast=lambda tensor, src: forever.wait())
+    monkeypatch.setattr(served, "BROADCAST_GRACE", 0.1)
+
+    def answer(verb, path, **kwargs):
+        time.sleep(0.5)
+        raise ServerError("The vLLM server did not answer /collective_rpc within 0.5 seconds.")
+
+    client._answer = answer
+    model = tiny_model()
+    try:
+        with pytest.raises(ServerError, match="did not answer /collective_rpc"):
+            client.load_stream(stream(model, INT8), announced(model, INT8), WeightUpdate("v1"))
+        with pytest.raises(ServerLostError, match="A broadcast to the server's workers did not end.*did not answer"):
+            client.reconnect(1.0)
+    finally:
+        forever.set()
+
+
+def test_tensors_are_made_here_finished_before_they_are_sent_and_kept_until_they_are(ends, monkeypatch):
+    """The order that GPUs need: several processes gather in one order on one stream, and side streams wait for it."""
+    client, worker = ends
+    log = []
+
+    def note(event):
+        log.append((event, threading.current_thread() is threading.main_thread()))
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    default = SimpleNamespace(synchronize=lambda: note("finish"))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: default)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: note("keep"))
+    model = tiny_model()
+
+    def made():
+        for item in stream(model, INT8):
+            note("make")
+            yield item
+
+    metadata = announced(model, INT8)
+    client.load_stream(made(), metadata, WeightUpdate("v1"))
+    assert [log.count((event, here)) for event, here in (("make", True), ("finish", True), ("keep", False))] == [
+        len(metadata)
+    ] * 3
+    assert len(log) == 3 * len(metadata)
+    order = {event: [i for i, entry in enumerate(log) if entry[0] == event] for event in ("make", "finish", "keep")}
+    assert all(m < f < k for m, f, k in zip(*order.values(), strict=True))
 
 
 def test_weights_of_another_model_are_refused_before_anything_is_touched(ends, tmp_path):
@@ -297,3 +350,10 @@ def test_how_weights_travel(requested, device, has_transfer, name, reason):
 def test_a_stream_that_cannot_be_is_refused(device, has_transfer):
     with pytest.raises(ValueError, match=r"weight_sync='stream' is not possible: .* set weight_sync='checkpoint'"):
         choose_route("stream", device, has_transfer)
+
+
+def test_a_policy_in_parts_is_streamed_only_where_that_was_asked_for():
+    cuda = torch.device("cuda")
+    assert choose_route("auto", cuda, True, is_sharded=True)[0] == "checkpoint"
+    assert choose_route("stream", cuda, True, is_sharded=True)[0] == "stream"
+    assert choose_route("auto", cuda, True, is_sharded=False)[0] == "stream"

@@ -104,7 +104,9 @@ def served(train, warm_python, tmp_path_factory):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_server(dtype, model, weight_sync, served):
     adapter, head = model
-    assert_trained(served(dtype, head)[adapter, weight_sync], adapter)
+    record = served(dtype, head)[adapter, weight_sync]
+    assert_trained(record, adapter)
+    assert record["engine_dtype"] == dtype, "what is not quantized would travel in the policy's dtype"
 
 
 @pytest.mark.parametrize("model", MODELS, ids=IDS)
@@ -121,7 +123,7 @@ def test_stream_to_a_server(dtype, model, ends):  # noqa: F811
     # Of the engine only the loading is real here: it has no version to ask for, and nothing to probe.
     client.version = lambda: sync.version
     settings = RolloutSettings(SCHEMES["int8"], is_served=True, sync_check_interval=1, sync_probe=False)
-    transport = Stream(client, sent_dtype=dtype)
+    transport = Stream(client, is_served=True, sent_dtype=dtype)
     sync = WeightSync(policy, layers, transport, settings, DistributedBackend(Accelerator()), lambda: 0)
 
     def parameters():

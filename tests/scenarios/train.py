@@ -8,6 +8,7 @@ import argparse
 import copy
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -91,6 +92,20 @@ def whole_model(trainer):
     return whole
 
 
+def kill_before_generation(client, server: int) -> None:
+    """Kill a server's process when it is about to generate for the second rollout."""
+    generate, calls = client.generate, []
+
+    def after_the_server(prompts, *args, **kwargs):
+        calls.extend([None] if kwargs.get("max_tokens") == 8 and kwargs.get("temperature") else [])  # not the probe's
+        if len(calls) == 2:
+            calls.append(None)
+            os.kill(server, signal.SIGKILL)
+        return generate(prompts, *args, **kwargs)
+
+    client.generate = after_the_server
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("output_dir")
@@ -106,6 +121,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--value-model", help="directory where the critic starts, instead of the policy's start")
     parser.add_argument("--critic-lora", action="store_true")
     parser.add_argument("--save", action="store_true", help="save the model to output_dir at the end")
+    parser.add_argument("--kill-before-generation", type=int, help="a server's process, killed in the second rollout")
     parser.add_argument("--config", default="{}", help="JSON of further config fields")
     return parser.parse_args(arguments)
 
@@ -172,6 +188,8 @@ def run(options: argparse.Namespace) -> dict:
     trainer.vllm_generation.pop_cost()  # of the engine's start
     trainer.vllm_generation.sync_weights()
     record = {"probe_start": engine_logps(trainer), "whole_mb": trainer.vllm_generation.pop_cost().sent_bytes / 1e6}
+    if options.kill_before_generation and trainer.accelerator.is_main_process:
+        kill_before_generation(trainer.vllm_generation.vllm_client, options.kill_before_generation)
     trainer.train(resume_from_checkpoint=options.resume)
 
     adapter = {name: p.clone() for name, p in trainer.model.named_parameters() if "lora_" in name}
@@ -198,6 +216,8 @@ def run(options: argparse.Namespace) -> dict:
         record["sent_names"] = sorted(name for name, _ in trainer.vllm_generation.policy_parameters())
     if options.save:
         trainer.save_model()
+    if (engine := trainer.vllm_generation.engine) is not None:
+        record["engine_dtype"] = engine.describe().dtype
     record["processes"] = trainer.accelerator.num_processes
     record["distribution"] = str(trainer.accelerator.distributed_type.value)
     record["probes"] = gather_object([record["probe_end"]])

@@ -30,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="key that every request needs (default: $VLLM_API_KEY, or a random one for trainers on this machine)",
     )
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="start the server again when it dies; training waits for it and sends its weights again",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -52,5 +57,4 @@ def run(args: argparse.Namespace) -> int:
     if scheme is not None:
         model = str(launch.starting_checkpoint(model, scheme, args.ignore))
     command = launch.server_command(model, args.host, args.port, args.further, show_warnings=shows_everything())
-    launch.exec_server(command, environment)
-    return 0
+    return launch.run_server(command, environment, args.restart)

@@ -58,8 +58,10 @@ class QuantizedRolloutsConfig:
             lets llm-compressor write the checkpoint at every sync: the reference, and slow.
         rollout_checkpoint_dir: Directory for checkpoints that the engine loads; a server must see it too. By default
             memory (`/dev/shm`) where there is room, else the system's temporary directory. Removed after the run.
-        vllm_request_timeout: Seconds a request to the vLLM server may take before training stops. A rollout is many
-            requests, one per prompt.
+        vllm_request_timeout: Seconds a request to the vLLM server may take before it counts as failed.
+        max_server_recoveries: How often in a row a run continues after its vLLM server has failed: it waits for the
+            server for up to `vllm_server_timeout` seconds, sends the weights again, and repeats what failed. With 0
+            the first failure ends training.
         vllm_engine_kwargs: Further arguments of the colocated `vllm.LLM` (`enforce_eager`, `block_size`, ...), as
             a dictionary.
 
@@ -96,6 +98,7 @@ class QuantizedRolloutsConfig:
     weight_sync: str = "auto"
     rollout_checkpoint_dir: str | None = None
     vllm_request_timeout: float = 1800.0
+    max_server_recoveries: int = 3
     vllm_engine_kwargs: dict[str, Any] | str | None = field(default_factory=dict)
 
     # Checks and measurements
@@ -169,6 +172,7 @@ class QuantizedRolloutsConfig:
         check_numbers(self, ["vllm_request_timeout"], lambda x: x > 0, "a positive number of seconds")
         intervals = ["weight_metrics_interval", "sync_check_interval"]
         check_numbers(self, intervals, lambda n: n >= 0, "a number of syncs, or 0 for none")
+        check_numbers(self, ["max_server_recoveries"], lambda n: n >= 0, "a number of recoveries, or 0 for none")
         engine_kwargs = self.engine_kwargs
         if engine_kwargs and self.vllm_mode == "server":
             raise ValueError(

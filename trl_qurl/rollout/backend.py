@@ -29,6 +29,8 @@ from trl_qurl.rollout.engine.colocated import ColocatedEngine, check_head_size, 
 from trl_qurl.rollout.engine.interface import Engine
 from trl_qurl.rollout.engine.kernels import kernel_environment
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION, ServedEngine
+from trl_qurl.rollout.errors import ServerError
+from trl_qurl.rollout.recovery import Recovery, agreed
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.sync import RolloutCost, WeightSync
@@ -57,6 +59,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def pop_cost(self) -> RolloutCost:
         """Cost of rollouts since the last call."""
         cost, self._cost = self._cost, RolloutCost()
+        cost.recoveries = self._recovery.pop_count()
         return cost
 
     def pop_weight_metrics(self) -> dict[str, float]:
@@ -78,6 +81,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         )
         transport = self._connect() if self.rollout.is_served else self._start_colocated()
         self.engine = transport.engine
+        self._recovery = Recovery(self.rollout.max_recoveries if self.rollout.is_served else 0, self._reconnect)
         self.sync = WeightSync(
             self.model, self._layers, transport, self.rollout, self._dist, self._global_step, not self._sleeps
         )
@@ -94,7 +98,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         decided: list[Any] = [None, None]
         if self.accelerator.is_main_process:
             engine = self.vllm_client
-            route, reason = choose_route(rollout.weight_sync, device, engine.has_weight_transfer)
+            in_parts = self._dist.is_fsdp or self._dist.is_zero3
+            route, reason = choose_route(rollout.weight_sync, device, engine.has_weight_transfer, in_parts)
             logger.info("Weights travel to %s by %s: %s.", engine.base_url, route, reason)
             if route == "stream":
                 engine.open_stream(device)
@@ -103,9 +108,9 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         route, dtype = decided
         sent_dtype = getattr(torch, dtype) if dtype else None  # casting for the engine saves bytes on the way
         if route == "stream":
-            return Stream(engine, sent_dtype)
+            return Stream(engine, True, sent_dtype)
         # Two checkpoints at most: the one being written and the one that the engine may still be reading.
-        return CheckpointFiles(engine, self._open_folder(checkpoints=2), sent_dtype)
+        return CheckpointFiles(engine, True, self._open_folder(checkpoints=2), sent_dtype)
 
     def _start_colocated(self) -> Transport:
         """Start an engine in this process, on a checkpoint that says how its layers are quantized."""
@@ -130,7 +135,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._folder = folder  # for as long as the engine lives, whose worker reads the headers of its start
         release_when_deleted(self.llm)
         engine = ColocatedEngine(self.llm, self._sleeps)
-        return CheckpointFiles(engine, folder) if folder is not None and by_files else Stream(engine)
+        return CheckpointFiles(engine, False, folder) if folder is not None and by_files else Stream(engine, False)
 
     @property
     def _sleeps(self) -> bool:
@@ -155,7 +160,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
         started = time.perf_counter()
-        self._metrics = self.sync.push(self.policy_parameters, self._cost)
+        self._metrics = self._recovery.run(functools.partial(self.sync.push, self.policy_parameters, self._cost))
         self._seconds_in_syncs += time.perf_counter() - started
 
     def policy_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -174,16 +179,33 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
         """The parent's generation, from the weights of this run's last sync, with its seconds and tokens counted."""
+        return self._recovery.run(functools.partial(self._generate, args, kwargs))
+
+    def _generate(self, args: tuple, kwargs: dict[str, Any], is_repeated: bool) -> tuple:
+        if is_repeated:
+            self.sync.push(self.policy_parameters, self._cost, is_repeated=True)
         self.sync.require_version()
         synced_before = self._seconds_in_syncs
         started = time.perf_counter()
-        output = super().generate(*args, **kwargs)
+        output = agreed(lambda: self._sample(*args, **kwargs), self.rollout.is_served)
         self.sync.require_version()  # a server that restarted meanwhile answers from other weights
         # With sleep mode the parent syncs in here.
         self._cost.generate_s += time.perf_counter() - started - (self._seconds_in_syncs - synced_before)
         self._cost.tokens += sum(len(completion) for completion in output[1])
         self.sampled_logps = output[2]
         return output
+
+    def _sample(self, *args: Any, **kwargs: Any) -> tuple:
+        try:
+            return super().generate(*args, **kwargs)
+        except ServerError:
+            # The other processes wait for the completions, inside the parent's method.
+            broadcast_object_list([([], [], None, None)], from_process=0)
+            raise
+
+    def _reconnect(self) -> None:
+        if self.accelerator.is_main_process:
+            self.vllm_client.reconnect(self.server_timeout)
 
 
 def _build_engine(engine: type, start: Path | None, engine_kwargs: dict[str, Any], **trl_kwargs: Any) -> Any:

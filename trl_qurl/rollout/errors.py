@@ -1,4 +1,4 @@
-"""What can go wrong between the trainer and its engine. Training never goes on after one of these."""
+"""What can go wrong between the trainer and its engine. Training never goes on with an engine in doubt."""
 
 
 class RolloutError(RuntimeError):
@@ -10,4 +10,8 @@ class SyncError(RolloutError):
 
 
 class ServerError(RolloutError):
-    """The vLLM server does not answer, or answers that it failed."""
+    """The vLLM server does not answer, answers that it failed, or was restarted. `Recovery` repeats what failed."""
+
+
+class ServerLostError(ServerError):
+    """The vLLM server did not come back, or waiting for it is no use."""

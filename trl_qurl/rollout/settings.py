@@ -20,3 +20,4 @@ class RolloutSettings:
     sync_check_interval: int = 16  # syncs between checks by digest and probe; 0 for none
     sync_probe: bool = True  # whether those checks include the probe
     request_timeout: float = 1800.0  # seconds that a request to a server may take
+    max_recoveries: int = 3  # from faults of a server, in a row

@@ -26,13 +26,14 @@ from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.distributed import DistributedBackend
 
 from trl_qurl.quantization.schemes import QuantizationScheme
-from trl_qurl.quantization.stream import NamedTensors, quantize_weights, stored_tensors
+from trl_qurl.quantization.stream import NamedTensors, Observer, quantize_weights, stored_tensors
 from trl_qurl.quantization.uaq import recorded_scale
 from trl_qurl.rollout.checks.probe import STEPS, ProbeJudge, probe_prompts, run_probe
 from trl_qurl.rollout.checks.tensors import DigestRecorder, compare_digests
-from trl_qurl.rollout.engine.interface import TensorMetadata, WeightUpdate
-from trl_qurl.rollout.errors import SyncError
+from trl_qurl.rollout.engine.interface import FRESH, Continuation, TensorMetadata, WeightUpdate
+from trl_qurl.rollout.errors import ServerError, SyncError
 from trl_qurl.rollout.frozen import frozen_parameters
+from trl_qurl.rollout.recovery import agreed
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.transports import Parameters, Shipment, Transport
 from trl_qurl.rollout.weight_change import WeightChangeTracker
@@ -46,6 +47,7 @@ class RolloutCost:
     sync_s: float = 0.0  # whole syncs without the probe; contains `quantize_s`, and digests where there are any
     check_s: float = 0.0  # digests and probes
     sent_bytes: int = 0  # of tensors made for the engine
+    recoveries: int = 0  # from faults of a server
     generate_s: float = 0.0
     tokens: int = 0  # of completions
 
@@ -81,28 +83,35 @@ class WeightSync:
         self._tracker = WeightChangeTracker(settings.weight_metrics_interval, settings.scheme, measures=is_main)
         self._probe = ProbeJudge()
 
-    def push(self, parameters: Parameters, cost: RolloutCost) -> dict[str, float]:
+    def push(self, parameters: Parameters, cost: RolloutCost, is_repeated: bool = False) -> dict[str, float]:
         """Bring the engine to the policy's current weights. A collective operation.
 
         What it costs is added to `cost`. Returns metrics of the weights and the probe, where this sync was measured or
         probed. Raises `SyncError` if the engine does not hold what was sent, and `RuntimeError` if it could not load
-        it (`ServerError` from a server).
+        it (`ServerError` from a server). One that `is_repeated` for a server that failed sends and checks everything,
+        whatever the interval, and measures nothing anew.
         """
         started = time.perf_counter()
-        self._tracker.begin_sync()
+        if not is_repeated:
+            self._tracker.begin_sync()
         interval = self._settings.sync_check_interval
-        checked = interval > 0 and self._count % interval == 0
+        checked = is_repeated or (interval > 0 and self._count % interval == 0)
         left_out = self._unchanged(checked)
         self._count += 1
         self.version = f"{self._run}-step{self._global_step()}-sync{self._count}"
         update = WeightUpdate(self.version, digest=checked, partial=bool(left_out))
         compared = checked and self._transport.is_source
-        sent = DigestRecorder(self._tensors(parameters, left_out, cost), enabled=compared)
+        observer = None if is_repeated else self._tracker.observe
+        sent = DigestRecorder(self._tensors(parameters, left_out, cost, observer), enabled=compared)
         shipment = Shipment(sent, update, parameters, lambda: self._announce(parameters, left_out))
-        for digests in self._transport.deliver(shipment):
-            if compared:
+        received = self._transport.deliver(shipment)
+
+        def verify() -> None:
+            for digests in received if compared else ():
                 compare_digests(sent.digests, digests)
-        self.require_version()
+            self._require_version()
+
+        agreed(verify, self._settings.is_served)
         metrics = self._tracker.end_sync()
         cost.sync_s += time.perf_counter() - started
         cost.check_s += sent.seconds
@@ -113,13 +122,21 @@ class WeightSync:
         return metrics
 
     def require_version(self) -> None:
-        """Raise `SyncError` if the engine no longer holds the weights of the last sync."""
+        """Raise `SyncError` if the engine no longer holds the weights of the last sync. A collective operation.
+
+        It is a `ServerError` if the server was restarted.
+        """
+        agreed(self._require_version, self._settings.is_served)
+
+    def _require_version(self) -> None:
         engine = self._transport.engine
         held = self.version if engine is None else engine.version()
+        if held == FRESH:
+            raise ServerError(f"The server was restarted: it holds {held!r} weights, not {self.version!r}.")
         if held != self.version:
             raise SyncError(
-                f"The engine holds the weights {held!r}, not {self.version!r} which this run sent: it was restarted, "
-                "or another run uses it. Give every run a server of its own, and resume from the last checkpoint."
+                f"The engine holds the weights {held!r}, not {self.version!r} which this run sent: another run uses "
+                "it. Give every run a server of its own, and resume from the last checkpoint."
             )
 
     def _unchanged(self, checked: bool) -> frozenset[str]:
@@ -138,13 +155,13 @@ class WeightSync:
         return before & self._frozen
 
     def _tensors(
-        self, parameters: Parameters, left_out: frozenset[str], cost: RolloutCost
+        self, parameters: Parameters, left_out: frozenset[str], cost: RolloutCost, observer: Observer | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """What is sent, made from a pass over the parameters."""
         layers = {layer for layer in self._layers if f"{layer}.weight" not in left_out}
         kept = ((name, tensor) for name, tensor in parameters() if name not in left_out)
         scheme, dtype = self._settings.scheme, self._transport.sent_dtype
-        tensors = quantize_weights(kept, scheme, layers, self._tracker.observe, dtype)
+        tensors = quantize_weights(kept, scheme, layers, observer, dtype)
         if is_peft_model(self._model):
             # vLLM may hold a tensor until its layer is complete; by then the adapter is unmerged from the parameter.
             tensors = ((name, tensor.clone()) for name, tensor in tensors)
@@ -171,13 +188,7 @@ class WeightSync:
         """Compare the engine with the trainer's own quantized forward pass, where the trainer can make one."""
         if self._sharding.is_zero3 or self._sharding.fsdp_version == 1:
             return {}  # a layer's weight is not whole where the pass would quantize it
-        engine = self._transport.engine
-        probe: list[Any] = [None]  # prompts, and the engine's continuations
-        if engine is not None:
-            described = engine.describe()
-            vocabulary_size = self._base.config.get_text_config().vocab_size
-            prompts = probe_prompts(vocabulary_size, described.block_size, described.max_model_len)
-            probe = [(prompts, engine.continue_greedily(prompts, STEPS))]
+        probe = [agreed(self._ask_engine, self._settings.is_served)]
         if self._settings.is_served and self._sharding.fsdp_version == 2:
             broadcast_object_list(probe, from_process=0)  # each process holds a part of the weights
         if probe[0] is None:
@@ -186,6 +197,16 @@ class WeightSync:
         result = run_probe(self._model, prompts, continuations, self._layers, self._settings.scheme)
         self._probe.judge(result)
         return {"sync/probe_distance": result.distance, "sync/probe_ratio": result.ratio}
+
+    def _ask_engine(self) -> tuple[list[list[int]], list[Continuation]] | None:
+        """The prompts of a probe, and the engine's continuations."""
+        engine = self._transport.engine
+        if engine is None:
+            return None
+        described = engine.describe()
+        vocabulary_size = self._base.config.get_text_config().vocab_size
+        prompts = probe_prompts(vocabulary_size, described.block_size, described.max_model_len)
+        return prompts, engine.continue_greedily(prompts, STEPS)
 
 
 def announce(

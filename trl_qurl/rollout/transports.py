@@ -17,6 +17,7 @@ from trl_qurl.rollout.checks.tensors import DigestRecorder
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine.interface import Digests, Engine, TensorMetadata, WeightUpdate
 from trl_qurl.rollout.errors import SyncError
+from trl_qurl.rollout.recovery import agreed
 
 Parameters = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 """A pass over the policy's full-precision parameters under their checkpoint names. A collective operation."""
@@ -32,10 +33,11 @@ class Shipment(NamedTuple):
 
 
 class Transport(ABC):
-    """One way to an engine, which is `None` in a process that has none."""
+    """One way to an engine, which is `None` in the processes that leave a server to the main one."""
 
-    def __init__(self, engine: Engine | None, sent_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, engine: Engine | None, is_served: bool, sent_dtype: torch.dtype | None = None) -> None:
         self.engine = engine
+        self._is_served = is_served
         self.is_source = engine is not None  # whether this process's stream is what its engine receives
         self.sent_dtype = sent_dtype  # of tensors that are not quantized; `None` leaves them as they are
 
@@ -43,7 +45,8 @@ class Transport(ABC):
     def deliver(self, shipment: Shipment) -> list[Digests]:
         """Bring the weights to the engine, and return the digests of each of its workers.
 
-        A collective operation: processes without an engine take part in gathering the parameters.
+        A collective operation: processes without an engine take part in gathering the parameters, and fail with the
+        one that has it.
         """
 
 
@@ -52,52 +55,70 @@ class Stream(Transport):
 
     def deliver(self, shipment: Shipment) -> list[Digests]:  # noqa: D102
         metadata = shipment.announce()
-        if self.engine is None:
-            deque(shipment.tensors, maxlen=0)
-            return []
-        digests = self.engine.load_stream(shipment.tensors, metadata, shipment.update)
-        if not shipment.tensors.exhausted:
-            raise SyncError(
-                "The engine stopped reading before the last tensor, so its model is only partly updated. Resume from "
-                "the last checkpoint."
-            )
-        return digests
+        return agreed(lambda: self._send(shipment, metadata), self._is_served)
+
+    def _send(self, shipment: Shipment, metadata: TensorMetadata) -> list[Digests]:
+        try:
+            if self.engine is None:
+                return []
+            digests = self.engine.load_stream(shipment.tensors, metadata, shipment.update)
+            if not shipment.tensors.exhausted:
+                raise SyncError(
+                    "The engine stopped reading before the last tensor, so its model is only partly updated. Resume "
+                    "from the last checkpoint."
+                )
+            return digests
+        finally:
+            deque(shipment.tensors, maxlen=0)  # the other processes gather with this one, to the end
 
 
 class CheckpointFiles(Transport):
     """To an engine that sees a directory which this run writes to."""
 
-    def __init__(self, engine: Engine | None, folder: CheckpointFolder, sent_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine | None,
+        is_served: bool,
+        folder: CheckpointFolder,
+        sent_dtype: torch.dtype | None = None,
+    ) -> None:
         # llm-compressor writes each tensor in the policy's own dtype, so what it is checked by must not be cast.
-        super().__init__(engine, None if folder.uses_llmcompressor else sent_dtype)
+        super().__init__(engine, is_served, None if folder.uses_llmcompressor else sent_dtype)
         self.is_source = engine is not None and folder.is_writer
         self._folder = folder
         self._count = 0
 
     def deliver(self, shipment: Shipment) -> list[Digests]:  # noqa: D102
-        self._count += 1
-        name = f"sync-{self._count}"
+        name = f"sync-{self._count + 1}"
         if self._folder.uses_llmcompressor:
             deque(shipment.tensors, maxlen=0)  # for digests and measurements
             path = self._folder.write_with_llmcompressor(name, shipment.parameters())
         else:
             path = self._folder.write(name, shipment.tensors)
-        digests = [] if self.engine is None else self.engine.load_checkpoint(path, shipment.update)
-        self._folder.remove(f"sync-{self._count - 1}")
+        digests = agreed(
+            lambda: self.engine.load_checkpoint(path, shipment.update) if self.engine else [], self._is_served
+        )
+        # After a fault the next one has the same name: a server that only hung may still read what it was told to.
+        self._folder.remove(f"sync-{self._count}")
+        self._count += 1
         return digests
 
 
-def choose_route(requested: str, device: torch.device, has_weight_transfer: bool) -> tuple[str, str]:
+def choose_route(
+    requested: str, device: torch.device, has_weight_transfer: bool, is_sharded: bool = False
+) -> tuple[str, str]:
     """Decide how weights travel to a server: `"stream"` or `"checkpoint"`, and the reason.
 
-    `requested` is `weight_sync` of the config, `device` the trainer's; the server may have NCCL weight transfer. A
-    stream that is asked for but not possible is a `ValueError`.
+    `requested` is `weight_sync` of the config, `device` the trainer's; the server may have NCCL weight transfer, and
+    several processes may hold the policy in parts. A stream that is asked for but not possible is a `ValueError`.
     """
     obstacle = None
     if device.type != "cuda":
         obstacle = f"NCCL needs a CUDA device, and the trainer's is {device.type!r}"
     elif not has_weight_transfer:
         obstacle = "the server was started without --weight-transfer-config"
+    if requested == "auto" and is_sharded and not obstacle:
+        return "checkpoint", "a stream of a policy in parts has not been tried on GPUs yet (weight_sync='stream' does)"
     if requested == "auto":
         return "checkpoint" if obstacle else "stream", obstacle or "the trainer and the server both have NCCL"
     if requested == "stream" and obstacle:

@@ -118,6 +118,7 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
             "time/sync_s": cost.sync_s,
             "time/sync_check_s": cost.check_s,
             "sync/sent_mb": cost.sent_bytes / 1e6,
+            "sync/recoveries": float(cost.recoveries),
             "time/generate_s": cost.generate_s,
             "time/logps_s": self._scoring_seconds,
             "throughput/generated_tokens_per_s": tokens / cost.generate_s if cost.generate_s else 0.0,
@@ -190,4 +191,5 @@ def _rollout_settings(args: Any) -> RolloutSettings:
         sync_check_interval=args.sync_check_interval,
         sync_probe=args.sync_probe,
         request_timeout=args.vllm_request_timeout,
+        max_recoveries=args.max_server_recoveries,
     )

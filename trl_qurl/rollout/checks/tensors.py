@@ -9,7 +9,7 @@ the vocabulary). The probe (`probe`) shares no code with these checks and covers
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 
 import torch
@@ -63,19 +63,12 @@ def compare_digests(sent: Mapping[str, str], received: Mapping[str, str]) -> Non
         )
 
 
-def as_announced(
-    named_tensors: NamedTensors, metadata: TensorMetadata, refused: Callable[[], bool]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The stream, which the workers cut up by what was announced.
-
-    Raises `SyncError` at the first tensor that differs, or once the workers have stopped receiving (`refused`).
-    """
+def as_announced(named_tensors: NamedTensors, metadata: TensorMetadata) -> Iterator[tuple[str, torch.Tensor]]:
+    """The stream, which the workers cut up by what was announced. The first tensor that differs is a `SyncError`."""
     for index, (item, announced) in enumerate(zip_longest(named_tensors, metadata)):
         found = item and (item[0], str(item[1].dtype).removeprefix("torch."), list(item[1].shape))
         if found != announced:
             raise SyncError(f"Tensor {index} of the stream is {found}, where {announced} was announced.")
-        if refused():
-            raise SyncError("The server's workers answered before the last tensor was sent.")
         yield item
 
 

@@ -11,6 +11,12 @@ from typing import NamedTuple
 
 from trl_qurl.quantization.stream import NamedTensors
 
+FRESH = "default"
+"""vLLM's name for the weights of an engine that has got no others since its start."""
+
+REFUSED = "Nothing was loaded."
+"""How a worker ends its refusal of weights, which it would refuse again."""
+
 PROBE_TOP = 20
 """Likeliest tokens whose log-probabilities a probe compares: vLLM's default `max_logprobs`."""
 

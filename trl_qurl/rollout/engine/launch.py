@@ -1,7 +1,7 @@
 """Starting a vLLM server for training: the quantized checkpoint it begins with, and the command with every flag.
 
 The server is vLLM's own. This process prepares a checkpoint, prints the command, then execs it, so that signals, logs
-and exit codes are vLLM's and no parent process stays behind.
+and exit codes are vLLM's and no parent process stays behind; unless it is to start the server again when it dies.
 """
 
 import hashlib
@@ -33,6 +33,7 @@ from trl_qurl.rollout.engine.key import (
     new_key,
 )
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION
+from trl_qurl.rollout.engine.supervisor import supervise
 
 SEPARATE_SERVERS = re.compile(r"--data-parallel-((hybrid|(multi-port-)?external)-lb|rank|start-rank)|-dp[ehmnr]")
 
@@ -171,8 +172,11 @@ def server_environment(host: str, port: int, key: str | None, scheme: str | None
     return ours | kernel_environment(None if scheme is None else get_scheme(scheme))
 
 
-def exec_server(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Print the command, without the key, then exec it. Does not return."""
+def run_server(command: Sequence[str], environment: Mapping[str, str], restart: bool = False) -> int:
+    """Print the command, without the key, then exec it; or stay, to `restart` the server when it dies.
+
+    Returns the last server's exit status.
+    """
     print('Starting vLLM; the server is ready when it says "Application startup complete".')
     if "--gpu-memory-utilization" in command:
         share = command[command.index("--gpu-memory-utilization") + 1]
@@ -181,4 +185,7 @@ def exec_server(command: Sequence[str], environment: Mapping[str, str]) -> None:
         )
     print(f"Requests need a key, which your trainers find in {environment[KEY_FILE_VARIABLE]}.")
     print("VLLM_SERVER_DEV_MODE=1", shlex.join(command), flush=True)
-    os.execve(command[0], list(command), {**os.environ, **environment})
+    environment = {**os.environ, **environment}
+    if restart:
+        return supervise(command, environment)
+    os.execve(command[0], list(command), environment)

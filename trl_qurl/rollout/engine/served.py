@@ -8,7 +8,6 @@ import functools
 import logging
 import time
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,10 @@ from trl_qurl.quantization.kv_cache import check_kv_cache
 from trl_qurl.quantization.schemes import UNQUANTIZED, QuantizationScheme
 from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.checks.tensors import as_announced
+from trl_qurl.rollout.engine.broadcast import Broadcast, in_background
 from trl_qurl.rollout.engine.interface import (
     PROBE_TOP,
+    REFUSED,
     Continuation,
     Digests,
     Engine,
@@ -34,19 +35,20 @@ from trl_qurl.rollout.engine.interface import (
     WeightUpdate,
 )
 from trl_qurl.rollout.engine.key import API_KEY_VARIABLE, ServerKey
-from trl_qurl.rollout.errors import ServerError, SyncError
+from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
 
 logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "trl_qurl.rollout.engine.worker.RolloutWorker"  # a name, so that only the engine imports the class
 STREAM_VERSION = "0.28"  # oldest vLLM whose NCCL weight transfer understands what we announce
+BROADCAST_GRACE = 10.0  # seconds for a broadcast to end after its request has
 WAITING_NOTICE = 10.0  # seconds between lines about a server that is not up yet
 
 
 class ServedEngine(VLLMClient, Engine):
     """[`VLLMClient`] that loads quantized weights through trl-qurl's worker extension, and bounds requests in time.
 
-    A request that fails raises `ServerError`, and from then on, all do.
+    A request that fails raises `ServerError`, and from then on all do, until `reconnect`.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class ServedEngine(VLLMClient, Engine):
         self.scheme, self.ignore = scheme, ignore
         self.request_timeout = request_timeout
         self._failure: ServerError | None = None
+        self._stream_device: torch.device | None = None
+        self._broadcast: Broadcast | None = None  # the latest
         super().__init__(*args, **kwargs)
         # The parent also retries requests whose answer never came, five times: a server that hangs would be waited for
         # six times over, and one that restarted meanwhile would answer from other weights.
@@ -123,6 +127,29 @@ class ServedEngine(VLLMClient, Engine):
         """Open the NCCL group over which tensors travel. `ValueError` where one end's vLLM is too old for it."""
         check_stream_versions(self._get("/version")["version"], vllm.__version__)
         super().init_communicator(device)
+        self._stream_device = torch.device(device)
+
+    def reconnect(self, total_timeout: float) -> None:
+        """Wait for the server after a fault, in seconds, until it serves what it did and no old request runs.
+
+        Raises `ServerLostError` if it does not come back.
+        """
+        failure = self._failure
+        if self._broadcast is not None and not self._broadcast.wait(BROADCAST_GRACE):
+            raise ServerLostError(f"A broadcast to the server's workers did not end: resume the run. {failure}")
+        deadline = time.monotonic() + total_timeout
+        try:
+            self.check_server(total_timeout)
+            self._failure = None
+            self.init_communicator()
+            while not self._post("/reset_prefix_cache").get("success", True) and time.monotonic() < deadline:
+                time.sleep(1.0)
+            if self._stream_device is not None:
+                self.open_stream(self._stream_device)
+        except requests.RequestException as error:
+            raise ServerError(f"The vLLM server at {self.base_url} is gone again: {error}") from None
+        except (ConnectionError, ValueError) as error:
+            raise ServerLostError(f"{error} Before that: {failure}") from None
 
     @property
     def _command(self) -> str:
@@ -134,7 +161,7 @@ class ServedEngine(VLLMClient, Engine):
         try:
             digests = self._call_workers("load_rollout_weights", update=update._asdict(), weights_path=str(path))
         except ServerError as error:
-            raise ServerError(
+            raise (SyncError if REFUSED in str(error) else ServerError)(
                 f"The vLLM server could not load the weights written to {path}. Make sure that it sees that directory "
                 f"(rollout_checkpoint_dir) and serves the model that is being trained. {error}"
             ) from None
@@ -144,29 +171,13 @@ class ServedEngine(VLLMClient, Engine):
     def load_stream(  # noqa: D102
         self, named_tensors: NamedTensors, metadata: TensorMetadata, update: WeightUpdate
     ) -> list[Digests]:
-        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
-
         announced = dict(zip(("names", "dtype_names", "shapes"), map(list, zip(*metadata, strict=True)), strict=True))
-        # The workers wait inside NCCL while they serve the request, so it must run beside the broadcast.
-        executor = ThreadPoolExecutor(max_workers=1)
-        try:
-            request = executor.submit(
-                self._call_workers, "load_rollout_weights", update=update._asdict(), announced=announced
-            )
-            packed_nccl_broadcast_producer(
-                iterator=as_announced(named_tensors, metadata, request.done),
-                group=self.communicator,
-                src=0,
-                post_iter_func=lambda item: item[1],
-            )
-            digests = request.result()
-        except SyncError:
-            if request.done() and (cause := request.exception()) is not None:
-                raise cause from None
-            raise
-        finally:
-            # Not waited for: if the broadcast failed, the workers never answer.
-            executor.shutdown(wait=False)
+        # The workers wait inside NCCL while they serve the request. It is bounded in time, and the broadcast is not.
+        load = functools.partial(self._call_workers, "load_rollout_weights", update=update._asdict())
+        request = in_background(load, announced=announced)
+        self._broadcast = Broadcast(self.communicator)
+        self._broadcast.send(as_announced(named_tensors, metadata), request)
+        digests = request.result()
         self._adopt(update)
         return digests
 
@@ -224,7 +235,7 @@ class ServedEngine(VLLMClient, Engine):
         except requests.RequestException as error:
             raise ServerError(f"{server} is gone ({path}: {error}): {advice}") from None
         if response.status_code == 401:
-            raise ServerError(
+            raise ServerLostError(
                 f"{server} wants its API key: set {API_KEY_VARIABLE} for the trainer, or start both as the same user "
                 f"(the trainer looks for {ServerKey(self.base_url).file})."
             )

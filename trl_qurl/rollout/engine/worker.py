@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from trl_qurl.quantization.storage import read_tensors, tensor_shapes
 from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.checks.tensors import ReceivedTensors
-from trl_qurl.rollout.engine.interface import Digests, WeightUpdate
+from trl_qurl.rollout.engine.interface import REFUSED, Digests, WeightUpdate
 
 if current_platform.is_cpu():
     from trl_qurl.rollout.engine import cpu
@@ -107,7 +107,7 @@ class RolloutWorker:
             name = differing[0]
             raise RuntimeError(
                 f"These are weights of another model than the one served: {len(differing)} tensors differ, first "
-                f"{name} (shape {sent.get(name)} instead of {served.get(name)}). Nothing was loaded."
+                f"{name} (shape {sent.get(name)} instead of {served.get(name)}). {REFUSED}"
             )
 
     def describe_rollouts(self) -> dict[str, object]:
@@ -120,8 +120,8 @@ class RolloutWorker:
             parameter.dtype
             for layer in self.get_model().modules()
             if getattr(layer, "scheme", None) is None  # vLLM's quantized layers have one
-            for parameter in layer.parameters(recurse=False)
-            if parameter.is_floating_point()
+            for name, parameter in layer.named_parameters(recurse=False)
+            if name == "weight" and parameter.is_floating_point()  # scales of a cache are float32
         }
         return {
             "format": form,

@@ -1,0 +1,93 @@
+"""A stream of tensors on its way to a server's workers over NCCL, by vLLM's packed broadcast.
+
+The broadcast runs on a thread and on streams of its own, because one to a dead worker never ends. The caller's thread
+makes the tensors: gathering a parameter is a collective operation, which every process must start in one order and on
+one stream. So a tensor is handed over when the stream it was made on has finished, and its memory is not used again
+before the broadcast's stream has read it.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from trl_qurl.quantization.stream import NamedTensors
+from trl_qurl.rollout.errors import SyncError
+
+Item = tuple[str, torch.Tensor]
+
+
+def in_background(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
+    """Call a function on a thread that does not keep the process alive."""
+    future: Future = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+class Broadcast:
+    """One broadcast in progress. `send` hands it all tensors; `is_over` tells whether its thread has ended."""
+
+    def __init__(self, communicator: Any) -> None:
+        self._ready: queue.Queue[Item | BaseException | None] = queue.Queue(maxsize=1)
+        device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+        self._outcome = in_background(self._run, communicator, device)
+
+    def _run(self, communicator: Any, device: int | None) -> None:
+        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
+
+        if device is not None:
+            torch.accelerator.set_device_index(device)  # each thread has its own
+        packed_nccl_broadcast_producer(self._received(), communicator, src=0, post_iter_func=_keep_for_this_stream)
+
+    def _received(self) -> Iterator[Item]:
+        while (item := self._ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    def send(self, named_tensors: NamedTensors, request: Future) -> None:
+        """Hand over all tensors. Raises what ended the workers' `request` to receive them, if it ends before."""
+        try:
+            for name, tensor in named_tensors:
+                if torch.accelerator.is_available():
+                    torch.accelerator.current_stream().synchronize()
+                self._put((name, tensor), request)
+            self._put(None, request)
+        except BaseException as error:
+            with suppress(queue.Full):  # full where the thread waits inside NCCL, from where nothing brings it back
+                self._ready.put(error, timeout=1.0)
+            raise
+
+    def _put(self, item: Item | None, request: Future) -> None:
+        while True:
+            if self._outcome.done():
+                self._outcome.result()
+            if request.done():
+                raise request.exception() or SyncError(
+                    "The server's workers answered before the last tensor was sent."
+                )
+            with suppress(queue.Full):
+                return self._ready.put(item, timeout=0.1)
+
+    def wait(self, seconds: float) -> bool:
+        """Whether its thread ends within this time."""
+        with suppress(BaseException):
+            self._outcome.exception(seconds)
+        return self._outcome.done()
+
+
+def _keep_for_this_stream(item: Item) -> torch.Tensor:
+    if torch.accelerator.is_available():
+        item[1].record_stream(torch.accelerator.current_stream())
+    return item[1]
