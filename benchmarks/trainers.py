@@ -12,7 +12,7 @@ from quantizer import Shape
 from transformers import PrinterCallback
 from weight_sync import characters
 
-from trl_qurl.lab.recipes.device import cpu_settings
+from trl_qurl.lab.device import cpu_settings
 
 TRL = "plain TRL"
 LLMCOMPRESSOR = "llm-compressor"

@@ -6,16 +6,21 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 from conftest import child_environment
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import ENGINE, tiny_model
 
+from trl_qurl.lab.bench import run
 from trl_qurl.lab.bench.costs import EngineCosts, Range, Timing, TrainingCosts, at_size, per_token
+from trl_qurl.lab.bench.memory import Device, count_parameters, why_too_large
 from trl_qurl.lab.bench.prediction import WORTHWHILE, break_even, compare, predict_step
-from trl_qurl.lab.bench.run import bench, run_job, save_config
-from trl_qurl.lab.bench.table import advice, shown, size
+from trl_qurl.lab.bench.run import bench, run_job, save_config, serves
+from trl_qurl.lab.bench.table import advice, build_table, sentences, shown, size
+from trl_qurl.lab.bench.worker import measure
 from trl_qurl.lab.bench.workload import Job, Workload
+from trl_qurl.lab.device import cpu_settings
 from trl_qurl.quantization import SCHEMES
 
 WORKLOAD = Workload(prompt_len=100, completion_len=200, batch=32, generations=8, train_batch=4, updates=2)
@@ -217,12 +222,178 @@ def test_a_process_that_fails_says_what_it_said(warm_python, monkeypatch, tmp_pa
     assert "nowhere" in capfd.readouterr().err
 
 
+# What fits, and what is kept -----------------------------------------------------------------------------------------
+
+H100 = Device("the GPU (NVIDIA H100 80GB HBM3)", 80 * 10**9, is_gpu=True)
+
+
+@pytest.fixture(scope="module")
+def qwen_7b(tmp_path_factory):
+    """The config of Qwen2.5-7B: 7.62 billion parameters."""
+    from transformers import Qwen2Config
+
+    directory = tmp_path_factory.mktemp("7b")
+    sizes = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "vocab_size": 152064}
+    heads = {"num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False}
+    Qwen2Config(**sizes, **heads).save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture
+def h100(monkeypatch):
+    """A bench that believes to be on an H100, and asks `answer(job)` instead of measuring; the jobs."""
+    asked = []
+    monkeypatch.setattr(run, "find_device", lambda: H100)
+
+    def ask(answer):
+        monkeypatch.setattr(run, "run_job", lambda job, directory: asked.append(job) or answer(job))
+        return asked
+
+    return ask
+
+
+def rates(job):
+    """An engine whose rollouts take 21 s in 16 bits and 11 s in other formats, and training of 9 s."""
+    if job.part == "training":
+        return TrainingCosts([timing(768, 0.2)], [timing(768, 1.0)], timing(1, 1.0))
+    return engine(rate=20 / 511 if job.scheme is None else 10 / 511, sync=0.5, lengths=(1, 8, 512))
+
+
+def test_a_policy_that_cannot_fit_is_not_measured_and_the_decode_rates_still_answer(h100, qwen_7b, tmp_path):
+    jobs = h100(rates)
+    said = []
+    result = bench(qwen_7b, Workload(), ["fp8"], report=said.append, output=tmp_path / "bench.json")
+    assert [(job.part, job.scheme, job.holds_policy) for job in jobs] == [
+        ("engine", None, False),
+        ("engine", "fp8", False),
+    ]
+    # 7.62e9 * 16 bytes = 122 GB; the engine leaves 80 * (1 - 0.3 - 0.1) = 48 GB, enough for a quarter (30 GB).
+    assert said[0].startswith("A step of 7.62 billion parameters needs 122 GB for weights, gradients and AdamW")
+    assert "the 80 GB of the GPU (NVIDIA H100 80GB HBM3). The engine is measured alone" in said[0]
+    assert said[0].endswith("For a whole step give --gpus 4 or --lora-rank 16.")
+    [fp8] = result.comparisons.values()
+    # 21.5 s of rollout and sync become 11.5 s, and (21.5 + t) / (11.5 + t) = 1.05 where t = (21.5 - 12.075) / 0.05.
+    assert fp8.advice == "depends" and fp8.training_limit == pytest.approx(188.5)
+    assert "Yes, if scoring and updates of a rollout take less than 188 s" in " ".join(sentences(result))
+    assert json.loads((tmp_path / "bench.json").read_text())["comparisons"]["fp8"]["advice"] == "depends"
+
+
+@pytest.mark.parametrize("given", [{"gpus": 4}, {"lora_rank": 16}])
+def test_a_share_or_an_adapter_that_fits_is_measured_whole(h100, qwen_7b, given):
+    jobs = h100(rates)
+    result = bench(qwen_7b, Workload(**given), ["fp8"])
+    assert [job.part for job in jobs] == ["engine", "engine", "training"]
+    assert {job.holds_policy for job in jobs} == {"gpus" not in given}, "one GPU never holds what several share"
+    assert result.too_large is None and result.comparisons["fp8"].training_limit is None
+    assert result.comparisons["fp8"].step.update.middle > 0
+    assert ("one GPU's share of 4" in " ".join(sentences(result))) == ("gpus" in given)
+
+
+def test_no_number_of_gpus_is_promised_that_does_not_hold_a_pass():
+    with torch.device("meta"):
+        giant = torch.nn.Sequential(torch.nn.Linear(2**18, 2**18))  # 69 billion weights
+    reason = why_too_large(giant, Workload(gpus=8), H100)
+    assert "needs 137 GB on each of 8 GPUs" in reason and reason.endswith("A smaller model would fit.")
+
+
+@pytest.mark.parametrize("broken", ["fp8", "training"])
+def test_what_was_measured_is_kept_when_another_part_fails(h100, qwen_7b, tmp_path, broken):
+    def answer(job):
+        kept = tmp_path / "bench.json"
+        if broken in (job.scheme, job.part):
+            assert "none" in json.loads(kept.read_text())["measurements"], "written before the next part begins"
+            raise ChildProcessError("out of memory")
+        return rates(job)
+
+    h100(answer)
+    result = bench(qwen_7b, Workload(gpus=8), ["fp8", "int8"], output=tmp_path / "bench.json")
+    record = json.loads((tmp_path / "bench.json").read_text())
+    assert record["failures"] == {broken: "out of memory"}
+    assert set(record["measurements"]) == {"none", "fp8", "int8"} - {broken}
+    assert (record["training"] is None) == (broken == "training")
+    assert any("not measured. out of memory" in line for line in sentences(result))
+    build_table(result)
+
+
+def test_16_bits_that_fail_leave_the_other_formats_rates(h100, qwen_7b):
+    def answer(job):
+        if job.scheme is None:
+            raise ChildProcessError("out of memory")
+        return rates(job)
+
+    h100(answer)
+    result = bench(qwen_7b, Workload(gpus=8), ["fp8"])
+    assert result.baseline is None and not result.comparisons and set(result.measurements) == {"fp8"}
+    build_table(result)
+
+
+def test_a_bench_without_any_measurement_is_an_error(h100, qwen_7b):
+    def fail(job):
+        raise ChildProcessError("no engine")
+
+    h100(fail)
+    with pytest.raises(ChildProcessError, match="no engine"):
+        bench(qwen_7b, Workload(), ["fp8"])
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [{}, {"lora_rank": 4}, {"gpus": 2}], ids=["whole", "adapter", "shared"])
+def test_training_is_measured_as_the_trainer_computes(tmp_path, monkeypatch, given):
+    tiny_model().config.save_pretrained(tmp_path)
+    stepped, seen = [], set()
+    real = torch.optim.AdamW
+
+    def recorded(parameters, **settings):
+        stepped.extend(parameters)
+        return real(stepped, **settings)
+
+    monkeypatch.setattr(torch.optim, "AdamW", recorded)
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, inputs, output: seen.add(output.dtype) if isinstance(module, torch.nn.Linear) else None
+    )
+    try:
+        costs = measure(Job(str(tmp_path), None, Workload(8, 8, 8, 8, 8, 1, **given), 0.0, part="training"))
+    finally:
+        handle.remove()
+    assert costs.score and costs.update and costs.optimizer.size == 1
+    assert (torch.bfloat16 in seen) == (bool(cpu_settings().get("bf16")) or "gpus" in given)
+    sizes = count_parameters(tiny_model(), given.get("lora_rank", 0))
+    held = sum(parameter.numel() for parameter in stepped)
+    assert all(parameter.dtype == torch.float32 for parameter in stepped)
+    assert held == {0: sizes.model // given.get("gpus", 1)}.get(given.get("lora_rank", 0), sizes.adapter)
+
+
+# Servers -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("server")
+def test_a_running_server_is_measured_in_the_format_that_it_serves(int8_server, tmp_path):
+    tiny_model().config.save_pretrained(tmp_path)
+    assert serves(int8_server.url) == "int8"
+    job = Job(str(tmp_path), "int8", Workload(8, 4, 8, 8, 8, 1), 0.1, server=int8_server.url)
+    costs = measure(job)
+    assert [timing.size for timing in costs.generation] == [1, 4] and costs.sync is None
+    assert costs.generate(4).middle > 0
+
+
 # The command ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("bench")
-def test_the_command(warm_python, tmp_path):
+@pytest.mark.parametrize(
+    "further",
+    [
+        [],
+        pytest.param(["--lora-rank", "4"], marks=pytest.mark.slow),
+        pytest.param(["--gpus", "2", "--no-gradient-checkpointing"], marks=pytest.mark.slow),
+    ],
+    ids=["whole", "adapter", "shared"],
+)
+def test_the_command(warm_python, tmp_path, further):
     tiny_model().config.save_pretrained(tmp_path / "model")
     command = [warm_python, "-m", "trl_qurl", "bench", tmp_path / "model", "--quick", "-o", tmp_path / "bench.json"]
     command += [
@@ -237,7 +408,7 @@ def test_the_command(warm_python, tmp_path):
         "--train-batch",
         "4",
     ]
-    command += ["--engine-kwargs", json.dumps(ENGINE)]
+    command += ["--engine-kwargs", json.dumps(ENGINE), *further]
     done = subprocess.run(
         list(map(str, command)),
         env=child_environment(COLUMNS="80"),
@@ -251,9 +422,9 @@ def test_the_command(warm_python, tmp_path):
     record = json.loads((tmp_path / "bench.json").read_text())
     assert set(record["measurements"]) == {"none", "int8"}
     for measurement in record["measurements"].values():
-        lengths = [timing["size"] for timing in measurement["engine"]["generation"]]
+        lengths = [timing["size"] for timing in measurement["generation"]]
         assert lengths == [1, 8, 40], "a tiny model's completions are short enough to be measured whole"
-    bf16, int8 = (record["measurements"][name]["engine"]["weight_bytes"] for name in ("none", "int8"))
+    bf16, int8 = (record["measurements"][name]["weight_bytes"] for name in ("none", "int8"))
     held = sum(p.numel() for n, p in tiny_model().named_parameters() if "proj" in n and "bias" not in n)
     channels = sum(p.shape[0] for n, p in tiny_model().named_parameters() if "proj" in n and "bias" not in n)
     assert bf16 - int8 == held - 4 * channels  # one byte less per weight, a float32 scale per channel

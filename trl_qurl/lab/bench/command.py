@@ -21,6 +21,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--train-batch", type=int, default=8, help="completions in a pass (default: %(default)s)")
     parser.add_argument("--updates", type=int, default=4, help="optimizer steps per rollout (default: %(default)s)")
     parser.add_argument("--no-gradient-checkpointing", action="store_true", help="train without it")
+    parser.add_argument("--lora-rank", type=int, default=0, help="train an adapter on all linear layers")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs that share the policy (FSDP); the sizes are one's")
+    parser.add_argument(
+        "--server",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="measure the rollouts of a running `trl-qurl serve` instead; repeat it for another format's",
+    )
     from trl_qurl.quantization.schemes import SCHEMES
 
     parser.add_argument(
@@ -33,14 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine-kwargs", type=json_dictionary, default={}, metavar="JSON", help="further arguments of vllm.LLM"
     )
-    parser.add_argument("-o", "--output", type=Path, help="write all figures to this JSON file")
+    output = Path("bench.json")
+    parser.add_argument("-o", "--output", type=Path, default=output, help="for all figures (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table and the advice; the exit status is 0 whatever the advice is."""
     from rich.console import Console
 
-    from trl_qurl.lab.bench.run import bench, write_bench
+    from trl_qurl.lab.bench.run import bench
     from trl_qurl.lab.bench.table import build_table, sentences
     from trl_qurl.lab.bench.workload import Workload
 
@@ -52,15 +62,16 @@ def run(args: argparse.Namespace) -> int:
         args.train_batch,
         args.updates,
         not args.no_gradient_checkpointing,
+        args.lora_rank,
+        args.gpus,
     )
     check_model(args.model)
     schemes = args.schemes.split(",") if args.schemes else None
     console = Console()
-    result = bench(args.model, workload, schemes, args.quick, args.ignore, args.engine_kwargs, console.print)
+    given = (args.quick, args.ignore, args.engine_kwargs)
+    result = bench(args.model, workload, schemes, *given, console.print, args.server, args.output)
     console.print(build_table(result))
     for line in sentences(result):
         console.print(line)
-    if args.output:
-        write_bench(result, args.output)
-        print(f"Figures: {args.output}")
+    print(f"Figures: {args.output}")
     return 0

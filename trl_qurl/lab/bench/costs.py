@@ -23,6 +23,9 @@ class Range(NamedTuple):
         return Range(self.low * factor, self.middle * factor, self.high * factor)
 
 
+NOTHING = Range(0.0, 0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class Timing:
     """Seconds of something whose cost grows with a size.
@@ -48,15 +51,21 @@ class EngineCosts:
     Attributes:
         generation: A whole batch of completions at a few lengths, shortest first; the first has one token, which is
             the cost of the prompts.
-        sync: Quantizing all weights and loading them into the engine.
+        sync: Quantizing all weights and loading them into the engine; `None` for a server, whose weights a
+            measurement must not replace.
         weight_bytes: Size of the engine's weights.
         start_s: Seconds until the engine was ready.
     """
 
     generation: list[Timing]
-    sync: Timing
-    weight_bytes: int
-    start_s: float
+    sync: Timing | None
+    weight_bytes: int = 0
+    start_s: float = 0.0
+
+    @property
+    def sync_range(self) -> Range:
+        """Seconds of a sync; nothing if it was not measured."""
+        return self.sync.range if self.sync else NOTHING
 
     def generate(self, tokens: int) -> Range:
         r"""Seconds of generating a batch of completions.
@@ -103,19 +112,6 @@ class TrainingCosts:
     score: list[Timing]
     update: list[Timing]
     optimizer: Timing
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """All that a process measured.
-
-    Attributes:
-        engine: Costs of its format.
-        training: Costs of the rest of a step, if they were asked for.
-    """
-
-    engine: EngineCosts
-    training: TrainingCosts | None = None
 
 
 def per_token(shorter: Timing, longer: Timing) -> Range:

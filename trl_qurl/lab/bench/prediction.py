@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from trl_qurl.lab.bench.costs import EngineCosts, Range, TrainingCosts, at_size
+from trl_qurl.lab.bench.costs import NOTHING, EngineCosts, Range, TrainingCosts, at_size
 from trl_qurl.lab.bench.workload import Workload
 
 WORTHWHILE = 1.05
@@ -49,6 +49,8 @@ class Comparison:
         rollout_speedup: Of generation alone.
         bytes_saved: Of the engine's weights.
         break_even: Shortest completion length at which a step is faster; 1 if it always is, `None` if never.
+        training_limit: Where scoring and updates were not measured, the seconds that they may take for a step to gain
+            what is worth it; `speedup` is that of rollout and sync then, which no step exceeds.
     """
 
     step: Step
@@ -56,28 +58,36 @@ class Comparison:
     rollout_speedup: float
     bytes_saved: int
     break_even: int | None
+    training_limit: float | None = None
 
     @property
     def advice(self) -> str:
-        """`"yes"`, `"no"`, or `"unclear"` where the measurements allow both."""
+        """`"yes"`, `"no"`, `"unclear"` where the measurements allow both, or `"depends"` on `training_limit`."""
+        if self.training_limit is not None:
+            return "depends" if self.training_limit > 0 else "no"
         if self.speedup.low >= WORTHWHILE:
             return "yes"
         return "no" if self.speedup.high < WORTHWHILE else "unclear"
 
 
-def predict_step(engine: EngineCosts, training: TrainingCosts, workload: Workload) -> Step:
+def predict_step(engine: EngineCosts, training: TrainingCosts | None, workload: Workload) -> Step:
     """A step of `workload`: sync, one rollout, a scoring pass over it if there are several updates, and those."""
+    sync, generate = engine.sync_range, engine.generate(workload.completion_len)
+    if training is None:
+        return Step(sync, generate, NOTHING, NOTHING)
     tokens = workload.train_batch * (workload.prompt_len + workload.completion_len)
     passes = at_size(training.update, tokens).times(workload.passes)
     return Step(
-        sync=engine.sync.range,
-        generate=engine.generate(workload.completion_len),
+        sync=sync,
+        generate=generate,
         score=at_size(training.score, tokens).times(workload.passes if workload.updates > 1 else 0),
         update=passes + training.optimizer.range.times(workload.updates),
     )
 
 
-def compare(baseline: EngineCosts, engine: EngineCosts, training: TrainingCosts, workload: Workload) -> Comparison:
+def compare(
+    baseline: EngineCosts, engine: EngineCosts, training: TrainingCosts | None, workload: Workload
+) -> Comparison:
     """Compare a format with 16-bit rollouts.
 
     Scoring and updating take the same seconds in both steps, so their spread does not widen the range of the speed-up:
@@ -93,6 +103,8 @@ def compare(baseline: EngineCosts, engine: EngineCosts, training: TrainingCosts,
         rollout_speedup=before.generate.middle / after.generate.middle,
         bytes_saved=baseline.weight_bytes - engine.weight_bytes,
         break_even=break_even(baseline, engine, workload.completion_len),
+        # (slow + limit) / (fast + limit) = WORTHWHILE
+        training_limit=(slow.middle - WORTHWHILE * fast.middle) / (WORTHWHILE - 1) if training is None else None,
     )
 
 
@@ -104,7 +116,7 @@ def break_even(baseline: EngineCosts, engine: EngineCosts, longest: int) -> int 
 
     def saves(tokens: int) -> bool:
         rollout = baseline.generate(tokens).middle - engine.generate(tokens).middle
-        return rollout > engine.sync.range.middle - baseline.sync.range.middle
+        return rollout > engine.sync_range.middle - baseline.sync_range.middle
 
     lengths = range(1, 16 * longest + 1)
     if not saves(lengths[-1]):

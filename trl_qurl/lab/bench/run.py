@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from trl_qurl.lab.bench.costs import Measurement
+from trl_qurl.lab.bench.costs import EngineCosts, TrainingCosts
+from trl_qurl.lab.bench.memory import ENGINE_SHARE, find_device, why_too_large
 from trl_qurl.lab.bench.prediction import Comparison, Step, compare, predict_step
 from trl_qurl.lab.bench.workload import Job, Workload
 from trl_qurl.lab.processes import ENGINE_ENVIRONMENT, last_lines, run_child
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from trl_qurl.quantization import QuantizationScheme
 
 BASELINE = "none"
+TRAINING = "training"
 BUDGETS = {True: 6.0, False: 60.0}
 """Seconds that each kind of measurement may take; quick, or not."""
 
@@ -33,20 +39,39 @@ class Bench:
     Attributes:
         model: As it was named.
         workload: The step that is predicted.
-        baseline: That step with 16-bit rollouts.
         measurements: By format, `"none"` for 16 bits.
+        training: Costs of the rest of a step; `None` where they were not measured.
+        baseline: The step with 16-bit rollouts, if those were measured.
         comparisons: By quantized format.
-        failures: By format, why there is no measurement.
+        too_large: Why the rest of a step was not measured, if the policy does not fit.
+        failures: By part (a format, or `"training"`), why there is no measurement.
         seconds: How long it all took.
     """
 
     model: str
     workload: Workload
-    baseline: Step
-    measurements: dict[str, Measurement]
-    comparisons: dict[str, Comparison]
+    measurements: dict[str, EngineCosts] = field(default_factory=dict)
+    training: TrainingCosts | None = None
+    baseline: Step | None = None
+    comparisons: dict[str, Comparison] = field(default_factory=dict)
+    too_large: str | None = None
     failures: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+
+    def concluded(self) -> Bench:
+        """The same with what follows from it."""
+        before = self.measurements.get(BASELINE)
+        if before is None:
+            return self
+        return replace(
+            self,
+            baseline=predict_step(before, self.training, self.workload),
+            comparisons={
+                scheme: compare(before, costs, self.training, self.workload)
+                for scheme, costs in self.measurements.items()
+                if scheme != BASELINE
+            },
+        )
 
 
 def bench(
@@ -55,8 +80,10 @@ def bench(
     schemes: Sequence[str] | None = None,
     quick: bool = False,
     ignore: Sequence[str] = ("lm_head",),
-    engine_kwargs: dict[str, Any] | None = None,
+    engine_kwargs: Mapping[str, Any] = MappingProxyType({}),
     report: Callable[[str], None] = lambda line: None,
+    servers: Sequence[str] = (),
+    output: Path | None = None,
 ) -> Bench:
     """Measure what steps with 16-bit and with quantized rollouts cost on this machine.
 
@@ -68,68 +95,79 @@ def bench(
         ignore: Modules kept in full precision.
         engine_kwargs: Further arguments of `vllm.LLM`.
         report: Called with a line about what is being measured.
+        servers: URLs of running servers, which are measured instead of engines in the formats that they serve.
+        output: JSON file, written again after each measurement.
 
     Returns:
         What was measured and what follows from it.
 
     Raises:
         ValueError: If arguments do not fit, or the model cannot be quantized.
-        ImportError: If vLLM is missing.
-        ChildProcessError: If 16-bit rollouts could not be measured; what the process printed says why.
+        ImportError: If vLLM or PEFT is missing.
+        ChildProcessError: If nothing could be measured; what the process printed says why.
     """
     started = time.monotonic()
     import torch
 
-    from trl_qurl.quantization.schemes import available_schemes, get_scheme
+    from trl_qurl.quantization.schemes import SCHEMES, available_schemes, get_scheme
     from trl_qurl.rollout.engine.launch import require_vllm
 
-    chosen = available_schemes() if schemes is None else [get_scheme(name) for name in schemes]
-    schemes = [scheme.name for scheme in chosen]
-
     require_vllm()
-    eager = {} if torch.cuda.is_available() else {"enforce_eager": True}  # on a CPU, vLLM would compile for minutes
-    measurements: dict[str, Measurement] = {}
-    failures: dict[str, str] = {}
+    if workload.lora_rank and importlib.util.find_spec("peft") is None:
+        raise ImportError("Adapters need PEFT, which is not installed: run `pip install trl-qurl[peft]`.")
+    serving = {serves(url): url for url in servers}
+    if serving:
+        chosen = [SCHEMES[name] for name in serving if name != BASELINE]
+    else:
+        chosen = available_schemes() if schemes is None else [get_scheme(name) for name in schemes]
+    # On a CPU, vLLM would compile for minutes.
+    arguments = {**({} if torch.cuda.is_available() else {"enforce_eager": True}), **engine_kwargs}
     with tempfile.TemporaryDirectory() as directory:
-        save_config(model, workload, chosen, ignore, directory)
-        for scheme in (BASELINE, *schemes):
-            job = Job(
-                directory,
-                None if scheme == BASELINE else scheme,
-                workload,
-                BUDGETS[quick],
-                tuple(ignore),
-                measures_training=scheme == BASELINE,
-                engine_kwargs=eager | (engine_kwargs or {}),
-            )
-            report(f"Measuring {'16-bit' if scheme == BASELINE else scheme.upper()} rollouts")
+        empty = save_config(model, workload, chosen, ignore, directory)
+        share = 0.0 if serving else engine_kwargs.get("gpu_memory_utilization", ENGINE_SHARE)
+        result = Bench(model, workload, too_large=why_too_large(empty, workload, find_device(), share))
+        holds = result.too_large is None and workload.gpus == 1
+        job = Job(directory, None, workload, BUDGETS[quick], tuple(ignore), "engine", holds, arguments)
+        jobs = {
+            name: replace(job, scheme=None if name == BASELINE else name, server=serving.get(name))
+            for name in serving or (BASELINE, *(scheme.name for scheme in chosen))
+        }
+        if result.too_large is None:
+            jobs[TRAINING] = replace(job, part=TRAINING)
+        else:
+            report(result.too_large)
+        for name, part in jobs.items():
+            report(f"Measuring {part.description}")
             try:
-                measurements[scheme] = run_job(job, Path(directory))
+                costs = run_job(part, Path(directory))
+                measured = result.measurements | ({} if name == TRAINING else {name: costs})
+                change = {TRAINING: costs} if name == TRAINING else {"measurements": measured}
             except ChildProcessError as error:
-                if scheme == BASELINE:
+                if name == [*jobs][-1] and not result.measurements:
                     raise
-                failures[scheme] = str(error)
-    baseline, training = measurements[BASELINE].engine, measurements[BASELINE].training
-    assert training is not None, "it was asked for"
-    return Bench(
-        model,
-        workload,
-        predict_step(baseline, training, workload),
-        measurements,
-        {
-            scheme: compare(baseline, measurements[scheme].engine, training, workload)
-            for scheme in schemes
-            if scheme in measurements
-        },
-        failures,
-        time.monotonic() - started,
-    )
+                change = {"failures": {**result.failures, name: str(error)}}
+            result = replace(result, **change, seconds=time.monotonic() - started).concluded()
+            if output is not None:
+                write_bench(result, output)
+    return result
+
+
+def serves(url: str) -> str:
+    """The format that a server of `trl-qurl serve` serves: `BASELINE`, or the name of a scheme."""
+    from trl_qurl.quantization.schemes import SCHEMES
+    from trl_qurl.rollout.engine.served import ServedEngine
+
+    served = ServedEngine(url).describe().format
+    names = [BASELINE] if served is None else [s.name for s in SCHEMES.values() if s.checkpoint_format == served]
+    if not names:
+        raise ValueError(f"The server at {url} serves {served} weights: start one with `trl-qurl serve`.")
+    return names[0]
 
 
 def save_config(
     model: str, workload: Workload, schemes: Sequence[QuantizationScheme], ignore: Sequence[str], directory: str
-) -> None:
-    """Check that the model can be measured, and write its config to a directory.
+) -> PreTrainedModel:
+    """Check that the model can be measured, and write its config to a directory; the model without memory.
 
     Raises:
         ValueError: If the context is too short for the workload, or there is nothing to quantize.
@@ -152,15 +190,16 @@ def save_config(
     for scheme in schemes:
         quantized_layer_names(empty, ignore, scheme)
     config.save_pretrained(directory)
+    return empty
 
 
-def run_job(job: Job, directory: Path) -> Measurement:
+def run_job(job: Job, directory: Path) -> Any:
     """Measure in a process of its own, because an engine's memory is freed only when its process ends.
 
     Raises:
         ChildProcessError: If it failed; the last lines that it printed are on the standard error then.
     """
-    name = job.scheme or BASELINE
+    name = TRAINING if job.part == TRAINING else job.scheme or BASELINE
     source, result, log = (directory / f"{name}.{kind}" for kind in ("job", "result", "log"))
     source.write_bytes(pickle.dumps(job))
     command = [sys.executable, "-m", "trl_qurl.lab.bench.worker", str(source), str(result)]
@@ -169,8 +208,8 @@ def run_job(job: Job, directory: Path) -> Measurement:
     except ChildProcessError as error:
         print(last_lines(log, 25), file=sys.stderr)
         raise ChildProcessError(
-            f"Measuring {'16-bit' if job.scheme is None else job.scheme.upper()} rollouts failed; the last lines that "
-            "were printed are above. A smaller --batch or shorter completions need less memory."
+            f"Measuring {job.description} failed; the last lines that were printed are above. A smaller --batch or "
+            "shorter completions need less memory."
         ) from error
     return pickle.loads(result.read_bytes())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trl_qurl.lab.bench.costs import Range
-from trl_qurl.lab.bench.prediction import WORTHWHILE, Comparison
+from trl_qurl.lab.bench.prediction import WORTHWHILE, Comparison, predict_step
 from trl_qurl.lab.bench.run import BASELINE, Bench
 
 if TYPE_CHECKING:
@@ -35,27 +35,37 @@ def build_table(result: Bench) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for scheme, measurement in result.measurements.items():
         comparison = result.comparisons.get(scheme)
-        step = comparison.step if comparison else result.baseline
+        step = predict_step(measurement, result.training, workload)
+        parts = [step.generate, step.score, step.update, step.total] if result.training else [step.generate]
         table.add_row(
             label(scheme),
-            f"{measurement.engine.tokens_per_second(workload.completion_len, workload.batch):.0f}",
-            *(shown(part.middle) for part in (step.sync, step.generate, step.score, step.update, step.total)),
+            f"{measurement.tokens_per_second(workload.completion_len, workload.batch):.0f}",
+            shown(step.sync.middle) if measurement.sync else "-",
+            *(shown(part.middle) for part in parts),
+            *["-"] * (4 - len(parts)),
             speedup(comparison.speedup) if comparison else "",
-            size(measurement.engine.weight_bytes),
+            size(measurement.weight_bytes) if measurement.weight_bytes else "-",
         )
     return table
 
 
 def sentences(result: Bench) -> list[str]:
     """What to do, and why, for each format."""
-    share = result.baseline.rollout_share
-    lines = [
-        f"Rollouts and their sync take {share:.0%} of a 16-bit step. If they were free, a step would be "
-        f"{1 / (1 - share):.1f} times as fast; no format can do better."
-    ]
+    lines = []
+    if result.baseline and result.training:
+        share = result.baseline.rollout_share
+        lines.append(
+            f"Rollouts and their sync take {share:.0%} of a 16-bit step. If they were free, a step would be "
+            f"{1 / (1 - share):.1f} times as fast; no format can do better."
+        )
+    if result.workload.gpus > 1:
+        lines.append(f"Estimated from one GPU's share of {result.workload.gpus}, without what they tell each other.")
+    if any(costs.sync is None for costs in result.measurements.values()):
+        lines.append("A server's sync is not included: measuring it would replace the server's weights.")
     for scheme, comparison in result.comparisons.items():
         lines.append(f"{label(scheme)}: {advice(comparison)} {break_even(comparison, result)}")
-    lines += [f"{label(scheme)}: not measured. {failure}" for scheme, failure in result.failures.items()]
+    lines += [f"{label(part)}: not measured. {failure}" for part, failure in result.failures.items()]
+    lines += [result.too_large] if result.too_large else []
     return lines
 
 
@@ -63,6 +73,13 @@ def advice(comparison: Comparison) -> str:
     """One sentence that may be "don't"."""
     gain = speedup(comparison.speedup)
     rollout = f"rollouts {comparison.rollout_speedup:.2f} times as fast"
+    if comparison.training_limit is not None:
+        if comparison.advice == "no":
+            return f"Don't, for speed: rollout and sync are {gain} times as fast ({rollout})."
+        return (
+            f"Yes, if scoring and updates of a rollout take less than {shown(comparison.training_limit)} s: rollout "
+            f"and sync are {gain} times as fast ({rollout})."
+        )
     if comparison.advice == "yes":
         return f"Yes. Expect steps {gain} times as fast ({rollout})."
     if comparison.advice == "no":
@@ -75,7 +92,7 @@ def advice(comparison: Comparison) -> str:
 
 def break_even(comparison: Comparison, result: Bench) -> str:
     """From which length on a format saves time, and how much memory it saves."""
-    saved = f"The engine's weights are {size(comparison.bytes_saved)} smaller."
+    saved = f"The engine's weights are {size(comparison.bytes_saved)} smaller." if comparison.bytes_saved else ""
     if comparison.break_even is None:
         return f"It saves no time at any length up to {16 * result.workload.completion_len} tokens. {saved}"
     if comparison.break_even == 1:

@@ -1,11 +1,14 @@
 """What learning from a rollout costs: scoring it, and the passes and steps of the optimizer.
 
-The passes are those of TRL's trainer, without the trainer: 32-bit weights (16-bit autocast on a GPU), and TRL's own
-output head, which scores the completions only and never holds all logits.
+The passes are those of TRL's trainer, without the trainer: 32-bit weights (16-bit autocast on a GPU, and on a CPU that
+has instructions for it), and TRL's own output head, which scores the completions only and never holds all logits. What
+several GPUs share is measured on one: passes with 16-bit weights, as FSDP gathers them, and the optimizer on one GPU's
+share. What the GPUs tell each other is left out.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import nullcontext
 from typing import Any
@@ -14,7 +17,7 @@ import torch
 
 from trl_qurl.lab.bench.costs import Timing, TrainingCosts
 from trl_qurl.lab.bench.workload import Workload
-from trl_qurl.lab.device import full_precision
+from trl_qurl.lab.device import cpu_settings, full_precision
 
 FIRST_TOKENS = 64
 """Tokens in the first pass of each kind; each further one has twice as many."""
@@ -23,14 +26,23 @@ GRADIENT_NORM = 1.0
 NOT_SCORED = -100
 
 
-def build_policy(config_dir: str, device: torch.device) -> Any:
-    """The model with random weights, as a trainer holds it."""
+def half_precision() -> torch.dtype:
+    """The 16-bit type that engine and passes compute in."""
+    return getattr(torch, full_precision()[1])
+
+
+def build_policy(config_dir: str, device: torch.device, dtype: torch.dtype = torch.float32, lora_rank: int = 0) -> Any:
+    """The model with random weights, as a trainer holds it, with a new adapter if a rank is given."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(config_dir)
     with device:
-        policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        policy = AutoModelForCausalLM.from_config(config, dtype=dtype)
     policy.config.architectures = [type(policy).__name__]
+    if lora_rank:
+        from peft import LoraConfig, get_peft_model
+
+        return get_peft_model(policy, LoraConfig(r=lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"))
     return policy
 
 
@@ -39,9 +51,9 @@ def measure_training(policy: Any, workload: Workload, budget: float) -> Training
     from trl.trainer import add_fused_lm_head
 
     policy.train()
-    add_fused_lm_head(policy, outputs=("log_probs", "entropy"))
+    add_fused_lm_head(policy.get_base_model() if workload.lora_rank else policy, outputs=("log_probs", "entropy"))
     if workload.gradient_checkpointing:
-        policy.gradient_checkpointing_enable()
+        policy.gradient_checkpointing_enable({"use_reentrant": False})  # as TRL does
         policy.config.use_cache = False
 
     def score(rows: int, length: int) -> None:
@@ -53,16 +65,27 @@ def measure_training(policy: Any, workload: Workload, budget: float) -> Training
 
     scoring = grow(policy, score, workload, budget)
     updating = grow(policy, update, workload, budget)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, fused=policy.device.type == "cuda")
+    trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+    if workload.gpus > 1:
+        policy.zero_grad()
+        trained = [own_share(parameter, workload.gpus) for parameter in trained]
+    optimizer = torch.optim.AdamW(trained, lr=0.0, fused=policy.device.type == "cuda")
 
     def step() -> float:
-        started = seconds(policy)
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), GRADIENT_NORM)
+        started = seconds(policy.device)
+        torch.nn.utils.clip_grad_norm_(trained, GRADIENT_NORM)
         optimizer.step()
-        return seconds(policy) - started
+        return seconds(policy.device) - started
 
     step()  # creates the optimizer's state
     return TrainingCosts(scoring, updating, Timing(1, [step(), step()]))
+
+
+def own_share(parameter: torch.nn.Parameter, gpus: int) -> torch.nn.Parameter:
+    """What one of several GPUs keeps of a parameter and its gradient, in 32 bits."""
+    share = torch.nn.Parameter(torch.zeros(math.ceil(parameter.numel() / gpus), device=parameter.device))
+    share.grad = torch.zeros_like(share)
+    return share
 
 
 def log_probabilities(policy: Any, rows: int, length: int, workload: Workload) -> torch.Tensor:
@@ -72,8 +95,8 @@ def log_probabilities(policy: Any, rows: int, length: int, workload: Workload) -
     tokens = torch.randint(0, policy.config.get_text_config().vocab_size, (rows, length), device=policy.device)
     labels = tokens.clone()
     labels[:, :-scored] = NOT_SCORED
-    sixteen_bit = getattr(torch, full_precision()[1])
-    autocast = torch.autocast("cuda", sixteen_bit) if policy.device.type == "cuda" else nullcontext()
+    is_16_bit = policy.device.type == "cuda" or cpu_settings().get("bf16")
+    autocast = torch.autocast(policy.device.type, half_precision()) if is_16_bit else nullcontext()
     with autocast:
         outputs = policy(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=labels, fused_lm_head=True)
     return outputs.log_probs[:, -scored:]
@@ -88,9 +111,9 @@ def grow(policy: Any, action: Any, workload: Workload, budget: float) -> list[Ti
     while True:
         runs = []
         for _ in range(2):
-            started = seconds(policy)
+            started = seconds(policy.device)
             action(rows, length)
-            runs.append(seconds(policy) - started)
+            runs.append(seconds(policy.device) - started)
         timings.append(Timing(rows * length, runs))
         spent += sum(runs)
         if length < full_length:
@@ -105,8 +128,8 @@ def grow(policy: Any, action: Any, workload: Workload, budget: float) -> list[Ti
         rows, length = grown_rows, grown_length
 
 
-def seconds(policy: Any) -> float:
+def seconds(device: torch.device) -> float:
     """The clock, once the device has finished its work."""
-    if policy.device.type == "cuda":
-        torch.cuda.synchronize(policy.device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""One process of a bench: it starts an engine with random weights and measures it.
+"""One process of a bench: it starts an engine with random weights and measures it, or measures training.
 
     python -m trl_qurl.lab.bench.worker JOB RESULT
 
@@ -8,19 +8,21 @@ cost of a step does not depend on their values.
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_qurl.lab.bench.costs import EngineCosts, Measurement, Timing
+from trl_qurl.cli.allocator import keep_freed_memory
+from trl_qurl.lab.bench.costs import EngineCosts, Timing, TrainingCosts
 from trl_qurl.lab.bench.workload import Job
-from trl_qurl.lab.device import full_precision
 
 if TYPE_CHECKING:
+    import torch
     from vllm import LLM
 
 REPEATS = 3
@@ -31,31 +33,40 @@ SHORT = 8
 def main(argv: list[str] | None = None) -> int:
     """Measure what the job asks for."""
     source, result = sys.argv[1:] if argv is None else argv
+    keep_freed_memory()
     Path(result).write_bytes(pickle.dumps(measure(pickle.loads(Path(source).read_bytes()))))
     return 0
 
 
-def measure(job: Job) -> Measurement:
-    """Costs of the job's format, and of training if it is asked for."""
+def measure(job: Job) -> EngineCosts | TrainingCosts:
+    """Costs of the job's format, or of training."""
     import torch
 
-    from trl_qurl.lab.bench.training import build_policy, measure_training
+    from trl_qurl.lab.bench.training import build_policy, half_precision, measure_training
 
+    if job.server is not None:
+        return EngineCosts(measure_generation(ask_server(job.server, job), job), None)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    policy = build_policy(job.config_dir, device)
+    rank = job.workload.lora_rank
+    if job.part == "training":
+        dtype = half_precision() if job.workload.gpus > 1 else torch.float32
+        return measure_training(build_policy(job.config_dir, device, dtype, rank), job.workload, job.budget)
+    place = device if job.holds_policy else torch.device("meta")
+    policy = build_policy(job.config_dir, place, lora_rank=rank if job.holds_policy else 0)
     started = time.perf_counter()
     llm = start_engine(job, policy)
     start_s = time.perf_counter() - started
-    generation = measure_generation(llm, job)
-    sync, weight_bytes = measure_sync(llm, policy, job)
-    training = measure_training(policy, job.workload, job.budget) if job.measures_training else None
-    return Measurement(EngineCosts(generation, sync, weight_bytes, start_s), training)
+    generation = measure_generation(ask_engine(llm, job), job)
+    sync, weight_bytes = measure_sync(llm, policy, job, device)
+    return EngineCosts(generation, sync, weight_bytes, start_s)
 
 
 def start_engine(job: Job, policy: Any) -> LLM:
     """An engine as TRL's trainer starts it, with weights that were never loaded."""
     from vllm import LLM
 
+    from trl_qurl.lab.bench.memory import ENGINE_SHARE, WHOLE_SHARE
+    from trl_qurl.lab.device import full_precision
     from trl_qurl.quantization.schemes import get_scheme
     from trl_qurl.quantization.storage import write_config
     from trl_qurl.rollout.directory import CheckpointDirectory
@@ -63,8 +74,10 @@ def start_engine(job: Job, policy: Any) -> LLM:
     from trl_qurl.rollout.engine.kernels import kernel_environment
     from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
+    policy = getattr(policy, "get_base_model", lambda: policy)()
     check_head_size(policy.config)
     workload = job.workload
+    shares_device = job.holds_policy or workload.gpus > 1
     directory = CheckpointDirectory(None, 0)  # of a name by which vLLM finds again what it has compiled
     scheme = get_scheme(job.scheme) if job.scheme else None
     os.environ.update(kernel_environment(scheme))
@@ -77,25 +90,46 @@ def start_engine(job: Job, policy: Any) -> LLM:
         "max_model_len": workload.prompt_len + workload.completion_len,
         "max_num_seqs": workload.batch,
         "max_num_batched_tokens": 4096,
-        "gpu_memory_utilization": 0.3,
+        "gpu_memory_utilization": ENGINE_SHARE if shares_device else WHOLE_SHARE,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": WORKER_EXTENSION,
     }
     return LLM(**{**arguments, **job.engine_kwargs})
 
 
-def measure_generation(llm: LLM, job: Job) -> list[Timing]:
-    """A whole batch of completions of one token, of a few, and of as many as the budget allows."""
-    workload = job.workload
-    prompts = make_prompts(job)
+def ask_engine(llm: LLM, job: Job) -> Callable[[int], None]:
+    """Completions of an engine in this process."""
+    prompts = [{"prompt_token_ids": tokens} for tokens in make_prompts(job)]
 
-    def generate(tokens: int) -> float:
+    def complete(tokens: int) -> None:
         from vllm import SamplingParams
 
         llm.reset_prefix_cache()  # as every sync does
         params = SamplingParams(max_tokens=tokens, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False)
-        started = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
+
+    return complete
+
+
+def ask_server(url: str, job: Job) -> Callable[[int], None]:
+    """Completions of a running server, as a trainer asks for them; new prompts each time, because it keeps a cache."""
+    from trl_qurl.rollout.engine.served import ServedEngine
+
+    engine, seeds = ServedEngine(url), itertools.count()
+
+    def complete(tokens: int) -> None:
+        engine.generate(make_prompts(job, next(seeds)), max_tokens=tokens, generation_kwargs={"ignore_eos": True})
+
+    return complete
+
+
+def measure_generation(complete: Callable[[int], None], job: Job) -> list[Timing]:
+    """A whole batch of completions of one token, of a few, and of as many as the budget allows."""
+    workload = job.workload
+
+    def generate(tokens: int) -> float:
+        started = time.perf_counter()
+        complete(tokens)
         return time.perf_counter() - started
 
     generate(min(2, workload.completion_len))  # a warm-up
@@ -112,25 +146,25 @@ def measure_generation(llm: LLM, job: Job) -> list[Timing]:
     return timings
 
 
-def make_prompts(job: Job) -> list[Any]:
+def make_prompts(job: Job, seed: int = 0) -> list[list[int]]:
     """Random tokens, each prompt as often as there are completions of it; another process makes the same."""
     import torch
     from transformers import AutoConfig
 
     workload = job.workload
     vocabulary = AutoConfig.from_pretrained(job.config_dir).get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     shape = (workload.batch // workload.generations, workload.prompt_len)
     distinct = torch.randint(0, vocabulary, shape, generator=generator).tolist()
-    return [{"prompt_token_ids": tokens} for tokens in distinct for _ in range(workload.generations)]
+    return [tokens for tokens in distinct for _ in range(workload.generations)]
 
 
-def measure_sync(llm: LLM, policy: Any, job: Job) -> tuple[Timing, int]:
+def measure_sync(llm: LLM, policy: Any, job: Job, device: torch.device) -> tuple[Timing, int]:
     """Quantize and load, as a colocated trainer does before each rollout; and the bytes that arrive."""
     import torch
 
-    from trl_qurl.lab.bench.training import seconds
-    from trl_qurl.quantization.layers import linear_layer_names, quantized_layer_names
+    from trl_qurl.lab.bench.training import half_precision, seconds
+    from trl_qurl.quantization.layers import checkpoint_name, linear_layer_names, quantized_layer_names
     from trl_qurl.quantization.schemes import get_scheme
     from trl_qurl.quantization.stream import quantize_weights, stored_tensors
     from trl_qurl.rollout.engine.colocated import ColocatedEngine
@@ -138,21 +172,32 @@ def measure_sync(llm: LLM, policy: Any, job: Job) -> tuple[Timing, int]:
 
     scheme = get_scheme(job.scheme) if job.scheme else None
     layers = (quantized_layer_names if scheme else linear_layer_names)(policy, job.ignore)
-    engine = ColocatedEngine(llm)
+    engine, adapted = ColocatedEngine(llm), linear_layer_names(policy)
 
-    def parameters() -> Any:
-        return ((name, parameter.data) for name, parameter in policy.named_parameters())
+    is_peft = job.holds_policy and job.workload.lora_rank > 0
+    shapes = {} if job.holds_policy else {p.shape: torch.rand(p.shape, device=device) for p in policy.parameters()}
 
-    def sync() -> float:
-        started = seconds(policy)
-        engine.load_stream(quantize_weights(parameters(), scheme, layers), [], WeightUpdate("bench"))
-        return seconds(policy) - started
+    def parameters() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in policy.named_parameters():
+            if ".lora_" not in name:
+                yield checkpoint_name(name), parameter.data if job.holds_policy else shapes[parameter.shape]
 
-    sync()
+    def sync(partial: bool = job.workload.lora_rank > 0) -> float:
+        started = seconds(device)
+        if is_peft:
+            policy.merge_adapter()
+        kept = ((name, tensor) for name, tensor in parameters() if not partial or name.rpartition(".")[0] in adapted)
+        sent = quantize_weights(kept, scheme, layers & adapted if partial else layers)
+        engine.load_stream(sent, [], WeightUpdate("bench", partial=partial))
+        if is_peft:
+            policy.unmerge_adapter()
+        return seconds(device) - started
+
+    sync(partial=False)
     weight_bytes = sum(
         stored.nbytes
         for name, parameter in parameters()
-        for stored in stored_tensors(name, parameter, scheme, layers, getattr(torch, full_precision()[1]))
+        for stored in stored_tensors(name, parameter, scheme, layers, half_precision())  # the engine's own type
     )
     return Timing(1, repeat(sync)), weight_bytes
 

@@ -18,6 +18,8 @@ class Workload:
         train_batch: Completions in one forward and backward pass.
         updates: Optimizer steps per rollout.
         gradient_checkpointing: Whether the backward pass computes activations again (TRL's default).
+        lora_rank: Rank of an adapter on all linear layers, which is trained instead of the model; 0 for none.
+        gpus: Processes that share weights, gradients and optimizer (FSDP). The other sizes are those of one of them.
     """
 
     prompt_len: int = 256
@@ -27,11 +29,15 @@ class Workload:
     train_batch: int = 8
     updates: int = 4
     gradient_checkpointing: bool = True
+    lora_rank: int = 0
+    gpus: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("prompt_len", "completion_len", "batch", "generations", "train_batch", "updates"):
+        for name in ("prompt_len", "completion_len", "batch", "generations", "train_batch", "updates", "gpus"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a positive number.")
+        if self.lora_rank < 0:
+            raise ValueError(f"lora_rank is {self.lora_rank}: give the rank of an adapter, or 0 for none.")
         if self.batch % self.generations:
             raise ValueError(
                 f"A batch of {self.batch} completions cannot hold groups of {self.generations}: give a batch that is "
@@ -52,7 +58,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Job:
-    """What one process measures.
+    """What one process measures: an engine, or what learning from its rollouts costs.
 
     Attributes:
         config_dir: Directory with the model's `config.json`.
@@ -60,8 +66,11 @@ class Job:
         workload: The step to predict.
         budget: Seconds that each kind of measurement may take, roughly.
         ignore: Modules kept in full precision.
-        measures_training: Whether scoring and updating are measured too; they are the same for every format.
+        part: `"engine"`, or `"training"`, which is the same for every format.
+        holds_policy: Whether the engine's process holds the policy, too; otherwise a sync reads one tensor of each
+            shape again and again.
         engine_kwargs: Further arguments of `vllm.LLM`.
+        server: URL of a running server that is measured instead of an engine.
     """
 
     config_dir: str
@@ -69,5 +78,13 @@ class Job:
     workload: Workload
     budget: float
     ignore: tuple[str, ...] = ("lm_head",)
-    measures_training: bool = False
+    part: str = "engine"
+    holds_policy: bool = True
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    server: str | None = None
+
+    @property
+    def description(self) -> str:
+        """What is measured, in words."""
+        rollouts = f"{'16-bit' if self.scheme is None else self.scheme.upper()} rollouts"
+        return "scoring and updates" if self.part == "training" else rollouts
