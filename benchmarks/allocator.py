@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("--completions", type=int, default=Load.completions)
     parser.add_argument("--tokens", type=int, default=Load.tokens)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", choices=["cpu"], default="cpu", help="on a GPU malloc is left as it is")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

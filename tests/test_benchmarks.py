@@ -259,6 +259,16 @@ def test_memory_is_measured_at_every_size(tmp_path):
 
 @pytest.mark.vllm
 @pytest.mark.slow
+def test_kept_memory_is_measured_beside_returned_memory(tmp_path):
+    record = run_benchmark("allocator", "--tokens", "16", "--repeats", "1", output=tmp_path / "record.json")
+    cells = {cell["memory"]: cell for cell in record["cells"]}
+    assert set(cells) == {"returned", "kept"}
+    for cell in cells.values():
+        assert cell["step_s"] > 0 and cell["page_faults"] >= 0 and cell["peak_bytes"] > 0
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
 def test_time_to_target_trains_in_every_format(tmp_path):
     output = tmp_path / "record.json"
     command = [sys.executable, BENCHMARKS / "time_to_target.py", "--seeds", "0", "--rollouts", "6", "--target", "0.1"]
