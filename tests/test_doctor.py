@@ -145,13 +145,13 @@ def test_a_port_that_is_taken():
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("doctor")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="only vLLM's CPU build binds threads")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="another kernel takes its place on a GPU")
 def test_an_engine_that_cannot_start(warm_python):
-    broken = {"VLLM_CPU_OMP_THREADS_BIND": "4095", "VLLM_LOGGING_LEVEL": "ERROR"}
+    broken = {"VLLM_DISABLED_KERNELS": "CPUInt8ScaledMMLinearKernel", "VLLM_LOGGING_LEVEL": "ERROR"}
     done = doctor("--formats", "int8", "--only", "engine-int8", "train-int8", python=warm_python, **broken)
     assert done.returncode == 1, done.stdout
     assert re.search(r"^FAILED  engine-int8 ", done.stdout, re.MULTILINE)
-    assert "-> Unset VLLM_CPU_OMP_THREADS_BIND, or name cores of this machine." in done.stdout
+    assert "-> vLLM has no kernel for this format here, or VLLM_DISABLED_KERNELS forbids it" in done.stdout
     assert re.search(r"^skipped train-int8 +engine-int8 failed", done.stdout, re.MULTILINE)
 
 

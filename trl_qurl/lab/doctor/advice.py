@@ -18,8 +18,8 @@ KNOWN = {
     r"[Aa]ddress already in use|EADDRINUSE": "Another process has the port: end it, or see the line `ports`.",
     r"[Bb]float16 is only supported": "This GPU has no bfloat16: train with --bf16 false --fp16 true and "
     'vllm_engine_kwargs \'{"dtype": "float16"}\'.',
-    r"Failed core binding|CPU affinity|OMP_THREADS_BIND": "Unset VLLM_CPU_OMP_THREADS_BIND, or name cores of this "
-    "machine.",
+    r"[Ff]ailed to find a kernel": "vLLM has no kernel for this format here, or VLLM_DISABLED_KERNELS forbids it: see "
+    "the lines `formats` and `variables`.",
 }
 """Advice, by a pattern of the message that it is for."""
 

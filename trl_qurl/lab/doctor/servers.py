@@ -33,7 +33,11 @@ FAULT_SECONDS = 30.0  # that a trainer may take to notice a dead server
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-SMALL = ("--enforce-eager", "--max-model-len", "64", "--max-num-seqs", "16", "--kv-cache-memory-bytes", "64M")
+SMALL = (
+    "--enforce-eager", "--max-model-len", "64", "--max-num-seqs", "16", "--kv-cache-memory-bytes", "64M",
+    "--gpu-memory-utilization", "0.3",
+)  # fmt: skip
+"""Options of a server that leaves room for a trainer on the same device."""
 LARGE_SIZES = {
     "hidden_size": 4096,
     "intermediate_size": 16384,
@@ -146,7 +150,7 @@ def kill_during_stream(trainer: QuRLGRPOTrainer, url: str) -> Line:
 def _trained(line: str, trainer: QuRLGRPOTrainer) -> Line:
     trainer.train()
     rows = [row for row in trainer.state.log_history if "time/sync_s" in row]
-    trained, probed = describe_training(line, rows), describe_probe(line, rows)
+    trained, probed = describe_training(line, rows, len(rows)), describe_probe(line, rows)
     return ok(line, f"{trained.text}; probe {probed.text}", **trained.data, **probed.data)
 
 

@@ -47,7 +47,7 @@ def _trained(line: str, trainer: QuRLGRPOTrainer) -> Line:
     trainer.save_model()
     trainer.accelerator.wait_for_everyone()
     rows = [row for row in trainer.state.log_history if "time/sync_s" in row]
-    trained, probed = describe_training(line, rows), describe_probe(line, rows)
+    trained, probed = describe_training(line, rows, len(rows)), describe_probe(line, rows)
     processes, way = trainer.accelerator.num_processes, trainer.accelerator.distributed_type.value
     if is_main():
         AutoModelForCausalLM.from_pretrained(trainer.args.output_dir)  # an error if there is nothing, or only shards

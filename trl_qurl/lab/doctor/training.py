@@ -76,17 +76,17 @@ def _trained(trainer: QuRLGRPOTrainer, train_line: str, probe_line: str) -> list
     trainer.vllm_generation.sync_weights()  # the weights after the last step
     last = trainer.vllm_generation.pop_weight_metrics()
     rows = [row for row in trainer.state.log_history if "time/sync_s" in row]
-    return [describe_training(train_line, rows), describe_probe(probe_line, [*rows, last])]
+    return [describe_training(train_line, rows, len(rows) + 1), describe_probe(probe_line, [*rows, last])]
 
 
-def describe_training(line: str, rows: list[dict[str, float]]) -> Line:
-    """What the steps were: their rollouts' mismatch, and what was sent."""
+def describe_training(line: str, rows: list[dict[str, float]], syncs: int) -> Line:
+    """What the steps were: their rollouts' mismatch, and what was sent at so many syncs."""
     kl = [row["mismatch/kl_k3"] for row in rows]
     unchecked = sum(row["time/sync_check_s"] <= 0 for row in rows)
     if not rows or unchecked or not all(math.isfinite(row["loss"]) for row in rows):
         raise RuntimeError(f"{len(rows)} steps were logged, {unchecked} without digests: {rows}")
     text = (
-        f"{len(rows)} steps, digests at {len(rows) + 1} syncs agree, KL between the sampling and the learning policy "
+        f"{len(rows)} steps, digests at {syncs} syncs agree, KL between the sampling and the learning policy "
         f"{min(kl):.1e} to {max(kl):.1e} nats"
     )
     return ok(line, text, kl=kl, losses=[row["loss"] for row in rows], sync_s=[row["time/sync_s"] for row in rows])

@@ -8,6 +8,7 @@ Of the processes of a launcher, the first one writes. An exception becomes a rec
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import traceback
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from trl_qurl.lab.doctor.policy import is_main
 def main(argv: list[str]) -> int:
     """Run the function; the exit status is 1 if it raised."""
     call, argument, result = argv
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a server is ended with this process
     module, _, function = call.partition(".")
     with Path(result).open("a", encoding="utf-8") as file:
         try:
