@@ -1,5 +1,7 @@
 """What a layer holds after a load is what came in for it, where that can be seen at all."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -56,6 +58,100 @@ def test_a_loader_that_changes_a_tensor_is_noticed(name, model):
     load(model, held.watch(tensors().items()), but=name)
     with pytest.raises(RuntimeError, match=f"1 of the 2 parameters that can be compared .* first {name}"):
         held.compare()
+
+
+def test_rows_that_an_engine_adds_to_the_vocabulary_must_be_zeros(model):
+    held = ReceivedTensors(model)
+    load(model, held.watch(tensors().items()))
+    with torch.no_grad():
+        model["embed"].weight[6] = float("nan")
+    with pytest.raises(RuntimeError, match="first embed.weight"):
+        held.compare()
+
+
+# What vLLM's own reload leaves undefined -----------------------------------------------------------------------------
+
+
+class Padded(nn.Module):
+    """As layers that are rounded up for a kernel: five rows of eight come in."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, 4))
+        self.weight.weight_loader = lambda param, loaded: param.data[: len(loaded)].copy_(loaded)
+
+
+class Mixer(nn.Module):
+    """As a Mamba layer of which one tensor is counted twice: it seems full before `D` has come."""
+
+    def __init__(self):
+        super().__init__()
+        self.A, self.D = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+        for parameter in (self.A, self.D):
+            parameter.weight_loader = lambda param, loaded: param.data.copy_(loaded)
+
+
+class Whole(Mixer):
+    """Nothing is wrong with it."""
+
+
+class Model(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def load_weights(self, weights):
+        parameters = dict(self.named_parameters())  # once, as vLLM's models do
+        for name, tensor in weights:
+            parameters[name].weight_loader(parameters[name], tensor)
+
+
+def reload(layer, *names):
+    """What our worker makes of vLLM's own reload of this layer, with these tensors of ones coming in."""
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+        record_metadata_for_reloading,
+    )
+
+    from trl_qurl.rollout.engine.worker import RolloutWorker
+
+    model = Model(layer)
+    record_metadata_for_reloading(model)
+
+    class Worker(RolloutWorker):
+        vllm_config = SimpleNamespace(quant_config=None, model_config=SimpleNamespace(model=""))
+
+        def get_model(self):
+            return model
+
+        def reload_weights(self, weights_iterator):
+            initialize_layerwise_reload(model)
+            model.load_weights(weights_iterator)
+            finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.float32))
+
+    shapes = {"layer.weight": (5, 4), "layer.A": (4,), "layer.D": (4,)}
+    Worker().load_rollout_weights(
+        {"version": "v"}, weights_iterator=[(name, torch.ones(shapes[name])) for name in names]
+    )
+    return model
+
+
+@pytest.mark.parametrize(
+    ("layer", "names"),
+    [(Padded, ["layer.weight"]), (Mixer, ["layer.A", "layer.A", "layer.D"])],
+    ids=["padded", "dropped"],
+)
+def test_a_layer_that_vllm_leaves_partly_undefined_is_refused_by_name(layer, names, caplog):
+    with pytest.raises(RuntimeError, match=f"cannot reload layers of this model .{layer.__name__}.: a part of their"):
+        reload(layer(), *names)
+    said = [record for record in caplog.records if "reload" in record.name]
+    assert not said, "what vLLM says while it is watched reaches the user"
+
+
+def test_a_layer_that_vllm_fills_is_loaded():
+    model = reload(Whole(), "layer.A", "layer.D")
+    assert model.layer.A.tolist() == model.layer.D.tolist() == [1.0] * 4
 
 
 def test_nothing_is_read_where_nothing_is_asked(model):

@@ -581,6 +581,13 @@ def test_a_reload_reports_layers_without_weights():
     assert "logger.warning('%s: Failed to load weights', layer.__class__.__name__)" in body, (
         "vLLM words its report of a layer without new weights otherwise; rollout/engine/worker.py raises on it."
     )
+    for function, event in (
+        ("finalize_layerwise_processing", "Delayed processing"),
+        ("make_online_process_loader", "Excessive loading"),
+    ):
+        assert f"logger.debug('%s: {event}', layer.__class__.__name__)" in text_of(LAYERWISE, function), (
+            f"vLLM words its report of {event.lower()} otherwise; rollout/engine/worker.py raises on it."
+        )
 
 
 def test_names_of_the_int8_parameters():

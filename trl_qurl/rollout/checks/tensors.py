@@ -96,12 +96,12 @@ class ReceivedTensors:
         parameters = self._comparable()
         compared, differing = [], []
         for name, (shape, digest) in self._expected.items():
-            held = parameters[name]
+            held = added = parameters[name]
             if shape and held.dim():
-                held = held[: shape[0]]  # an embedding may have more rows
+                held, added = held[: shape[0]], held[shape[0] :]  # an embedding may have more rows, of zeros
             if held.shape == shape:
                 compared.append(name)
-                if tensor_digest(held) != digest:
+                if tensor_digest(held) != digest or (held is not added and added.count_nonzero()):
                     differing.append(name)
         if differing:
             raise RuntimeError(

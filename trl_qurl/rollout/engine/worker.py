@@ -135,32 +135,45 @@ class RolloutWorker:
 
 @contextmanager
 def _watched_reload(partial: bool) -> Iterator[None]:
-    """Raise `RuntimeError` where vLLM only logs that a layer got no new weights, unless the update is `partial`.
+    """Raise `RuntimeError` where vLLM only logs that a layer is not what it should be after a reload.
 
-    Rotary embeddings compute their weights and a tied head shares the embedding's, so vLLM's line about these is
-    dropped. About any other layer that need not have weights in a checkpoint, it stays.
+    - A layer got no new weights, unless the update is `partial`. Rotary embeddings compute their weights and a tied
+      head shares the embedding's, so the line about these is dropped; about other layers that need none, it stays.
+    - A layer got fewer values than it has ("delayed"), and vLLM leaves the others uninitialized. The vocabulary's are
+      set to zero by their loader.
+    - A layer seemed full before all its values had come, and vLLM dropped the rest ("excessive"). Linear layers that
+      fuse several have a shape for each, of which one is enough.
     """
     always_loaded = ("Linear", "VocabParallelEmbedding", "Norm")
     weightless = ("RotaryEmbedding", "RotaryEmbeddingInterleaved", "ParallelLMHead")
+    allowed = {"Delayed processing": ("VocabParallelEmbedding", "ParallelLMHead"), "Excessive loading": ("Linear",)}
     stale: list[str] = []
+    undefined: list[str] = []
 
     def is_worth_a_line(record: logging.LogRecord) -> bool:
         layer, _, event = record.getMessage().partition(": ")
+        if event in allowed and not layer.endswith(allowed[event]):
+            undefined.append(layer)
         if event != "Failed to load weights":
-            return True
+            return record.levelno >= visible
         if layer.endswith(always_loaded):
             stale.append(layer)
         return not layer.endswith(always_loaded + weightless)
 
     reload_logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
-    level = reload_logger.level
-    reload_logger.setLevel(logging.WARNING)  # a quieter VLLM_LOGGING_LEVEL would keep the report from us as well
+    level, visible = reload_logger.level, reload_logger.getEffectiveLevel()
+    reload_logger.setLevel(logging.DEBUG)  # where it tells about the last two
     reload_logger.addFilter(is_worth_a_line)
     try:
         yield
     finally:
         reload_logger.removeFilter(is_worth_a_line)
         reload_logger.setLevel(level)
+    if undefined:
+        raise RuntimeError(
+            f"This vLLM cannot reload layers of this model ({', '.join(sorted(set(undefined)))}): a part of their "
+            "values would stay undefined. Choose a model without such layers, or another version of vLLM."
+        )
     if stale and not partial:
         raise RuntimeError(
             f"The engine got no new weights for {len(stale)} of its layers ({', '.join(sorted(set(stale)))}): what "
