@@ -17,7 +17,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl.quantization import SCHEMES, quantize_weights, quantized_layer_names, write_checkpoint
 from trl_qurl.rollout.checks.tensors import DigestRecorder, as_announced, compare_digests
-from trl_qurl.rollout.engine import served
+from trl_qurl.rollout.engine import broadcast, served
 from trl_qurl.rollout.engine.interface import EngineDescription, WeightUpdate
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
@@ -190,6 +190,25 @@ def test_tensors_arrive_in_order_and_bit_for_bit(scheme, ends):
     assert worker.session == ["start", "update", "finish"]
     assert client.requests == ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
     assert client.load_stream(stream(model, scheme), metadata, WeightUpdate("v2")) == [{}]
+
+
+def test_both_ends_cut_the_stream_into_buffers_of_one_size(ends, monkeypatch):
+    client, worker = ends
+    for module in (broadcast, served):
+        monkeypatch.setattr(module, "BUFFER_BYTES", 4096)
+    model, asked, answer = tiny_model(dtype=torch.bfloat16), {}, client._answer
+    client._answer = lambda verb, path, json=None: asked.update(json or {}) or answer(verb, path, json)
+    parents = {"packed": True}
+    client._post(f"{client.base_url}/init_weight_transfer_engine", json={"init_info": parents})
+    assert parents == {"packed": True}, "the parent opens its own end by it"
+    worker.weight_transfer_engine.packed_buffer_size_bytes = asked["init_info"]["packed_buffer_size_bytes"]
+    buffers, send = [], client.communicator.broadcast
+    client.communicator.broadcast = lambda tensor, src: buffers.append(tensor.numel()) or send(tensor, src)
+    sent = DigestRecorder(stream(model, INT8))
+    [digests] = client.load_stream(sent, announced(model, INT8), WeightUpdate("v1", digest=True))
+    compare_digests(sent.digests, digests)
+    largest = max(tensor.nbytes for _, tensor in stream(model, INT8))
+    assert len(buffers) > 10 and max(buffers) <= 4096 + largest
 
 
 def test_int8_halves_the_bytes_of_the_layers():

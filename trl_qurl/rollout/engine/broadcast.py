@@ -20,6 +20,9 @@ from trl_qurl.rollout.errors import SyncError
 
 Item = tuple[str, torch.Tensor]
 
+BUFFER_BYTES = 2**28
+"""Bytes after which a buffer is sent. Both ends hold two, and vLLM's own 1 GiB would not fit beside a full cache."""
+
 
 def in_background(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
     """Call a function on a thread that does not keep the process alive."""
@@ -48,7 +51,13 @@ class Broadcast:
 
         if device is not None:
             torch.accelerator.set_device_index(device)  # each thread has its own
-        packed_nccl_broadcast_producer(self._received(), communicator, src=0, post_iter_func=_keep_for_this_stream)
+        packed_nccl_broadcast_producer(
+            self._received(),
+            communicator,
+            src=0,
+            post_iter_func=_keep_for_this_stream,
+            buffer_size_bytes=BUFFER_BYTES,
+        )
 
     def _received(self) -> Iterator[Item]:
         while (item := self._ready.get()) is not None:

@@ -110,8 +110,8 @@ def server_command(
 def memory_share(weights: int, memory: int) -> float:
     """The share of a GPU's memory that vLLM may plan with, so that new weights fit beside its key-value cache.
 
-    vLLM fills its share with the cache. On top of it a sync takes two buffers of 1 GiB plus a tensor each (less for
-    models that are smaller), and the layer that is made anew: calculated, not measured.
+    vLLM fills its share with the cache. On top of it a sync takes two buffers of 256 MiB plus a tensor each (an
+    embedding may have 1 GiB), and the layer that is made anew: calculated, not measured.
     """
     room = 4 * min(2**30, weights)
     return max(MEMORY_SHARE / 2, math.floor(100 * (MEMORY_SHARE - room / memory)) / 100)

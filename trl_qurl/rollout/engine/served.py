@@ -23,7 +23,7 @@ from trl_qurl.quantization.kv_cache import check_kv_cache
 from trl_qurl.quantization.schemes import UNQUANTIZED, QuantizationScheme
 from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.checks.tensors import as_announced
-from trl_qurl.rollout.engine.broadcast import Broadcast, in_background
+from trl_qurl.rollout.engine.broadcast import BUFFER_BYTES, Broadcast, in_background
 from trl_qurl.rollout.engine.interface import (
     PROBE_TOP,
     REFUSED,
@@ -213,6 +213,8 @@ class ServedEngine(VLLMClient, Engine):
     def _request(self, verb: str, url: str, **kwargs: Any) -> dict[str, Any]:
         if self._failure is not None:  # hundreds of requests may be queued behind the one that failed
             raise self._failure
+        if url.endswith("/init_weight_transfer_engine"):  # the parent leaves the size of buffers to vLLM
+            kwargs["json"] = {"init_info": {**kwargs["json"]["init_info"], "packed_buffer_size_bytes": BUFFER_BYTES}}
         try:
             return self._answer(verb, url.removeprefix(self.base_url), **kwargs)
         except ServerError as error:
