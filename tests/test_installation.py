@@ -17,7 +17,7 @@ ADDRESS = "git+https://github.com/OWNER/trl-qurl"
 FORMS = {
     "in a clone": r"'?\.(?:\[[\w,]+\])?'?",
     "from the repository's address": rf"['\"]trl-qurl(?:\[[\w,]+\])? @ {re.escape(ADDRESS)}['\"]",
-    "an extra, once it is installed": r"'trl-qurl\[[\w,]+\]'",  # quoted, because zsh expands brackets
+    "an extra, once it is installed": r"'trl-qurl\[[\w,{}]+\]'",  # quoted, because zsh expands brackets
 }
 
 

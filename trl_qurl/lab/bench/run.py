@@ -114,7 +114,7 @@ def bench(
 
     require_vllm()
     if workload.lora_rank and importlib.util.find_spec("peft") is None:
-        raise ImportError("Adapters need PEFT, which is not installed: run `pip install trl-qurl[peft]`.")
+        raise ImportError("Adapters need PEFT, which is not installed: run `pip install 'trl-qurl[peft]'`.")
     serving = {serves(url): url for url in servers}
     if serving:
         chosen = [SCHEMES[name] for name in serving if name != BASELINE]

@@ -13,7 +13,6 @@ from typing import Any
 
 import requests
 import torch
-import vllm
 from packaging.version import Version
 from requests.adapters import HTTPAdapter
 from trl.generation.vllm_client import VLLMClient
@@ -125,6 +124,8 @@ class ServedEngine(VLLMClient, Engine):
 
     def open_stream(self, device: torch.device) -> None:
         """Open the NCCL group over which tensors travel. `ValueError` where one end's vLLM is too old for it."""
+        import vllm
+
         check_stream_versions(self._get("/version")["version"], vllm.__version__)
         super().init_communicator(device)
         self._stream_device = torch.device(device)
