@@ -14,6 +14,7 @@ import os
 import resource
 import statistics
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -60,17 +61,15 @@ def build_alternating(way: str, shape: Shape, load: Load, repeats: int) -> InFor
     return InForeground(step, inner.run)
 
 
-def measure(contestant: Contestant, repeats: int, console: Console) -> list[dict[str, Any]]:
-    """One cell per setting, with all of its steps and their medians."""
+def measure(contestant: Contestant, repeats: int, console: Console) -> Iterator[list[dict[str, Any]]]:
+    """One cell per setting, with all of its steps so far and their medians, after each repeat."""
     cells: dict[str, dict[str, Any]] = {setting: {"memory": setting, "steps": []} for setting in SETTINGS}
     for _ in range(repeats):
         for setting, cell in cells.items():
             cell["steps"].append(step := contestant.ask(setting))
             console.print(f"{setting}: {step['step_s']:.1f} s, {step['page_faults']} page faults")
-    for cell in cells.values():
-        names = cell["steps"][0]
-        cell |= {name: statistics.median(step[name] for step in cell["steps"]) for name in names}
-    return list(cells.values())
+            cell |= {name: statistics.median(step[name] for step in cell["steps"]) for name in step}
+        yield list(cells.values())
 
 
 def print_table(record: dict[str, Any], console: Console) -> None:
@@ -108,10 +107,10 @@ def main() -> None:
     record |= {"way": arguments.way, "shape": asdict(shape), "load": asdict(load), "repeats": arguments.repeats}
     contestant = Contestant(build_alternating, arguments.way, shape, load, arguments.repeats)
     try:
-        record["cells"] = measure(contestant, arguments.repeats, console)
+        for record["cells"] in measure(contestant, arguments.repeats, console):
+            path = write_record(record, arguments.output)  # what is known is kept
     finally:
         contestant.stop()
-    path = write_record(record, arguments.output)
     print_table(record, console)
     console.print(f"Written to {path}", soft_wrap=True)
 

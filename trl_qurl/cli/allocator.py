@@ -1,4 +1,4 @@
-"""Lets glibc keep freed memory in processes that train or generate on a CPU, which halves the time of a step there.
+"""Lets glibc keep freed memory in processes that train or generate on a CPU, which saves the page faults of a step.
 
 A step allocates and frees gigabytes. By default glibc returns every freed block above 32 MB to the system, and pays a
 page fault for every 4 KB when it asks for it again. Our commands, notebooks and tests call this at their start;
