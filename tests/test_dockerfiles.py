@@ -52,6 +52,7 @@ def test_the_image_has_the_version_that_the_lock_file_has():
     assert values(path, "ARG").count("VLLM_VERSION") == 1, "an ARG before FROM is not known after it"
 
 
+@pytest.mark.slow
 def test_a_dockerfile_runs_in_a_new_environment(tmp_path):
     """The tool itself: each instruction, on a file whose outcome can be seen; the last one fails."""
     (tmp_path / "sub").mkdir()

@@ -187,10 +187,10 @@ def test_not_up_yet_is_waited_for(deployment, caplog, monkeypatch):
 
 def test_hangs_too_long(deployment):
     deployment.up()
-    trainer = deployment.trainer(vllm_request_timeout=3.0, max_server_recoveries=0)
-    trainer.add_callback(at_step(2, functools.partial(deployment.hang, 8.0)))
+    trainer = deployment.trainer(vllm_request_timeout=2.0, max_server_recoveries=0)
+    trainer.add_callback(at_step(2, functools.partial(deployment.hang, 5.0)))
     started = time.monotonic()
-    with pytest.raises(ServerError, match="did not answer /.* within 3 seconds: it hangs, or needs a larger vllm_"):
+    with pytest.raises(ServerError, match="did not answer /.* within 2 seconds: it hangs, or needs a larger vllm_"):
         trainer.train()
     assert time.monotonic() - started < 30, "a hanging server was waited for again and again"
     deployment.up()
@@ -200,9 +200,9 @@ def test_hangs_too_long(deployment):
 @pytest.mark.parametrize("method", ["generate", "load_checkpoint"])
 def test_hangs_for_a_while(deployment, undisturbed, method):
     deployment.up()
-    trainer = deployment.trainer(vllm_request_timeout=3.0)
+    trainer = deployment.trainer(vllm_request_timeout=2.0)
     client = trainer.vllm_generation.vllm_client
-    trainer.add_callback(at_step(2, lambda: interrupt(client, method, functools.partial(deployment.hang, 8.0))))
+    trainer.add_callback(at_step(2, lambda: interrupt(client, method, functools.partial(deployment.hang, 5.0))))
     trainer.train()
     assert recoveries(trainer) >= 1
     assert history(trainer) == undisturbed

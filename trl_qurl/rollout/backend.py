@@ -81,7 +81,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         )
         transport = self._connect() if self.rollout.is_served else self._start_colocated()
         self.engine = transport.engine
-        self._recovery = Recovery(self.rollout.max_recoveries if self.rollout.is_served else 0, self._reconnect)
+        self._recovery = Recovery(self.rollout.max_recoveries if self.rollout.is_served else 0)
         self.sync = WeightSync(
             self.model, self._layers, transport, self.rollout, self._dist, self._global_step, not self._sleeps
         )
@@ -160,7 +160,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
         started = time.perf_counter()
-        self._metrics = self._recovery.run(functools.partial(self.sync.push, self.policy_parameters, self._cost))
+        push = functools.partial(self.sync.push, self.policy_parameters, self._cost)
+        self._metrics = self._recovery.run(push, self._reconnect)
         self._seconds_in_syncs += time.perf_counter() - started
 
     def policy_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -179,7 +180,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
         """The parent's generation, from the weights of this run's last sync, with its seconds and tokens counted."""
-        return self._recovery.run(functools.partial(self._generate, args, kwargs))
+        return self._recovery.run(functools.partial(self._generate, args, kwargs), self._reconnect)
 
     def _generate(self, args: tuple, kwargs: dict[str, Any], is_repeated: bool) -> tuple:
         if is_repeated:

@@ -40,13 +40,11 @@ def agreed(act: Callable[[], Result], is_served: bool = True) -> Result:
 class Recovery:
     """Repeats operations that a server's fault interrupted.
 
-    `reconnect` waits for the server, in the main process. After `limit` recoveries without a success between them,
-    the fault is raised; with 0, at once.
+    After `limit` recoveries without a success between them, the fault is raised; with 0, at once.
     """
 
-    def __init__(self, limit: int, reconnect: Callable[[], None]) -> None:
+    def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._reconnect = reconnect
         self._count = self._in_a_row = 0
 
     def pop_count(self) -> int:
@@ -54,13 +52,16 @@ class Recovery:
         count, self._count = self._count, 0
         return count
 
-    def run(self, operation: Callable[[bool], Result]) -> Result:
-        """The operation's result. It is told whether it is repeated. A collective operation."""
+    def run(self, operation: Callable[[bool], Result], reconnect: Callable[[], None]) -> Result:
+        """The operation's result. It is told whether it is repeated. A collective operation.
+
+        `reconnect` waits for the server, in the main process.
+        """
         is_repeated = False
         while True:
             try:
                 if is_repeated:
-                    agreed(self._reconnect)
+                    agreed(reconnect)
                 result = operation(is_repeated)
             except ServerLostError:
                 raise

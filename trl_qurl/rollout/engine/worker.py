@@ -62,7 +62,7 @@ class RolloutWorker:
                 self._reload(received.watch(read_tensors(Path(weights_path))))
             else:
                 self._reload(received.watch(weights_iterator or ()))
-        self.rollout_load_failed = False
+            self.rollout_load_failed = False  # vLLM can load again, whatever a layer lacks
         received.compare()
         return received.digests
 
@@ -171,8 +171,8 @@ def _watched_reload(partial: bool) -> Iterator[None]:
         reload_logger.setLevel(level)
     if undefined:
         raise RuntimeError(
-            f"This vLLM cannot reload layers of this model ({', '.join(sorted(set(undefined)))}): a part of their "
-            "values would stay undefined. Choose a model without such layers, or another version of vLLM."
+            f"A part of these layers' values is undefined after a reload: {', '.join(sorted(set(undefined)))}. A "
+            "tensor was missing, or this vLLM cannot reload such layers: choose a model without them, or another version."
         )
     if stale and not partial:
         raise RuntimeError(
