@@ -172,7 +172,7 @@ def _watched_reload(partial: bool) -> Iterator[None]:
     if undefined:
         raise RuntimeError(
             f"A part of these layers' values is undefined after a reload: {', '.join(sorted(set(undefined)))}. A "
-            "tensor was missing, or this vLLM cannot reload such layers: choose a model without them, or another version."
+            "tensor was missing, or this vLLM cannot reload such layers: use a model without them, or another version."
         )
     if stale and not partial:
         raise RuntimeError(
