@@ -95,7 +95,7 @@ echo "Run ${SLURM_RESTART_COUNT:-0} of job $SLURM_JOB_ID: server on $server_node
 
 srun --nodes=1 --ntasks=1 --nodelist="$server_node" --output="slurm-$SLURM_JOB_ID-server.log" --open-mode=append \
     trl-qurl serve "$MODEL" --scheme "$SCHEME" --host "$SERVER_ADDRESS" --port "$SERVER_PORT" \
-    --tensor-parallel-size "$TENSOR_PARALLEL" --data-parallel-size "$DATA_PARALLEL" &
+    --tensor-parallel-size "$TENSOR_PARALLEL" --data-parallel-size "$DATA_PARALLEL" --restart &
 server=$!
 
 # One task per node starts one process per GPU; SLURM_PROCID is the task's own.
@@ -111,7 +111,7 @@ srun --nodes="${#trainer_nodes[@]}" --ntasks="${#trainer_nodes[@]}" --ntasks-per
     --rollout_checkpoint_dir "$rollouts" "${resume[@]}" "$@" &
 trainer=$!
 
-# A server that ends by itself takes the training with it, which would only wait for it.
+# It is started again when it dies. One that ends for good takes the training with it, which would only wait for it.
 while kill -0 "$trainer" 2>/dev/null; do
     if ! kill -0 "$server" 2>/dev/null; then
         echo "The server ended before the training: see slurm-$SLURM_JOB_ID-server.log." >&2

@@ -33,6 +33,17 @@ from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("faults")]
 
 
+COMPUTED = (
+    "loss",
+    "grad_norm",
+    "reward",
+    "mismatch/kl_k3",
+    "weights/normalized_update",
+    "weights/normalized_quantization_error",
+    "weights/codes_changed_share",
+)
+
+
 class Deployment:
     """A model, a server of it that can be lost and started again in its place, and trainers that use it."""
 
@@ -101,6 +112,7 @@ class Deployment:
             "rollout_checkpoint_dir": str(self.rollouts),
             "vllm_request_timeout": 20.0,
             "generation_kwargs": {"seed": 7},
+            "weight_metrics_interval": 1,
             "logging_steps": 1,
             **settings,
         }
@@ -142,8 +154,7 @@ def interrupt(owner, method, act):
 
 def history(trainer):
     """What a run computed."""
-    names = ("loss", "grad_norm", "reward", "mismatch/kl_k3")
-    return [[row[name] for name in names] for row in trainer.state.log_history if "loss" in row]
+    return [[row.get(name) for name in COMPUTED] for row in trainer.state.log_history if "loss" in row]
 
 
 def recoveries(trainer):
@@ -157,7 +168,8 @@ def undisturbed(deployment):
     trainer = deployment.trainer()
     trainer.train()
     assert recoveries(trainer) == 0
-    assert all(grad_norm > 0 for _, grad_norm, _, _ in history(trainer)), "there is nothing to compare"
+    assert all(grad_norm > 0 for _, grad_norm, *_ in history(trainer)), "there is nothing to compare"
+    assert all(value is not None for row in history(trainer)[1:] for value in row)
     return history(trainer)
 
 
@@ -284,7 +296,7 @@ def test_trainer_is_killed_during_a_sync(deployment):
 
 def test_restarts_with_old_weights(deployment, undisturbed):
     deployment.up()
-    trainer = deployment.trainer()
+    trainer = deployment.trainer(sync_check_interval=0)  # so that only what is sent again is checked
     # Between a sync and the generation that relies on it.
     generation = trainer.vllm_generation
     trainer.add_callback(at_step(2, lambda: interrupt(generation, "generate", deployment.lose_and_wait)))
@@ -292,6 +304,8 @@ def test_restarts_with_old_weights(deployment, undisturbed):
     assert recoveries(trainer) == 1
     assert history(trainer) == undisturbed
     assert held_version(deployment) == generation.sync.version
+    checks = [row["time/sync_check_s"] for row in trainer.state.log_history if "loss" in row]
+    assert [seconds > 0 for seconds in checks] == [False, False, True, False]
 
 
 @pytest.mark.parametrize("method", ["generate", "load_checkpoint"])
@@ -314,8 +328,7 @@ def test_two_processes_recover_together(deployment, train, tmp_path):
     undisturbed, disturbed = train(arguments, [*arguments, "--kill-before-generation", deployment.vllm()], processes=2)
     assert disturbed["processes"] == 2
     rows = [[row for row in record["history"] if "loss" in row] for record in (undisturbed, disturbed)]
-    names = ("loss", "grad_norm", "reward", "mismatch/kl_k3")
-    computed = [[[row.get(name) for name in names] for row in run] for run in rows]
+    computed = [[[row.get(name) for name in COMPUTED] for row in run] for run in rows]
     assert computed[0] == computed[1] and len(computed[0]) == 4
     assert [sum(row["sync/recoveries"] for row in run if "sync/recoveries" in row) for run in rows] == [0, 1]
 

@@ -39,7 +39,7 @@ def in_background(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future
 
 
 class Broadcast:
-    """One broadcast in progress. `send` hands it all tensors; `is_over` tells whether its thread has ended."""
+    """One broadcast in progress, on a thread of its own, to which `send` hands all tensors."""
 
     def __init__(self, communicator: Any) -> None:
         self._ready: queue.Queue[Item | BaseException | None] = queue.Queue(maxsize=1)

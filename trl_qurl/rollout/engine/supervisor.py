@@ -22,7 +22,8 @@ def supervise(command: Sequence[str], environment: Mapping[str, str]) -> int:
         nonlocal is_ending
         is_ending = True
         for server in running:
-            os.killpg(server, number)
+            with suppress(ProcessLookupError):  # it has just died by itself
+                os.killpg(server, number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
