@@ -10,6 +10,7 @@ from reference_loss import reference_loss
 
 from trl_qurl.objective import (
     OBJECTIVES,
+    Objective,
     SurrogateTerms,
     adaptive_clip_range,
     get_objective,
@@ -229,6 +230,12 @@ def test_unknown_objective_lists_the_known_ones():
 def test_a_missing_or_impossible_cap_is_refused(objective, cap):
     with pytest.raises(ValueError, match="finite and above 0"):
         surrogate_terms(objective, log(0.1), log(0.1), cap=cap, **CLIP)
+
+
+@pytest.mark.parametrize("correction", ["none", "full"])
+def test_an_upper_bound_is_lifted_only_where_a_cap_cuts(correction):
+    with pytest.raises(ValueError, match=f"'mine' has lifts_upper_bound=True with correction='{correction}'"):
+        Objective("mine", "here", "mine", correction=correction, lifts_upper_bound=True)
 
 
 def test_floor_must_lie_below_the_cap():

@@ -25,7 +25,14 @@ class Objective:
     description: str  # what it does, for model cards; the end of a sentence
     denominator: Literal["proximal", "behavior"] = "proximal"  # the policy below the clipped ratio
     correction: Literal["none", "full", "truncated"] = "none"  # the weight is 1, ρ or min(ρ, C)
-    lifts_upper_bound: bool = False  # whether the upper clip bound is divided by the kept share r
+    lifts_upper_bound: bool = False  # whether the upper clip bound is divided by the kept share r ("truncated" only)
+
+    def __post_init__(self) -> None:
+        if self.lifts_upper_bound and self.correction != "truncated":
+            raise ValueError(
+                f"Objective {self.name!r} has lifts_upper_bound=True with correction={self.correction!r}: without a "
+                "cap nothing is cut, so set correction='truncated', or leave lifts_upper_bound out."
+            )
 
 
 OBJECTIVES: dict[str, Objective] = {}
