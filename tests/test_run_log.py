@@ -6,6 +6,7 @@ import json
 import pytest
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from trl_qurl.cli import main
 from trl_qurl.trainers.callbacks import RunLogCallback
 from trl_qurl.trainers.run_log import RUN_LOG, RunLog, read_run
 
@@ -104,9 +105,21 @@ def test_a_missing_log_is_named(tmp_path):
         read_run(tmp_path)
     with pytest.raises(FileNotFoundError, match="no run log"):
         read_run(tmp_path / "absent.jsonl")
-    (tmp_path / "broken.jsonl.gz").write_bytes(b"not gzip")
-    with pytest.raises(ValueError, match="cannot be read"):
-        read_run(tmp_path / "broken.jsonl.gz")
+
+
+def damaged(packed, kind):
+    if kind == "cut off":  # as a copy that was interrupted; half a run would pass for one that ended there
+        return packed[: len(packed) // 2]
+    return b"not gzip" if kind == "another file" else packed[:20] + b"\xff\xff" + packed[22:]
+
+
+@pytest.mark.parametrize("kind", ["cut off", "another file", "changed"])
+def test_a_damaged_gzipped_log_is_refused(kind, tmp_path, capsys):
+    write(tmp_path / RUN_LOG, [{"step": step, "reward": step / 7} for step in range(200)])
+    path = tmp_path / "run.jsonl.gz"
+    path.write_bytes(damaged(gzip.compress((tmp_path / RUN_LOG).read_bytes()), kind))
+    assert main(["report", str(path)]) == 2
+    assert f"{path} cannot be read as a run log: " in capsys.readouterr().err
 
 
 class Model:

@@ -10,6 +10,7 @@ import gzip
 import json
 import os
 import re
+import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -107,7 +108,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 
     Raises:
         FileNotFoundError: There is no log.
-        ValueError: The file is not one. A half-written last line, of a run that was killed, is left out.
+        ValueError: The file is not one, or is gzipped and damaged. A half-written last line, of a run that was
+            killed, is left out.
     """
     file = Path(path)
     if file.is_dir():
@@ -127,7 +129,7 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
     try:
         with opened(file, "rt", encoding="utf-8") as stream:
             lines = stream.read().splitlines(keepends=True)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{file} cannot be read as a run log: {error}.") from error
     contents = []
     for number, line in enumerate(lines, start=1):
