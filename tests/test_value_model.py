@@ -2,6 +2,8 @@
 
 import functools
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -160,7 +162,7 @@ def trainer(tmp_path, model=None, *, processing_class=None, config=None, setting
         model=model or save(tmp_path / "policy", tiny_model(), tiny_tokenizer()),
         reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
         args=config or QuRLPPOConfig(str(tmp_path / "out"), **settings),
-        train_dataset=Dataset.from_dict({"prompt": ["ab"] * 8}),
+        train_dataset=Dataset.from_dict({"prompt": ["ab"] * 16}),
         processing_class=processing_class,
         **arguments,
     )
@@ -192,12 +194,18 @@ def test_a_policy_from_memory_leaves_the_critic_without_a_start(tmp_path):
         trainer(tmp_path, tiny_model(), processing_class=tiny_tokenizer())
 
 
-def test_an_optimizer_that_chooses_its_parameters_is_refused(tmp_path, monkeypatch):
-    # As transformers answers for GaLore and LOMO, whose packages are not here.
-    answer = torch.optim.AdamW, {"params": [], "lr": 1e-5}
-    monkeypatch.setattr("transformers.Trainer.get_optimizer_cls_and_kwargs", staticmethod(lambda *args: answer))
-    with pytest.raises(ValueError, match="optim=.* does not work with a critic: use 'adamw_torch_fused'"):
-        trainer(tmp_path)
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("optim", ["galore_adamw", "lomo"])
+def test_an_optimizer_that_chooses_its_parameters_is_refused(optim, shared, tmp_path, monkeypatch):
+    # Their packages are not here; transformers asks for no more than these names.
+    kinds = dict.fromkeys(("GaLoreAdafactor", "GaLoreAdamW", "GaLoreAdamW8bit", "AdaLomo", "Lomo"), torch.optim.AdamW)
+    for package in ("galore_torch", "lomo_optim"):
+        monkeypatch.setitem(sys.modules, package, SimpleNamespace(**kinds))
+    for check in ("is_galore_torch_available", "is_lomo_available"):
+        monkeypatch.setattr(f"transformers.trainer_optimizer.{check}", lambda: True)
+    settings = {"optim": optim, "optim_target_modules": ["q_proj"], "share_backbone": shared}
+    with pytest.raises(ValueError, match=f"optim=.*{optim}.* does not work with a critic.*: use 'adamw_torch_fused'"):
+        trainer(tmp_path, settings=settings)
 
 
 def test_a_shared_backbone_takes_no_other_model_or_adapter(tmp_path):

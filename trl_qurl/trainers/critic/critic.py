@@ -117,10 +117,14 @@ def build_optimizer(model: torch.nn.Module, args: QuRLPPOConfig, decayed: set[st
 
 def check_optimizer(args: QuRLPPOConfig, model: torch.nn.Module) -> None:
     """Refuse an optimizer that cannot be built for a second model, because it chooses its parameters itself."""
-    optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    refusal = f"optim={args.optim!r} does not work with a critic: use 'adamw_torch_fused'."
+    try:
+        optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    except ValueError as error:  # no layer of a head is among those it should train
+        raise ValueError(f"{refusal} transformers says: {error}") from error
     is_class = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
     if not is_class or kwargs.keys() & {"params", "model", "optimizer_dict"}:
-        raise ValueError(f"optim={args.optim!r} does not work with a critic: use 'adamw_torch_fused'.")
+        raise ValueError(refusal)
 
 
 def require_state(path: Path) -> Path:

@@ -43,6 +43,7 @@ def load_critic_model(
     """Check what the user asked for, and load the critic's model, unless it is a head on the policy's backbone."""
     if args.share_backbone:
         check_shared(args, value_model, value_peft_config)
+        check_optimizer(args, torch.nn.Linear(1, 1))  # the head has its own, and is made once the policy is loaded
         return None
     policy_name = policy if isinstance(policy, str) else get_config_model_id(policy.config)
     if value_model is None and not policy_name:
