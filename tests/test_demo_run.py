@@ -19,5 +19,9 @@ def test_ppo(tmp_path):
     done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "full-precision policy, expected" in done.stdout
-    assert len(read_run(tmp_path).series("critic/explained_variance")) == 2
+    run = read_run(tmp_path)
+    assert len(run.series("critic/explained_variance")) == 2
+    rates, seconds = dict(run.series("throughput/generated_tokens_per_s")), dict(run.series("time/generate_s"))
+    tokens = {step: rate * seconds[step] for step, rate in rates.items()}
+    assert max(tokens.values()) < 256 * 5 + 1, "a row counts its own rollout, not the measurements around the training"
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")

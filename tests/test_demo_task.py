@@ -106,9 +106,12 @@ def test_the_actor_is_measured_greedily_after_a_sync(tokenizer):
             answers[0][0] += 1  # one of four wrong
             return prompts, answers, None, None
 
+        def pop_cost(self):
+            self.calls += ("pop",)
+
     engine = Engine()
     assert evaluate.measure_actor(engine, ids) == 0.75
-    assert engine.calls == ("sync", ("generate", 0.0, 1))
+    assert engine.calls == ("sync", ("generate", 0.0, 1), "pop")
     assert engine.temperature == 1.0
 
 

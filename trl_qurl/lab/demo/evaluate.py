@@ -14,7 +14,8 @@ from trl_qurl.lab.demo.task import PROMPT_TOKENS
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
-    from trl.generation.vllm_generation import VLLMGeneration
+
+    from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 
 
 class Accuracy(NamedTuple):
@@ -47,7 +48,7 @@ def measure_policy(model: PreTrainedModel, problem_ids: Tensor) -> Accuracy:
     return score_answers(logits[:, PROMPT_TOKENS - 1 : -1], ids[:, PROMPT_TOKENS:])
 
 
-def measure_actor(generation: VLLMGeneration, problem_ids: Tensor) -> float:
+def measure_actor(generation: QuantizedVLLMGeneration, problem_ids: Tensor) -> float:
     """Greedy accuracy of the actor that makes the rollouts, as the engine runs it, after a sync of the weights."""
     generation.sync_weights()
     prompts, answers = problem_ids[:, :PROMPT_TOKENS].tolist(), problem_ids[:, PROMPT_TOKENS:].tolist()
@@ -56,4 +57,5 @@ def measure_actor(generation: VLLMGeneration, problem_ids: Tensor) -> float:
         completions = generation.generate(prompts=prompts, images=None, num_generations=1)[1]
     finally:
         generation.temperature = temperature
+        generation.pop_cost()  # else the row of the next rollout would count this one's seconds and tokens
     return sum(list(given) == right for given, right in zip(completions, answers, strict=True)) / len(answers)
