@@ -234,6 +234,7 @@ def test_a_server_that_refuses_says_why_and_nobody_hangs(ends):
         outcome = executor.submit(client.load_stream, stream(model, INT8), metadata, WeightUpdate("v1", digest=True))
         with pytest.raises(ServerError, match="no weight transfer here"):
             outcome.result(timeout=20)
+    assert client._broadcast.wait(5.0), "a run that recovers opens another one"
     # Half loaded, vLLM cannot be loaded again; whoever tries is told.
     with pytest.raises(RuntimeError, match="An earlier load of weights failed halfway.*start the server again"):
         worker.load_rollout_weights({"version": "v2"}, weights_iterator=iter(()))
