@@ -9,8 +9,10 @@ import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import requests
 import torch
 from conftest import child_environment, free_port
 from tiny import tiny_model, tiny_tokenizer
@@ -240,11 +242,13 @@ def test_no_server(train):
 
 
 @contextmanager
-def answering(server_info, workers=None, statuses=None, asked=None, version=None):
+def answering(server_info, workers=None, statuses=None, asked=None, version=None, silent=None):
     """What a vLLM server says about itself, without the half minute that a real one takes to start.
 
-    By path, `statuses` are what it answers with instead; `asked` gets every path that is asked for.
+    By path, `statuses` are what it answers with instead; `asked` gets every path that is asked for, and `silent` is a
+    path to which the answer never comes.
     """
+    released = threading.Event()
     answers = {"/health": {}, "/v1/models": {"data": [{"id": "model"}]}, "/server_info": server_info}
     answers |= {"/collective_rpc": {"results": [workers]}, "/version": {"version": version}}
 
@@ -257,6 +261,9 @@ def answering(server_info, workers=None, statuses=None, asked=None, version=None
             path = self.path.split("?")[0]
             if asked is not None:
                 asked.append(path)
+            if path == silent:
+                released.wait(20.0)  # and then hangs up, so that a client without a limit fails this test
+                return
             answer = answers.get(path)
             self.send_response((statuses or {}).get(path, 404 if answer is None else 200))
             self.end_headers()
@@ -268,6 +275,7 @@ def answering(server_info, workers=None, statuses=None, asked=None, version=None
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
+        released.set()
         server.shutdown()
 
 
@@ -313,6 +321,21 @@ def test_server_that_cannot_load_weights(server_info):
         client = ServedEngine(base_url=url, scheme=SCHEMES["int8"], ignore=["lm_head"])
         with pytest.raises(ValueError, match=f"{url} cannot load weights: .*. Restart it with `trl-qurl serve MODEL"):
             client.init_communicator("cpu")
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/server_info"])
+def test_server_that_accepts_and_never_answers(path, train):
+    asked = []
+    with answering(None, asked=asked, silent=path) as url:
+        message = train("--vllm_mode", "server", "--vllm_server_base_url", url, "--vllm_request_timeout", "1")
+    assert f"{url} did not answer {path} within 1 seconds: it hangs, or needs a larger vllm_request_timeout" in message
+    assert asked.count(path) == 1, "a request whose answer never came is not repeated"
+
+
+def test_a_request_of_trls_own_is_bounded_too():
+    path, image = "/v1/chat/completions/render", SimpleNamespace(save=lambda *args, **kwargs: None)
+    with answering(None, silent=path) as url, pytest.raises(requests.Timeout):
+        ServedEngine(base_url=url, request_timeout=1.0).image_features([[image]])
 
 
 def test_server_that_wants_a_key():

@@ -170,7 +170,12 @@ DEFINITIONS = [
     (CLIENT, "VLLMClient.__init__", "base_url connection_timeout", "ServedEngine is built as it is"),
     (CLIENT, "VLLMClient.check_server", "total_timeout retry_interval", "ServedEngine waits before it"),
     (CLIENT, "VLLMClient.init_communicator", "device", "ServedEngine opens NCCL by it, or leaves it out"),
-    (CLIENT, "VLLMClient.get_server_info", "", "ServedEngine looks for the worker extension in it"),
+    (
+        CLIENT,
+        "VLLMClient.get_server_info",
+        "",
+        "ServedEngine bounds it in time by overriding it",
+    ),
     (CLIENT, "VLLMClient._post", "url", "ServedEngine bounds every request in time by overriding it"),
     (CLIENT, "VLLMClient._get", "url", "ServedEngine bounds every request in time by overriding it"),
     (

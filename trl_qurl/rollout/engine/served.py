@@ -44,6 +44,22 @@ BROADCAST_GRACE = 10.0  # seconds for a broadcast to end after its request has
 WAITING_NOTICE = 10.0  # seconds between lines about a server that is not up yet
 
 
+class BoundedRequests(HTTPAdapter):
+    """Gives every request a time limit, in seconds, and retries none whose answer never came.
+
+    TRL's client retries those five times: a server that hangs would be waited for six times over, and one that
+    restarted meanwhile would answer from other weights.
+    """
+
+    def __init__(self, limit: float) -> None:
+        retries = Retry(total=3, read=False, status_forcelist=[502, 503], backoff_factor=1, allowed_methods=None)
+        super().__init__(max_retries=retries, pool_maxsize=64)
+        self._limit = limit
+
+    def send(self, *args: Any, **kwargs: Any) -> requests.Response:  # noqa: D102
+        return super().send(*args, **{**kwargs, "timeout": kwargs.get("timeout") or self._limit})
+
+
 class ServedEngine(VLLMClient, Engine):
     """[`VLLMClient`] that loads quantized weights through trl-qurl's worker extension, and bounds requests in time.
 
@@ -64,17 +80,15 @@ class ServedEngine(VLLMClient, Engine):
         self._stream_device: torch.device | None = None
         self._broadcast: Broadcast | None = None  # the latest
         super().__init__(*args, **kwargs)
-        # The parent also retries requests whose answer never came, five times: a server that hangs would be waited for
-        # six times over, and one that restarted meanwhile would answer from other weights.
-        retries = Retry(total=3, read=False, status_forcelist=[502, 503], backoff_factor=1, allowed_methods=None)
-        for prefix in ("http://", "https://"):
-            self.session.mount(prefix, HTTPAdapter(max_retries=retries, pool_maxsize=64))
 
     # Start -----------------------------------------------------------------------------------------------------------
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """Wait for the server, as the parent does, and tell the user about the wait."""
-        self.session.auth = ServerKey(self.base_url)  # for the parent's requests as well, which begin after this
+        # For the parent's requests as well, which begin after this.
+        self.session.auth = ServerKey(self.base_url)
+        for prefix in ("http://", "https://"):
+            self.session.mount(prefix, BoundedRequests(self.request_timeout))
         started, notice = time.monotonic(), WAITING_NOTICE
         while not self._is_healthy():
             waited = time.monotonic() - started
@@ -101,7 +115,10 @@ class ServedEngine(VLLMClient, Engine):
         """Refuse a server that cannot load our weights. `open_stream` opens NCCL, if it is used at all."""
         try:
             info = self.get_server_info()
-        except RuntimeError:  # its development endpoints are closed
+        except ServerError as error:
+            if "HTTP 404" not in str(error):
+                raise
+            # Its development endpoints are closed.
             info = {"parallel_config": {"worker_extension_cls": ""}}
         if info["parallel_config"]["worker_extension_cls"] != WORKER_EXTENSION:
             raise ValueError(
@@ -121,6 +138,10 @@ class ServedEngine(VLLMClient, Engine):
                 f"{_in_words(wanted_format, wanted_ignore)}. Restart it with {self._command} (and the same --ignore), "
                 "or change rollout_quantization or quantization_ignore."
             )
+
+    def get_server_info(self) -> dict[str, Any]:
+        """As the parent's, with the faults of any other request."""
+        return self._get(f"{self.base_url}/server_info", params={"config_format": "json"})["vllm_config"]
 
     def open_stream(self, device: torch.device) -> None:
         """Open the NCCL group over which tensors travel. `ValueError` where one end's vLLM is too old for it."""
@@ -229,7 +250,7 @@ class ServedEngine(VLLMClient, Engine):
         server = f"The vLLM server at {self.base_url}"
         advice = "look at the server's log, start it again, and resume from the last checkpoint."
         try:
-            response = self.session.request(verb, f"{self.base_url}{path}", timeout=self.request_timeout, **kwargs)
+            response = self.session.request(verb, f"{self.base_url}{path}", **kwargs)
         except requests.Timeout:
             raise ServerError(
                 f"{server} did not answer {path} within {self.request_timeout:.0f} seconds: it hangs, or needs a "
