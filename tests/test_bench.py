@@ -18,7 +18,7 @@ from trl_qurl.lab.bench.memory import Device, count_parameters, why_too_large
 from trl_qurl.lab.bench.prediction import WORTHWHILE, break_even, compare, predict_step
 from trl_qurl.lab.bench.run import bench, run_job, save_config, serves
 from trl_qurl.lab.bench.table import advice, build_table, sentences, shown, size
-from trl_qurl.lab.bench.worker import measure
+from trl_qurl.lab.bench.worker import measure, start_engine
 from trl_qurl.lab.bench.workload import Job, Workload
 from trl_qurl.lab.device import cpu_settings
 from trl_qurl.quantization import SCHEMES
@@ -276,6 +276,18 @@ def test_a_policy_that_cannot_fit_is_not_measured_and_the_decode_rates_still_ans
     assert fp8.advice == "depends" and fp8.training_limit == pytest.approx(188.5)
     assert "Yes, if scoring and updates of a rollout take less than 188 s" in " ".join(sentences(result))
     assert json.loads((tmp_path / "bench.json").read_text())["comparisons"]["fp8"]["advice"] == "depends"
+
+
+@pytest.mark.parametrize(("is_gpu", "share"), [(True, 0.9), (False, 0.3)])
+def test_an_engine_measured_alone_takes_a_gpu_but_leaves_a_machine_room_for_its_syncs(
+    is_gpu, share, monkeypatch, tmp_path
+):
+    started = {}
+    monkeypatch.setattr("vllm.LLM", lambda **arguments: started.update(arguments))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: is_gpu)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: True)
+    start_engine(Job(str(tmp_path), None, Workload(), 1.0, holds_policy=False), tiny_model())
+    assert started["gpu_memory_utilization"] == share
 
 
 @pytest.mark.parametrize("given", [{"gpus": 4}, {"lora_rank": 16}])

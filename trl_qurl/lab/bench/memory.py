@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from trl_qurl.lab.bench.workload import Workload
 
 ENGINE_SHARE = 0.3  # of a GPU, for an engine beside a trainer: TRL's default
-WHOLE_SHARE = 0.9  # for an engine alone
+WHOLE_SHARE = 0.9  # for an engine alone on a GPU
 SPARE = 0.1  # for activations; if that is too little, training fails, and the engine's costs are kept
 TRAINED = 16  # bytes of a parameter: 32-bit weight, gradient, and the two moments of AdamW
 FROZEN = 4  # the weight alone

@@ -63,6 +63,7 @@ def measure(job: Job) -> EngineCosts | TrainingCosts:
 
 def start_engine(job: Job, policy: Any) -> LLM:
     """An engine as TRL's trainer starts it, with weights that were never loaded."""
+    import torch
     from vllm import LLM
 
     from trl_qurl.lab.bench.memory import ENGINE_SHARE, WHOLE_SHARE
@@ -77,7 +78,7 @@ def start_engine(job: Job, policy: Any) -> LLM:
     policy = getattr(policy, "get_base_model", lambda: policy)()
     check_head_size(policy.config)
     workload = job.workload
-    shares_device = job.holds_policy or workload.gpus > 1
+    shares_device = job.holds_policy or workload.gpus > 1 or not torch.cuda.is_available()  # on a CPU, with syncs
     directory = CheckpointDirectory(None, 0)  # of a name by which vLLM finds again what it has compiled
     scheme = get_scheme(job.scheme) if job.scheme else None
     os.environ.update(kernel_environment(scheme))
