@@ -1,9 +1,11 @@
 """A server with several engines (`--data-parallel-size`): weights must reach each of them, not only the first.
 
-vLLM sends a call to its workers to all engines, but returns the answer of the first one only.
+vLLM sends a call to its workers to all engines, but returns the answer of the first one only. An error of any engine
+is returned.
 """
 
 import json
+import os
 
 import pytest
 import requests
@@ -29,9 +31,47 @@ def logps_of(server, engine: int) -> list[float]:
     return [row[str(token)]["logprob"] for token, row in zip(PROBE[1:], rows, strict=True)]
 
 
+# A plugin of vLLM, which loads it in every process. While the file `flag` exists, the second engine receives one scale
+# doubled.
+PLUGIN = """
+from pathlib import Path
+
+
+def register():
+    from trl_qurl.rollout.engine import worker
+
+    read, load = worker.read_tensors, worker.RolloutWorker.load_rollout_weights
+
+    def read_tampered(path):
+        for name, tensor in read(path):
+            yield name, tensor * 2 if name == "model.layers.1.mlp.down_proj.weight_scale" else tensor
+
+    def load_rollout_weights(self, *args, **kwargs):
+        is_second = self.vllm_config.parallel_config.data_parallel_index == 1
+        worker.read_tensors = read_tampered if is_second and Path({flag!r}).exists() else read
+        return load(self, *args, **kwargs)
+
+    worker.RolloutWorker.load_rollout_weights = load_rollout_weights
+"""
+
+
+@pytest.fixture
+def tampering(tmp_path, monkeypatch):
+    """The flag of `PLUGIN`, which servers find from here on."""
+    flag, site = tmp_path / "flag", tmp_path / "site"
+    (site / "tampering-1.dist-info").mkdir(parents=True)
+    (site / "tampering.py").write_text(PLUGIN.format(flag=str(flag)))
+    (site / "tampering-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: tampering\nVersion: 1\n")
+    (site / "tampering-1.dist-info" / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\ntampering = tampering:register\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")])))
+    return flag
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_every_engine_of_a_server_gets_the_weights(train, run_scenario, tmp_path):
+def test_every_engine_of_a_server_gets_the_weights_and_is_checked(train, run_scenario, tampering, tmp_path):
     tiny_model().save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     with vllm_server(tmp_path / "model", tmp_path, "--scheme", "int8", "--data-parallel-size", str(ENGINES)) as server:
@@ -39,6 +79,10 @@ def test_every_engine_of_a_server_gets_the_weights(train, run_scenario, tmp_path
         config = {"vllm_mode": "server", "vllm_server_base_url": server.url, "sync_check_interval": 1}
         [record] = train([tmp_path / "out", "--export", tmp_path / "trained", "--config", json.dumps(config)])
         end = [logps_of(server, engine) for engine in range(ENGINES)]
+        tampering.touch()
+        different = "SyncError: .* of 40 tensors, 1 different .first model.layers.1.mlp.down_proj.weight_scale"
+        with pytest.raises(AssertionError, match=different):
+            train([tmp_path / "out", "--config", json.dumps(config | {"sync_probe": False})])
     [fresh] = run_scenario("fresh_engine.py", tmp_path / "trained")
     assert record["probe_end"] == pytest.approx(fresh, abs=SAME)
     for engine in range(ENGINES):

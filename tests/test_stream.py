@@ -240,6 +240,22 @@ def test_a_server_that_refuses_says_why_and_nobody_hangs(ends):
         worker.load_rollout_weights({"version": "v2"}, weights_iterator=iter(()))
 
 
+def test_workers_whose_digests_are_not_returned_compare_them_themselves(ends):
+    client, worker = ends
+    model = tiny_model()
+    sent = DigestRecorder(stream(model, INT8))
+    client.load_stream(sent, announced(model, INT8), WeightUpdate("v1", digest=True))
+    client.compare_digests(sent.digests)
+    name = min(worker.rollout_digests)
+    worker.rollout_digests[name] = "another"
+    with pytest.raises(SyncError, match=f"of {len(sent.digests)} tensors, 1 different .first {name}"):
+        client.compare_digests(sent.digests)
+    client._failure = None  # as in a run that resumes
+    client.load_stream(stream(model, INT8), announced(model, INT8), WeightUpdate("v2"))
+    with pytest.raises(SyncError, match=f"{len(sent.digests)} missing"):
+        client.compare_digests(sent.digests)
+
+
 def test_a_broadcast_that_never_returns_ends_the_run_in_time(ends, monkeypatch):
     """As to a worker that died inside NCCL: what it waits for never comes, and nothing can call it back."""
     client, worker = ends

@@ -109,6 +109,8 @@ class WeightSync:
         def verify() -> None:
             for digests in received if compared else ():
                 compare_digests(sent.digests, digests)
+            if compared and self._transport.engine:
+                self._transport.engine.compare_digests(sent.digests)
             self._require_version()
 
         agreed(verify, self._settings.is_served)

@@ -15,7 +15,7 @@ from itertools import zip_longest
 import torch
 
 from trl_qurl.quantization.stream import NamedTensors
-from trl_qurl.rollout.engine.interface import TensorMetadata
+from trl_qurl.rollout.engine.interface import NOT_RECEIVED, TensorMetadata
 from trl_qurl.rollout.errors import SyncError
 
 
@@ -58,8 +58,7 @@ def compare_digests(sent: Mapping[str, str], received: Mapping[str, str]) -> Non
     found = [f"{len(names)} {fault} (first {min(names)})" for fault, names in faults.items() if names]
     if found:
         raise SyncError(
-            f"The engine did not receive the weights that were sent: of {len(sent)} tensors, {', '.join(found)}. "
-            "Resume from the last checkpoint."
+            f"{NOT_RECEIVED}: of {len(sent)} tensors, {', '.join(found)}. Resume from the last checkpoint."
         )
 
 

@@ -17,6 +17,9 @@ FRESH = "default"
 REFUSED = "Nothing was loaded."
 """How a worker ends its refusal of weights, which it would refuse again."""
 
+NOT_RECEIVED = "The engine did not receive the weights that were sent"
+"""How a worker, or the trainer, begins to say that digests differ."""
+
 PROBE_TOP = 20
 """Likeliest tokens whose log-probabilities a probe compares: vLLM's default `max_logprobs`."""
 
@@ -70,6 +73,9 @@ class Engine(ABC):
     @abstractmethod
     def load_checkpoint(self, path: Path, update: WeightUpdate) -> list[Digests]:
         """As `load_stream`, from a checkpoint directory that the engine sees."""
+
+    def compare_digests(self, sent: Digests) -> None:  # noqa: B027
+        """Raise `SyncError` if a worker whose digests are not returned received something else than was sent."""
 
     @abstractmethod
     def version(self) -> str:

@@ -24,6 +24,7 @@ from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.checks.tensors import as_announced
 from trl_qurl.rollout.engine.broadcast import BUFFER_BYTES, Broadcast, in_background
 from trl_qurl.rollout.engine.interface import (
+    NOT_RECEIVED,
     PROBE_TOP,
     REFUSED,
     Continuation,
@@ -202,6 +203,13 @@ class ServedEngine(VLLMClient, Engine):
         digests = request.result()
         self._adopt(update)
         return digests
+
+    def compare_digests(self, sent: Digests) -> None:
+        """In the workers: of several engines (`--data-parallel-size`) vLLM returns the first one's answer only."""
+        try:
+            self._call_workers("compare_rollout_digests", sent=sent)
+        except ServerError as error:
+            raise (SyncError if NOT_RECEIVED in str(error) else ServerError)(str(error)) from None
 
     def _adopt(self, update: WeightUpdate) -> None:
         if not self._post("/reset_prefix_cache").get("success", True):

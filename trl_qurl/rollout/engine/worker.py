@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 
 from trl_qurl.quantization.storage import read_tensors, tensor_shapes
 from trl_qurl.quantization.stream import NamedTensors
-from trl_qurl.rollout.checks.tensors import ReceivedTensors
+from trl_qurl.rollout.checks.tensors import ReceivedTensors, compare_digests
 from trl_qurl.rollout.engine.interface import REFUSED, Digests, WeightUpdate
 
 if current_platform.is_cpu():
@@ -36,6 +36,7 @@ class RolloutWorker:
     start_weight_update: Callable[[], None]
     update_weights: Callable[[dict[str, list]], None]
     finish_weight_update: Callable[[], None]
+    rollout_digests: Digests  # of the latest load
 
     def load_rollout_weights(
         self,
@@ -55,6 +56,7 @@ class RolloutWorker:
             raise RuntimeError("An earlier load of weights failed halfway: start the server again.")
         self.rollout_load_failed = True
         received = ReceivedTensors(self.get_model(), enabled=wanted.digest)
+        self.rollout_digests = received.digests
         with _watched_reload(wanted.partial):
             if announced is not None:
                 self._receive(announced, received)
@@ -65,6 +67,10 @@ class RolloutWorker:
             self.rollout_load_failed = False  # vLLM can load again, whatever a layer lacks
         received.compare()
         return received.digests
+
+    def compare_rollout_digests(self, sent: Digests) -> None:
+        """Raise `SyncError` if the latest load, with digests, brought something else than was sent."""
+        compare_digests(sent, self.rollout_digests)
 
     def _reload(self, named_tensors: NamedTensors) -> None:
         if current_platform.is_cpu():
