@@ -339,7 +339,7 @@ def test_a_request_of_trls_own_is_bounded_too():
 
 
 def test_server_that_wants_a_key():
-    with answering(None, statuses={"/weight_info": 401}) as url:
+    with answering(None, statuses={"/collective_rpc": 401}) as url:
         client = ServedEngine(base_url=url)
         with pytest.raises(ServerError, match=f"{url} wants its API key: set VLLM_API_KEY for the trainer"):
             client.version()
@@ -361,11 +361,11 @@ def test_streaming_needs_versions_that_agree_on_how_tensors_come(versions, monke
 def test_after_one_failure_the_server_is_not_asked_again():
     # The rest of a rollout, hundreds of requests, is queued behind the one that failed.
     asked = []
-    with answering(None, DESCRIPTION, statuses={"/weight_info": 500}, asked=asked) as url:
+    with answering(None, DESCRIPTION, statuses={"/get_world_size": 500}, asked=asked) as url:
         client = ServedEngine(base_url=url)
         assert client.describe()._asdict() == DESCRIPTION
-        with pytest.raises(ServerError, match="answered /weight_info with HTTP 500") as first:
-            client.version()
+        with pytest.raises(ServerError, match="answered /get_world_size with HTTP 500") as first:
+            client.get_world_size()
         asked.clear()
         with pytest.raises(ServerError) as second:
             client.describe()

@@ -38,17 +38,16 @@ def chosen(monkeypatch):
     cuda = SimpleNamespace(_enum=PlatformEnum.CUDA, is_cuda=lambda: True, is_cuda_alike=lambda: True)
     for module in (linear, cutlass, triton):
         monkeypatch.setattr(module, "current_platform", cuda)
-    config = linear.Int8ScaledMMLinearLayerConfig(
-        is_channelwise=True, is_static_input_scheme=False, input_symmetric=True
-    )
 
     def choose(capability):
         disabled = [name for name in os.environ.get("VLLM_DISABLED_KERNELS", "").split(",") if name]
         # As vLLM reads it, but for its cache, which an engine of another test may have filled.
         monkeypatch.setattr(envs, "VLLM_DISABLED_KERNELS", disabled, raising=False)
-        return linear.choose_scaled_mm_linear_kernel(
-            config, linear._POSSIBLE_INT8_KERNELS, 10 * capability[0] + capability[1], quantization="int8_w8a8"
-        ).__name__
+        cuda.get_device_capability = lambda: capability
+        kernel = linear.init_int8_linear_kernel(
+            is_channelwise=True, is_static_input_scheme=False, input_symmetric=True, module_name="layer"
+        )
+        return type(kernel).__name__
 
     return choose
 

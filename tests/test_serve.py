@@ -270,7 +270,7 @@ def test_what_is_not_the_key_opens_nothing(header, home, monkeypatch):
 def test_every_path_of_a_server_needs_the_key(int8_server):
     known = key.ServerKey(int8_server.url)
     routes = requests.get(f"{int8_server.url}/openapi.json", auth=known, timeout=30).json()["paths"]
-    assert {"/collective_rpc", "/update_weight_version", "/server_info", "/v1/completions"} <= set(routes)
+    assert {"/collective_rpc", "/reset_prefix_cache", "/server_info", "/v1/completions"} <= set(routes)
     pairs = [(method, path) for path, methods in routes.items() for method in methods]
     pairs += [("get", path) for path in ("/", "/docs", "/metrics", "/openapi.json", "/nothing")]
     pairs += [("options", "/collective_rpc"), ("head", "/server_info"), ("post", "//collective_rpc")]

@@ -188,8 +188,10 @@ def test_tensors_arrive_in_order_and_bit_for_bit(scheme, ends):
         assert tensor.dtype == expected[name].dtype
         assert torch.equal(tensor.view(torch.uint8), expected[name].contiguous().view(torch.uint8)), name
     assert worker.session == ["start", "update", "finish"]
-    assert client.requests == ["/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
+    assert client.requests == ["/collective_rpc", "/reset_prefix_cache"]
+    assert client.version() == "v1"
     assert client.load_stream(stream(model, scheme), metadata, WeightUpdate("v2")) == [{}]
+    assert client.version() == "v2"
 
 
 def test_both_ends_cut_the_stream_into_buffers_of_one_size(ends, monkeypatch):

@@ -76,7 +76,8 @@ def load_nothing(generation):
     def load_stream(source, metadata, update):
         for _ in source:
             pass
-        generation.llm.llm_engine.set_weight_version(update.version)
+        [worker] = generation.llm.collective_rpc(lambda wrapper: wrapper.worker)
+        worker.loaded_version = update.version
         return [dict(source.digests)]
 
     return patch.object(generation.engine, "load_stream", load_stream)
@@ -92,8 +93,9 @@ def double_a_norm_inside(generation):
 
 
 def forget_the_version(generation):
-    """As after a restart of the engine: it holds other weights than this run sent."""
-    return patch.object(generation.llm.llm_engine, "set_weight_version", lambda version: None)
+    """As if another run had sent its weights in between."""
+    [worker] = generation.llm.collective_rpc(lambda wrapper: wrapper.worker)
+    return patch.object(worker, "rollout_version", lambda: "of another run")
 
 
 def keep_the_prefix_cache(generation):

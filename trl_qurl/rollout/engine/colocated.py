@@ -42,11 +42,10 @@ class ColocatedEngine(Engine):
         digests = self._llm.collective_rpc("load_rollout_weights", kwargs={"update": update._asdict(), **source})
         if not self._llm.reset_prefix_cache():
             raise SyncError("vLLM did not empty its prefix cache of the old weights. Resume from the last checkpoint.")
-        self._llm.llm_engine.set_weight_version(update.version)
         return digests
 
     def version(self) -> str:  # noqa: D102
-        return self._llm.llm_engine.get_weight_version()
+        return " and ".join(sorted(set(self._llm.collective_rpc("rollout_version"))))
 
     def describe(self) -> EngineDescription:  # noqa: D102
         return EngineDescription(**self._llm.collective_rpc("describe_rollouts")[0])

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from trl_qurl.quantization.stream import NamedTensors
 
 FRESH = "default"
-"""vLLM's name for the weights of an engine that has got no others since its start."""
+"""Name of the weights that an engine starts with."""
 
 REFUSED = "Nothing was loaded."
 """How a worker ends its refusal of weights, which it would refuse again."""
@@ -79,7 +79,7 @@ class Engine(ABC):
 
     @abstractmethod
     def version(self) -> str:
-        """Name of the weights that the engine holds, according to vLLM."""
+        """Name of the weights that the engine's workers hold; all names, if they differ."""
 
     @abstractmethod
     def continue_greedily(self, prompts: list[list[int]], steps: int) -> list[Continuation]:

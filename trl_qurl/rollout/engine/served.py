@@ -188,7 +188,7 @@ class ServedEngine(VLLMClient, Engine):
                 f"The vLLM server could not load the weights written to {path}. Make sure that it sees that directory "
                 f"(rollout_checkpoint_dir) and serves the model that is being trained. {error}"
             ) from None
-        self._adopt(update)
+        self._drop_cache()
         return digests
 
     def load_stream(  # noqa: D102
@@ -201,7 +201,7 @@ class ServedEngine(VLLMClient, Engine):
         self._broadcast = Broadcast(self.communicator)
         self._broadcast.send(as_announced(named_tensors, metadata), request)
         digests = request.result()
-        self._adopt(update)
+        self._drop_cache()
         return digests
 
     def compare_digests(self, sent: Digests) -> None:
@@ -211,16 +211,15 @@ class ServedEngine(VLLMClient, Engine):
         except ServerError as error:
             raise (SyncError if NOT_RECEIVED in str(error) else ServerError)(str(error)) from None
 
-    def _adopt(self, update: WeightUpdate) -> None:
+    def _drop_cache(self) -> None:
         if not self._post("/reset_prefix_cache").get("success", True):
             raise SyncError(
                 "vLLM did not empty its prefix cache of the old weights. Another client's requests may be running: "
                 "give every run a server of its own."
             )
-        self._post("/update_weight_version", json={"new_version": update.version})
 
     def version(self) -> str:  # noqa: D102
-        return self._get("/weight_info")["weight_version"]
+        return " and ".join(sorted(set(self._call_workers("rollout_version"))))
 
     def describe(self) -> EngineDescription:  # noqa: D102
         return EngineDescription(**self._call_workers("describe_rollouts")[0])

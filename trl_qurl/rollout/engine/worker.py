@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from trl_qurl.quantization.storage import read_tensors, tensor_shapes
 from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.checks.tensors import ReceivedTensors, compare_digests
-from trl_qurl.rollout.engine.interface import REFUSED, Digests, WeightUpdate
+from trl_qurl.rollout.engine.interface import FRESH, REFUSED, Digests, WeightUpdate
 
 if current_platform.is_cpu():
     from trl_qurl.rollout.engine import cpu
@@ -37,6 +37,7 @@ class RolloutWorker:
     update_weights: Callable[[dict[str, list]], None]
     finish_weight_update: Callable[[], None]
     rollout_digests: Digests  # of the latest load
+    loaded_version = FRESH
 
     def load_rollout_weights(
         self,
@@ -66,11 +67,16 @@ class RolloutWorker:
                 self._reload(received.watch(weights_iterator or ()))
             self.rollout_load_failed = False  # vLLM can load again, whatever a layer lacks
         received.compare()
+        self.loaded_version = wanted.version
         return received.digests
 
     def compare_rollout_digests(self, sent: Digests) -> None:
         """Raise `SyncError` if the latest load, with digests, brought something else than was sent."""
         compare_digests(sent, self.rollout_digests)
+
+    def rollout_version(self) -> str:
+        """Name of the weights that were loaded last. vLLM keeps one by itself only in its newer versions."""
+        return self.loaded_version
 
     def _reload(self, named_tensors: NamedTensors) -> None:
         if current_platform.is_cpu():
