@@ -19,8 +19,10 @@ from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl import cli
 from trl_qurl.quantization import SCHEMES
-from trl_qurl.rollout.engine.served import WORKER_EXTENSION, ServedEngine, check_stream_versions
+from trl_qurl.rollout.engine.interface import WeightUpdate
+from trl_qurl.rollout.engine.served import WORKER_EXTENSION, ServedEngine
 from trl_qurl.rollout.errors import ServerError
+from trl_qurl.rollout.transports import choose_route
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k_grpo.py"
 
@@ -251,6 +253,7 @@ def answering(server_info, workers=None, statuses=None, asked=None, version=None
     released = threading.Event()
     answers = {"/health": {}, "/v1/models": {"data": [{"id": "model"}]}, "/server_info": server_info}
     answers |= {"/collective_rpc": {"results": [workers]}, "/version": {"version": version}}
+    answers |= {"/reset_prefix_cache": ""}  # nothing, as vLLM before 0.26 says
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -267,7 +270,7 @@ def answering(server_info, workers=None, statuses=None, asked=None, version=None
             answer = answers.get(path)
             self.send_response((statuses or {}).get(path, 404 if answer is None else 200))
             self.end_headers()
-            self.wfile.write(json.dumps(answer).encode())
+            self.wfile.write(b"" if answer == "" else json.dumps(answer).encode())
 
         def log_message(self, *arguments):
             pass
@@ -291,6 +294,12 @@ def test_quantized_server_for_an_unquantized_run(train, int8_server):
 
 DESCRIPTION = {"format": None, "ignore": [], "block_size": 16, "max_model_len": 64, "dtype": None}
 DESCRIPTION |= {"kv_cache_dtype": "auto"}
+SERVER_WITH_NCCL = {
+    "vllm_config": {
+        "parallel_config": {"worker_extension_cls": WORKER_EXTENSION},
+        "weight_transfer_config": {"backend": "nccl"},
+    }
+}
 
 
 def test_unquantized_server_for_a_quantized_run(train):
@@ -349,13 +358,29 @@ def test_server_that_wants_a_key():
 def test_streaming_needs_versions_that_agree_on_how_tensors_come(versions, monkeypatch):
     server, here = versions
     monkeypatch.setattr("vllm.__version__", here)
-    with answering(None, version=server) as url, pytest.raises(ValueError) as refusal:
-        ServedEngine(base_url=url).open_stream(torch.device("cuda"))
-    assert str(refusal.value) == (
-        f"Streaming weights needs vLLM 0.28 or later at both ends, but the server has {server} and the trainer "
-        f"{here}: install a newer one there, or set weight_sync='checkpoint'."
-    )
-    check_stream_versions("0.28.0", "0.31.0+cpu")
+    with answering(SERVER_WITH_NCCL, DESCRIPTION, version=server) as url:
+        client = ServedEngine(base_url=url)
+        client.init_communicator()
+        with pytest.raises(ValueError, match="a stream needs vLLM 0.28"):  # as after a recovery
+            client.open_stream(torch.device("cuda"))
+    obstacle = f"a stream needs vLLM 0.28 or later at both ends, the server has {server} and the trainer {here}"
+    assert client.stream_obstacle == obstacle
+    assert choose_route("auto", torch.device("cuda"), obstacle) == ("checkpoint", obstacle)
+
+
+def test_a_server_with_nccl_and_one_without(monkeypatch):
+    monkeypatch.setattr("vllm.__version__", "0.31.0+cpu")
+    without = {"vllm_config": SERVER_WITH_NCCL["vllm_config"] | {"weight_transfer_config": None}}
+    for info, obstacle in ((SERVER_WITH_NCCL, None), (without, "started without --weight-transfer-config")):
+        with answering(info, DESCRIPTION, version="0.28.0") as url:
+            client = ServedEngine(base_url=url)
+            client.init_communicator()
+        assert client.stream_obstacle == (obstacle and f"the server was {obstacle}")
+
+
+def test_a_server_that_says_nothing_about_its_cache():
+    with answering(None, {}) as url:
+        assert ServedEngine(base_url=url).load_checkpoint(Path("nowhere"), WeightUpdate("v1")) == [{}]
 
 
 def test_after_one_failure_the_server_is_not_asked_again():

@@ -369,29 +369,29 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(
-    ("requested", "device", "has_transfer", "name", "reason"),
+    ("requested", "device", "obstacle", "name", "reason"),
     [
-        ("auto", CUDA, True, "stream", "both have NCCL"),
-        ("auto", CUDA, False, "checkpoint", "without --weight-transfer-config"),
-        ("auto", CPU, True, "checkpoint", "the trainer's is 'cpu'"),
-        ("checkpoint", CUDA, True, "checkpoint", "weight_sync='checkpoint' asks for it"),
-        ("llmcompressor", CUDA, True, "checkpoint", "weight_sync='llmcompressor' asks for it"),
-        ("stream", CUDA, True, "stream", "weight_sync='stream' asks for it"),
+        ("auto", CUDA, None, "stream", "both have NCCL"),
+        ("auto", CUDA, "a reason", "checkpoint", "a reason"),
+        ("auto", CPU, None, "checkpoint", "the trainer's is 'cpu'"),
+        ("checkpoint", CUDA, None, "checkpoint", "weight_sync='checkpoint' asks for it"),
+        ("llmcompressor", CUDA, None, "checkpoint", "weight_sync='llmcompressor' asks for it"),
+        ("stream", CUDA, None, "stream", "weight_sync='stream' asks for it"),
     ],
 )
-def test_how_weights_travel(requested, device, has_transfer, name, reason):
-    route, why = choose_route(requested, device, has_transfer)
+def test_how_weights_travel(requested, device, obstacle, name, reason):
+    route, why = choose_route(requested, device, obstacle)
     assert route == name and reason in why
 
 
-@pytest.mark.parametrize(("device", "has_transfer"), [(CPU, True), (CUDA, False)])
-def test_a_stream_that_cannot_be_is_refused(device, has_transfer):
+@pytest.mark.parametrize(("device", "obstacle"), [(CPU, None), (CUDA, "a reason")])
+def test_a_stream_that_cannot_be_is_refused(device, obstacle):
     with pytest.raises(ValueError, match=r"weight_sync='stream' is not possible: .* set weight_sync='checkpoint'"):
-        choose_route("stream", device, has_transfer)
+        choose_route("stream", device, obstacle)
 
 
 def test_a_policy_in_parts_is_streamed_only_where_that_was_asked_for():
     cuda = torch.device("cuda")
-    assert choose_route("auto", cuda, True, is_sharded=True)[0] == "checkpoint"
-    assert choose_route("stream", cuda, True, is_sharded=True)[0] == "stream"
-    assert choose_route("auto", cuda, True, is_sharded=False)[0] == "stream"
+    assert choose_route("auto", cuda, None, is_sharded=True)[0] == "checkpoint"
+    assert choose_route("stream", cuda, None, is_sharded=True)[0] == "stream"
+    assert choose_route("auto", cuda, None, is_sharded=False)[0] == "stream"

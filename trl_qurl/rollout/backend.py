@@ -99,7 +99,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if self.accelerator.is_main_process:
             engine = self.vllm_client
             in_parts = self._dist.is_fsdp or self._dist.is_zero3
-            route, reason = choose_route(rollout.weight_sync, device, engine.has_weight_transfer, in_parts)
+            route, reason = choose_route(rollout.weight_sync, device, engine.stream_obstacle, in_parts)
             logger.info("Weights travel to %s by %s: %s.", engine.base_url, route, reason)
             if route == "stream":
                 engine.open_stream(device)

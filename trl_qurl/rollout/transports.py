@@ -105,18 +105,15 @@ class CheckpointFiles(Transport):
 
 
 def choose_route(
-    requested: str, device: torch.device, has_weight_transfer: bool, is_sharded: bool = False
+    requested: str, device: torch.device, obstacle: str | None, is_sharded: bool = False
 ) -> tuple[str, str]:
     """Decide how weights travel to a server: `"stream"` or `"checkpoint"`, and the reason.
 
-    `requested` is `weight_sync` of the config, `device` the trainer's; the server may have NCCL weight transfer, and
+    `requested` is `weight_sync` of the config, `device` the trainer's; the server may have an obstacle to streams, and
     several processes may hold the policy in parts. A stream that is asked for but not possible is a `ValueError`.
     """
-    obstacle = None
     if device.type != "cuda":
         obstacle = f"NCCL needs a CUDA device, and the trainer's is {device.type!r}"
-    elif not has_weight_transfer:
-        obstacle = "the server was started without --weight-transfer-config"
     if requested == "auto" and is_sharded and not obstacle:
         return "checkpoint", "a stream of a policy in parts has not been tried on GPUs yet (weight_sync='stream' does)"
     if requested == "auto":

@@ -78,6 +78,7 @@ class ServedEngine(VLLMClient, Engine):
         self.scheme, self.ignore = scheme, ignore
         self.request_timeout = request_timeout
         self._failure: ServerError | None = None
+        self.stream_obstacle: str | None = None  # why tensors cannot travel over NCCL
         self._stream_device: torch.device | None = None
         self._broadcast: Broadcast | None = None  # the latest
         super().__init__(*args, **kwargs)
@@ -126,7 +127,10 @@ class ServedEngine(VLLMClient, Engine):
                 f"The vLLM server at {self.base_url} cannot load weights: it runs without trl-qurl's worker extension "
                 f"or vLLM's development endpoints. Restart it with {self._command}."
             )
-        self.has_weight_transfer = info["weight_transfer_config"] is not None  # whether it was started with NCCL
+        if info["weight_transfer_config"] is None:
+            self.stream_obstacle = "the server was started without --weight-transfer-config"
+        else:
+            self.stream_obstacle = version_obstacle(self._get("/version")["version"])
         served = self.describe()
         check_kv_cache(served.kv_cache_dtype, f"--kv-cache-dtype of the vLLM server at {self.base_url}")
         wanted_format, wanted_ignore = (self.scheme.checkpoint_format, self.ignore) if self.scheme else (None, ())
@@ -145,10 +149,9 @@ class ServedEngine(VLLMClient, Engine):
         return self._get(f"{self.base_url}/server_info", params={"config_format": "json"})["vllm_config"]
 
     def open_stream(self, device: torch.device) -> None:
-        """Open the NCCL group over which tensors travel. `ValueError` where one end's vLLM is too old for it."""
-        import vllm
-
-        check_stream_versions(self._get("/version")["version"], vllm.__version__)
+        """Open the NCCL group over which tensors travel. `ValueError` where that is not possible."""
+        if self.stream_obstacle:
+            raise ValueError(f"Weights cannot be streamed to the server: {self.stream_obstacle}.")
         super().init_communicator(device)
         self._stream_device = torch.device(device)
 
@@ -273,20 +276,23 @@ class ServedEngine(VLLMClient, Engine):
         if response.status_code != 200:
             reason = " ".join(response.text.split())[:500]
             raise ServerError(f"{server} answered {path} with HTTP {response.status_code}: {advice} It says: {reason}")
-        return response.json()
+        return response.json() if response.content else {}  # older vLLM confirms some requests by nothing
 
 
-def check_stream_versions(server: str, here: str) -> None:
-    """Raise `ValueError` if a vLLM is older than `STREAM_VERSION`.
+def version_obstacle(server: str) -> str | None:
+    """Why weights cannot be streamed, if the vLLM of the server or ours is older than `STREAM_VERSION`.
 
     Older workers learn with each update whether tensors come packed into buffers, newer ones when the group is opened.
     An end that expects the other form waits for ever.
     """
-    if min(map(Version, (server, here))) < Version(STREAM_VERSION):
-        raise ValueError(
-            f"Streaming weights needs vLLM {STREAM_VERSION} or later at both ends, but the server has {server} and "
-            f"the trainer {here}: install a newer one there, or set weight_sync='checkpoint'."
-        )
+    import vllm
+
+    if min(map(Version, (server, vllm.__version__))) >= Version(STREAM_VERSION):
+        return None
+    return (
+        f"a stream needs vLLM {STREAM_VERSION} or later at both ends, the server has {server} and the trainer "
+        f"{vllm.__version__}"
+    )
 
 
 def _in_words(checkpoint_format: str | None, ignore: Collection[str]) -> str:
