@@ -28,6 +28,7 @@ from trl_qurl.lab.doctor.trial import try_job
 from trl_qurl.quantization import quantized_layer_names
 from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED
 from trl_qurl.quantization.stream import quantize_weights
+from trl_qurl.rollout.engine.served import STREAM_VERSION
 from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.settings import RolloutSettings
 
@@ -324,8 +325,13 @@ def test_several_gpus_are_shared_out():
     jobs = {name: job for job in plan(["int8", "none"], ["4", "5", "6"]) for name in job.lines}
     assert jobs["server"].argument == "int8@4" and jobs["stream"].argument == "int8@5"
     assert jobs["fsdp2-stream"].argument == "int8@6" and jobs["fsdp2"].ranks == 2
-    assert jobs["stream"].obstacle(1) == jobs["fsdp2"].obstacle(0) == "needs two GPUs"
-    assert jobs["fsdp2-stream"].obstacle(2) == "needs three GPUs" and jobs["server"].obstacle(0) is None
+    assert jobs["stream"].obstacle(1, "0.31.0") == jobs["fsdp2"].obstacle(0, "0.26.0") == "needs two GPUs"
+    for name, job in jobs.items():
+        streams = name in ("stream", "stream-order", "stream-fault", "server-memory", "fsdp2-stream")
+        assert job.obstacle(3, "0.27.1") == ("needs vLLM 0.28 or later" if streams else None)
+        assert job.obstacle(3, STREAM_VERSION) is None
+    assert jobs["fsdp2-stream"].obstacle(2, "0.31.0") == "needs three GPUs"
+    assert jobs["server"].obstacle(0, "0.26.0") is None
 
 
 def test_accelerate_takes_the_options_of_fsdp2():

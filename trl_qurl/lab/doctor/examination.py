@@ -61,11 +61,12 @@ def examine(
     attempt(LOOK, [], IMPORT_SECONDS)
     count = found["gpus"].data.get("count", 0)
     gpus = visible_gpus(count)
+    vllm = packages.installed("vllm")[1] or "0"
     formats = formats or [*found["formats"].data.get("formats", []), UNQUANTIZED]
     for job in plan(formats, gpus):
         if not is_wanted(job.lines):
             continue
-        if reason := job.obstacle(len(gpus)) or obstacle(found, quick):
+        if reason := job.obstacle(len(gpus), vllm) or obstacle(found, quick):
             for name in job.lines:
                 add(skipped(name, reason))
         else:

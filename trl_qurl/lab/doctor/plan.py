@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from packaging.version import Version
+
 UNQUANTIZED = "none"
 
 FSDP2 = (
@@ -15,6 +17,9 @@ FSDP2 = (
     "--num_machines", "1", "--mixed_precision", "bf16", "--dynamo_backend", "no", "--main_process_port", "0",
 )  # fmt: skip
 """Options of `accelerate launch`: FSDP2 as in examples/accelerate_configs/fsdp2.yaml, on a free port."""
+
+STREAMING_VLLM = "0.28"
+"""Oldest vLLM that weights are streamed to."""
 
 NUMBERS = {1: "a GPU", 2: "two GPUs", 3: "three GPUs"}
 
@@ -29,6 +34,7 @@ class Job(NamedTuple):
         gpus: GPUs that must be there; 0 where a CPU does as well.
         ranks: Processes of the trainer, each on one GPU.
         patience: Factor of the time limit; a server needs more of it.
+        vllm: Oldest version that will do.
     """
 
     call: str
@@ -37,10 +43,13 @@ class Job(NamedTuple):
     gpus: int = 0
     ranks: int = 1
     patience: float = 1.0
+    vllm: str = "0"
 
-    def obstacle(self, gpus: int) -> str | None:
-        """Why it cannot be tried with so many GPUs."""
-        return f"needs {NUMBERS[self.gpus]}" if gpus < self.gpus else None
+    def obstacle(self, gpus: int, vllm: str) -> str | None:
+        """Why it cannot be tried with so many GPUs and this version of vLLM."""
+        if gpus < self.gpus:
+            return f"needs {NUMBERS[self.gpus]}"
+        return f"needs vLLM {self.vllm} or later" if Version(vllm) < Version(self.vllm) else None
 
     def command(self, result: Path) -> list[str]:
         """The command that runs it."""
@@ -78,8 +87,24 @@ def plan(formats: Sequence[str], gpus: Sequence[str]) -> list[Job]:
             ("stream", "stream-order", "stream-fault"),
             gpus=2,
             patience=2,
+            vllm=STREAMING_VLLM,
         ),
-        Job("servers.sync_large_policy", f"{UNQUANTIZED}@{second}", ("server-memory",), gpus=2, patience=2),
+        Job(
+            "servers.sync_large_policy",
+            f"{UNQUANTIZED}@{second}",
+            ("server-memory",),
+            gpus=2,
+            patience=2,
+            vllm=STREAMING_VLLM,
+        ),
         Job("sharded.train_colocated", first, ("fsdp2",), gpus=2, ranks=2),
-        Job("sharded.train_served", f"{first}@{third}", ("fsdp2-stream",), gpus=3, ranks=2, patience=2),
+        Job(
+            "sharded.train_served",
+            f"{first}@{third}",
+            ("fsdp2-stream",),
+            gpus=3,
+            ranks=2,
+            patience=2,
+            vllm=STREAMING_VLLM,
+        ),
     ]
