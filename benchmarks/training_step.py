@@ -7,7 +7,7 @@ Real trainers with real engines on random weights, each in a process of its own;
 for steps in turns. A step is a sync, a rollout, its log-probabilities and its update; its parts come from the log, its
 seconds from the clock. `--apart` lets one trainer finish before the next is made, where memory holds no two of them.
 `plain TRL` is TRL's own trainer with rollouts in BF16, `llm-compressor` is ours with a checkpoint by llm-compressor
-for every step.
+for every step, `passes` are the forward and backward passes of an update and nothing else: what no trainer can avoid.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from queue import Queue
@@ -32,6 +33,8 @@ from transformers import TrainerCallback
 from turns import Contestant, InForeground
 
 from trl_qurl.cli.allocator import keep_freed_memory
+
+PASSES = "passes"
 
 PARTS = ("sync", "generate", "logps", "update")
 
@@ -99,6 +102,28 @@ def build(way: str, shape: Shape, load: Load, repeats: int, device: str) -> InFo
     return InForeground(step, functools.partial(gate.run, trainer))
 
 
+def build_passes(way: str, shape: Shape, load: Load, repeats: int, device: str) -> Callable[[], dict[str, float]]:
+    """Forward and backward passes over all completions, as a trainer computes them, without a trainer."""
+    model: Any = shape.build(torch.float32, torch.device(device)).train()
+    model.gradient_checkpointing_enable()
+    tokens = torch.randint(shape.vocabulary, (load.train_batch, load.prompt + load.tokens), device=device)
+
+    def step() -> dict[str, float]:
+        started = time.perf_counter()
+        for _ in range(load.completions // load.train_batch):
+            with torch.autocast(device, torch.bfloat16, enabled=trains_in_bf16(device)):
+                logits = model(tokens, logits_to_keep=load.tokens + 1).logits[:, :-1].float()
+            targets = tokens[:, -load.tokens :, None]
+            logits.log_softmax(-1).gather(-1, targets).mean().backward()
+        model.zero_grad()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+        return {"step_s": seconds, "update_s": seconds}
+
+    return step
+
+
 def measure(contestants: dict[str, Contestant], repeats: int, console: Console) -> list[dict[str, Any]]:
     """One cell per way, with all of its steps; one that fails keeps its reason and the steps before."""
     cells: dict[str, dict[str, Any]] = {way: {"way": way, "steps": []} for way in contestants}
@@ -135,7 +160,7 @@ def print_table(record: dict[str, Any], console: Console) -> None:
         steps = [step["step_s"] for step in cell["steps"]]
         parts = [f"{cell[f'{part}_s']:.2f}" if f"{part}_s" in cell else "-" for part in PARTS]
         share = f"{cell['sync_s'] / cell['step_s']:.1%}" if "sync_s" in cell else "-"
-        gain = f"{base / cell['step_s']:.2f}" if base else "-"
+        gain = f"{base / cell['step_s']:.2f}" if base and cell["way"] != PASSES else "-"
         table.add_row(cell["way"], f"{cell['step_s']:.1f}", f"{min(steps):.1f}-{max(steps):.1f}", *parts, share, gain)
     console.print(table)
     for cell in record["cells"]:
@@ -148,7 +173,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=Shape.layers)
     parser.add_argument("--hidden", type=int, default=Shape.hidden)
     parser.add_argument("--vocabulary", type=int, default=Shape.vocabulary)
-    parser.add_argument("--ways", nargs="+", choices=[*WAYS], default=["bf16", "int8"])
+    parser.add_argument("--ways", nargs="+", choices=[*WAYS, PASSES], default=["bf16", "int8", PASSES])
     parser.add_argument("--completions", type=int, default=Load.completions)
     parser.add_argument("--tokens", type=int, default=Load.tokens)
     parser.add_argument("--train-batch", type=int, default=Load.train_batch)
@@ -171,7 +196,7 @@ def main() -> None:
     record["trained_in_bf16"] = trains_in_bf16(arguments.device)
     record["cells"] = []
     for ways in [[way] for way in arguments.ways] if arguments.apart else [arguments.ways]:
-        contestants = {way: Contestant(build, way, *settings) for way in ways}
+        contestants = {way: Contestant(build_passes if way == PASSES else build, way, *settings) for way in ways}
         try:
             record["cells"] += measure(contestants, arguments.repeats, console)
         finally:
