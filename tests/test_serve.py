@@ -131,6 +131,13 @@ def test_a_quantized_cache_is_refused(words):
     launch.check_cache(["--kv-cache-dtype", "bfloat16", "--enforce-eager"])
 
 
+def test_a_model_alone_is_enough(model, home, monkeypatch):
+    commands = []
+    monkeypatch.setattr(launch, "run_server", lambda command, *arguments: commands.append(command) or 0)
+    assert cli.main(["serve", str(model), "--scheme", "none"]) == 0
+    assert str(model) in commands[0]
+
+
 def test_what_a_user_sets_is_not_set_again():
     command = launch.server_command("MODEL", "127.0.0.1", 8000, ["--max-logprobs=40"])
     assert [part for part in command if part.startswith("--max-logprobs")] == ["--max-logprobs=40"]

@@ -141,7 +141,7 @@ def check_load_balancing(further: Sequence[str]) -> None:
 
 def check_cache(further: Sequence[str]) -> None:
     """Raise `ValueError` for options of vLLM that quantize the key-value cache."""
-    for option, following in zip(further, [*further[1:], ""], strict=True):
+    for option, following in zip(further, [*further, ""][1:], strict=True):
         name, _, value = option.partition("=")
         if name.replace("_", "-") == "--kv-cache-dtype":
             check_kv_cache(value or following, name)
