@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +16,22 @@ import requests
 import torch
 from conftest import child_environment, free_port
 from tiny import tiny_model, tiny_tokenizer
+from transformers import (
+    FalconH1ForCausalLM,
+    Gemma3ForCausalLM,
+    JambaForCausalLM,
+    Lfm2ForCausalLM,
+    Mamba2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    NemotronHForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3NextForCausalLM,
+)
 
 from trl_qurl import cli
 from trl_qurl.quantization import SCHEMES
+from trl_qurl.quantization.layers import check_recurrent_layers
 from trl_qurl.rollout.engine.interface import WeightUpdate
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION, ServedEngine
 from trl_qurl.rollout.errors import ServerError
@@ -166,6 +179,41 @@ def test_heads_that_the_engine_has_no_kernel_for(train, tmp_path_factory):
     assert message.startswith(
         "The attention heads of this model are 16 wide, and vLLM's CPU build has kernels for 32,"
     )
+
+
+def test_recurrent_layers(train, tmp_path_factory, capfd):
+    model = tmp_path_factory.mktemp("mamba")
+    size = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
+    MambaForCausalLM(MambaConfig(**size, pad_token_id=0, eos_token_id=1)).save_pretrained(model)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(model)
+    sentence = "MambaForCausalLM has recurrent layers (Mamba, linear attention, convolutions), which no sync is known"
+    assert train("--model_name_or_path", model).startswith(sentence)
+    assert cli.main(["serve", str(model)]) == 2
+    assert sentence in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "refused"),
+    [
+        (MambaForCausalLM, True),
+        (Mamba2ForCausalLM, True),
+        (FalconH1ForCausalLM, True),
+        (JambaForCausalLM, True),
+        (NemotronHForCausalLM, True),
+        (Qwen3NextForCausalLM, True),
+        (Lfm2ForCausalLM, True),
+        (Qwen3_5ForCausalLM, False),  # the engine that a sync left was the equal of a fresh one
+        (Gemma3ForCausalLM, False),  # sliding windows are attention
+    ],
+)
+def test_which_models_have_recurrent_layers(kind, refused):
+    kinds = {"layer_types": ["conv", "full_attention"]} if kind is Lfm2ForCausalLM else {}
+    with torch.device("meta"):
+        model = kind(kind.config_class(num_hidden_layers=2, **kinds))
+    with pytest.raises(ValueError, match=f"{kind.__name__} has recurrent") if refused else nullcontext():
+        check_recurrent_layers(model)
 
 
 # Questions -----------------------------------------------------------------------------------------------------------

@@ -1,10 +1,14 @@
 """Which layers of a model are quantized, by their names in its checkpoint."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
 from trl_qurl.quantization.schemes import QuantizationScheme
+
+RELOADABLE = ("qwen3_5_text",)
+"""Recurrent models, as transformers calls them, whose engine was equal to a fresh one after training."""
 
 
 def linear_layer_names(model: nn.Module, ignore: Iterable[str] = ("lm_head",)) -> frozenset[str]:
@@ -55,6 +59,18 @@ def quantized_layer_names(
             "the command line) to keep them in full precision."
         )
     return frozenset(layers)
+
+
+def check_recurrent_layers(model: Any) -> None:
+    """Raise `ValueError` for layers that keep a state: after vLLM's reload, Mamba 2 computes with other weights."""
+    config = model.config.get_text_config()
+    is_recurrent = model._is_stateful or "conv" in (getattr(config, "layer_types", None) or ())
+    if is_recurrent and config.model_type not in RELOADABLE:
+        raise ValueError(
+            f"{type(model).__name__} has recurrent layers (Mamba, linear attention, convolutions), which no sync is "
+            "known to bring up to date: use a model that has none (or Qwen 3.5), or TRL's own trainer with "
+            "use_vllm=False."
+        )
 
 
 def _linear_layers(model: nn.Module, ignore: Iterable[str]) -> dict[str, nn.Linear]:

@@ -22,7 +22,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
-from trl_qurl.quantization.layers import linear_layer_names, quantized_layer_names
+from trl_qurl.quantization.layers import check_recurrent_layers, linear_layer_names, quantized_layer_names
 from trl_qurl.quantization.stream import quantize_weights, stored_tensors
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine.colocated import ColocatedEngine, check_head_size, release_when_deleted
@@ -75,6 +75,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     # Engine start ----------------------------------------------------------------------------------------------------
 
     def _init_vllm(self) -> None:
+        check_recurrent_layers(self.base_model)
         scheme, ignore = self.rollout.scheme, self.rollout.ignore
         self._layers = (
             quantized_layer_names(self.model, ignore, scheme) if scheme else linear_layer_names(self.model, ignore)

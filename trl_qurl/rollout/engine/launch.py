@@ -21,6 +21,7 @@ import torch
 from trl_qurl.quantization.cache import cache_directory, cached
 from trl_qurl.quantization.checkpoint import write_checkpoint
 from trl_qurl.quantization.kv_cache import check_kv_cache
+from trl_qurl.quantization.layers import check_recurrent_layers
 from trl_qurl.quantization.schemes import get_scheme
 from trl_qurl.rollout.engine.kernels import kernel_environment
 from trl_qurl.rollout.engine.key import (
@@ -52,6 +53,7 @@ def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str]) -> Path:
 
         print(f"Quantizing {model} to {scheme} (kept in {place})", flush=True)
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+        check_recurrent_layers(loaded)
         tokenizer = AutoTokenizer.from_pretrained(model)
         write_checkpoint(loaded, tokenizer, scheme, place, ignore=ignore)
 
