@@ -395,6 +395,13 @@ def test_a_request_of_trls_own_is_bounded_too():
         ServedEngine(base_url=url, request_timeout=1.0).image_features([[image]])
 
 
+def test_trl_does_not_wait_for_the_server_without_a_limit():
+    asked = []
+    with answering(None, asked=asked) as url:
+        ServedEngine(base_url=url)
+    assert asked.count("/health") == 1, "the parent asks as well, and would wait for ever"
+
+
 def test_server_that_wants_a_key():
     with answering(None, statuses={"/collective_rpc": 401}) as url:
         client = ServedEngine(base_url=url)

@@ -169,7 +169,7 @@ DEFINITIONS = [
     (GENERATION, "VLLMGeneration.generate", "prompts", "QuantizedVLLMGeneration counts its seconds and tokens"),
     (GENERATION, "empty_cache", "", "QuantizedVLLMGeneration calls it before waking the engine"),
     (CLIENT, "VLLMClient.__init__", "base_url connection_timeout", "ServedEngine is built as it is"),
-    (CLIENT, "VLLMClient.check_server", "total_timeout retry_interval", "ServedEngine waits before it"),
+    (CLIENT, "VLLMClient.check_server", "total_timeout retry_interval", "ServedEngine waits in its place"),
     (CLIENT, "VLLMClient.init_communicator", "device", "ServedEngine opens NCCL by it, or leaves it out"),
     (
         CLIENT,

@@ -19,7 +19,7 @@ FSDP2 = (
 """Options of `accelerate launch`: FSDP2 as in examples/accelerate_configs/fsdp2.yaml, on a free port."""
 
 STREAMING_VLLM = "0.28"
-"""Oldest vLLM that weights are streamed to."""
+"""Oldest vLLM that weights are streamed to: `STREAM_VERSION`, whose module would import torch."""
 
 NUMBERS = {1: "a GPU", 2: "two GPUs", 3: "three GPUs"}
 

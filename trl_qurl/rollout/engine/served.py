@@ -86,7 +86,7 @@ class ServedEngine(VLLMClient, Engine):
     # Start -----------------------------------------------------------------------------------------------------------
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Wait for the server, as the parent does, and tell the user about the wait."""
+        """Wait for the server as the parent does, but bounded in time, and tell the user about the wait."""
         # For the parent's requests as well, which begin after this.
         self.session.auth = ServerKey(self.base_url)
         for prefix in ("http://", "https://"):
@@ -105,7 +105,6 @@ class ServedEngine(VLLMClient, Engine):
                     "Waiting for the vLLM server at %s (%.0f of %.0f s).", self.base_url, waited, total_timeout
                 )
             time.sleep(min(retry_interval, total_timeout))
-        super().check_server(total_timeout, retry_interval)
 
     def _is_healthy(self) -> bool:
         try:
