@@ -22,9 +22,9 @@ from trl_qurl import QuRLGRPOConfig, cli
 from trl_qurl.quantization import write_checkpoint
 
 model, directory = sys.argv[1:]
-assert cli.main(["quantize", model, f"{directory}/command", "--scheme", "w8a16"]) == 0
-write_checkpoint(AutoModelForCausalLM.from_pretrained(model), None, "w8a16", f"{directory}/function")
-config = QuRLGRPOConfig(f"{directory}/run", rollout_quantization="w8a16", use_cpu=True, bf16=False, report_to=[])
+assert cli.main(["quantize", model, f"{directory}/command", "--scheme", "w6a16"]) == 0
+write_checkpoint(AutoModelForCausalLM.from_pretrained(model), None, "w6a16", f"{directory}/function")
+config = QuRLGRPOConfig(f"{directory}/run", rollout_quantization="w6a16", use_cpu=True, bf16=False, report_to=[])
 print(json.dumps({"name": config.rollout_quantization}))
 """
 
@@ -85,9 +85,9 @@ def test_a_scheme_of_another_package(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == {"name": "w8a16"}
+    assert json.loads(done.stdout.splitlines()[-1]) == {"name": "w6a16"}
     for way in ("command", "function"):
         config = json.loads((tmp_path / way / "config.json").read_text())["quantization_config"]
-        assert config["config_groups"]["group_0"]["weights"]["num_bits"] == 8
+        assert config["config_groups"]["group_0"]["weights"]["num_bits"] == 6
         tensors = load_file(tmp_path / way / "model.safetensors")
-        assert tensors["model.layers.0.mlp.up_proj.weight_packed"].shape == (128, 32)  # four codes to a word
+        assert tensors["model.layers.0.mlp.up_proj.weight_packed"].shape == (128, 24)  # words for 128 inputs

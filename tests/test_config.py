@@ -146,7 +146,7 @@ REFUSED = [
     ),
     (
         {"rollout_quantization": "int4"},
-        r"Unknown quantization scheme 'int4'; did you mean 'int8'\? Choose one of 'int8', 'fp8', 'w4a16', or None",
+        r"Unknown quantization scheme 'int4'; did you mean 'int8'\? Choose one of 'int8', 'fp8', 'w4a16', 'w8a16', or",
     ),
     (
         {"weight_sync": "nccl"},

@@ -145,8 +145,8 @@ def test_llmcompressor_missing(plain, model, tmp_path):
 def test_unknown_scheme(train):
     message = train("--rollout_quantization", "int4")
     assert message == (
-        "Unknown quantization scheme 'int4'; did you mean 'int8'? Choose one of 'int8', 'fp8', 'w4a16', or None "
-        "('none' on the command line) for rollouts that are not quantized."
+        "Unknown quantization scheme 'int4'; did you mean 'int8'? Choose one of 'int8', 'fp8', 'w4a16', 'w8a16', or "
+        "None ('none' on the command line) for rollouts that are not quantized."
     )
 
 
@@ -336,7 +336,7 @@ def test_quantized_server_for_an_unquantized_run(train, int8_server):
     message = train(
         "--vllm_mode", "server", "--vllm_server_base_url", int8_server.url, "--rollout_quantization", "none"
     )
-    assert "with int-quantized weights except ['lm_head'], but rollout_quantization=None sends unquantized" in message
+    assert "8-bit int-quantized weights except ['lm_head'], but rollout_quantization=None sends unquantized" in message
     assert "Restart it with `trl-qurl serve MODEL --scheme none`" in message
 
 
@@ -354,8 +354,19 @@ def test_unquantized_server_for_a_quantized_run(train):
     info = {"parallel_config": {"worker_extension_cls": WORKER_EXTENSION}, "weight_transfer_config": None}
     with answering({"vllm_config": info}, DESCRIPTION) as url:
         message = train("--vllm_mode", "server", "--vllm_server_base_url", url)
-    assert "with unquantized weights, but rollout_quantization='int8' sends int-quantized weights" in message
+    assert "with unquantized weights, but rollout_quantization='int8' sends 8-bit int-quantized weights" in message
     assert "Restart it with `trl-qurl serve MODEL --scheme int8`" in message
+
+
+def test_server_with_packed_weights_of_another_width():
+    packed = {**DESCRIPTION, "format": "8-bit pack-quantized", "ignore": ["lm_head"]}
+    with answering(SERVER_WITH_NCCL, packed, version="0.31.0") as url:
+        ServedEngine(base_url=url, scheme=SCHEMES["w8a16"], ignore=["lm_head"]).init_communicator()
+        message = (
+            r"8-bit pack-quantized weights except \['lm_head'\], but .*'w4a16' sends 4-bit pack-quantized weights"
+        )
+        with pytest.raises(ValueError, match=message):
+            ServedEngine(base_url=url, scheme=SCHEMES["w4a16"], ignore=["lm_head"]).init_communicator()
 
 
 def test_server_with_a_quantized_cache(train):

@@ -28,7 +28,7 @@ needs_llmcompressor = pytest.mark.skipif(
     importlib.util.find_spec("llmcompressor") is None, reason="needs llm-compressor (trl-qurl[llmcompressor])"
 )
 
-INT8, FP8, W4A16 = SCHEMES["int8"], SCHEMES["fp8"], SCHEMES["w4a16"]
+INT8, FP8, W4A16, W8A16 = (SCHEMES[name] for name in ("int8", "fp8", "w4a16", "w8a16"))
 
 
 def named_parameters(model):
@@ -79,9 +79,25 @@ def test_w4a16_codes_by_hand():
     assert W4A16.codes(tensors).view(torch.int8)[0, :4].tolist() == [7, -8, 1, 0]
 
 
-def test_w4a16_leaves_activations_alone():
+def test_w8a16_codes_by_hand():
+    # Group 0: absmax 127.5, scale 127.5 / 127.5 = 1, codes 127 (127.5 is clipped), -128 (-127.5 ties to even), 1.
+    # Group 1: all zero. Codes are stored four to a word with 128 added, the first in the lowest bits: 255, 0, 129,
+    # then 128s.
+    weight = torch.zeros(1, 256)
+    weight[0, :3] = torch.tensor([127.5, -127.5, 1.2])
+    tensors = W8A16.quantize(weight)
+    words = [0x808100FF] + [0x80808080] * 63
+    assert tensors["weight_packed"].tolist() == [[word - 2**32 for word in words]]
+    assert tensors["weight_scale"].tolist() == [[1.0, torch.finfo(torch.float32).eps]]
+    assert tensors["weight_shape"].tolist() == [1, 256]
+    assert W8A16.dequantize(tensors)[0, :4].tolist() == [127.0, -128.0, 1.0, 0.0]
+    assert W8A16.codes(tensors).view(torch.int8)[0, :4].tolist() == [127, -128, 1, 0]
+
+
+@pytest.mark.parametrize("scheme", [W4A16, W8A16], ids=["w4a16", "w8a16"])
+def test_weight_only_formats_leave_activations_alone(scheme):
     activations = torch.randn(2, 3)
-    assert W4A16.quantize_activations(activations) is activations
+    assert scheme.quantize_activations(activations) is activations
 
 
 @pytest.mark.parametrize("quantizer", ["streaming", "llmcompressor"])
@@ -165,7 +181,8 @@ def test_codes_stand_for_the_weights():
     model = tiny_model()
     for name, tensor in model.named_parameters():
         if name.removesuffix(".weight") in quantized_layer_names(model):
-            for scheme, tolerance in ((INT8, 1 / 127), (FP8, 1 / 16), (W4A16, 1 / 14)):  # of the channel's largest
+            # Of the channel's largest.
+            for scheme, tolerance in ((INT8, 1 / 127), (FP8, 1 / 16), (W4A16, 1 / 14), (W8A16, 1 / 254)):
                 restored = scheme.dequantize(scheme.quantize(tensor.data))
                 error = (restored - tensor).abs() / tensor.abs().amax(dim=1, keepdim=True)
                 assert 0 < error.max() <= tolerance

@@ -367,8 +367,10 @@ def test_a_worker_says_how_its_model_is_quantized(ends):
     assert describe(None).dtype is None, "what one parameter holds in 32 bits would be sent in 16"
     other = SimpleNamespace(get_name=lambda: "awq")
     assert describe(other).format == "awq"
-    ours = CompressedTensorsConfig.from_config(INT8.quantization_config(["lm_head"]))
-    assert (describe(ours).format, describe(ours).ignore) == ("int-quantized", ["lm_head"])
+    for scheme in SCHEMES.values():
+        found = describe(CompressedTensorsConfig.from_config(scheme.quantization_config(["lm_head"])))
+        assert (found.format, found.ignore) == (scheme.served_as, ["lm_head"])
+    assert len({scheme.served_as for scheme in SCHEMES.values()}) == len(SCHEMES), "two formats that a server mixes up"
 
 
 # Which way -----------------------------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def serves(url: str) -> str:
     from trl_qurl.rollout.engine.served import ServedEngine
 
     served = ServedEngine(url).describe().format
-    names = [BASELINE] if served is None else [s.name for s in SCHEMES.values() if s.checkpoint_format == served]
+    names = [BASELINE] if served is None else [s.name for s in SCHEMES.values() if s.served_as == served]
     if not names:
         raise ValueError(f"The server at {url} serves {served} weights: start one with `trl-qurl serve`.")
     return names[0]

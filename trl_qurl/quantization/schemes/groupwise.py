@@ -1,7 +1,7 @@
-"""Integer weights of a few bits in groups, packed into 32-bit words; activations are left alone (W4A16)."""
+"""Integer weights in groups, packed into 32-bit words; activations are left alone (W4A16, W8A16)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -72,4 +72,13 @@ W4A16 = GroupwiseScheme(
     group_size=128,
     gpus=((7, 5), None),  # Turing and later
     cpus=True,
+)
+
+W8A16 = replace(
+    W4A16,
+    name="w8a16",
+    preset="W8A16",
+    description="INT8 weights with a scale per group of 128 inputs, activations in full precision",
+    weight_bits=8,
+    cpus=False,  # vLLM's CPU kernel for packed weights takes four bits only
 )

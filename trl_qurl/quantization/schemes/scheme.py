@@ -74,6 +74,11 @@ class QuantizationScheme(ABC):
         """The name as titles and tables show it."""
         return self.name.upper()
 
+    @property
+    def served_as(self) -> str:
+        """What an engine calls the format of its weights: packed codes of several widths share a checkpoint format."""
+        return f"{self.weight_bits}-bit {self.checkpoint_format}"
+
     def runs_on(self, capability: tuple[int, int] | None) -> bool:
         """Tell whether vLLM has kernels for this format. Override it where more than `gpus` and `cpus` decides.
 

@@ -41,7 +41,7 @@ class WeightUpdate(NamedTuple):
 class EngineDescription(NamedTuple):
     """What an engine says about itself."""
 
-    format: str | None  # compressed-tensors' name for how the codes are stored; `None` for unquantized weights
+    format: str | None  # a scheme's `served_as`; `None` for unquantized weights
     ignore: list[str]  # patterns of the modules kept in full precision
     block_size: int  # tokens per block of the key-value cache
     max_model_len: int  # tokens of the longest sequence

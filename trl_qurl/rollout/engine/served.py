@@ -132,7 +132,7 @@ class ServedEngine(VLLMClient, Engine):
             self.stream_obstacle = version_obstacle(self._get("/version")["version"])
         served = self.describe()
         check_kv_cache(served.kv_cache_dtype, f"--kv-cache-dtype of the vLLM server at {self.base_url}")
-        wanted_format, wanted_ignore = (self.scheme.checkpoint_format, self.ignore) if self.scheme else (None, ())
+        wanted_format, wanted_ignore = (self.scheme.served_as, self.ignore) if self.scheme else (None, ())
         # vLLM may have renamed the ignored modules to its own names, so only their number is compared.
         if served.format != wanted_format or len(served.ignore) != len(wanted_ignore):
             raise ValueError(
@@ -294,5 +294,5 @@ def version_obstacle(server: str) -> str | None:
     )
 
 
-def _in_words(checkpoint_format: str | None, ignore: Collection[str]) -> str:
-    return f"{checkpoint_format} weights except {sorted(ignore)}" if checkpoint_format else "unquantized weights"
+def _in_words(served_as: str | None, ignore: Collection[str]) -> str:
+    return f"{served_as} weights except {sorted(ignore)}" if served_as else "unquantized weights"

@@ -127,7 +127,9 @@ class RolloutWorker:
         quantization = self.vllm_config.quant_config
         form, ignore = quantization and quantization.get_name(), []
         if isinstance(quantization, CompressedTensorsConfig):
-            form, ignore = quantization.quant_format, list(quantization.ignore)
+            groups = [group["weights"] for group in quantization.target_scheme_map.values()]
+            bits = max((weights.num_bits for weights in groups if weights), default=16)
+            form, ignore = f"{bits}-bit {quantization.quant_format}", list(quantization.ignore)
         dtypes = {
             parameter.dtype
             for layer in self.get_model().modules()
