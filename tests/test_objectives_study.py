@@ -61,16 +61,23 @@ def test_every_experiment_can_be_told_apart_and_summed_up():
     main = EXPERIMENTS["main"].arms
     assert {arm.scheme for arm in main} == {None, "int8", "int4", "int3"}
     assert all(len(arm.seeds) >= 5 for arm in main if arm.scheme in (None, "int8", "int3"))
+    assert all(arm.lora for name in ("lora", "lora_rate") for arm in EXPERIMENTS[name].arms)
+    searched = {seed for arm in EXPERIMENTS["lora_rate"].arms for seed in arm.seeds}
+    assert not searched & {seed for arm in EXPERIMENTS["lora"].arms for seed in arm.seeds}
 
 
 def test_only_what_is_missing_is_run(tmp_path):
     every = study.missing_runs(["main"], tmp_path, None, None)
-    assert len(every) == 13 * 5 + 6 * 3
+    assert len(every) == (13 + 3 + 6) * 5 + 3 * 3
     for _, seed, place in every[:10]:
         write_short_log({"seed": seed}, [{"step": 4, "reward": 0.5}], place)
     assert study.missing_runs(["main"], tmp_path, None, None) == every[10:]
     few = study.missing_runs(["main"], tmp_path, [4], ["int3_acr"])
-    assert [(arm.name, seed) for arm, seed, _ in few] == [("int3_acr", 4), ("int3_acr_uaq", 4)]
+    assert [(arm.name, seed) for arm, seed, _ in few] == [
+        ("int3_acr", 4),
+        ("int3_acr_uaq", 4),
+        ("int3_acr_forward", 4),
+    ]
 
 
 def test_short_logs_keep_what_is_needed(tmp_path):
@@ -86,7 +93,7 @@ def test_short_logs_keep_what_is_needed(tmp_path):
     assert [shortened(value) for value in (1234567.0, 1.23456789e-9, 0.0)] == [1234600.0, 1.2346e-9, 0.0]
 
 
-def write_runs(directory, accuracies):
+def write_runs(directory, accuracies, quantized=None, changed=None):
     """Two updates a rollout, thirty rollouts; the first ten are far off, which the means must leave out."""
     for arm, values in accuracies.items():
         for seed, value in enumerate(values):
@@ -101,7 +108,10 @@ def write_runs(directory, accuracies):
                 }
                 for rollout in range(1, 31)
             ]
+            for row in rows if quantized else []:
+                row["quantized_expected_accuracy"] = row["expected_accuracy"] - value + quantized[arm][seed]
             settings = {"seed": seed, "updates_per_rollout": 2, "date": "d", "commit": "c", "hardware": "h"}
+            settings |= changed or {}
             write_short_log(settings, rows, directory / "main" / f"{arm}-seed{seed}.jsonl.gz")
 
 
@@ -115,12 +125,26 @@ def test_tables_say_what_the_logs_say(tmp_path, capsys):
     assert row.split(" | ")[1:4] == ["2", "30", "0.700 ± 1.271"]
     assert "0.1 → 0.3" in row and " 6 " in row and "2.0%" in row
     # Differences -.1 and -.2: mean -.15, sd .0707, standard error .05, times 12.706.
-    assert "| int8_naive - bf16 | 2 | -0.150 ± 0.635 |" in printed
-    assert "| int8_tis - bf16 | 1 | -0.050 |" in printed
+    assert "| int8_naive - bf16 | 2 | -0.150 ± 0.635 | – | -0.150 ± 0.635 |" in printed
+    assert "| int8_tis - bf16 | 1 | -0.050 | – | -0.050 |" in printed
     assert "acr" not in printed, "an arm without runs was shown"
     record = json.loads(output.read_text())
     assert record["runs"]["count"] == 5
     assert math.isclose(record["runs"]["training_hours"], 5 * 30 * 0.5 * 2 / 3600)
+
+
+def test_tables_compare_what_is_trained(tmp_path, capsys):
+    write_runs(tmp_path, {"bf16": [0.8, 0.6], "int8_acr": [0.7, 0.5]})
+    # What is trained is the quantized policy: its accuracy counts, not that of its weights in full precision.
+    forward = {"training_forward": "quantized"}
+    write_runs(tmp_path, {"int8_naive_forward": [0.2, 0.1]}, {"int8_naive_forward": [0.85, 0.65]}, forward)
+    summary.main(["--runs", str(tmp_path)])
+    printed = capsys.readouterr().out
+    row = next(line for line in printed.splitlines() if line.startswith("| int8_naive_forward |"))
+    assert row.split(" | ")[3:5] == ["0.150 ± 0.635", "0.750 ± 1.271"]
+    # In full precision -.6 and -.5, trained .05 twice; the other arms' quantized policies were not measured.
+    assert "| int8_naive_forward - bf16 | 2 | -0.550 ± 0.635 | – | **+0.050 ± 0.000** |" in printed
+    assert "| int8_naive_forward - int8_acr | 2 | -0.450 ± 0.635 | – | **+0.150 ± 0.000** |" in printed
 
 
 @pytest.mark.vllm

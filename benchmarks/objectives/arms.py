@@ -3,11 +3,12 @@
 `EXPERIMENTS` is all that `study.py` can run; each answers one question, which its `question` states.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 OBJECTIVES = ("naive", "quantized_ratio", "decoupled", "tis", "acr")
 SEEDS = (0, 1, 2, 3, 4)
+LORA_RATE = 1e-3  # the best of `lora_rate`
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Arm:
         rollouts: length of the run.
         activation_bits: of the engine's activations; 8 is its kernel's own.
         seeds: of the runs.
+        lora: whether an adapter is trained, of rank 16 on all linear layers but the head.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Arm:
     rollouts: int = 120
     activation_bits: int = 8
     seeds: tuple[int, ...] = SEEDS
+    lora: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,49 @@ def objective_arms(scheme: str, **common: Any) -> list[Arm]:
     return [*arms, Arm(f"{scheme}_acr_uaq", scheme, {"objective": "acr", "uaq_scale": 1.5}, **common)]
 
 
+def forward_arms(scheme: str) -> list[Arm]:
+    """Two objectives, with the quantized forward pass in scoring and update."""
+    forward = {"training_forward": "quantized"}
+    return [Arm(f"{scheme}_{name}_forward", scheme, {"objective": name, **forward}) for name in ("naive", "acr")]
+
+
 def _main() -> Experiment:
     arms = [Arm("bf16", None, {"objective": "naive"})]
-    arms += objective_arms("int3") + objective_arms("int8") + objective_arms("int4", seeds=(0, 1, 2))
-    return Experiment("main", "Which objective trains best on which format?", tuple(arms))
+    arms += objective_arms("int3") + objective_arms("int8")
+    arms += [
+        arm
+        if arm.changed["objective"] in ("naive", "tis", "acr") and "uaq_scale" not in arm.changed
+        else replace(arm, seeds=(0, 1, 2))
+        for arm in objective_arms("int4")
+    ]
+    arms += [arm for scheme in ("int3", "int4", "int8") for arm in forward_arms(scheme)]
+    return Experiment("main", "Which objective, and which forward pass, trains best on which format?", tuple(arms))
+
+
+def _lora_rate() -> Experiment:
+    """With a seed that no other experiment has."""
+    common: dict[str, Any] = {"seeds": (9,), "lora": True}
+    arms = [
+        Arm(f"bf16_lora_{rate:g}", None, {"objective": "naive", "learning_rate": rate}, **common)
+        for rate in (1e-4, 3e-4, 1e-3, 3e-3)
+    ]
+    return Experiment("lora_rate", "Which learning rate suits an adapter?", tuple(arms))
+
+
+def _lora() -> Experiment:
+    """One objective for all quantized arms: they differ in how the engine gets the adapter, and on which base."""
+    ways: dict[str, dict[str, Any]] = {
+        "merged": {"weight_sync": "stream"},
+        "adapter": {"weight_sync": "adapter"},
+        "rounded": {"weight_sync": "adapter", "round_base": True},
+    }
+    arms = [Arm("bf16_lora", None, {"objective": "naive", "learning_rate": LORA_RATE}, lora=True)]
+    arms += [
+        Arm(f"{scheme}_lora_{way}", scheme, {"objective": "acr", "learning_rate": LORA_RATE, **changed}, lora=True)
+        for scheme in ("int3", "int8", "w4a16")
+        for way, changed in ways.items()
+    ]
+    return Experiment("lora", "An adapter merged, beside a quantized base, or beside a rounded one?", tuple(arms))
 
 
 def _long() -> Experiment:
@@ -114,5 +156,15 @@ def _lowest_rate() -> Experiment:
 
 
 EXPERIMENTS = {
-    experiment.name: experiment for experiment in (_main(), _cap(), _updates(), _long(), _low_rate(), _lowest_rate())
+    experiment.name: experiment
+    for experiment in (
+        _main(),
+        _cap(),
+        _updates(),
+        _long(),
+        _low_rate(),
+        _lowest_rate(),
+        _lora_rate(),
+        _lora(),
+    )
 }

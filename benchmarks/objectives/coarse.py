@@ -2,25 +2,34 @@
 
 Eight bits do too little harm to a model of half a million parameters to tell the objectives apart. Weight codes of b
 bits are stored in int8 tensors, with absmax / (2^(b−1) − 1/2) as the scale, so that nothing but the scheme's range
-changes. Activations are rounded to b bits per token before the kernel rounds them once more to its own eight, which
-moves them by at most 1/254 of the largest one.
+changes. Activations are the kernel's own, of eight bits. For some arms they are rounded to fewer per token before the
+kernel rounds them once more, which moves them by at most 1/254 of the largest one.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass
 
 import torch
 
 from trl_qurl.quantization.schemes import register_scheme
-from trl_qurl.quantization.schemes.channelwise import INT8
+from trl_qurl.quantization.schemes.channelwise import INT8, ChannelwiseScheme
 
 CODE_BITS = {"int3": 3, "int4": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoarseScheme(ChannelwiseScheme):
+    """[`ChannelwiseScheme`] with weights of few bits, and activations of eight, as the kernel rounds them."""
+
+    def quantize_activations(self, activations: torch.Tensor) -> torch.Tensor:
+        """Round activations as INT8's kernel does."""
+        return INT8.quantize_activations(activations)
 
 
 def add_coarse_schemes() -> None:
     """Make `CODE_BITS` known to the trainers of this process."""
     for name, bits in CODE_BITS.items():
         half = 2.0 ** (bits - 1)
-        register_scheme(replace(INT8, name=name, code_min=-half, code_max=half - 1))
+        register_scheme(CoarseScheme(**{**vars(INT8), "name": name, "code_min": -half, "code_max": half - 1}))
 
 
 def round_activations(x: torch.Tensor, bits: int) -> torch.Tensor:

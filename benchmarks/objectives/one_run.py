@@ -12,6 +12,7 @@ from benchmarks.objectives.arms import Arm
 KEPT = (
     "expected_accuracy",
     "greedy_accuracy",
+    "quantized_expected_accuracy",
     "reward",
     "entropy",
     "grad_norm",
@@ -51,18 +52,25 @@ KEPT_SETTINGS = (
     "updates_per_rollout",
     "algorithm",
     "seed",
+    "training_forward",
+    "weight_sync",
+    "round_base",
 )
 DIGITS = 5
+LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
 def train_arm(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any], place: Path) -> None:
     """Train, and write the shortened run log to `place`; a file that is there is complete."""
+    from peft import LoraConfig
     from rich.console import Console
 
     from benchmarks.objectives.coarse import add_coarse_schemes, coarsen_activations
+    from benchmarks.objectives.recorder import BothPolicies
     from trl_qurl.lab.demo.algorithms import UPDATES_PER_ROLLOUT, build_config, build_trainer
     from trl_qurl.lab.demo.record import RolloutRecorder
     from trl_qurl.lab.demo.task import build_tokenizer, encode_problems, sample_problems
+    from trl_qurl.quantization.schemes import get_scheme
     from trl_qurl.trainers.run_log import read_run
 
     add_coarse_schemes()
@@ -84,15 +92,21 @@ def train_arm(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any],
                 **arm.changed,
             },
         )
-        trainer = build_trainer(policy_dir, config)
+        trainer = build_trainer(policy_dir, config, LoraConfig(**LORA) if arm.lora else None)
         if arm.activation_bits < 8:
             llm = trainer.vllm_generation.llm
             llm.apply_model(lambda model: coarsen_activations(model, arm.activation_bits))
         with open(os.devnull, "w") as nowhere:
-            trainer.add_callback(RolloutRecorder(held_out, arm.rollouts, Console(file=nowhere)))
+            shown = {"problem_ids": held_out, "rollouts": arm.rollouts, "console": Console(file=nowhere)}
+            if arm.scheme is None or arm.activation_bits < 8:  # of which the trainer's own forward pass knows nothing
+                recorder = RolloutRecorder(**shown)
+            else:
+                merges = arm.changed.get("weight_sync") != "adapter"
+                recorder = BothPolicies(get_scheme(arm.scheme), merges, **shown)
+            trainer.add_callback(recorder)
             trainer.train()
         run = read_run(output_dir)
-    settings = {name: run.settings[name] for name in KEPT_SETTINGS}
+    settings = {name: run.settings[name] for name in KEPT_SETTINGS if name in run.settings}
     settings |= {"activation_bits": arm.activation_bits, "arm": arm.name, **provenance}
     write_short_log(settings, run.rows, place)
 

@@ -5,7 +5,9 @@
 
 Every figure is a mean over seeds with half the width of its interval of 95 % (Student's t). Differences are paired:
 the two runs of a seed have the same problems in the same order. Accuracy is the exact expected accuracy of the
-full-precision policy on 512 held-out problems, mean of the last 20 rollouts.
+full-precision policy on 512 held-out problems, mean of the last 20 rollouts; that of the quantized policy is computed
+by the trainer's own quantized forward pass. A run trains one of the two: the quantized one if its forward pass is
+quantized, otherwise the one in full precision.
 """
 
 import argparse
@@ -21,7 +23,10 @@ from trl_qurl.trainers.run_log import Run, read_run
 
 FIRST = 10  # rollouts
 ACCURACY = "expected_accuracy"
+QUANTIZED = "quantized_expected_accuracy"
 SCHEMES = ("int8", "int4", "int3")
+FORWARD = ("naive", "acr")
+LORA_SCHEMES = ("int8", "w4a16", "int3")
 CAPS = (1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
 UPDATE_CAPS = (1.05, 1.2, 2.0)
 
@@ -35,6 +40,14 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
         *((f"{scheme}_decoupled", f"{scheme}_tis") for scheme in SCHEMES),
         *((f"{scheme}_acr", f"{scheme}_tis") for scheme in SCHEMES),
         *((f"{scheme}_acr_uaq", f"{scheme}_acr") for scheme in SCHEMES),
+        *((f"{scheme}_{name}_forward", "bf16") for scheme in SCHEMES for name in FORWARD),
+        *(
+            (f"{scheme}_{name}_forward", f"{scheme}_{other}")
+            for scheme in SCHEMES
+            for name in FORWARD
+            for other in ("naive", "tis", "acr")
+        ),
+        *((f"{scheme}_acr_forward", f"{scheme}_naive_forward") for scheme in SCHEMES),
     ],
     "long": [
         ("int3_naive", "bf16"),
@@ -57,6 +70,17 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
         ("int8_s1", "bf16_s1"),
     ],
     "lowest_rate": [("int8_s1.5", "int8_s1"), ("int8_s3", "int8_s1")],
+    "lora_rate": [],
+    "lora": [
+        *(
+            (f"{scheme}_lora_{way}", "bf16_lora")
+            for scheme in LORA_SCHEMES
+            for way in ("merged", "adapter", "rounded")
+        ),
+        *((f"{scheme}_lora_adapter", f"{scheme}_lora_merged") for scheme in LORA_SCHEMES),
+        *((f"{scheme}_lora_rounded", f"{scheme}_lora_merged") for scheme in LORA_SCHEMES),
+        *((f"{scheme}_lora_rounded", f"{scheme}_lora_adapter") for scheme in LORA_SCHEMES),
+    ],
 }
 """For each experiment the pairs of arms whose difference is stated."""
 
@@ -105,6 +129,8 @@ def summarize(runs: Mapping[int, Run]) -> dict[str, Any]:
         "seeds": sorted(runs),
         "rollouts": max(row["step"] for row in every[0].rows) / updates,
         "accuracy": stated(accuracy(run) for run in every),
+        "quantized": stated(quantized_accuracy(run) for run in every),
+        "trains": "quantized" if trains_quantized(every[0]) else "full precision",
         "greedy": stated(final_value(points_of(run, "greedy_accuracy")) for run in every),
         "reward": stated(final_value(points_of(run, "reward")) for run in every),
         "kl_first": stated(mean_of_first(run, "mismatch/kl_k3") for run in every),
@@ -128,6 +154,25 @@ def accuracy(run: Run) -> float | None:
     return final_value(points_of(run, ACCURACY))
 
 
+def quantized_accuracy(run: Run) -> float | None:
+    """Of the quantized policy; `None` where it was not measured."""
+    return final_value(points_of(run, QUANTIZED))
+
+
+def trains_quantized(run: Run) -> bool:
+    """Whether the quantized policy is the one that is trained."""
+    return run.settings.get("training_forward") == "quantized"
+
+
+def trained_accuracy(run: Run) -> float | None:
+    """Of the policy that is trained, and would be served."""
+    return quantized_accuracy(run) if trains_quantized(run) else accuracy(run)
+
+
+MEASURES = {"accuracy": accuracy, "quantized": quantized_accuracy, "trained": trained_accuracy}
+"""What differences are stated of."""
+
+
 def mean_of(run: Run, metric: str) -> float | None:
     """Mean over the whole run."""
     values = points_of(run, metric).values
@@ -141,10 +186,13 @@ def mean_of_first(run: Run, metric: str) -> float | None:
 
 
 def difference(ours: Mapping[int, Run], theirs: Mapping[int, Run]) -> dict[str, Any]:
-    """Of the final accuracy, seed by seed."""
+    """Of each of `MEASURES` at the end of the runs, seed by seed."""
     seeds = sorted(ours.keys() & theirs.keys())
-    pairs = [(accuracy(ours[seed]), accuracy(theirs[seed])) for seed in seeds]
-    return {"seeds": len(seeds), "accuracy": stated(a - b for a, b in pairs if a is not None and b is not None)}
+    found: dict[str, Any] = {"seeds": len(seeds)}
+    for name, measure in MEASURES.items():
+        pairs = [(measure(ours[seed]), measure(theirs[seed])) for seed in seeds]
+        found[name] = stated(a - b for a, b in pairs if a is not None and b is not None)
+    return found
 
 
 def arm_table(rows: Mapping[str, dict[str, Any]]) -> str:
@@ -154,6 +202,7 @@ def arm_table(rows: Mapping[str, dict[str, Any]]) -> str:
         "seeds",
         "rollouts",
         "accuracy",
+        "quantized policy's",
         "actor's reward",
         "KL, first 10 → last 20 rollouts",
         "staleness",
@@ -168,6 +217,7 @@ def arm_table(rows: Mapping[str, dict[str, Any]]) -> str:
             str(len(row["seeds"])),
             f"{row['rollouts']:.0f}",
             plus_minus(row["accuracy"]),
+            plus_minus(row["quantized"]),
             plus_minus(row["reward"]),
             f"{small(row['kl_first'])} → {small(row['kl_last'])}",
             small(row["staleness"]),
@@ -185,11 +235,15 @@ def pair_table(pairs: Mapping[str, dict[str, Any]]) -> str:
     """One line per difference, in Markdown; those whose interval leaves out zero are set in bold."""
     lines = []
     for name, pair in pairs.items():
-        shown = plus_minus(pair["accuracy"], "+.3f")
-        if pair["accuracy"] and pair["accuracy"][1] is not None and abs(pair["accuracy"][0]) > pair["accuracy"][1]:
-            shown = f"**{shown}**"
-        lines.append((name, str(pair["seeds"]), shown))
-    return markdown(("difference", "seeds", "accuracy"), lines)
+        lines.append((name, str(pair["seeds"]), *(stated_difference(pair[measure]) for measure in MEASURES)))
+    return markdown(("difference", "seeds", "accuracy", "quantized policy's", "trained policy's"), lines)
+
+
+def stated_difference(value: Sequence[float | None] | None) -> str:
+    """Mean and half-width, in bold if the interval leaves out zero."""
+    shown = plus_minus(value, "+.3f")
+    mean, half = value or (None, None)
+    return f"**{shown}**" if mean is not None and half is not None and abs(mean) > half else shown
 
 
 def markdown(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from peft import PeftConfig
+
     from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
     from trl_qurl.lab.demo.record import Row
 
@@ -63,7 +65,7 @@ def build_config(
     return QuRLGRPOConfig(**{**common, "num_generations": 8, **changed})
 
 
-def build_trainer(policy_dir: Path, config: QuRLGRPOConfig) -> QuRLGRPOTrainer:
+def build_trainer(policy_dir: Path, config: QuRLGRPOConfig, peft_config: PeftConfig | None = None) -> QuRLGRPOTrainer:
     """The trainer of the config's algorithm with its engine started, on problems that are not held out."""
     from transformers import PrinterCallback
 
@@ -72,7 +74,9 @@ def build_trainer(policy_dir: Path, config: QuRLGRPOConfig) -> QuRLGRPOTrainer:
 
     problems = build_dataset(sample_problems(8192, seed=config.seed + 1), build_tokenizer())
     kind = QuRLPPOTrainer if isinstance(config, QuRLPPOConfig) else QuRLGRPOTrainer
-    trainer = kind(model=str(policy_dir), reward_funcs=exact_match, args=config, train_dataset=problems)
+    trainer = kind(
+        model=str(policy_dir), reward_funcs=exact_match, args=config, train_dataset=problems, peft_config=peft_config
+    )
     trainer.remove_callback(PrinterCallback)  # the recorder shows the few metrics that matter here
     return trainer
 

@@ -35,10 +35,15 @@ class RolloutRecorder(TrainerCallback):
 
     def __init__(self, problem_ids: Tensor, rollouts: int, console: Console) -> None:
         self.rows: list[Row] = []
-        self._problem_ids = problem_ids  # (B, P + A)
+        self.problem_ids = problem_ids  # (B, P + A)
         self._rollouts = rollouts
         self.progress = progress_bar(console)
         self._bar = self.progress.add_task("Reinforcement learning, rollout", total=rollouts)
+
+    def measure(self, model: PreTrainedModel) -> Row:
+        """What a row says of the policy as it is now. A study measures more."""
+        accuracy = measure_policy(model, self.problem_ids)
+        return {"expected_accuracy": accuracy.expected, "greedy_accuracy": accuracy.greedy}
 
     def on_log(
         self, args: Any, state: TrainerState, *more: Any, logs: Row, model: PreTrainedModel, **kwargs: Any
@@ -46,8 +51,7 @@ class RolloutRecorder(TrainerCallback):
         """Measure the policy and keep the row; TRL logs once per rollout."""
         if "reward" not in logs:  # the summary that closes a training run
             return
-        accuracy = measure_policy(model, self._problem_ids)
-        measured = {"expected_accuracy": accuracy.expected, "greedy_accuracy": accuracy.greedy}
+        measured = self.measure(model)
         self.rows.append({**measured, **logs})
         # Beside the row that the trainer has written there by itself.
         RunLog(Path(args.output_dir or ".") / RUN_LOG).append({"step": state.global_step, **measured})
