@@ -1,5 +1,7 @@
 """The comparison of objectives: what its harsher quantizers do, what it would run, and what its tables say."""
 
+import copy
+import io
 import json
 import math
 import subprocess
@@ -9,11 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import child_environment
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
 
 from benchmarks.objectives import study, summary
 from benchmarks.objectives.arms import EXPERIMENTS
 from benchmarks.objectives.coarse import CODE_BITS, add_coarse_schemes, round_activations
-from benchmarks.objectives.one_run import shortened, write_short_log
+from benchmarks.objectives.one_run import LORA, shortened, write_short_log
+from benchmarks.objectives.recorder import BothPolicies
+from trl_qurl.lab.demo import evaluate, task, warm_start
 from trl_qurl.objective import OBJECTIVES
 from trl_qurl.quantization.schemes import SCHEMES, get_scheme
 from trl_qurl.trainers.run_log import read_run
@@ -39,6 +45,8 @@ def test_coarse_codes_have_so_many_bits(name, bits, coarse):
     half = 2 ** (bits - 1)
     torch.testing.assert_close(scale, weight.abs().amax(1, keepdim=True) / (half - 0.5))
     assert ((scheme.dequantize(rounded) - weight).abs() <= scale / 2 + 1e-6).all()
+    # The engine's kernel is that of INT8: it rounds activations to eight bits whatever the weights have.
+    assert torch.equal(scheme.quantize_activations(weight), SCHEMES["int8"].quantize_activations(weight))
 
 
 def test_coarse_activations_have_so_many_levels():
@@ -145,6 +153,28 @@ def test_tables_compare_what_is_trained(tmp_path, capsys):
     # In full precision -.6 and -.5, trained .05 twice; the other arms' quantized policies were not measured.
     assert "| int8_naive_forward - bf16 | 2 | -0.550 ± 0.635 | – | **+0.050 ± 0.000** |" in printed
     assert "| int8_naive_forward - int8_acr | 2 | -0.450 ± 0.635 | – | **+0.150 ± 0.000** |" in printed
+
+
+@pytest.mark.parametrize("merges", [True, False], ids=["merged", "beside the base"])
+def test_the_quantized_policy_is_measured_with_its_adapter(merges, tmp_path):
+    tokenizer = task.build_tokenizer()
+    config = LoraConfig(**LORA, init_lora_weights=False)
+    policy = get_peft_model(warm_start.build_model(tokenizer, seed=0), config)
+    problems = task.encode_problems(task.sample_problems(32, seed=0), tokenizer)
+    scheme = SCHEMES["w4a16"]  # which leaves activations alone, so that rounding the weights says it all
+    slow = copy.deepcopy(policy)
+    slow = slow.merge_and_unload() if merges else slow
+    for name, module in slow.named_modules():
+        if isinstance(module, torch.nn.Linear) and "lora_" not in name and "lm_head" not in name:
+            module.weight.data = scheme.dequantize(scheme.quantize(module.weight.data))
+    expected = evaluate.measure_policy(slow, problems).expected
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    recorder = BothPolicies(scheme, merges, problem_ids=problems, rollouts=1, console=Console(file=io.StringIO()))
+    row = recorder.measure(policy)
+    assert row["quantized_expected_accuracy"] == pytest.approx(expected, rel=1e-5, abs=0)
+    assert row["expected_accuracy"] == evaluate.measure_policy(policy, problems).expected
+    assert row["expected_accuracy"] != pytest.approx(expected, rel=1e-4, abs=0), "rounding changes nothing here"
+    assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
 
 
 @pytest.mark.vllm

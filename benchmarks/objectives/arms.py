@@ -8,7 +8,7 @@ from typing import Any
 
 OBJECTIVES = ("naive", "quantized_ratio", "decoupled", "tis", "acr")
 SEEDS = (0, 1, 2, 3, 4)
-LORA_RATE = 1e-3  # the best of `lora_rate`
+LORA_RATE = 3e-4  # the best of `lora_rate`
 
 
 @dataclass(frozen=True)
