@@ -49,6 +49,9 @@ class QuantizedRolloutsConfig:
             4, where rollouts are quantized and the learning rate is below 1e-5, at which the paper leaves it off (at
             1e-4 it costs accuracy: docs/results.md). The default is also off with `sync_ref_model`, PEFT models and
             architectures that UAQ does not know. `effective_uaq_scale` is the value in use.
+        training_forward: The trainer's forward pass, in scoring and update: `full_precision`, or `quantized`, with
+            weights and activations rounded as the engine does it. The gradient passes straight through the rounding.
+            What is trained is then the quantized policy: evaluate and serve it in the rollouts' format.
 
     > Weight sync
 
@@ -93,6 +96,7 @@ class QuantizedRolloutsConfig:
     )
     quantization_ignore: list[str] = field(default_factory=lambda: ["lm_head"])
     uaq_scale: float | None = None
+    training_forward: str = "full_precision"
 
     # Weight sync
     weight_sync: str = "auto"
@@ -143,6 +147,12 @@ class QuantizedRolloutsConfig:
     def _check_format(self: Any) -> None:
         if not self.use_vllm:
             raise ValueError("use_vllm=False leaves no rollout to quantize: keep it True, or use TRL's own trainer.")
+        check_choice("training_forward", self.training_forward, ("full_precision", "quantized"))
+        if self.training_forward == "quantized" and self.rollout_quantization is None:
+            raise ValueError(
+                "training_forward='quantized' with rollout_quantization=None has nothing to round: name a format, or "
+                "use training_forward='full_precision'."
+            )
         check_choice("weight_sync", self.weight_sync, ("auto", "stream", "checkpoint", "llmcompressor"))
         if self.weight_sync != "llmcompressor":
             return

@@ -1,29 +1,116 @@
 """The quantized policy's forward pass, computed by the trainer: what the engine should say.
 
-Weights and activations are rounded as the scheme says. Slow, and only used to check the engine on a few tokens.
+Layers round their weights and inputs as the scheme says and multiply in the trainer's own dtype. The gradient passes
+straight through the rounding, to the weights in full precision. The probe checks the engine with such a pass; with
+`training_forward="quantized"` the policy trains in it.
 """
 
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from trl_qurl.quantization.layers import checkpoint_name
 from trl_qurl.quantization.schemes import QuantizationScheme
 
 
+class QuantizedLinear(nn.Linear):
+    """[`torch.nn.Linear`] that computes with rounded weights and inputs.
+
+    An existing layer becomes one by its class alone (`quantize_layers`): its parameters, their names and whatever
+    wraps it stay as they are.
+    """
+
+    scheme: QuantizationScheme
+    exact_class: ClassVar[type[nn.Linear]] = nn.Linear  # what the layer was
+    _keeps = False
+    _kept: tuple[Any, torch.Tensor] | None = None  # the rounded weight, and what it was made from
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Multiply rounded inputs with rounded weights, in the dtype in which the layer would multiply exact ones."""
+        device = input.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+        x = input.to(dtype)  # the engine rounds what has its own dtype, too
+        x = StraightThrough.apply(x, self.scheme.quantize_activations(x.detach()))
+        weight = StraightThrough.apply(self.weight, self._rounded_weight(dtype))
+        return nn.functional.linear(x, weight, None if self.bias is None else self.bias.to(dtype))
+
+    def round_anew(self) -> None:
+        """Forget the rounded weight, and keep the next one between passes unless the weight itself is in parts there.
+
+        To be called when an optimizer has changed the weight, which not all do in a way that torch counts.
+        """
+        self._kept = None
+        weight = self.weight  # FSDP and ZeRO-3 leave a part of it between passes, or a view of one
+        is_whole = isinstance(weight, nn.Parameter) and weight.shape == (self.out_features, self.in_features)
+        self._keeps = is_whole and not isinstance(weight, DTensor)
+
+    def _rounded_weight(self, dtype: torch.dtype) -> torch.Tensor:
+        source = (dtype, self.weight.data_ptr(), self.weight._version)
+        if self._kept is not None and self._kept[0] == source:
+            return self._kept[1]
+        with torch.inference_mode(False), torch.no_grad():
+            rounded = self.scheme.dequantize(self.scheme.quantize(self.weight)).to(dtype)
+        self._kept = (source, rounded) if self._keeps else None
+        return rounded
+
+
+class StraightThrough(torch.autograd.Function):
+    """Has the value of its second argument, and hands its gradient to the first."""
+
+    @staticmethod
+    def forward(ctx: Any, exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        return rounded.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: D102
+        return gradient, None
+
+
+def quantize_layers(model: nn.Module, layers: Collection[str], scheme: QuantizationScheme) -> list[QuantizedLinear]:
+    """Let the named linear layers compute with rounded weights and inputs from here on; return those that did not."""
+    changed: list[Any] = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and not isinstance(module, QuantizedLinear)
+        and checkpoint_name(name) in layers
+    ]
+    for layer in changed:
+        kind = type(layer)
+        layer.__class__ = (
+            QuantizedLinear
+            if kind is nn.Linear
+            else type(f"Quantized{kind.__name__}", (QuantizedLinear, kind), {"exact_class": kind})
+        )
+        layer.scheme = scheme
+    return changed
+
+
 @contextmanager
 def quantized_forward(model: nn.Module, layers: Collection[str], scheme: QuantizationScheme) -> Iterator[None]:
-    """Let the named linear layers compute with quantized weights and activations inside the block."""
-
-    def replace_output(module: nn.Linear, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        weight = scheme.dequantize(scheme.quantize(module.weight)).to(output.dtype)
-        bias = None if module.bias is None else module.bias.to(output.dtype)
-        return nn.functional.linear(scheme.quantize_activations(inputs[0].to(output.dtype)), weight, bias)
-
-    with ExitStack() as hooks:
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Linear) and checkpoint_name(name) in layers:
-                hooks.enter_context(module.register_forward_hook(replace_output))
+    """Let the named linear layers compute so inside the block."""
+    changed: list[Any] = list(quantize_layers(model, layers, scheme))
+    try:
         yield
+    finally:
+        for layer in changed:
+            layer.__class__ = layer.exact_class
+
+
+@contextmanager
+def exact_forward(model: nn.Module) -> Iterator[None]:
+    """Let all linear layers compute with exact weights and inputs inside the block."""
+    kinds: list[tuple[Any, Any]] = [
+        (module, type(module)) for module in model.modules() if isinstance(module, QuantizedLinear)
+    ]
+    for layer, kind in kinds:
+        layer.__class__ = kind.exact_class
+    try:
+        yield
+    finally:
+        for layer, kind in kinds:
+            layer.__class__ = kind

@@ -5,9 +5,15 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
+from transformers.integrations import is_deepspeed_zero3_enabled
 
+from trl_qurl.quantization.fake_quantization import QuantizedLinear, quantize_layers
+from trl_qurl.quantization.layers import quantized_layer_names
+from trl_qurl.quantization.schemes import QuantizationScheme
 from trl_qurl.quantization.uaq import recorded_scale, scale_model_
 from trl_qurl.trainers.run_log import RUN_LOG, RunLog
 
@@ -50,6 +56,58 @@ class UpdateAwareQuantizationCallback(TrainerCallback):
                 f"{recorded_scale(model)}. The callback acts when the trainer is built: pass it in callbacks=[...], "
                 "and pass a model, not model_init."
             )
+
+
+class QuantizedForwardCallback(TrainerCallback):
+    """Lets models compute their forward pass as the engine does, and round their weights once per optimizer step.
+
+    The policy's config records the format, as `training_forward`.
+
+    Args:
+        scheme: The rollouts' format.
+        ignore: Modules kept in full precision.
+    """
+
+    def __init__(self, scheme: QuantizationScheme, ignore: list[str]) -> None:
+        self._scheme, self._ignore = scheme, ignore
+        self._layers: list[QuantizedLinear] = []
+
+    def on_init_end(self, *args: Any, model: PreTrainedModel, **kwargs: Any) -> None:
+        """Change the policy, before it is wrapped."""
+        state = AcceleratorState()
+        if is_deepspeed_zero3_enabled() or (state.distributed_type == DistributedType.FSDP and not state.is_fsdp2):
+            raise ValueError(
+                "training_forward='quantized' does not work under FSDP 1 or ZeRO-3: use FSDP 2, DDP or ZeRO-2."
+            )
+        self.change(model)
+        model.config.training_forward = {"scheme": self._scheme.name, "ignore": self._ignore}
+
+    def change(self, model: PreTrainedModel) -> None:
+        """Let a model compute so.
+
+        Args:
+            model: The policy, or its reference model.
+
+        Raises:
+            ValueError: A layer cannot be stored in the format, or is the output head.
+        """
+        names = quantized_layer_names(model, self._ignore, self._scheme)
+        layers = quantize_layers(model, names, self._scheme)
+        if model.get_output_embeddings() in layers:
+            raise ValueError(
+                "training_forward='quantized' cannot round the output head, whose weight TRL's loss multiplies by "
+                "itself: keep 'lm_head' in quantization_ignore."
+            )
+        self._layers += layers
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Round the weights of a checkpoint."""
+        for layer in self._layers:
+            layer.round_anew()
+
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Round the weights that the optimizer has changed."""
+        self.on_train_begin()
 
 
 class TrainerAwareCallback(TrainerCallback):

@@ -24,7 +24,12 @@ from trl_qurl.quantization.schemes import get_scheme
 from trl_qurl.rollout.backend import quantized_generation
 from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.rollout.settings import RolloutSettings
-from trl_qurl.trainers.callbacks import RunLogCallback, TrainerAwareCallback, UpdateAwareQuantizationCallback
+from trl_qurl.trainers.callbacks import (
+    QuantizedForwardCallback,
+    RunLogCallback,
+    TrainerAwareCallback,
+    UpdateAwareQuantizationCallback,
+)
 from trl_qurl.trainers.rollout_state import RolloutStateMixin
 from trl_qurl.trainers.saving import SavingMixin
 
@@ -51,7 +56,9 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         self._scoring_seconds = 0.0
         run_log = RunLogCallback({"updates_per_rollout": args.updates_per_rollout, "algorithm": self._algorithm})
         # Before the user's callbacks, whose rows belong in the log and whose seconds belong to no step.
-        callbacks = [*_uaq_callbacks(args, model, kwargs.get("peft_config")), self._step_timer, run_log]
+        adapted = kwargs.get("peft_config") is not None or (not isinstance(model, str) and is_peft_model(model))
+        forward = _forward_callbacks(args, adapted)
+        callbacks = [*_uaq_callbacks(args, adapted), *forward, self._step_timer, run_log]
         kwargs["callbacks"] = [*callbacks, *(kwargs.get("callbacks") or [])]
         # Nothing below may hold the trainer: vLLM freezes the garbage collector, after which no cycle is ever freed,
         # and a deleted trainer would keep its engine.
@@ -59,6 +66,9 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         settings = _rollout_settings(args)
         with quantized_generation(self._generation_module, settings, lambda: trainer.state.global_step):
             super().__init__(model, reward_funcs, args, **kwargs)
+        for callback in forward if self.ref_model is not None else []:
+            # Else the penalty would pull the policy towards one that the engine cannot run, from the first step on.
+            callback.change(self.accelerator.unwrap_model(self.ref_model))
         self._mismatch = MismatchTally(self.accelerator)
         for callback in self.callback_handler.callbacks:
             self._introduce_to(callback)
@@ -163,11 +173,11 @@ def check_prompts(dataset: Any, per_rollout: int) -> None:
         )
 
 
-def _uaq_callbacks(args: Any, model: Any, peft_config: Any) -> list[UpdateAwareQuantizationCallback]:
+def _uaq_callbacks(args: Any, adapted: bool) -> list[UpdateAwareQuantizationCallback]:
     scale, is_asked_for = args.effective_uaq_scale, args.uaq_scale is not None
     if scale == 1.0:
         return []
-    if peft_config is not None or (not isinstance(model, str) and is_peft_model(model)):
+    if adapted:
         if is_asked_for:
             warnings.warn(
                 f"uaq_scale={scale} is not applied: an adapter trained on rescaled weights would not fit the original "
@@ -176,6 +186,16 @@ def _uaq_callbacks(args: Any, model: Any, peft_config: Any) -> list[UpdateAwareQ
             )
         return []
     return [UpdateAwareQuantizationCallback(scale, required=is_asked_for)]
+
+
+def _forward_callbacks(args: Any, adapted: bool) -> list[QuantizedForwardCallback]:
+    if args.training_forward == "full_precision":
+        return []
+    if adapted:  # a merged adapter is rounded with its layer, and the trainer computes with an unmerged one
+        raise ValueError(
+            "training_forward='quantized' does not work with PEFT: use training_forward='full_precision'."
+        )
+    return [QuantizedForwardCallback(get_scheme(args.rollout_quantization), args.quantization_ignore)]
 
 
 def _rollout_settings(args: Any) -> RolloutSettings:
