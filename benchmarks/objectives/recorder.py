@@ -35,5 +35,6 @@ class BothPolicies(RolloutRecorder):
     def _quantized(self, model: Any) -> float:
         if self._merges and hasattr(model, "merge_and_unload"):
             model = copy.deepcopy(model).merge_and_unload()  # merging and unmerging would leave rounding behind
+            vars(model).pop("forward", None)  # TRL's, which still computes with the model that was copied
         with quantized_forward(model, quantized_layer_names(model), self._scheme):
             return measure_policy(model, self.problem_ids).expected
