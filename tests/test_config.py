@@ -35,6 +35,7 @@ OWN_DEFAULTS = {
     "rollout_quantization": "int8",
     "quantization_ignore": ["lm_head"],
     "weight_sync": "auto",
+    "round_base": False,
     "rollout_checkpoint_dir": None,
     "objective": "acr",
     "uaq_scale": None,
@@ -151,7 +152,7 @@ REFUSED = [
     ),
     (
         {"weight_sync": "nccl"},
-        r"weight_sync is 'nccl', but must be one of 'auto', 'stream', 'checkpoint', 'llmcompressor'",
+        r"weight_sync is 'nccl', but must be one of 'auto', 'stream', 'checkpoint', 'adapter', 'llmcompressor'",
     ),
     ({"uaq_scale": 0.0}, r"uaq_scale is 0\.0, .* must be positive and finite \(.* 1\.5; 1\.0 turns UAQ off\)"),
     ({"uaq_scale": -1.5}, r"uaq_scale is -1\.5, .* 1\.0 turns UAQ off"),

@@ -28,7 +28,7 @@ from trl_qurl.lab.doctor.trial import try_job
 from trl_qurl.quantization import quantized_layer_names
 from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED
 from trl_qurl.quantization.stream import quantize_weights
-from trl_qurl.rollout.engine.served import STREAM_VERSION
+from trl_qurl.rollout.engine.broadcast import STREAM_VERSION
 from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.settings import RolloutSettings
 

@@ -17,6 +17,8 @@ SAME_BF16 = 5e-3 if torch.cpu._is_amx_tile_supported() else SAME
 
 UNMEASURED = {"weight_metrics_interval": 0}  # so that syncs may leave out what is frozen
 
+ADAPTER = UNMEASURED | {"weight_sync": "adapter", "sync_check_interval": 1}
+
 COLOCATED = {
     "int8": ({}, []),
     "int8, LoRA": ({}, ["--lora"]),
@@ -31,6 +33,11 @@ COLOCATED = {
     "bf16, LoRA": ({"rollout_quantization": None}, ["--lora"]),
     "int8, LoRA on values": (UNMEASURED, ["--lora", "--lora-targets", "v_proj"]),
     "bf16, LoRA, unmeasured": (UNMEASURED | {"rollout_quantization": None}, ["--lora"]),
+    "int8, adapter": (ADAPTER, ["--lora"]),
+    "int8, adapter, rounded": (ADAPTER | {"round_base": True}, ["--lora"]),
+    "w4a16, adapter on values": (ADAPTER | {"rollout_quantization": "w4a16"}, ["--lora", "--lora-targets", "v_proj"]),
+    "w4a16, adapter, rounded": (ADAPTER | {"rollout_quantization": "w4a16", "round_base": True}, ["--lora"]),
+    "bf16, adapter": (ADAPTER | {"rollout_quantization": None}, ["--lora", "--untied"]),
     "int8, frozen norms": (UNMEASURED, ["--freeze", "norm.weight"]),
     "int8, checkpoint per step, frozen embedding": (
         UNMEASURED | {"weight_sync": "checkpoint"},

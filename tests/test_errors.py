@@ -341,7 +341,7 @@ def test_quantized_server_for_an_unquantized_run(train, int8_server):
 
 
 DESCRIPTION = {"format": None, "ignore": [], "block_size": 16, "max_model_len": 64, "dtype": None}
-DESCRIPTION |= {"kv_cache_dtype": "auto"}
+DESCRIPTION |= {"kv_cache_dtype": "auto", "max_lora_rank": 0}
 SERVER_WITH_NCCL = {
     "vllm_config": {
         "parallel_config": {"worker_extension_cls": WORKER_EXTENSION},

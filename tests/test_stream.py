@@ -124,7 +124,7 @@ def ends(monkeypatch):
 
     from trl_qurl.rollout.engine.worker import RolloutWorker
 
-    if obstacle := served.version_obstacle(vllm.__version__):
+    if obstacle := broadcast.version_obstacle(vllm.__version__):
         pytest.skip(obstacle)
     idle = SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(packed_tensor, "_get_streams", lambda device, count: (idle,) * count)

@@ -117,6 +117,24 @@ DEFINITIONS = [
         "model",
         "trainers/ppo.py spares the critic's norms",
     ),
+    ("vllm.lora.worker_manager", "LRUCacheWorkerLoRAManager.add_adapter", "lora_request", "vLLM replaces an adapter"),
+    ("vllm.lora.model_manager", "LoRAModelManager.list_adapters", "", "engine/worker.py compares what it lists"),
+    ("vllm.lora.lora_model", "LoRAModel.__init__", "loras", "engine/worker.py compares its matrices"),
+    ("vllm.v1.worker.gpu_worker", "Worker.add_lora", "lora_request", "engine/colocated.py loads an adapter by it"),
+    (
+        "vllm.entrypoints.openai.models.serving",
+        "OpenAIServingModels.load_lora_adapter",
+        "request",
+        "engine/served.py replaces an adapter by it",
+    ),
+    (
+        "vllm.model_executor.model_loader.base_loader",
+        "BaseModelLoader.load_model",
+        "",
+        "engine/cpu.py repairs a model after it",
+    ),
+    ("vllm.entrypoints.llm", "LLM.generate", "lora_request", "engine/colocated.py names the adapter there"),
+    ("vllm.entrypoints.llm", "LLM.sleep", "level", "engine/colocated.py keeps the base there"),
     (
         "accelerate.accelerator",
         "Accelerator.__init__",
@@ -322,7 +340,7 @@ def test_arguments_of_the_engine_are_those_the_config_reserves():
     assert not call.args and None not in given, (
         "TRL builds vllm.LLM with more than keywords; _build_engine takes those."
     )
-    ours = {"worker_extension_cls"}
+    ours = {"worker_extension_cls", "enable_lora", "max_lora_rank"}
     reserved = TAKEN_ENGINE_ARGUMENTS.keys() - ours
     assert given == reserved, (
         "TRL gives vllm.LLM other arguments than config.TAKEN_ENGINE_ARGUMENTS reserves: new "

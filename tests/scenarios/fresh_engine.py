@@ -1,4 +1,7 @@
-"""Log-probabilities of the probe under engines that have just been started, each from a checkpoint of its own."""
+"""Log-probabilities of the probe under engines that have just been started, each from a checkpoint of its own.
+
+A checkpoint with a subdirectory `adapter` is asked with that adapter.
+"""
 
 import json
 import os
@@ -11,13 +14,22 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tiny import ENGINE, KEPT, PROBE
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 
 
 def probe(checkpoint: str) -> list[float]:
-    engine = LLM(checkpoint, **ENGINE, max_model_len=64, max_num_seqs=16)
+    settings, adapter = ENGINE, None
+    if (path := Path(checkpoint, "adapter")).is_dir():
+        if current_platform.is_cpu():
+            import trl_qurl.rollout.engine.cpu  # noqa: F401, registers the loader
+        settings = ENGINE | {"enable_lora": True, "max_lora_rank": 8, "load_format": "trl-qurl-cpu"}
+        adapter = LoRARequest("saved", 1, str(path))
+    engine = LLM(checkpoint, **settings, max_model_len=64, max_num_seqs=16)
     KEPT.append(engine)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    [output] = engine.generate([{"prompt_token_ids": PROBE}], params, use_tqdm=False)
+    prompt = {"prompt_token_ids": PROBE}
+    [output] = engine.generate([prompt], params, use_tqdm=False, lora_request=adapter)
     return [logps[token].logprob for token, logps in zip(PROBE[1:], output.prompt_logprobs[1:], strict=True)]
 
 

@@ -8,6 +8,7 @@ import argparse
 import copy
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -27,6 +28,19 @@ PROMPTS = ["ab", "cde", "f g", "h1", "i22", "jj", "k", "lm"]
 
 def count_vowels(completions, **kwargs):
     return [sum(character in "aeiou4567" for character in completion) / 8 for completion in completions]
+
+
+def export_with_adapter(trainer, directory: Path) -> None:
+    """The base as a user saves it, and the adapter as PEFT does: in full precision there is no checkpoint of ours."""
+    if trainer.args.rollout_quantization is None:
+        base = trainer.vllm_generation.base
+        state = {name: tensor.clone() for name, tensor in base.parameters()}
+        trainer.vllm_generation.base_model.save_pretrained(directory, state_dict=state)
+        tiny_tokenizer().save_pretrained(directory)
+    else:
+        trainer.save_quantized(directory)
+        shutil.rmtree(directory / "adapter")
+    trainer.model.save_pretrained(directory / "adapter")
 
 
 class Teaching:
@@ -201,7 +215,9 @@ def run(options: argparse.Namespace) -> dict:
     record["history"] = trainer.state.log_history
     record["weight_version"] = trainer.vllm_generation.sync.version
     record["uaq_scale"] = getattr(trainer.model.config, "uaq_scale", 1.0)
-    if options.export:
+    if options.export and trainer.vllm_generation.base is not None:
+        export_with_adapter(trainer, Path(options.export))
+    elif options.export:
         model = whole_model(trainer)
         if trainer.accelerator.is_main_process:
             export(model, trainer.args.rollout_quantization, trainer.args.quantization_ignore, options.export)

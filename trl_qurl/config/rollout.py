@@ -29,6 +29,8 @@ TAKEN_ENGINE_ARGUMENTS = {
     "logprobs_mode": "nothing: the importance ratio needs 'processed_logprobs'",
     "quantization": "rollout_quantization",
     "trust_remote_code": "trust_remote_code",
+    "enable_lora": "weight_sync",
+    "max_lora_rank": "peft_config",
     "worker_extension_cls": "trl-qurl, whose worker loads the weights",
 }
 """Arguments of the colocated engine that are already taken, and what sets them instead."""
@@ -55,10 +57,14 @@ class QuantizedRolloutsConfig:
 
     > Weight sync
 
-        weight_sync: How weights reach the engine: `auto`, `stream`, `checkpoint` or `llmcompressor`. `stream` sends
-            tensors (in process or over NCCL), `checkpoint` writes them for the engine to reload. `auto` streams where
-            both sides can, and otherwise writes checkpoints; the choice and its reason are logged. `llmcompressor`
-            lets llm-compressor write the checkpoint at every sync: the reference, and slow.
+        weight_sync: How weights reach the engine: `auto`, `stream`, `checkpoint`, `adapter` or `llmcompressor`.
+            `stream` sends tensors (in process or over NCCL), `checkpoint` writes them for the engine to reload.
+            `adapter` sends a LoRA adapter alone, to an engine that has the frozen base, quantized once; the other ways
+            merge it into the weights that they send. `auto` sends the adapter to a server that takes adapters, streams
+            where both sides can, and otherwise writes checkpoints; the choice and its reason are logged.
+            `llmcompressor` lets llm-compressor write the checkpoint at every sync: the reference, and slow.
+        round_base: Whether the frozen base below a LoRA adapter becomes, in the trainer, what the engine's codes stand
+            for, so that both policies have the same weights. It implies `weight_sync="adapter"`.
         rollout_checkpoint_dir: Directory for checkpoints that the engine loads; a server must see it too. By default
             memory (`/dev/shm`) where there is room, else the system's temporary directory. Removed after the run.
         vllm_request_timeout: Seconds a request to the vLLM server may take before it counts as failed.
@@ -100,6 +106,7 @@ class QuantizedRolloutsConfig:
 
     # Weight sync
     weight_sync: str = "auto"
+    round_base: bool = False
     rollout_checkpoint_dir: str | None = None
     vllm_request_timeout: float = 1800.0
     max_server_recoveries: int = 3
@@ -153,7 +160,13 @@ class QuantizedRolloutsConfig:
                 "training_forward='quantized' with rollout_quantization=None has nothing to round: name a format, or "
                 "use training_forward='full_precision'."
             )
-        check_choice("weight_sync", self.weight_sync, ("auto", "stream", "checkpoint", "llmcompressor"))
+        check_choice("weight_sync", self.weight_sync, ("auto", "stream", "checkpoint", "adapter", "llmcompressor"))
+        if self.round_base and (self.weight_sync not in ("auto", "adapter") or self.rollout_quantization is None):
+            raise ValueError(
+                "round_base=True needs a format and an adapter that is sent by itself, but rollout_quantization is "
+                f"{self.rollout_quantization!r} and weight_sync is {self.weight_sync!r}: name a format, with "
+                "weight_sync='adapter', or set round_base=False."
+            )
         if self.weight_sync != "llmcompressor":
             return
         check_quantizer("llmcompressor", "weight_sync", "auto")

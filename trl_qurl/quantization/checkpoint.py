@@ -10,8 +10,9 @@ import importlib.util
 import io
 import os
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
@@ -84,13 +85,20 @@ class CheckpointWriter:
     scheme: QuantizationScheme | None
     ignore: Collection[str] = ("lm_head",)
 
-    def write(self, named_tensors: NamedTensors, output_dir: str | os.PathLike[str]) -> None:
-        """Write tensors that are already in checkpoint format."""
+    def write(
+        self,
+        named_tensors: NamedTensors,
+        output_dir: str | os.PathLike[str],
+        write_beside: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Write tensors that are already in checkpoint format; `write_beside` adds further files to the directory."""
         quantization = None if self.scheme is None else self.scheme.quantization_config(list(self.ignore))
         with new_directory(output_dir) as draft:
             write_tensors(named_tensors, draft)
             self._write_companions(draft)
             write_config(self.model, draft, quantization)
+            if write_beside is not None:
+                write_beside(draft)
 
     def quantize(self, parameters: NamedTensors, output_dir: str | os.PathLike[str], quantizer: str) -> None:
         """Quantize full-precision tensors and write the result, with a quantizer that was checked beforehand."""

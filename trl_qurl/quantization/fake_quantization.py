@@ -26,6 +26,7 @@ class QuantizedLinear(nn.Linear):
 
     scheme: QuantizationScheme
     exact_class: ClassVar[type[nn.Linear]] = nn.Linear  # what the layer was
+    is_rounded = False  # whether its weight is rounded already (`rounded_base`)
     _keeps = False
     _kept: tuple[Any, torch.Tensor] | None = None  # the rounded weight, and what it was made from
 
@@ -49,6 +50,8 @@ class QuantizedLinear(nn.Linear):
         self._keeps = is_whole and not isinstance(weight, DTensor)
 
     def _rounded_weight(self, dtype: torch.dtype) -> torch.Tensor:
+        if self.is_rounded:
+            return self.weight.to(dtype)
         source = (dtype, self.weight.data_ptr(), self.weight._version)
         if self._kept is not None and self._kept[0] == source:
             return self._kept[1]

@@ -24,8 +24,16 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.layers import check_recurrent_layers, linear_layer_names, quantized_layer_names
 from trl_qurl.quantization.stream import quantize_weights, stored_tensors
+from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, engine_rank, write_adapter
+from trl_qurl.rollout.base import FrozenBase
 from trl_qurl.rollout.directory import CheckpointFolder
-from trl_qurl.rollout.engine.colocated import ColocatedEngine, check_head_size, release_when_deleted
+from trl_qurl.rollout.engine.colocated import (
+    ColocatedEngine,
+    adapter_arguments,
+    check_head_size,
+    release_when_deleted,
+    with_adapter,
+)
 from trl_qurl.rollout.engine.interface import Engine
 from trl_qurl.rollout.engine.kernels import kernel_environment
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION, ServedEngine
@@ -33,8 +41,8 @@ from trl_qurl.rollout.errors import ServerError
 from trl_qurl.rollout.recovery import Recovery, agreed
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.rollout.sync import RolloutCost, WeightSync
-from trl_qurl.rollout.transports import CheckpointFiles, Stream, Transport, choose_route
+from trl_qurl.rollout.sync import AdapterSync, RolloutCost, WeightSync
+from trl_qurl.rollout.transports import AdapterFiles, CheckpointFiles, Stream, Transport, choose_adapter, choose_route
 
 logger = get_logger(__name__)  # of the main process
 
@@ -44,6 +52,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     engine: Engine | None  # `None` in the processes that leave a server to the main one
     sync: WeightSync  # keeps it at the policy's weights
+    base: FrozenBase | None = None  # of an adapter that is sent by itself
 
     def __init__(self, *args: Any, rollout: RolloutSettings, global_step: Callable[[], int], **kwargs: Any) -> None:
         self.rollout = rollout
@@ -83,7 +92,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         transport = self._connect() if self.rollout.is_served else self._start_colocated()
         self.engine = transport.engine
         self._recovery = Recovery(self.rollout.max_recoveries if self.rollout.is_served else 0)
-        self.sync = WeightSync(
+        kind: Any = WeightSync if self.base is None else functools.partial(AdapterSync, base_digests=self.base.digests)
+        self.sync = kind(
             self.model, self._layers, transport, self.rollout, self._dist, self._global_step, not self._sleeps
         )
 
@@ -100,43 +110,80 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if self.accelerator.is_main_process:
             engine = self.vllm_client
             in_parts = self._dist.is_fsdp or self._dist.is_zero3
-            route, reason = choose_route(rollout.weight_sync, device, engine.stream_obstacle, in_parts)
-            logger.info("Weights travel to %s by %s: %s.", engine.base_url, route, reason)
+            described = engine.describe()
+            if self._takes_adapter(described.max_lora_rank, engine):
+                route = "adapter"
+            else:
+                route, reason = choose_route(rollout.weight_sync, device, engine.stream_obstacle, in_parts)
+                logger.info("Weights travel to %s by %s: %s.", engine.base_url, route, reason)
             if route == "stream":
                 engine.open_stream(device)
-            decided = [route, engine.describe().dtype]
+            decided = [route, described.dtype]
         broadcast_object_list(decided, from_process=0)
         route, dtype = decided
-        sent_dtype = getattr(torch, dtype) if dtype else None  # casting for the engine saves bytes on the way
+        sent_dtype = _torch_dtype(dtype)  # casting for the engine saves bytes on the way
         if route == "stream":
             return Stream(engine, True, sent_dtype)
+        if route == "adapter":
+            return self._adapt(engine, sent_dtype, self._open_folder(checkpoints=int(rollout.round_base)))
         # Two checkpoints at most: the one being written and the one that the engine may still be reading.
         return CheckpointFiles(engine, True, self._open_folder(checkpoints=2), sent_dtype)
+
+    def _takes_adapter(self, served_rank: int | None = None, server: ServedEngine | None = None) -> bool:
+        """Whether the adapter is sent by itself, to an engine that has the base."""
+        obstacle = adapter_obstacle(self.model)
+        rank = 0 if obstacle else adapter_rank(self.model)
+        if obstacle is None and self._dist.fsdp_version == 1:
+            obstacle = "FSDP 1 does not give single matrices (use FSDP 2)"
+        requested = "adapter" if self.rollout.round_base else self.rollout.weight_sync
+        restart = server.command(engine_rank(rank)) if server and rank else ""
+        takes, reason = choose_adapter(requested, obstacle, rank, served_rank, restart)
+        if is_peft_model(self.model):
+            logger.info("%s: %s.", "The adapter is sent by itself" if takes else "The adapter is merged", reason)
+        return takes
+
+    def _adapt(self, engine: Engine | None, dtype: torch.dtype | None, folder: CheckpointFolder) -> Transport:
+        """Send an adapter to an engine, which has the base, or a server that should have it."""
+        if self.base is None:
+            self.base = FrozenBase(self.model, self._layers, self.rollout)
+            if self.rollout.round_base:
+                self.base.write(folder)
+            self.base.digest(dtype or torch.float32, self.accelerator.is_main_process)
+        self.base.round(dtype or torch.float32)
+        write = functools.partial(write_adapter, self.model)
+        return AdapterFiles(engine, self.rollout.is_served, folder, dtype, write)
 
     def _start_colocated(self) -> Transport:
         """Start an engine in this process, on a checkpoint that says how its layers are quantized."""
         check_head_size(self.model.config)
         os.environ.update(kernel_environment(self.rollout.scheme))
         label = self.rollout.scheme.label if self.rollout.scheme else "full-precision"
+        self.base = FrozenBase(self.model, self._layers, self.rollout) if self._takes_adapter() else None
         by_files = self.rollout.weight_sync in ("checkpoint", "llmcompressor")
-        needs_start = self.rollout.scheme is not None or not self.model.name_or_path
+        needs_start = self.rollout.scheme is not None or not self.model.name_or_path or self.base is not None
         folder = self._open_folder(checkpoints=2 if by_files else 1) if by_files or needs_start else None
-        start = None
+        start, kind, further = None, vllm_generation.LLM, self.rollout.engine_kwargs
         if folder is not None and needs_start:
             logger.info("Writing %s weights for vLLM to %s.", label, folder.path)
-            tensors = quantize_weights(self.policy_parameters(), self.rollout.scheme, self._layers)
-            start = folder.write("start", tensors)
-        build_engine = functools.partial(_build_engine, vllm_generation.LLM, start, self.rollout.engine_kwargs)
+            start = self.base.write(folder) if self.base else folder.write("start", self._policy_tensors())
+        if self.base is not None:
+            kind, further = with_adapter(kind), adapter_arguments(adapter_rank(self.model)) | further
+        build_engine = functools.partial(_build_engine, kind, start, further)
         logger.info("Starting vLLM (%s). If it has to compile, that takes a minute.", label)
         with substitute(vllm_generation, "LLM", build_engine):
             super()._init_vllm()
         logger.info("vLLM is ready.")
-        if folder is not None:
+        if folder is not None and not (self.base and self.base.checkpoint):
             folder.drop_weights("start")
         self._folder = folder  # for as long as the engine lives, whose worker reads the headers of its start
         release_when_deleted(self.llm)
         engine = ColocatedEngine(self.llm, self._sleeps)
+        if self.base is not None and folder is not None:
+            return self._adapt(engine, _torch_dtype(engine.describe().dtype), folder)
         return CheckpointFiles(engine, False, folder) if folder is not None and by_files else Stream(engine, False)
+
+    def _policy_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return quantize_weights(self.policy_parameters(), self.rollout.scheme, self._layers)
 
     @property
     def _sleeps(self) -> bool:
@@ -208,6 +255,10 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def _reconnect(self) -> None:
         if self.accelerator.is_main_process:
             self.vllm_client.reconnect(self.server_timeout)
+
+
+def _torch_dtype(name: str | None) -> torch.dtype | None:
+    return getattr(torch, name) if name else None
 
 
 def _build_engine(engine: type, start: Path | None, engine_kwargs: dict[str, Any], **trl_kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import weakref
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -23,6 +24,8 @@ from filelock import FileLock, Timeout
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.settings import RolloutSettings
+
+Write = Callable[[NamedTensors, Path], None]
 
 PREFIX = "trl-qurl-"
 LOCK_NAME = "owner.lock"
@@ -58,11 +61,14 @@ class CheckpointFolder:
         source = 0 if settings.is_served else accelerator.process_index - accelerator.local_process_index
         self.path: Path = gather_object([self._owned and self._owned.path])[source]
 
-    def write(self, name: str, rollout_tensors: NamedTensors) -> Path:
-        """Write a checkpoint of tensors that are in its format already. A collective operation."""
+    def write(self, name: str, rollout_tensors: NamedTensors, write: Write | None = None) -> Path:
+        """Write a checkpoint of tensors that are in its format already. A collective operation.
+
+        What is no checkpoint of the model's is written by `write`, which is given the tensors and the directory.
+        """
         path = self.path / name
         if self.is_writer:
-            self._writer.write(rollout_tensors, path)
+            (write or self._writer.write)(rollout_tensors, path)
         else:
             deque(rollout_tensors, maxlen=0)
         self._accelerator.wait_for_everyone()

@@ -13,7 +13,8 @@ class RolloutSettings:
     scheme: QuantizationScheme | None  # of the rollout weights; `None` for full precision
     ignore: tuple[str, ...] = ("lm_head",)  # modules kept in full precision
     is_served: bool = False  # whether the engine is a vLLM server
-    weight_sync: str = "auto"  # or "stream", "checkpoint", "llmcompressor"
+    weight_sync: str = "auto"  # or "stream", "checkpoint", "adapter", "llmcompressor"
+    round_base: bool = False  # whether the trainer's frozen base becomes what its codes stand for
     checkpoint_dir: str | None = None  # where checkpoints for the engine are written; `None` to choose
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of the colocated engine
     weight_metrics_interval: int = 16  # syncs between measurements of the weights; 0 for none

@@ -28,9 +28,10 @@ from trl.distributed import DistributedBackend
 from trl_qurl.quantization.schemes import QuantizationScheme
 from trl_qurl.quantization.stream import NamedTensors, Observer, quantize_weights, stored_tensors
 from trl_qurl.quantization.uaq import recorded_scale
-from trl_qurl.rollout.checks.probe import STEPS, ProbeJudge, probe_prompts, run_probe
+from trl_qurl.rollout.adapter import adapter_tensors
+from trl_qurl.rollout.checks.probe import STEPS, ProbeJudge, ProbeResult, probe_prompts, run_probe
 from trl_qurl.rollout.checks.tensors import DigestRecorder, compare_digests
-from trl_qurl.rollout.engine.interface import FRESH, Continuation, TensorMetadata, WeightUpdate
+from trl_qurl.rollout.engine.interface import FRESH, Continuation, Digests, TensorMetadata, WeightUpdate
 from trl_qurl.rollout.errors import ServerError, SyncError
 from trl_qurl.rollout.frozen import frozen_parameters
 from trl_qurl.rollout.recovery import agreed
@@ -159,14 +160,8 @@ class WeightSync:
     def _tensors(
         self, parameters: Parameters, left_out: frozenset[str], cost: RolloutCost, observer: Observer | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is sent, made from a pass over the parameters."""
-        layers = {layer for layer in self._layers if f"{layer}.weight" not in left_out}
-        kept = ((name, tensor) for name, tensor in parameters() if name not in left_out)
-        scheme, dtype = self._settings.scheme, self._transport.sent_dtype
-        tensors = quantize_weights(kept, scheme, layers, observer, dtype)
-        if is_peft_model(self._model):
-            # vLLM may hold a tensor until its layer is complete; by then the adapter is unmerged from the parameter.
-            tensors = ((name, tensor.clone()) for name, tensor in tensors)
+        """What is sent, with its cost counted."""
+        tensors = self._made(parameters, left_out, observer)
         while True:
             started = time.perf_counter()
             item = next(tensors, None)
@@ -175,6 +170,19 @@ class WeightSync:
                 return
             cost.sent_bytes += item[1].nbytes
             yield item
+
+    def _made(
+        self, parameters: Parameters, left_out: frozenset[str], observer: Observer | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is sent, made from a pass over the parameters."""
+        layers = {layer for layer in self._layers if f"{layer}.weight" not in left_out}
+        kept = ((name, tensor) for name, tensor in parameters() if name not in left_out)
+        scheme, dtype = self._settings.scheme, self._transport.sent_dtype
+        tensors = quantize_weights(kept, scheme, layers, observer, dtype)
+        if is_peft_model(self._model):
+            # vLLM may hold a tensor until its layer is complete; by then the adapter is unmerged from the parameter.
+            tensors = ((name, tensor.clone()) for name, tensor in tensors)
+        return tensors
 
     def _announce(self, parameters: Parameters, left_out: frozenset[str]) -> TensorMetadata:
         """What the stream will hold, for a server that must know it beforehand; the parameters are walked once."""
@@ -196,9 +204,12 @@ class WeightSync:
         if probe[0] is None:
             return {}
         prompts, continuations = probe[0]
-        result = run_probe(self._model, prompts, continuations, self._layers, self._settings.scheme)
+        result = self._run_probe(prompts, continuations)
         self._probe.judge(result)
         return {"sync/probe_distance": result.distance, "sync/probe_ratio": result.ratio}
+
+    def _run_probe(self, prompts: list[list[int]], continuations: list[Continuation]) -> ProbeResult:
+        return run_probe(self._model, prompts, continuations, self._layers, self._settings.scheme)
 
     def _ask_engine(self) -> tuple[list[list[int]], list[Continuation]] | None:
         """The prompts of a probe, and the engine's continuations."""
@@ -209,6 +220,40 @@ class WeightSync:
         vocabulary_size = self._base.config.get_text_config().vocab_size
         prompts = probe_prompts(vocabulary_size, described.block_size, described.max_model_len)
         return prompts, engine.continue_greedily(prompts, STEPS)
+
+
+class AdapterSync(WeightSync):
+    """Keeps one engine, which has the frozen base, at the policy's LoRA adapter.
+
+    `base_digests` are those that a server's start must have; they are known in the main process.
+    """
+
+    def __init__(self, *args: Any, base_digests: Digests | None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._base_digests = base_digests
+        self._checks_base = self._settings.is_served and self._settings.sync_check_interval > 0
+
+    def push(self, parameters: Parameters, cost: RolloutCost, is_repeated: bool = False) -> dict[str, float]:
+        """As the parent's. A server's base is checked first, once and after each fault."""
+        if self._checks_base or (is_repeated and self._settings.is_served):
+            started = time.perf_counter()
+            agreed(self._check_base)
+            self._checks_base = False
+            cost.check_s += time.perf_counter() - started
+        return super().push(parameters, cost, is_repeated)
+
+    def _check_base(self) -> None:
+        if self._transport.engine is not None and self._base_digests is not None:
+            self._transport.engine.check_base(self._base_digests)
+
+    def _unchanged(self, checked: bool) -> frozenset[str]:
+        return frozenset()
+
+    def _made(self, *args: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return adapter_tensors(self._model, self._transport.sent_dtype)
+
+    def _run_probe(self, prompts: list[list[int]], continuations: list[Continuation]) -> ProbeResult:
+        return run_probe(self._model, prompts, continuations, self._layers, self._settings.scheme, merges=False)
 
 
 def announce(

@@ -4,17 +4,19 @@
 - `CheckpointFiles`: the stream is written to a directory that the engine sees, and the engine reads it there. This
   works between any processes that share a file system, on any device. Where llm-compressor makes the checkpoint, the
   stream is what its result is checked by.
+- `AdapterFiles`: the same way, for a LoRA adapter beside a base that the engine has.
 """
 
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from trl_qurl.rollout.checks.tensors import DigestRecorder
-from trl_qurl.rollout.directory import CheckpointFolder
+from trl_qurl.rollout.directory import CheckpointFolder, Write
 from trl_qurl.rollout.engine.interface import Digests, Engine, TensorMetadata, WeightUpdate
 from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.recovery import agreed
@@ -89,19 +91,44 @@ class CheckpointFiles(Transport):
         self._count = 0
 
     def deliver(self, shipment: Shipment) -> list[Digests]:  # noqa: D102
-        name = f"sync-{self._count + 1}"
-        if self._folder.uses_llmcompressor:
-            deque(shipment.tensors, maxlen=0)  # for digests and measurements
-            path = self._folder.write_with_llmcompressor(name, shipment.parameters())
-        else:
-            path = self._folder.write(name, shipment.tensors)
-        digests = agreed(
-            lambda: self.engine.load_checkpoint(path, shipment.update) if self.engine else [], self._is_served
-        )
+        path = self._write(f"sync-{self._count + 1}", shipment)
+        digests = agreed(lambda: self._load(path, shipment.update) if self.engine else [], self._is_served)
         # After a fault the next one has the same name: a server that only hung may still read what it was told to.
         self._folder.remove(f"sync-{self._count}")
         self._count += 1
         return digests
+
+    def _write(self, name: str, shipment: Shipment) -> Path:
+        if not self._folder.uses_llmcompressor:
+            return self._folder.write(name, shipment.tensors)
+        deque(shipment.tensors, maxlen=0)  # for digests and measurements
+        return self._folder.write_with_llmcompressor(name, shipment.parameters())
+
+    def _load(self, path: Path, update: WeightUpdate) -> list[Digests]:
+        assert self.engine is not None, "only a process with an engine loads"
+        return self.engine.load_checkpoint(path, update)
+
+
+class AdapterFiles(CheckpointFiles):
+    """To an engine that takes adapters and sees a directory which this run writes to."""
+
+    def __init__(
+        self,
+        engine: Engine | None,
+        is_served: bool,
+        folder: CheckpointFolder,
+        sent_dtype: torch.dtype | None,
+        write: Write,
+    ) -> None:
+        super().__init__(engine, is_served, folder, sent_dtype)
+        self._write_adapter = write
+
+    def _write(self, name: str, shipment: Shipment) -> Path:
+        return self._folder.write(name, shipment.tensors, self._write_adapter)
+
+    def _load(self, path: Path, update: WeightUpdate) -> list[Digests]:
+        assert self.engine is not None, "only a process with an engine loads"
+        return self.engine.load_adapter(path, update)
 
 
 def choose_route(
@@ -124,3 +151,33 @@ def choose_route(
             "a GPU, or set weight_sync='checkpoint' (or 'auto')."
         )
     return "stream" if requested == "stream" else "checkpoint", f"weight_sync={requested!r} asks for it"
+
+
+def choose_adapter(
+    requested: str, obstacle: str | None, rank: int, served_rank: int | None, restart: str = ""
+) -> tuple[bool, str]:
+    """Decide whether an adapter is sent by itself, and why.
+
+    `requested` is `weight_sync` of the config, `obstacle` why it cannot be. A server takes adapters up to
+    `served_rank` (0: none), or more if it is started again by the command `restart`; `None` for an engine of one's
+    own. An adapter that is asked for but not possible is a `ValueError`, and so are whole weights for a server that
+    takes adapters: its layers are not the ones that they are loaded into.
+    """
+    if obstacle is None and served_rank is not None and rank > served_rank:
+        takes = f"adapters up to rank {served_rank}" if served_rank else "no adapters"
+        obstacle = f"the server takes {takes}, and this one has rank {rank}: start it with {restart}"
+    if requested == "adapter" and obstacle:
+        raise ValueError(
+            f"weight_sync='adapter' is not possible: {obstacle}. Or set weight_sync='auto', which merges an adapter "
+            "into the weights that are sent."
+        )
+    if requested == "adapter":
+        return True, "weight_sync='adapter' asks for it"
+    if served_rank and (requested != "auto" or obstacle):
+        raise ValueError(
+            "The server takes adapters (--enable-lora), and this run would send it whole weights "
+            f"({obstacle or f'weight_sync={requested!r}'}): start it without --enable-lora."
+        )
+    if served_rank:
+        return True, "the server takes adapters"
+    return False, obstacle or "vLLM generates faster without one"

@@ -37,8 +37,12 @@ def quantized_card(
     full_precision: str | None,
     base_model: str | None,
     tags: list[str],
+    adapter_rank: int = 0,
 ) -> ModelCard:
-    """The card of a quantized checkpoint, of a policy and what it was fine-tuned from by their names on the Hub."""
+    """The card of a quantized checkpoint, of a policy and what it was fine-tuned from by their names on the Hub.
+
+    An engine must be started for the rank of an adapter in its subdirectory `adapter`, if there is one.
+    """
     data = ModelCardData(
         base_model=full_precision or base_model,
         base_model_relation="quantized" if full_precision else "finetune" if base_model else None,
@@ -50,13 +54,19 @@ def quantized_card(
     of = f" of [{source}](https://huggingface.co/{source})" if source else ""
     copy = "quantized copy" if full_precision or not base_model else "quantized fine-tune"
     kept = ", ".join(f"`{pattern}`" for pattern in ignore) or "none"
+    options = f" --enable-lora --max-lora-rank {adapter_rank} --lora-modules policy={name}/adapter"
+    beside = (
+        "\n\nThe policy is this base with the adapter in `adapter`: ask the server for the model `policy`."
+        if adapter_rank
+        else ""
+    )
     return ModelCard(
         f"---\n{data.to_yaml()}\n---\n\n"
         f"# {name}\n\n"
         f"This is a {scheme.weight_bits}-bit {copy}{of}, in the format of compressed-tensors: {scheme.description}. "
         f"Kept in full precision: {kept}. No calibration data was used.\n\n"
         "## Serving\n\n"
-        f"```bash\nvllm serve {name}\n```\n\n"
+        f"```bash\nvllm serve {name}{options if adapter_rank else ''}\n```{beside}\n\n"
         f"Written by {made_with()} with `save_quantized`, which rounds "
         "the weights as the rollouts of [QuRL](https://huggingface.co/papers/2602.13953) do.\n"
     )

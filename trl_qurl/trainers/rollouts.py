@@ -191,9 +191,10 @@ def _uaq_callbacks(args: Any, adapted: bool) -> list[UpdateAwareQuantizationCall
 def _forward_callbacks(args: Any, adapted: bool) -> list[QuantizedForwardCallback]:
     if args.training_forward == "full_precision":
         return []
-    if adapted:  # a merged adapter is rounded with its layer, and the trainer computes with an unmerged one
+    if adapted and not args.round_base:
         raise ValueError(
-            "training_forward='quantized' does not work with PEFT: use training_forward='full_precision'."
+            "training_forward='quantized' with an adapter needs round_base=True: otherwise the engine may round the "
+            "adapter with its layer, and the trainer does not. Or use training_forward='full_precision'."
         )
     return [QuantizedForwardCallback(get_scheme(args.rollout_quantization), args.quantization_ignore)]
 
@@ -205,6 +206,7 @@ def _rollout_settings(args: Any) -> RolloutSettings:
         ignore=tuple(args.quantization_ignore),
         is_served=args.vllm_mode == "server",
         weight_sync=args.weight_sync,
+        round_base=args.round_base,
         checkpoint_dir=args.rollout_checkpoint_dir,
         engine_kwargs=args.engine_kwargs,
         weight_metrics_interval=args.weight_metrics_interval,

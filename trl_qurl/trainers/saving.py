@@ -5,6 +5,7 @@ adapters are merged and come out again) and go to the writer behind `trl-qurl qu
 not touched.
 """
 
+import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -24,12 +25,16 @@ from trl_qurl.quantization.layers import quantized_layer_names
 from trl_qurl.quantization.schemes import SCHEMES, QuantizationScheme, get_scheme
 from trl_qurl.quantization.storage import check_replaceable
 from trl_qurl.quantization.uaq import recorded_scale
+from trl_qurl.rollout.adapter import adapter_rank, adapter_tensors, engine_rank, write_adapter
+from trl_qurl.rollout.base import FrozenBase
 from trl_qurl.trainers.model_card import add_citation, describe_run, quantized_card
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as TRLTrainer
 else:
     TRLTrainer = object
+
+ADAPTER_DIRECTORY = "adapter"  # in a quantized checkpoint
 
 # Fields of TRL's config that a model card shows.
 SHOWN = ("learning_rate", "num_generations", "max_completion_length", "temperature", "beta", "vllm_mode", "seed")
@@ -48,12 +53,15 @@ class SavingMixin(TRLTrainer):
         *,
         ignore: Collection[str] | None = None,
         quantizer: str = "streaming",
+        merge: bool | None = None,
     ) -> Path:
         """Write a quantized checkpoint of the policy as it is now, without a critic, for `vllm serve DIRECTORY`.
 
-        No calibration data is needed. With PEFT the merged weights are written. Weights that UAQ has rescaled compute
-        the same function, and the config keeps the scale. Weights that are not quantized keep the dtype they are
-        trained in. Training can go on afterwards. In a run of several processes, all of them must call it.
+        No calibration data is needed. With PEFT the merged weights are written; where rollouts had the adapter beside
+        the quantized base (`weight_sync="adapter"`), so has the checkpoint, in its subdirectory `adapter`. Weights
+        that UAQ has rescaled compute the same function, and the config keeps the scale. Weights that are not quantized
+        keep the dtype they are trained in. Training can go on afterwards. In a run of several processes, all of them
+        must call it.
 
         Args:
             output_dir: Directory to create, by default `{args.output_dir}-{scheme}`, which `push_to_hub` does not
@@ -62,13 +70,15 @@ class SavingMixin(TRLTrainer):
             ignore: Modules kept in full precision; by default those of the rollouts, `args.quantization_ignore`.
             quantizer: `"streaming"`, or `"llmcompressor"`: the same codes and scales from llm-compressor, which takes
                 a second copy of the model in host memory.
+            merge: Whether an adapter is merged into the weights; by default as the rollouts had it.
 
         Returns:
             The directory.
 
         Raises:
             ValueError: No scheme, an unknown scheme or quantizer, nothing left to quantize, llm-compressor in several
-                processes, or the run's own directory.
+                processes, the run's own directory, or `merge=False` with another format or quantizer than the
+                rollouts', or without an adapter that is sent by itself.
             ImportError: `quantizer="llmcompressor"` without llm-compressor.
             FileExistsError: The directory holds something else than a quantized checkpoint.
             OSError: It cannot be written; nothing is left behind.
@@ -93,6 +103,19 @@ class SavingMixin(TRLTrainer):
         run = Path(self.args.output_dir).absolute()
         path = run.with_name(f"{run.name}-{chosen.name}") if output_dir is None else Path(output_dir)
         self._by_main_process(lambda: check_place(path, run))
+        same = (chosen.name, list(ignore), quantizer) == (
+            self.args.rollout_quantization,
+            list(self.args.quantization_ignore),
+            "streaming",
+        )
+        if merge is False and (generation.base is None or not same):
+            raise ValueError(
+                "merge=False keeps an adapter beside the base that rollouts used: it needs weight_sync='adapter', the "
+                "rollouts' format and ignored modules, and quantizer='streaming'."
+            )
+        if not merge and generation.base is not None and same:
+            self._save_beside_adapter(generation.base, path, chosen)
+            return path
         parameters = generation.policy_parameters()
 
         def write() -> None:
@@ -103,6 +126,21 @@ class SavingMixin(TRLTrainer):
         with exact_base(generation.model):
             self._by_main_process(write, parameters)
         return path
+
+    def _save_beside_adapter(self, base: FrozenBase, path: Path, scheme: QuantizationScheme) -> None:
+        generation, ignore = self.vllm_generation, list(self.args.quantization_ignore)
+        tensors, adapter = base.tensors(), adapter_tensors(generation.model)
+
+        def write() -> None:
+            def write_beside(draft: Path) -> None:
+                write_adapter(generation.model, adapter, draft / ADAPTER_DIRECTORY)
+                rank = engine_rank(adapter_rank(generation.model))
+                self._quantized_card(path.name, scheme, ignore, rank).save(draft / "README.md")
+
+            writer = CheckpointWriter(generation.base_model, self.processing_class, scheme, ignore)
+            writer.write(tensors, path, write_beside)
+
+        self._by_main_process(write, itertools.chain(tensors, adapter))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole policy, as the parent does.
@@ -150,20 +188,31 @@ class SavingMixin(TRLTrainer):
             else f"The rollouts came from a quantized copy of the policy ({get_scheme(name).description}), made again "
             "before each generation and run by vLLM; the policy was trained, and is saved here, in full precision."
         )
+        if self.vllm_generation.base is not None:
+            of = "in its own dtype" if name is None else f"quantized once ({get_scheme(name).description})"
+            rollouts = f"The rollouts came from the frozen base {of}, with the adapter beside it, run by vLLM."
+        if args.round_base:
+            rollouts += (
+                " The adapter was trained on a base whose weights were rounded to what these codes stand for, and "
+                "belongs to it: on the original weights, or merged into them, it makes another policy."
+            )
         settings = {
             "`rollout_quantization`": name,
             "`quantization_ignore`": ", ".join(args.quantization_ignore) or "none",
+            "`weight_sync`, `round_base`": f"{args.weight_sync}, {args.round_base}",
             "UAQ's s (`uaq_scale`)": recorded_scale(self.model),
             "updates per rollout": f"{args.updates_per_rollout:g}",
         }
         settings |= {f"`{name}`": getattr(args, name) for name in SHOWN}
         return [f"The algorithm is {self._algorithm}.", rollouts], settings
 
-    def _quantized_card(self, name: str, scheme: QuantizationScheme, ignore: list[str]) -> ModelCard:
+    def _quantized_card(
+        self, name: str, scheme: QuantizationScheme, ignore: list[str], adapter_rank: int = 0
+    ) -> ModelCard:
         start = get_config_model_id(self.model.config)
         start = None if not start or Path(start).is_dir() else start
         pushed = self.hub_model_id or self.args.hub_model_id
-        return quantized_card(name, scheme, ignore, pushed, start, self._tag_names)
+        return quantized_card(name, scheme, ignore, pushed, start, self._tag_names, adapter_rank)
 
     def _by_main_process(self, act: Callable[[], None], parameters: Iterable[Any] = ()) -> None:
         """Let the main process act; if it fails, all processes raise. All go through `parameters` in any case."""

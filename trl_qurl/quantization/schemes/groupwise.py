@@ -51,6 +51,11 @@ class GroupwiseScheme(QuantizationScheme):
         codes = self._unpack(tensors).to(scale.dtype).unflatten(1, (-1, self.group_size))
         return (codes * scale.unsqueeze(-1)).flatten(1)
 
+    def in_engine(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Round the scales to the engine's dtype, in which it keeps them."""
+        scale = tensors["weight_scale"]
+        return {**tensors, "weight_scale": scale.to(dtype).to(scale.dtype)}
+
     def codes(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:  # noqa: D102
         return self._unpack(tensors).view(torch.uint8)
 

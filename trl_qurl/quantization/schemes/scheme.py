@@ -137,6 +137,18 @@ class QuantizationScheme(ABC):
             The weight, (out, in), in the dtype of its scales.
         """
 
+    def in_engine(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Tell what becomes of quantized tensors when an engine loads them. By default it keeps them.
+
+        Args:
+            tensors: What `quantize` returned.
+            dtype: The engine's dtype.
+
+        Returns:
+            Tensors for `dequantize`.
+        """
+        return dict(tensors)
+
     @abstractmethod
     def codes(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the codes, for counting those that an update changes.

@@ -103,15 +103,16 @@ def run_probe(
     continuations: list[Continuation],
     layers: Collection[str],
     scheme: QuantizationScheme | None,
+    merges: bool = True,
 ) -> ProbeResult:
     """Compare the engine's log-probabilities with the policy's own, computed with fake quantization.
 
-    An adapter of the policy is merged for the length of this call.
+    An adapter is merged for the length of this call, unless the engine has it beside the base.
     """
-    adapted = is_peft_model(model)
+    adapted = merges and is_peft_model(model)
     if adapted:
         model.merge_adapter()
-    base: PreTrainedModel = model.get_base_model() if adapted else model
+    base: PreTrainedModel = model.get_base_model() if is_peft_model(model) else model
     training = base.training
     base.eval()
     try:

@@ -28,6 +28,12 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
+def base_digests(named_tensors: NamedTensors, dtype: torch.dtype) -> dict[str, str]:
+    """Digests of a checkpoint's tensors as an engine of this dtype has them; codes stay as they are."""
+    sixteen_bits = (torch.float32, torch.bfloat16, torch.float16)
+    return {name: tensor_digest(t.to(dtype) if t.dtype in sixteen_bits else t) for name, t in named_tensors}
+
+
 class DigestRecorder:
     """A stream of named tensors that keeps the digest of each tensor that has passed, where `enabled`."""
 

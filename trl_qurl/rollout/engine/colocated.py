@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.quantization.stream import NamedTensors
+from trl_qurl.rollout.adapter import engine_rank
 from trl_qurl.rollout.engine.interface import (
+    ADAPTER,
+    CPU_LOAD_FORMAT,
     PROBE_TOP,
     Continuation,
     Digests,
@@ -38,11 +41,25 @@ class ColocatedEngine(Engine):
     def load_checkpoint(self, path: Path, update: WeightUpdate) -> list[Digests]:  # noqa: D102
         return self._load(update, weights_path=str(path))
 
+    def load_adapter(self, path: Path, update: WeightUpdate) -> list[Digests]:  # noqa: D102
+        from vllm.lora.request import LoRARequest
+
+        self._llm.llm_engine.add_lora(LoRARequest(ADAPTER, 1, str(path), load_inplace=True))
+        self._llm.adapter = LoRARequest(ADAPTER, 1, str(path))
+        digests = self._llm.collective_rpc(
+            "accept_rollout_adapter", kwargs={"update": update._asdict(), "path": str(path)}
+        )
+        self._drop_cache()
+        return digests
+
     def _load(self, update: WeightUpdate, **source: Any) -> list[Digests]:
         digests = self._llm.collective_rpc("load_rollout_weights", kwargs={"update": update._asdict(), **source})
+        self._drop_cache()
+        return digests
+
+    def _drop_cache(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise SyncError("vLLM did not empty its prefix cache of the old weights. Resume from the last checkpoint.")
-        return digests
 
     def version(self) -> str:  # noqa: D102
         return " and ".join(sorted(set(self._llm.collective_rpc("rollout_version"))))
@@ -65,6 +82,32 @@ class ColocatedEngine(Engine):
             )
             for completion in completions
         ]
+
+
+def with_adapter(engine: type["LLM"]) -> type["LLM"]:
+    """A kind of vLLM's `LLM` that generates with its `adapter`, and keeps its base in host memory while it sleeps.
+
+    TRL's call names no adapter, and lets the engine sleep in a way that throws all weights away.
+    """
+
+    class AdapterLLM(engine):
+        adapter: Any = None
+
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            return super().generate(*args, **{"lora_request": self.adapter, **kwargs})
+
+        def sleep(self, level: int = 1, **kwargs: Any) -> Any:
+            return super().sleep(1, **kwargs)
+
+    return AdapterLLM
+
+
+def adapter_arguments(rank: int) -> dict[str, Any]:
+    """Arguments of an engine that takes one adapter of a rank."""
+    from vllm.platforms import current_platform
+
+    arguments: dict[str, Any] = {"enable_lora": True, "max_lora_rank": engine_rank(rank), "max_loras": 1}
+    return arguments | ({"load_format": CPU_LOAD_FORMAT} if current_platform.is_cpu() else {})
 
 
 def check_head_size(config: "PretrainedConfig") -> None:

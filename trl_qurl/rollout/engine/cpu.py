@@ -1,14 +1,20 @@
-"""Three things that the CPU build of vLLM 0.31 reloads incorrectly, fixed with vLLM's own functions.
+"""Four things that the CPU build of vLLM 0.31 does incorrectly, fixed with vLLM's own functions. At a reload:
 
 - The oneDNN INT8 kernel (CPUs without AMX) keeps a pointer to scales that a reload frees: its outputs become noise.
 - A tied output head multiplies with a packed copy of the embedding that a reload does not update: it keeps the weights
   that the engine started with.
 - A layer that a partial reload skips loses the placeholder of the weight that its kernel has packed: it fails.
 
+At the start: layers for adapters ask the weight of the layer below for its device, and the INT8 kernel has left none.
+
 Imported only where vLLM runs on CPU.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import torch
+from vllm.config import LoadConfig
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Int8
 from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -16,6 +22,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+from trl_qurl.rollout.engine.interface import CPU_LOAD_FORMAT
 
 
 class ReloadableCPUInt8Kernel(CPUInt8ScaledMMLinearKernel):
@@ -62,3 +72,18 @@ def restore_released_weights(model: torch.nn.Module) -> None:
     for layer in model.modules():
         if isinstance(getattr(layer, "scheme", None), CompressedTensorsW8A8Int8) and not hasattr(layer, "weight"):
             layer.register_parameter("weight", None)
+
+
+@register_model_loader(CPU_LOAD_FORMAT)
+class CPUModelLoader(DefaultModelLoader):
+    """vLLM's loader, which leaves an empty weight where an INT8 kernel has taken it away."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(replace(load_config, load_format="auto"))
+
+    def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:  # noqa: D102
+        model = super().load_model(*args, **kwargs)
+        for layer in model.modules():
+            if isinstance(getattr(layer, "scheme", None), CompressedTensorsW8A8Int8) and layer.weight is None:
+                layer.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+        return model

@@ -14,6 +14,12 @@ from trl_qurl.quantization.stream import NamedTensors
 FRESH = "default"
 """Name of the weights that an engine starts with."""
 
+ADAPTER = "trl-qurl-policy"
+"""Name of the adapter that is trained, beside the names of what an engine serves."""
+
+CPU_LOAD_FORMAT = "trl-qurl-cpu"
+"""vLLM's name for our loader of models, with which its CPU build takes an adapter on INT8 layers (`cpu`)."""
+
 REFUSED = "Nothing was loaded."
 """How a worker ends its refusal of weights, which it would refuse again."""
 
@@ -47,6 +53,7 @@ class EngineDescription(NamedTuple):
     max_model_len: int  # tokens of the longest sequence
     dtype: str | None  # of the layers that are not quantized, as torch calls it; `None` where they differ
     kv_cache_dtype: str = "auto"  # of the key-value cache, as vLLM calls it
+    max_lora_rank: int = 0  # highest rank of an adapter; 0 if the engine takes none
 
 
 class Continuation(NamedTuple):
@@ -73,6 +80,13 @@ class Engine(ABC):
     @abstractmethod
     def load_checkpoint(self, path: Path, update: WeightUpdate) -> list[Digests]:
         """As `load_stream`, from a checkpoint directory that the engine sees."""
+
+    @abstractmethod
+    def load_adapter(self, path: Path, update: WeightUpdate) -> list[Digests]:
+        """As `load_checkpoint`, for a LoRA adapter, with which everything is generated from then on."""
+
+    def check_base(self, sent: Digests) -> None:  # noqa: B027
+        """Raise `SyncError` if an engine that this run did not start has another base than one with these digests."""
 
     def compare_digests(self, sent: Digests) -> None:  # noqa: B027
         """Raise `SyncError` if a worker whose digests are not returned received something else than was sent."""

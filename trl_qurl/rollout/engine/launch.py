@@ -19,10 +19,12 @@ from pathlib import Path
 import torch
 
 from trl_qurl.quantization.cache import cache_directory, cached
-from trl_qurl.quantization.checkpoint import write_checkpoint
+from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.kv_cache import check_kv_cache
-from trl_qurl.quantization.layers import check_recurrent_layers
+from trl_qurl.quantization.layers import check_recurrent_layers, quantized_layer_names
+from trl_qurl.quantization.rounded_base import exact_weights
 from trl_qurl.quantization.schemes import get_scheme
+from trl_qurl.rollout.engine.interface import CPU_LOAD_FORMAT
 from trl_qurl.rollout.engine.kernels import kernel_environment
 from trl_qurl.rollout.engine.key import (
     API_KEY_VARIABLE,
@@ -46,7 +48,8 @@ def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str]) -> Path:
 
     Its key is a digest of what it is made from, so a model that changed under its name is quantized again.
     """
-    key = hashlib.blake2b(json.dumps([scheme, sorted(ignore), content_digest(Path(model))]).encode(), digest_size=10)
+    made_from = [scheme, sorted(ignore), "float32", content_digest(Path(model))]
+    key = hashlib.blake2b(json.dumps(made_from).encode(), digest_size=10)
 
     def make(place: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -55,7 +58,11 @@ def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str]) -> Path:
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
         check_recurrent_layers(loaded)
         tokenizer = AutoTokenizer.from_pretrained(model)
-        write_checkpoint(loaded, tokenizer, scheme, place, ignore=ignore)
+        layers = quantized_layer_names(loaded, ignore, get_scheme(scheme))
+        writer = CheckpointWriter(loaded, tokenizer, get_scheme(scheme), ignore)
+        parameters = ((name, parameter.data) for name, parameter in loaded.named_parameters())
+        # A trainer makes the same codes from weights of any dtype, and compares the base of an adapter with these.
+        writer.quantize(exact_weights(parameters, layers), place, "streaming")
 
     return cached(cache_directory() / f"{Path(model).name}-{scheme}-{key.hexdigest()}", make)
 
@@ -105,6 +112,8 @@ def server_command(
         memory = torch.cuda.get_device_properties(0).total_memory
         options["--gpu-memory-utilization"] = f"{memory_share(weight_bytes(Path(checkpoint)), memory):.2f}"
     given = {argument.split("=")[0] for argument in further}
+    if "--enable-lora" in given and not torch.cuda.is_available():
+        options["--load-format"] = CPU_LOAD_FORMAT
     ours = [part for name, value in options.items() if name not in given for part in (name, value)]
     return [*start, *ours, "--middleware", KEY_GUARD, *further]
 
@@ -170,7 +179,7 @@ def server_environment(host: str, port: int, key: str | None, scheme: str | None
             f"The server's key cannot be kept in {file.parent} ({error.strerror}): set XDG_CACHE_HOME to a directory "
             "that you can write to, for the server and the trainer."
         ) from None
-    ours = {"VLLM_SERVER_DEV_MODE": "1", API_KEY_VARIABLE: key or new_key(), KEY_FILE_VARIABLE: str(file)}
+    ours = {API_KEY_VARIABLE: key or new_key(), KEY_FILE_VARIABLE: str(file)}
     return ours | kernel_environment(None if scheme is None else get_scheme(scheme))
 
 
@@ -186,8 +195,11 @@ def run_server(command: Sequence[str], environment: Mapping[str, str], restart: 
             f"vLLM plans with {share} of the GPU's memory (--gpu-memory-utilization): new weights need room as well."
         )
     print(f"Requests need a key, which your trainers find in {environment[KEY_FILE_VARIABLE]}.")
-    print("VLLM_SERVER_DEV_MODE=1", shlex.join(command), flush=True)
-    environment = {**os.environ, **environment}
+    switches = {"VLLM_SERVER_DEV_MODE": "1"}
+    if "--enable-lora" in command:
+        switches["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    print(*(f"{name}={value}" for name, value in switches.items()), shlex.join(command), flush=True)
+    environment = {**os.environ, **environment, **switches}
     if restart:
         return supervise(command, environment)
     os.execve(command[0], list(command), environment)

@@ -13,17 +13,16 @@ from typing import Any
 
 import requests
 import torch
-from packaging.version import Version
-from requests.adapters import HTTPAdapter
 from trl.generation.vllm_client import VLLMClient
-from urllib3.util.retry import Retry
 
 from trl_qurl.quantization.kv_cache import check_kv_cache
 from trl_qurl.quantization.schemes import UNQUANTIZED, QuantizationScheme
 from trl_qurl.quantization.stream import NamedTensors
-from trl_qurl.rollout.checks.tensors import as_announced
-from trl_qurl.rollout.engine.broadcast import BUFFER_BYTES, Broadcast, in_background
+from trl_qurl.rollout.checks.tensors import as_announced, compare_digests
+from trl_qurl.rollout.engine.broadcast import BUFFER_BYTES, Broadcast, in_background, version_obstacle
+from trl_qurl.rollout.engine.http import BoundedRequests
 from trl_qurl.rollout.engine.interface import (
+    ADAPTER,
     NOT_RECEIVED,
     PROBE_TOP,
     REFUSED,
@@ -40,25 +39,8 @@ from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
 logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "trl_qurl.rollout.engine.worker.RolloutWorker"  # a name, so that only the engine imports the class
-STREAM_VERSION = "0.28"  # oldest vLLM whose NCCL weight transfer understands what we announce
 BROADCAST_GRACE = 10.0  # seconds for a broadcast to end after its request has
 WAITING_NOTICE = 10.0  # seconds between lines about a server that is not up yet
-
-
-class BoundedRequests(HTTPAdapter):
-    """Gives every request a time limit, in seconds, and retries none whose answer never came.
-
-    TRL's client retries those five times: a server that hangs would be waited for six times over, and one that
-    restarted meanwhile would answer from other weights.
-    """
-
-    def __init__(self, limit: float) -> None:
-        retries = Retry(total=3, read=False, status_forcelist=[502, 503], backoff_factor=1, allowed_methods=None)
-        super().__init__(max_retries=retries, pool_maxsize=64)
-        self._limit = limit
-
-    def send(self, *args: Any, **kwargs: Any) -> requests.Response:  # noqa: D102
-        return super().send(*args, **{**kwargs, "timeout": kwargs.get("timeout") or self._limit})
 
 
 class ServedEngine(VLLMClient, Engine):
@@ -97,7 +79,7 @@ class ServedEngine(VLLMClient, Engine):
             if waited >= total_timeout:
                 raise ConnectionError(
                     f"No vLLM server answers at {self.base_url} after {total_timeout:.0f} seconds. Start one with "
-                    f"{self._command}, or correct vllm_server_base_url."
+                    f"{self.command()}, or correct vllm_server_base_url."
                 )
             if waited >= notice:
                 notice = waited + WAITING_NOTICE
@@ -124,7 +106,7 @@ class ServedEngine(VLLMClient, Engine):
         if info["parallel_config"]["worker_extension_cls"] != WORKER_EXTENSION:
             raise ValueError(
                 f"The vLLM server at {self.base_url} cannot load weights: it runs without trl-qurl's worker extension "
-                f"or vLLM's development endpoints. Restart it with {self._command}."
+                f"or vLLM's development endpoints. Restart it with {self.command()}."
             )
         if info["weight_transfer_config"] is None:
             self.stream_obstacle = "the server was started without --weight-transfer-config"
@@ -139,8 +121,8 @@ class ServedEngine(VLLMClient, Engine):
                 f"The vLLM server at {self.base_url} serves {self.model!r} with "
                 f"{_in_words(served.format, served.ignore)}, but "
                 f"rollout_quantization={self.scheme.name if self.scheme else None!r} sends "
-                f"{_in_words(wanted_format, wanted_ignore)}. Restart it with {self._command} (and the same --ignore), "
-                "or change rollout_quantization or quantization_ignore."
+                f"{_in_words(wanted_format, wanted_ignore)}. Restart it with {self.command()} (and the same "
+                "--ignore), or change rollout_quantization or quantization_ignore."
             )
 
     def get_server_info(self) -> dict[str, Any]:
@@ -176,9 +158,10 @@ class ServedEngine(VLLMClient, Engine):
         except (ConnectionError, ValueError) as error:
             raise ServerLostError(f"{error} Before that: {failure}") from None
 
-    @property
-    def _command(self) -> str:
-        return f"`trl-qurl serve MODEL --scheme {self.scheme.name if self.scheme else UNQUANTIZED}`"
+    def command(self, adapter_rank: int = 0) -> str:
+        """The command that starts a server for this run, and for an adapter of a rank if there is one."""
+        further = f" --enable-lora --max-lora-rank {adapter_rank}" if adapter_rank else ""
+        return f"`trl-qurl serve MODEL --scheme {self.scheme.name if self.scheme else UNQUANTIZED}{further}`"
 
     # Engine ----------------------------------------------------------------------------------------------------------
 
@@ -206,12 +189,27 @@ class ServedEngine(VLLMClient, Engine):
         self._drop_cache()
         return digests
 
+    def load_adapter(self, path: Path, update: WeightUpdate) -> list[Digests]:  # noqa: D102
+        body = {"lora_name": ADAPTER, "lora_path": str(path), "load_inplace": True}
+        try:
+            self._post("/v1/load_lora_adapter", json=body)
+        except ServerError as error:
+            raise (SyncError if "HTTP 4" in str(error) else ServerError)(
+                f"The vLLM server could not load the adapter written to {path}. Make sure that it sees that directory "
+                f"(rollout_checkpoint_dir) and was started by `trl-qurl serve`. {error}"
+            ) from None
+        digests = self._checked_by_workers("accept_rollout_adapter", update=update._asdict(), path=str(path))
+        self._drop_cache()
+        self.model = ADAPTER  # the name in the parent's requests
+        return digests
+
+    def check_base(self, sent: Digests) -> None:
+        """Raise `SyncError` if the server started from another checkpoint than one with these digests."""
+        compare_digests(sent, self._call_workers("digest_rollout_base")[0])
+
     def compare_digests(self, sent: Digests) -> None:
         """In the workers: of several engines (`--data-parallel-size`) vLLM returns the first one's answer only."""
-        try:
-            self._call_workers("compare_rollout_digests", sent=sent)
-        except ServerError as error:
-            raise (SyncError if NOT_RECEIVED in str(error) else ServerError)(str(error)) from None
+        self._checked_by_workers("compare_rollout_digests", sent=sent)
 
     def _drop_cache(self) -> None:
         if not self._post("/reset_prefix_cache").get("success", True):
@@ -240,6 +238,12 @@ class ServedEngine(VLLMClient, Engine):
 
     def _call_workers(self, method: str, **kwargs: Any) -> list[Any]:
         return self._post("/collective_rpc", json={"method": method, "kwargs": kwargs})["results"]
+
+    def _checked_by_workers(self, method: str, **kwargs: Any) -> list[Any]:
+        try:
+            return self._call_workers(method, **kwargs)
+        except ServerError as error:
+            raise (SyncError if NOT_RECEIVED in str(error) else ServerError)(str(error)) from None
 
     def _request(self, verb: str, url: str, **kwargs: Any) -> dict[str, Any]:
         if self._failure is not None:  # hundreds of requests may be queued behind the one that failed
@@ -275,23 +279,10 @@ class ServedEngine(VLLMClient, Engine):
         if response.status_code != 200:
             reason = " ".join(response.text.split())[:500]
             raise ServerError(f"{server} answered {path} with HTTP {response.status_code}: {advice} It says: {reason}")
-        return response.json() if response.content else {}  # older vLLM confirms some requests by nothing
-
-
-def version_obstacle(server: str) -> str | None:
-    """Why weights cannot be streamed, if the vLLM of the server or ours is older than `STREAM_VERSION`.
-
-    Older workers learn with each update whether tensors come packed into buffers, newer ones when the group is opened.
-    An end that expects the other form waits for ever.
-    """
-    import vllm
-
-    if min(map(Version, (server, vllm.__version__))) >= Version(STREAM_VERSION):
-        return None
-    return (
-        f"a stream needs vLLM {STREAM_VERSION} or later at both ends, the server has {server} and the trainer "
-        f"{vllm.__version__}"
-    )
+        try:
+            return response.json()
+        except requests.JSONDecodeError:  # vLLM confirms some requests in words, or by nothing
+            return {}
 
 
 def _in_words(served_as: str | None, ignore: Collection[str]) -> str:

@@ -13,14 +13,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.platforms import current_platform
 
 from trl_qurl.quantization.storage import read_tensors, tensor_shapes
 from trl_qurl.quantization.stream import NamedTensors
-from trl_qurl.rollout.checks.tensors import ReceivedTensors, compare_digests
-from trl_qurl.rollout.engine.interface import FRESH, REFUSED, Digests, WeightUpdate
+from trl_qurl.rollout.checks.tensors import ReceivedTensors, base_digests, compare_digests, tensor_digest
+from trl_qurl.rollout.engine.interface import FRESH, NOT_RECEIVED, REFUSED, Digests, WeightUpdate
+from trl_qurl.rollout.errors import SyncError
 
 if current_platform.is_cpu():
     from trl_qurl.rollout.engine import cpu
@@ -31,6 +33,7 @@ class RolloutWorker:
 
     reload_weights: Callable[..., None]
     get_model: Callable[[], torch.nn.Module]
+    model_runner: Any
     vllm_config: VllmConfig
     weight_transfer_engine: Any
     start_weight_update: Callable[[], None]
@@ -73,6 +76,29 @@ class RolloutWorker:
     def compare_rollout_digests(self, sent: Digests) -> None:
         """Raise `SyncError` if the latest load, with digests, brought something else than was sent."""
         compare_digests(sent, self.rollout_digests)
+
+    def accept_rollout_adapter(self, update: Mapping[str, Any], path: str) -> Digests:
+        """Name the weights after an adapter that vLLM has just loaded from a directory.
+
+        Returns the digests of what is in the directory. `SyncError`: the engine holds another adapter.
+        """
+        manager = self.model_runner.lora_manager._adapter_manager
+        dtype = self.vllm_config.lora_config.lora_dtype
+        tensors = dict(read_tensors(Path(path)))
+        wanted = sorted(tensor_digest(tensor.to(dtype)) for tensor in tensors.values())
+        if wanted not in [_held_digests(adapter) for adapter in manager.list_adapters().values()]:
+            raise SyncError(f"{NOT_RECEIVED}: it computes with another adapter than the one in {path}.")
+        self.rollout_digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+        self.loaded_version = WeightUpdate(**update).version
+        return self.rollout_digests
+
+    def digest_rollout_base(self) -> Digests:
+        """Digests of the checkpoint that the engine started from, in its own dtype."""
+        config = self.vllm_config.model_config
+        place = config.model
+        if not Path(place).is_dir():
+            place = snapshot_download(place, local_files_only=True, allow_patterns="*.safetensors")
+        return base_digests(read_tensors(Path(place)), config.dtype)
 
     def rollout_version(self) -> str:
         """Name of the weights that were loaded last. vLLM keeps one by itself only in its newer versions."""
@@ -143,8 +169,16 @@ class RolloutWorker:
             "block_size": self.vllm_config.cache_config.block_size,
             "max_model_len": self.vllm_config.model_config.max_model_len,
             "kv_cache_dtype": self.vllm_config.cache_config.cache_dtype,
+            "max_lora_rank": lora.max_lora_rank if (lora := self.vllm_config.lora_config) else 0,
             "dtype": str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None,
         }
+
+
+def _held_digests(adapter: Any) -> list[str]:
+    """Digests of the matrices of an adapter of vLLM, which packs those of layers that it fuses."""
+    parts = [part for layer in adapter.loras.values() for part in (layer.lora_a, layer.lora_b)]
+    matrices = [matrix for part in parts for matrix in (part if isinstance(part, list) else [part])]
+    return sorted(tensor_digest(matrix) for matrix in matrices if matrix is not None)
 
 
 @contextmanager

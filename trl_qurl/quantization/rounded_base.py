@@ -1,0 +1,41 @@
+"""A frozen base that the trainer rounds as the engine does: below an adapter, both compute with the same weights."""
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from trl_qurl.quantization.layers import checkpoint_name
+from trl_qurl.quantization.parameters import whole
+from trl_qurl.quantization.schemes import QuantizationScheme
+from trl_qurl.quantization.stream import NamedTensors
+
+
+def exact_weights(parameters: NamedTensors, layers: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters with the weights to quantize in float32: whoever holds them, in any dtype, makes the same codes."""
+    return ((name, t.float() if name.removesuffix(".weight") in layers else t) for name, t in parameters)
+
+
+def round_base(model: Any, layers: Collection[str], scheme: QuantizationScheme, dtype: torch.dtype) -> None:
+    """Replace weights, in place, by what their codes stand for in an engine of this dtype, and record the format.
+
+    Raises `ValueError` for a model whose weights were replaced before: they would make other codes.
+    """
+    check_unrounded(model)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and checkpoint_name(name) in layers and not module.weight.is_meta:
+            with torch.no_grad(), whole([module.weight]):
+                tensors = scheme.quantize(module.weight.float())
+                module.weight.copy_(scheme.dequantize(scheme.in_engine(tensors, dtype)))
+            setattr(module, "is_rounded", True)  # noqa: B010, for `QuantizedLinear`; a module is typed to hold tensors only
+    model.config.rounded_base = scheme.name
+
+
+def check_unrounded(model: Any) -> None:
+    """Raise `ValueError` for a model whose weights are what codes stand for."""
+    if (rounded := getattr(model.config, "rounded_base", None)) is not None:
+        raise ValueError(
+            f"The weights of this model were rounded to {rounded} before (round_base), and rounding them again would "
+            "make other codes: load the original model again."
+        )

@@ -1,0 +1,118 @@
+"""A LoRA adapter as it travels: its base is frozen, so an engine needs that once, and the adapter at every sync.
+
+An adapter is sent as PEFT saves it, with one difference: B is multiplied by the adapter's scaling, and the config says
+1 for it. vLLM reads one scaling for all layers from the config, which would be wrong for one with patterns.
+"""
+
+import copy
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trl_qurl.quantization.layers import checkpoint_name
+from trl_qurl.quantization.parameters import whole
+from trl_qurl.quantization.storage import new_directory, write_tensors
+from trl_qurl.quantization.stream import NamedTensors
+
+ADAPTER_FILE = "adapter_model.safetensors"  # PEFT's name, as vLLM looks for it
+
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM can be started for; it takes adapters up to the one it was started for."""
+
+
+def adapter_obstacle(model: Any) -> str | None:
+    """Why a policy's adapter cannot be sent by itself, as a clause for a message; `None` if it can."""
+    if not is_peft_model(model):
+        return "the policy has no adapter (peft_config)"
+    config, active = model.peft_config[model.active_adapters[0]], model.active_adapters
+    reasons = {
+        f"{len(active)} adapters are active": len(active) > 1,
+        f"it is {config.peft_type.value}, and vLLM takes LoRA only": config.peft_type.value != "LORA",
+    }
+    if not any(reasons.values()):
+        reasons |= {
+            "vLLM has no DoRA": config.use_dora,
+            f"it trains biases (bias={config.bias!r}, lora_bias={config.lora_bias})": config.bias != "none"
+            or config.lora_bias,
+            f"it trains whole modules (modules_to_save={config.modules_to_save})": bool(config.modules_to_save),
+            "it adapts parameters that are no linear layer (target_parameters)": bool(config.target_parameters),
+            "it trains embeddings of some tokens (trainable_token_indices)": bool(config.trainable_token_indices),
+        }
+    if found := [reason for reason, holds in reasons.items() if holds]:
+        return found[0]
+    return _unfit_layer(model) or _unfit_parameter(model)
+
+
+def _unfit_layer(model: Any) -> str | None:
+    head = model.get_base_model().get_output_embeddings()
+    for name, layer in _adapted_layers(model):
+        base = layer.get_base_layer()
+        if not isinstance(base, nn.Linear) or (head is not None and base.weight is getattr(head, "weight", None)):
+            return f"it adapts {checkpoint_name(name)}, which is not a linear layer inside of the model"
+        if getattr(layer, "lora_variant", None):
+            return f"{checkpoint_name(name)} has a variant of LoRA that vLLM does not have"
+    rank = adapter_rank(model)
+    return None if rank <= ENGINE_RANKS[-1] else f"its rank {rank} is above vLLM's highest, {ENGINE_RANKS[-1]}"
+
+
+def _unfit_parameter(model: nn.Module) -> str | None:
+    further = [name for name, p in model.named_parameters() if p.requires_grad and ".lora_" not in name]
+    return f"{checkpoint_name(further[0])} is trained beside it" if further else None
+
+
+def adapter_rank(model: nn.Module) -> int:
+    """The highest rank of the adapter's layers."""
+    return max(rank for _, layer in _adapted_layers(model) for rank in layer.r.values())
+
+
+def engine_rank(rank: int) -> int:
+    """The lowest rank to start an engine for that takes adapters of a rank."""
+    return next(allowed for allowed in ENGINE_RANKS if allowed >= rank)
+
+
+def adapter_tensors(model: Any, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """A (rank, in) and B (out, rank), scaled, of each layer under PEFT's names. A collective operation.
+
+    They are in the given dtype, or in their own.
+    """
+    for name, layer in _adapted_layers(model):
+        adapter = model.active_adapters[0]
+        a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+        with whole([a, b]):
+            parts = (("lora_A", gathered(a)), ("lora_B", gathered(b) * layer.scaling[adapter]))
+            for part, tensor in parts:
+                yield f"{plain_name(name)}.{part}.weight", tensor.to(dtype or a.dtype)
+
+
+def write_adapter(model: Any, tensors: NamedTensors, directory: Path) -> None:
+    """Write an adapter's tensors, from `adapter_tensors`, with its config, in one step."""
+    config = copy.copy(model.peft_config[model.active_adapters[0]])
+    config.lora_alpha, config.alpha_pattern = config.r, dict(config.rank_pattern)
+    config.use_rslora, config.inference_mode = False, True
+    with new_directory(directory) as draft:
+        write_tensors(tensors, draft)
+        (draft / "model.safetensors").rename(draft / ADAPTER_FILE)
+        config.save_pretrained(draft)
+
+
+def _adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    from peft.tuners.lora import LoraLayer
+
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+
+
+def gathered(parameter: torch.Tensor) -> torch.Tensor:
+    """The whole of a parameter that FSDP 2 may hold in parts. A collective operation."""
+    tensor = parameter.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def plain_name(name: str) -> str:
+    """A name without the wrappers of activation checkpointing."""
+    return re.sub(r"_checkpoint_wrapped_module\.", "", name)

@@ -1,0 +1,65 @@
+"""The frozen base below an adapter: quantized once, for an engine to start from or to compare with a server's."""
+
+from collections import deque
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trl_qurl.quantization.layers import checkpoint_name
+from trl_qurl.quantization.parameters import whole
+from trl_qurl.quantization.rounded_base import check_unrounded, exact_weights, round_base
+from trl_qurl.quantization.storage import read_tensors
+from trl_qurl.quantization.stream import quantize_weights
+from trl_qurl.rollout.adapter import gathered, plain_name
+from trl_qurl.rollout.checks.tensors import base_digests
+from trl_qurl.rollout.directory import CheckpointFolder
+from trl_qurl.rollout.engine.interface import Digests
+from trl_qurl.rollout.settings import RolloutSettings
+
+
+class FrozenBase:
+    """The base of a PEFT model, whose linear `layers` are quantized."""
+
+    def __init__(self, model: Any, layers: Collection[str], settings: RolloutSettings) -> None:
+        self.checkpoint: Path | None = None  # kept where the trainer's own weights are no longer what it was made from
+        self.digests: Digests | None = None  # what a server must have started from; in the main process
+        self._model = model
+        self._layers = layers
+        self._settings = settings
+        if settings.round_base:
+            check_unrounded(model)
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Full-precision parameters under their checkpoint names, no adapters among them. A collective operation."""
+        for name, parameter in self._model.named_parameters():
+            if ".lora_" not in name:
+                with whole([parameter]):
+                    yield checkpoint_name(plain_name(name)), gathered(parameter)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of its quantized checkpoint. A collective operation."""
+        if self.checkpoint is not None:  # where this process may not see it, it needs nothing of it
+            return read_tensors(self.checkpoint) if self.checkpoint.exists() else iter(())
+        exact = exact_weights(self.parameters(), self._layers)
+        return quantize_weights(exact, self._settings.scheme, self._layers)
+
+    def write(self, folder: CheckpointFolder) -> Path:
+        """Write its quantized checkpoint. A collective operation."""
+        path = folder.write("start", self.tensors())
+        self.checkpoint = path if self._settings.round_base else None
+        return path
+
+    def digest(self, dtype: torch.dtype, is_main: bool) -> None:
+        """Take the digests that the checkpoint of a server of this dtype must have. A collective operation."""
+        tensors = self.tensors()
+        if is_main:
+            self.digests = base_digests(tensors, dtype)
+        deque(tensors, maxlen=0)
+
+    def round(self, dtype: torch.dtype) -> None:
+        """Where the settings ask for it: compute with what its codes stand for in an engine of this dtype."""
+        if self._settings.round_base:
+            assert self._settings.scheme is not None, "the config asks for a format"
+            round_base(self._model.get_base_model(), self._layers, self._settings.scheme, dtype)
