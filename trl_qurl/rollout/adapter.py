@@ -66,9 +66,10 @@ def _unfit_parameter(model: nn.Module) -> str | None:
     return f"{checkpoint_name(further[0])} is trained beside it" if further else None
 
 
-def adapter_rank(model: nn.Module) -> int:
-    """The highest rank of the adapter's layers."""
-    return max(rank for _, layer in _adapted_layers(model) for rank in layer.r.values())
+def adapter_rank(model: Any) -> int:
+    """The highest rank of the adapter's layers and its config, by which vLLM judges it."""
+    adapter = model.active_adapters[0]
+    return max([model.peft_config[adapter].r, *(layer.r[adapter] for _, layer in _adapted_layers(model))])
 
 
 def engine_rank(rank: int) -> int:
@@ -95,16 +96,18 @@ def write_adapter(model: Any, tensors: NamedTensors, directory: Path) -> None:
     config = copy.copy(model.peft_config[model.active_adapters[0]])
     config.lora_alpha, config.alpha_pattern = config.r, dict(config.rank_pattern)
     config.use_rslora, config.inference_mode = False, True
+    config.init_lora_weights = True  # some ways to begin change the base, and would again when the adapter is loaded
     with new_directory(directory) as draft:
         write_tensors(tensors, draft)
         (draft / "model.safetensors").rename(draft / ADAPTER_FILE)
         config.save_pretrained(draft)
 
 
-def _adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _adapted_layers(model: Any) -> Iterator[tuple[str, Any]]:
     from peft.tuners.lora import LoraLayer
 
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+    modules, adapter = model.named_modules(), model.active_adapters[0]
+    return ((name, module) for name, module in modules if isinstance(module, LoraLayer) and adapter in module.r)
 
 
 def gathered(parameter: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,292 @@
+"""An adapter that is sent by itself: which ones can be, what is written of one, and the rounded base below it."""
+
+import json
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from tiny import tiny_model
+
+from trl_qurl import QuRLGRPOConfig
+from trl_qurl.quantization import SCHEMES, quantized_layer_names
+from trl_qurl.quantization.fake_quantization import quantized_forward
+from trl_qurl.quantization.rounded_base import check_unrounded, exact_weights, round_base
+from trl_qurl.quantization.schemes.groupwise import GroupwiseScheme
+from trl_qurl.quantization.stream import quantize_weights
+from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, adapter_tensors, engine_rank, write_adapter
+from trl_qurl.rollout.transports import choose_adapter
+from trl_qurl.trainers.rollouts import _forward_callbacks
+
+PLAIN = {"use_cpu": True, "bf16": False, "report_to": [], "steps_per_generation": 4, "gradient_accumulation_steps": 1}
+TOKENS = torch.tensor([[5, 9, 70, 33]])
+
+
+def adapted(model=None, **settings):
+    """A tiny model with an adapter that changes it."""
+    torch.manual_seed(1)
+    settings = {"r": 4, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": False} | settings
+    return get_peft_model(model or tiny_model(), LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+# Which adapters can be sent ------------------------------------------------------------------------------------------
+
+
+def with_a_trained_norm():
+    model = adapted()
+    model.get_base_model().model.norm.weight.requires_grad_(True)
+    return model
+
+
+def with_two_active_adapters():
+    model = adapted()
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["v_proj"]))
+    model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+OBSTACLES = {
+    "no PEFT": (tiny_model, "the policy has no adapter"),
+    "DoRA": (lambda: adapted(use_dora=True), "vLLM has no DoRA"),
+    "biases": (lambda: adapted(bias="lora_only"), "it trains biases (bias='lora_only', lora_bias=False)"),
+    "LoRA's biases": (lambda: adapted(lora_bias=True), "it trains biases (bias='none', lora_bias=True)"),
+    "whole modules": (
+        lambda: adapted(modules_to_save=["lm_head"]),
+        "it trains whole modules (modules_to_save=['lm_head'])",
+    ),
+    "parameters": (
+        lambda: adapted(target_parameters=["mlp.down_proj.weight"]),
+        "it adapts parameters that are no linear layer (target_parameters)",
+    ),
+    "tokens": (lambda: adapted(trainable_token_indices=[5]), "it trains embeddings of some tokens"),
+    "head": (
+        lambda: adapted(tiny_model(tie_word_embeddings=False), target_modules=["q_proj", "lm_head"]),
+        "it adapts lm_head, which is not a linear layer inside of the model",
+    ),
+    "embedding": (
+        lambda: adapted(tiny_model(tie_word_embeddings=False), target_modules=["embed_tokens"]),
+        "it adapts model.embed_tokens, which is not a linear layer inside of the model",
+    ),
+    "two at once": (with_two_active_adapters, "2 adapters are active"),
+    "another method": (
+        lambda: get_peft_model(tiny_model(), IA3Config(target_modules=["q_proj"], feedforward_modules=[])),
+        "it is IA3, and vLLM takes LoRA only",
+    ),
+    "rank": (lambda: adapted(r=513), "its rank 513 is above vLLM's highest, 512"),
+    "rank of one layer": (
+        lambda: adapted(rank_pattern={"layers.1.self_attn.q_proj": 600}),
+        "its rank 600 is above vLLM's highest, 512",
+    ),
+    "trained beside it": (with_a_trained_norm, "model.norm.weight is trained beside it"),
+}
+
+
+@pytest.mark.parametrize("kind", OBSTACLES)
+def test_an_adapter_that_vllm_would_not_take_is_named(kind):
+    make, reason = OBSTACLES[kind]
+    assert adapter_obstacle(make()).startswith(reason)
+
+
+SENDABLE = {
+    "plain": {},
+    "rank-stabilized": {"use_rslora": True, "lora_alpha": 6},
+    "alpha": {"lora_alpha": 24},
+    "patterns": {"rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 8}, "alpha_pattern": {"layers.0.mlp.*": 5}},
+    "rank-stabilized, patterns": {
+        "use_rslora": True,
+        "rank_pattern": {"layers.1.mlp.up_proj": 8},
+        "alpha_pattern": {"q_proj": 3},
+    },
+    "every linear layer": {"target_modules": "all-linear"},
+    "PiSSA, which changes the base": {"init_lora_weights": "pissa"},
+}
+
+
+@pytest.mark.parametrize("kind", SENDABLE)
+def test_what_is_written_computes_what_was_trained(kind, tmp_path):
+    model = adapted(**SENDABLE[kind])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    assert adapter_obstacle(model) is None
+    write_adapter(model, adapter_tensors(model), tmp_path / "adapter")
+    trained = logits(model)
+    base = model.get_base_model()
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    # vLLM computes one scaling for all layers, from these three.
+    assert config["lora_alpha"] / config["r"] == 1.0 and not config["use_rslora"]
+    assert config["r"] <= engine_rank(adapter_rank(model)), "vLLM compares it with the rank it was started for"
+    with model.disable_adapter():
+        assert not torch.allclose(trained, logits(model), atol=1e-2), "the adapter does nothing"
+    loaded = PeftModel.from_pretrained(model.unload(), tmp_path / "adapter").eval()
+    assert loaded.get_base_model() is base
+    torch.testing.assert_close(logits(loaded), trained, rtol=1e-5, atol=1e-5)
+
+
+def test_writing_leaves_the_config_that_is_trained_with_alone(tmp_path):
+    model = adapted(use_rslora=True, lora_alpha=6)
+    before = model.peft_config["default"].to_dict()
+    write_adapter(model, adapter_tensors(model), tmp_path / "adapter")
+    assert model.peft_config["default"].to_dict() == before
+
+
+def test_tensors_have_pefts_names_and_the_engines_dtype(tmp_path):
+    model = adapted()
+    model.save_pretrained(tmp_path / "peft")
+    own, theirs = dict(adapter_tensors(model, torch.bfloat16)), load_file(tmp_path / "peft/adapter_model.safetensors")
+    assert own.keys() == theirs.keys()
+    assert {tensor.dtype for tensor in own.values()} == {torch.bfloat16}
+
+
+def test_a_second_adapter_that_is_not_active_stays_at_home():
+    model = adapted()
+    expected = dict(adapter_tensors(model))
+    model.add_adapter("reference", LoraConfig(r=300, target_modules=["v_proj", "q_proj"]))
+    assert adapter_obstacle(model) is None and adapter_rank(model) == 4
+    sent = dict(adapter_tensors(model))
+    assert sent.keys() == expected.keys()
+    assert all(torch.equal(sent[name], expected[name]) for name in sent)
+
+
+def test_engines_are_started_for_the_configs_rank_or_that_of_the_largest_layer():
+    assert adapter_rank(adapted(rank_pattern={"q_proj": 9})) == 9
+    # vLLM refuses a config whose r is above what it was started for, whatever the layers have.
+    assert adapter_rank(adapted(r=16, rank_pattern={".*": 2})) == 16
+    assert [engine_rank(rank) for rank in (1, 2, 8, 9, 300, 512)] == [1, 8, 8, 16, 320, 512]
+
+
+# The decision --------------------------------------------------------------------------------------------------------
+
+DECISIONS = [
+    # requested, obstacle, rank, the server's rank; whether it is sent by itself, and why
+    (("auto", None, 4, None), False, "vLLM generates faster without one"),
+    (("auto", "vLLM has no DoRA", 0, None), False, "vLLM has no DoRA"),
+    (("adapter", None, 4, None), True, "weight_sync='adapter' asks for it"),
+    (("stream", None, 4, None), False, "vLLM generates faster without one"),
+    (("auto", None, 4, 16), True, "the server takes adapters"),
+    (("adapter", None, 16, 16), True, "weight_sync='adapter' asks for it"),
+    (
+        ("auto", None, 4, 0, "START"),
+        False,
+        "the server takes no adapters, and this one has rank 4: start it with START",
+    ),
+    (("checkpoint", None, 4, 0, "START"), False, "the server takes no adapters"),
+]
+
+
+@pytest.mark.parametrize(("given", "takes", "reason"), DECISIONS)
+def test_adapters_are_sent_where_they_can_be(given, takes, reason):
+    decided, why = choose_adapter(*given)
+    assert decided is takes and why.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("adapter", "vLLM has no DoRA", 0, None), r"'adapter' is not possible: vLLM has no DoRA\. Or set .*'auto'"),
+        (
+            ("adapter", None, 4, 0, "START"),
+            "the server takes no adapters, and this one has rank 4: start it with START",
+        ),
+        (
+            ("adapter", None, 32, 16, "START"),
+            "takes adapters up to rank 16, and this one has rank 32: start it with ST",
+        ),
+        (("auto", None, 32, 16, "START"), r"whole weights \(the server takes adapters up to rank 16, .* without --en"),
+        (
+            ("auto", "the policy has no adapter", 0, 16),
+            r"whole weights \(the policy has no adapter\): start it without",
+        ),
+        (("checkpoint", None, 4, 16), r"whole weights \(weight_sync='checkpoint'\): start it without --enable-lora"),
+    ],
+)
+def test_what_is_asked_for_and_not_possible_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        choose_adapter(*given)
+
+
+# The rounded base ----------------------------------------------------------------------------------------------------
+
+
+def test_weights_to_quantize_go_in_float32_and_others_as_they_are():
+    named = [("a.weight", torch.ones(2, 2).bfloat16()), ("b.weight", torch.ones(2).bfloat16())]
+    dtypes = {name: tensor.dtype for name, tensor in exact_weights(iter(named), {"a"})}
+    assert dtypes == {"a.weight": torch.float32, "b.weight": torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
+def test_a_rounded_base_is_what_the_engines_codes_stand_for(scheme, dtype):
+    model = adapted(tiny_model(dtype=torch.bfloat16).float(), target_modules=["q_proj"])
+    layers = quantized_layer_names(model, scheme=scheme)
+    exact = {name: p.detach().clone() for name, p in tiny_model(dtype=torch.bfloat16).float().named_parameters()}
+    sent = dict(quantize_weights(exact_weights(iter(exact.items()), layers), scheme, layers))
+    round_base(model.get_base_model(), layers, scheme, dtype)
+    rounded = {name.replace(".base_layer", ""): p for name, p in model.get_base_model().named_parameters()}
+    for name, weight in exact.items():
+        layer = name.removesuffix(".weight")
+        if layer not in layers:
+            assert torch.equal(rounded[name], weight), name
+            continue
+        tensors = {part.removeprefix(f"{layer}."): t for part, t in sent.items() if part.startswith(f"{layer}.")}
+        if isinstance(scheme, GroupwiseScheme):  # vLLM keeps scales of groups in its own dtype
+            tensors["weight_scale"] = tensors["weight_scale"].to(dtype)
+        expected = scheme.dequantize({part: t.float() if part == "weight_scale" else t for part, t in tensors.items()})
+        assert torch.equal(rounded[name], expected), name
+        assert not torch.equal(rounded[name], weight), name
+    assert model.config.rounded_base == scheme.name
+
+
+def test_a_base_is_rounded_once():
+    model = tiny_model()
+    check_unrounded(model)
+    round_base(model, quantized_layer_names(model), SCHEMES["w4a16"], torch.float32)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(
+        ValueError, match=r"were rounded to w4a16 before \(round_base\).*load the original model again"
+    ):
+        round_base(model, quantized_layer_names(model), SCHEMES["w4a16"], torch.float32)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
+def test_the_quantized_forward_takes_a_rounded_weight_as_it_is(scheme):
+    model = tiny_model()
+    layers = quantized_layer_names(model, scheme=scheme)
+    round_base(model, layers, scheme, torch.bfloat16)
+    layer, inputs = model.model.layers[0].mlp.up_proj, torch.randn(1, 3, 128)
+    with quantized_forward(model, layers, scheme):
+        output = layer(inputs)
+    torch.testing.assert_close(output, scheme.quantize_activations(inputs) @ layer.weight.t(), rtol=0, atol=0)
+
+
+# Settings ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rollout_quantization": None}, r"rollout_quantization is None and weight_sync is 'auto': name a format"),
+        ({"weight_sync": "stream"}, r"rollout_quantization is 'int8' and weight_sync is 'stream'.*round_base=False"),
+        ({"weight_sync": "checkpoint"}, "round_base=True needs a format and an adapter that is sent by itself"),
+    ],
+)
+def test_a_rounded_base_needs_a_format_and_an_adapter_of_its_own(settings, message):
+    with pytest.raises(ValueError, match=message):
+        QuRLGRPOConfig("out", round_base=True, **PLAIN | settings)
+    QuRLGRPOConfig("out", round_base=False, **PLAIN | settings)
+
+
+def test_the_quantized_forward_below_an_adapter_needs_a_rounded_base():
+    forward = {"training_forward": "quantized", "rollout_quantization": "w4a16"} | PLAIN
+    merged = QuRLGRPOConfig("out", **forward)
+    with pytest.raises(ValueError, match=r"with an adapter needs round_base=True: .* training_forward='full_precisi"):
+        _forward_callbacks(merged, adapted=True)
+    assert len(_forward_callbacks(merged, adapted=False)) == 1
+    assert len(_forward_callbacks(QuRLGRPOConfig("out", round_base=True, **forward), adapted=True)) == 1
