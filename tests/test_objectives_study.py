@@ -1,7 +1,6 @@
 """The comparison of objectives: what its harsher quantizers do, what it would run, and what its tables say."""
 
 import copy
-import functools
 import io
 import json
 import math
@@ -171,7 +170,8 @@ def test_the_quantized_policy_is_measured_with_its_adapter(merges, tmp_path):
     expected = evaluate.measure_policy(slow, problems).expected
     before = {name: value.clone() for name, value in policy.state_dict().items()}
     base = policy.get_base_model()
-    base.forward = functools.partial(base.forward)  # as TRL replaces it: with one that computes with this very model
+    forward = base.forward
+    base.forward = lambda **inputs: forward(**inputs)  # as TRL replaces it: a copy still computes with this very model
     recorder = BothPolicies(scheme, merges, problem_ids=problems, rollouts=1, console=Console(file=io.StringIO()))
     row = recorder.measure(policy)
     assert row["quantized_expected_accuracy"] == pytest.approx(expected, rel=1e-5, abs=0)
