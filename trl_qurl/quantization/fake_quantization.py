@@ -56,7 +56,8 @@ class QuantizedLinear(nn.Linear):
         if self._kept is not None and self._kept[0] == source:
             return self._kept[1]
         with torch.inference_mode(False), torch.no_grad():
-            rounded = self.scheme.dequantize(self.scheme.quantize(self.weight)).to(dtype)
+            tensors = self.scheme.in_engine(self.scheme.quantize(self.weight), dtype)
+            rounded = self.scheme.dequantize(tensors).to(dtype)
         self._kept = (source, rounded) if self._keeps else None
         return rounded
 

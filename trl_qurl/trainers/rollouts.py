@@ -69,6 +69,12 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         for callback in forward if self.ref_model is not None else []:
             # Else the penalty would pull the policy towards one that the engine cannot run, from the first step on.
             callback.change(self.accelerator.unwrap_model(self.ref_model))
+        if not forward and (record := vars(self.model.config).pop("training_forward", None)):
+            warnings.warn(
+                f"This model was trained in the forward pass of {record['scheme']}, and training goes on without: set "
+                "training_forward='quantized' to train the same policy.",
+                stacklevel=2,
+            )
         self._mismatch = MismatchTally(self.accelerator)
         for callback in self.callback_handler.callbacks:
             self._introduce_to(callback)

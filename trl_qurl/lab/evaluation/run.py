@@ -11,6 +11,7 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -77,6 +78,7 @@ def evaluate(
         scheme: kernel_environment(None if scheme == UNQUANTIZED else get_scheme(scheme)) for scheme in schemes
     }
     directory = resolve_model(model)
+    warn_of_other_formats(Path(directory), schemes)
     output_dir.mkdir(parents=True, exist_ok=True)
     settings = {
         "model": model,
@@ -98,6 +100,19 @@ def evaluate(
         results = summarize(files, loaded, sampling)
         write_json({**settings, "results": [asdict(result) for result in results]}, output_dir / RESULTS_NAME)
     return results
+
+
+def warn_of_other_formats(directory: Path, schemes: Sequence[str]) -> None:
+    """Warn that a policy trained in the forward pass of one format is another policy in any other."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    trained = config.get("training_forward", {}).get("scheme")
+    others = [scheme for scheme in schemes if scheme != trained]
+    if trained and others and "quantization_config" not in config:
+        warnings.warn(
+            f"This model was trained in the forward pass of {trained} (training_forward='quantized'), and may be much "
+            f"worse in {', '.join(others)}: evaluate it with --schemes {trained}.",
+            stacklevel=3,
+        )
 
 
 def only_process(output_dir: Path, patience: float = 10.0) -> BaseFileLock:
