@@ -4,17 +4,27 @@ import json
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from tiny import tiny_model
+from tiny import tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM
 
 from trl_qurl import QuRLGRPOConfig
 from trl_qurl.quantization import SCHEMES, quantized_layer_names
+from trl_qurl.quantization.cache import CACHE_VARIABLE
+from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.rounded_base import check_unrounded, exact_weights, round_base
 from trl_qurl.quantization.schemes.groupwise import GroupwiseScheme
+from trl_qurl.quantization.storage import read_tensors
 from trl_qurl.quantization.stream import quantize_weights
 from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, adapter_tensors, engine_rank, write_adapter
+from trl_qurl.rollout.base import FrozenBase
+from trl_qurl.rollout.checks.tensors import base_digests
+from trl_qurl.rollout.directory import CheckpointFolder
+from trl_qurl.rollout.engine.launch import starting_checkpoint
+from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.transports import choose_adapter
 from trl_qurl.trainers.rollouts import _forward_callbacks
 
@@ -264,6 +274,43 @@ def test_the_quantized_forward_takes_a_rounded_weight_as_it_is(scheme):
     with quantized_forward(model, layers, scheme):
         output = layer(inputs)
     torch.testing.assert_close(output, scheme.quantize_activations(inputs) @ layer.weight.t(), rtol=0, atol=0)
+
+
+# The base of a server ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", ["tied", "untied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("scheme", ["int8", "w4a16"])
+def test_a_server_of_the_same_model_has_the_same_base(scheme, dtype, head, tmp_path, monkeypatch):
+    """Whatever dtype the trainer loads the model in; and it still has after the trainer's base was rounded."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    tiny_model(dtype=torch.bfloat16, tie_word_embeddings=head == "tied").save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    start = starting_checkpoint(str(tmp_path / "model"), scheme, ["lm_head"])
+    served = base_digests(read_tensors(start), torch.bfloat16)
+    settings = RolloutSettings(SCHEMES[scheme], round_base=True, checkpoint_dir=str(tmp_path / "rollouts"))
+
+    folders = []  # which their runs keep
+
+    def base_of(model):
+        base = FrozenBase(adapted(model), quantized_layer_names(model, ["lm_head"], SCHEMES[scheme]), settings)
+        writer = CheckpointWriter(base._model.get_base_model(), None, SCHEMES[scheme])
+        folders.append(CheckpointFolder(Accelerator(cpu=True), settings, writer, 0))
+        base.write(folders[-1])
+        base.digest(torch.bfloat16, is_main=True)
+        return base
+
+    base = base_of(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype))
+    assert base.digests == served
+    base.round(torch.bfloat16)
+    assert base.checkpoint is not None
+    assert base_digests(base.tensors(), torch.bfloat16) == served, "what is saved is no longer what rollouts used"
+    other = base_of(tiny_model(dtype=dtype, tie_word_embeddings=head == "tied", seed=1))
+    assert other.digests.keys() == served.keys() and other.digests != served
+    folders.clear()
+    with pytest.raises(FileNotFoundError, match="The quantized base of this run is gone from .*merge=True"):
+        base.tensors()
 
 
 # Settings ------------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.layers import check_recurrent_layers
 from trl_qurl.rollout.engine.interface import WeightUpdate
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION, ServedEngine
-from trl_qurl.rollout.errors import ServerError
+from trl_qurl.rollout.errors import ServerError, SyncError
 from trl_qurl.rollout.transports import choose_route
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k_grpo.py"
@@ -374,6 +374,50 @@ def test_server_with_a_quantized_cache(train):
     with answering({"vllm_config": info}, {**DESCRIPTION, "kv_cache_dtype": "fp8_e4m3"}) as url:
         message = train("--vllm_mode", "server", "--vllm_server_base_url", url)
     assert message.startswith(f"--kv-cache-dtype of the vLLM server at {url} is 'fp8_e4m3', which quantizes the key-")
+
+
+START = "start it with `trl-qurl serve MODEL --scheme w4a16 --enable-lora --max-lora-rank"
+WHOLE = "The server takes adapters (--enable-lora), and this run would send it whole weights"
+RANK_9 = ("--use_peft", "--lora_r", "9", "--lora_target_modules", "all-linear")
+
+
+@pytest.mark.parametrize(
+    ("served_rank", "arguments", "parts"),
+    [
+        (
+            0,
+            (*RANK_9, "--weight_sync", "adapter"),
+            ("the server takes no adapters, and this one has rank 9", f"{START} 16`"),
+        ),
+        (
+            0,
+            (*RANK_9, "--round_base", "true"),
+            ("the server takes no adapters, and this one has rank 9", f"{START} 16`"),
+        ),
+        (8, (*RANK_9, "--weight_sync", "adapter"), ("adapters up to rank 8, and this one has rank 9", f"{START} 16`")),
+        (8, RANK_9, (WHOLE, "adapters up to rank 8, and this one has rank 9", "start it without --enable-lora")),
+        (16, (*RANK_9, "--weight_sync", "checkpoint"), (WHOLE, "(weight_sync='checkpoint')", "without --enable-lora")),
+        (16, (), (WHOLE, "(the policy has no adapter (peft_config))", "start it without --enable-lora")),
+    ],
+    ids=["none, asked for", "none, rounded", "rank, asked for", "rank", "asked to be merged", "no adapter"],
+)
+def test_server_that_takes_no_such_adapter(served_rank, arguments, parts, train):
+    info = {"parallel_config": {"worker_extension_cls": WORKER_EXTENSION}, "weight_transfer_config": None}
+    served = {"format": SCHEMES["w4a16"].served_as, "ignore": ["lm_head"], "max_lora_rank": served_rank}
+    with answering({"vllm_config": info}, {**DESCRIPTION, **served}) as url:
+        connection = ["--vllm_mode", "server", "--vllm_server_base_url", url, "--rollout_quantization", "w4a16"]
+        message = train(*connection, *arguments)
+    assert all(part in message for part in parts), message
+
+
+def test_server_on_another_base():
+    with answering(None, {"a": "1", "b": "2"}) as url:
+        client = ServedEngine(base_url=url)
+        client.check_base({"a": "1", "b": "2"})
+        with pytest.raises(
+            SyncError, match=f"server at {url} is on another base .*: of 2 tensors, 1 different .first b"
+        ):
+            client.check_base({"a": "1", "b": "3"})
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 
 from trl_qurl.quantization.layers import checkpoint_name
 from trl_qurl.quantization.parameters import whole
@@ -39,9 +40,19 @@ class FrozenBase:
                     yield checkpoint_name(plain_name(name)), gathered(parameter)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of its quantized checkpoint. A collective operation."""
-        if self.checkpoint is not None:  # where this process may not see it, it needs nothing of it
-            return read_tensors(self.checkpoint) if self.checkpoint.exists() else iter(())
+        """The tensors of its quantized checkpoint. A collective operation.
+
+        Raises `FileNotFoundError` in the main process if the run's own checkpoint is gone.
+        """
+        if self.checkpoint is not None and self.checkpoint.exists():
+            return read_tensors(self.checkpoint)
+        if self.checkpoint is not None and PartialState().is_main_process:
+            raise FileNotFoundError(
+                f"The quantized base of this run is gone from {self.checkpoint}: keep rollout_checkpoint_dir for the "
+                "length of the run, or save with merge=True."
+            )
+        if self.checkpoint is not None:
+            return iter(())  # this process may not see it, and needs nothing of it
         exact = exact_weights(self.parameters(), self._layers)
         return quantize_weights(exact, self._settings.scheme, self._layers)
 

@@ -56,16 +56,19 @@ class DigestRecorder:
 
 def compare_digests(sent: Mapping[str, str], received: Mapping[str, str]) -> None:
     """Raise `SyncError` with the names of the tensors that are missing, unexpected or different, if there are any."""
+    if found := differences(sent, received):
+        raise SyncError(f"{NOT_RECEIVED}: {found}. Resume from the last checkpoint.")
+
+
+def differences(sent: Mapping[str, str], received: Mapping[str, str]) -> str:
+    """The tensors that are missing, unexpected or different, as a clause for a message; empty if there are none."""
     faults = {
         "missing": sent.keys() - received.keys(),
         "unexpected": received.keys() - sent.keys(),
         "different": {name for name in sent.keys() & received.keys() if sent[name] != received[name]},
     }
     found = [f"{len(names)} {fault} (first {min(names)})" for fault, names in faults.items() if names]
-    if found:
-        raise SyncError(
-            f"{NOT_RECEIVED}: of {len(sent)} tensors, {', '.join(found)}. Resume from the last checkpoint."
-        )
+    return f"of {len(sent)} tensors, {', '.join(found)}" if found else ""
 
 
 def as_announced(named_tensors: NamedTensors, metadata: TensorMetadata) -> Iterator[tuple[str, torch.Tensor]]:

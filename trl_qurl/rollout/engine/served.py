@@ -18,7 +18,7 @@ from trl.generation.vllm_client import VLLMClient
 from trl_qurl.quantization.kv_cache import check_kv_cache
 from trl_qurl.quantization.schemes import UNQUANTIZED, QuantizationScheme
 from trl_qurl.quantization.stream import NamedTensors
-from trl_qurl.rollout.checks.tensors import as_announced, compare_digests
+from trl_qurl.rollout.checks.tensors import as_announced, differences
 from trl_qurl.rollout.engine.broadcast import BUFFER_BYTES, Broadcast, in_background, version_obstacle
 from trl_qurl.rollout.engine.http import BoundedRequests
 from trl_qurl.rollout.engine.interface import (
@@ -205,7 +205,11 @@ class ServedEngine(VLLMClient, Engine):
 
     def check_base(self, sent: Digests) -> None:
         """Raise `SyncError` if the server started from another checkpoint than one with these digests."""
-        compare_digests(sent, self._call_workers("digest_rollout_base")[0])
+        if found := differences(sent, self._call_workers("digest_rollout_base")[0]):
+            raise SyncError(
+                f"The vLLM server at {self.base_url} is on another base than this run's adapter: {found}. Start it "
+                "from the model that is being trained, as it was when the run began."
+            )
 
     def compare_digests(self, sent: Digests) -> None:
         """In the workers: of several engines (`--data-parallel-size`) vLLM returns the first one's answer only."""
