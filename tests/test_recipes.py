@@ -1,20 +1,30 @@
-"""The paper's runs: every file parses with every variant, says what the paper says, and runs on the real questions."""
+"""The paper's runs, and ours: they parse, say what the paper says (ours: fit in memory), and run on real questions."""
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from tiny import ENGINE, SHARED, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, Qwen2Config
+from trl import get_peft_config
 
+from trl_qurl.lab.bench.memory import Device, count_parameters, why_too_large
+from trl_qurl.lab.bench.workload import Workload
 from trl_qurl.lab.recipes import grpo, ppo
 from trl_qurl.lab.recipes.questions import punishments
 from trl_qurl.lab.recipes.settings_files import recipes, take_settings
+from trl_qurl.quantization import SCHEMES
+from trl_qurl.quantization.layers import quantized_layer_names
+from trl_qurl.quantization.stream import stored_tensors
 from trl_qurl.trainers.run_log import read_run
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.yaml"))
+OWN = sorted((ROOT / "trl_qurl" / "lab" / "recipes" / "own").glob("*.yaml"))
 VARIANTS = sorted((ROOT / "examples" / "recipes" / "variants").glob("*.yaml"))
 ON_CPU = ["--use_cpu", "--bf16", "false"]
 
@@ -35,7 +45,8 @@ VARIANT_SETTINGS = {
     "qurl": ("int8", "acr", 1.5),
     "qurl_without_uaq": ("int8", "acr", 1.0),
 }
-DATA = {"gsm8k_ppo": ("gsm8k/train", "gsm8k/test"), "dapo": ("dapo_math_17k/train", "aime2024/test")}
+GSM8K = ("gsm8k/train", "gsm8k/test")
+DATA = {"gsm8k_ppo": GSM8K, "lora_w4": GSM8K, "dapo": ("dapo_math_17k/train", "aime2024/test")}
 DEEPSCALER = ("deepscaler/train_subset", "aime2024/test")
 
 
@@ -60,7 +71,7 @@ def test_recipes_and_variants_are_found_by_name_from_anywhere(tmp_path, monkeypa
     mine = write(tmp_path / "mine.yaml", extends="gsm8k_ppo", seed=7)
     _, config, _ = ppo.parse_arguments(["--config", mine, *ON_CPU])
     assert (config.max_steps, config.seed) == (1740, 7)
-    assert [*recipes()] == [path.stem for path in (*RECIPES, *VARIANTS)]
+    assert [*recipes()] == [path.stem for path in (*RECIPES, *VARIANTS, *OWN)]
     with pytest.raises(
         FileNotFoundError, match="file gsm8k does not exist; .* a variant: dapo, .*gsm8k_ppo, bf16, .*tis"
     ):
@@ -135,44 +146,102 @@ def test_every_value_stands_beside_its_source(recipe):
             assert commented, f"{recipe.name}: nothing says where `{line}` comes from"
 
 
+def qwen(hidden, intermediate, layers, heads):
+    """A model of Qwen2.5's shape without memory."""
+    config = Qwen2Config(
+        vocab_size=151936,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def billions(count):
+    return f"{count / 1e9:.1f}"
+
+
+def test_an_adapter_on_a_base_in_four_bits_fits_where_the_recipe_says():
+    """What `trl-qurl bench` computes of the models, and the figures at the top of the file."""
+    (recipe,) = OWN
+    script, config, arguments = grpo.parse_arguments(["--config", recipe.stem, *ON_CPU])
+    assert script.dataset == "openai/gsm8k" and script.eval_tasks_steps % config.updates_per_rollout == 0
+    assert (config.rollout_quantization, config.weight_sync, config.round_base) == ("w4a16", "adapter", True)
+    assert config.vllm_mode == "colocate" and config.gradient_checkpointing and config.effective_uaq_scale == 1.0
+    adapter = get_peft_config(arguments)
+    assert (adapter.r, adapter.target_modules, adapter.lora_dropout) == (16, "all-linear", 0.0)
+    assert arguments.dtype == "float32", "four bytes per parameter"
+    assert config.max_steps == 7473 // 32 * config.updates_per_rollout
+    workload = Workload(256, config.max_completion_length, 256, config.num_generations, 4, 4, lora_rank=adapter.r)
+    small, large = qwen(1536, 8960, 28, 12), qwen(2048, 11008, 36, 16)
+    share, text = config.vllm_gpu_memory_utilization, recipe.read_text()
+    for model, memory in ((small, 16), (large, 24)):
+        gpu = Device("the GPU", memory * 10**9, is_gpu=True)
+        assert why_too_large(model, workload, gpu, share) is None
+        assert why_too_large(model, replace(workload, lora_rank=0), gpu, share), "all of it would not fit"
+    assert why_too_large(large, workload, Device("the GPU", 16 * 10**9, is_gpu=True), share)
+    one, two = count_parameters(small, 16), count_parameters(large, 16)
+    assert f"{billions(4 * one.model)} / {billions(4 * two.model)}\n" in text
+    assert f"adapter of {one.adapter / 1e6:.1f} / {two.adapter / 1e6:.1f} million parameters" in text
+    assert f"{billions(16 * one.adapter)} /  {billions(16 * two.adapter)}\n" in text
+    assert f"{billions(16 * one.model)} GB for weights, gradients and AdamW alone" in text
+    for dtype, figures in ((torch.bfloat16, "in 16) {} /  {}\n"), (None, "kept for save_quantized: {} / {}.")):
+        held = [billions(four_bit_bytes(model, dtype)) for model in (small, large)]
+        assert figures.format(*held) in text
+
+
+def four_bit_bytes(model, dtype):
+    scheme = SCHEMES["w4a16"]
+    layers = quantized_layer_names(model, ("lm_head",), scheme)
+    return sum(
+        stored.nbytes
+        for name, parameter in model.named_parameters()
+        for stored in stored_tensors(name, parameter, scheme, layers, dtype)
+    )
+
+
 @pytest.fixture(scope="module")
-def two_steps(run_scenario, tmp_path_factory):
-    """Every recipe for two steps of a tiny model on the real questions, each with another variant; what was logged."""
-    model = tmp_path_factory.mktemp("model")
-    tiny_model(max_position_embeddings=4096, tie_word_embeddings=False).save_pretrained(model)
+def model(tmp_path_factory):
+    """A tiny model with a tokenizer, saved."""
+    directory = tmp_path_factory.mktemp("model")
+    tiny_model(max_position_embeddings=4096, tie_word_embeddings=False).save_pretrained(directory)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    tokenizer.save_pretrained(model)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def run_of(recipe, variants, model, directory):
+    """The arguments with which the scenario runs a recipe for two steps of a tiny model on the real questions."""
+    train, test = (SHARED / "data" / f"{name}.jsonl.gz" for name in DATA.get(recipe.stem, DEEPSCALER))
+    argv = ["--config", recipe, *variants, *ON_CPU, "--model_name_or_path", model, "--max_steps", 2]
+    argv += ["--dataset", train, "--dataset_limit", 12, "--question_column", "question", "--answer_column", "answer"]
+    argv += ["--eval_tasks", f"held_out={test}", "--eval_tasks_limit", 3, "--eval_tasks_steps", 2]
+    argv += ["--eval_tasks_by", answered_by(recipe)]
+    argv += ["--output_dir", directory / recipe.stem, "--logging_steps", 1, "--save_strategy", "no"]
+    argv += ["--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 1, "--steps_per_generation", 2]
+    argv += ["--max_completion_length", 6, "--report_to", "none", "--vllm_max_model_length", 4096]
+    argv += ["--vllm_engine_kwargs", json.dumps(ENGINE), "--sync_check_interval", 0]
+    if module_of(recipe) is grpo:
+        argv += ["--num_generations", 4, "--dynamic_sampling_max_rounds", 2]
+    if recipe.stem == "dapo":
+        argv += ["--soft_overlong_cache", 3]
+    if recipe.stem in ("deepscaler_16k", "lora_w4"):
+        argv += ["--save_quantized"]
+    command = module_of(recipe).__name__.rpartition(".")[2]
+    return [command, recipe.stem, json.dumps([str(argument) for argument in argv])]
+
+
+@pytest.fixture(scope="module")
+def two_steps(run_scenario, model, tmp_path_factory):
+    """Every recipe of the paper for two steps, each with another variant; what was logged."""
     directory = tmp_path_factory.mktemp("runs")
-    arguments = []
-    for recipe, variant in zip(RECIPES, itertools.cycle(VARIANTS)):
-        train, test = (SHARED / "data" / f"{name}.jsonl.gz" for name in DATA.get(recipe.stem, DEEPSCALER))
-        argv = ["--config", recipe, variant, *ON_CPU, "--model_name_or_path", model, "--max_steps", 2]
-        argv += [
-            "--dataset",
-            train,
-            "--dataset_limit",
-            12,
-            "--question_column",
-            "question",
-            "--answer_column",
-            "answer",
-        ]
-        argv += ["--eval_tasks", f"held_out={test}", "--eval_tasks_limit", 3, "--eval_tasks_steps", 2]
-        argv += ["--eval_tasks_by", answered_by(recipe)]
-        argv += ["--output_dir", directory / recipe.stem, "--logging_steps", 1, "--save_strategy", "no"]
-        argv += ["--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 1, "--steps_per_generation", 2]
-        argv += ["--max_completion_length", 6, "--report_to", "none", "--vllm_max_model_length", 4096]
-        argv += ["--vllm_engine_kwargs", json.dumps(ENGINE), "--sync_check_interval", 0]
-        if module_of(recipe) is grpo:
-            argv += ["--num_generations", 4, "--dynamic_sampling_max_rounds", 2]
-        if recipe.stem == "dapo":
-            argv += ["--soft_overlong_cache", 3]
-        if recipe.stem == "deepscaler_16k":
-            argv += ["--save_quantized"]
-        command = module_of(recipe).__name__.rpartition(".")[2]
-        arguments += [command, recipe.stem, json.dumps([str(argument) for argument in argv])]
-    return directory, run_scenario("recipes.py", *arguments)
+    runs = [run_of(recipe, [v], model, directory) for recipe, v in zip(RECIPES, itertools.cycle(VARIANTS))]
+    return directory, run_scenario("recipes.py", *itertools.chain(*runs))
 
 
 @pytest.mark.vllm

@@ -1,6 +1,6 @@
 """The YAML files that `--config` names: a recipe of settings, and variants of it.
 
-The paper's runs come with the package (`paper/`), and are found by their names.
+The paper's runs (`paper/`) and ours (`own/`) come with the package, and are found by their names.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any
 
 from trl_qurl.cli.parser import did_you_mean
 
-PAPER = Path(__file__).parent / "paper"
+HERE = Path(__file__).parent
 
 
 def recipes() -> dict[str, Path]:
-    """The settings files that come with the package, by name: the paper's runs, then their variants."""
-    return {path.stem: path for pattern in ("*.yaml", "variants/*.yaml") for path in sorted(PAPER.glob(pattern))}
+    """The settings files that come with the package, by name: the paper's runs, their variants, ours."""
+    patterns = ("paper/*.yaml", "paper/variants/*.yaml", "own/*.yaml")
+    return {path.stem: path for pattern in patterns for path in sorted(HERE.glob(pattern))}
 
 
 def take_settings(argv: Sequence[str], known_names: Collection[str], command: str) -> tuple[dict[str, Any], list[str]]:
