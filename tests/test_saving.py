@@ -1,18 +1,24 @@
 """`save_quantized`: what vLLM starts from is what was trained, and training does not notice."""
 
+import copy
 import json
 import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 from huggingface_hub import ModelCard
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from test_engine import SAME
 from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
-from trl_qurl.quantization import write_checkpoint
+from trl_qurl.quantization import SCHEMES, quantized_layer_names, write_checkpoint
+from trl_qurl.rollout.base import FrozenBase
+from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.trainers.saving import SavingMixin, check_place
 
 KINDS = ["full", "lora"]
@@ -247,3 +253,71 @@ def test_parameters_are_gone_through_to_the_end_when_writing_fails():
     with pytest.raises(OSError, match="disk full"):
         trainer._by_main_process(fail, walked)
     assert state == ["merged", "unmerged"]
+
+
+# An adapter that is sent by itself -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    """What `save_quantized` asks of a trainer whose rollouts had an adapter beside a base in four bits."""
+    lora = LoraConfig(r=9, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(tiny_model(), lora)
+    settings = RolloutSettings(SCHEMES["w4a16"], weight_sync="adapter")
+    trainer = SavingMixin()
+    trainer.accelerator, trainer.processing_class = Accelerator(cpu=True), tiny_tokenizer()
+    trainer.model, trainer.hub_model_id, trainer._tag_names = model, None, ["trl", "qurl"]
+    trainer.args = SimpleNamespace(
+        rollout_quantization="w4a16",
+        quantization_ignore=["lm_head"],
+        output_dir=str(tmp_path / "run"),
+        hub_model_id="someone/tiny",
+    )
+    trainer.vllm_generation = SimpleNamespace(
+        model=model,
+        base_model=model.get_base_model(),
+        base=FrozenBase(model, quantized_layer_names(model), settings),
+        policy_parameters=lambda: copy.deepcopy(model).merge_and_unload().named_parameters(),
+    )
+    return trainer
+
+
+def test_an_adapter_lies_beside_its_base_and_the_card_serves_both(trainer):
+    directory = trainer.save_quantized()
+    write_checkpoint(tiny_model(), None, "w4a16", directory.with_name("base"), quantizer="streaming")
+    base, expected = weights_of(directory), weights_of(directory.with_name("base"))
+    assert base.keys() == expected.keys() and all(torch.equal(base[name], expected[name]) for name in base)
+    assert config_of(directory)["quantization_config"]["format"] == "pack-quantized"
+    assert {path.name for path in (directory / "adapter").iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    card = ModelCard.load(directory / "README.md").text
+    options = "--enable-lora --max-lora-rank 16 --lora-modules policy=run-w4a16/adapter"
+    assert f"\nvllm serve run-w4a16 {options}\n" in card and "ask the server for the model `policy`" in card
+    merged = PeftModel.from_pretrained(tiny_model(), directory / "adapter").merge_and_unload().state_dict()
+    for name, weight in trainer.vllm_generation.policy_parameters():
+        torch.testing.assert_close(merged[name], weight)
+    assert trainer.save_quantized() == directory, "an earlier one is replaced"
+
+
+def test_an_adapter_is_merged_where_that_is_asked_for_or_the_base_is_another(trainer):
+    beside = weights_of(trainer.save_quantized())
+    choices = {"asked": {"merge": True}, "fp8": {"scheme": "fp8"}, "ignored": {"ignore": ["lm_head", "re:.*down"]}}
+    for name, choice in choices.items():
+        directory = trainer.save_quantized(f"{trainer.args.output_dir}-{name}", **choice)
+        assert not (directory / "adapter").exists()
+        assert "--enable-lora" not in (directory / "README.md").read_text()
+        query = "model.layers.0.self_attn.q_proj.weight_scale"
+        assert not torch.equal(weights_of(directory)[query], beside[query]), "the adapter is nowhere"
+
+
+@pytest.mark.parametrize(
+    "choice", [{"scheme": "int8"}, {"ignore": ["lm_head", "re:.*down_proj"]}, {"quantizer": "llmcompressor"}, {}]
+)
+def test_an_adapter_stays_beside_no_base_but_that_of_the_rollouts(choice, trainer):
+    if not choice:
+        trainer.vllm_generation.base = None  # rollouts had it merged
+    with pytest.raises(ValueError, match=r"merge=False .* it needs weight_sync='adapter', the rollouts' format"):
+        trainer.save_quantized(merge=False, **choice)
+    assert not list(Path(trainer.args.output_dir).parent.iterdir())
