@@ -5,9 +5,9 @@
 
 Every figure is a mean over seeds with half the width of its interval of 95 % (Student's t). Differences are paired:
 the two runs of a seed have the same problems in the same order. Accuracy is the exact expected accuracy of the
-full-precision policy on 512 held-out problems, mean of the last 20 rollouts; that of the quantized policy is computed
-by the trainer's own quantized forward pass. A run trains one of the two: the quantized one if its forward pass is
-quantized, otherwise the one in full precision.
+full-precision policy on 512 held-out problems, mean of the last 20 rollouts. The policy that samples is the quantized
+one, whose accuracy comes from the trainer's own quantized forward pass, or the same one for rollouts in BF16. A run
+trains one of the two: the quantized one if its forward pass is quantized, otherwise the one in full precision.
 """
 
 import argparse
@@ -129,7 +129,7 @@ def summarize(runs: Mapping[int, Run]) -> dict[str, Any]:
         "seeds": sorted(runs),
         "rollouts": max(row["step"] for row in every[0].rows) / updates,
         "accuracy": stated(accuracy(run) for run in every),
-        "quantized": stated(quantized_accuracy(run) for run in every),
+        "sampling": stated(sampling_accuracy(run) for run in every),
         "trains": "quantized" if trains_quantized(every[0]) else "full precision",
         "greedy": stated(final_value(points_of(run, "greedy_accuracy")) for run in every),
         "reward": stated(final_value(points_of(run, "reward")) for run in every),
@@ -154,9 +154,10 @@ def accuracy(run: Run) -> float | None:
     return final_value(points_of(run, ACCURACY))
 
 
-def quantized_accuracy(run: Run) -> float | None:
-    """Of the quantized policy; `None` where it was not measured."""
-    return final_value(points_of(run, QUANTIZED))
+def sampling_accuracy(run: Run) -> float | None:
+    """Of the policy that samples; `None` where that is a quantized one that was not measured."""
+    unquantized = run.settings.get("rollout_quantization", "?") is None
+    return accuracy(run) if unquantized else final_value(points_of(run, QUANTIZED))
 
 
 def trains_quantized(run: Run) -> bool:
@@ -166,10 +167,10 @@ def trains_quantized(run: Run) -> bool:
 
 def trained_accuracy(run: Run) -> float | None:
     """Of the policy that is trained, and would be served."""
-    return quantized_accuracy(run) if trains_quantized(run) else accuracy(run)
+    return sampling_accuracy(run) if trains_quantized(run) else accuracy(run)
 
 
-MEASURES = {"accuracy": accuracy, "quantized": quantized_accuracy, "trained": trained_accuracy}
+MEASURES = {"accuracy": accuracy, "sampling": sampling_accuracy, "trained": trained_accuracy}
 """What differences are stated of."""
 
 
@@ -202,7 +203,7 @@ def arm_table(rows: Mapping[str, dict[str, Any]]) -> str:
         "seeds",
         "rollouts",
         "accuracy",
-        "quantized policy's",
+        "sampling policy's",
         "actor's reward",
         "KL, first 10 → last 20 rollouts",
         "staleness",
@@ -217,7 +218,7 @@ def arm_table(rows: Mapping[str, dict[str, Any]]) -> str:
             str(len(row["seeds"])),
             f"{row['rollouts']:.0f}",
             plus_minus(row["accuracy"]),
-            plus_minus(row["quantized"]),
+            plus_minus(row["sampling"]),
             plus_minus(row["reward"]),
             f"{small(row['kl_first'])} → {small(row['kl_last'])}",
             small(row["staleness"]),
@@ -236,7 +237,7 @@ def pair_table(pairs: Mapping[str, dict[str, Any]]) -> str:
     lines = []
     for name, pair in pairs.items():
         lines.append((name, str(pair["seeds"]), *(stated_difference(pair[measure]) for measure in MEASURES)))
-    return markdown(("difference", "seeds", "accuracy", "quantized policy's", "trained policy's"), lines)
+    return markdown(("difference", "seeds", "accuracy", "sampling policy's", "trained policy's"), lines)
 
 
 def stated_difference(value: Sequence[float | None] | None) -> str:
