@@ -26,11 +26,14 @@ def split_by_fsdp2(model, generation):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    generation._dist.fsdp_version = 2
+    # As at a trainer's start, before accelerate splits the model: an engine of one's own starts from these weights.
+    whole = {name: parameter.clone() for name, parameter in generation.policy_parameters()}
+    assert all(torch.equal(whole[name], parameter) for name, parameter in model.named_parameters())
     mesh = init_device_mesh("cpu", (2,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    generation._dist.fsdp_version = 2
 
 
 def split_by_zero3(model, generation):

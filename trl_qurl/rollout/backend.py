@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, is_peft_model
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -217,12 +217,17 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
         A collective operation: every process reads all of them, to the end, where adapters are taken out again.
         """
-        if self._dist.fsdp_version == 2:
+        parts = [
+            module for module in self.model.modules() if isinstance(module, (FSDPModule, FullyShardedDataParallel))
+        ]
+        for module in parts:
             # A pass without a backward leaves the outermost parameters whole, where the parent expects shards.
-            for module in self.model.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
-        return super()._iter_named_params()
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        # accelerate splits the model after the engine's start, which the parent does not read it for.
+        version = self._dist.fsdp_version if parts else None
+        with substitute(self._dist, "fsdp_version", version):
+            yield from super()._iter_named_params()
 
     # Generation ------------------------------------------------------------------------------------------------------
 
