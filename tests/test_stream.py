@@ -355,6 +355,7 @@ def test_a_worker_says_how_its_model_is_quantized(ends):
             quant_config=quant_config,
             cache_config=SimpleNamespace(block_size=16, cache_dtype="fp8_e4m3"),
             model_config=SimpleNamespace(model="", max_model_len=64),
+            lora_config=None if quant_config is None else SimpleNamespace(max_lora_rank=16),
         )
         return client.describe()
 
@@ -366,7 +367,7 @@ def test_a_worker_says_how_its_model_is_quantized(ends):
     worker.model["gate"] = torch.nn.ParameterDict({"weight": torch.zeros(2, dtype=torch.float32)})
     assert describe(None).dtype is None, "what one parameter holds in 32 bits would be sent in 16"
     other = SimpleNamespace(get_name=lambda: "awq")
-    assert describe(other).format == "awq"
+    assert (describe(other).format, describe(other).max_lora_rank) == ("awq", 16)
     for scheme in SCHEMES.values():
         found = describe(CompressedTensorsConfig.from_config(scheme.quantization_config(["lm_head"])))
         assert (found.format, found.ignore) == (scheme.served_as, ["lm_head"])
