@@ -37,6 +37,7 @@ LONGEST_FIRST = (
     "trainer",
     "matrix servers",
     "faults",
+    "adapter server",
     "ppo",
     "notebooks",
     "colocated",

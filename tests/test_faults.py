@@ -47,8 +47,9 @@ COMPUTED = (
 class Deployment:
     """A model, a server of it that can be lost and started again in its place, and trainers that use it."""
 
-    def __init__(self, directory: Path, python: Path) -> None:
+    def __init__(self, directory: Path, python: Path, *options: str) -> None:
         self.directory, self.python = directory, python
+        self.options = options or ("--scheme", "int8")
         self.model = directory / "model"
         tiny_model().save_pretrained(self.model)
         tiny_tokenizer().save_pretrained(self.model)
@@ -58,7 +59,7 @@ class Deployment:
         self.end = threading.Timer(0, lambda: None)
 
     def start(self) -> Server:
-        options = ("--scheme", "int8", "--restart")
+        options = (*self.options, "--restart")
         self.server = Server(self.model, self.directory, *options, port=self.port, python=self.python)
         return self.server
 
@@ -117,13 +118,14 @@ class Deployment:
             **settings,
         }
 
-    def trainer(self, model=None, **settings):
+    def trainer(self, model=None, peft_config=None, **settings):
         return QuRLGRPOTrainer(
             model=model or str(self.model),
             reward_funcs=lambda completions, **kwargs: [len(set(completion)) / 8 for completion in completions],
             args=QuRLGRPOConfig(str(self.directory / "out"), **self.config(**settings)),
             train_dataset=Dataset.from_dict({"prompt": ["ab", "cd", "e", "fgh"] * 4}),
             processing_class=tiny_tokenizer(),
+            peft_config=peft_config,
         )
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_engine import MOVED, SAME, assert_metrics
+from test_engine import ADAPTER, MOVED, SAME, assert_metrics
 from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
@@ -53,8 +53,10 @@ KINDS = {
     "shared, LoRA policy": ["--lora"],
     "another size": ["--value-model", "SMALLER"],
     "LoRA critic": ["--critic-lora"],
+    "shared, adapter on a rounded base": ["--lora"],
 }
-EXPORTED = ["own", "shared, LoRA policy"]  # to be compared with a fresh engine
+ROUNDED = ADAPTER | {"round_base": True, "rollout_quantization": "w4a16"}
+EXPORTED = ["own", "shared, LoRA policy", "shared, adapter on a rounded base"]  # to be compared with a fresh engine
 
 STEPS = 8
 LONG = {"own": {"critic_warmup_steps": 3}, "shared": {"share_backbone": True}}
@@ -104,6 +106,7 @@ def one_process(train, policy, smaller, critic_start, tmp_path_factory):
 
     def short(kind, further):
         config = ONE | {"share_backbone": kind.startswith("shared"), "beta": 0.01 if "LoRA policy" in kind else 0.0}
+        config |= ROUNDED if "rounded" in kind else {}
         further = [smaller if argument == "SMALLER" else argument for argument in further]
         exported = ["--export", directory / f"{kind} exported"] if kind in EXPORTED else []
         models = ["--model", policy, *further]
@@ -128,8 +131,10 @@ def fresh(one_process, run_scenario):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_policy_and_critic_learn(kind, one_process):
-    record = one_process[1][kind]
-    assert_metrics(record["history"], "int8")
+    record, rounded = one_process[1][kind], "rounded" in kind
+    assert_metrics(record["history"], "w4a16" if rounded else "int8", measured=not rounded)
+    if rounded:  # what four bits change, both policies have
+        assert all(row.get("mismatch/kl_k3", 0.0) < 1e-4 for row in record["history"])
     steps = [row for row in record["history"] if "loss" in row]
     assert len(steps) == 4
     logged = set().union(*steps)

@@ -22,12 +22,18 @@ BY_CHECK = {
     "norm doubled inside": "received the right weights, but 1 of the 6 parameters that can be compared do not hold",
     "version forgotten": "which this run sent: another run uses it",
     "prefix cache kept": "or keeps a cache from older ones",
+    "adapter's file changed before loading": "of 28 tensors, 1 different (first base_model.model.model.layers.1.mlp",
+    "adapter's file changed after loading": "it computes with another adapter than the one in",
+    "old adapter kept": "it computes with another adapter than the one in",
+    "adapter doubled before sending": "log-probabilities of the probe differ",
+    "adapter not asked for": "log-probabilities of the probe differ",
 }
+SOUND = ["none", "adapter"]
 
 
 @pytest.fixture(scope="module")
 def broken_syncs(run_scenario, tmp_path_factory):
-    return run_scenario("broken_sync.py", tmp_path_factory.mktemp("out"), "none", *BY_CHECK)
+    return run_scenario("broken_sync.py", tmp_path_factory.mktemp("out"), *SOUND, *BY_CHECK)
 
 
 @pytest.mark.vllm
@@ -43,8 +49,9 @@ def test_a_broken_sync_is_noticed(fault, broken_syncs):
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("proof")
-def test_a_sound_sync_raises_nothing(broken_syncs):
-    assert broken_syncs["none"] is None
+@pytest.mark.parametrize("kind", SOUND)
+def test_a_sound_sync_raises_nothing(kind, broken_syncs):
+    assert broken_syncs[kind] is None
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32])

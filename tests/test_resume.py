@@ -9,6 +9,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_engine import ADAPTER
 from trl.trainer.utils import RepeatSampler
 
 from trl_qurl.trainers.rollout_state import load_rollout_state, save_rollout_state, skip_epochs
@@ -94,6 +95,22 @@ def test_training_a_saved_model_again_does_not_scale_it_again(uninterrupted, tra
     torch.testing.assert_close(end, start, rtol=0, atol=0)
     assert record["uaq_scale"] == 1.5
     assert record["probe_start"] == uninterrupted[1]["probe_end"]
+
+
+@pytest.mark.xdist_group("resume")
+def test_an_adapter_on_a_rounded_base_resumes(train, tmp_path):
+    """The base is loaded and rounded again, as in any new process; the checkpoint has the adapter alone."""
+    config = CONFIG | ADAPTER | {"round_base": True, "rollout_quantization": "w4a16", "max_steps": 6}
+    arguments = ["--lora", "--config", json.dumps(config)]
+    [whole] = train([tmp_path / "whole", *arguments])
+    checkpoint = tmp_path / "whole" / f"checkpoint-{INSIDE_A_ROLLOUT}"
+    assert not (checkpoint / "model.safetensors").exists()
+    [resumed] = train([tmp_path / "resumed", "--resume", checkpoint, *arguments])
+    expected, seen = metrics_by_step(whole), metrics_by_step(resumed)
+    assert [expected[step]["loss"] for step in range(3, 7)] == [seen[step]["loss"] for step in range(3, 7)]
+    assert all(seen[step] == expected[step] for step in range(3, 7))
+    assert len({metrics["loss"] for metrics in expected.values()}) == 6
+    assert resumed["probe_end"] == whole["probe_end"] != whole["probe_start"]
 
 
 def test_a_state_loads_onto_the_device_of_one_process_among_several(tmp_path):

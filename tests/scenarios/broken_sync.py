@@ -8,6 +8,7 @@ import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -15,11 +16,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from datasets import Dataset
-from tiny import ENGINE, tiny_model, tiny_tokenizer
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from tiny import ENGINE, KEPT, tiny_model, tiny_tokenizer
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 
 SCALE = "model.layers.1.mlp.gate_proj.weight_scale"
+UP = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
 
 
 def skip_a_tensor(tensors):
@@ -28,6 +32,10 @@ def skip_a_tensor(tensors):
 
 def double_a_scale(tensors):
     return ((name, 2 * tensor if name == SCALE else tensor) for name, tensor in tensors)
+
+
+def double_an_adapter(tensors):
+    return ((name, 2 * tensor if ".lora_B" in name else tensor) for name, tensor in tensors)
 
 
 def swap_two_layers(tensors):
@@ -103,6 +111,66 @@ def keep_the_prefix_cache(generation):
     return patch.object(generation.llm, "reset_prefix_cache", lambda *args, **kwargs: True)
 
 
+def change_the_file(path):
+    tensors = load_file(path / "adapter_model.safetensors")
+    save_file({**tensors, UP: 2 * tensors[UP]}, path / "adapter_model.safetensors")
+
+
+def change_the_file_before_loading(generation):
+    """After the trainer has written an adapter, and before anyone reads it."""
+    load = generation.engine.load_adapter
+
+    def load_adapter(path, update):
+        change_the_file(path)
+        return load(path, update)
+
+    return patch.object(generation.engine, "load_adapter", load_adapter)
+
+
+def change_the_file_after_loading(generation):
+    """Between vLLM's reading and the worker's."""
+    add = generation.llm.llm_engine.add_lora
+
+    def add_lora(request):
+        added = add(request)
+        change_the_file(Path(request.lora_path))
+        return added
+
+    return patch.object(generation.llm.llm_engine, "add_lora", add_lora)
+
+
+def keep_the_old_adapter(generation):
+    """vLLM without `load_inplace`: it keeps the adapter that it has under this name."""
+    add = generation.llm.llm_engine.add_lora
+
+    def add_lora(request):
+        request.load_inplace = False
+        return add(request)
+
+    return patch.object(generation.llm.llm_engine, "add_lora", add_lora)
+
+
+def generate_without_the_adapter(generation):
+    load = generation.engine.load_adapter
+
+    def load_adapter(path, update):
+        digests = load(path, update)
+        generation.llm.adapter = None
+        return digests
+
+    return patch.object(generation.engine, "load_adapter", load_adapter)
+
+
+ADAPTER_FAULTS = {
+    "adapter": sound,
+    "adapter's file changed before loading": change_the_file_before_loading,
+    "adapter's file changed after loading": change_the_file_after_loading,
+    "old adapter kept": keep_the_old_adapter,
+    "adapter doubled before sending": before_sending(double_an_adapter),
+    "adapter not asked for": generate_without_the_adapter,
+}
+"""With an adapter that is sent by itself, whose layers have ranks and scalings of their own."""
+
 FAULTS = {
     "none": sound,
     "tensor skipped": on_the_way(skip_a_tensor),
@@ -117,9 +185,9 @@ FAULTS = {
 }
 
 
-def main() -> None:
+def start(output_dir: str, **further: Any) -> QuRLGRPOTrainer:
     config = QuRLGRPOConfig(
-        sys.argv[1],
+        output_dir,
         per_device_train_batch_size=8,
         num_generations=4,
         steps_per_generation=2,
@@ -128,35 +196,51 @@ def main() -> None:
         sync_check_interval=1,
         # vLLM on CPU caches in blocks of 128 tokens by default; 32 is its smallest block.
         vllm_engine_kwargs=ENGINE | {"block_size": 32},
+        weight_sync="adapter" if further else "auto",
         report_to=[],
         use_cpu=True,
         bf16=False,
     )
-    # Weights of a trained model's size: a random one of width 128 says the same whatever is done to a layer.
-    model = tiny_model(initializer_range=0.15)
-    trainer = QuRLGRPOTrainer(
-        model=model,
+    return QuRLGRPOTrainer(
+        # Weights of a trained model's size: a random one of width 128 says the same whatever is done to a layer.
+        model=tiny_model(initializer_range=0.15),
         reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
         args=config,
         train_dataset=Dataset.from_dict({"prompt": ["ab", "cd"] * 4}),
         processing_class=tiny_tokenizer(),
+        **further,
     )
-    generation = trainer.vllm_generation
-    record = {}
-    for fault in FAULTS:
-        if fault not in sys.argv[2:]:
-            continue
+
+
+def messages(trainer: QuRLGRPOTrainer, faults: dict[str, Any]) -> dict[str, str | None]:
+    """What the sync after an update raises under each fault."""
+    generation, record = trainer.vllm_generation, {}
+    for fault, context in faults.items():
         generation.sync_weights()
         with torch.no_grad():  # as an update would
-            for parameter in model.parameters():
-                parameter.add_(0.3 * parameter.std() * torch.randn_like(parameter))
-        with FAULTS[fault](generation):
+            for parameter in trainer.model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.3 * parameter.std() * torch.randn_like(parameter))
+        with context(generation):
             try:
                 generation.sync_weights()
                 record[fault] = None
             except RuntimeError as error:
                 record[fault] = f"{type(error).__name__}: {error}"
         generation.llm.reset_prefix_cache()
+    return record
+
+
+def main() -> None:
+    record = {}
+    patterns = {"rank_pattern": {"up_proj": 8}, "alpha_pattern": {"layers.0.mlp.down_proj": 3}}
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **patterns)
+    for faults, further in ((FAULTS, {}), (ADAPTER_FAULTS, {"peft_config": lora})):
+        wanted = {fault: context for fault, context in faults.items() if fault in sys.argv[2:]}
+        if wanted:
+            trainer = start(sys.argv[1], **further)
+            KEPT.append(trainer)
+            record |= messages(trainer, wanted)
     print("RECORD " + json.dumps(record))
 
 

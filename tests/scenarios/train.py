@@ -39,8 +39,9 @@ def export_with_adapter(trainer, directory: Path) -> None:
         tiny_tokenizer().save_pretrained(directory)
     else:
         trainer.save_quantized(directory)
-        shutil.rmtree(directory / "adapter")
-    trainer.model.save_pretrained(directory / "adapter")
+    if trainer.accelerator.is_main_process:
+        shutil.rmtree(directory / "adapter", ignore_errors=True)
+        trainer.model.save_pretrained(directory / "adapter")
 
 
 class Teaching:

@@ -1,0 +1,128 @@
+"""An adapter that is sent by itself to a real `trl-qurl serve --enable-lora`."""
+
+import functools
+import re
+import subprocess
+import time
+
+import pytest
+import requests
+from conftest import child_environment, free_port, kill_group
+from peft import LoraConfig
+from test_engine import MOVED, SAME
+from test_faults import Deployment, at_step, history, interrupt, recoveries
+from tiny import PROBE, tiny_model
+
+from trl_qurl.rollout.errors import SyncError
+from trl_qurl.rollout.sync import AdapterSync
+
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("adapter server")]
+
+
+@pytest.fixture(scope="module")
+def deployment(warm_python, tmp_path_factory):
+    options = ("--scheme", "w4a16", "--enable-lora", "--max-lora-rank", "8")
+    deployment = Deployment(tmp_path_factory.mktemp("deployment"), warm_python, *options)
+    yield deployment
+    if deployment.server:
+        deployment.server.kill()
+
+
+@pytest.fixture
+def trainer(deployment):
+    """Makes trainers of an adapter that use the server."""
+
+    def make(**settings):
+        deployment.up()
+        lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        defaults = {"rollout_quantization": "w4a16", "weight_metrics_interval": 0, "sync_check_interval": 1}
+        return deployment.trainer(peft_config=lora, **defaults | settings)
+
+    return make
+
+
+def probe(trainer):
+    answer = trainer.vllm_generation.vllm_client.get_sequence_logprobs([PROBE], [1], top_logprobs=1)
+    return [logps[0] for logps in answer["actual_logprobs"][0]]
+
+
+def test_it_holds_the_trained_adapter(trainer, run_scenario, tmp_path):
+    merged, beside = trainer(), trainer(round_base=True)
+    assert isinstance(merged.vllm_generation.sync, AdapterSync), "auto sends an adapter to a server that takes one"
+    for number, run in enumerate((merged, beside)):
+        run.vllm_generation.sync_weights()
+        start = probe(run)
+        run.train()
+        run.vllm_generation.sync_weights()
+        end = probe(run)
+        run.save_quantized(tmp_path / str(number))
+        [fresh] = run_scenario("fresh_engine.py", tmp_path / str(number))
+        assert end == pytest.approx(fresh, abs=SAME)
+        assert end != pytest.approx(start, abs=MOVED)
+        rows = [row for row in run.state.log_history if "sync/sent_mb" in row]
+        assert all(0 < row["sync/sent_mb"] < 0.06 for row in rows) and rows[0]["time/sync_check_s"] > 0
+    # With a rounded base both policies have the same weights.
+    kl = [[row["mismatch/kl_k3"] for row in run.state.log_history if "loss" in row] for run in (merged, beside)]
+    assert max(kl[1]) < min(max(kl[0]), 1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"round_base": True}], ids=["exact", "rounded"])
+def test_another_base_is_refused_before_anything_is_sent(settings, trainer, deployment):
+    other = trainer(model=tiny_model(seed=1), **settings)
+    with pytest.raises(SyncError, match=r"is on another base .*of 54 tensors, 40 different"):
+        other.train()
+    assert other.state.global_step == 0
+    trainer(max_steps=1).train()  # the right one goes on
+
+
+def test_a_server_that_restarts_gets_the_adapter_again(trainer, deployment, monkeypatch):
+    undisturbed = trainer()
+    undisturbed.train()
+    disturbed = trainer(sync_check_interval=0)  # so that only what is sent again is checked
+    generation = disturbed.vllm_generation
+    checked = []
+    check = generation.vllm_client.check_base
+    monkeypatch.setattr(generation.vllm_client, "check_base", lambda sent: checked.append(check(sent)))
+    disturbed.add_callback(at_step(2, lambda: interrupt(generation, "generate", deployment.lose_and_wait)))
+    disturbed.train()
+    assert recoveries(disturbed) == 1 and len(checked) == 1
+    assert history(disturbed) == history(undisturbed)
+    assert generation.engine.version() == generation.sync.version
+
+
+def test_one_that_dies_while_it_loads_gets_the_adapter_again(trainer, deployment):
+    run = trainer()
+    client = run.vllm_generation.vllm_client
+    run.add_callback(at_step(2, functools.partial(interrupt, client, "load_adapter", deployment.lose)))
+    run.train()
+    assert recoveries(run) == 1 and run.state.global_step == 4
+
+
+@pytest.mark.slow
+def test_the_cards_command_serves_the_policy(trainer, warm_python, tmp_path):
+    run = trainer()
+    run.vllm_generation.sync_weights()
+    card = (run.save_quantized(tmp_path / "saved") / "README.md").read_text()
+    words = re.search(r"^vllm serve (.+)$", card, re.MULTILINE)[1].split()
+    port = free_port()
+    # vLLM's CPU build has no command `vllm`.
+    command = [warm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", *words, "--port", str(port)]
+    command += ["--kv-cache-memory-bytes", "64M", "--enforce-eager", "--max-model-len", "64"]
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(
+            command, cwd=tmp_path, env=child_environment(), stdout=log, stderr=log, process_group=0
+        )
+    try:
+        asked = {"model": "policy", "prompt": PROBE, "max_tokens": 1, "echo": True, "logprobs": 0}
+        deadline = time.monotonic() + 120
+        while True:
+            assert server.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+            try:
+                answer = requests.post(f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=60)
+                break
+            except requests.ConnectionError:
+                time.sleep(0.5)
+        served = answer.json()["choices"][0]["logprobs"]["token_logprobs"][1 : len(PROBE)]
+        assert served == pytest.approx(probe(run), abs=SAME)
+    finally:
+        kill_group(server)
