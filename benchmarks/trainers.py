@@ -39,7 +39,13 @@ class Load:
 
 
 def build_trainer(
-    way: str, shape: Shape, load: Load, device: str, callbacks: Sequence[Any] = (), **further: Any
+    way: str,
+    shape: Shape,
+    load: Load,
+    device: str,
+    callbacks: Sequence[Any] = (),
+    peft_config: Any = None,
+    **further: Any,
 ) -> Any:
     """
     A trainer with an engine in this process, on a model of random weights; completions never end by themselves.
@@ -50,7 +56,8 @@ def build_trainer(
         load: A rollout of it.
         device: `"cpu"` or `"cuda"`.
         callbacks: Come before the trainer's own.
-        further: Settings of the trainer's config.
+        peft_config: The adapter that is trained instead of the model, if there is one.
+        further: Settings of the trainer's config, which override those of the way.
     """
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -88,7 +95,7 @@ def build_trainer(
     else:
         own = {"weight_metrics_interval": 0, "sync_check_interval": 0, "uaq_scale": 1.0, "objective": "acr"}
         own |= {"vllm_engine_kwargs": {"enforce_eager": device == "cpu"}}  # compiling takes minutes there
-        kind, config = QuRLGRPOTrainer, QuRLGRPOConfig(directory, **(settings | own | WAYS[way]))
+        kind, config = QuRLGRPOTrainer, QuRLGRPOConfig(directory, **(settings | own | WAYS[way] | further))
     trainer = kind(
         model=model,
         reward_funcs=lambda completions, **kwargs: [float(len(completion)) for completion in completions],
@@ -96,6 +103,7 @@ def build_trainer(
         train_dataset=Dataset.from_dict({"prompt": [prompt(load.prompt, number) for number in range(64)]}),
         processing_class=characters(),
         callbacks=list(callbacks),
+        peft_config=peft_config,
     )
     trainer.remove_callback(PrinterCallback)  # the log is read, not looked at
     return trainer

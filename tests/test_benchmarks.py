@@ -240,6 +240,18 @@ def test_a_benchmark_in_turns_fills_every_cell(name, further, cells, tmp_path):
 
 @pytest.mark.vllm
 @pytest.mark.slow
+def test_an_adapter_s_sync_stands_beside_a_merged_one(tmp_path):
+    further = ["--batches", "2", "--tokens", "8", "--repeats", "2"]
+    record = run_benchmark("adapter_sync", *further, output=tmp_path / "record.json")
+    merged, adapter = record["cells"]
+    assert (merged["way"], adapter["way"]) == ("merged", "adapter")
+    assert 0 < adapter["bytes"] < merged["bytes"] and len(adapter["seconds"]) == len(merged["seconds"]) == 2
+    assert [cell["way"] for cell in record["rollouts"]] == ["merged", "adapter"]
+    assert all(cell["tokens_per_s"] > 0 for cell in record["rollouts"])
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
 def test_predictions_stand_beside_measured_steps(tmp_path):
     record = run_benchmark("predictions", "--settings", "1", "--repeats", "2", output=tmp_path / "record.json")
     [setting] = record["settings"]
