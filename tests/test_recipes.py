@@ -252,9 +252,6 @@ def test_an_adapter_on_a_base_in_four_bits_trains(run_scenario, model, tmp_path)
     record = run_scenario("recipes.py", *run_of(recipe, [], model, tmp_path))[recipe.stem]
     updates = [row for row in record["history"] if "loss" in row]
     assert len(updates) == 2 and all(row["loss"] == row["loss"] for row in updates)
-    [rollout] = [row for row in record["history"] if "reward" in row]
-    adapter = count_parameters(tiny_model(), 16).adapter
-    assert rollout["sync/sent_mb"] == pytest.approx(2 * adapter / 1e6, rel=0.01), "16 bits of the adapter alone"
     assert (tmp_path / "lora_w4" / "adapter_model.safetensors").exists()
     assert (tmp_path / "lora_w4-w4a16" / "adapter" / "adapter_model.safetensors").exists()
 
