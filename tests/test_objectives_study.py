@@ -84,7 +84,7 @@ def test_only_what_is_missing_is_run(tmp_path):
     assert [(arm.name, seed) for arm, seed, _ in few] == [
         ("int3_acr", 4),
         ("int3_acr_uaq", 4),
-        ("int3_acr_forward", 4),
+        ("int3_acr_forward_float16", 4),
     ]
 
 

@@ -197,6 +197,7 @@ RUNS = {
         ["--ppo"],
         {"bf16": True, "num_generations": 1, "rollout_quantization": "w4a16", "vllm_engine_kwargs": ENGINE},
     ),
+    "adapter": (["--lora"], {"round_base": True, "beta": 0.0}),
     "resumed": (["--resume", "quantized/checkpoint-2"], {}),
 }
 
@@ -227,7 +228,7 @@ class TestRuns:
     def test_both_policies_are_one_up_to_kernels(self, runs):
         kl = {name: logged(record, "mismatch/kl_k3") for name, record in runs[1].items()}
         assert len(kl["quantized"]) == len(kl["full precision"]) == len(kl["shared backbone"]) == 2
-        assert max(map(abs, kl["quantized"] + kl["shared backbone"])) < 1e-7
+        assert max(map(abs, kl["quantized"] + kl["shared backbone"] + kl["adapter"])) < 1e-7
         assert min(kl["full precision"]) > 1e-6
         assert max(kl["own critic, bfloat16"]) < 1e-5
 

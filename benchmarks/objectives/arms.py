@@ -50,9 +50,17 @@ def objective_arms(scheme: str, **common: Any) -> list[Arm]:
 
 
 def forward_arms(scheme: str) -> list[Arm]:
-    """Two objectives, with the quantized forward pass in scoring and update."""
+    """Two objectives with the quantized forward pass in scoring and update; the second with a finer engine."""
     forward = {"training_forward": "quantized"}
-    return [Arm(f"{scheme}_{name}_forward", scheme, {"objective": name, **forward}) for name in ("naive", "acr")]
+    return [
+        Arm(f"{scheme}_naive_forward", scheme, {"objective": "naive", **forward}),
+        Arm(f"{scheme}_acr_forward_float16", scheme, {"objective": "acr", **forward, **engine_dtype("float16")}),
+    ]
+
+
+def engine_dtype(dtype: str) -> dict[str, Any]:
+    """An engine that computes in a dtype, where the demonstration's computes in bfloat16."""
+    return {"vllm_engine_kwargs": {"enforce_eager": True, "dtype": dtype}}
 
 
 def _main() -> Experiment:
@@ -92,6 +100,25 @@ def _lora() -> Experiment:
         for way, changed in ways.items()
     ]
     return Experiment("lora", "An adapter merged, beside a quantized base, or beside a rounded one?", tuple(arms))
+
+
+def _arithmetic() -> Experiment:
+    """Short runs of one seed: what is compared is a mean over tokens, and far larger than its spread."""
+    forward = {"training_forward": "quantized"}
+    arms = [
+        Arm(
+            f"{scheme or 'none'}_{dtype}",
+            scheme,
+            {"objective": "naive", **(forward if scheme else {}), **engine_dtype(dtype)},
+            rollouts=40,
+            seeds=(0,),
+        )
+        for scheme in (None, "w4a16", "int8", "int4")
+        for dtype in ("bfloat16", "float16", "float32")
+    ]
+    return Experiment(
+        "arithmetic", "What mismatch does a quantized forward pass leave, by the engine's dtype?", tuple(arms)
+    )
 
 
 def _long() -> Experiment:
@@ -166,5 +193,6 @@ EXPERIMENTS = {
         _lowest_rate(),
         _lora_rate(),
         _lora(),
+        _arithmetic(),
     )
 }

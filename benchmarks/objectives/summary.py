@@ -25,7 +25,7 @@ FIRST = 10  # rollouts
 ACCURACY = "expected_accuracy"
 QUANTIZED = "quantized_expected_accuracy"
 SCHEMES = ("int8", "int4", "int3")
-FORWARD = ("naive", "acr")
+FORWARD = ("naive_forward", "acr_forward_float16")
 LORA_SCHEMES = ("int8", "w4a16", "int3")
 CAPS = (1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
 UPDATE_CAPS = (1.05, 1.2, 2.0)
@@ -40,14 +40,14 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
         *((f"{scheme}_decoupled", f"{scheme}_tis") for scheme in SCHEMES),
         *((f"{scheme}_acr", f"{scheme}_tis") for scheme in SCHEMES),
         *((f"{scheme}_acr_uaq", f"{scheme}_acr") for scheme in SCHEMES),
-        *((f"{scheme}_{name}_forward", "bf16") for scheme in SCHEMES for name in FORWARD),
+        *((f"{scheme}_{name}", "bf16") for scheme in SCHEMES for name in FORWARD),
         *(
-            (f"{scheme}_{name}_forward", f"{scheme}_{other}")
+            (f"{scheme}_{name}", f"{scheme}_{other}")
             for scheme in SCHEMES
             for name in FORWARD
             for other in ("naive", "tis", "acr")
         ),
-        *((f"{scheme}_acr_forward", f"{scheme}_naive_forward") for scheme in SCHEMES),
+        *((f"{scheme}_acr_forward_float16", f"{scheme}_naive_forward") for scheme in SCHEMES),
     ],
     "long": [
         ("int3_naive", "bf16"),
@@ -71,6 +71,7 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
     ],
     "lowest_rate": [("int8_s1.5", "int8_s1"), ("int8_s3", "int8_s1")],
     "lora_rate": [],
+    "arithmetic": [],
     "lora": [
         *(
             (f"{scheme}_lora_{way}", "bf16_lora")

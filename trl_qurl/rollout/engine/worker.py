@@ -87,7 +87,8 @@ class RolloutWorker:
         tensors = dict(read_tensors(Path(path)))
         wanted = sorted(tensor_digest(tensor.to(dtype)) for tensor in tensors.values())
         if wanted not in [_held_digests(adapter) for adapter in manager.list_adapters().values()]:
-            raise SyncError(f"{NOT_RECEIVED}: it computes with another adapter than the one in {path}.")
+            other = f"it computes with another adapter than the one in {path}"
+            raise SyncError(f"{NOT_RECEIVED}: {other}. Resume from the last checkpoint.")
         self.rollout_digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
         self.loaded_version = WeightUpdate(**update).version
         return self.rollout_digests
