@@ -291,6 +291,31 @@ def test_an_engine_measured_alone_takes_a_gpu_but_leaves_a_machine_room_for_its_
     assert started["gpu_memory_utilization"] == share
 
 
+def test_an_adapter_beside_the_weights_is_a_format_of_its_own(h100, qwen_7b):
+    def answer(job):
+        return engine(rate=(15 if job.adapter else 10) / 511, sync=0.05 if job.adapter else 0.5)
+
+    jobs = h100(lambda job: rates(job) if job.name in ("none", "training") else answer(job))
+    result = bench(qwen_7b, Workload(lora_rank=16), ["fp8"], weight_sync="adapter")
+    assert [job.name for job in jobs] == ["none", "fp8", "fp8+LoRA", "training"]
+    assert jobs[2].description == "FP8 rollouts with the adapter beside the weights"
+    merged, beside = result.comparisons["fp8"], result.comparisons["fp8+LoRA"]
+    assert beside.rollout_speedup < merged.rollout_speedup and beside.step.sync < merged.step.sync
+    assert "FP8+LoRA: Yes." in " ".join(sentences(result))
+
+
+@pytest.mark.parametrize(
+    ("workload", "servers", "message"),
+    [
+        (Workload(), [], "give its rank .--lora-rank 16"),
+        (Workload(lora_rank=8), ["http://localhost:8000"], "Leave --server out"),
+    ],
+)
+def test_an_adapter_that_cannot_be_measured_beside_the_weights(workload, servers, message):
+    with pytest.raises(ValueError, match=message):
+        bench("nowhere", workload, servers=servers, weight_sync="adapter")
+
+
 @pytest.mark.parametrize("given", [{"gpus": 4}, {"lora_rank": 16}])
 def test_a_share_or_an_adapter_that_fits_is_measured_whole(h100, qwen_7b, given):
     jobs = h100(rates)
@@ -401,7 +426,7 @@ def test_a_running_server_is_measured_in_the_format_that_it_serves(int8_server, 
     "further",
     [
         [],
-        pytest.param(["--lora-rank", "4"], marks=pytest.mark.slow),
+        pytest.param(["--lora-rank", "4", "--weight-sync", "adapter"], marks=pytest.mark.slow),
         pytest.param(["--gpus", "2", "--no-gradient-checkpointing"], marks=pytest.mark.slow),
     ],
     ids=["whole", "adapter", "shared"],
@@ -433,7 +458,11 @@ def test_the_command(warm_python, tmp_path, further):
     assert "one step of 16 completions, 40 tokens each" in " ".join(done.stdout.split())
     assert "…" not in done.stdout, "a column does not fit into 80 characters"
     record = json.loads((tmp_path / "bench.json").read_text())
-    assert set(record["measurements"]) == {"none", "int8"}
+    beside = {"int8+LoRA"} if "adapter" in further else set()
+    assert set(record["measurements"]) == {"none", "int8"} | beside, done.stderr[-3000:]
+    for name in beside:
+        assert record["measurements"][name]["weight_bytes"] > record["measurements"]["int8"]["weight_bytes"]
+        assert "INT8+LoRA: " in done.stdout
     for measurement in record["measurements"].values():
         lengths = [timing["size"] for timing in measurement["generation"]]
         assert lengths == [1, 8, 40], "a tiny model's completions are short enough to be measured whole"

@@ -22,6 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--updates", type=int, default=4, help="optimizer steps per rollout (default: %(default)s)")
     parser.add_argument("--no-gradient-checkpointing", action="store_true", help="train without it")
     parser.add_argument("--lora-rank", type=int, default=0, help="train an adapter on all linear layers")
+    parser.add_argument(
+        "--weight-sync",
+        choices=("auto", "adapter"),
+        default="auto",
+        help="'adapter': measure each format a second time, with the adapter beside its weights (default: merged)",
+    )
     parser.add_argument("--gpus", type=int, default=1, help="GPUs that share the policy (FSDP); the sizes are one's")
     parser.add_argument(
         "--server",
@@ -69,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     schemes = args.schemes.split(",") if args.schemes else None
     console = Console()
     given = (args.quick, args.ignore, args.engine_kwargs)
-    result = bench(args.model, workload, schemes, *given, console.print, args.server, args.output)
+    result = bench(args.model, workload, schemes, *given, console.print, args.server, args.output, args.weight_sync)
     console.print(build_table(result))
     for line in sentences(result):
         console.print(line)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from trl_qurl.lab.bench.costs import EngineCosts, TrainingCosts
 from trl_qurl.lab.bench.memory import ENGINE_SHARE, find_device, why_too_large
 from trl_qurl.lab.bench.prediction import Comparison, Step, compare, predict_step
-from trl_qurl.lab.bench.workload import Job, Workload
+from trl_qurl.lab.bench.workload import BASELINE, TRAINING, Job, Workload
 from trl_qurl.lab.processes import ENGINE_ENVIRONMENT, last_lines, run_child
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from trl_qurl.quantization import QuantizationScheme
 
-BASELINE = "none"
-TRAINING = "training"
 BUDGETS = {True: 6.0, False: 60.0}
 """Seconds that each kind of measurement may take; quick, or not."""
 
@@ -84,6 +82,7 @@ def bench(
     report: Callable[[str], None] = lambda line: None,
     servers: Sequence[str] = (),
     output: Path | None = None,
+    weight_sync: str = "auto",
 ) -> Bench:
     """Measure what steps with 16-bit and with quantized rollouts cost on this machine.
 
@@ -97,6 +96,7 @@ def bench(
         report: Called with a line about what is being measured.
         servers: URLs of running servers, which are measured instead of engines in the formats that they serve.
         output: JSON file, written again after each measurement.
+        weight_sync: `"adapter"` measures each format a second time, with the adapter beside its weights.
 
     Returns:
         What was measured and what follows from it.
@@ -113,6 +113,8 @@ def bench(
     from trl_qurl.rollout.engine.launch import require_vllm
 
     require_vllm()
+    if weight_sync == "adapter":
+        check_adapter(workload, servers)
     if workload.lora_rank and importlib.util.find_spec("peft") is None:
         raise ImportError("Adapters need PEFT, which is not installed: run `pip install 'trl-qurl[peft]'`.")
     serving = {serves(url): url for url in servers}
@@ -127,29 +129,44 @@ def bench(
         share = 0.0 if serving else engine_kwargs.get("gpu_memory_utilization", ENGINE_SHARE)
         result = Bench(model, workload, too_large=why_too_large(empty, workload, find_device(), share))
         holds = result.too_large is None and workload.gpus == 1
-        job = Job(directory, None, workload, BUDGETS[quick], tuple(ignore), "engine", holds, arguments)
-        jobs = {
-            name: replace(job, scheme=None if name == BASELINE else name, server=serving.get(name))
+        job = Job(
+            directory, None, workload, BUDGETS[quick], tuple(ignore), holds_policy=holds, engine_kwargs=arguments
+        )
+        jobs = [
+            replace(job, scheme=None if name == BASELINE else name, server=serving.get(name), adapter=adapter)
             for name in serving or (BASELINE, *(scheme.name for scheme in chosen))
-        }
+            for adapter in ([False, True] if weight_sync == "adapter" and name != BASELINE else [False])
+        ]
         if result.too_large is None:
-            jobs[TRAINING] = replace(job, part=TRAINING)
+            jobs.append(replace(job, part=TRAINING))
         else:
             report(result.too_large)
-        for name, part in jobs.items():
+        for part in jobs:
+            name = part.name
             report(f"Measuring {part.description}")
             try:
                 costs = run_job(part, Path(directory))
                 measured = result.measurements | ({} if name == TRAINING else {name: costs})
                 change = {TRAINING: costs} if name == TRAINING else {"measurements": measured}
             except ChildProcessError as error:
-                if name == [*jobs][-1] and not result.measurements:
+                if part is jobs[-1] and not result.measurements:
                     raise
                 change = {"failures": {**result.failures, name: str(error)}}
             result = replace(result, **change, seconds=time.monotonic() - started).concluded()
             if output is not None:
                 write_bench(result, output)
     return result
+
+
+def check_adapter(workload: Workload, servers: Sequence[str]) -> None:
+    """Raise `ValueError` where no engine can be measured with an adapter beside its weights."""
+    if not workload.lora_rank:
+        raise ValueError("--weight-sync adapter measures syncs of an adapter: give its rank (--lora-rank 16).")
+    if servers:
+        raise ValueError(
+            "--weight-sync adapter with --server: a server's adapter would be replaced by one that means nothing. "
+            "Leave --server out, and an engine is started for each format."
+        )
 
 
 def serves(url: str) -> str:
@@ -199,8 +216,7 @@ def run_job(job: Job, directory: Path) -> Any:
     Raises:
         ChildProcessError: If it failed; the last lines that it printed are on the standard error then.
     """
-    name = TRAINING if job.part == TRAINING else job.scheme or BASELINE
-    source, result, log = (directory / f"{name}.{kind}" for kind in ("job", "result", "log"))
+    source, result, log = (directory / f"{job.name}.{kind}" for kind in ("job", "result", "log"))
     source.write_bytes(pickle.dumps(job))
     command = [sys.executable, "-m", "trl_qurl.lab.bench.worker", str(source), str(result)]
     try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -52,12 +53,16 @@ def measure(job: Job) -> EngineCosts | TrainingCosts:
         dtype = half_precision() if job.workload.gpus > 1 else torch.float32
         return measure_training(build_policy(job.config_dir, device, dtype, rank), job.workload, job.budget)
     place = device if job.holds_policy else torch.device("meta")
-    policy = build_policy(job.config_dir, place, lora_rank=rank if job.holds_policy else 0)
+    policy = build_policy(job.config_dir, place, lora_rank=rank if job.holds_policy or job.adapter else 0)
     started = time.perf_counter()
     llm = start_engine(job, policy)
     start_s = time.perf_counter() - started
-    generation = measure_generation(ask_engine(llm, job), job)
-    sync, weight_bytes = measure_sync(llm, policy, job, device)
+    if job.adapter:  # an engine generates with it once it has arrived
+        sync, weight_bytes = measure_adapter_sync(llm, policy, job, device)
+        generation = measure_generation(ask_engine(llm, job), job)
+    else:
+        generation = measure_generation(ask_engine(llm, job), job)
+        sync, weight_bytes = measure_sync(llm, policy, job, device)
     return EngineCosts(generation, sync, weight_bytes, start_s)
 
 
@@ -71,7 +76,8 @@ def start_engine(job: Job, policy: Any) -> LLM:
     from trl_qurl.quantization.schemes import get_scheme
     from trl_qurl.quantization.storage import write_config
     from trl_qurl.rollout.directory import CheckpointDirectory
-    from trl_qurl.rollout.engine.colocated import check_head_size
+    from trl_qurl.rollout.engine.colocated import adapter_arguments, check_head_size, with_adapter
+    from trl_qurl.rollout.engine.interface import CPU_DUMMY_FORMAT
     from trl_qurl.rollout.engine.kernels import kernel_environment
     from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
@@ -95,7 +101,11 @@ def start_engine(job: Job, policy: Any) -> LLM:
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": WORKER_EXTENSION,
     }
-    return LLM(**{**arguments, **job.engine_kwargs})
+    if job.adapter:
+        arguments |= adapter_arguments(workload.lora_rank)
+        arguments["load_format"] = "dummy" if torch.cuda.is_available() else CPU_DUMMY_FORMAT
+    engine = with_adapter(LLM) if job.adapter else LLM
+    return engine(**{**arguments, **job.engine_kwargs})
 
 
 def ask_engine(llm: LLM, job: Job) -> Callable[[int], None]:
@@ -164,10 +174,10 @@ def measure_sync(llm: LLM, policy: Any, job: Job, device: torch.device) -> tuple
     """Quantize and load, as a colocated trainer does before each rollout; and the bytes that arrive."""
     import torch
 
-    from trl_qurl.lab.bench.training import half_precision, seconds
+    from trl_qurl.lab.bench.training import seconds
     from trl_qurl.quantization.layers import checkpoint_name, linear_layer_names, quantized_layer_names
     from trl_qurl.quantization.schemes import get_scheme
-    from trl_qurl.quantization.stream import quantize_weights, stored_tensors
+    from trl_qurl.quantization.stream import quantize_weights
     from trl_qurl.rollout.engine.colocated import ColocatedEngine
     from trl_qurl.rollout.engine.interface import WeightUpdate
 
@@ -195,12 +205,57 @@ def measure_sync(llm: LLM, policy: Any, job: Job, device: torch.device) -> tuple
         return seconds(device) - started
 
     sync(partial=False)
-    weight_bytes = sum(
+    return Timing(1, repeat(sync)), weight_bytes(policy, job)
+
+
+def measure_adapter_sync(llm: LLM, policy: Any, job: Job, device: torch.device) -> tuple[Timing, int]:
+    """Write the adapter and load it, as a colocated trainer does; and the bytes of the base and the adapter.
+
+    Of a policy without memory the adapter is made up.
+    """
+    import torch
+
+    from trl_qurl.lab.bench.training import half_precision, seconds
+    from trl_qurl.rollout.adapter import adapter_tensors, write_adapter
+    from trl_qurl.rollout.directory import CheckpointDirectory
+    from trl_qurl.rollout.engine.colocated import ColocatedEngine
+    from trl_qurl.rollout.engine.interface import WeightUpdate
+
+    engine, directory, numbers = ColocatedEngine(llm), CheckpointDirectory(None, 0), itertools.count()
+    sizes: dict[str, int] = {}
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in adapter_tensors(policy, half_precision()):
+            sizes[name] = tensor.nbytes
+            yield name, torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor
+
+    def sync() -> float:
+        started = seconds(device)
+        path = directory.path / f"sync-{next(numbers)}"
+        write_adapter(policy, tensors(), path)
+        engine.load_adapter(path, WeightUpdate("bench"))
+        shutil.rmtree(path)
+        return seconds(device) - started
+
+    sync()
+    return Timing(1, repeat(sync)), weight_bytes(policy, job) + sum(sizes.values())
+
+
+def weight_bytes(policy: Any, job: Job) -> int:
+    """Size of the engine's weights, in its own dtype where they are not quantized."""
+    from trl_qurl.lab.bench.training import half_precision
+    from trl_qurl.quantization.layers import checkpoint_name, quantized_layer_names
+    from trl_qurl.quantization.schemes import get_scheme
+    from trl_qurl.quantization.stream import stored_tensors
+
+    scheme = get_scheme(job.scheme) if job.scheme else None
+    layers = quantized_layer_names(policy, job.ignore) if scheme else set()
+    return sum(
         stored.nbytes
-        for name, parameter in parameters()
-        for stored in stored_tensors(name, parameter, scheme, layers, half_precision())  # the engine's own type
+        for name, parameter in policy.named_parameters()
+        if ".lora_" not in name
+        for stored in stored_tensors(checkpoint_name(name), parameter, scheme, layers, half_precision())
     )
-    return Timing(1, repeat(sync)), weight_bytes
 
 
 def repeat(action: Callable[[], float]) -> list[float]:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+BASELINE = "none"
+TRAINING = "training"
+WITH_ADAPTER = "+LoRA"
+"""What follows a format whose engine has the adapter beside its weights."""
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -66,6 +71,7 @@ class Job:
         workload: The step to predict.
         budget: Seconds that each kind of measurement may take, roughly.
         ignore: Modules kept in full precision.
+        adapter: Whether the engine has the adapter beside its weights, and a sync sends nothing else.
         part: `"engine"`, or `"training"`, which is the same for every format.
         holds_policy: Whether the engine's process holds the policy, too; otherwise a sync reads one tensor of each
             shape again and again.
@@ -78,13 +84,20 @@ class Job:
     workload: Workload
     budget: float
     ignore: tuple[str, ...] = ("lm_head",)
+    adapter: bool = False
     part: str = "engine"
     holds_policy: bool = True
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     server: str | None = None
 
     @property
+    def name(self) -> str:
+        """A word for what is measured: `BASELINE`, a format, or a format with an adapter beside it."""
+        return TRAINING if self.part == TRAINING else (self.scheme or BASELINE) + (WITH_ADAPTER * self.adapter)
+
+    @property
     def description(self) -> str:
         """What is measured, in words."""
         rollouts = f"{'16-bit' if self.scheme is None else self.scheme.upper()} rollouts"
+        rollouts += " with the adapter beside the weights" if self.adapter else ""
         return "scoring and updates" if self.part == "training" else rollouts

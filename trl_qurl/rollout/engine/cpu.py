@@ -24,8 +24,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-from trl_qurl.rollout.engine.interface import CPU_LOAD_FORMAT
+from trl_qurl.rollout.engine.interface import CPU_DUMMY_FORMAT, CPU_LOAD_FORMAT
 
 
 class ReloadableCPUInt8Kernel(CPUInt8ScaledMMLinearKernel):
@@ -82,8 +83,20 @@ class CPUModelLoader(DefaultModelLoader):
         super().__init__(replace(load_config, load_format="auto"))
 
     def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:  # noqa: D102
-        model = super().load_model(*args, **kwargs)
-        for layer in model.modules():
-            if isinstance(getattr(layer, "scheme", None), CompressedTensorsW8A8Int8) and layer.weight is None:
-                layer.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
-        return model
+        return with_empty_weights(super().load_model(*args, **kwargs))
+
+
+@register_model_loader(CPU_DUMMY_FORMAT)
+class CPUDummyLoader(DummyModelLoader):
+    """The same for weights that are made up."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:  # noqa: D102
+        return with_empty_weights(super().load_model(*args, **kwargs))
+
+
+def with_empty_weights(model: torch.nn.Module) -> torch.nn.Module:
+    """Give layers whose INT8 kernel holds the real weight an empty one, which has a device."""
+    for layer in model.modules():
+        if isinstance(getattr(layer, "scheme", None), CompressedTensorsW8A8Int8) and layer.weight is None:
+            layer.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    return model
