@@ -286,7 +286,7 @@ class Server:
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """As a user or a batch system does, who asks again after a while; the exit status."""
-        for patience in (10, 20, 30, 60):
+        for patience in (5, 10, 20, 30, 60):
             # Python loses an interrupt that comes while vLLM's imports run a callback.
             self.process.send_signal(number)
             try:

@@ -36,7 +36,7 @@ class QuantizedLinear(nn.Linear):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         x = input.to(dtype)  # the engine rounds what has its own dtype, too
         x = StraightThrough.apply(x, self.scheme.quantize_activations(x.detach()))
-        weight = StraightThrough.apply(self.weight, self._rounded_weight(dtype))
+        weight = StraightThrough.apply(self.weight, self.rounded_weight(dtype))
         return nn.functional.linear(x, weight, None if self.bias is None else self.bias.to(dtype))
 
     def round_anew(self) -> None:
@@ -49,7 +49,8 @@ class QuantizedLinear(nn.Linear):
         is_whole = isinstance(weight, nn.Parameter) and weight.shape == (self.out_features, self.in_features)
         self._keeps = is_whole and not isinstance(weight, DTensor)
 
-    def _rounded_weight(self, dtype: torch.dtype) -> torch.Tensor:
+    def rounded_weight(self, dtype: torch.dtype) -> torch.Tensor:
+        """What the engine's codes stand for (out, in), in a dtype; kept if `round_anew` said so."""
         if self.is_rounded:
             return self.weight.to(dtype)
         source = (dtype, self.weight.data_ptr(), self.weight._version)

@@ -48,13 +48,7 @@ def build_policy(config_dir: str, device: torch.device, dtype: torch.dtype = tor
 
 def measure_training(policy: Any, workload: Workload, budget: float) -> TrainingCosts:
     """Seconds of scoring, updating and of the optimizer, up to the sizes that the budget (seconds of each) allows."""
-    from trl.trainer import add_fused_lm_head
-
-    policy.train()
-    add_fused_lm_head(policy.get_base_model() if workload.lora_rank else policy, outputs=("log_probs", "entropy"))
-    if workload.gradient_checkpointing:
-        policy.gradient_checkpointing_enable({"use_reentrant": False})  # as TRL does
-        policy.config.use_cache = False
+    prepare_policy(policy, workload)
 
     def score(rows: int, length: int) -> None:
         with torch.no_grad():
@@ -79,6 +73,17 @@ def measure_training(policy: Any, workload: Workload, budget: float) -> Training
 
     step()  # creates the optimizer's state
     return TrainingCosts(scoring, updating, Timing(1, [step(), step()]))
+
+
+def prepare_policy(policy: Any, workload: Workload) -> None:
+    """Let a policy compute its passes as in TRL's trainer."""
+    from trl.trainer import add_fused_lm_head
+
+    policy.train()
+    add_fused_lm_head(policy.get_base_model() if workload.lora_rank else policy, outputs=("log_probs", "entropy"))
+    if workload.gradient_checkpointing:
+        policy.gradient_checkpointing_enable({"use_reentrant": False})  # as TRL does
+        policy.config.use_cache = False
 
 
 def own_share(parameter: torch.nn.Parameter, gpus: int) -> torch.nn.Parameter:
