@@ -1,4 +1,4 @@
-"""The paper's losses as printed, which the objectives and the trainers are tested against."""
+"""The losses as their papers print them, which the objectives and the trainers are tested against."""
 
 import math
 
@@ -42,7 +42,7 @@ def reference_loss(
         epsilon_low: Distance of the lower clip bound below 1.
         epsilon_high: Distance of the upper clip bound above 1, before it is lifted.
         cap: C, a ratio, for acr and tis.
-        floor: The smallest weight of acr and tis; None for none.
+        floor: The smallest weight of acr and tis, None for none; the smallest ratio that a mask keeps, None for 1 / C.
         max_completion_length: Tokens; dr_grpo divides by it.
         num_items: Completion tokens of the whole batch; dapo divides by it.
 
@@ -66,6 +66,16 @@ def reference_loss(
         J = clipped(R_hat, upper)
     elif name == "decoupled":  # Eq. 4
         J = rho * clipped(R, upper)
+    elif name == "icepop":
+        assert cap is not None
+        kept = (rho <= cap) & (rho >= (min(cap, 1 / cap) if floor is None else floor))
+        J = kept * rho * clipped(R, upper)
+    elif name == "sequence_mask":
+        assert cap is not None
+        logs = [[x for x in row if not math.isnan(x)] for row in (prox - behav).tolist()]
+        means = [math.exp(sum(row) / len(row)) if row else 1.0 for row in logs]
+        kept = torch.tensor([[(min(cap, 1 / cap) if floor is None else floor) <= mean <= cap] for mean in means])
+        J = kept * clipped(R, upper)
     else:
         assert cap is not None and 0 < cap < math.inf
         weight = rho.clamp(min=floor, max=cap)  # (B, T), Eq. 5 for no floor

@@ -143,10 +143,6 @@ def test_updates_per_rollout(steps_per_generation, gradient_accumulation_steps, 
 # Settings that cannot work together -> what is wrong ... what to do.
 REFUSED = [
     (
-        {"use_vllm": False},
-        r"use_vllm=False leaves no rollout to quantize: keep it True, or use TRL's own",
-    ),
-    (
         {"rollout_quantization": "int4"},
         r"Unknown quantization scheme 'int4'; did you mean 'int8'\? Choose one of 'int8', 'fp8', 'w4a16', 'w8a16', or",
     ),
@@ -181,7 +177,7 @@ REFUSED = [
     ),
     (
         {"objective": "ppo"},
-        r"objective is 'ppo', but must be one of 'acr', 'tis', 'decoupled', 'quantized_ratio', 'naive'\.",
+        r"objective is 'ppo', but must be one of 'acr', 'tis', 'decoupled', 'quantized_ratio', 'naive', .*'trl'\.",
     ),
     (
         {"vllm_importance_sampling_correction": False},
@@ -200,30 +196,26 @@ REFUSED = [
     ({"vllm_importance_sampling_clip_max": float("inf")}, r"is inf: give a positive cap C .*objective='decoupled'"),
     (
         {"objective": "tis", "vllm_importance_sampling_clip_max": -1.0},
-        r"objective='tis' truncates .* give a positive cap",
+        r"objective='tis' limits .* give a positive cap",
     ),
-    ({"delta": 4.0}, r"delta=4\.0 puts a second upper bound .*: set delta=None, or use objective='tis'"),
+    ({"delta": 4.0}, r"delta=4\.0 puts a second upper bound .*: set delta=None, or use objective='tis'.* or 'trl'"),
+    (
+        {"importance_sampling_level": "sequence"},
+        r"importance_sampling_level='sequence' does not fit objective='acr', .*: use 'token', or use objective='tis'",
+    ),
     *(
         (
             {"objective": objective, "vllm_importance_sampling_mode": mode},
-            rf"mode='{mode}' does not fit objective='{objective}'.* Use 'token_truncate', or trl\.GRPOTrainer",
+            rf"mode='{mode}' does not fit objective='{objective}': leave it out, or use objective='trl'",
         )
         for objective in OBJECTIVES
-        for mode in ("token_mask", "sequence_truncate", "sequence_mask")
+        for mode in ("token_mask", "sequence_truncate")
     ),
     *(
         (
-            {"objective": objective, "importance_sampling_level": "sequence"},
-            rf"importance_sampling_level='sequence' does not fit objective='{objective}', .*: use 'token'",
+            {"loss_type": loss_type},
+            rf"loss_type='{loss_type}' does not fit objective='acr'.*'dr_grpo', 'dapo', or use objective='tis'.*'trl'",
         )
-        for objective in OBJECTIVES
-    ),
-    *(
-        (
-            {"objective": objective, "loss_type": loss_type},
-            rf"loss_type='{loss_type}' does not fit objective='{objective}'.*'grpo', 'bnpo', 'dr_grpo', 'dapo'",
-        )
-        for objective in OBJECTIVES
         for loss_type in ("cispo", "sapo", "vespo", "luspo")
     ),
     *(
@@ -246,7 +238,19 @@ def test_what_cannot_work_is_refused_with_the_way_out(settings, message):
 @pytest.mark.parametrize(
     "settings",
     [
-        *({"objective": objective, "loss_type": loss} for objective in OBJECTIVES for loss in CLIPPED_LOSS_TYPES),
+        *({"objective": "acr", "loss_type": loss} for loss in CLIPPED_LOSS_TYPES),
+        *(
+            {"objective": objective, "loss_type": loss, "importance_sampling_level": level, "delta": 4.0}
+            for objective in (*OBJECTIVES.keys() - {"acr"}, "trl")
+            for loss in (*CLIPPED_LOSS_TYPES, "cispo", "sapo", "vespo", "luspo")
+            for level in ("token", "sequence")
+            if not (objective == "trl" and loss == "vespo")  # TRL refuses it with its default mode
+        ),
+        *(
+            {"objective": "trl", "vllm_importance_sampling_mode": mode}
+            for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+        ),
+        {"objective": "trl", "vllm_importance_sampling_correction": False},
         *(
             {"objective": objective, "vllm_importance_sampling_clip_max": float("inf")}
             for objective in ("decoupled", "naive", "quantized_ratio")
@@ -268,6 +272,26 @@ def test_what_fits_is_accepted_without_a_warning(settings):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config(**settings)
+
+
+def test_trls_objective_has_trls_defaults_and_the_others_the_papers():
+    names = ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")
+    trls = GRPOConfig("out", **PLAIN)
+    assert [getattr(config(objective="trl"), name) for name in names] == [getattr(trls, name) for name in names]
+    assert [getattr(config(), name) for name in names] == ["token_truncate", 2.0]
+    given = config(objective="trl", vllm_importance_sampling_clip_max=2.0)
+    assert given.vllm_importance_sampling_clip_max == 2.0
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_defaults_of_trl_that_are_written_out_are_replaced_with_one_warning(objective):
+    names = ("use_vllm", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")
+    trls = GRPOConfig("out", **PLAIN)
+    with pytest.warns(UserWarning) as caught:
+        given = config(objective=objective, **{name: getattr(trls, name) for name in names})
+    assert [getattr(given, name) for name in names] == [True, "token_truncate", 2.0]
+    [message] = [str(warning.message) for warning in caught]
+    assert all(name in message for name in names) and caught[0].filename == __file__
 
 
 def test_llmcompressor_works_in_one_process(monkeypatch):

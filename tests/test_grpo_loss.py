@@ -158,6 +158,22 @@ def test_tis_is_trls_own_truncated_loss(loss_type, trainer, batch):
     assert ours.item() == theirs.item()
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", [*CLIPPED_LOSS_TYPES, "cispo", "sapo", "vespo", "luspo"])
+@pytest.mark.parametrize("objective", ["trl", "tis"])
+def test_every_loss_of_trls_is_trls_own(objective, loss_type, level, trainer, batch, monkeypatch):
+    monkeypatch.setattr(trainer, "importance_sampling_level", level)
+    monkeypatch.setattr(trainer.args, "delta", 1.5)
+    trainer.args.objective, trainer.loss_type = objective, loss_type
+    theirs = GRPOTrainer._compute_loss(trainer, trainer.model, batch)
+    trainer._metrics["train"].clear()
+    ours = our_loss(trainer, batch)
+    assert ours.item() == theirs.item() != 0
+    assert trainer._metrics["train"]["policy/approx_kl"][0] > 0
+    ours_gradients, theirs_gradients = gradients(trainer, ours), gradients(trainer, theirs)
+    assert all(torch.equal(ours_gradients[name], gradient) for name, gradient in theirs_gradients.items())
+
+
 def test_acr_equals_tis_where_no_ratio_exceeds_the_cap(trainer, batch):
     trainer.loss_type = "dapo"
     batch["sampling_per_token_logps"] = batch["sampling_per_token_logps"].maximum(

@@ -15,16 +15,19 @@ from typing import Literal, NamedTuple
 
 import torch
 
+Correction = Literal["none", "full", "truncated", "masked", "masked_sequence"]
+"""The weight: 1, ρ, min(ρ, C), ρ within a range and 0 outside (`masked_ratio`), or 1 and 0 (`sequence_mask`)."""
+
 
 @dataclass(frozen=True)
 class Objective:
-    """One row of the paper's comparison, or one that `register_objective` adds to it."""
+    """One row of the paper's comparison, one that others use, or one that `register_objective` adds to them."""
 
     name: str  # what users write (`objective="acr"`)
     source: str  # where it is stated, such as `"Eq. 9 of QuRL"`
     description: str  # what it does, for model cards; the end of a sentence
     denominator: Literal["proximal", "behavior"] = "proximal"  # the policy below the clipped ratio
-    correction: Literal["none", "full", "truncated"] = "none"  # the weight is 1, ρ or min(ρ, C)
+    correction: Correction = "none"  # the weight on a token, by `Correction`
     lifts_upper_bound: bool = False  # whether the upper clip bound is divided by the kept share r ("truncated" only)
 
     def __post_init__(self) -> None:
@@ -35,8 +38,12 @@ class Objective:
             )
 
 
+TRL_LOSS = "trl"
+"""The name for TRL's own loss and correction, which no `Objective` describes: whatever TRL's settings ask for."""
+
 OBJECTIVES: dict[str, Objective] = {}
-"""The objectives by name: `acr`, `tis`, `decoupled`, `quantized_ratio`, `naive`, and those added since."""
+"""The objectives by name: `acr`, `tis`, `decoupled`, `quantized_ratio`, `naive`, `icepop`, `sequence_mask`, and those
+added since."""
 
 
 def register_objective(objective: Objective) -> None:
@@ -48,7 +55,7 @@ def register_objective(objective: Objective) -> None:
     Raises:
         ValueError: There is one of that name already.
     """
-    if objective.name in OBJECTIVES:
+    if objective.name in (*OBJECTIVES, TRL_LOSS):
         raise ValueError(f"There is an objective {objective.name!r} already: give this one another name.")
     OBJECTIVES[objective.name] = objective
 
@@ -79,6 +86,20 @@ for _objective in (
         "naive",
         "Eq. 1 of QuRL",
         "the ratio to the full-precision policy, clipped; the difference to the quantized one is not corrected",
+    ),
+    Objective(
+        "icepop",
+        "IcePop, arXiv 2510.18855",
+        "the ratio to the full-precision policy, clipped; each token weighted by the importance ratio, or left out "
+        "where that is outside of a range",
+        correction="masked",
+    ),
+    Objective(
+        "sequence_mask",
+        "the geometric mask of Liu et al. 2025, richardli.xyz/rl-collapse",
+        "the ratio to the full-precision policy, clipped; completions are left out whose mean importance ratio per "
+        "token is outside of a range",
+        correction="masked_sequence",
     ),
 ):
     register_objective(_objective)
@@ -188,6 +209,49 @@ def adaptive_clip_range(rho: torch.Tensor, cap: float, epsilon_low: float, epsil
     return ClipRange(torch.full_like(rho, epsilon_low), torch.where(rho > cap, lifted, epsilon_high))
 
 
+def masked_ratio(rho: torch.Tensor, floor: float, cap: float) -> torch.Tensor:
+    """ρ where it lies in a range, and 0 elsewhere: tokens of two policies that disagree teach nothing.
+
+        M(ρ) = ρ if floor ≤ ρ ≤ cap, else 0
+
+    Source: IcePop, arXiv 2510.18855, with floor 0.5 and cap 5.
+
+    Args:
+        rho: ρ, `(B, T)`.
+        floor: Smallest ratio that is kept.
+        cap: Largest ratio that is kept.
+
+    Returns:
+        The weights, `(B, T)`.
+    """
+    return torch.where((rho >= floor) & (rho <= cap), rho, 0.0)
+
+
+def sequence_mask(
+    proximal_logps: torch.Tensor, behavior_logps: torch.Tensor, floor: float, cap: float
+) -> torch.Tensor:
+    """1 for completions on which the two policies agree on average, and 0 for all others.
+
+        M = 1 if floor ≤ (∏ ρ_t)^(1/n) ≤ cap, else 0
+
+    With the geometric mean of ρ over the n tokens that the engine scored; unlike their product it does not grow with
+    the length. Source: Liu et al. 2025, "When Speed Kills Stability", part 3 (richardli.xyz/rl-collapse-3).
+
+    Args:
+        proximal_logps: `(B, T)`.
+        behavior_logps: `(B, T)`; NaN where a token is not learned from, or the engine returned nothing.
+        floor: Smallest mean ratio that is kept.
+        cap: Largest mean ratio that is kept.
+
+    Returns:
+        The weights, `(B, 1)`; 1 where no token was scored.
+    """
+    scored = ~behavior_logps.isnan()
+    log_ratio = torch.where(scored, proximal_logps - behavior_logps, 0.0).sum(-1, keepdim=True)  # (B, 1)
+    mean = (log_ratio / scored.sum(-1, keepdim=True).clamp(min=1)).exp()
+    return ((mean >= floor) & (mean <= cap)).to(proximal_logps.dtype)
+
+
 def surrogate_terms(
     objective: str,
     proximal_logps: torch.Tensor,
@@ -202,14 +266,16 @@ def surrogate_terms(
 
         weight · min(R·A, clip(R, 1 − ε_low, 1 + ε_high)·A),    R = exp(policy_logps − old_logps)
 
-    Where old_logps, weight, ε_low and ε_high are returned. Source: Eq. 1, 3, 4, 5 and 9, as `OBJECTIVES` says.
+    Where old_logps, weight, ε_low and ε_high are returned. Source: as `OBJECTIVES` says.
 
     Args:
         objective: A name in `OBJECTIVES`.
         proximal_logps: `(B, T)`.
         behavior_logps: `(B, T)`, may hold NaN: ρ = 1 there, with π_prox instead of π_behav below the ratio.
-        cap: C, a ratio: the largest weight. Finite and above 0 for acr and tis; the others do not read it.
-        floor: The smallest weight of acr and tis, a ratio; None for none (the paper has none).
+        cap: C, a ratio: the largest weight, or the largest ratio that a mask keeps. Finite and above 0 for all but
+            decoupled, quantized_ratio and naive, which do not read it.
+        floor: The smallest weight of acr and tis, a ratio; None for none (the paper has none). For icepop and
+            sequence_mask the smallest ratio that is kept; None for 1 / C.
         epsilon_low: Distance of the lower clip bound below 1.
         epsilon_high: Distance of the upper clip bound above 1.
 
@@ -233,6 +299,13 @@ def surrogate_terms(
     elif preset.correction == "truncated":
         cap = _check_cap(cap, floor)
         weight = rho.clamp(min=floor, max=cap)  # (B, T)
+
+    elif preset.correction.startswith("masked"):
+        cap = _check_cap(cap, floor)
+        floor = min(cap, 1 / cap) if floor is None else floor
+        weight = masked_ratio(rho, floor, cap)
+        if preset.correction == "masked_sequence":
+            weight = sequence_mask(proximal_logps, behavior_logps, floor, cap).expand_as(rho)
 
     clip_range = ClipRange(torch.full_like(rho, epsilon_low), torch.full_like(rho, epsilon_high))
     if preset.lifts_upper_bound:

@@ -4,7 +4,7 @@ Everything that cannot work together is refused here, before a model is loaded.
 """
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from trl import GRPOConfig
@@ -12,10 +12,19 @@ from trl import GRPOConfig
 from trl_qurl.config.checks import check_choice, check_numbers
 from trl_qurl.config.help import with_help
 from trl_qurl.config.rollout import QuantizedRolloutsConfig
-from trl_qurl.objective import OBJECTIVES, get_objective
+from trl_qurl.objective import OBJECTIVES, TRL_LOSS, get_objective
 
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
-"""TRL's losses that clamp the ratio on both sides and average over tokens: what the paper's objectives are made of."""
+"""TRL's losses that clamp the ratio on both sides and average over tokens: the ones whose bounds ACR can lift."""
+
+TRLS_DEFAULTS = {field.name: field.default for field in fields(GRPOConfig)}
+
+
+class PapersCap(float):
+    """The default cap C of the paper's objectives, to be told from one that was given."""
+
+
+PAPERS_CAP = PapersCap(2.0)
 
 
 @with_help
@@ -57,23 +66,31 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
 
     Args:
         objective: `acr` (QuRL, Eq. 9), `tis` (FlashRL, Eq. 5), `decoupled` (Eq. 4), `quantized_ratio` (Eq. 3) or
-            `naive` (Eq. 1). The cap C is `vllm_importance_sampling_clip_max`.
+            `naive` (Eq. 1). The cap C is `vllm_importance_sampling_clip_max`. `icepop` leaves out tokens, and
+            `sequence_mask` completions, whose ratio is outside of `vllm_importance_sampling_clip_min` (by default 1/C)
+            to C. `trl` is TRL's own loss with its own
+            correction, whatever its settings ask for.
 
     > Changed defaults
 
-        vllm_importance_sampling_mode: How TRL forms the importance ratio; the objectives here are per token.
-        vllm_importance_sampling_clip_max: Cap C of the importance ratio (a ratio, not a log).
+        vllm_importance_sampling_mode: How TRL forms the importance ratio. By default `token_truncate`, or TRL's own
+            default with `objective="trl"`; the other objectives are per token.
+        vllm_importance_sampling_clip_max: Cap C of the importance ratio (a ratio, not a log). By default 2.0, or TRL's
+            own default with `objective="trl"`.
 
     Raises:
         ValueError: Settings that cannot work together; the message names them and says what to change.
     """
 
-    vllm_importance_sampling_mode: str = "token_truncate"
-    vllm_importance_sampling_clip_max: float | None = 2.0
+    vllm_importance_sampling_mode: str | None = None
+    vllm_importance_sampling_clip_max: float | None = PAPERS_CAP
     objective: str = "acr"
 
     def __post_init__(self) -> None:
+        check_choice("objective", self.objective, (*OBJECTIVES, TRL_LOSS))
         super().__post_init__()
+        if self.objective == TRL_LOSS:
+            return
         self._check_objective()
         if get_objective(self.objective).lifts_upper_bound and self.updates_per_rollout <= 1:
             warnings.warn(
@@ -83,37 +100,56 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
                 stacklevel=3,
             )
 
+    def _replace_trls_defaults(self) -> list[str]:
+        replaced, is_trls = super()._replace_trls_defaults(), self.objective == TRL_LOSS
+        mode, cap = "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"
+        defaults = TRLS_DEFAULTS if is_trls else {mode: "token_truncate", cap: float(PAPERS_CAP)}
+        unset = {mode: getattr(self, mode) is None, cap: isinstance(getattr(self, cap), PapersCap)}
+        is_written_out = not is_trls and getattr(self, mode) == TRLS_DEFAULTS[mode]
+        for name, is_unset in unset.items():
+            value = getattr(self, name)
+            if is_written_out and value == TRLS_DEFAULTS[name]:
+                replaced.append(f"{name}={value!r} by {defaults[name]!r}")
+                is_unset = True
+            if is_unset:
+                setattr(self, name, defaults[name])
+        return replaced
+
     def _check_objective(self) -> None:
-        check_choice("objective", self.objective, OBJECTIVES)
         objective = get_objective(self.objective)
         if not self.vllm_importance_sampling_correction:
             raise ValueError(
                 "vllm_importance_sampling_correction=False would hide the engine's log-probabilities: leave it True, "
-                "and set objective='naive' for training without correction."
+                "and set objective='naive' for training without correction, or 'trl' for TRL's own loss."
             )
         if self.vllm_importance_sampling_mode != "token_truncate":
             raise ValueError(
                 f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} does not fit objective="
-                f"{self.objective!r}. Use 'token_truncate', or trl.GRPOTrainer for the other modes."
+                f"{self.objective!r}: leave it out, or use objective='trl', TRL's own loss and correction."
             )
+        if objective.lifts_upper_bound:
+            self._check_lifted_bound()
+        cap = self.vllm_importance_sampling_clip_max
+        if objective.correction not in ("none", "full") and (cap is None or not 0 < cap < float("inf")):
+            raise ValueError(
+                f"objective={self.objective!r} limits the ratio, but vllm_importance_sampling_clip_max is {cap}: "
+                "give a positive cap C (the paper: 2.0), or use objective='decoupled' for none."
+            )
+
+    def _check_lifted_bound(self) -> None:
+        others = "or use objective='tis', which takes any, or 'trl'"
         if self.importance_sampling_level != "token":
             raise ValueError(
                 f"importance_sampling_level={self.importance_sampling_level!r} does not fit objective="
-                f"{self.objective!r}, whose clip range is per token: use 'token'."
+                f"{self.objective!r}, which lifts the clip bound of single tokens: use 'token', {others}."
             )
         if self.loss_type not in CLIPPED_LOSS_TYPES:
             raise ValueError(
-                f"loss_type={self.loss_type!r} does not fit objective={self.objective!r}, which is clipped on both "
-                f"sides: use one of {', '.join(map(repr, CLIPPED_LOSS_TYPES))}."
+                f"loss_type={self.loss_type!r} does not fit objective={self.objective!r}, which lifts one of two "
+                f"clip bounds: use one of {', '.join(map(repr, CLIPPED_LOSS_TYPES))}, {others}."
             )
-        cap = self.vllm_importance_sampling_clip_max
-        if objective.correction == "truncated" and (cap is None or not 0 < cap < float("inf")):
-            raise ValueError(
-                f"objective={self.objective!r} truncates the ratio, but vllm_importance_sampling_clip_max is {cap}: "
-                "give a positive cap C (the paper: 2.0), or use objective='decoupled' for none."
-            )
-        if objective.lifts_upper_bound and self.delta is not None:
+        if self.delta is not None:
             raise ValueError(
                 f"delta={self.delta} puts a second upper bound on the ratio, and objective={self.objective!r} lifts "
-                "the first: set delta=None, or use objective='tis'."
+                f"the first: set delta=None, {others}."
             )

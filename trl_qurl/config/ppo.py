@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import inf
 
 from trl_qurl.config.checks import check_numbers
-from trl_qurl.config.grpo import QuRLGRPOConfig
+from trl_qurl.config.grpo import CLIPPED_LOSS_TYPES, QuRLGRPOConfig
 from trl_qurl.config.help import with_help
 
 
@@ -83,6 +83,12 @@ class QuRLPPOConfig(QuRLGRPOConfig):
         check_numbers(self, ["critic_learning_rate", "value_loss_coef"], lambda x: 0 < x < inf, "positive and finite")
         check_numbers(self, ["critic_warmup_steps"], lambda n: n >= 0, "a number of optimizer steps, or 0 for none")
         check_numbers(self, ["value_clip_range"], lambda x: x is None or x > 0, "positive, or None for no clipping")
+        if self.loss_type not in CLIPPED_LOSS_TYPES or self.importance_sampling_level != "token":
+            raise ValueError(
+                f"loss_type={self.loss_type!r} with importance_sampling_level={self.importance_sampling_level!r} does "
+                "not fit PPO, whose ratio and advantages are those of single tokens, clipped on both sides: use "
+                f"'token', and one of {', '.join(map(repr, CLIPPED_LOSS_TYPES))}."
+            )
         if self.kl_in_reward and self.beta == 0:
             raise ValueError("kl_in_reward=True with beta=0 penalizes nothing: give beta a weight (0.001 is usual).")
         if self.dynamic_sampling:

@@ -5,6 +5,7 @@ a few of TRL's fields, which all of TRL's trainers with vLLM have (`learning_rat
 """
 
 import json
+import warnings
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -118,6 +119,13 @@ class QuantizedRolloutsConfig:
     weight_metrics_interval: int = 16
 
     def __post_init__(self: Any) -> None:
+        replaced = self._replace_trls_defaults()
+        if replaced:
+            warnings.warn(
+                f"Defaults of TRL that quantized rollouts have no use for are replaced: {', '.join(replaced)}. Leave "
+                "them out to avoid this warning.",
+                stacklevel=4,
+            )
         super().__post_init__()  # type: ignore[misc]  # TRL's config, which comes after this class
         self.rollout_quantization = parse_scheme(self.rollout_quantization)
         if isinstance(self.quantization_ignore, str):  # one pattern, as YAML may give it
@@ -151,9 +159,14 @@ class QuantizedRolloutsConfig:
         """Optimizer updates made with the tokens of one rollout."""
         return self.num_iterations * self.steps_per_generation / self.gradient_accumulation_steps
 
+    def _replace_trls_defaults(self) -> list[str]:
+        """Replace settings that were written out as TRL has them and cannot be meant; returns what was done."""
+        if self.use_vllm:
+            return []
+        self.use_vllm = True
+        return ["use_vllm=False by True"]
+
     def _check_format(self: Any) -> None:
-        if not self.use_vllm:
-            raise ValueError("use_vllm=False leaves no rollout to quantize: keep it True, or use TRL's own trainer.")
         check_choice("training_forward", self.training_forward, ("full_precision", "quantized"))
         if self.training_forward == "quantized" and self.rollout_quantization is None:
             raise ValueError(

@@ -4,8 +4,10 @@ The rollouts are `QuantizedRolloutsMixin`'s. This file corrects for the mismatch
 sampled and the full-precision policy that learns: the objective's inputs are computed once per rollout and added to
 the batch, where TRL's own loss reads them (`old_per_token_logps`, `importance_sampling_ratio`, clip bounds per token).
 
+With `objective="trl"` TRL's loss and correction are left as they are, and the mismatch is measured beside them.
+
 With one update per rollout the log-probabilities "at rollout time" are those of the update itself. No pass computes
-them beforehand, and the inputs are completed inside of TRL's loss, after its forward pass.
+them beforehand, and the inputs are completed inside of TRL's loss, after its forward pass (not with `"trl"`).
 """
 
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 from trl.trainer import grpo_trainer
 
 from trl_qurl.config import QuRLGRPOConfig
-from trl_qurl.objective import get_objective, surrogate_terms
+from trl_qurl.objective import TRL_LOSS, get_objective, surrogate_terms
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.dynamic_sampling.trainer import DynamicSamplingTrainer
 from trl_qurl.trainers.loss_metrics import loss_metrics
@@ -91,7 +93,7 @@ Y. K. Li and Y. Wu and Daya Guo},
 
     def _generate(self, prompts: list) -> tuple:
         generated = super()._generate(prompts)
-        if generated[4] is None:
+        if generated[4] is None and self.vllm_importance_sampling_correction:
             raise ValueError(
                 "rollout_func returned logprobs=None, which the objective needs: return a list for each completion, "
                 "with the log-probability of each token (the third result of trainer.vllm_generation.generate)."
@@ -106,21 +108,32 @@ Y. K. Li and Y. Wu and Daya Guo},
             batch = super()._generate_and_score_completions(inputs)
         if "old_per_token_logps" in batch:
             batch |= self._objective_inputs(batch, batch["old_per_token_logps"])
+        if "proximal_logps" in batch and "sampling_per_token_logps" in batch:
             self._record(self._mismatch.pop())
         return batch
 
     @property
+    def _uses_trls_loss(self) -> bool:
+        return self.args.objective == TRL_LOSS
+
+    @property
     def _scores_in_update(self) -> bool:
         """Whether every token of a rollout meets the policy that was in force when it was made."""
+        if self._uses_trls_loss:
+            return False
         return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
 
     def _objective_inputs(self, batch: dict[str, Any], proximal_logps: torch.Tensor) -> dict[str, torch.Tensor]:
         """What TRL's loss reads to compute the objective, (B, T) each; adds up the mismatch, too."""
         learned = learned_tokens(batch)
-        behavior_logps = batch["sampling_per_token_logps"]
+        behavior_logps = batch.get("sampling_per_token_logps")
         cap = self.vllm_importance_sampling_clip_max
         cap = float("inf") if cap is None else cap
-        self._mismatch.add(proximal_logps, behavior_logps, learned, cap)
+        if behavior_logps is not None:
+            self._mismatch.add(proximal_logps, behavior_logps, learned, cap)
+        if self._uses_trls_loss:
+            return {"proximal_logps": proximal_logps}
+        assert behavior_logps is not None, "only TRL's own loss can do without"
         terms = surrogate_terms(
             self.args.objective,
             proximal_logps,
@@ -131,18 +144,19 @@ Y. K. Li and Y. Wu and Daya Guo},
             epsilon_low=float(self.epsilon_low),
             epsilon_high=float(self.epsilon_high),
         )
-        return {
+        found = {
             "old_per_token_logps": terms.old_logps,
             "importance_sampling_ratio": terms.weight,
-            "epsilon_low": terms.epsilon_low,
-            "epsilon_high": terms.epsilon_high,
             "proximal_logps": proximal_logps,
         }
+        if get_objective(self.args.objective).lifts_upper_bound:  # else TRL's numbers serve ratios of any shape
+            found |= {"epsilon_low": terms.epsilon_low, "epsilon_high": terms.epsilon_high}
+        return found
 
     # Loss ------------------------------------------------------------------------------------------------------------
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        is_scored = "proximal_logps" in inputs
+        is_scored = self._uses_trls_loss or "proximal_logps" in inputs
         inputs = dict(inputs)
         with (
             substitute(self, "epsilon_low", inputs.get("epsilon_low", self.epsilon_low)),
@@ -151,10 +165,9 @@ Y. K. Li and Y. Wu and Daya Guo},
         ):
             loss = super()._compute_loss(model, inputs)
         assert self._policy_logps is not None  # the loss makes one forward pass
-        lifts = get_objective(self.args.objective).lifts_upper_bound
-        learned, epsilon_high = learned_tokens(inputs), float(self.epsilon_high)
-        metrics = loss_metrics(self._policy_logps, inputs, learned, epsilon_high, lifts, self._sum_over_processes)
-        self._record(metrics)
+        if "proximal_logps" in inputs:
+            learned, epsilon_high = learned_tokens(inputs), float(self.epsilon_high)
+            self._record(loss_metrics(self._policy_logps, inputs, learned, epsilon_high, self._sum_over_processes))
         # The last micro-batch of a rollout (TRL counts it in `_step` after its loss); in evaluation each is one.
         is_last = self._mode == "eval" or (self._step + 1) % self.args.steps_per_generation == 0
         if is_last and not is_scored:
@@ -167,23 +180,27 @@ Y. K. Li and Y. Wu and Daya Guo},
         if self._unscored_inputs is not None:
             # TRL's loss runs its forward pass first, and reads all of this only afterwards.
             self._unscored_inputs |= self._objective_inputs(self._unscored_inputs, self._policy_logps)
-            self.epsilon_low = self._unscored_inputs["epsilon_low"]
-            self.epsilon_high = self._unscored_inputs["epsilon_high"]
+            self.epsilon_low = self._unscored_inputs.get("epsilon_low", self.epsilon_low)
+            self.epsilon_high = self._unscored_inputs.get("epsilon_high", self.epsilon_high)
         return result
 
     # Model card ------------------------------------------------------------------------------------------------------
 
     def _describe_run(self) -> tuple[list[str], dict[str, object]]:
         sentences, settings = super()._describe_run()
-        args, objective = self.args, get_objective(self.args.objective)
+        args = self.args
         upper = args.epsilon if args.epsilon_high is None else args.epsilon_high
         settings |= {
-            "`objective`": objective.name,
+            "`objective`": args.objective,
             "cap C (`vllm_importance_sampling_clip_max`)": args.vllm_importance_sampling_clip_max,
             "`epsilon`, `epsilon_high`": f"{args.epsilon}, {upper}",
             "`loss_type`": args.loss_type,
         }
-        sentence = f"The objective is `{objective.name}` ({objective.source}): {objective.description}."
+        if self._uses_trls_loss:
+            sentence = f"The loss and its correction are TRL's own (`{args.vllm_importance_sampling_mode}`)."
+        else:
+            objective = get_objective(args.objective)
+            sentence = f"The objective is `{objective.name}` ({objective.source}): {objective.description}."
         return [*sentences, sentence], settings
 
 

@@ -10,6 +10,7 @@ quantization, logs what rollouts cost, saves quantized checkpoints and resumes i
 corrects for the mismatch of the two policies (`grpo.py`).
 """
 
+import dataclasses
 import time
 import warnings
 import weakref
@@ -91,6 +92,10 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         if config is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             return kind(f"{name.split('/')[-1] or 'model'}-QuRL-{cls._algorithm}")
+        if type(config) in kind.__mro__ and type(config).__module__.startswith("trl."):
+            given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
+            # TRL has computed one of them from the other, and refuses both.
+            return kind(**{name: value for name, value in given.items() if name != "generation_batch_size"})
         if not isinstance(config, kind):
             raise TypeError(
                 f"args is a {type(config).__name__}, which lacks settings of {cls.__name__}: pass a "

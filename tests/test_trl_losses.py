@@ -1,0 +1,51 @@
+"""TRL's own losses and configs on quantized rollouts: real runs, and a GRPOConfig where ours is asked for."""
+
+import json
+
+import pytest
+from datasets import Dataset
+from tiny import tiny_model, tiny_tokenizer
+from trl import GRPOConfig
+
+from trl_qurl import QuRLGRPOTrainer
+
+RUNS = {
+    "GSPO": {"objective": "trl", "importance_sampling_level": "sequence"},
+    "CISPO, one update": {"objective": "trl", "loss_type": "cispo", "steps_per_generation": 1, "max_steps": 2},
+    "no correction": {"objective": "trl", "vllm_importance_sampling_correction": False, "loss_type": "sapo"},
+    "CISPO, tis": {"objective": "tis", "loss_type": "cispo", "steps_per_generation": 1, "max_steps": 2},
+    "GSPO, IcePop": {"objective": "icepop", "importance_sampling_level": "sequence"},
+}
+
+
+@pytest.fixture(scope="module")
+def histories(train, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("runs")
+    records = train(*([directory / "out", "--config", json.dumps(settings)] for settings in RUNS.values()))
+    return {name: record["history"] for name, record in zip(RUNS, records, strict=True)}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", RUNS)
+def test_a_real_run_learns_and_measures_the_mismatch(name, histories):
+    steps = [row for row in histories[name] if "grad_norm" in row]
+    assert len(steps) == RUNS[name].get("max_steps", 4) and all(row["grad_norm"] > 0 for row in steps)
+    measured = [row["mismatch/kl_k3"] for row in histories[name] if "mismatch/kl_k3" in row]
+    assert measured and all(0 < kl < 0.1 for kl in measured)
+
+
+def test_a_grpo_config_is_taken_as_it_is(tmp_path):
+    config = GRPOConfig(
+        str(tmp_path), num_generations=2, per_device_train_batch_size=4, use_cpu=True, bf16=False, report_to=[]
+    )
+    with (
+        pytest.warns(UserWarning, match=r"Defaults of TRL .* are replaced: use_vllm=False by True, "),
+        pytest.raises(ValueError, match="train_dataset has 1 prompts and a rollout takes 2"),
+    ):
+        QuRLGRPOTrainer(
+            tiny_model(),
+            lambda completions, **kwargs: [0.0] * len(completions),
+            config,
+            train_dataset=Dataset.from_dict({"prompt": ["ab"]}),
+            processing_class=tiny_tokenizer(),
+        )
