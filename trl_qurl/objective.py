@@ -1,8 +1,7 @@
 """The objectives: importance ratio, adaptive clip range, and what a trainer hands to TRL's own loss.
 
-Pure functions of tensors and floats; nothing here knows a trainer, a config or a process group. The clipped surrogate
-itself is not here: TRL computes it, and `surrogate_terms` chooses its inputs so that it computes the objective asked
-for. `tests/reference_loss.py` has the paper's equations as they are printed, to test that against.
+Pure functions of tensors and floats. TRL computes the clipped surrogate, and `surrogate_terms` chooses its inputs so
+that it is the objective asked for. `tests/reference_loss.py` has the equations as the papers print them.
 
 Shapes: `B` sequences, `T` completion tokens. Equation numbers: QuRL, arXiv:2602.13953. Log-probabilities, in nats:
 `behavior_logps` of the quantized policy that sampled the tokens, `proximal_logps` of the full-precision policy at that
@@ -16,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 
 Correction = Literal["none", "full", "truncated", "masked", "masked_sequence"]
-"""The weight: 1, ρ, min(ρ, C), ρ within a range and 0 outside (`masked_ratio`), or 1 and 0 (`sequence_mask`)."""
+"""The weight: 1, ρ, min(ρ, C), ρ from floor to C and 0 elsewhere, or `sequence_mask`'s."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,10 @@ class Objective:
             )
 
 
-TRL_LOSS = "trl"
-"""The name for TRL's own loss and correction, which no `Objective` describes: whatever TRL's settings ask for."""
+TRL_LOSS = "trl"  # TRL's own loss and correction, which no `Objective` describes
 
 OBJECTIVES: dict[str, Objective] = {}
-"""The objectives by name: `acr`, `tis`, `decoupled`, `quantized_ratio`, `naive`, `icepop`, `sequence_mask`, and those
-added since."""
+"""The objectives by name, with those that were added since."""
 
 
 def register_objective(objective: Objective) -> None:
@@ -209,24 +206,6 @@ def adaptive_clip_range(rho: torch.Tensor, cap: float, epsilon_low: float, epsil
     return ClipRange(torch.full_like(rho, epsilon_low), torch.where(rho > cap, lifted, epsilon_high))
 
 
-def masked_ratio(rho: torch.Tensor, floor: float, cap: float) -> torch.Tensor:
-    """ρ where it lies in a range, and 0 elsewhere: tokens of two policies that disagree teach nothing.
-
-        M(ρ) = ρ if floor ≤ ρ ≤ cap, else 0
-
-    Source: IcePop, arXiv 2510.18855, with floor 0.5 and cap 5.
-
-    Args:
-        rho: ρ, `(B, T)`.
-        floor: Smallest ratio that is kept.
-        cap: Largest ratio that is kept.
-
-    Returns:
-        The weights, `(B, T)`.
-    """
-    return torch.where((rho >= floor) & (rho <= cap), rho, 0.0)
-
-
 def sequence_mask(
     proximal_logps: torch.Tensor, behavior_logps: torch.Tensor, floor: float, cap: float
 ) -> torch.Tensor:
@@ -303,7 +282,7 @@ def surrogate_terms(
     elif preset.correction.startswith("masked"):
         cap = _check_cap(cap, floor)
         floor = min(cap, 1 / cap) if floor is None else floor
-        weight = masked_ratio(rho, floor, cap)
+        weight = torch.where((rho >= floor) & (rho <= cap), rho, 0.0)  # (B, T)
         if preset.correction == "masked_sequence":
             weight = sequence_mask(proximal_logps, behavior_logps, floor, cap).expand_as(rho)
 

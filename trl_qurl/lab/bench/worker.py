@@ -77,7 +77,6 @@ def start_engine(job: Job, policy: Any) -> LLM:
     from trl_qurl.quantization.storage import write_config
     from trl_qurl.rollout.directory import CheckpointDirectory
     from trl_qurl.rollout.engine.colocated import adapter_arguments, check_head_size, with_adapter
-    from trl_qurl.rollout.engine.interface import CPU_DUMMY_FORMAT
     from trl_qurl.rollout.engine.kernels import kernel_environment
     from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
@@ -103,7 +102,11 @@ def start_engine(job: Job, policy: Any) -> LLM:
     }
     if job.adapter:
         arguments |= adapter_arguments(workload.lora_rank)
-        arguments["load_format"] = "dummy" if torch.cuda.is_available() else CPU_DUMMY_FORMAT
+        arguments["load_format"] = "dummy"
+        if not torch.cuda.is_available():
+            from trl_qurl.lab.bench.loader import CPU_DUMMY_FORMAT
+
+            arguments["load_format"] = CPU_DUMMY_FORMAT
     engine = with_adapter(LLM) if job.adapter else LLM
     return engine(**{**arguments, **job.engine_kwargs})
 

@@ -24,9 +24,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-from trl_qurl.rollout.engine.interface import CPU_DUMMY_FORMAT, CPU_LOAD_FORMAT
+from trl_qurl.rollout.engine.interface import CPU_LOAD_FORMAT
 
 
 class ReloadableCPUInt8Kernel(CPUInt8ScaledMMLinearKernel):
@@ -81,14 +80,6 @@ class CPUModelLoader(DefaultModelLoader):
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(replace(load_config, load_format="auto"))
-
-    def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:  # noqa: D102
-        return with_empty_weights(super().load_model(*args, **kwargs))
-
-
-@register_model_loader(CPU_DUMMY_FORMAT)
-class CPUDummyLoader(DummyModelLoader):
-    """The same for weights that are made up."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:  # noqa: D102
         return with_empty_weights(super().load_model(*args, **kwargs))

@@ -20,9 +20,6 @@ ADAPTER = "trl-qurl-policy"
 CPU_LOAD_FORMAT = "trl-qurl-cpu"
 """vLLM's name for our loader of models, with which its CPU build takes an adapter on INT8 layers (`cpu`)."""
 
-CPU_DUMMY_FORMAT = "trl-qurl-cpu-dummy"
-"""The same with weights that are made up, as vLLM's `"dummy"`."""
-
 REFUSED = "Nothing was loaded."
 """How a worker ends its refusal of weights, which it would refuse again."""
 
