@@ -70,7 +70,7 @@ def reference_loss(
         assert cap is not None
         kept = (rho <= cap) & (rho >= (min(cap, 1 / cap) if floor is None else floor))
         J = kept * rho * clipped(R, upper)
-    elif name == "sequence_mask":
+    elif name == "geometric_mask":
         assert cap is not None
         logs = [[x for x in row if not math.isnan(x)] for row in (prox - behav).tolist()]
         means = [math.exp(sum(row) / len(row)) if row else 1.0 for row in logs]

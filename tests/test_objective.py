@@ -87,7 +87,7 @@ def test_one_token_by_hand(policy, advantage, expected):
 
 
 def test_expected_table_names_every_objective():
-    assert set(OBJECTIVES) == {"acr", "tis", "decoupled", "quantized_ratio", "naive", "icepop", "sequence_mask"}
+    assert set(OBJECTIVES) == {"acr", "tis", "decoupled", "quantized_ratio", "naive", "icepop", "geometric_mask"}
     assert all(objective.name == name for name, objective in OBJECTIVES.items())
 
 
@@ -99,9 +99,9 @@ def test_masks_by_hand():
         torch.testing.assert_close(terms.weight, torch.tensor([weights], dtype=torch.float64))
     # The mean of three: (2 · 3 · 1/4)^(1/3) = 1.145.
     for cap, floor, weight in ((1.1, None, 0), (1.2, None, 1), (1.2, 1.14, 1), (1.2, 1.15, 0)):
-        terms = surrogate_terms("sequence_mask", proximal, behavior, cap=cap, floor=floor, **CLIP)
+        terms = surrogate_terms("geometric_mask", proximal, behavior, cap=cap, floor=floor, **CLIP)
         assert torch.equal(terms.weight, torch.full((1, 4), weight, dtype=torch.float64))
-    unscored = surrogate_terms("sequence_mask", proximal, torch.full_like(behavior, math.nan), cap=1.2, **CLIP)
+    unscored = surrogate_terms("geometric_mask", proximal, torch.full_like(behavior, math.nan), cap=1.2, **CLIP)
     assert torch.equal(unscored.weight, torch.ones(1, 4, dtype=torch.float64))
 
 
@@ -235,7 +235,7 @@ def test_no_gradient_flows_through_the_sampling():
 
 
 def test_unknown_objective_lists_the_known_ones():
-    with pytest.raises(ValueError, match="'ppo'.*acr, tis, decoupled, quantized_ratio, naive, icepop, sequence_mask"):
+    with pytest.raises(ValueError, match="'ppo'.*acr, tis, decoupled, quantized_ratio, naive, icepop, geometric_mask"):
         get_objective("ppo")
 
 

@@ -39,7 +39,7 @@ def test_a_grpo_config_is_taken_as_it_is(tmp_path):
         str(tmp_path), num_generations=2, per_device_train_batch_size=4, use_cpu=True, bf16=False, report_to=[]
     )
     with (
-        pytest.warns(UserWarning, match=r"Defaults of TRL .* are replaced: use_vllm=False by True, "),
+        pytest.warns(UserWarning, match=r"TRL's defaults, .* replaced: use_vllm=False by True, "),
         pytest.raises(ValueError, match="train_dataset has 1 prompts and a rollout takes 2"),
     ):
         QuRLGRPOTrainer(

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 
 Correction = Literal["none", "full", "truncated", "masked", "masked_sequence"]
-"""The weight: 1, ρ, min(ρ, C), ρ from floor to C and 0 elsewhere, or `sequence_mask`'s."""
+"""The weight: 1, ρ, min(ρ, C), ρ from floor to C and 0 elsewhere, or `geometric_mask`'s."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ for _objective in (
         correction="masked",
     ),
     Objective(
-        "sequence_mask",
+        "geometric_mask",
         "the geometric mask of Liu et al. 2025, richardli.xyz/rl-collapse",
         "the ratio to the full-precision policy, clipped; completions are left out whose mean importance ratio per "
         "token is outside of a range",
@@ -206,7 +206,7 @@ def adaptive_clip_range(rho: torch.Tensor, cap: float, epsilon_low: float, epsil
     return ClipRange(torch.full_like(rho, epsilon_low), torch.where(rho > cap, lifted, epsilon_high))
 
 
-def sequence_mask(
+def geometric_mask(
     proximal_logps: torch.Tensor, behavior_logps: torch.Tensor, floor: float, cap: float
 ) -> torch.Tensor:
     """1 for completions on which the two policies agree on average, and 0 for all others.
@@ -254,7 +254,7 @@ def surrogate_terms(
         cap: C, a ratio: the largest weight, or the largest ratio that a mask keeps. Finite and above 0 for all but
             decoupled, quantized_ratio and naive, which do not read it.
         floor: The smallest weight of acr and tis, a ratio; None for none (the paper has none). For icepop and
-            sequence_mask the smallest ratio that is kept; None for 1 / C.
+            geometric_mask the smallest ratio that is kept; None for 1 / C.
         epsilon_low: Distance of the lower clip bound below 1.
         epsilon_high: Distance of the upper clip bound above 1.
 
@@ -284,7 +284,7 @@ def surrogate_terms(
         floor = min(cap, 1 / cap) if floor is None else floor
         weight = torch.where((rho >= floor) & (rho <= cap), rho, 0.0)  # (B, T)
         if preset.correction == "masked_sequence":
-            weight = sequence_mask(proximal_logps, behavior_logps, floor, cap).expand_as(rho)
+            weight = geometric_mask(proximal_logps, behavior_logps, floor, cap).expand_as(rho)
 
     clip_range = ClipRange(torch.full_like(rho, epsilon_low), torch.full_like(rho, epsilon_high))
     if preset.lifts_upper_bound:

@@ -67,9 +67,8 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
     Args:
         objective: `acr` (QuRL, Eq. 9), `tis` (FlashRL, Eq. 5), `decoupled` (Eq. 4), `quantized_ratio` (Eq. 3) or
             `naive` (Eq. 1). The cap C is `vllm_importance_sampling_clip_max`. `icepop` leaves out tokens, and
-            `sequence_mask` completions, whose ratio is outside of `vllm_importance_sampling_clip_min` (by default 1/C)
-            to C. `trl` is TRL's own loss with its own
-            correction, whatever its settings ask for.
+            `geometric_mask` completions, whose ratio is above C or below `vllm_importance_sampling_clip_min` (by
+            default 1/C). `trl` is TRL's own loss with TRL's own correction, as its settings say.
 
     > Changed defaults
 

@@ -122,8 +122,8 @@ class QuantizedRolloutsConfig:
         replaced = self._replace_trls_defaults()
         if replaced:
             warnings.warn(
-                f"Defaults of TRL that quantized rollouts have no use for are replaced: {', '.join(replaced)}. Leave "
-                "them out to avoid this warning.",
+                f"Settings with TRL's defaults, which do not work here, are replaced: {', '.join(replaced)}. "
+                "Leave them out to avoid this warning.",
                 stacklevel=4,
             )
         super().__post_init__()  # type: ignore[misc]  # TRL's config, which comes after this class
@@ -160,7 +160,7 @@ class QuantizedRolloutsConfig:
         return self.num_iterations * self.steps_per_generation / self.gradient_accumulation_steps
 
     def _replace_trls_defaults(self) -> list[str]:
-        """Replace settings that were written out as TRL has them and cannot be meant; returns what was done."""
+        """Replace settings that have TRL's default and do not work here; returns the replacements, for a warning."""
         if self.use_vllm:
             return []
         self.use_vllm = True

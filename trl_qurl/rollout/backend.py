@@ -224,7 +224,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             # A pass without a backward leaves the outermost parameters whole, where the parent expects shards.
             if isinstance(module, FSDPModule):
                 module.reshard()
-        # accelerate splits the model after the engine's start, which the parent does not read it for.
+        # TRL looks at the configured version alone, but accelerate shards the model only after the engine has started.
         version = self._dist.fsdp_version if parts else None
         with substitute(self._dist, "fsdp_version", version):
             yield from super()._iter_named_params()

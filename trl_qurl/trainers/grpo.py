@@ -144,14 +144,14 @@ Y. K. Li and Y. Wu and Daya Guo},
             epsilon_low=float(self.epsilon_low),
             epsilon_high=float(self.epsilon_high),
         )
-        found = {
+        inputs = {
             "old_per_token_logps": terms.old_logps,
             "importance_sampling_ratio": terms.weight,
             "proximal_logps": proximal_logps,
         }
-        if get_objective(self.args.objective).lifts_upper_bound:  # else TRL's numbers serve ratios of any shape
-            found |= {"epsilon_low": terms.epsilon_low, "epsilon_high": terms.epsilon_high}
-        return found
+        if get_objective(self.args.objective).lifts_upper_bound:  # TRL's scalar bounds fit ratios of sequences as well
+            inputs |= {"epsilon_low": terms.epsilon_low, "epsilon_high": terms.epsilon_high}
+        return inputs
 
     # Loss ------------------------------------------------------------------------------------------------------------
 

@@ -92,9 +92,9 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         if config is None:
             name = model if isinstance(model, str) else model.config._name_or_path
             return kind(f"{name.split('/')[-1] or 'model'}-QuRL-{cls._algorithm}")
-        if type(config) in kind.__mro__ and type(config).__module__.startswith("trl."):
+        if type(config) in kind.__mro__ and type(config).__module__.startswith("trl."):  # GRPOConfig for ours
             given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
-            # TRL has computed one of them from the other, and refuses both.
+            # TRL has computed it from steps_per_generation, and refuses to be given both.
             return kind(**{name: value for name, value in given.items() if name != "generation_batch_size"})
         if not isinstance(config, kind):
             raise TypeError(
