@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from tiny import tiny_model, tiny_tokenizer
+from tiny import WHOLE_BLOCKS, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from trl_qurl import QuRLGRPOConfig
@@ -233,9 +233,10 @@ def test_weights_to_quantize_go_in_float32_and_others_as_they_are():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
 def test_a_rounded_base_is_what_the_engines_codes_stand_for(scheme, dtype):
-    model = adapted(tiny_model(dtype=torch.bfloat16).float(), target_modules=["q_proj"])
+    model = adapted(tiny_model(dtype=torch.bfloat16, **WHOLE_BLOCKS).float(), target_modules=["q_proj"])
     layers = quantized_layer_names(model, scheme=scheme)
-    exact = {name: p.detach().clone() for name, p in tiny_model(dtype=torch.bfloat16).float().named_parameters()}
+    original = tiny_model(dtype=torch.bfloat16, **WHOLE_BLOCKS).float()
+    exact = {name: p.detach().clone() for name, p in original.named_parameters()}
     sent = dict(quantize_weights(exact_weights(iter(exact.items()), layers), scheme, layers))
     round_base(model.get_base_model(), layers, scheme, dtype)
     rounded = {name.replace(".base_layer", ""): p for name, p in model.get_base_model().named_parameters()}
@@ -267,7 +268,7 @@ def test_a_base_is_rounded_once():
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
 def test_the_quantized_forward_takes_a_rounded_weight_as_it_is(scheme):
-    model = tiny_model()
+    model = tiny_model(**WHOLE_BLOCKS)
     layers = quantized_layer_names(model, scheme=scheme)
     round_base(model, layers, scheme, torch.bfloat16)
     layer, inputs = model.model.layers[0].mlp.up_proj, torch.randn(1, 3, 128)

@@ -145,7 +145,7 @@ def test_llmcompressor_missing(plain, model, tmp_path):
 def test_unknown_scheme(train):
     message = train("--rollout_quantization", "int4")
     assert message == (
-        "Unknown quantization scheme 'int4'; did you mean 'int8'? Choose one of 'int8', 'fp8', 'w4a16', 'w8a16', or "
+        f"Unknown quantization scheme 'int4'; did you mean 'int8'? Choose one of {', '.join(map(repr, SCHEMES))}, or "
         "None ('none' on the command line) for rollouts that are not quantized."
     )
 

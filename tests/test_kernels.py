@@ -5,6 +5,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 from documents import ROOT
 
 from trl_qurl.lab import device
@@ -14,6 +15,7 @@ from trl_qurl.rollout.engine.kernels import kernel_environment
 
 GENERATIONS = {"Turing": (7, 5), "Ampere": (8, 0), "Ada": (8, 9), "Hopper": (9, 0), "Blackwell": (10, 0)}
 CUTLASS, TRITON = "CutlassInt8ScaledMMLinearKernel", "TritonInt8ScaledMMLinearKernel"
+DEEP_GEMM = ["FlashInferFp8DeepGEMMDynamicBlockScaledKernel", "DeepGemmFp8BlockScaledMMKernel"]
 
 
 @pytest.fixture
@@ -61,13 +63,72 @@ def test_vllm_takes_an_int8_kernel_that_works(capability, on, chosen, monkeypatc
     assert chosen(capability) == (CUTLASS if capability < (10, 0) else TRITON)
 
 
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)])
+def test_vllm_takes_a_block_kernel_that_keeps_the_weights(capability, on, monkeypatch):
+    from vllm import envs
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.scaled_mm import cutlass, deep_gemm, flashinfer
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape, create_fp8_quant_key
+    from vllm.platforms import PlatformEnum
+
+    cuda = SimpleNamespace(_enum=PlatformEnum.CUDA, is_cuda=lambda: True, get_device_capability=lambda: capability)
+    for module in (linear, deep_gemm, flashinfer):
+        monkeypatch.setattr(module, "current_platform", cuda)
+    policy = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=SimpleNamespace(model_type="qwen2")))
+    monkeypatch.setattr(deep_gemm, "get_current_vllm_config", lambda: policy)
+    for installed in ("is_deep_gemm_supported", "should_use_deepgemm_for_fp8_linear"):
+        monkeypatch.setattr(deep_gemm, installed, lambda *_: True)
+    monkeypatch.setattr(deep_gemm, "should_auto_disable_deep_gemm", lambda _: False)
+    monkeypatch.setattr(flashinfer, "is_flashinfer_fp8_blockscale_gemm_supported", lambda: True)
+    monkeypatch.setattr(cutlass, "CUTLASS_BLOCK_FP8_SUPPORTED", True)
+
+    def choose():
+        disabled = [name for name in os.environ.get("VLLM_DISABLED_KERNELS", "").split(",") if name]
+        monkeypatch.setattr(envs, "VLLM_DISABLED_KERNELS", disabled, raising=False)
+        weights = create_fp8_quant_key(static=True, group_shape=GroupShape(128, 128))
+        activations = create_fp8_quant_key(static=False, group_shape=GroupShape(1, 128))
+        dtype = torch.bfloat16
+        layer = linear.FP8ScaledMMLinearLayerConfig(weights, activations, (128, 128), dtype, dtype)
+        kernels = linear._POSSIBLE_FP8_BLOCK_KERNELS
+        return linear.choose_scaled_mm_linear_kernel(layer, kernels, quantization="fp8_block_w8a8").__name__
+
+    on(capability)
+    assert choose() == DEEP_GEMM[0], "vLLM declines it by itself now: kernel_fault may not be needed any more"
+    for name, value in kernel_environment(SCHEMES["fp8_block"]).items():
+        monkeypatch.setenv(name, value)
+    assert choose() == SCHEMES["fp8_block"].kernel_fault.instead == "CutlassFp8BlockScaledMMKernel"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_are_rounded_as_vllm_does_it_without_a_gpu(dtype):
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.mxfp8_utils import _mxfp8_e4m3_quantize_torch
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    tokens = (torch.randn(6, 256) * torch.tensor([[3.0], [0.1], [1e4], [1.0], [1.0], [1.0]])).to(dtype)
+    tokens[3, :128], tokens[4, :32], tokens[5, 0] = 0, 448, 448 * 64 + 128
+    with set_current_vllm_config(VllmConfig()):
+        quant = QuantFP8(static=False, group_shape=GroupShape(1, 128), use_ue8m0=False)
+    codes, scale = quant.forward_native(tokens)
+    expected = (codes.float().unflatten(-1, (-1, 128)) * scale.unsqueeze(-1)).flatten(-2).to(dtype)
+    assert torch.equal(SCHEMES["fp8_block"].quantize_activations(tokens), expected)
+    codes, exponent = _mxfp8_e4m3_quantize_torch(tokens)
+    scale = torch.exp2(exponent.float() - 127)
+    expected = (codes.float().unflatten(-1, (-1, 32)) * scale.unsqueeze(-1)).flatten(-2).to(dtype)
+    assert torch.equal(SCHEMES["mxfp8"].quantize_activations(tokens), expected)
+
+
 def test_the_environment_is_the_same_for_every_format_and_the_users_wins(on, monkeypatch):
     assert kernel_environment(SCHEMES["int8"]) == {}  # a CPU
+    on((9, 0))
+    assert kernel_environment(SCHEMES["int8"]) == {"VLLM_DISABLED_KERNELS": ",".join(DEEP_GEMM)}
     on((10, 0))
-    for scheme in (None, *SCHEMES.values()):  # vLLM reads it once, and the next engine in the process may be INT8
-        assert kernel_environment(scheme) == {"VLLM_DISABLED_KERNELS": CUTLASS}
+    disabled = ",".join([CUTLASS, *DEEP_GEMM])
+    for scheme in (None, *SCHEMES.values()):  # vLLM reads it once, and the next engine in the process may be another
+        assert kernel_environment(scheme) == {"VLLM_DISABLED_KERNELS": disabled}
     environment = launch.server_environment("127.0.0.1", 8000, "key", "int8")
-    assert environment["VLLM_DISABLED_KERNELS"] == CUTLASS
+    assert environment["VLLM_DISABLED_KERNELS"] == disabled
     monkeypatch.setenv("VLLM_DISABLED_KERNELS", "MarlinLinearKernel")
     assert kernel_environment(SCHEMES["int8"]) == {}
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import tiny_model
+from tiny import WHOLE_BLOCKS, tiny_model
 
 from trl_qurl.quantization import SCHEMES, quantized_layer_names
 from trl_qurl.quantization.fake_quantization import quantized_forward
@@ -173,7 +173,7 @@ def test_activations_are_rounded_per_token_by_hand():
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
 def test_fake_quantization_is_that_of_the_codes(scheme):
-    model = tiny_model(initializer_range=0.15).eval()
+    model = tiny_model(initializer_range=0.15, **WHOLE_BLOCKS).eval()
     layers = quantized_layer_names(model)
     tokens = torch.tensor([[5, 9, 70, 33]])
     plain = model(tokens).logits

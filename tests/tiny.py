@@ -23,6 +23,9 @@ was ever imported. Nothing is collected when the process ends (`forks.end_of`)."
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 
+WHOLE_BLOCKS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+"""Sizes of a model whose layers are made of blocks of 128 x 128, as every format takes them."""
+
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """One token per printable ASCII character."""

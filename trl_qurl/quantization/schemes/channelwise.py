@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trl_qurl.quantization.schemes.rounding import channel_chunks, divide_by_scale, divide_exactly
+from trl_qurl.quantization.schemes.rounding import channel_chunks, divide_by_scale, divide_exactly, to_fp8
 from trl_qurl.quantization.schemes.scheme import KernelFault, QuantizationScheme, StoredTensor
 
 
@@ -33,7 +33,7 @@ class ChannelwiseScheme(QuantizationScheme):
         scale = weight.new_empty(weight.shape[0], 1)  # (out, 1)
         for chunk in channel_chunks(weight):
             quotient, scale[chunk] = divide_by_scale(weight[chunk], self.code_min, self.code_max)
-            codes[chunk] = quotient if self.dtype.is_floating_point else quotient.round_()
+            codes[chunk] = to_fp8(quotient) if self.dtype.is_floating_point else quotient.round_()
         return {"weight": codes, "weight_scale": scale}
 
     def dequantize(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:  # noqa: D102
@@ -64,7 +64,7 @@ INT8 = ChannelwiseScheme(
     gpus=((7, 5), None),  # Turing and later
     cpus=True,
     # On Blackwell and later vLLM's CUTLASS kernels are for FP8 only, which the INT8 one does not say before it runs.
-    kernel_fault=KernelFault((10, 0), "CutlassInt8ScaledMMLinearKernel", "TritonInt8ScaledMMLinearKernel"),
+    kernel_fault=KernelFault((10, 0), ("CutlassInt8ScaledMMLinearKernel",), "TritonInt8ScaledMMLinearKernel"),
 )
 
 FP8 = ChannelwiseScheme(

@@ -37,3 +37,8 @@ def divide_exactly(tensor: torch.Tensor, number: float) -> torch.Tensor:
     CUDA multiplies by the reciprocal of a Python number, which is off by a bit in most of INT8's float32 scales.
     """
     return tensor / tensor.new_full((), number)
+
+
+def to_fp8(quotient: torch.Tensor) -> torch.Tensor:
+    """Round quotients within the range of E4M3 to its codes. Negative zeros become positive, as in llm-compressor."""
+    return quotient.add_(0.0).to(torch.float8_e4m3fn)

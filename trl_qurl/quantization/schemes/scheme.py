@@ -31,16 +31,16 @@ class StoredTensor(NamedTuple):
 
 
 class KernelFault(NamedTuple):
-    """A kernel that vLLM chooses although it fails on the GPU.
+    """Kernels that vLLM chooses although they fail on the GPU, or compute with other weights than those it was sent.
 
     Attributes:
-        lowest: Lowest CUDA compute capability on which it fails.
-        kernel: Its class in vLLM.
-        instead: The class that vLLM chooses once the first is disabled.
+        lowest: Lowest CUDA compute capability on which they do.
+        kernels: Their classes in vLLM.
+        instead: The class that vLLM chooses once these are disabled.
     """
 
     lowest: tuple[int, int]
-    kernel: str
+    kernels: tuple[str, ...]
     instead: str
 
 
@@ -57,7 +57,7 @@ class QuantizationScheme(ABC):
         gpus: Lowest CUDA compute capability with kernels in vLLM (emulation not counted), and the first that is too
             high (`None`: no limit).
         cpus: Whether vLLM has kernels for CPUs.
-        kernel_fault: Kernel that an engine must be kept from choosing on some GPUs, if there is one.
+        kernel_fault: Kernels that an engine must be kept from choosing on some GPUs, if there are any.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Keeping vLLM from kernels that it would choose although they fail on this GPU."""
+"""Keeping vLLM from kernels that it would choose although they fail on this GPU, or change the weights."""
 
 import importlib
 import os
@@ -27,7 +27,7 @@ def kernel_environment(scheme: QuantizationScheme | None) -> dict[str, str]:
         is_ours = scheme is not None and fault == scheme.kernel_fault
         if is_ours and not hasattr(importlib.import_module(KERNELS), fault.instead):
             raise ValueError(
-                f"This vLLM has no {fault.instead}, and its {fault.kernel} fails on GPUs of compute capability "
+                f"This vLLM has no {fault.instead}, and its {fault.kernels[0]} fails on GPUs of compute capability "
                 f"{'.'.join(map(str, capability))}: choose another rollout_quantization, or another GPU."
             )
-    return {DISABLED_KERNELS_VARIABLE: ",".join(fault.kernel for fault in here)}
+    return {DISABLED_KERNELS_VARIABLE: ",".join(kernel for fault in here for kernel in fault.kernels)}

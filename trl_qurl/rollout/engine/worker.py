@@ -156,7 +156,8 @@ class RolloutWorker:
         if isinstance(quantization, CompressedTensorsConfig):
             groups = [group["weights"] for group in quantization.target_scheme_map.values()]
             bits = max((weights.num_bits for weights in groups if weights), default=16)
-            form, ignore = f"{bits}-bit {quantization.quant_format}", list(quantization.ignore)
+            blocks = " in blocks" if quantization.has_blocked_weights() else ""
+            form, ignore = f"{bits}-bit {quantization.quant_format}{blocks}", list(quantization.ignore)
         dtypes = {
             parameter.dtype
             for layer in self.get_model().modules()
