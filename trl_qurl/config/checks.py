@@ -2,7 +2,10 @@
 
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
+from math import inf
 from typing import Any
+
+from trl_qurl.objective import Objective
 
 
 def check_choice(name: str, value: str | None, choices: Collection[str]) -> None:
@@ -19,3 +22,19 @@ def check_numbers(config: object, names: Collection[str], is_allowed: Callable[[
         value = getattr(config, name)
         if not is_allowed(value):
             raise ValueError(f"{name} is {value}, but must be {wanted}.")
+
+
+def check_cap(objective: Objective, cap: float | None, floor: float | None) -> None:
+    """Refuse a cap C, or a smallest ratio, with which an objective cannot limit the importance ratio."""
+    if objective.correction in ("none", "full"):
+        return
+    if cap is None or not 0 < cap < inf:
+        raise ValueError(
+            f"objective={objective.name!r} limits the ratio, but vllm_importance_sampling_clip_max is {cap}: "
+            "give a positive cap C (the paper: 2.0), or use objective='decoupled' for none."
+        )
+    if floor is not None and not 0 <= floor <= cap:
+        raise ValueError(
+            f"vllm_importance_sampling_clip_min is {floor}, but must be from 0 to vllm_importance_sampling_clip_max, "
+            f"which is {cap}; None means none."
+        )

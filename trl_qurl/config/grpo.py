@@ -9,7 +9,7 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from trl_qurl.config.checks import check_choice, check_numbers
+from trl_qurl.config.checks import check_cap, check_choice, check_numbers
 from trl_qurl.config.help import with_help
 from trl_qurl.config.rollout import QuantizedRolloutsConfig
 from trl_qurl.objective import OBJECTIVES, TRL_LOSS, get_objective
@@ -128,12 +128,7 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
             )
         if objective.lifts_upper_bound:
             self._check_lifted_bound()
-        cap = self.vllm_importance_sampling_clip_max
-        if objective.correction not in ("none", "full") and (cap is None or not 0 < cap < float("inf")):
-            raise ValueError(
-                f"objective={self.objective!r} limits the ratio, but vllm_importance_sampling_clip_max is {cap}: "
-                "give a positive cap C (the paper: 2.0), or use objective='decoupled' for none."
-            )
+        check_cap(objective, self.vllm_importance_sampling_clip_max, self.vllm_importance_sampling_clip_min)
 
     def _check_lifted_bound(self) -> None:
         others = "or use objective='tis', which takes any, or 'trl'"

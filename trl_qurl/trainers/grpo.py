@@ -20,6 +20,7 @@ from trl_qurl.objective import TRL_LOSS, get_objective, surrogate_terms
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.dynamic_sampling.trainer import DynamicSamplingTrainer
 from trl_qurl.trainers.loss_metrics import loss_metrics
+from trl_qurl.trainers.model_card import QURL, describe_objective
 from trl_qurl.trainers.rollouts import QuantizedRolloutsMixin
 
 
@@ -71,16 +72,7 @@ Y. K. Li and Y. Wu and Daya Guo},
 }"""
     _tag_names = ["trl", "grpo", "qurl"]
     _name = "QuRL"
-    _paper = {
-        "title": "QuRL: Efficient Reinforcement Learning with Quantized Rollout",
-        "id": "2602.13953",
-        "citation": """@inproceedings{qurl2026,
-    title        = {{QuRL: Efficient Reinforcement Learning with Quantized Rollout}},
-    year         = 2026,
-    booktitle    = {ICLR},
-    eprint       = {arXiv:2602.13953},
-}""",
-    }
+    _paper = QURL
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: QuRLGRPOConfig | None = None, **kwargs: Any
@@ -199,8 +191,7 @@ Y. K. Li and Y. Wu and Daya Guo},
         if self._uses_trls_loss:
             sentence = f"The loss and its correction are TRL's own (`{args.vllm_importance_sampling_mode}`)."
         else:
-            objective = get_objective(args.objective)
-            sentence = f"The objective is `{objective.name}` ({objective.source}): {objective.description}."
+            sentence = describe_objective(args.objective)
         return [*sentences, sentence], settings
 
 

@@ -9,9 +9,28 @@ from importlib.metadata import packages_distributions, version
 from huggingface_hub import ModelCard, ModelCardData
 
 from trl_qurl import __version__
+from trl_qurl.objective import get_objective
 from trl_qurl.quantization.schemes import QuantizationScheme
 
 PACKAGES = ("vllm", "compressed_tensors", "trl", "transformers", "torch")  # whose versions a run depends on
+
+QURL = {
+    "title": "QuRL: Efficient Reinforcement Learning with Quantized Rollout",
+    "id": "2602.13953",
+    "citation": """@inproceedings{qurl2026,
+    title        = {{QuRL: Efficient Reinforcement Learning with Quantized Rollout}},
+    year         = 2026,
+    booktitle    = {ICLR},
+    eprint       = {arXiv:2602.13953},
+}""",
+}
+"""The paper, as TRL's cards take one (`_paper`)."""
+
+
+def describe_objective(name: str) -> str:
+    """A sentence about an objective."""
+    objective = get_objective(name)
+    return f"The objective is `{objective.name}` ({objective.source}): {objective.description}."
 
 
 def describe_run(card: ModelCard, sentences: list[str], settings: Mapping[str, object]) -> None:
