@@ -14,7 +14,7 @@ TORCH_CPU ?= --torch-backend cpu
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-ppo docs docs-serve test test-fast test-all lint format size lock check-extras clean
+.PHONY: help setup demo demo-ppo demo-rloo docs docs-serve test test-fast test-all lint format size lock check-extras clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ demo-ppo: setup ## the same with a critic, then again with BF16 rollouts for com
 	$(BIN)/trl-qurl demo --algorithm ppo --scheme $(SCHEME) --output-dir demo-output-ppo
 	$(BIN)/trl-qurl demo --algorithm ppo --scheme none --output-dir demo-output-ppo/bf16
 	$(BIN)/trl-qurl report demo-output-ppo demo-output-ppo/bf16 -o demo-output-ppo/report.html
+
+demo-rloo: setup ## the same as demo with RLOO's loss
+	$(BIN)/trl-qurl demo --algorithm rloo --scheme $(SCHEME) --output-dir demo-output-rloo
 
 docs: setup ## build the documentation into site/; any warning is an error
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict --quiet

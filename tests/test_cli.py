@@ -10,13 +10,13 @@ import pytest
 import yaml
 from conftest import child_environment
 from tiny import tiny_model, tiny_tokenizer
-from trl import GRPOConfig
+from trl import GRPOConfig, RLOOConfig
 
-from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig, __version__, cli
+from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig, QuRLRLOOConfig, __version__, cli
 from trl_qurl.cli.options import check_model
 from trl_qurl.cli.parser import COMMANDS
 from trl_qurl.lab import device
-from trl_qurl.lab.recipes import ppo
+from trl_qurl.lab.recipes import ppo, rloo
 from trl_qurl.lab.recipes.grpo import parse_arguments
 from trl_qurl.lab.recipes.settings_files import take_settings
 
@@ -65,7 +65,7 @@ def test_without_arguments_the_commands_are_listed(capsys):
 
 def test_a_command_imports_its_own_module_and_nothing_heavy():
     """Torch aside, whose dtypes the formats name; those of the core do not import the lab."""
-    names = sorted(COMMANDS.keys() - {"grpo", "ppo"}, key=lambda name: ".lab." in COMMANDS[name].module)
+    names = sorted(COMMANDS.keys() - {"grpo", "ppo", "rloo"}, key=lambda name: ".lab." in COMMANDS[name].module)
     code = "import sys; from trl_qurl import cli\n"
     for name in names:
         code += f"try: cli.main([{name!r}, '--help'])\nexcept SystemExit: pass\n"
@@ -80,7 +80,7 @@ def test_a_command_imports_its_own_module_and_nothing_heavy():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gpro"], "there is no command 'gpro'; did you mean grpo? Choose one of grpo, ppo, quantize, serve"),
+        (["gpro"], "there is no command 'gpro'; did you mean grpo? Choose one of grpo, ppo, rloo, quantize, serve"),
         (["train"], "there is no command 'train'. Choose one of grpo"),
         (["demo", "--sheme", "int8"], "there is no option --sheme; did you mean --scheme?"),
         (["quantize", "model", "out", "--sheme=int8"], "there is no option --sheme; did you mean --scheme?"),
@@ -170,7 +170,7 @@ def test_faults_of_our_own_are_not_hidden(monkeypatch):
         cli.main(["demo"])
 
 
-@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+@pytest.mark.parametrize("recipe", ["grpo", "ppo", "rloo"])
 def test_everything_after_a_recipe_goes_to_trl(monkeypatch, recipe):
     seen = []
     monkeypatch.setattr(f"trl_qurl.lab.recipes.{recipe}.run", lambda args: seen.append(args.further) or 0)
@@ -178,20 +178,24 @@ def test_everything_after_a_recipe_goes_to_trl(monkeypatch, recipe):
     assert seen == [["--config", "run.yaml", "--learning_rate", "1e-6", "--help"]]
 
 
-@pytest.mark.parametrize(("recipe", "config"), [("grpo", QuRLGRPOConfig), ("ppo", QuRLPPOConfig)])
+@pytest.mark.parametrize(
+    ("recipe", "config"), [("grpo", QuRLGRPOConfig), ("ppo", QuRLPPOConfig), ("rloo", QuRLRLOOConfig)]
+)
 def test_the_help_of_a_recipe_shows_our_settings_first(capsys, recipe, config):
     with pytest.raises(SystemExit) as exit:
         cli.main([recipe, "--help"])
     assert exit.value.code in (0, None)
     shown = capsys.readouterr().out
     listed = re.findall(r"^  --(\w+) ", shown, re.MULTILINE)
-    inherited = {field.name for field in dataclasses.fields(GRPOConfig)}
+    parent = RLOOConfig if config is QuRLRLOOConfig else GRPOConfig
+    assert f"including those of TRL's {parent.__name__} and ModelConfig" in shown
+    inherited = {field.name for field in dataclasses.fields(parent)}
     ours = [field.name for field in dataclasses.fields(config) if field.name not in inherited]
     assert set(ours) <= set(listed) and len(listed) == len(set(listed))
     theirs = [listed.index(name) for name in ("output_dir", "learning_rate", "per_device_train_batch_size")]
     assert max(map(listed.index, ours)) < min(theirs)
     assert len(shown.splitlines()) < 220 and f"trl-qurl {recipe} --help-all" in shown
-    assert "(default: qurl-gsm8k" in shown, "a default of the recipe's own"
+    assert "(default:qurl-gsm8k" in "".join(shown.split()), "a default of the recipe's own"
     with pytest.raises(SystemExit):
         cli.main([recipe, "--help-all"])
     assert "--adam_beta1" in capsys.readouterr().out
@@ -274,6 +278,17 @@ def test_the_ppo_recipe_is_the_papers_run(tmp_path):
     updates_per_rollout = training.steps_per_generation // training.gradient_accumulation_steps
     assert training.max_steps == 435 * updates_per_rollout
     assert (training.learning_rate, training.critic_learning_rate, training.uaq_scale) == (1e-5, 1e-5, 1.0)
+
+
+def test_the_rloo_recipe_makes_one_update_per_rollout(tmp_path):
+    arguments = ["--use_cpu", "true", "--bf16", "false", "--output_dir", str(tmp_path)]
+    _, training, _ = rloo.parse_arguments(arguments)
+    assert (training.generation_batch_size, training.num_generations, training.updates_per_rollout) == (256, 8, 1)
+    assert (training.objective, training.learning_rate, training.beta) == ("tis", 1e-5, 0.05)
+    _, training, _ = rloo.parse_arguments([*arguments, "--config", "naive"])
+    assert training.objective == "naive"
+    with pytest.raises(ValueError, match="objective='acr' lifts the clip bounds of single tokens"):
+        rloo.parse_arguments([*arguments, "--config", "qurl"])
 
 
 def test_quantize_passes_its_arguments_on(monkeypatch, tmp_path, capsys):

@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields
 import pytest
 import yaml
 from transformers import HfArgumentParser
-from trl import GRPOConfig, RLOOConfig, TrlParser
+from trl import GRPOConfig, TrlParser
+from trl.experimental.gmpo import GMPOConfig
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig
 from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS, QuantizedRolloutsConfig
@@ -103,15 +104,15 @@ def test_what_is_left_to_be_resolved_stays_so_in_a_copy():
 
 def test_the_mixin_fits_another_trainers_config():
     @dataclass
-    class QuantizedRLOOConfig(QuantizedRolloutsConfig, RLOOConfig):
+    class QuantizedGMPOConfig(QuantizedRolloutsConfig, GMPOConfig):
         pass
 
-    settings = QuantizedRLOOConfig("out", **PLAIN, rollout_quantization="fp8", vllm_engine_kwargs='{"seed_": 1}')
+    settings = QuantizedGMPOConfig("out", **PLAIN, rollout_quantization="fp8", vllm_engine_kwargs='{"seed_": 1}')
     assert (settings.use_vllm, settings.rollout_quantization, settings.engine_kwargs) == (True, "fp8", {"seed_": 1})
-    assert settings.learning_rate == RLOOConfig("out", **PLAIN).learning_rate, "TRL's defaults are kept"
+    assert settings.learning_rate == GMPOConfig("out", **PLAIN).learning_rate, "TRL's defaults are kept"
     assert settings.updates_per_rollout == 1
     with pytest.raises(ValueError, match="weight_sync is 'nccl'"):
-        QuantizedRLOOConfig("out", **PLAIN, weight_sync="nccl")
+        QuantizedGMPOConfig("out", **PLAIN, weight_sync="nccl")
 
 
 @pytest.mark.parametrize(("given", "expected"), [("none", None), ("None", None), (None, None)])

@@ -24,10 +24,18 @@ from documents import PAGES, ROOT, SITE, Block, all_blocks, anchors, blocks, inl
 from trl import GRPOConfig, GRPOTrainer
 
 import trl_qurl
-from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer
+from trl_qurl import (
+    QuRLGRPOConfig,
+    QuRLGRPOTrainer,
+    QuRLPPOConfig,
+    QuRLPPOTrainer,
+    QuRLRLOOConfig,
+    QuRLRLOOTrainer,
+)
 
 DOCS = ROOT / "docs"
 SOURCES = sorted((ROOT / "trl_qurl").rglob("*.py"))
+TRAINERS = (QuRLGRPOTrainer, QuRLPPOTrainer, QuRLRLOOTrainer)
 NO_FILES = {"settings.yaml", "other.yaml", "utils.py", "helpers.py"}
 """Files that the text makes up, or forbids."""
 
@@ -67,7 +75,7 @@ def double(trainer: type) -> type:
 def examples_in_docstrings() -> list[Block]:
     return [
         Block(Path(inspect.getfile(trainer)), 1, "python", inspect.cleandoc(code))
-        for trainer in (QuRLGRPOTrainer, QuRLPPOTrainer)
+        for trainer in TRAINERS
         for code in re.findall(r"```python\n(.*?)```", trainer.__doc__, re.DOTALL)
     ]
 
@@ -89,7 +97,7 @@ def test_python_blocks_run(block, monkeypatch):
         pytest.importorskip("IPython", reason="needs IPython (ipykernel)")
         pytest.importorskip("matplotlib", reason="needs matplotlib (trl-qurl[report])")
     dataset = datasets.Dataset.from_list([{"prompt": "1 + 1?", "question": "1 + 1?", "answer": "2"}] * 2)
-    for trainer in (QuRLGRPOTrainer, QuRLPPOTrainer):
+    for trainer in TRAINERS:
         monkeypatch.setattr(trl_qurl, trainer.__name__, double(trainer))
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: dataset)
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
@@ -153,7 +161,11 @@ def test_the_architecture_names_every_file_of_the_core():
     assert files_in_tree(tree.code) == {path.relative_to(ROOT).as_posix() for path in core - packages}
 
 
-CONFIGS = {"settings.md": (QuRLGRPOConfig, GRPOConfig), "ppo.md": (QuRLPPOConfig, QuRLGRPOConfig)}
+CONFIGS = {
+    "settings.md": (QuRLGRPOConfig, GRPOConfig),
+    "ppo.md": (QuRLPPOConfig, QuRLGRPOConfig),
+    "rloo.md": (QuRLRLOOConfig, QuRLGRPOConfig),
+}
 
 
 def default_values(config: type) -> dict[str, Any]:
@@ -175,7 +187,7 @@ def test_settings_are_all_there_with_their_defaults(name):
     assert shown == {field: defaults[field] for field in shown}
     own = {field for field in defaults if field not in inherited or defaults[field] != inherited[field]}
     # Its default depends on the learning rate, which the table says in words.
-    assert own - shown.keys() == {"settings.md": {"uaq_scale"}, "ppo.md": set()}[name]
+    assert own - shown.keys() == ({"uaq_scale"} if name == "settings.md" else set())
     assert "| `uaq_scale` |" in prose(DOCS / "settings.md")
 
 

@@ -9,15 +9,16 @@ import configparser
 import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from documents import PAGES, ROOT, inline_code, shell_commands
 
 from trl_qurl.cli.parser import COMMANDS, build_parser
-from trl_qurl.lab.recipes import grpo, ppo
+from trl_qurl.lab.recipes import grpo, ppo, rloo
 
-RECIPES = {"grpo": grpo, "ppo": ppo}
+RECIPES = {"grpo": grpo, "ppo": ppo, "rloo": rloo}
 ON_CPU = ["--use_cpu", "--bf16", "false", "--report_to", "none"]
 NOT_OURS = {"cd", "conda", "git", "hf", "jupyter", "ray", "source", "tensorboard", "trackio", "vllm"}
 
@@ -144,12 +145,11 @@ def check_trl_qurl(words: list[str]) -> None:
         assert {word[2:] for word in further if word.startswith("--")} <= fields
 
 
-def check_training(recipe: object, words: list[str]) -> None:
+def check_training(recipe: ModuleType, words: list[str]) -> None:
     """Through TRL's parser, with the reader's own files made up."""
     words = [word for word in words if word not in ("--help", "--help-all")]
-    given = [str(ROOT / "examples/recipes/gsm8k_ppo.yaml") if word == "settings.yaml" else word for word in words]
-    if recipe is grpo and "settings.yaml" in words:
-        given = [str(ROOT / "examples/recipes/dapo.yaml") if word == "settings.yaml" else word for word in words]
+    made_up = {grpo: "dapo.yaml", ppo: "gsm8k_ppo.yaml", rloo: "variants/tis.yaml"}[recipe]
+    given = [str(ROOT / "examples/recipes" / made_up) if word == "settings.yaml" else word for word in words]
     given = [str(ROOT / word) if word.startswith("examples/") else word for word in given]
     recipe.parse_arguments([*given, *ON_CPU])
 

@@ -46,7 +46,7 @@ VARIANT_SETTINGS = {
     "qurl_without_uaq": ("int8", "acr", 1.0),
 }
 GSM8K = ("gsm8k/train", "gsm8k/test")
-DATA = {"gsm8k_ppo": GSM8K, "lora_w4": GSM8K, "dapo": ("dapo_math_17k/train", "aime2024/test")}
+DATA = {"gsm8k_ppo": GSM8K, "lora_w4": GSM8K, "rloo": GSM8K, "dapo": ("dapo_math_17k/train", "aime2024/test")}
 DEEPSCALER = ("deepscaler/train_subset", "aime2024/test")
 
 
@@ -215,17 +215,22 @@ def model(tmp_path_factory):
     return directory
 
 
-def run_of(recipe, variants, model, directory):
-    """The arguments with which the scenario runs a recipe for two steps of a tiny model on the real questions."""
-    train, test = (SHARED / "data" / f"{name}.jsonl.gz" for name in DATA.get(recipe.stem, DEEPSCALER))
-    argv = ["--config", recipe, *variants, *ON_CPU, "--model_name_or_path", model, "--max_steps", 2]
+def two_steps_of(name, model, directory):
+    """Arguments for two steps of a tiny model on the real questions."""
+    train, test = (SHARED / "data" / f"{data}.jsonl.gz" for data in DATA.get(name, DEEPSCALER))
+    argv = [*ON_CPU, "--model_name_or_path", model, "--max_steps", 2]
     argv += ["--dataset", train, "--dataset_limit", 12, "--question_column", "question", "--answer_column", "answer"]
     argv += ["--eval_tasks", f"held_out={test}", "--eval_tasks_limit", 3, "--eval_tasks_steps", 2]
-    argv += ["--eval_tasks_by", answered_by(recipe)]
-    argv += ["--output_dir", directory / recipe.stem, "--logging_steps", 1, "--save_strategy", "no"]
+    argv += ["--output_dir", directory / name, "--logging_steps", 1, "--save_strategy", "no"]
     argv += ["--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 1, "--steps_per_generation", 2]
     argv += ["--max_completion_length", 6, "--report_to", "none", "--vllm_max_model_length", 4096]
-    argv += ["--vllm_engine_kwargs", json.dumps(ENGINE), "--sync_check_interval", 0]
+    return [*argv, "--vllm_engine_kwargs", json.dumps(ENGINE), "--sync_check_interval", 0]
+
+
+def run_of(recipe, variants, model, directory):
+    """The arguments with which the scenario runs a recipe."""
+    argv = ["--config", recipe, *variants, *two_steps_of(recipe.stem, model, directory)]
+    argv += ["--eval_tasks_by", answered_by(recipe)]
     if module_of(recipe) is grpo:
         argv += ["--num_generations", 4, "--dynamic_sampling_max_rounds", 2]
     if recipe.stem == "dapo":
@@ -241,6 +246,9 @@ def two_steps(run_scenario, model, tmp_path_factory):
     """Every recipe of the paper for two steps, each with another variant; what was logged."""
     directory = tmp_path_factory.mktemp("runs")
     runs = [run_of(recipe, [v], model, directory) for recipe, v in zip(RECIPES, itertools.cycle(VARIANTS))]
+    # RLOO has no recipe of the paper's, and runs with its command's defaults.
+    argv = [*two_steps_of("rloo", model, directory), "--num_generations", 4, "--save_quantized"]
+    runs.append(["rloo", "rloo", json.dumps([str(argument) for argument in argv])])
     return directory, run_scenario("recipes.py", *itertools.chain(*runs))
 
 
@@ -280,6 +288,19 @@ def test_two_steps_on_the_real_questions(recipe, two_steps):
         assert "rewards/soft_overlong_punishment_reward/mean" in rollout
         # A model that knows nothing gets the same reward for every answer: the rounds end, and training goes on.
         assert rollout["dynamic_sampling/rounds"] == 2 and rollout["dynamic_sampling/filled_share"] == 0
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("recipes")
+@pytest.mark.skipif(not (SHARED / "data").exists(), reason="the data sets are not beside this checkout")
+def test_two_steps_of_rloo_with_its_own_defaults(two_steps):
+    directory, records = two_steps
+    history = records["rloo"]["history"]
+    [rollout] = [row for row in history if "reward" in row]
+    assert rollout["mismatch/kl_k3"] > 0 and "kl" in rollout, "beta is above 0, and there is a reference model"
+    evaluations = [row["step"] for row in history if "eval_held_out/actor_avg@1" in row]
+    assert evaluations == [0, 2]
+    assert (directory / "rloo" / "config.json").exists() and (directory / "rloo-int8" / "config.json").exists()
 
 
 @pytest.mark.vllm

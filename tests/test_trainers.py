@@ -15,9 +15,9 @@ ENGINE = 200e6
 @pytest.fixture(scope="module")
 def trainers(run_scenario, tmp_path_factory):
     directory = tmp_path_factory.mktemp("package")
-    (directory / "quantized_rloo").mkdir()
+    (directory / "quantized_gmpo").mkdir()
     for name, text in PACKAGE.items():
-        (directory / "quantized_rloo" / name).write_text(text.lstrip())
+        (directory / "quantized_gmpo" / name).write_text(text.lstrip())
     return run_scenario("trainers.py", directory, tmp_path_factory.mktemp("out"))
 
 
@@ -50,11 +50,11 @@ def test_another_objective_trains_and_is_described_in_the_model_card(trainers):
 def test_another_trainer_takes_quantized_rollouts_in_thirty_lines(trainers):
     lines = [line for line in PACKAGE["trainer.py"].splitlines() if line and not line.startswith(("import", "from"))]
     assert len(lines) <= 30
-    record = trainers["RLOO"]
+    record = trainers["GMPO"]
     assert record["format"] == "8-bit int-quantized"
     [rollout] = [row for row in record["history"] if "reward" in row]
     assert 0 < rollout["mismatch/kl_k3"] < 2e-4 and rollout["time/sync_s"] > 0 and rollout["sync/sent_mb"] > 0
     assert all(row["time/update_s"] > 0 for row in record["history"] if "loss" in row)
     assert {"model.safetensors", "README.md"} <= set(record["saved"])
     assert "rollout_state_0.pt" in record["checkpoint"]
-    assert "The algorithm is RLOO." in record["card"] and "`rollout_quantization` | int8" in record["card"]
+    assert "The algorithm is GMPO." in record["card"] and "`rollout_quantization` | int8" in record["card"]

@@ -19,6 +19,7 @@ import torch
 from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS
 
 GRPO = "trl.trainer.grpo_trainer"
+RLOO = "trl.trainer.rloo_trainer"
 GENERATION = "trl.generation.vllm_generation"
 CLIENT = "trl.generation.vllm_client"
 TRANSFER = "vllm.distributed.weight_transfer.base"
@@ -46,6 +47,22 @@ DEFINITIONS = [
     ),
     (GRPO, "GRPOTrainer._compute_loss", "model inputs", "trainers/grpo.py computes every objective through it"),
     (GRPO, "GRPOTrainer._save_checkpoint", "model trial", "trainers/rollout_state.py adds the rollout in progress"),
+    (
+        RLOO,
+        "RLOOTrainer.__init__",
+        "model reward_funcs args callbacks peft_config",
+        "trainers/rollouts.py sets them",
+    ),
+    (
+        RLOO,
+        "RLOOTrainer._generate_and_score_completions",
+        "inputs",
+        "trainers/rloo.py adds the objective to its batch",
+    ),
+    (RLOO, "RLOOTrainer._prepare_inputs", "generation_batch", "trainers/rollouts.py times the rollouts in it"),
+    (RLOO, "RLOOTrainer._get_per_token_logps_and_entropies", "model", "trainers/rloo.py weighs its gradient"),
+    (RLOO, "RLOOTrainer._compute_loss", "model inputs", "trainers/rloo.py computes every objective through it"),
+    (RLOO, "RLOOTrainer._save_checkpoint", "model trial", "trainers/rollout_state.py adds the rollout in progress"),
     (
         GRPO,
         "GRPOTrainer._load_optimizer_and_scheduler",
@@ -317,6 +334,7 @@ def test_what_is_called_or_overridden_exists(module, name, parameters, leaning):
     ("module", "where", "name"),
     [
         (GRPO, "GRPOTrainer.__init__", "VLLMGeneration"),
+        (RLOO, "RLOOTrainer.__init__", "VLLMGeneration"),
         (GENERATION, "VLLMGeneration._init_vllm", "LLM"),
         (GENERATION, "VLLMGeneration._init_vllm", "VLLMClient"),
     ],
@@ -469,6 +487,32 @@ def test_what_scoring_hands_over():
         assert f"'{key}': {key}" in body or f"output['{key}'] = {key}" in body, (
             f"GRPOTrainer._generate_and_score_completions hands over no {key!r}, which trainers/grpo.py reads."
         )
+
+
+def test_rloo_scores_a_rollout_with_the_policy_first():
+    body = text_of(RLOO, "RLOOTrainer._generate_and_score_completions")
+    passes = [
+        "old_per_token_logps, _, _ = self._get_per_token_logps_and_entropies(self.model,",
+        "old_logps = (old_per_token_logps * completion_mask).sum(1)",
+        "ref_per_token_logps, _, _ = self._get_per_token_logps_and_entropies(self.ref_model,",
+    ]
+    places = [body.find(line) for line in passes]
+    assert -1 not in places and places == sorted(places), (
+        "RLOOTrainer scores a rollout otherwise; trainers/rloo.py takes the first forward pass for the policy's."
+    )
+
+
+def test_rloo_forms_its_ratio_from_one_forward_pass():
+    body = text_of(RLOO, "RLOOTrainer._compute_loss")
+    for line in (
+        "logps = (per_token_logps * completion_mask).sum(1)",
+        "old_logps = inputs['old_logps']",
+        "log_ratio = logps - old_logps",
+        "coef_1 = torch.exp(log_ratio)",
+        "per_sequence_loss = -torch.min(per_sequence_loss1, per_sequence_loss2)",
+    ):
+        assert line in body, f"RLOOTrainer._compute_loss has no `{line}`; trainers/rloo.py weighs tokens through it."
+    assert body.count("_get_per_token_logps_and_entropies(") == 1, "trainers/rloo.py expects one forward pass."
 
 
 def test_generation_and_scoring_are_called_as_dynamic_sampling_calls_them():

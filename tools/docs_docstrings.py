@@ -25,6 +25,8 @@ OURS = {
     "QuRLGRPOTrainer": "trl_qurl.QuRLGRPOTrainer",
     "QuRLPPOConfig": "trl_qurl.QuRLPPOConfig",
     "QuRLPPOTrainer": "trl_qurl.QuRLPPOTrainer",
+    "QuRLRLOOConfig": "trl_qurl.QuRLRLOOConfig",
+    "QuRLRLOOTrainer": "trl_qurl.QuRLRLOOTrainer",
     "QuantizedRolloutsConfig": "trl_qurl.config.rollout.QuantizedRolloutsConfig",
 }
 """Names that docstrings refer to, and where they are in the reference."""

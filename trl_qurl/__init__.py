@@ -10,16 +10,19 @@ __version__ = "0.1.0"
 """The version, which `setup.cfg` reads as well."""
 
 if TYPE_CHECKING:
-    from trl_qurl.config import QuRLGRPOConfig, QuRLPPOConfig
+    from trl_qurl.config import QuRLGRPOConfig, QuRLPPOConfig, QuRLRLOOConfig
     from trl_qurl.trainers.callbacks import UpdateAwareQuantizationCallback
     from trl_qurl.trainers.grpo import QuRLGRPOTrainer
     from trl_qurl.trainers.ppo import QuRLPPOTrainer
+    from trl_qurl.trainers.rloo import QuRLRLOOTrainer
 
 _HOMES = {
     "QuRLGRPOConfig": "trl_qurl.config",
     "QuRLGRPOTrainer": "trl_qurl.trainers.grpo",
     "QuRLPPOConfig": "trl_qurl.config",
     "QuRLPPOTrainer": "trl_qurl.trainers.ppo",
+    "QuRLRLOOConfig": "trl_qurl.config",
+    "QuRLRLOOTrainer": "trl_qurl.trainers.rloo",
     "UpdateAwareQuantizationCallback": "trl_qurl.trainers.callbacks",
 }
 
@@ -28,6 +31,8 @@ __all__ = [
     "QuRLGRPOTrainer",
     "QuRLPPOConfig",
     "QuRLPPOTrainer",
+    "QuRLRLOOConfig",
+    "QuRLRLOOTrainer",
     "UpdateAwareQuantizationCallback",
     "__version__",
 ]

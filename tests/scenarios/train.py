@@ -21,7 +21,14 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from tiny import ENGINE, KEPT, PROBE, tiny_model, tiny_tokenizer
 
-from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer
+from trl_qurl import (
+    QuRLGRPOConfig,
+    QuRLGRPOTrainer,
+    QuRLPPOConfig,
+    QuRLPPOTrainer,
+    QuRLRLOOConfig,
+    QuRLRLOOTrainer,
+)
 
 PROMPTS = ["ab", "cde", "f g", "h1", "i22", "jj", "k", "lm"]
 
@@ -133,6 +140,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--resume")
     parser.add_argument("--useless", type=int, default=0, help="kinds of prompt whose completions all get 0")
     parser.add_argument("--ppo", action="store_true", help="with a critic")
+    parser.add_argument("--rloo", action="store_true", help="without ratios of single tokens")
     parser.add_argument("--value-model", help="directory where the critic starts, instead of the policy's start")
     parser.add_argument("--critic-lora", action="store_true")
     parser.add_argument("--save", action="store_true", help="save the model to output_dir at the end")
@@ -182,6 +190,8 @@ def run(options: argparse.Namespace) -> dict:
     kind, config_kind, critic = QuRLGRPOTrainer, QuRLGRPOConfig, {}
     if options.ppo:
         kind, config_kind, critic = QuRLPPOTrainer, QuRLPPOConfig, critic_arguments(options)
+    if options.rloo:
+        kind, config_kind = QuRLRLOOTrainer, QuRLRLOOConfig
     prompts, reward = PROMPTS * 4, count_vowels
     if options.useless:
         prompts, reward = [f"{prompt}{i}" for i in range(4) for prompt in PROMPTS], Teaching(options.useless)

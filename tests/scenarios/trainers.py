@@ -96,11 +96,11 @@ def train(kind: str, directory: str) -> dict[str, object]:
     trainer.train()
     if kind == "dynamic sampling":
         record["scored"] = sum(scored)
-    if kind in ("GRPO", "RLOO"):
+    if kind in ("GRPO", "GMPO"):
         record["history"] = trainer.state.log_history
         record["checkpoint"] = os.listdir(f"{directory}/checkpoint-2")
         record["card"] = Path(directory, "README.md").read_text()
-    if kind == "RLOO":
+    if kind == "GMPO":
         record["format"] = trainer.vllm_generation.engine.describe().format
         record["saved"] = os.listdir(trainer.save_quantized(f"{directory}-int8"))
     held = {"trainer": weakref.ref(trainer), "engine": weakref.ref(trainer.vllm_generation.llm)}
@@ -112,13 +112,13 @@ def train(kind: str, directory: str) -> dict[str, object]:
 
 def main(package: str, directory: str) -> None:
     sys.path.insert(0, package)
-    import quantized_rloo.objective  # noqa: F401 (adds an objective)
-    from quantized_rloo.config import QuantizedRLOOConfig
-    from quantized_rloo.trainer import QuantizedRLOOTrainer
+    import quantized_gmpo.objective  # noqa: F401 (adds an objective)
+    from quantized_gmpo.config import QuantizedGMPOConfig
+    from quantized_gmpo.trainer import QuantizedGMPOTrainer
 
     saving = {"num_generations": 4, "save_strategy": "steps", "save_steps": 2}
     KINDS["GRPO"] = (QuRLGRPOTrainer, QuRLGRPOConfig, saving | {"objective": "truncated_quantized_ratio"})
-    KINDS["RLOO"] = (QuantizedRLOOTrainer, QuantizedRLOOConfig, saving | {"beta": 0.0})
+    KINDS["GMPO"] = (QuantizedGMPOTrainer, QuantizedGMPOConfig, saving)
     trainer = build("GRPO", directory)
     trainer = build("GRPO", directory)  # the first is deleted only when the second is there, as in a cell run again
     gc.collect()

@@ -27,6 +27,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "grpo": Command("trl_qurl.lab.recipes.grpo", "train on questions with checkable answers (GSM8K)", True, False),
     "ppo": Command("trl_qurl.lab.recipes.ppo", "the same with a critic (the paper's first experiment)", True, False),
+    "rloo": Command("trl_qurl.lab.recipes.rloo", "the same by RLOO, whose ratio is one per answer", True, False),
     "quantize": Command("trl_qurl.cli.quantize", "write the quantized checkpoint of a model"),
     "serve": Command("trl_qurl.cli.serve", "start a vLLM server for training; other options go to vLLM", True),
     "eval": Command("trl_qurl.lab.evaluation.command", "answer and grade benchmarks, in one or several formats"),

@@ -2,6 +2,7 @@
 
 from trl_qurl.config.grpo import CLIPPED_LOSS_TYPES, DynamicSamplingSettings, QuRLGRPOConfig
 from trl_qurl.config.ppo import QuRLPPOConfig
+from trl_qurl.config.rloo import QuRLRLOOConfig
 from trl_qurl.config.rollout import TAKEN_ENGINE_ARGUMENTS, QuantizedRolloutsConfig
 
 __all__ = [
@@ -10,5 +11,6 @@ __all__ = [
     "DynamicSamplingSettings",
     "QuRLGRPOConfig",
     "QuRLPPOConfig",
+    "QuRLRLOOConfig",
     "QuantizedRolloutsConfig",
 ]

@@ -1,13 +1,13 @@
 """Quantized rollouts for a trainer of TRL, whatever its algorithm.
 
-    class QuantizedRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
-        _config_class = QuantizedRLOOConfig  # (QuantizedRolloutsConfig, RLOOConfig)
-        _generation_module = rloo_trainer    # where TRL's trainer looks up `VLLMGeneration`
+    class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
+        _config_class = QuRLRLOOConfig     # (QuantizedRolloutsConfig, RLOOConfig)
+        _generation_module = rloo_trainer  # where TRL's trainer looks up `VLLMGeneration`
         _algorithm = "RLOO"
 
 The mixin starts TRL's trainer on an engine that holds a quantized copy of the policy, applies update-aware
 quantization, logs what rollouts cost, saves quantized checkpoints and resumes inside a rollout. The trainer's loss
-corrects for the mismatch of the two policies (`grpo.py`).
+corrects for the mismatch of the two policies (`grpo.py`, `rloo.py`).
 """
 
 import dataclasses

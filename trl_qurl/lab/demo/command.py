@@ -9,11 +9,12 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trl-qurl demo`."""
+    from trl_qurl.lab.demo.algorithms import ALGORITHMS
     from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED
 
     formats = [*SCHEMES, UNQUANTIZED]
     parser.add_argument("--scheme", choices=formats, default="int8", help="of the rollouts (default: %(default)s)")
-    parser.add_argument("--algorithm", choices=["grpo", "ppo"], default="grpo", help="ppo: a critic, and no groups")
+    parser.add_argument("--algorithm", choices=ALGORITHMS, default="grpo", help="ppo: a critic, and no groups")
     parser.add_argument("--output-dir", type=Path, default=Path("demo-output"), help="for the figure and the log")
     parser.add_argument("--rollouts", type=int, default=120, help="each makes 256 completions and four updates")
     parser.add_argument(

@@ -21,8 +21,11 @@ COMMON = (
     Panel("How far is the actor from the policy?", "nats per token", (MEASURES["mismatch/kl_k3"],), log=True),
     Panel("How much is clipped?", "share of tokens", CLIPPED, percent=True, from_zero=True),
 )
+REACHED = Panel("Do updates reach the rounded weights?", "share of the squared norm", WEIGHTS, log=True)
+LEARNING, CLOSENESS, CLIPPING = COMMON
 PANELS = {
-    "grpo": (*COMMON, Panel("Do updates reach the rounded weights?", "share of the squared norm", WEIGHTS, log=True)),
+    "grpo": (*COMMON, REACHED),
+    "rloo": (LEARNING, CLOSENESS, CLIPPING._replace(unit="share of completions (ratio), of tokens (ρ)"), REACHED),
     "ppo": (
         *COMMON,
         Panel("Does the critic predict the returns?", "share of their variance", EXPLAINED, at_least=-0.5),

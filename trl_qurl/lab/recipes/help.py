@@ -19,12 +19,13 @@ ENTRY = re.compile(r"^ +(?P<names>\w+(?:, \w+)*)(?: \([^)\n]*\))?:", re.MULTILIN
 
 def print_help(prog: str, script_arguments: type, config: type, defaults: dict[str, Any], further: int) -> None:
     """Print the options of a recipe."""
+    theirs = next(parent.__name__ for parent in config.__mro__ if parent.__module__.startswith("trl."))
     parser = argparse.ArgumentParser(
         prog=prog,
         usage="%(prog)s [--config FILE ...] [--OPTION VALUE ...]",
         add_help=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"All {further} options, including those of TRL's GRPOConfig and ModelConfig: {prog} --help-all\n"
+        epilog=f"All {further} options, including those of TRL's {theirs} and ModelConfig: {prog} --help-all\n"
         "Each option is also a setting in a YAML file.",
     )
     start = parser.add_argument_group("settings files and help")

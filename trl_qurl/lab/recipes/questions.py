@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trl_qurl.cli.allocator import keep_freed_memory
 from trl_qurl.cli.noise import quiet
@@ -23,7 +23,10 @@ from trl_qurl.lab.recipes.settings_files import take_settings
 if TYPE_CHECKING:
     from trl import ModelConfig
 
-    from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+    from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOTrainer, QuRLRLOOConfig, QuRLRLOOTrainer
+
+    Config = QuRLGRPOConfig | QuRLRLOOConfig
+    Trainer = TypeVar("Trainer", QuRLGRPOTrainer, QuRLPPOTrainer, QuRLRLOOTrainer)
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +84,7 @@ def parse_arguments(
     command: str,
     argv: Sequence[str] | None,
     script_arguments: type[ScriptArguments],
-    config: type[QuRLGRPOConfig],
+    config: type[Config],
     defaults: dict[str, Any],
 ) -> tuple[Any, Any, ModelConfig]:
     """Read arguments from a command line and from the YAML files that `--config` names."""
@@ -119,12 +122,12 @@ def parse_arguments(
 
 
 def train(
-    trainer_class: type[QuRLGRPOTrainer],
+    trainer_class: type[Trainer],
     script_args: ScriptArguments,
-    training_args: QuRLGRPOConfig,
+    training_args: Config,
     model_args: ModelConfig,
     **further: Any,
-) -> QuRLGRPOTrainer:
+) -> Trainer:
     """Train on the questions, with the answers as the reward, and save to `output_dir`."""
     quiet()
     keep_freed_memory()
@@ -195,7 +198,7 @@ def evaluations(script_args: ScriptArguments) -> list[Any]:
     return [TaskEvaluationCallback(tasks, steps, limit, who)] if (tasks := script_args.eval_tasks) else []
 
 
-def punishments(soft_overlong_cache: int | None, training_args: QuRLGRPOConfig) -> list[Any]:
+def punishments(soft_overlong_cache: int | None, training_args: Config) -> list[Any]:
     """TRL's soft overlong punishment, if it is asked for."""
     from trl.rewards import get_soft_overlong_punishment
 

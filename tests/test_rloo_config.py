@@ -1,0 +1,103 @@
+"""QuRLRLOOConfig: its defaults, what it refuses and what it advises, and an RLOOConfig in its place."""
+
+import dataclasses
+import re
+
+import pytest
+from datasets import Dataset
+from tiny import tiny_model, tiny_tokenizer
+from trl import GRPOConfig, RLOOConfig
+
+from trl_qurl import QuRLGRPOConfig, QuRLRLOOConfig, QuRLRLOOTrainer
+from trl_qurl.config import QuantizedRolloutsConfig
+from trl_qurl.objective import OBJECTIVES, Objective
+
+PLAIN = {"use_cpu": True, "bf16": False, "report_to": []}
+
+
+def config(tmp_path, **settings):
+    return QuRLRLOOConfig(str(tmp_path), **PLAIN | settings)
+
+
+def fields(cls):
+    return {field.name for field in dataclasses.fields(cls)}
+
+
+def test_only_the_objective_and_its_limits_are_new_and_the_rest_is_trls(tmp_path):
+    ours = {"objective", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"}
+    assert fields(QuRLRLOOConfig) - fields(RLOOConfig) - fields(QuantizedRolloutsConfig) == ours
+    assert ours <= fields(QuRLGRPOConfig), "the same names as for GRPO"
+    seen, theirs = config(tmp_path), RLOOConfig(str(tmp_path), **PLAIN)
+    assert (seen.objective, seen.vllm_importance_sampling_clip_max) == ("tis", 2.0)
+    assert (seen.use_vllm, seen.rollout_quantization, seen.updates_per_rollout) == (True, "int8", 1)
+    for name in ("beta", "epsilon", "num_generations", "learning_rate", "normalize_advantages"):
+        assert getattr(seen, name) == getattr(theirs, name)
+
+
+@pytest.mark.parametrize("objective", [*OBJECTIVES.keys() - {"acr"}, "trl"])
+def test_every_objective_that_bounds_no_single_token(objective, tmp_path):
+    assert config(tmp_path, objective=objective).objective == objective
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"objective": "acr"},
+            "objective='acr' lifts the clip bounds of single tokens, and RLOO clips one ratio per completion: use one "
+            "of 'tis', 'decoupled', 'quantized_ratio', 'naive', 'icepop', 'geometric_mask', 'trl', or QuRLGRPOTrainer",
+        ),
+        ({"objective": "rloo"}, "objective is 'rloo', but must be one of 'acr', 'tis'"),
+        ({"vllm_importance_sampling_clip_max": None}, "is None: give a positive cap C (the paper: 2.0), or use"),
+        ({"vllm_importance_sampling_clip_max": 0.0}, "objective='tis' limits the ratio, but"),
+        (
+            {"objective": "icepop", "vllm_importance_sampling_clip_min": 3.0},
+            "vllm_importance_sampling_clip_min is 3.0, but must be from 0 to vllm_importance_sampling_clip_max, which "
+            "is 2.0; None means none",
+        ),
+        ({"vllm_importance_sampling_clip_min": -0.1}, "vllm_importance_sampling_clip_min is -0.1"),
+        ({"weight_sync": "nccl"}, "weight_sync is 'nccl', but must be one of"),
+        ({"num_generations": 1}, "RLOO requires at least 2 generations per prompt"),
+    ],
+)
+def test_refusals_name_the_setting_and_the_way_out(settings, message, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        config(tmp_path, **settings)
+
+
+def test_another_objective_that_lifts_bounds_is_refused_as_well(tmp_path, monkeypatch):
+    lifting = Objective("mine", "a test", "lifts", correction="truncated", lifts_upper_bound=True)
+    monkeypatch.setitem(OBJECTIVES, "mine", lifting)
+    with pytest.raises(ValueError, match="objective='mine' lifts the clip bounds .* use one of 'tis', .*'trl', or"):
+        config(tmp_path, objective="mine")
+
+
+def test_limits_that_an_objective_does_not_read_are_not_checked(tmp_path):
+    for objective in ("naive", "decoupled", "trl"):
+        config(tmp_path, objective=objective, vllm_importance_sampling_clip_max=None)
+
+
+def started(args):
+    """What a trainer says that has a prompt too few for a rollout: the config is fine by then."""
+    QuRLRLOOTrainer(
+        tiny_model(),
+        lambda completions, **kwargs: [0.0] * len(completions),
+        args,
+        train_dataset=Dataset.from_dict({"prompt": ["ab"]}),
+        processing_class=tiny_tokenizer(),
+    )
+
+
+def test_an_rloo_config_is_taken_as_it_is(tmp_path):
+    theirs = RLOOConfig(str(tmp_path), num_generations=2, per_device_train_batch_size=4, **PLAIN)
+    with (
+        pytest.warns(UserWarning, match="TRL's defaults, .* replaced: use_vllm=False by True"),
+        pytest.raises(ValueError, match="train_dataset has 1 prompts and a rollout takes 2"),
+    ):
+        started(theirs)
+
+
+def test_a_config_of_another_algorithm_is_not(tmp_path):
+    for other in (GRPOConfig(str(tmp_path), **PLAIN), QuRLGRPOConfig(str(tmp_path), objective="tis", **PLAIN)):
+        with pytest.raises(TypeError, match=r"lacks settings of QuRLRLOOTrainer: pass a trl_qurl\.QuRLRLOOConfig"):
+            started(other)

@@ -1,0 +1,249 @@
+"""RLOO's loss is TRL's, and its gradient the one that each objective asks for: against slow loops over tokens."""
+
+import math
+import os
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import pytest
+import torch
+from conftest import DISTRIBUTED_VARIABLES
+from datasets import Dataset
+from tiny import ENGINE, tiny_model, tiny_tokenizer
+from trl import RLOOTrainer
+
+from trl_qurl import QuRLRLOOConfig, QuRLRLOOTrainer
+from trl_qurl.objective import OBJECTIVES
+from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
+from trl_qurl.trainers.rloo import weigh_gradient
+
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("trainer")]
+
+CAP, FLOOR, EPSILON_LOW, EPSILON_HIGH = 2.0, 0.5, 0.2, 0.28
+B, T = 6, 6
+FITTING = [name for name in OBJECTIVES if name != "acr"]
+ROWS = [{"prompt": prompt} for prompt in ("ab", "cd", "ef", "gh") for _ in range(4)]
+
+
+def vowels(completions, **kwargs):
+    return [sum(character in "aeiou4567" for character in completion) / 8 for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    """With a reference model, whose forward pass must not be taken for the policy's."""
+    start = tmp_path_factory.mktemp("start")
+    tiny_model().save_pretrained(start)
+    tiny_tokenizer().save_pretrained(start)
+    config = QuRLRLOOConfig(
+        str(tmp_path_factory.mktemp("out")),
+        per_device_train_batch_size=4,
+        steps_per_generation=4,
+        num_generations=4,
+        max_completion_length=8,
+        epsilon=EPSILON_LOW,
+        epsilon_high=EPSILON_HIGH,
+        beta=0.1,
+        vllm_max_model_length=64,
+        vllm_engine_kwargs=ENGINE,
+        **{"report_to": [], "use_cpu": True, "bf16": False},
+    )
+    trainer = QuRLRLOOTrainer(
+        model=str(start),
+        reward_funcs=vowels,
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": ["ab", "cd", "ef", "gh"]}),
+    )
+    # TRL leaves a rank in the environment for its engine, which later tests of this process would take for theirs.
+    for name in DISTRIBUTED_VARIABLES:
+        os.environ.pop(name, None)
+    with torch.no_grad():
+        for parameter in trainer.ref_model.parameters():
+            parameter.mul_(1.05)
+    trainer.model.train()
+    return trainer
+
+
+@pytest.fixture
+def batch(trainer):
+    """Padding, unscored tokens, ρ on both sides of the limits, and R in and out of its range for either advantage."""
+    torch.manual_seed(0)
+    lengths = torch.tensor([T, 3, 1, 4, 2, 5])
+    batch = {
+        "prompt_ids": torch.randint(2, 90, (B, 3)),
+        "prompt_mask": torch.ones(B, 3, dtype=torch.long),
+        "completion_ids": torch.randint(2, 90, (B, T)),
+        "completion_mask": (torch.arange(T) < lengths[:, None]).long(),
+        "advantages": torch.tensor([1.5, -0.7, 0.3, 0.9, -1.2, -0.4]),
+    }
+    with torch.no_grad():
+        policy_logps = policy_log_probabilities(trainer, batch)
+    # log R: inside, inside, above (positive advantage: clipped), below (not), below (negative: clipped), above (not)
+    log_ratio = torch.tensor([0.1, -0.1, 0.4, -0.5, -0.4, 0.5])
+    proximal_logps = policy_logps - (log_ratio / lengths).unsqueeze(1)
+    log_rho = torch.randn(B, T)
+    log_rho[4:] *= 0.01  # two completions that geometric_mask keeps
+    behavior_logps = proximal_logps - log_rho
+    behavior_logps[0, 3] = torch.nan
+    behavior_logps[batch["completion_mask"] == 0] = 1000.0  # whatever it is padded with
+    batch["old_logps"] = (proximal_logps * batch["completion_mask"]).sum(1)
+    return batch, proximal_logps, behavior_logps
+
+
+def policy_log_probabilities(trainer, batch):
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    length = batch["completion_ids"].size(1)
+    logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, length, compute_entropy=True)[0]
+    trainer._passes.clear()
+    return logps
+
+
+def our_loss(trainer, batch, proximal_logps, behavior_logps):
+    inputs = batch | trainer._objective_inputs(batch, proximal_logps, behavior_logps)
+    trainer._mismatch.pop()
+    return trainer._compute_loss(trainer.model, inputs)
+
+
+def gradients(trainer, loss):
+    trainer.model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+def slow_weights(objective, log_rho):
+    """One completion's weights from its logarithms of ρ, `None` where the engine gave none, token by token."""
+    rho = [1.0 if value is None else math.exp(value) for value in log_rho]
+    scored = [value for value in log_rho if value is not None]
+    if objective in ("naive", "quantized_ratio"):
+        return [1.0 for _ in rho]
+    if objective == "decoupled":
+        return rho
+    if objective == "tis":
+        return [max(FLOOR, min(r, CAP)) for r in rho]
+    if objective == "icepop":
+        return [r if FLOOR <= r <= CAP else 0.0 for r in rho]
+    assert objective == "geometric_mask"
+    mean = math.exp(sum(scored) / len(scored))
+    return [1.0 if FLOOR <= mean <= CAP else 0.0 for _ in rho]
+
+
+def reference(trainer, objective, batch, proximal_logps, behavior_logps):
+    """The value of TRL's loss, and something with the gradient A·R·Σ w·∇log π of the completions not clipped."""
+    logps = policy_log_probabilities(trainer, batch)
+    value, surrogate, clipped = 0.0, torch.tensor(0.0), []
+    for i in range(B):
+        tokens = range(int(batch["completion_mask"][i].sum()))
+        behavior = [behavior_logps[i, t].item() for t in tokens]
+        log_rho = [None if b != b else proximal_logps[i, t].item() - b for t, b in zip(tokens, behavior, strict=True)]
+        below = [proximal_logps[i, t].item() for t in tokens]
+        if objective == "quantized_ratio":
+            below = [p if b != b else b for p, b in zip(below, behavior, strict=True)]
+        ratio = math.exp(sum(logps[i, t].item() for t in tokens) - sum(below))
+        advantage = batch["advantages"][i].item()
+        bounded = min(max(ratio, 1 - EPSILON_LOW), 1 + EPSILON_HIGH)
+        value -= min(ratio * advantage, bounded * advantage) / B
+        clipped.append(bounded * advantage < ratio * advantage)
+        if not clipped[-1]:
+            for t, weight in zip(tokens, slow_weights(objective, log_rho), strict=True):
+                surrogate = surrogate - weight * ratio * advantage * logps[i, t] / B
+    return value, surrogate, clipped
+
+
+@pytest.mark.parametrize("objective", FITTING)
+def test_loss_and_gradient_equal_the_reference(objective, trainer, batch, monkeypatch):
+    monkeypatch.setattr(trainer.args, "objective", objective)
+    monkeypatch.setattr(trainer.args, "vllm_importance_sampling_clip_min", FLOOR)
+    value, surrogate, clipped = reference(trainer, objective, *batch)
+    assert any(clipped) and not all(clipped)
+    loss = our_loss(trainer, *batch)
+    assert loss.item() == pytest.approx(value, rel=1e-5)
+    seen, expected = gradients(trainer, loss), gradients(trainer, surrogate)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(seen[name], gradient, rtol=1e-4, atol=1e-6 * gradient.abs().max().item())
+
+
+def test_the_objectives_differ_on_these_inputs(trainer, batch, monkeypatch):
+    norms = set()
+    for objective in FITTING:
+        monkeypatch.setattr(trainer.args, "objective", objective)
+        found = gradients(trainer, our_loss(trainer, *batch))
+        norms.add(round(sum(gradient.norm().item() for gradient in found.values()), 4))
+    assert len(norms) == len(FITTING)
+
+
+def check_against_trls(trainer, batch, *logps):
+    theirs = RLOOTrainer._compute_loss(trainer, trainer.model, batch)
+    expected = gradients(trainer, theirs)
+    ours = our_loss(trainer, batch, *logps)
+    seen = gradients(trainer, ours)
+    return ours.item() == theirs.item() and all(
+        torch.equal(seen[name], gradient) for name, gradient in expected.items()
+    )
+
+
+@pytest.mark.parametrize("objective", ["trl", "naive"])
+def test_without_a_correction_loss_and_gradient_are_trls(objective, trainer, batch, monkeypatch):
+    monkeypatch.setattr(trainer.args, "objective", objective)
+    check_against_trls(trainer, *batch)
+
+
+@pytest.mark.parametrize("objective", [*FITTING, "trl"])
+def test_without_a_mismatch_loss_and_gradient_are_trls(objective, trainer, batch, monkeypatch):
+    monkeypatch.setattr(trainer.args, "objective", objective)
+    inputs, proximal_logps, _ = batch
+    check_against_trls(trainer, inputs, proximal_logps, proximal_logps.clone())
+
+
+def test_weights_act_on_the_gradient_alone():
+    logps = torch.tensor([[-1.0, -2.0, -3.0]], requires_grad=True)
+    weighed = weigh_gradient(logps, torch.tensor([[2.0, 0.0, 0.5]]))
+    assert torch.equal(weighed, logps)
+    weighed.sum().exp().backward()  # d exp(Σ) / d log π_t = exp(-6), times 2, 0 and 1/2
+    torch.testing.assert_close(logps.grad, math.exp(-6) * torch.tensor([[2.0, 0.0, 0.5]]))
+
+
+def test_a_rollout_is_scored_by_the_policy_and_measured_against_the_engine(trainer):
+    trainer._metrics["train"].clear()
+    batch = trainer._generate_and_score_completions(ROWS)
+    mask = batch["completion_mask"].bool()
+    with torch.no_grad():
+        policy_logps = policy_log_probabilities(trainer, batch)
+    # Scoring passes over other rows at once, and so rounds otherwise; the reference model is far off.
+    torch.testing.assert_close(batch["proximal_logps"][mask], policy_logps[mask], rtol=0, atol=1e-4)
+    sampled = [[logp for (logp,) in tokens] for tokens in trainer.vllm_generation.sampled_logps]
+    assert [len(row) for row in sampled] == mask.sum(1).tolist()
+    behavior_logps = torch.zeros_like(policy_logps)
+    for row, logps in zip(behavior_logps, sampled, strict=True):
+        row[: len(logps)] = torch.tensor(logps)
+    sums, largest = mismatch_sums(batch["proximal_logps"], behavior_logps, mask, CAP)
+    logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    for name, value in mismatch_metrics(sums, largest.item()).items():
+        assert logged[name] == pytest.approx(value, rel=2e-2, abs=1e-9), name
+    assert 0 < logged["mismatch/kl_k3"] < 1e-3
+    rho = (batch["proximal_logps"] - behavior_logps).exp()
+    torch.testing.assert_close(batch["token_weights"][mask], rho[mask].clamp(max=CAP))
+    torch.testing.assert_close(batch["old_logps"], (batch["proximal_logps"] * mask).sum(1))
+
+
+def test_evaluation_measures_in_its_own_metrics(trainer, batch):
+    trainer.model.eval()
+    trainer._metrics["eval"].clear()
+    try:
+        with torch.no_grad():
+            our_loss(trainer, *batch)
+    finally:
+        trainer.model.train()
+    assert len(trainer._metrics["eval"]["policy/approx_kl"]) == 1
+
+
+def test_a_rollout_whose_tokens_the_engine_could_not_score_is_an_error(trainer, monkeypatch):
+    generate = trainer.vllm_generation._sample
+
+    def broken(*args, **kwargs):
+        prompt_ids, completion_ids, logprobs, ids = generate(*args, **kwargs)
+        return prompt_ids, completion_ids, [[[None] for _ in tokens] for tokens in logprobs], ids
+
+    monkeypatch.setattr(trainer.vllm_generation, "_sample", broken)
+    with pytest.raises(RuntimeError, match="no finite log-probability for any token"):
+        trainer._generate_and_score_completions(ROWS)

@@ -1,0 +1,50 @@
+"""Configuration of RLOO on quantized rollouts: TRL's, plus rollouts and objective."""
+
+from dataclasses import dataclass
+
+from trl import RLOOConfig
+
+from trl_qurl.config.checks import check_cap, check_choice
+from trl_qurl.config.help import with_help
+from trl_qurl.config.rollout import QuantizedRolloutsConfig
+from trl_qurl.objective import OBJECTIVES, TRL_LOSS, get_objective
+
+
+@with_help
+@dataclass
+class QuRLRLOOConfig(QuantizedRolloutsConfig, RLOOConfig):
+    """[`~trl.RLOOConfig`] plus the settings of quantized rollouts ([`QuantizedRolloutsConfig`]) and of the objective.
+    Only new fields are listed.
+
+    > Objective
+
+    Args:
+        objective: `tis` (FlashRL, Eq. 5), `decoupled` (Eq. 4), `quantized_ratio` (Eq. 3) or `naive` (Eq. 1), as for
+            GRPO. `icepop` leaves out tokens, and `geometric_mask` completions, whose ratio is above C or below
+            `vllm_importance_sampling_clip_min`. `trl` is TRL's own loss, which corrects nothing. `acr` is refused: it
+            lifts the clip bounds of single tokens, and RLOO clips one ratio per completion.
+        vllm_importance_sampling_clip_max: Cap C of the importance ratio of a token (a ratio, not a log).
+        vllm_importance_sampling_clip_min: Smallest weight of `tis`, by default none; smallest ratio that the masks
+            keep, by default 1/C.
+
+    Raises:
+        ValueError: Settings that cannot work together; the message names them and says what to change.
+    """
+
+    objective: str = "tis"
+    vllm_importance_sampling_clip_max: float | None = 2.0
+    vllm_importance_sampling_clip_min: float | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("objective", self.objective, (*OBJECTIVES, TRL_LOSS))
+        super().__post_init__()
+        if self.objective == TRL_LOSS:
+            return
+        objective = get_objective(self.objective)
+        if objective.lifts_upper_bound:
+            fitting = [name for name, other in OBJECTIVES.items() if not other.lifts_upper_bound]
+            raise ValueError(
+                f"objective={self.objective!r} lifts the clip bounds of single tokens, and RLOO clips one ratio per "
+                f"completion: use one of {', '.join(map(repr, [*fitting, TRL_LOSS]))}, or QuRLGRPOTrainer."
+            )
+        check_cap(objective, self.vllm_importance_sampling_clip_max, self.vllm_importance_sampling_clip_min)

@@ -1,0 +1,173 @@
+"""`QuRLRLOOTrainer`: TRL's `RLOOTrainer` on quantized rollouts, with a correction for the mismatch.
+
+The rollouts are `QuantizedRolloutsMixin`'s; baseline, advantages, KL penalty and loss stay TRL's. TRL's RLOO drops the
+engine's log-probabilities, so they come from the backend, and are compared with those of TRL's scoring pass, which
+RLOO always makes. The objective's weights, one per token, join the batch and act inside of TRL's loss on the gradient
+of its forward pass: the value of the loss, its ratio and its clipping are those of TRL.
+"""
+
+from typing import Any
+
+import torch
+from trl import RLOOTrainer
+from trl.trainer import rloo_trainer
+from trl.trainer.utils import pad
+
+from trl_qurl.config import QuRLRLOOConfig
+from trl_qurl.objective import TRL_LOSS, surrogate_terms
+from trl_qurl.rollout.substitution import substitute
+from trl_qurl.trainers.loss_metrics import loss_metrics
+from trl_qurl.trainers.model_card import QURL, describe_objective
+from trl_qurl.trainers.rollouts import QuantizedRolloutsMixin
+
+
+class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
+    """[`~trl.RLOOTrainer`] whose rollouts come from a quantized copy of the policy, made before every generation.
+
+    RLOO clips the ratio R of a whole completion y. The objective (`args.objective`) weighs each token's share of the
+    gradient, for `"tis"` by its truncated importance ratio:
+
+        ∇J = A · R · Σ_t w_t · ∇log π_θ(y_t) where R is not clipped,    R = ∏_t π_θ(y_t) / π_prox(y_t),
+        w_t = min(ρ_t, C),    ρ_t = π_prox(y_t) / π_behav(y_t)
+
+    Where π_prox and π_behav are the full-precision and the quantized policy at rollout time. Sources: the weight is
+    FlashRL's (Eq. 5 of QuRL, arXiv 2602.13953); GSPO-token has weights of tokens beside a ratio of completions, too
+    (arXiv 2507.18071).
+
+    One weight per completion, ∏_t ρ_t, would be exact, but it degenerates with the length. Over T tokens at a
+    divergence of k nats each, its logarithm is close to normal, with mean −T·k and variance 2·T·k, so the effective
+    sample size is a share exp(−2·T·k) of the completions. With T = 500, INT8's k = 0.0007 leaves one half, and INT4's
+    0.01 one in twenty thousand; a cap cuts the largest weights, but the median stays at exp(−T·k), there 1/150. A
+    weight per token leaves exp(−2·k) at any length. Its price is a bias: each token is weighed as if what precedes and
+    follows it came from the policy that learns.
+
+    Args:
+        model: As for [`~trl.RLOOTrainer`].
+        reward_funcs: As for [`~trl.RLOOTrainer`].
+        args: A [`QuRLRLOOConfig`]; `None` for its defaults.
+        kwargs: Everything else that [`~trl.RLOOTrainer`] takes, by name (`train_dataset`, `peft_config`, ...).
+
+    Raises:
+        TypeError: `args` is neither a `QuRLRLOOConfig` nor an `RLOOConfig`.
+        ImportError: vLLM is missing.
+
+    Example:
+
+    ```python
+    from datasets import load_dataset
+    from trl_qurl import QuRLRLOOConfig, QuRLRLOOTrainer
+
+    trainer = QuRLRLOOTrainer(
+        model="Qwen/Qwen2.5-0.5B-Instruct",
+        reward_funcs=lambda completions, **kwargs: [float(len(set(completion))) for completion in completions],
+        args=QuRLRLOOConfig("output", num_generations=8),
+        train_dataset=load_dataset("trl-lib/tldr", split="train"),
+    )
+    trainer.train()
+    ```
+    """
+
+    _config_class = QuRLRLOOConfig
+    _generation_module = rloo_trainer
+    _algorithm = "RLOO"
+    _algorithm_citation = RLOOTrainer._paper["citation"].strip()
+    _tag_names = ["trl", "rloo", "qurl"]
+    _name = "QuRL"
+    _paper = QURL
+
+    def __init__(
+        self, model: Any, reward_funcs: Any = None, args: QuRLRLOOConfig | None = None, **kwargs: Any
+    ) -> None:
+        self._passes: list[torch.Tensor] = []  # log-probabilities of the latest forward passes, (B, T) each
+        self._token_weights: torch.Tensor | None = None  # of the loss that is being computed, (B, T)
+        super().__init__(model, reward_funcs, args, **kwargs)
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        self._passes.clear()
+        batch = super()._generate_and_score_completions(inputs)
+        proximal_logps = self._passes[0]  # (B, T); of the policy, and a second pass of the reference model
+        self._passes.clear()
+        batch |= self._objective_inputs(batch, proximal_logps, self._behavior_logps())
+        self._record(self._mismatch.pop())
+        return batch
+
+    def _behavior_logps(self) -> torch.Tensor:
+        """Log-probabilities of the rollout's tokens as the engine gave them, (B, T); NaN where it gave none."""
+        rows = [
+            torch.tensor([torch.nan if logp is None else logp for (logp,) in tokens])
+            for tokens in self.vllm_generation.sampled_logps
+        ]
+        return pad(rows, pad_to_multiple_of=self.pad_to_multiple_of).to(self.accelerator.device)
+
+    def _objective_inputs(
+        self, batch: dict[str, Any], proximal_logps: torch.Tensor, behavior_logps: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """What the loss reads to compute the objective; adds up the mismatch, too."""
+        learned = batch["completion_mask"].bool()  # (B, T)
+        cap = self.args.vllm_importance_sampling_clip_max
+        cap = float("inf") if cap is None else cap
+        self._mismatch.add(proximal_logps, behavior_logps, learned, cap)
+        if self.args.objective == TRL_LOSS:
+            return {"proximal_logps": proximal_logps}
+        terms = surrogate_terms(
+            self.args.objective,
+            proximal_logps,
+            # A token that is not learned from has no ratio; NaN says so, and keeps its padding out of exp().
+            behavior_logps.masked_fill(~learned, torch.nan),
+            cap=cap,
+            floor=self.args.vllm_importance_sampling_clip_min,
+            epsilon_low=self.epsilon_low,
+            epsilon_high=self.epsilon_high,
+        )
+        return {
+            "old_logps": (terms.old_logps * learned).sum(1),
+            "token_weights": terms.weight,
+            "proximal_logps": proximal_logps,
+        }
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        self._passes.clear()
+        with substitute(self, "_token_weights", inputs.get("token_weights")):
+            loss = super()._compute_loss(model, inputs)
+        (policy_logps,) = self._passes  # the loss makes one
+        self._passes.clear()
+        learned = inputs["completion_mask"].bool()
+        self._record(loss_metrics(policy_logps, inputs, learned, self.epsilon_high, self._sum_over_processes))
+        return loss
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
+        logps, *others = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self._passes.append(logps.detach())
+        if self._token_weights is not None:
+            logps = weigh_gradient(logps, self._token_weights)
+        return logps, *others
+
+    def _describe_run(self) -> tuple[list[str], dict[str, object]]:
+        sentences, settings = super()._describe_run()
+        args = self.args
+        settings |= {
+            "`objective`": args.objective,
+            "cap C (`vllm_importance_sampling_clip_max`)": args.vllm_importance_sampling_clip_max,
+            "`epsilon`, `epsilon_high`": f"{self.epsilon_low}, {self.epsilon_high}",
+        }
+        if args.objective == TRL_LOSS:
+            return [*sentences, "The loss is TRL's own, which does not correct for the quantization."], settings
+        return [*sentences, describe_objective(args.objective), "Ratio and clipping are of completions."], settings
+
+
+def weigh_gradient(logps: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The same log-probabilities, with a factor on the gradient of each token.
+
+        log π_t → sg(log π_t) + w_t · (log π_t − sg(log π_t))
+
+    Where sg stops the gradient, so that a function f of the result has the gradient Σ_t w_t · ∂f/∂log π_t · ∇log π_t.
+
+    Args:
+        logps: `(B, T)`, in nats.
+        weights: w, `(B, T)`, finite.
+
+    Returns:
+        `(B, T)`, equal to `logps` bit for bit.
+    """
+    fixed = logps.detach()
+    return fixed + weights * (logps - fixed)
