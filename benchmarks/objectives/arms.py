@@ -23,6 +23,7 @@ class Arm:
         activation_bits: of the engine's activations; 8 is its kernel's own.
         seeds: of the runs.
         lora: whether an adapter is trained, of rank 16 on all linear layers but the head.
+        algorithm: of the demonstration.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Arm:
     activation_bits: int = 8
     seeds: tuple[int, ...] = SEEDS
     lora: bool = False
+    algorithm: str = "grpo"
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,17 @@ def _lowest_rate() -> Experiment:
     return Experiment("lowest_rate", "What does UAQ gain at a learning rate of 1e-6?", tuple(arms))
 
 
+def _rloo() -> Experiment:
+    """Without a correction, and with the truncated one, on the format that does no harm here and on one that does."""
+    arms = [Arm("bf16", None, {"objective": "naive"}, algorithm="rloo")]
+    arms += [
+        Arm(f"{scheme}_{objective}", scheme, {"objective": objective}, algorithm="rloo")
+        for scheme in ("int8", "int3")
+        for objective in ("naive", "tis")
+    ]
+    return Experiment("rloo", "Does RLOO learn from quantized rollouts, and does a correction help it?", tuple(arms))
+
+
 EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
@@ -194,5 +207,6 @@ EXPERIMENTS = {
         _lora_rate(),
         _lora(),
         _arithmetic(),
+        _rloo(),
     )
 }

@@ -78,7 +78,7 @@ def train_arm(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any],
     updates = arm.changed.get("steps_per_generation", UPDATES_PER_ROLLOUT)
     with tempfile.TemporaryDirectory() as output_dir:
         config = build_config(
-            "grpo",
+            arm.algorithm,
             arm.scheme,
             Path(output_dir),
             arm.rollouts,

@@ -72,6 +72,10 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
     "lowest_rate": [("int8_s1.5", "int8_s1"), ("int8_s3", "int8_s1")],
     "lora_rate": [],
     "arithmetic": [],
+    "rloo": [
+        *((f"{scheme}_{name}", "bf16") for scheme in ("int8", "int3") for name in ("naive", "tis")),
+        *((f"{scheme}_tis", f"{scheme}_naive") for scheme in ("int8", "int3")),
+    ],
     "lora": [
         *(
             (f"{scheme}_lora_{way}", "bf16_lora")
