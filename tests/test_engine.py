@@ -141,6 +141,15 @@ def test_server_holds_the_trained_weights(int8_server, train, run_scenario, tmp_
 
 
 @pytest.mark.xdist_group("server")
+def test_rloo_samples_from_a_server(int8_server, train, tmp_path):
+    config = {"vllm_mode": "server", "vllm_server_base_url": int8_server.url, "sync_check_interval": 1}
+    config |= {"beta": 0.0, "max_steps": 2, "rollout_checkpoint_dir": str(tmp_path)}
+    [record] = train([tmp_path / "out", "--rloo", "--config", json.dumps(config)])
+    [rollout] = [row for row in record["history"] if "reward" in row]
+    assert 0 < rollout["mismatch/kl_k3"] < 0.01 and rollout["time/sync_check_s"] > 0
+
+
+@pytest.mark.xdist_group("server")
 @pytest.mark.parametrize("arguments", [[], ["--lora"]], ids=["full", "LoRA"])
 def test_server_takes_llmcompressors_checkpoint_of_each_step(arguments, int8_server, train, run_scenario, tmp_path):
     """llm-compressor writes float32 where the policy is; the server computes in bfloat16. Every sync is digested."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor
 
-    from trl_qurl import QuRLGRPOTrainer
+    from trl_qurl.lab.demo.algorithms import Trainer
 
 HELD_OUT_PROBLEMS = 512
 
@@ -95,7 +95,7 @@ def prepare_policy(console: Console) -> Path:
     return policy_dir
 
 
-def measure(trainer: QuRLGRPOTrainer, problem_ids: Tensor) -> Measured:
+def measure(trainer: Trainer, problem_ids: Tensor) -> Measured:
     """Accuracy of the policy and of its actor as they are now, on encoded problems of shape (B, P + A)."""
     from trl_qurl.lab.demo.evaluate import measure_actor, measure_policy
 

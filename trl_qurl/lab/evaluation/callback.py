@@ -15,7 +15,7 @@ from trl_qurl.rewards import is_correct
 from trl_qurl.trainers.callbacks import TrainerAwareCallback
 
 if TYPE_CHECKING:
-    from trl_qurl.trainers.grpo import QuRLGRPOTrainer
+    from trl_qurl.trainers.rollouts import QuantizedRolloutsMixin
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class TaskEvaluationCallback(TrainerAwareCallback):
             Trainer.log(trainer, metrics)
 
 
-def evaluate_task(trainer: "QuRLGRPOTrainer", task: Task, who: str) -> dict[str, float]:
+def evaluate_task(trainer: "QuantizedRolloutsMixin", task: Task, who: str) -> dict[str, float]:
     """Answer all questions of a task, shared among the processes, and count; every process must call it."""
     accelerator = trainer.accelerator
     share = -(-len(task.prompts) // accelerator.num_processes)
@@ -99,7 +99,7 @@ def evaluate_task(trainer: "QuRLGRPOTrainer", task: Task, who: str) -> dict[str,
     }
 
 
-def answer_by_actor(trainer: "QuRLGRPOTrainer", prompts: TokenIds) -> TokenIds:
+def answer_by_actor(trainer: "QuantizedRolloutsMixin", prompts: TokenIds) -> TokenIds:
     """Greedy completions of the engine, which holds the weights of this step afterwards."""
     generation = trainer.vllm_generation
     if trainer.state.global_step != trainer._last_loaded_step:
@@ -114,7 +114,7 @@ def answer_by_actor(trainer: "QuRLGRPOTrainer", prompts: TokenIds) -> TokenIds:
     return [list(completion) for completion in completions]
 
 
-def answer_by_policy(trainer: "QuRLGRPOTrainer", prompts: TokenIds) -> TokenIds:
+def answer_by_policy(trainer: "QuantizedRolloutsMixin", prompts: TokenIds) -> TokenIds:
     """Greedy completions of the model in training."""
     tokenizer, size = trainer._tokenizer, trainer.args.per_device_eval_batch_size
     completions: TokenIds = []
@@ -146,7 +146,7 @@ def _until_end(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:
     return tokens[: ends[0] + 1] if ends else tokens
 
 
-ANSWERERS: dict[str, Callable[["QuRLGRPOTrainer", TokenIds], TokenIds]] = {
+ANSWERERS: dict[str, Callable[["QuantizedRolloutsMixin", TokenIds], TokenIds]] = {
     "actor": answer_by_actor,
     "policy": answer_by_policy,
 }
