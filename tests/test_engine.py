@@ -29,6 +29,11 @@ COLOCATED = {
     "fp8": ({"rollout_quantization": "fp8"}, []),
     "w4a16": ({"rollout_quantization": "w4a16", "sync_check_interval": 1}, []),
     "w4a16, LoRA on values": (UNMEASURED | {"rollout_quantization": "w4a16"}, ["--lora", "--lora-targets", "v_proj"]),
+    "int8, with the head": ({"quantization_ignore": [], "sync_check_interval": 1}, ["--untied"]),
+    "w4a16, with the head": (
+        {"rollout_quantization": "w4a16", "quantization_ignore": [], "sync_check_interval": 1},
+        ["--untied"],
+    ),
     "bf16": ({"rollout_quantization": None}, []),
     "bf16, LoRA": ({"rollout_quantization": None}, ["--lora"]),
     "int8, LoRA on values": (UNMEASURED, ["--lora", "--lora-targets", "v_proj"]),

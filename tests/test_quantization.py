@@ -285,6 +285,32 @@ def test_ignore_patterns(ignore, kept):
     assert len(quantized_layer_names(tiny_model(tie_word_embeddings=False), ignore)) == kept
 
 
+def test_a_head_that_is_tied_is_refused():
+    for model in (tiny_model(), tiny_model("llama", num_hidden_layers=1)):
+        with pytest.raises(ValueError, match=r"lm_head shares its weight .* keep 'lm_head' in quantization_ignore"):
+            quantized_layer_names(model, [])
+
+
+def test_a_head_is_refused_in_blocks():
+    model = tiny_model(tie_word_embeddings=False, vocab_size=128, **WHOLE_BLOCKS)
+    quantized_layer_names(model, [], INT8)
+    with pytest.raises(ValueError, match=r"lm_head: vLLM cannot load an output head .* add 're:\.\*lm_head'"):
+        quantized_layer_names(model, [], FP8_BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("ignore", "targets"),
+    [
+        (["lm_head"], ["Linear"]),
+        (["re:.*lm_head"], ["Linear"]),
+        ([], ["Linear", "re:.*lm_head$"]),
+        (["re:.*down_proj"], ["Linear", "re:.*lm_head$"]),
+    ],
+)
+def test_vllm_is_told_of_a_quantized_head_by_its_name(ignore, targets):
+    assert INT8.quantization_config(ignore)["config_groups"]["group_0"]["targets"] == targets
+
+
 def test_ignoring_everything_is_an_error():
     with pytest.raises(ValueError, match=r"matches all 15 linear layers of Qwen2.*rollout_quantization=None"):
         quantized_layer_names(tiny_model(), ["Linear"])
@@ -307,10 +333,11 @@ def test_fused_experts_are_refused():
 # Against llm-compressor ----------------------------------------------------------------------------------------------
 
 
-def assert_streamed_equals_llmcompressor(model, scheme, directory):
-    layers = quantized_layer_names(model)
+def assert_streamed_equals_llmcompressor(model, scheme, directory, ignore=("lm_head",)):
+    layers = quantized_layer_names(model, ignore)
     streamed = dict(quantize_weights(named_parameters(model), get_scheme(scheme), layers))
-    write_checkpoint(model, tiny_tokenizer(), scheme, directory / "reference", quantizer="llmcompressor")
+    place = directory / "reference"
+    write_checkpoint(model, tiny_tokenizer(), scheme, place, ignore=ignore, quantizer="llmcompressor")
     saved = load_file(directory / "reference" / "model.safetensors")
     assert streamed.keys() == saved.keys()
     for name, tensor in saved.items():
@@ -375,12 +402,19 @@ def test_llmcompressor_leaves_no_copy_of_the_model_behind(tmp_path, monkeypatch)
 
 
 @needs_llmcompressor
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_both_writers_tell_vllm_the_same(scheme, tmp_path):
-    model = tiny_model(num_hidden_layers=1, **WHOLE_BLOCKS)
+@pytest.mark.parametrize("scheme", [name for name, scheme in SCHEMES.items() if scheme.heads])
+def test_stream_equals_llmcompressor_with_the_head(scheme, tmp_path):
+    model = tiny_model(tie_word_embeddings=False, num_hidden_layers=1)
+    assert_streamed_equals_llmcompressor(model, scheme, tmp_path, ignore=())
+
+
+@needs_llmcompressor
+@pytest.mark.parametrize(("scheme", "ignore"), [*((name, ("lm_head",)) for name in SCHEMES), ("int8", ())])
+def test_both_writers_tell_vllm_the_same(scheme, ignore, tmp_path):
+    model = tiny_model(num_hidden_layers=1, tie_word_embeddings=False, **WHOLE_BLOCKS)
     configs = []
     for quantizer in ("llmcompressor", "streaming"):
-        write_checkpoint(model, tiny_tokenizer(), scheme, tmp_path / quantizer, quantizer=quantizer)
+        write_checkpoint(model, tiny_tokenizer(), scheme, tmp_path / quantizer, quantizer=quantizer, ignore=ignore)
         config = json.loads((tmp_path / quantizer / "config.json").read_text())
         quantization = config["quantization_config"]
         for layer_inputs in quantization["config_groups"]["group_0"].values():

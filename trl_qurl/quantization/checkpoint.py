@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 
 from trl_qurl.quantization.layers import quantized_layer_names
 from trl_qurl.quantization.schemes import QuantizationScheme, get_scheme
+from trl_qurl.quantization.schemes.scheme import quantized_targets
 from trl_qurl.quantization.storage import check_replaceable, new_directory, write_config, write_tensors
 from trl_qurl.quantization.stream import NamedTensors, quantize_weights
 
@@ -127,7 +128,8 @@ class CheckpointWriter:
             # llm-compressor looks its model up by name, on the Hub unless the name is a directory: give it this one.
             self.model.config.save_pretrained(draft)
             duplicate.name_or_path = duplicate.config._name_or_path = str(draft)
-            recipe = QuantizationModifier(targets="Linear", scheme=self.scheme.preset, ignore=list(self.ignore))
+            ignore = list(self.ignore)
+            recipe = QuantizationModifier(targets=quantized_targets(ignore), scheme=self.scheme.preset, ignore=ignore)
             with _quiet_llmcompressor():
                 oneshot(model=duplicate, recipe=recipe)
                 duplicate.save_pretrained(draft, save_compressed=True)

@@ -1,11 +1,12 @@
 """Which layers of a model are quantized, by their names in its checkpoint."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
 from trl_qurl.quantization.schemes import QuantizationScheme
+from trl_qurl.quantization.schemes.scheme import HEAD
 
 RELOADABLE = ("qwen3_5_text",)
 """Recurrent models, as transformers calls them, whose engine was equal to a fresh one after training."""
@@ -31,7 +32,8 @@ def quantized_layer_names(
         Layer names without `.weight`, e.g. `"model.layers.0.self_attn.q_proj"`.
 
     Raises:
-        ValueError: If nothing is left to quantize, the scheme cannot store a layer, or the model fuses its experts.
+        ValueError: If nothing is left to quantize, the scheme cannot store a layer, the model fuses its experts, or an
+            output head to quantize shares its weight with the embedding.
     """
     layers = _linear_layers(model, ignore)
     if not layers:
@@ -45,11 +47,9 @@ def quantized_layer_names(
             f"{type(model).__name__} keeps its experts in fused three-dimensional weights ({fused[0]}), which "
             "rollout_quantization does not cover yet: set rollout_quantization=None."
         )
-    refusals = {
-        name: reason
-        for name, layer in layers.items()
-        if scheme and (reason := scheme.refusal((layer.out_features, layer.in_features)))
-    }
+    _check_head(model, layers)
+    shapes = {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
+    refusals = {name: reason for name, shape in shapes.items() if scheme and (reason := _refusal(name, shape, scheme))}
     if scheme and refusals:
         first, reason = next(iter(refusals.items()))
         patterns = sorted({f"re:.*{name.rpartition('.')[2]}" for name in refusals})
@@ -59,6 +59,25 @@ def quantized_layer_names(
             "the command line) to keep them in full precision."
         )
     return frozenset(layers)
+
+
+def _check_head(model: nn.Module, layers: Collection[str]) -> None:
+    """Raise `ValueError` if one of the layers shares its weight with an embedding, as a tied output head does."""
+    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    linear = {checkpoint_name(name): module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    tied = [name for name in layers if name in linear and id(linear[name].weight) in embedded]
+    if tied:
+        raise ValueError(
+            f"{tied[0]} shares its weight with the embedding, which vLLM keeps in 16 bits to look tokens up: keep "
+            f"'{HEAD}' in quantization_ignore, or untie the model first."
+        )
+
+
+def _refusal(name: str, shape: Sequence[int], scheme: QuantizationScheme) -> str | None:
+    """Why the scheme cannot store a layer, or vLLM cannot load it."""
+    if name.endswith(HEAD) and not scheme.heads:
+        return "vLLM cannot load an output head in this format"
+    return scheme.refusal(shape)
 
 
 def check_recurrent_layers(model: Any) -> None:

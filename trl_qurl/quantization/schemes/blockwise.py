@@ -88,6 +88,7 @@ FP8_BLOCK = BlockwiseScheme(
     block_size=128,
     gpus=((9, 0), None),  # Hopper and later; on older ones vLLM takes a kernel that leaves activations alone
     cpus=False,  # kernels for CPUs with AMX only, which leave activations alone or have one scale per token
+    heads=False,  # vLLM's loader of heads wants a scale per token of the vocabulary
     # DeepGEMM rounds the weights again, to scales that are powers of two, and activations with such scales.
     kernel_fault=KernelFault(
         (9, 0),

@@ -10,6 +10,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+HEAD = "lm_head"
+"""What output heads are called."""
+
+
+def quantized_targets(ignore: Sequence[str]) -> list[str]:
+    """What is quantized, in compressed-tensors' pattern syntax: vLLM's heads are no `Linear` and need their name."""
+    from compressed_tensors.utils import is_match
+
+    head_is_kept = is_match(HEAD, torch.nn.Linear(1, 1, device="meta"), tuple(ignore))
+    return ["Linear"] if head_is_kept else ["Linear", f"re:.*{HEAD}$"]
+
 
 class StoredTensor(NamedTuple):
     """A tensor as a checkpoint stores it, without its values.
@@ -57,6 +68,7 @@ class QuantizationScheme(ABC):
         gpus: Lowest CUDA compute capability with kernels in vLLM (emulation not counted), and the first that is too
             high (`None`: no limit).
         cpus: Whether vLLM has kernels for CPUs.
+        heads: Whether vLLM can load an output head in this format.
         kernel_fault: Kernels that an engine must be kept from choosing on some GPUs, if there are any.
     """
 
@@ -67,6 +79,7 @@ class QuantizationScheme(ABC):
     description: str
     gpus: tuple[tuple[int, int], tuple[int, int] | None]
     cpus: bool
+    heads: bool = True
     kernel_fault: KernelFault | None = None
 
     @property
@@ -196,7 +209,7 @@ class QuantizationScheme(ABC):
         """
         from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 
-        group = preset_name_to_scheme(self.preset, targets=["Linear"])
+        group = preset_name_to_scheme(self.preset, targets=quantized_targets(ignore))
         group.format = self.checkpoint_format
         config = QuantizationConfig(
             config_groups={"group_0": group},
