@@ -1,5 +1,6 @@
 """A format that counts the weights it rounds, and a training run of a tiny model without an engine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ class CountingScheme(ChannelwiseScheme):
 
     rounded: list
 
-    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    def quantize(self, weight: torch.Tensor, companions: Sequence[torch.Tensor] = ()) -> dict[str, torch.Tensor]:
         self.rounded.append(weight.shape)
-        return super().quantize(weight)
+        return super().quantize(weight, companions)
 
 
 def counting_scheme() -> CountingScheme:

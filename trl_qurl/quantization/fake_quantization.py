@@ -27,6 +27,7 @@ class QuantizedLinear(nn.Linear):
     scheme: QuantizationScheme
     exact_class: ClassVar[type[nn.Linear]] = nn.Linear  # what the layer was
     is_rounded = False  # whether its weight is rounded already (`rounded_base`)
+    companions: tuple[nn.Linear, ...] = ()  # layers that share a scale with it
     _keeps = False
     _kept: tuple[Any, torch.Tensor] | None = None  # the rounded weight, and what it was made from
 
@@ -53,11 +54,12 @@ class QuantizedLinear(nn.Linear):
         """What the engine's codes stand for (out, in), in a dtype; kept if `round_anew` said so."""
         if self.is_rounded:
             return self.weight.to(dtype)
-        source = (dtype, self.weight.data_ptr(), self.weight._version)
+        weights = [self.weight, *(layer.weight for layer in self.companions)]
+        source = (dtype, *((weight.data_ptr(), weight._version) for weight in weights))
         if self._kept is not None and self._kept[0] == source:
             return self._kept[1]
         with torch.inference_mode(False), torch.no_grad():
-            tensors = self.scheme.in_engine(self.scheme.quantize(self.weight), dtype)
+            tensors = self.scheme.in_engine(self.scheme.quantize(weights[0], weights[1:]), dtype)
             rounded = self.scheme.dequantize(tensors).to(dtype)
         self._kept = (source, rounded) if self._keeps else None
         return rounded
@@ -77,14 +79,15 @@ class StraightThrough(torch.autograd.Function):
 
 def quantize_layers(model: nn.Module, layers: Collection[str], scheme: QuantizationScheme) -> list[QuantizedLinear]:
     """Let the named linear layers compute with rounded weights and inputs from here on; return those that did not."""
-    changed: list[Any] = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and not isinstance(module, QuantizedLinear)
-        and checkpoint_name(name) in layers
-    ]
-    for layer in changed:
+    named: dict[str, Any] = {
+        checkpoint_name(name): module for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    }
+    changed: list[Any] = []
+    for name, layer in named.items():
+        if isinstance(layer, QuantizedLinear) or name not in layers:
+            continue
+        changed.append(layer)
+        layer.companions = tuple(named[other] for other in scheme.companions(name, layers))
         kind = type(layer)
         layer.__class__ = (
             QuantizedLinear

@@ -23,12 +23,20 @@ def round_base(model: Any, layers: Collection[str], scheme: QuantizationScheme, 
     Raises `ValueError` for a model whose weights were replaced before: they would make other codes.
     """
     check_unrounded(model)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and checkpoint_name(name) in layers and not module.weight.is_meta:
-            with torch.no_grad(), whole([module.weight]):
-                tensors = scheme.quantize(module.weight.float())
+    modules: dict[str, Any] = {
+        name: module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and (name := checkpoint_name(path)) in layers and not module.weight.is_meta
+    }
+    while modules:
+        first = next(iter(modules))
+        group = [modules.pop(name) for name in (first, *scheme.companions(first, layers))]
+        with torch.no_grad(), whole([module.weight for module in group]):
+            exact = [module.weight.float() for module in group]
+            for index, module in enumerate(group):
+                tensors = scheme.quantize(exact[index], exact[:index] + exact[index + 1 :])
                 module.weight.copy_(scheme.dequantize(scheme.in_engine(tensors, dtype)))
-            setattr(module, "is_rounded", True)  # noqa: B010, for `QuantizedLinear`; a module is typed to hold tensors only
+                module.is_rounded = True  # for `QuantizedLinear`
     model.config.rounded_base = scheme.name
 
 

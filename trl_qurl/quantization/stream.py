@@ -59,11 +59,11 @@ def quantize_weights(
         ValueError: If the scheme refuses a layer, or, after the last tensor, if a layer of `layers` never came.
     """
     missing = set(layers)
-    for name, tensor in named_tensors:
+    for name, tensor, companions in _with_companions(named_tensors, scheme, layers):
         layer = _layer(name, missing)
         if layer is not None:
             missing.remove(layer)
-        tensors = {} if scheme is None or layer is None else scheme.quantize(tensor)
+        tensors = {} if scheme is None or layer is None else scheme.quantize(tensor, companions)
         if layer is not None and observer is not None:
             observer(layer, tensor, tensors)
         if tensors:
@@ -75,6 +75,31 @@ def quantize_weights(
             f"{len(missing)} of {len(layers)} layers to quantize were not among the tensors given, first "
             f"{min(missing)!r}: pass the names that quantized_layer_names() returns for the same model."
         )
+
+
+def _with_companions(
+    named_tensors: NamedTensors, scheme: QuantizationScheme | None, layers: Collection[str]
+) -> Iterator[tuple[str, torch.Tensor, list[torch.Tensor]]]:
+    """Each parameter with the weights of its layer's companions; what comes before the last of them is held back."""
+    held: list[tuple[str, torch.Tensor]] = []
+    awaited: set[str] = set()
+
+    def companions(name: str) -> list[str]:
+        layer = _layer(name, layers)
+        return [] if scheme is None or layer is None else [f"{x}.weight" for x in scheme.companions(layer, layers)]
+
+    for name, tensor in named_tensors:
+        if name in awaited:
+            awaited.remove(name)
+        else:
+            awaited.update(companions(name))
+        # ZeRO-3 takes a parameter back when the next one is asked for.
+        held.append((name, tensor.clone() if awaited else tensor))
+        if not awaited:
+            weights = dict(held)
+            yield from ((other, t, [weights[x] for x in companions(other)]) for other, t in held)
+            held = []
+    yield from ((name, tensor, []) for name, tensor in held)  # some never came, which is an error
 
 
 def _layer(name: str, layers: Collection[str]) -> str | None:

@@ -13,6 +13,7 @@ from trl_qurl.quantization.schemes.blockwise import FP8_BLOCK
 from trl_qurl.quantization.schemes.channelwise import FP8, INT8
 from trl_qurl.quantization.schemes.groupwise import W4A16, W8A16
 from trl_qurl.quantization.schemes.microscaling import MXFP8
+from trl_qurl.quantization.schemes.nvfp4 import NVFP4A16
 from trl_qurl.quantization.schemes.scheme import KernelFault, QuantizationScheme, StoredTensor
 
 __all__ = [
@@ -105,7 +106,7 @@ def gpu_capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
-for _scheme in (INT8, FP8, FP8_BLOCK, MXFP8, W4A16, W8A16):
+for _scheme in (INT8, FP8, FP8_BLOCK, MXFP8, W4A16, W8A16, NVFP4A16):
     register_scheme(_scheme)
 for _entry_point in entry_points(group=__name__):
     register_scheme(_entry_point.load())

@@ -4,7 +4,7 @@ No other part of the package knows anything about a number format, so a new one 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -118,11 +118,24 @@ class QuantizationScheme(ABC):
             One entry per tensor, under the name that follows the layer's: `"weight"`, `"weight_scale"`.
         """
 
-    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    def companions(self, layer: str, layers: Collection[str]) -> tuple[str, ...]:
+        """Name the layers whose weights decide about the codes of a layer as well. By default there are none.
+
+        Args:
+            layer: Name of a layer.
+            layers: Names of all layers that are quantized.
+
+        Returns:
+            Names in `layers`. Each of these layers has all the others as companions.
+        """
+        return ()
+
+    def quantize(self, weight: torch.Tensor, companions: Sequence[torch.Tensor] = ()) -> dict[str, torch.Tensor]:
         """Round one weight matrix.
 
         Args:
             weight: Weight, (out, in), of any floating-point dtype. Not modified.
+            companions: Weights of the layers that `companions` names.
 
         Returns:
             The tensors of `layout`, by name: bit for bit what llm-compressor writes for the same weight.
@@ -133,11 +146,15 @@ class QuantizationScheme(ABC):
         if reason := self.refusal(weight.shape, weight.dtype):
             raise ValueError(f"{self.name} cannot quantize this layer: {reason}. Add it to quantization_ignore.")
         with torch.no_grad():
-            return self._quantize(weight)
+            return self._quantize_beside(weight, companions) if companions else self._quantize(weight)
 
     @abstractmethod
     def _quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """What `quantize` returns, for a weight that the scheme can store."""
+
+    def _quantize_beside(self, weight: torch.Tensor, companions: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What `quantize` returns for a weight with companions."""
+        raise NotImplementedError(f"{self.name} has no companions")
 
     @abstractmethod
     def dequantize(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
