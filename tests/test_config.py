@@ -145,7 +145,7 @@ def test_updates_per_rollout(steps_per_generation, gradient_accumulation_steps, 
 REFUSED = [
     (
         {"rollout_quantization": "int4"},
-        r"Unknown quantization scheme 'int4'; did you mean 'int8'\? Choose one of 'int8', 'fp8', .*'w8a16', or None",
+        r"Unknown quantization scheme 'int4'; did you mean 'int8'\? Choose one of 'int8', 'fp8', .*, or None",
     ),
     (
         {"weight_sync": "nccl"},
