@@ -164,8 +164,8 @@ REFUSED = [
     ({"max_server_recoveries": -1}, r"max_server_recoveries is -1, but must be a number of recoveries, or 0 for none"),
     ({"vllm_request_timeout": float("nan")}, r"vllm_request_timeout is nan, but must be a positive number of seconds"),
     (
-        {"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}},
-        r"kv_cache_dtype of vllm_engine_kwargs is 'fp8', which quantizes the key-value cache with scales that no sync",
+        {"vllm_engine_kwargs": {"kv_cache_dtype": "fp8_e5m2"}},
+        r"kv_cache_dtype of vllm_engine_kwargs is 'fp8_e5m2', a format of the key-value cache .*: use one of 'auto', ",
     ),
     ({"weight_metrics_interval": -1}, r"weight_metrics_interval is -1, but must be a number of syncs, or 0 for none"),
     (
@@ -264,6 +264,7 @@ def test_what_cannot_work_is_refused_with_the_way_out(settings, message):
         {"objective": "tis", "delta": 4.0},
         {"sync_ref_model": True, "beta": 0.1, "uaq_scale": 1.0},
         {"vllm_engine_kwargs": {"enforce_eager": True, "kv_cache_dtype": "bfloat16"}},
+        {"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}},
         {"vllm_engine_kwargs": None},
         {"weight_metrics_interval": 0},
     ],

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from tiny import ENGINE
 
 pytestmark = pytest.mark.vllm
 
@@ -18,6 +19,8 @@ SAME_BF16 = 5e-3 if torch.cpu._is_amx_tile_supported() else SAME
 UNMEASURED = {"weight_metrics_interval": 0}  # so that syncs may leave out what is frozen
 
 ADAPTER = UNMEASURED | {"weight_sync": "adapter", "sync_check_interval": 1}
+
+FP8_CACHE = {"sync_check_interval": 1, "vllm_engine_kwargs": ENGINE | {"kv_cache_dtype": "fp8"}}
 
 COLOCATED = {
     "int8": ({}, []),
@@ -34,6 +37,8 @@ COLOCATED = {
         {"rollout_quantization": "w4a16", "quantization_ignore": [], "sync_check_interval": 1},
         ["--untied"],
     ),
+    "int8, FP8 cache": (FP8_CACHE, []),
+    "bf16, FP8 cache": (FP8_CACHE | {"rollout_quantization": None}, []),
     "bf16": ({"rollout_quantization": None}, []),
     "bf16, LoRA": ({"rollout_quantization": None}, ["--lora"]),
     "int8, LoRA on values": (UNMEASURED, ["--lora", "--lora-targets", "v_proj"]),
@@ -80,7 +85,11 @@ def colocated(train, run_scenario, tmp_path_factory):
             for checkpoint, (config, arguments) in zip(checkpoints, COLOCATED.values(), strict=True)
         )
     )
-    return dict(zip(COLOCATED, zip(records, run_scenario("fresh_engine.py", *checkpoints), strict=True), strict=True))
+    engines = [
+        f"{checkpoint}@fp8" if "FP8 cache" in case else checkpoint
+        for case, checkpoint in zip(COLOCATED, checkpoints, strict=True)
+    ]
+    return dict(zip(COLOCATED, zip(records, run_scenario("fresh_engine.py", *engines), strict=True), strict=True))
 
 
 @pytest.mark.xdist_group("colocated")

@@ -124,11 +124,12 @@ def test_the_share_that_is_lowered_is_vllms_own():
     assert CacheConfig().gpu_memory_utilization == launch.MEMORY_SHARE
 
 
-@pytest.mark.parametrize("words", [["--kv-cache-dtype", "fp8"], ["--kv-cache-dtype=fp8"], ["--kv_cache_dtype", "fp8"]])
-def test_a_quantized_cache_is_refused(words):
-    with pytest.raises(ValueError, match="--kv.cache.dtype is 'fp8', which quantizes the key-value cache"):
-        launch.check_cache(["--enforce-eager", *words])
-    launch.check_cache(["--kv-cache-dtype", "bfloat16", "--enforce-eager"])
+@pytest.mark.parametrize("start", ["--kv-cache-dtype ", "--kv-cache-dtype=", "--kv_cache_dtype "])
+def test_a_cache_whose_scales_no_sync_makes_is_refused(start):
+    with pytest.raises(ValueError, match="--kv.cache.dtype is 'nvfp4', a format of the key-value cache"):
+        launch.check_cache(["--enforce-eager", *f"{start}nvfp4".split()])
+    for accepted in ("bfloat16", "fp8"):
+        launch.check_cache([*f"{start}{accepted}".split(), "--enforce-eager"])
 
 
 def test_a_model_alone_is_enough(model, home, monkeypatch):

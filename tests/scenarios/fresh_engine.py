@@ -1,6 +1,6 @@
 """Log-probabilities of the probe under engines that have just been started, each from a checkpoint of its own.
 
-A checkpoint with a subdirectory `adapter` is asked with that adapter.
+A checkpoint with a subdirectory `adapter` is asked with that adapter. `CHECKPOINT@fp8` has a cache in that format.
 """
 
 import json
@@ -18,12 +18,13 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
 
-def probe(checkpoint: str) -> list[float]:
-    settings, adapter = ENGINE, None
+def probe(argument: str) -> list[float]:
+    checkpoint, _, cache = argument.partition("@")
+    settings, adapter = ENGINE | {"kv_cache_dtype": cache or "auto"}, None
     if (path := Path(checkpoint, "adapter")).is_dir():
         if current_platform.is_cpu():
             import trl_qurl.rollout.engine.cpu  # noqa: F401, registers the loader
-        settings = ENGINE | {"enable_lora": True, "max_lora_rank": 8, "load_format": "trl-qurl-cpu"}
+        settings |= {"enable_lora": True, "max_lora_rank": 8, "load_format": "trl-qurl-cpu"}
         adapter = LoRARequest("saved", 1, str(path))
     engine = LLM(checkpoint, **settings, max_model_len=64, max_num_seqs=16)
     KEPT.append(engine)

@@ -25,6 +25,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.distributed import DistributedBackend
 
+from trl_qurl.quantization.kv_cache import FP8_CACHES
 from trl_qurl.quantization.schemes import QuantizationScheme
 from trl_qurl.quantization.stream import NamedTensors, Observer, quantize_weights, stored_tensors
 from trl_qurl.quantization.uaq import recorded_scale
@@ -55,6 +56,8 @@ class RolloutCost:
 
 class WeightSync:
     """Keeps one engine at the policy's weights."""
+
+    _merges_adapter = True  # for a probe
 
     def __init__(
         self,
@@ -203,23 +206,23 @@ class WeightSync:
             broadcast_object_list(probe, from_process=0)  # each process holds a part of the weights
         if probe[0] is None:
             return {}
-        prompts, continuations = probe[0]
-        result = self._run_probe(prompts, continuations)
+        result = self._run_probe(*probe[0])
         self._probe.judge(result)
         return {"sync/probe_distance": result.distance, "sync/probe_ratio": result.ratio}
 
-    def _run_probe(self, prompts: list[list[int]], continuations: list[Continuation]) -> ProbeResult:
-        return run_probe(self._model, prompts, continuations, self._layers, self._settings.scheme)
+    def _run_probe(self, prompts: list[list[int]], continuations: list[Continuation], cache: str) -> ProbeResult:
+        scheme, rounds_cache = self._settings.scheme, cache in FP8_CACHES
+        return run_probe(self._model, prompts, continuations, self._layers, scheme, self._merges_adapter, rounds_cache)
 
-    def _ask_engine(self) -> tuple[list[list[int]], list[Continuation]] | None:
-        """The prompts of a probe, and the engine's continuations."""
+    def _ask_engine(self) -> tuple[list[list[int]], list[Continuation], str] | None:
+        """The prompts of a probe, the engine's continuations, and the format of its key-value cache."""
         engine = self._transport.engine
         if engine is None:
             return None
         described = engine.describe()
         vocabulary_size = self._base.config.get_text_config().vocab_size
         prompts = probe_prompts(vocabulary_size, described.block_size, described.max_model_len)
-        return prompts, engine.continue_greedily(prompts, STEPS)
+        return prompts, engine.continue_greedily(prompts, STEPS), described.kv_cache_dtype
 
 
 class AdapterSync(WeightSync):
@@ -227,6 +230,8 @@ class AdapterSync(WeightSync):
 
     `base_digests` are those that a server's start must have; they are known in the main process.
     """
+
+    _merges_adapter = False
 
     def __init__(self, *args: Any, base_digests: Digests | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -251,9 +256,6 @@ class AdapterSync(WeightSync):
 
     def _made(self, *args: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return adapter_tensors(self._model, self._transport.sent_dtype)
-
-    def _run_probe(self, prompts: list[list[int]], continuations: list[Continuation]) -> ProbeResult:
-        return run_probe(self._model, prompts, continuations, self._layers, self._settings.scheme, merges=False)
 
 
 def announce(

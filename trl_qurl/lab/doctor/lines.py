@@ -34,7 +34,7 @@ LINES = {
     "padded": "the same for layers that kernels and vocabulary must pad",
     "graphs": "the same with CUDA graphs and compilation",
     "sleep": "the same with an engine that sleeps between rollouts",
-    "kv-cache": "the same with an FP8 key-value cache, unless trl-qurl refuses it",
+    "kv-cache": "the same with an FP8 key-value cache",
     "server": "training with `trl-qurl serve`, weights by files",
     "stream": "training with a server on another GPU, weights over NCCL",
     "stream-order": "weights that change just before they are streamed arrive as they are, not as they were",

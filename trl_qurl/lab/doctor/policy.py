@@ -21,12 +21,12 @@ SIZES = {
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "head_dim": 64,  # all attention kernels have it
     "max_position_embeddings": 128,
 }
-"""Of the policy; multiples of the 128 that groups and tiles of kernels have."""
+"""Of the policy; every layer has multiples of the 128 that groups, blocks and tiles of kernels have."""
 
 PADDED_SIZES = {"vocab_size": 131, "intermediate_size": 200}
 """Sizes that vLLM pads: a vocabulary to a multiple of 64, and a matrix that is no multiple of 16 for some kernels."""

@@ -31,6 +31,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trl_qurl.quantization.fake_quantization import quantized_forward
+from trl_qurl.quantization.kv_cache import FP8Cache
 from trl_qurl.quantization.schemes import QuantizationScheme
 from trl_qurl.rollout.engine.interface import Continuation
 from trl_qurl.rollout.errors import SyncError
@@ -104,10 +105,12 @@ def run_probe(
     layers: Collection[str],
     scheme: QuantizationScheme | None,
     merges: bool = True,
+    rounds_cache: bool = False,
 ) -> ProbeResult:
     """Compare the engine's log-probabilities with the policy's own, computed with fake quantization.
 
-    An adapter is merged for the length of this call, unless the engine has it beside the base.
+    An adapter is merged for the length of this call, unless the engine has it beside the base. Keys and values are
+    rounded if the engine `rounds_cache`.
     """
     adapted = merges and is_peft_model(model)
     if adapted:
@@ -117,9 +120,9 @@ def run_probe(
     base.eval()
     try:
         with quantized_forward(base, layers, scheme) if scheme else nullcontext():
-            policy = _score(base, prompts, continuations)
+            policy = _score(base, prompts, continuations, rounds_cache)
             with _disturbed(base):
-                disturbed = _score(base, prompts, continuations)
+                disturbed = _score(base, prompts, continuations, rounds_cache)
     finally:
         base.train(training)
         if adapted:
@@ -141,12 +144,15 @@ def compare_probe(scored: list[dict[int, float]], policy: torch.Tensor, disturbe
     return ProbeResult(torch.stack(distances).median().item(), tolerance)
 
 
-def _score(model: PreTrainedModel, prompts: list[list[int]], continuations: list[Continuation]) -> torch.Tensor:
+def _score(
+    model: PreTrainedModel, prompts: list[list[int]], continuations: list[Continuation], rounds_cache: bool
+) -> torch.Tensor:
     """Log-probabilities of all tokens at each step of each continuation, (steps, V), float32."""
     found = []
     for prompt, continuation in zip(prompts, continuations, strict=True):
         tokens = torch.tensor([prompt + continuation.tokens], device=model.device)  # (1, T)
-        logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1]  # what follows each token but the last
+        cache = {"past_key_values": FP8Cache(config=model.config), "use_cache": True} if rounds_cache else {}
+        logits = model(input_ids=tokens, **cache).logits[0, len(prompt) - 1 : -1]  # after each token but the last
         found.append(logits.float().log_softmax(-1).cpu())
     return torch.cat(found)
 
