@@ -1,7 +1,8 @@
 """Full-precision tensors in, checkpoint-format tensors out, one at a time.
 
 This is all of the quantization that happens at each step of training. It calibrates nothing and keeps nothing, so
-memory holds one layer at a time. Which tensors a weight becomes is up to its scheme.
+memory holds one layer at a time, with those that share a scale with it. Which tensors a weight becomes is up to its
+scheme.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -53,7 +54,7 @@ def quantize_weights(
             would cast them to the same bits, so this only saves bytes in transit.
 
     Yields:
-        `(name, tensor)` pairs in checkpoint format. Only the current layer's tensors are held.
+        `(name, tensor)` pairs in checkpoint format. Only the tensors of the current layer and its companions are held.
 
     Raises:
         ValueError: If the scheme refuses a layer, or, after the last tensor, if a layer of `layers` never came.
