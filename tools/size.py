@@ -35,12 +35,12 @@ def total(paths: Iterable[Path]) -> int:
 
 def added_fields() -> list[str]:
     """The settings that our configurations add to TRL's."""
-    from trl import GRPOConfig
+    from trl import GRPOConfig, RLOOConfig
 
     from trl_qurl import config
 
     ours = [getattr(config, name) for name in config.__all__ if name.endswith("Config")]
-    inherited = {field.name for field in dataclasses.fields(GRPOConfig)}
+    inherited = {field.name for theirs in (GRPOConfig, RLOOConfig) for field in dataclasses.fields(theirs)}
     return sorted({field.name for cls in ours for field in dataclasses.fields(cls)} - inherited)
 
 
