@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from documents import ROOT, blocks
 from safetensors.torch import load_file
 from tiny import tiny_model, tiny_tokenizer
@@ -72,6 +73,8 @@ def test_an_objective_of_another_package(tmp_path):
 
 
 def test_a_scheme_of_another_package(tmp_path):
+    if "W6A16" not in PRESET_SCHEMES:
+        pytest.skip("needs compressed-tensors 0.19")
     [entry_points] = blocks(PAGE, "ini")
     install(tmp_path, "my_package", EXAMPLES["scheme"], entry_points.code)
     tiny_model().save_pretrained(tmp_path / "model")

@@ -120,8 +120,19 @@ def test_a_version_of_compressed_tensors(version, status, tmp_path):
     line = lines_of(done)["packages"]
     assert (line["status"], done.returncode) == (status, int(status is Status.FAILED))
     if status is Status.FAILED:
-        assert "compressed-tensors 0.14.0 does not fit compressed-tensors>=0.15, which trl-qurl asks" in line["text"]
-        assert line["advice"] == "Run `pip install 'compressed-tensors>=0.15'`."
+        assert "compressed-tensors 0.14.0 does not fit compressed-tensors>=0.17, which trl-qurl asks" in line["text"]
+        assert line["advice"] == "Run `pip install 'compressed-tensors>=0.17'`."
+
+
+def test_bounds_of_an_extra_hold_beside_its_own_package(monkeypatch):
+    versions = {"transformers": "5.19.0", "llmcompressor": None}
+    monkeypatch.setattr(packages, "installed", lambda name: (name, versions[name]))
+    asked = ["transformers>=5.10.4", 'transformers<5.18; extra == "llmcompressor"']
+    monkeypatch.setattr(packages.importlib.metadata, "requires", lambda name: asked)
+    assert not list(packages.find_misfits())
+    versions["llmcompressor"] = "0.14.0.1"
+    [(problem, _)] = packages.find_misfits()
+    assert problem == "transformers 5.19.0 does not fit transformers<5.18, which trl-qurl asks for"
 
 
 def test_no_space_in_shared_memory():

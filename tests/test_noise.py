@@ -45,6 +45,13 @@ def test_a_named_warning_is_gone_and_others_are_not():
     assert warned("`torch.distributed.something_else` is deprecated")
 
 
+def test_a_vllm_that_trl_does_not_know_is_named_unless_it_was_tested():
+    noise.quiet()
+    for version, seen in (("0.32.0", False), ("0.33.0", True)):
+        text = f"TRL currently supports vLLM versions from 0.22.0 to 0.31.0. You have version {version} installed."
+        assert warned(text, category=UserWarning, module="trl.generation") == seen
+
+
 @pytest.mark.parametrize("action", ["error", "default"])
 def test_what_the_user_said_goes_first(action):
     warnings.filterwarnings(action, category=FutureWarning)

@@ -6,7 +6,6 @@ file needs no engine and is the first to run after an upgrade (`pytest tests/tes
 """
 
 import ast
-import configparser
 import functools
 import importlib.metadata
 import importlib.util
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS
 
@@ -24,6 +24,7 @@ GENERATION = "trl.generation.vllm_generation"
 CLIENT = "trl.generation.vllm_client"
 TRANSFER = "vllm.distributed.weight_transfer.base"
 PACKED = "vllm.distributed.weight_transfer.packed_tensor"
+INPLACE = "vllm.model_executor.model_loader.reload.inplace"
 LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
 COMPRESSED_TENSORS = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors"
 CPU_KERNELS = "vllm.model_executor.kernels.linear.scaled_mm.cpu"
@@ -206,12 +207,6 @@ DEFINITIONS = [
     (CLIENT, "VLLMClient.__init__", "base_url connection_timeout", "ServedEngine is built as it is"),
     (CLIENT, "VLLMClient.check_server", "total_timeout retry_interval", "ServedEngine waits in its place"),
     (CLIENT, "VLLMClient.init_communicator", "device", "ServedEngine opens NCCL by it, or leaves it out"),
-    (
-        CLIENT,
-        "VLLMClient.get_server_info",
-        "",
-        "ServedEngine bounds it in time by overriding it",
-    ),
     (CLIENT, "VLLMClient._post", "url", "ServedEngine bounds every request in time by overriding it"),
     (CLIENT, "VLLMClient._get", "url", "ServedEngine bounds every request in time by overriding it"),
     (
@@ -577,21 +572,18 @@ def test_checkpoints_are_named_as_rollout_state_expects():
     )
 
 
-def test_trl_takes_the_vllm_that_the_extra_installs():
-    versions = ast.unparse(body_of("trl.import_utils", "is_vllm_available"))
-    setup = configparser.ConfigParser()
-    setup.read(Path(__file__).parents[1] / "setup.cfg")
-    [requirement] = [line for line in setup["options.extras_require"]["vllm"].split() if line.startswith("vllm>=")]
-    lowest, highest = (part.split("=")[1] for part in requirement.split(","))
-    assert f"Version('{highest}')" in versions, f"TRL's newest vLLM is not {highest}, as the extra `vllm` says."
-    oldest = [text.split("'")[0] for text in versions.split("Version('")[1:]][0]
-    assert oldest.startswith(lowest), f"TRL's oldest vLLM is {oldest}, and the extra `vllm` says {lowest}."
+def test_trl_only_warns_about_a_vllm_that_is_newer_than_itself():
+    body = body_of("trl.import_utils", "is_vllm_available")
+    assert calls(body, "warnings.warn") and not any(isinstance(node, ast.Raise) for node in ast.walk(body)), (
+        "TRL refuses a vLLM outside its own range, and the extra `vllm` in setup.cfg may go further than TRL's."
+    )
 
 
-def test_trl_is_the_minor_release_that_this_file_was_written_for():
+def test_trl_is_one_that_this_file_was_written_for():
+    [trl] = [text for text in importlib.metadata.requires("trl-qurl") if Requirement(text).name == "trl"]
     installed = importlib.metadata.version("trl")
-    assert installed.startswith("1.16."), (
-        f"TRL is {installed}: read its changes to what this file lists, then edit this."
+    assert Requirement(trl).specifier.contains(installed, prereleases=True), (
+        f"TRL is {installed}, and setup.cfg says {trl}: read its changes to what this file lists, then edit setup.cfg."
     )
 
 
@@ -610,7 +602,7 @@ def test_the_worker_extension_is_mixed_in_by_name():
 def test_the_finalizer_of_an_engine_takes_the_process_groups_along():
     client = text_of("vllm.v1.engine.core_client", "InprocClient.__init__")
     ours = "self._finalizer = weakref.finalize(self, self.engine_core.shutdown)"
-    assert client.count(ours) == client.count("finalize("), (  # older ones have none
+    assert client.count(ours) == client.count("finalize("), (  # before vLLM 0.31 it has none
         "vLLM's InprocClient has another finalizer, which rollout/engine/colocated.py replaces."
     )
     shutdown = text_of("vllm.v1.engine.core", "EngineCore.shutdown")
@@ -625,6 +617,9 @@ def test_the_finalizer_of_an_engine_takes_the_process_groups_along():
 
 def test_a_reload_goes_layer_by_layer_through_load_weights():
     body = text_of("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.reload_weights")
+    if source_file(INPLACE):  # vLLM 0.32 moved the body there
+        assert "reload_weights(self.vllm_config, self.get_model()" in body, "GPUModelRunner reloads in another way."
+        body = text_of(INPLACE, "reload_weights")
     for call in (
         "initialize_layerwise_reload(model)",
         "model.load_weights(weights_iterator)",

@@ -30,6 +30,9 @@ def quiet() -> None:
     # vLLM inspects every name of torch, also this old one. Appended, so the user's PYTHONWARNINGS and -W come first.
     old_name = r"`torch\.distributed\.reduce_op` is deprecated, please use `torch\.distributed\.ReduceOp` instead"
     warnings.filterwarnings("ignore", old_name, FutureWarning, r"vllm\.triton_utils\.dispatcher$", append=True)
+    # TRL 1.16 knows vLLM to 0.31, and says so at each of its imports. Tested with 0.32 (requirements/versions.toml).
+    newer = r"TRL currently supports vLLM versions .* You have version 0\.32\."
+    warnings.filterwarnings("ignore", newer, UserWarning, append=True)
     # TRL sets ERROR if the user has set nothing, so any other value is the user's.
     if os.environ.get(VLLM_LEVEL_VARIABLE, "ERROR").upper() == "ERROR":
         logging.getLogger(TRITON_LOGGER).addFilter(_is_not_misleading)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import platform
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +65,9 @@ def find_misfits() -> Iterator[tuple[str, Requirement]]:
         required = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         if not required and requirement.name not in PACKAGES:
             continue  # for development, or for another Python
+        extra = re.search(r'extra == "(\w+)"', str(requirement.marker))
+        if extra and extra[1] in PACKAGES and installed(extra[1])[1] is None:
+            continue  # bounds that an extra adds hold beside its own package: llm-compressor's for transformers
         requirement.marker = None
         shown, version = installed(requirement.name)
         if version is not None and not requirement.specifier.contains(version, prereleases=True):

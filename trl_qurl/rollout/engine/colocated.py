@@ -140,7 +140,7 @@ def release_when_deleted(llm: "LLM") -> None:
     """
     _destroy_process_groups_at_exit()
     client = llm.llm_engine.engine_core
-    finalizer = getattr(client, "_finalizer", None)  # the oldest vLLM that TRL takes has none
+    finalizer = getattr(client, "_finalizer", None)  # vLLM below 0.31 has none
     if finalizer is not None:
         finalizer.detach()
     weakref.finalize(client, _release, client.engine_core)

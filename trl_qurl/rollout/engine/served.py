@@ -126,7 +126,7 @@ class ServedEngine(VLLMClient, Engine):
             )
 
     def get_server_info(self) -> dict[str, Any]:
-        """As the parent's, with the faults of any other request."""
+        """The server's configuration, bounded in time. TRL has a method of this name since 1.16, and calls it."""
         return self._get(f"{self.base_url}/server_info", params={"config_format": "json"})["vllm_config"]
 
     def open_stream(self, device: torch.device) -> None:
