@@ -4,17 +4,18 @@ PROFILE ?= auto
 SCHEME ?= int8
 WORKERS ?= 2
 PYTEST_ARGS ?=
+ROWS ?=
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
 BIN := .venv/bin
 UV ?= $(BIN)/uv
-# Where `make lock` finds a CPU build of torch; with a local wheel: make lock TORCH_CPU="--find-links DIR"
+# Where `make lock` and `make test-versions` find a CPU build of torch; with a local wheel: TORCH_CPU="--find-links DIR"
 TORCH_CPU ?= --torch-backend cpu
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-ppo demo-rloo docs docs-serve test test-fast test-all lint format size lock check-extras clean
+.PHONY: help setup demo demo-ppo demo-rloo docs docs-serve test test-fast test-all test-versions lint format size lock check-extras clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +54,9 @@ test-fast: setup ## run the tests that need neither an engine nor a GPU
 test-all: setup ## run every test, including the slow ones
 	$(PYTEST) $(PYTEST_ARGS)
 
+test-versions: setup ## test with other releases of TRL, vLLM and transformers; ROWS="newest" selects some
+	$(PYTHON) tools/versions.py --uv $(UV) --torch="$(TORCH_CPU)" --workers $(WORKERS) --rows $(ROWS)
+
 lint: setup ## run ruff, mypy, the import contracts and shellcheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -85,5 +89,5 @@ check-extras: setup ## check that the package and each of its extras resolve (ne
 	done
 
 clean: ## remove .venv, builds and caches
-	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .versions build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

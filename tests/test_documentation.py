@@ -46,8 +46,10 @@ OTHERS = {
     "No accelerator available! Compressing model on CPU instead",
     "torch.distributed.reduce_op is deprecated",
     "Loading safetensors checkpoint shards",
+    "TRL currently supports vLLM versions from",
+    "0 active drivers ([]). There should only be one",
 }
-"""Messages on the page of troubleshooting that vLLM, llm-compressor and torch write."""
+"""Messages on the page of troubleshooting that TRL, vLLM, llm-compressor, torch and Triton write."""
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
