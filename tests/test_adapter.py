@@ -15,10 +15,11 @@ from trl_qurl.quantization import SCHEMES, quantized_layer_names
 from trl_qurl.quantization.cache import CACHE_VARIABLE
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.fake_quantization import quantized_forward
-from trl_qurl.quantization.rounded_base import check_unrounded, exact_weights, round_base
+from trl_qurl.quantization.rounded_base import check_unrounded, round_base
 from trl_qurl.quantization.schemes.groupwise import GroupwiseScheme
 from trl_qurl.quantization.storage import read_tensors
 from trl_qurl.quantization.stream import quantize_weights
+from trl_qurl.quantization.weight_stream import WeightStream, exact_weights
 from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, adapter_tensors, engine_rank, write_adapter
 from trl_qurl.rollout.base import FrozenBase
 from trl_qurl.rollout.checks.tensors import base_digests
@@ -295,7 +296,8 @@ def test_a_server_of_the_same_model_has_the_same_base(scheme, dtype, head, tmp_p
     folders = []  # which their runs keep
 
     def base_of(model):
-        base = FrozenBase(adapted(model), quantized_layer_names(model, ["lm_head"], SCHEMES[scheme]), settings)
+        policy = adapted(model)
+        base = FrozenBase(policy, WeightStream(policy, SCHEMES[scheme]), settings)
         writer = CheckpointWriter(base._model.get_base_model(), None, SCHEMES[scheme])
         folders.append(CheckpointFolder(Accelerator(cpu=True), settings, writer, 0))
         base.write(folders[-1])

@@ -292,13 +292,10 @@ def test_the_rloo_recipe_makes_one_update_per_rollout(tmp_path):
 
 
 def test_quantize_passes_its_arguments_on(monkeypatch, tmp_path, capsys):
-    import transformers
-
     from trl_qurl.quantization import checkpoint
 
     calls = []
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda name, dtype: f"model of {name}")
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: f"tokenizer of {name}")
+    monkeypatch.setattr(checkpoint, "load_model", lambda name: (f"model of {name}", f"tokenizer of {name}"))
     monkeypatch.setattr(checkpoint, "write_checkpoint", lambda *args, **kwargs: calls.append((args, kwargs)))
     out = tmp_path / "out"
     arguments = ["--scheme", "fp8", "--ignore", "lm_head", "--ignore", "re:.*down_proj"]

@@ -28,6 +28,7 @@ from trl_qurl.lab.doctor.trial import try_job
 from trl_qurl.quantization import quantized_layer_names
 from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED
 from trl_qurl.quantization.stream import quantize_weights
+from trl_qurl.quantization.weight_stream import WeightStream
 from trl_qurl.rollout.engine.broadcast import STREAM_VERSION
 from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.settings import RolloutSettings
@@ -327,7 +328,9 @@ def test_weights_that_a_stream_tears_are_noticed(torn, ends, monkeypatch):  # no
     if torn:
         monkeypatch.setattr(client, "load_stream", send_old)
     settings = RolloutSettings(SCHEMES["int8"], is_served=True)
-    trainer = SimpleNamespace(model=policy, vllm_generation=SimpleNamespace(engine=client, rollout=settings))
+    trainer = SimpleNamespace(
+        model=policy, vllm_generation=SimpleNamespace(engine=client, weights=WeightStream(policy, settings.scheme))
+    )
     with pytest.raises(SyncError, match="different") if torn else nullcontext():
         line = servers.compare_after_change(trainer)
         assert line.status is Status.OK and re.match(r"\d+ tensors arrived", line.text)

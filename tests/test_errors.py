@@ -152,7 +152,7 @@ def test_unknown_scheme(train):
 
 def test_all_layers_ignored(train):
     message = train("--quantization_ignore", "lm_head", "re:.*layers.*")
-    assert "matches all 15 linear layers of Qwen2ForCausalLM, so there is nothing to quantize: narrow the" in message
+    assert "matches all 14 linear layers of Qwen2ForCausalLM, so there is nothing to quantize: narrow the" in message
     assert "rollout_quantization=None" in message
 
 
@@ -301,7 +301,7 @@ def answering(server_info, workers=None, statuses=None, asked=None, version=None
     released = threading.Event()
     answers = {"/health": {}, "/v1/models": {"data": [{"id": "model"}]}, "/server_info": server_info}
     answers |= {"/collective_rpc": {"results": [workers]}, "/version": {"version": version}}
-    answers |= {"/reset_prefix_cache": ""}  # nothing, as vLLM before 0.26 says
+    answers |= {"/reset_prefix_cache": "", "/reset_encoder_cache": ""}  # nothing, as vLLM says of the second
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):

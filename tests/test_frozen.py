@@ -4,7 +4,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 
-from trl_qurl.quantization.layers import checkpoint_name
+from trl_qurl.quantization.checkpoint_form import parameter_name
 from trl_qurl.rollout.frozen import frozen_parameters
 
 
@@ -82,7 +82,7 @@ def test_an_embedding_that_changes_is_sent(settings):
     assert "model.embed_tokens.weight" not in adapted(**settings)
 
 
-def test_every_parameter_of_a_peft_model_has_a_checkpoint_name():
+def test_every_parameter_of_a_peft_model_has_its_plain_name():
     model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"]))
-    plain = {checkpoint_name(name) for name in names(model) if "lora_" not in name and "original_module" not in name}
+    plain = {parameter_name(name) for name in names(model) if "lora_" not in name and "original_module" not in name}
     assert plain == names(tiny_model())

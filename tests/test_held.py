@@ -170,3 +170,22 @@ def test_a_parameter_that_is_kept_wider_is_not_compared():
     held = ReceivedTensors(nn.ModuleDict({"positions": Wider()}))
     list(held.watch({"positions.weight": torch.randn(5, 4)}.items()))
     assert held.compare() == []
+
+
+class Positioned(nn.Module):
+    """Has a parameter, and a buffer that no checkpoint holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.A = nn.Parameter(torch.zeros(4))
+        self.D = nn.Parameter(torch.zeros(4))
+        for parameter in (self.A, self.D):
+            parameter.weight_loader = lambda held, tensor: held.data.copy_(tensor)
+        self.register_buffer("positions", torch.arange(4.0), persistent=False)
+
+
+def test_a_buffer_beside_parameters_survives_a_reload():
+    model = reload(Positioned(), "layer.A", "layer.D")
+    assert model.layer.positions.tolist() == [0.0, 1.0, 2.0, 3.0]
+    with pytest.raises(RuntimeError, match="is undefined after a reload: Positioned"):
+        reload(Positioned(), "layer.A")

@@ -16,7 +16,8 @@ from test_engine import SAME
 from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
-from trl_qurl.quantization import SCHEMES, quantized_layer_names, write_checkpoint
+from trl_qurl.quantization import SCHEMES, write_checkpoint
+from trl_qurl.quantization.weight_stream import WeightStream
 from trl_qurl.rollout.base import FrozenBase
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.trainers.saving import SavingMixin, check_place
@@ -276,7 +277,7 @@ def trainer(tmp_path):
     trainer.vllm_generation = SimpleNamespace(
         model=model,
         base_model=model.get_base_model(),
-        base=FrozenBase(model, quantized_layer_names(model), settings),
+        base=FrozenBase(model, WeightStream(model, settings.scheme), settings),
         policy_parameters=lambda: copy.deepcopy(model).merge_and_unload().named_parameters(),
     )
     return trainer

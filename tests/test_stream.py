@@ -16,6 +16,7 @@ import torch
 from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl.quantization import SCHEMES, quantize_weights, quantized_layer_names, write_checkpoint
+from trl_qurl.quantization.weight_stream import WeightStream
 from trl_qurl.rollout.checks.tensors import DigestRecorder, as_announced, compare_digests
 from trl_qurl.rollout.engine import broadcast, served
 from trl_qurl.rollout.engine.interface import EngineDescription, WeightUpdate
@@ -38,7 +39,7 @@ def stream(model, scheme, dtype=None):
 
 
 def announced(model, scheme, dtype=None):
-    entries = announce(parameters(model), scheme, quantized_layer_names(model), dtype)
+    entries = announce(parameters(model), WeightStream(model, scheme), dtype)
     return [entry for of_parameter in entries.values() for entry in of_parameter]
 
 
@@ -191,7 +192,7 @@ def test_tensors_arrive_in_order_and_bit_for_bit(scheme, ends):
         assert tensor.dtype == expected[name].dtype
         assert torch.equal(tensor.view(torch.uint8), expected[name].contiguous().view(torch.uint8)), name
     assert worker.session == ["start", "update", "finish"]
-    assert client.requests == ["/collective_rpc", "/reset_prefix_cache"]
+    assert client.requests == ["/collective_rpc", "/reset_prefix_cache", "/reset_encoder_cache"]
     assert client.version() == "v1"
     assert client.load_stream(stream(model, scheme), metadata, WeightUpdate("v2")) == [{}]
     assert client.version() == "v2"

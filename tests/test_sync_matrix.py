@@ -16,8 +16,9 @@ from test_stream import ends  # noqa: F401
 from tiny import tiny_model, tiny_tokenizer
 from trl.distributed import DistributedBackend
 
-from trl_qurl.quantization import SCHEMES, quantized_layer_names
+from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.uaq import scale_model_
+from trl_qurl.quantization.weight_stream import WeightStream
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.sync import RolloutCost, WeightSync
 from trl_qurl.rollout.transports import Stream
@@ -115,7 +116,6 @@ def test_stream_to_a_server(dtype, model, ends):  # noqa: F811
     adapter, head = model
     client, worker = ends
     policy = tiny_model(tie_word_embeddings=head == "tied")
-    layers = quantized_layer_names(policy)
     if adapter == "LoRA":
         policy = get_peft_model(policy, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
     else:
@@ -124,7 +124,14 @@ def test_stream_to_a_server(dtype, model, ends):  # noqa: F811
     client.version = lambda: sync.version
     settings = RolloutSettings(SCHEMES["int8"], is_served=True, sync_check_interval=1, sync_probe=False)
     transport = Stream(client, is_served=True, sent_dtype=dtype)
-    sync = WeightSync(policy, layers, transport, settings, DistributedBackend(Accelerator()), lambda: 0)
+    sync = WeightSync(
+        policy,
+        WeightStream(policy, SCHEMES["int8"]),
+        transport,
+        settings,
+        DistributedBackend(Accelerator()),
+        lambda: 0,
+    )
 
     def parameters():
         if adapter == "LoRA":

@@ -39,6 +39,14 @@ DEFINITIONS = [
         "trainers/rollouts.py sets them",
     ),
     (GRPO, "GRPOTrainer._generate_and_score_completions", "inputs", "trainers/grpo.py measures the mismatch after it"),
+    (GRPO, "GRPOTrainer._tokenize_prompts", "prompts", "trainers/rollouts.py learns of pictures by it"),
+    (RLOO, "RLOOTrainer._tokenize_prompts", "prompts", "trainers/rollouts.py learns of pictures by it"),
+    (
+        "transformers.core_model_loading",
+        "revert_weight_conversion",
+        "model state_dict",
+        "quantization/checkpoint_form.py gets a checkpoint's names and cuts by it",
+    ),
     (GRPO, "GRPOTrainer._prepare_inputs", "generation_batch", "trainers/rollouts.py times the rollouts in it"),
     (
         GRPO,
@@ -216,6 +224,7 @@ DEFINITIONS = [
         "QuantizedVLLMGeneration sends weights through it",
     ),
     ("vllm.entrypoints.llm", "LLM.reset_prefix_cache", "", "QuantizedVLLMGeneration drops what old weights cached"),
+    ("vllm.v1.engine.llm_engine", "LLMEngine.reset_encoder_cache", "", "ColocatedEngine drops what old weights saw"),
     ("vllm.entrypoints.llm", "LLM.wake_up", "tags", "QuantizedVLLMGeneration wakes the weights before loading"),
     ("vllm.v1.worker.gpu_worker", "Worker.reload_weights", "", "RolloutWorker.load_rollout_weights calls it"),
     ("vllm.v1.worker.gpu_worker", "Worker.start_weight_update", "", "RolloutWorker receives a stream between"),
@@ -685,6 +694,7 @@ def test_quantized_models_say_in_which_format():
     [
         ("rpc", "router.post('/collective_rpc')", "ServedEngine has weights loaded by it"),
         ("cache", "router.post('/reset_prefix_cache')", "TRL's client drops what old weights cached by it"),
+        ("cache", "router.post('/reset_encoder_cache')", "ServedEngine drops what old weights saw by it"),
         ("server_info", "router.get('/server_info')", "ServedEngine looks for the worker extension there"),
     ],
 )
@@ -700,10 +710,26 @@ def test_layers_that_multiply_have_a_method_for_it():
         )
 
 
+def test_experts_are_packed_where_their_kernel_is_new():
+    body = text_of(
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod._setup_kernel"
+    )
+    first, _, packs = body.partition("if not is_weight_update:")
+    assert "is_weight_update = self.moe_kernel is not None" in first, (
+        "rollout/engine/cpu.py takes the kernel away for it"
+    )
+    assert "fused_experts.process_weights_after_loading(layer)" in packs, (
+        "packed_experts in engine/cpu.py waits for it"
+    )
+    assert "process_weights_after_loading" not in first, (
+        "vLLM repaired it: the workaround packed_experts in trl_qurl/rollout/engine/cpu.py can go."
+    )
+
+
 def test_an_api_key_does_not_guard_the_development_endpoints():
     sources = source_file("vllm.entrypoints").parent.rglob("*.py")
     [guarded] = [found for path in sources for found in re.findall(r"^GUARDED_PREFIX = (.*)", path.read_text(), re.M)]
-    for path in ("/collective_rpc", "/server_info", "/reset_prefix_cache"):
+    for path in ("/collective_rpc", "/server_info", "/reset_prefix_cache", "/reset_encoder_cache"):
         assert not path.startswith(ast.literal_eval(guarded)), (
             f"vLLM's --api-key guards {path} now: KeyGuard may not be needed any more."
         )

@@ -23,6 +23,36 @@ was ever imported. Nothing is collected when the process ends (`forks.end_of`)."
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 
+MIXTURES = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "decoder_sparse_step": 1},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+        "shared_expert_intermediate_size": 64,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    # vLLM ties no heads of these two.
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4, "tie_word_embeddings": False},
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+"""Families with experts, and what makes them tiny."""
+
+SIXTEEN_BIT_EXPERTS = ["lm_head", r"re:.*\.experts\."]
+"""What to ignore where there is no kernel for quantized experts."""
+
 WHOLE_BLOCKS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 """Sizes of a model whose layers are made of blocks of 128 x 128, as every format takes them."""
 
@@ -58,4 +88,12 @@ def tiny_model(
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.1 * torch.randn_like(buffer))
     return model.to(dtype)
+
+
+def tiny_mixture(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A model with experts, one of `MIXTURES`."""
+    return tiny_model(family, dtype, **MIXTURES[family])

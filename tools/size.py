@@ -52,7 +52,7 @@ def main() -> None:
     long = [path for path in (*core, grading, *lab) if count_lines(path) > LONGEST_FILE]
     entries = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     rows = [
-        ("core, lines", total(core), 8700),
+        ("core, lines", total(core), 10_000),
         ("lab, lines", total(lab), 6500),
         ("rewards.py, lines", count_lines(grading), 250),
         ("tests, lines", total(python_files(ROOT / "tests")), None),

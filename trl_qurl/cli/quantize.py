@@ -29,16 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Load the model and write its checkpoint."""
     check_model(args.model)
-    from trl_qurl.quantization.checkpoint import check_quantizer, write_checkpoint
+    from trl_qurl.quantization.checkpoint import check_quantizer, load_model, write_checkpoint
     from trl_qurl.quantization.storage import check_replaceable
 
     check_quantizer(args.quantizer)  # what is missing or in the way is reported before the model is loaded
     check_replaceable(args.output_dir)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     print(f"Loading {args.model}", flush=True)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model, tokenizer = load_model(args.model)
     print(f"Quantizing its weights to {args.scheme.upper()} ({args.quantizer})", flush=True)
     write_checkpoint(
         model,

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
-from trl_qurl.quantization.layers import quantized_layer_names
+from trl_qurl.quantization.layers import ignored_modules, quantized_layer_names
 from trl_qurl.quantization.schemes import QuantizationScheme, get_scheme
 from trl_qurl.quantization.schemes.scheme import quantized_targets
 from trl_qurl.quantization.storage import check_replaceable, new_directory, write_config, write_tensors
-from trl_qurl.quantization.stream import NamedTensors, quantize_weights
+from trl_qurl.quantization.stream import NamedTensors
+from trl_qurl.quantization.weight_stream import WeightStream, model_parameters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -60,7 +61,7 @@ def write_checkpoint(
     chosen = get_scheme(scheme)
     quantized_layer_names(model, ignore, chosen)  # refuses what the format cannot store, whoever quantizes
     check_replaceable(output_dir)
-    parameters: NamedTensors = [(name, parameter.data) for name, parameter in model.named_parameters()]
+    parameters: NamedTensors = list(model_parameters(model))
     if show_progress and quantizer == "streaming":
         parameters = tqdm(parameters, f"Rounding to {chosen.label}", disable=None)
     CheckpointWriter(model, tokenizer, chosen, ignore).quantize(parameters, output_dir, quantizer)
@@ -75,6 +76,18 @@ def check_quantizer(name: str, setting: str = "quantizer", instead: str = "strea
             f"{setting}='llmcompressor' needs llm-compressor, which is not installed: run "
             f"`pip install 'trl-qurl[llmcompressor]'`, or use {setting}={instead!r}, which writes the same codes."
         )
+
+
+def load_model(name_or_path: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """Load a model of the architecture that its config names, and its tokenizer, or processor if it sees pictures."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(name_or_path)
+    named = (config.architectures or [""])[0]
+    kind = getattr(transformers, named, transformers.AutoModelForCausalLM)
+    sees = getattr(config, "vision_config", None) is not None
+    tokenizer = transformers.AutoProcessor if sees else transformers.AutoTokenizer
+    return kind.from_pretrained(name_or_path, dtype="auto"), tokenizer.from_pretrained(name_or_path)
 
 
 @dataclass(frozen=True)
@@ -93,7 +106,7 @@ class CheckpointWriter:
         write_beside: Callable[[Path], None] | None = None,
     ) -> None:
         """Write tensors that are already in checkpoint format; `write_beside` adds further files to the directory."""
-        quantization = None if self.scheme is None else self.scheme.quantization_config(list(self.ignore))
+        quantization = None if self.scheme is None else self.scheme.quantization_config(self._ignored())
         with new_directory(output_dir) as draft:
             write_tensors(named_tensors, draft)
             self._write_companions(draft)
@@ -101,11 +114,20 @@ class CheckpointWriter:
             if write_beside is not None:
                 write_beside(draft)
 
-    def quantize(self, parameters: NamedTensors, output_dir: str | os.PathLike[str], quantizer: str) -> None:
-        """Quantize full-precision tensors and write the result, with a quantizer that was checked beforehand."""
+    def quantize(
+        self,
+        parameters: NamedTensors,
+        output_dir: str | os.PathLike[str],
+        quantizer: str = "streaming",
+        is_exact: bool = False,
+    ) -> None:
+        """Quantize full-precision parameters and write the result, with a quantizer that was checked beforehand.
+
+        Streaming, weights that are not held in float32 are quantized in it where `is_exact` says so.
+        """
         if quantizer == "streaming":
-            layers = quantized_layer_names(self.model, self.ignore, self.scheme)
-            self.write(quantize_weights(parameters, self.scheme, layers), output_dir)
+            weights = WeightStream(self.model, self.scheme, tuple(self.ignore))
+            self.write(weights.tensors(parameters, is_exact=is_exact), output_dir)
             return
         from llmcompressor import reset_session
 
@@ -128,11 +150,14 @@ class CheckpointWriter:
             # llm-compressor looks its model up by name, on the Hub unless the name is a directory: give it this one.
             self.model.config.save_pretrained(draft)
             duplicate.name_or_path = duplicate.config._name_or_path = str(draft)
-            ignore = list(self.ignore)
+            ignore = self._ignored()
             recipe = QuantizationModifier(targets=quantized_targets(ignore), scheme=self.scheme.preset, ignore=ignore)
             with _quiet_llmcompressor():
                 oneshot(model=duplicate, recipe=recipe)
                 duplicate.save_pretrained(draft, save_compressed=True)
+
+    def _ignored(self) -> list[str]:
+        return ignored_modules(self.model, self.ignore)
 
     def _write_companions(self, directory: os.PathLike[str]) -> None:
         if self.model.generation_config is not None:
@@ -166,8 +191,10 @@ def _duplicate(named_tensors: NamedTensors, model: "PreTrainedModel") -> "PreTra
     """A copy of `model` in host memory that holds the given tensors, each in its own dtype."""
     from transformers.initialization import no_init_weights
 
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.get_text_config().dtype = model.dtype  # in which llm-compressor makes experts
     with no_init_weights():
-        duplicate = type(model)(type(model.config).from_dict(model.config.to_dict()))
+        duplicate = type(model)(config)
     state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named_tensors}
     duplicate.load_state_dict(state, strict=False, assign=True)
     duplicate.tie_weights()

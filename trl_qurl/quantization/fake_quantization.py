@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trl_qurl.quantization.layers import checkpoint_name
+from trl_qurl.quantization.fake_experts import quantized_experts
+from trl_qurl.quantization.layers import linear_layers
 from trl_qurl.quantization.schemes import QuantizationScheme
 
 
@@ -79,12 +80,10 @@ class StraightThrough(torch.autograd.Function):
 
 def quantize_layers(model: nn.Module, layers: Collection[str], scheme: QuantizationScheme) -> list[QuantizedLinear]:
     """Let the named linear layers compute with rounded weights and inputs from here on; return those that did not."""
-    named: dict[str, Any] = {
-        checkpoint_name(name): module for name, module in model.named_modules() if isinstance(module, nn.Linear)
-    }
+    named: dict[str, Any] = dict(linear_layers(model, layers))
     changed: list[Any] = []
     for name, layer in named.items():
-        if isinstance(layer, QuantizedLinear) or name not in layers:
+        if isinstance(layer, QuantizedLinear):
             continue
         changed.append(layer)
         layer.companions = tuple(named[other] for other in scheme.companions(name, layers))
@@ -100,10 +99,11 @@ def quantize_layers(model: nn.Module, layers: Collection[str], scheme: Quantizat
 
 @contextmanager
 def quantized_forward(model: nn.Module, layers: Collection[str], scheme: QuantizationScheme) -> Iterator[None]:
-    """Let the named linear layers compute so inside the block."""
+    """Let the named linear layers and experts compute so inside the block."""
     changed: list[Any] = list(quantize_layers(model, layers, scheme))
     try:
-        yield
+        with quantized_experts(model, layers, scheme):
+            yield
     finally:
         for layer in changed:
             layer.__class__ = layer.exact_class

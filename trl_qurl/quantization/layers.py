@@ -1,26 +1,35 @@
 """Which layers of a model are quantized, by their names in its checkpoint."""
 
-from collections.abc import Collection, Iterable, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from trl_qurl.quantization.checkpoint_form import CheckpointForm, parameter_name, plain_model
+from trl_qurl.quantization.experts import expert_modules
 from trl_qurl.quantization.schemes import QuantizationScheme
 from trl_qurl.quantization.schemes.scheme import HEAD
 
 RELOADABLE = ("qwen3_5_text",)
 """Recurrent models, as transformers calls them, whose engine was equal to a fresh one after training."""
 
+ROUTER = r"(^|\.)(gate|router|shared_expert_gate)(\.|$)"
+"""Layers of a block with experts that choose among them, or weigh them. vLLM has no quantized ones."""
+
+EXPERT = nn.Linear(1, 1, device="meta")  # what a pattern with a class name sees of an expert
+
 
 def linear_layer_names(model: nn.Module, ignore: Iterable[str] = ("lm_head",)) -> frozenset[str]:
     """Like `quantized_layer_names`, but without checks: the layers may be none, and may fit no format."""
-    return frozenset(_linear_layers(model, ignore))
+    return frozenset(_layer_shapes(model, ignore))
 
 
 def quantized_layer_names(
     model: nn.Module, ignore: Iterable[str] = ("lm_head",), scheme: QuantizationScheme | None = None
 ) -> frozenset[str]:
-    """Name the linear layers that are quantized: every `nn.Linear` that no pattern of `ignore` matches.
+    """Name the layers that are quantized: linear layers and experts that no pattern of `ignored_modules` matches.
 
     Args:
         model: A transformers model, or a PEFT model around one. Adapters are left out: a sync merges them.
@@ -29,27 +38,21 @@ def quantized_layer_names(
         scheme: Format that all of these layers must fit; `None` to skip that check.
 
     Returns:
-        Layer names without `.weight`, e.g. `"model.layers.0.self_attn.q_proj"`.
+        Names of layers in the checkpoint without `.weight`, e.g. `"model.layers.0.self_attn.q_proj"`.
 
     Raises:
-        ValueError: If nothing is left to quantize, the scheme cannot store a layer, the model fuses its experts, or an
-            output head to quantize shares its weight with the embedding.
+        ValueError: If nothing is left to quantize, the scheme cannot store a layer, or an output head to quantize
+            shares its weight with the embedding.
     """
-    layers = _linear_layers(model, ignore)
+    layers = _layer_shapes(model, ignore)
     if not layers:
         raise ValueError(
-            f"quantization_ignore={list(ignore)} matches all {len(_linear_layers(model, ()))} linear layers of "
+            f"quantization_ignore={list(ignore)} matches all {len(_layer_shapes(model, ()))} linear layers of "
             f"{type(model).__name__}, so there is nothing to quantize: narrow the patterns, or set "
             "rollout_quantization=None."
         )
-    if fused := [name for name, weight in model.named_parameters() if weight.ndim == 3 and "expert" in name]:
-        raise ValueError(
-            f"{type(model).__name__} keeps its experts in fused three-dimensional weights ({fused[0]}), which "
-            "rollout_quantization does not cover yet: set rollout_quantization=None."
-        )
-    _check_head(model, layers)
-    shapes = {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
-    refusals = {name: reason for name, shape in shapes.items() if scheme and (reason := _refusal(name, shape, scheme))}
+    _check_head(model, ignore)
+    refusals = {name: reason for name, shape in layers.items() if scheme and (reason := _refusal(name, shape, scheme))}
     if scheme and refusals:
         first, reason = next(iter(refusals.items()))
         patterns = sorted({f"re:.*{name.rpartition('.')[2]}" for name in refusals})
@@ -61,16 +64,39 @@ def quantized_layer_names(
     return frozenset(layers)
 
 
-def _check_head(model: nn.Module, layers: Collection[str]) -> None:
-    """Raise `ValueError` if one of the layers shares its weight with an embedding, as a tied output head does."""
-    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    linear = {checkpoint_name(name): module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    tied = [name for name in layers if name in linear and id(linear[name].weight) in embedded]
-    if tied:
-        raise ValueError(
-            f"{tied[0]} shares its weight with the embedding, which vLLM keeps in 16 bits to look tokens up: keep "
-            f"'{HEAD}' in quantization_ignore, or untie the model first."
-        )
+def ignored_modules(model: Any, ignore: Iterable[str]) -> list[str]:
+    """Add to the patterns of `ignore` those of modules that always stay in full precision.
+
+    These are everything beside the language model (vision tower, projector), and what routes tokens to experts.
+    """
+    base, ignore = plain_model(model), list(ignore)
+    paths = [*_paths_beside_language_model(base), *_router_paths(base)]
+    # The last part of a name is the same in transformers, in the checkpoint and in vLLM, the first ones are not.
+    patterns = dict.fromkeys(rf"re:.*\b{re.escape(path.rpartition('.')[2])}(\.|$)" for path in paths)
+    return [*ignore, *(pattern for pattern in patterns if pattern not in ignore)]
+
+
+def linear_layers(model: nn.Module, layers: Collection[str]) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear modules among the named layers, in the order of the model, under their names in the checkpoint."""
+    form = CheckpointForm(model)
+    for path, module in model.named_modules():
+        if _is_linear(path, module) and (name := form.name(parameter_name(path))) in layers:
+            yield name, module
+
+
+def _check_head(model: Any, ignore: Iterable[str]) -> None:
+    """Raise `ValueError` if an output head is to be quantized that shares its weight with the embedding."""
+    from compressed_tensors.utils import is_match
+
+    base = plain_model(model)
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    for path, module in base.named_modules():
+        tied = module is head and isinstance(head, nn.Linear) and head.weight is embedding.weight
+        if tied and not is_match(path, module, tuple(ignore)):
+            raise ValueError(
+                f"{path} shares its weight with the embedding, which vLLM keeps in 16 bits to look tokens up: keep "
+                f"'{HEAD}' in quantization_ignore, or untie the model first."
+            )
 
 
 def _refusal(name: str, shape: Sequence[int], scheme: QuantizationScheme) -> str | None:
@@ -92,20 +118,60 @@ def check_recurrent_layers(model: Any) -> None:
         )
 
 
-def _linear_layers(model: nn.Module, ignore: Iterable[str]) -> dict[str, nn.Linear]:
+def _is_linear(path: str, module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and ".lora_" not in path and ".original_module" not in path
+
+
+def _layer_shapes(model: nn.Module, ignore: Iterable[str]) -> dict[str, torch.Size]:
+    """Shapes (out, in) of linear layers and experts, by their names in the checkpoint."""
     from compressed_tensors.utils import is_match
 
-    ignore = tuple(ignore)
-    return {
-        checkpoint_name(name): module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and ".lora_" not in name
-        and ".original_module" not in name
-        and not is_match(checkpoint_name(name), module, ignore)
+    patterns, form = ignored_modules(model, ignore), CheckpointForm(model)
+    modules: dict[str, nn.Module] = {
+        parameter_name(path): module for path, module in model.named_modules() if _is_linear(path, module)
     }
+    of_experts = tuple(f"{parameter_name(path)}." for path, _ in expert_modules(model))
+    found = {}
+    for parameter, held in form.held.items():
+        module = modules.get(parameter.removesuffix(".weight"))
+        if module is None and not parameter.startswith(of_experts):
+            continue
+        for name, tensor in held.items():
+            layer = name.removesuffix(".weight")
+            names = {layer, parameter.removesuffix(".weight")} if module is not None else {layer}
+            if layer != name and not any(is_match(n, module or EXPERT, patterns) for n in names):
+                found[layer] = tensor.shape
+    return found
 
 
-def checkpoint_name(name: str) -> str:
-    """The name that a checkpoint (and vLLM) uses for a module or parameter of a possibly PEFT-wrapped model."""
-    return name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".modules_to_save.default", "")
+def _paths_beside_language_model(model: Any) -> list[str]:
+    """The topmost modules of a vision-language model that are no part of its language model."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        return []
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    inside = {path for path, module in model.named_modules() if module is decoder}
+    if not inside or decoder is model:
+        return []
+    root = inside.pop()
+    parents = [root.rpartition(".")[0]]
+    while parents[-1]:
+        parents.append(parents[-1].rpartition(".")[0])
+    return [
+        f"{parent}.{name}" if parent else name
+        for parent in parents
+        for name, child in model.get_submodule(parent).named_children()
+        if child is not head and not f"{root}.".startswith(f"{parent}.{name}." if parent else f"{name}.")
+    ]
+
+
+def _router_paths(model: nn.Module) -> list[str]:
+    """Layers beside experts that route tokens; transformers has classes of its own for most, vLLM linear layers."""
+    blocks = {path.rpartition(".")[0] for path, _ in expert_modules(model)}
+    return [
+        f"{block}.{name}"
+        for block in sorted(blocks)
+        for name, module in model.get_submodule(block).named_modules()
+        if isinstance(getattr(module, "weight", None), nn.Parameter) and re.search(ROUTER, name)
+    ]

@@ -1,20 +1,13 @@
 """A frozen base that the trainer rounds as the engine does: below an adapter, both compute with the same weights."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import nn
 
-from trl_qurl.quantization.layers import checkpoint_name
+from trl_qurl.quantization.layers import linear_layers
 from trl_qurl.quantization.parameters import whole
 from trl_qurl.quantization.schemes import QuantizationScheme
-from trl_qurl.quantization.stream import NamedTensors
-
-
-def exact_weights(parameters: NamedTensors, layers: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters with the weights to quantize in float32: whoever holds them, in any dtype, makes the same codes."""
-    return ((name, t.float() if name.removesuffix(".weight") in layers else t) for name, t in parameters)
 
 
 def round_base(model: Any, layers: Collection[str], scheme: QuantizationScheme, dtype: torch.dtype) -> None:
@@ -24,9 +17,7 @@ def round_base(model: Any, layers: Collection[str], scheme: QuantizationScheme, 
     """
     check_unrounded(model)
     modules: dict[str, Any] = {
-        name: module
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and (name := checkpoint_name(path)) in layers and not module.weight.is_meta
+        name: module for name, module in linear_layers(model, layers) if not module.weight.is_meta
     }
     while modules:
         first = next(iter(modules))

@@ -15,7 +15,7 @@ from accelerate.utils import is_peft_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trl_qurl.quantization.layers import checkpoint_name
+from trl_qurl.quantization.checkpoint_form import parameter_name
 from trl_qurl.quantization.parameters import whole
 from trl_qurl.quantization.storage import new_directory, write_tensors
 from trl_qurl.quantization.stream import NamedTensors
@@ -54,16 +54,16 @@ def _unfit_layer(model: Any) -> str | None:
     for name, layer in _adapted_layers(model):
         base = layer.get_base_layer()
         if not isinstance(base, nn.Linear) or (head is not None and base.weight is getattr(head, "weight", None)):
-            return f"it adapts {checkpoint_name(name)}, which is not a linear layer inside of the model"
+            return f"it adapts {parameter_name(name)}, which is not a linear layer inside of the model"
         if getattr(layer, "lora_variant", None):
-            return f"{checkpoint_name(name)} has a variant of LoRA that vLLM does not have"
+            return f"{parameter_name(name)} has a variant of LoRA that vLLM does not have"
     rank = adapter_rank(model)
     return None if rank <= ENGINE_RANKS[-1] else f"its rank {rank} is above vLLM's highest, {ENGINE_RANKS[-1]}"
 
 
 def _unfit_parameter(model: nn.Module) -> str | None:
     further = [name for name, p in model.named_parameters() if p.requires_grad and ".lora_" not in name]
-    return f"{checkpoint_name(further[0])} is trained beside it" if further else None
+    return f"{parameter_name(further[0])} is trained beside it" if further else None
 
 
 def adapter_rank(model: Any) -> int:

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,14 +23,16 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
-from trl_qurl.quantization.layers import check_recurrent_layers, linear_layer_names, quantized_layer_names
-from trl_qurl.quantization.stream import quantize_weights, stored_tensors
+from trl_qurl.quantization.checkpoint_form import parameter_name, persistent_buffers
+from trl_qurl.quantization.layers import check_recurrent_layers, ignored_modules
+from trl_qurl.quantization.weight_stream import WeightStream
 from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, engine_rank, write_adapter
 from trl_qurl.rollout.base import FrozenBase
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine.colocated import (
     ColocatedEngine,
     adapter_arguments,
+    check_experts,
     check_head_size,
     release_when_deleted,
     with_adapter,
@@ -38,6 +41,7 @@ from trl_qurl.rollout.engine.interface import Engine
 from trl_qurl.rollout.engine.kernels import kernel_environment
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION, ServedEngine
 from trl_qurl.rollout.errors import ServerError
+from trl_qurl.rollout.pictures import PicturePrompts, check_seen
 from trl_qurl.rollout.recovery import Recovery, agreed
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.substitution import substitute
@@ -60,6 +64,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._metrics: dict[str, float] = {}
         self._cost = RolloutCost()
         self._seconds_in_syncs = 0.0
+        self.pictures = PicturePrompts()
         # Of the latest generation's tokens, for trainers of TRL that drop them (RLOO).
         self.sampled_logps: list[list[list[float | None]]] | None = None
         # RLOO asks for none; without them there is no mismatch to measure. 0 means those of the sampled token alone.
@@ -85,16 +90,14 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         check_recurrent_layers(self.base_model)
-        scheme, ignore = self.rollout.scheme, self.rollout.ignore
-        self._layers = (
-            quantized_layer_names(self.model, ignore, scheme) if scheme else linear_layer_names(self.model, ignore)
-        )
+        self.rollout = replace(self.rollout, ignore=tuple(ignored_modules(self.model, self.rollout.ignore)))
+        self.weights = WeightStream(self.model, self.rollout.scheme, self.rollout.ignore)
         transport = self._connect() if self.rollout.is_served else self._start_colocated()
         self.engine = transport.engine
         self._recovery = Recovery(self.rollout.max_recoveries if self.rollout.is_served else 0)
         kind: Any = WeightSync if self.base is None else functools.partial(AdapterSync, base_digests=self.base.digests)
         self.sync = kind(
-            self.model, self._layers, transport, self.rollout, self._dist, self._global_step, not self._sleeps
+            self.model, self.weights, transport, self.rollout, self._dist, self._global_step, not self._sleeps
         )
 
     def _connect(self) -> Transport:
@@ -145,7 +148,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def _adapt(self, engine: Engine | None, dtype: torch.dtype | None, folder: CheckpointFolder) -> Transport:
         """Send an adapter to an engine, which has the base, or a server that should have it."""
         if self.base is None:
-            self.base = FrozenBase(self.model, self._layers, self.rollout)
+            self.base = FrozenBase(self.model, self.weights, self.rollout)
             if self.rollout.round_base:
                 self.base.write(folder)
             self.base.digest(dtype or torch.float32, self.accelerator.is_main_process)
@@ -156,9 +159,10 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def _start_colocated(self) -> Transport:
         """Start an engine in this process, on a checkpoint that says how its layers are quantized."""
         check_head_size(self.model.config)
+        check_experts(self.weights.layers, self.rollout.scheme)
         os.environ.update(kernel_environment(self.rollout.scheme))
         label = self.rollout.scheme.label if self.rollout.scheme else "full-precision"
-        self.base = FrozenBase(self.model, self._layers, self.rollout) if self._takes_adapter() else None
+        self.base = FrozenBase(self.model, self.weights, self.rollout) if self._takes_adapter() else None
         by_files = self.rollout.weight_sync in ("checkpoint", "llmcompressor")
         needs_start = self.rollout.scheme is not None or not self.model.name_or_path or self.base is not None
         folder = self._open_folder(checkpoints=2 if by_files else 1) if by_files or needs_start else None
@@ -183,21 +187,16 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         return CheckpointFiles(engine, False, folder) if folder is not None and by_files else Stream(engine, False)
 
     def _policy_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return quantize_weights(self.policy_parameters(), self.rollout.scheme, self._layers)
+        return self.weights.tensors(self.policy_parameters())
 
     @property
     def _sleeps(self) -> bool:
         return self.mode == "colocate" and self.enable_sleep_mode
 
     def _open_folder(self, checkpoints: int) -> CheckpointFolder:
-        rollout, model = self.rollout, self.base_model
-        size = checkpoints * sum(
-            stored.nbytes
-            for name, parameter in model.named_parameters()
-            for stored in stored_tensors(name, parameter, rollout.scheme, self._layers)
-        )
-        writer = CheckpointWriter(model, self.processing_class, rollout.scheme, rollout.ignore)
-        return CheckpointFolder(self.accelerator, rollout, writer, size)
+        rollout = self.rollout
+        writer = CheckpointWriter(self.base_model, self.processing_class, rollout.scheme, rollout.ignore)
+        return CheckpointFolder(self.accelerator, rollout, writer, checkpoints * self.weights.nbytes())
 
     # Weight sync -----------------------------------------------------------------------------------------------------
 
@@ -213,7 +212,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._seconds_in_syncs += time.perf_counter() - started
 
     def policy_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The policy's parameters under their checkpoint names, each whole while it is read, adapters merged in.
+        """The policy's parameters and buffers, each whole while it is read, adapters merged in.
 
         A collective operation: every process reads all of them, to the end, where adapters are taken out again.
         """
@@ -228,6 +227,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         version = self._dist.fsdp_version if parts else None
         with substitute(self._dist, "fsdp_version", version):
             yield from super()._iter_named_params()
+        yield from ((parameter_name(path), buffer) for path, buffer in persistent_buffers(self.base_model))
 
     # Generation ------------------------------------------------------------------------------------------------------
 
@@ -250,12 +250,20 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         return output
 
     def _sample(self, *args: Any, **kwargs: Any) -> tuple:
+        if kwargs.get("images") is not None and not self.rollout.is_served:
+            return self._sample_with_pictures(*args, **kwargs)
         try:
             return super().generate(*args, **kwargs)
         except ServerError:
             # The other processes wait for the completions, inside the parent's method.
             broadcast_object_list([([], [], None, None)], from_process=0)
             raise
+
+    def _sample_with_pictures(self, *args: Any, **kwargs: Any) -> tuple:
+        prompts = kwargs.pop("prompts")
+        output = super().generate(*args, prompts=[self.pictures.plain(prompt) for prompt in prompts], **kwargs)
+        check_seen(prompts, output[0])
+        return output
 
     def _reconnect(self) -> None:
         if self.accelerator.is_main_process:

@@ -1,18 +1,18 @@
 """The frozen base below an adapter: quantized once, for an engine to start from or to compare with a server's."""
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
 
-from trl_qurl.quantization.layers import checkpoint_name
+from trl_qurl.quantization.checkpoint_form import parameter_name
 from trl_qurl.quantization.parameters import whole
-from trl_qurl.quantization.rounded_base import check_unrounded, exact_weights, round_base
+from trl_qurl.quantization.rounded_base import check_unrounded, round_base
 from trl_qurl.quantization.storage import read_tensors
-from trl_qurl.quantization.stream import quantize_weights
+from trl_qurl.quantization.weight_stream import WeightStream
 from trl_qurl.rollout.adapter import gathered, plain_name
 from trl_qurl.rollout.checks.tensors import base_digests
 from trl_qurl.rollout.directory import CheckpointFolder
@@ -21,23 +21,23 @@ from trl_qurl.rollout.settings import RolloutSettings
 
 
 class FrozenBase:
-    """The base of a PEFT model, whose linear `layers` are quantized."""
+    """The base of a PEFT model."""
 
-    def __init__(self, model: Any, layers: Collection[str], settings: RolloutSettings) -> None:
+    def __init__(self, model: Any, weights: WeightStream, settings: RolloutSettings) -> None:
         self.checkpoint: Path | None = None  # kept where the trainer's own weights are no longer what it was made from
         self.digests: Digests | None = None  # what a server must have started from; in the main process
         self._model = model
-        self._layers = layers
+        self._weights = weights
         self._settings = settings
         if settings.round_base:
             check_unrounded(model)
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full-precision parameters under their checkpoint names, no adapters among them. A collective operation."""
+        """Full-precision parameters, no adapters among them. A collective operation."""
         for name, parameter in self._model.named_parameters():
             if ".lora_" not in name:
                 with whole([parameter]):
-                    yield checkpoint_name(plain_name(name)), gathered(parameter)
+                    yield parameter_name(plain_name(name)), gathered(parameter)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of its quantized checkpoint. A collective operation.
@@ -53,8 +53,7 @@ class FrozenBase:
             )
         if self.checkpoint is not None:
             return iter(())  # this process may not see it, and needs nothing of it
-        exact = exact_weights(self.parameters(), self._layers)
-        return quantize_weights(exact, self._settings.scheme, self._layers)
+        return self._weights.tensors(self.parameters(), is_exact=True)
 
     def write(self, folder: CheckpointFolder) -> Path:
         """Write its quantized checkpoint. A collective operation."""
@@ -73,4 +72,4 @@ class FrozenBase:
         """Where the settings ask for it: compute with what its codes stand for in an engine of this dtype."""
         if self._settings.round_base:
             assert self._settings.scheme is not None, "the config asks for a format"
-            round_base(self._model.get_base_model(), self._layers, self._settings.scheme, dtype)
+            round_base(self._model.get_base_model(), self._weights.layers, self._settings.scheme, dtype)

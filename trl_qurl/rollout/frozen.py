@@ -2,18 +2,18 @@
 
 from torch import nn
 
-from trl_qurl.quantization.layers import checkpoint_name
+from trl_qurl.quantization.checkpoint_form import parameter_name
 
 
 def frozen_parameters(model: nn.Module) -> frozenset[str]:
-    """Checkpoint names of the parameters that training does not change, of a model or a PEFT model.
+    """Names of the parameters that training does not change, of a model or a PEFT model.
 
     An engine fuses neighboring linear layers into one (query, key and value; gate and up), which it loads as a whole.
     So a linear layer counts as frozen only if all linear layers beside it are, and any other module only if all of its
     own parameters are. Layers that an adapter is merged into are not frozen.
     """
     modules = dict(model.named_modules())
-    groups: dict[str, str] = {}  # of each parameter, by checkpoint name
+    groups: dict[str, str] = {}  # of each parameter, by name
     changing = set()
     for path, module in modules.items():
         if any(base.__name__ == "BaseTunerLayer" for base in type(module).__mro__):  # PEFT's, without importing it
@@ -22,7 +22,7 @@ def frozen_parameters(model: nn.Module) -> frozenset[str]:
         path = name.rpartition(".")[0]
         if ".original_module" in path:
             continue  # PEFT trains a copy of it
-        groups[checkpoint_name(name)] = group = _group(path, isinstance(modules[path], nn.Linear))
+        groups[parameter_name(name)] = group = _group(path, isinstance(modules[path], nn.Linear))
         if parameter.requires_grad:
             changing.add(group)
     return frozenset(name for name, group in groups.items() if group not in changing)
@@ -30,5 +30,5 @@ def frozen_parameters(model: nn.Module) -> frozenset[str]:
 
 def _group(path: str, is_linear: bool) -> str:
     """A name for the modules that change together with this one."""
-    name = checkpoint_name(path)
+    name = parameter_name(path)
     return f"{name.rpartition('.')[0]}/linear" if is_linear else name

@@ -2,10 +2,11 @@
 
 The way of a weight tensor, file by file:
 
-1. `rollout/backend.py`: TRL's backend walks the policy's parameters under their checkpoint names, each gathered (FSDP,
-   ZeRO-3) and with adapters merged.
+1. `rollout/backend.py`: TRL's backend walks the policy's parameters, each gathered (FSDP, ZeRO-3) and with adapters
+   merged.
 2. `rollout/sync.py` (here): leaves out what is frozen, names the update, and takes digests of what is sent.
-3. `quantization/stream.py`: turns each weight into the tensors of its format, one layer at a time.
+3. `quantization/weight_stream.py`: cuts each parameter as the model's checkpoint does, under its names
+   (`checkpoint_form.py`), and turns each weight into the tensors of its format, one layer at a time (`stream.py`).
 4. `quantization/schemes/`: the format's own rounding.
 5. `rollout/transports.py`: in this process, over NCCL, or as checkpoint files
    (6. `quantization/storage.py`, which writes and reads them).
@@ -16,7 +17,7 @@ The way of a weight tensor, file by file:
 
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +27,9 @@ from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.distributed import DistributedBackend
 
 from trl_qurl.quantization.kv_cache import FP8_CACHES
-from trl_qurl.quantization.schemes import QuantizationScheme
-from trl_qurl.quantization.stream import NamedTensors, Observer, quantize_weights, stored_tensors
+from trl_qurl.quantization.stream import NamedTensors, Observer
 from trl_qurl.quantization.uaq import recorded_scale
+from trl_qurl.quantization.weight_stream import WeightStream
 from trl_qurl.rollout.adapter import adapter_tensors
 from trl_qurl.rollout.checks.probe import STEPS, ProbeJudge, ProbeResult, probe_prompts, run_probe
 from trl_qurl.rollout.checks.tensors import DigestRecorder, compare_digests
@@ -62,7 +63,7 @@ class WeightSync:
     def __init__(
         self,
         model: Any,
-        layers: Collection[str],  # names of the linear layers that are quantized, or would be
+        weights: WeightStream,  # of this model
         transport: Transport,
         settings: RolloutSettings,
         sharding: DistributedBackend,  # how the launcher shards the policy
@@ -72,7 +73,7 @@ class WeightSync:
         self.version = "none"
         self._model = model
         self._base = model.get_base_model() if is_peft_model(model) else model
-        self._layers = frozenset(layers)
+        self._weights = weights
         self._transport = transport
         self._settings = settings
         self._sharding = sharding
@@ -178,10 +179,7 @@ class WeightSync:
         self, parameters: Parameters, left_out: frozenset[str], observer: Observer | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """What is sent, made from a pass over the parameters."""
-        layers = {layer for layer in self._layers if f"{layer}.weight" not in left_out}
-        kept = ((name, tensor) for name, tensor in parameters() if name not in left_out)
-        scheme, dtype = self._settings.scheme, self._transport.sent_dtype
-        tensors = quantize_weights(kept, scheme, layers, observer, dtype)
+        tensors = self._weights.tensors(parameters(), observer, self._transport.sent_dtype, left_out)
         if is_peft_model(self._model):
             # vLLM may hold a tensor until its layer is complete; by then the adapter is unmerged from the parameter.
             tensors = ((name, tensor.clone()) for name, tensor in tensors)
@@ -192,8 +190,7 @@ class WeightSync:
         if not self._settings.is_served:
             return []
         if self._announced is None:
-            scheme, dtype = self._settings.scheme, self._transport.sent_dtype
-            self._announced = announce(parameters(), scheme, self._layers, dtype)
+            self._announced = announce(parameters(), self._weights, self._transport.sent_dtype)
         announced = self._announced.items()
         return [entry for name, entries in announced if name not in left_out for entry in entries]
 
@@ -211,8 +208,8 @@ class WeightSync:
         return {"sync/probe_distance": result.distance, "sync/probe_ratio": result.ratio}
 
     def _run_probe(self, prompts: list[list[int]], continuations: list[Continuation], cache: str) -> ProbeResult:
-        scheme, rounds_cache = self._settings.scheme, cache in FP8_CACHES
-        return run_probe(self._model, prompts, continuations, self._layers, scheme, self._merges_adapter, rounds_cache)
+        layers, scheme, rounds_cache = self._weights.layers, self._settings.scheme, cache in FP8_CACHES
+        return run_probe(self._model, prompts, continuations, layers, scheme, self._merges_adapter, rounds_cache)
 
     def _ask_engine(self) -> tuple[list[list[int]], list[Continuation], str] | None:
         """The prompts of a probe, the engine's continuations, and the format of its key-value cache."""
@@ -259,13 +256,13 @@ class AdapterSync(WeightSync):
 
 
 def announce(
-    named_tensors: NamedTensors, scheme: QuantizationScheme | None, layers: Collection[str], dtype: torch.dtype | None
+    named_parameters: NamedTensors, weights: WeightStream, dtype: torch.dtype | None
 ) -> dict[str, TensorMetadata]:
-    """What `quantize_weights` will yield for each parameter, by the parameter's name, without rounding anything."""
+    """What the stream will yield for each parameter, by the parameter's name and in their order, without rounding."""
     return {
         name: [
             (stored.name, str(stored.dtype).removeprefix("torch."), list(stored.shape))
-            for stored in stored_tensors(name, tensor, scheme, layers, dtype)
+            for stored in weights.stored(name, dtype)
         ]
-        for name, tensor in named_tensors
+        for name, _ in named_parameters
     }

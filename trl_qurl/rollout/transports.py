@@ -22,7 +22,7 @@ from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.recovery import agreed
 
 Parameters = Callable[[], Iterator[tuple[str, torch.Tensor]]]
-"""A pass over the policy's full-precision parameters under their checkpoint names. A collective operation."""
+"""A pass over the policy's full-precision parameters under their names in the model. A collective operation."""
 
 
 class Shipment(NamedTuple):

@@ -92,6 +92,11 @@ class QuantizedForwardCallback(TrainerCallback):
             ValueError: A layer cannot be stored in the format, or is the output head.
         """
         names = quantized_layer_names(model, self._ignore, self._scheme)
+        if any(".experts." in name for name in names):
+            raise ValueError(
+                "training_forward='quantized' has no gradient for rounded experts: add 're:.*\\.experts\\.' to "
+                "quantization_ignore, or use training_forward='full_precision'."
+            )
         layers = quantize_layers(model, names, self._scheme)
         if model.get_output_embeddings() in layers:
             raise ValueError(

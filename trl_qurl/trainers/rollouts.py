@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import is_peft_model
+from trl.data_utils import prepare_multimodal_messages
 from trl.import_utils import is_vllm_available
 
 from trl_qurl.quantization.schemes import get_scheme
@@ -123,6 +124,14 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         batch = super()._generate_and_score_completions(inputs)
         self._record(self._rollout_cost() | self.vllm_generation.pop_weight_metrics())
         return batch
+
+    def _tokenize_prompts(self, prompts: list) -> tuple:
+        prompt_ids, images, fields = super()._tokenize_prompts(prompts)
+        if images is not None:
+            template = {"chat_template": self.chat_template, **self.chat_template_kwargs}
+            conversations = [prepare_multimodal_messages(prompt) for prompt in prompts]
+            self.vllm_generation.pictures.tokenize(self.processing_class, conversations, prompt_ids, **template)
+        return prompt_ids, images, fields
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
         started = time.perf_counter()

@@ -73,6 +73,7 @@ def start_engine(job: Job, policy: Any) -> LLM:
 
     from trl_qurl.lab.bench.memory import ENGINE_SHARE, WHOLE_SHARE
     from trl_qurl.lab.device import full_precision
+    from trl_qurl.quantization.layers import ignored_modules
     from trl_qurl.quantization.schemes import get_scheme
     from trl_qurl.quantization.storage import write_config
     from trl_qurl.rollout.directory import CheckpointDirectory
@@ -87,7 +88,8 @@ def start_engine(job: Job, policy: Any) -> LLM:
     directory = CheckpointDirectory(None, 0)  # of a name by which vLLM finds again what it has compiled
     scheme = get_scheme(job.scheme) if job.scheme else None
     os.environ.update(kernel_environment(scheme))
-    write_config(policy, directory.path, None if scheme is None else scheme.quantization_config(job.ignore))
+    ignored = ignored_modules(policy, job.ignore)
+    write_config(policy, directory.path, None if scheme is None else scheme.quantization_config(ignored))
     arguments = {
         "model": str(directory.path),
         "load_format": "dummy",
@@ -178,15 +180,20 @@ def measure_sync(llm: LLM, policy: Any, job: Job, device: torch.device) -> tuple
     import torch
 
     from trl_qurl.lab.bench.training import seconds
-    from trl_qurl.quantization.layers import checkpoint_name, linear_layer_names, quantized_layer_names
+    from trl_qurl.quantization.checkpoint_form import parameter_name
+    from trl_qurl.quantization.layers import linear_layer_names
     from trl_qurl.quantization.schemes import get_scheme
-    from trl_qurl.quantization.stream import quantize_weights
+    from trl_qurl.quantization.weight_stream import WeightStream
     from trl_qurl.rollout.engine.colocated import ColocatedEngine
     from trl_qurl.rollout.engine.interface import WeightUpdate
 
-    scheme = get_scheme(job.scheme) if job.scheme else None
-    layers = (quantized_layer_names if scheme else linear_layer_names)(policy, job.ignore)
+    weights = WeightStream(policy, get_scheme(job.scheme) if job.scheme else None, job.ignore)
     engine, adapted = ColocatedEngine(llm), linear_layer_names(policy)
+    held_still = frozenset(
+        name
+        for name, held in weights.form.held.items()
+        if not any(tensor.rpartition(".")[0] in adapted for tensor in held)
+    )
 
     is_peft = job.holds_policy and job.workload.lora_rank > 0
     shapes = {} if job.holds_policy else {p.shape: torch.rand(p.shape, device=device) for p in policy.parameters()}
@@ -194,14 +201,13 @@ def measure_sync(llm: LLM, policy: Any, job: Job, device: torch.device) -> tuple
     def parameters() -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in policy.named_parameters():
             if ".lora_" not in name:
-                yield checkpoint_name(name), parameter.data if job.holds_policy else shapes[parameter.shape]
+                yield parameter_name(name), parameter.data if job.holds_policy else shapes[parameter.shape]
 
     def sync(partial: bool = job.workload.lora_rank > 0) -> float:
         started = seconds(device)
         if is_peft:
             policy.merge_adapter()
-        kept = ((name, tensor) for name, tensor in parameters() if not partial or name.rpartition(".")[0] in adapted)
-        sent = quantize_weights(kept, scheme, layers & adapted if partial else layers)
+        sent = weights.tensors(parameters(), left_out=held_still if partial else ())
         engine.load_stream(sent, [], WeightUpdate("bench", partial=partial))
         if is_peft:
             policy.unmerge_adapter()
@@ -247,18 +253,10 @@ def measure_adapter_sync(llm: LLM, policy: Any, job: Job, device: torch.device) 
 def weight_bytes(policy: Any, job: Job) -> int:
     """Size of the engine's weights, in its own dtype where they are not quantized."""
     from trl_qurl.lab.bench.training import half_precision
-    from trl_qurl.quantization.layers import checkpoint_name, quantized_layer_names
     from trl_qurl.quantization.schemes import get_scheme
-    from trl_qurl.quantization.stream import stored_tensors
+    from trl_qurl.quantization.weight_stream import WeightStream
 
-    scheme = get_scheme(job.scheme) if job.scheme else None
-    layers = quantized_layer_names(policy, job.ignore) if scheme else set()
-    return sum(
-        stored.nbytes
-        for name, parameter in policy.named_parameters()
-        if ".lora_" not in name
-        for stored in stored_tensors(checkpoint_name(name), parameter, scheme, layers, half_precision())
-    )
+    return WeightStream(policy, get_scheme(job.scheme) if job.scheme else None, job.ignore).nbytes(half_precision())
 
 
 def repeat(action: Callable[[], float]) -> list[float]:

@@ -92,22 +92,17 @@ def compare_after_change(trainer: QuRLGRPOTrainer) -> Line:
     """
     import torch
 
-    from trl_qurl.quantization.layers import linear_layer_names, quantized_layer_names
-    from trl_qurl.quantization.stream import quantize_weights
+    from trl_qurl.quantization.weight_stream import WeightStream, model_parameters
     from trl_qurl.rollout.checks.tensors import compare_digests, tensor_digest
     from trl_qurl.rollout.engine.interface import WeightUpdate
     from trl_qurl.rollout.sync import announce
 
-    model, settings = trainer.model, trainer.vllm_generation.rollout
+    model = trainer.model
     engine: Any = trainer.vllm_generation.engine
-    scheme, ignore = settings.scheme, settings.ignore
-    layers = quantized_layer_names(model, ignore, scheme) if scheme else linear_layer_names(model, ignore)
+    weights: WeightStream = trainer.vllm_generation.weights
     dtype = getattr(torch, engine.describe().dtype)
-
-    def parameters() -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, parameter.data) for name, parameter in model.named_parameters())
-
-    metadata = [entry for entries in announce(parameters(), scheme, layers, dtype).values() for entry in entries]
+    announced = announce(model_parameters(model), weights, dtype)
+    metadata = [entry for entries in announced.values() for entry in entries]
     on_gpu = model.device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize()
@@ -118,10 +113,10 @@ def compare_after_change(trainer: QuRLGRPOTrainer) -> Line:
         for parameter in model.parameters():
             parameter.mul_(1.5)
     update = WeightUpdate("doctor-order", digest=True)
-    [received, *_] = engine.load_stream(quantize_weights(parameters(), scheme, layers, dtype=dtype), metadata, update)
+    [received, *_] = engine.load_stream(weights.tensors(model_parameters(model), dtype=dtype), metadata, update)
     if on_gpu:
         torch.cuda.synchronize()
-    current = quantize_weights(parameters(), scheme, layers, dtype=dtype)
+    current = weights.tensors(model_parameters(model), dtype=dtype)
     compare_digests({name: tensor_digest(tensor) for name, tensor in current}, received)
     return ok("stream-order", f"{len(metadata)} tensors arrived as they were after the change")
 

@@ -30,6 +30,7 @@ from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
+from trl_qurl.quantization.experts import expert_modules
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.kv_cache import FP8Cache
 from trl_qurl.quantization.schemes import QuantizationScheme
@@ -162,16 +163,19 @@ def _disturbed(model: nn.Module) -> Iterator[None]:
     """Let every layer with weights add a relative error of up to `ROUNDING` to its output inside the block."""
     generators: dict[torch.device, torch.Generator] = {}
 
-    def disturb(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    def disturb(module: nn.Module, inputs: Any, output: Any) -> Any:
+        if not isinstance(output, torch.Tensor):
+            return output  # a router, whose input is disturbed already
         device = output.device
         generator = generators.setdefault(device, torch.Generator(device).manual_seed(0))
         error = torch.rand(output.shape, generator=generator, device=device).mul_(2).sub_(1)
         return (output.float() * (1 + ROUNDING * error)).to(output.dtype)
 
+    experts = {module for _, module in expert_modules(model)}
     handles: list[Any] = [
         module.register_forward_hook(disturb)
         for module in model.modules()
-        if getattr(module, "weight", None) is not None and not list(module.children())
+        if module in experts or (getattr(module, "weight", None) is not None and not list(module.children()))
     ]
     try:
         yield

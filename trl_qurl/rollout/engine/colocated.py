@@ -3,8 +3,11 @@
 import functools
 import gc
 import weakref
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.adapter import engine_rank
@@ -24,6 +27,8 @@ from trl_qurl.rollout.errors import SyncError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm import LLM
+
+    from trl_qurl.quantization.schemes import QuantizationScheme
 
 
 class ColocatedEngine(Engine):
@@ -60,6 +65,7 @@ class ColocatedEngine(Engine):
     def _drop_cache(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise SyncError("vLLM did not empty its prefix cache of the old weights. Resume from the last checkpoint.")
+        self._llm.llm_engine.reset_encoder_cache()  # of pictures, as the old weights saw them
 
     def version(self) -> str:  # noqa: D102
         return " and ".join(sorted(set(self._llm.collective_rpc("rollout_version"))))
@@ -128,6 +134,19 @@ def check_head_size(config: "PretrainedConfig") -> None:
         raise ValueError(
             f"The attention heads of this model are {width} wide, and vLLM's CPU build has kernels for "
             f"{', '.join(map(str, sizes))} only. Use a model with such heads (`make demo` trains one), or a GPU."
+        )
+
+
+def check_experts(layers: Collection[str], scheme: "QuantizationScheme | None") -> None:
+    """Raise `ValueError` for quantized experts where vLLM's CPU build has no kernel for them."""
+    from vllm.platforms import current_platform
+
+    experts = [layer for layer in layers if ".experts." in layer]
+    if scheme and experts and current_platform.is_cpu() and not torch.cpu.get_capabilities().get("amx_tile"):
+        raise ValueError(
+            f"vLLM's CPU build runs {scheme.label} experts only on CPUs with AMX, which this one has not: add "
+            "'re:.*\\.experts\\.' to quantization_ignore (`--ignore` on the command line), which leaves experts in 16 "
+            "bits and quantizes all other layers, or use a GPU."
         )
 
 

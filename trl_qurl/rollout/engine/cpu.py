@@ -1,8 +1,10 @@
-"""Four things that the CPU build of vLLM 0.31 does incorrectly, fixed with vLLM's own functions. At a reload:
+"""Five things that the CPU build of vLLM 0.31 does incorrectly, fixed with vLLM's own functions. At a reload:
 
 - The oneDNN INT8 kernel (CPUs without AMX) keeps a pointer to scales that a reload frees: its outputs become noise.
 - A tied output head multiplies with a packed copy of the embedding that a reload does not update: it keeps the weights
   that the engine started with.
+- Experts in 16 bits are packed for their kernel at the first load only: later ones leave them unpacked, and the kernel
+  reads noise.
 - A layer that a partial reload skips loses the placeholder of the weight that its kernel has packed: it fails.
 
 At the start: layers for adapters ask the weight of the layer below for its device, and the INT8 kernel has left none.
@@ -10,12 +12,15 @@ At the start: layers for adapters ask the weight of the layer below for its devi
 Imported only where vLLM runs on CPU.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from vllm.config import LoadConfig
 from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel
+from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Int8
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -47,6 +52,23 @@ def use_reloadable_int8_kernels(model: torch.nn.Module) -> None:
         scheme = getattr(layer, "scheme", None)  # only quantized layers have one
         if isinstance(scheme, CompressedTensorsW8A8Int8) and type(scheme.kernel) is CPUInt8ScaledMMLinearKernel:
             scheme.kernel = ReloadableCPUInt8Kernel(scheme.kernel.config, scheme.kernel.layer_param_names)
+
+
+@contextmanager
+def packed_experts(model: torch.nn.Module) -> Iterator[None]:
+    """Let experts that are loaded inside the block be packed for their kernel, by building it anew."""
+    methods = [layer.quant_method for layer in model.modules() if hasattr(layer, "quant_method")]
+    kernels = [
+        (method, method.moe_kernel)
+        for method in methods
+        if isinstance(method, UnquantizedFusedMoEMethod) and method.moe_kernel is not None
+    ]
+    for method, _ in kernels:
+        method.moe_kernel = None
+    yield
+    for method, kernel in kernels:
+        if method.moe_kernel is None:  # a partial reload skipped the layer
+            method.moe_kernel = kernel
 
 
 def repack_output_head(model: torch.nn.Module) -> None:

@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 
 from trl_qurl.quantization.cache import cache_directory, cached
-from trl_qurl.quantization.checkpoint import CheckpointWriter
+from trl_qurl.quantization.checkpoint import CheckpointWriter, load_model
 from trl_qurl.quantization.kv_cache import check_kv_cache
-from trl_qurl.quantization.layers import check_recurrent_layers, quantized_layer_names
-from trl_qurl.quantization.rounded_base import exact_weights
+from trl_qurl.quantization.layers import check_recurrent_layers
 from trl_qurl.quantization.schemes import get_scheme
+from trl_qurl.quantization.weight_stream import model_parameters
 from trl_qurl.rollout.engine.interface import CPU_LOAD_FORMAT
 from trl_qurl.rollout.engine.kernels import kernel_environment
 from trl_qurl.rollout.engine.key import (
@@ -52,17 +52,12 @@ def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str]) -> Path:
     key = hashlib.blake2b(json.dumps(made_from).encode(), digest_size=10)
 
     def make(place: Path) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
         print(f"Quantizing {model} to {scheme} (kept in {place})", flush=True)
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+        loaded, tokenizer = load_model(model)
         check_recurrent_layers(loaded)
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        layers = quantized_layer_names(loaded, ignore, get_scheme(scheme))
         writer = CheckpointWriter(loaded, tokenizer, get_scheme(scheme), ignore)
-        parameters = ((name, parameter.data) for name, parameter in loaded.named_parameters())
         # A trainer makes the same codes from weights of any dtype, and compares the base of an adapter with these.
-        writer.quantize(exact_weights(parameters, layers), place, "streaming")
+        writer.quantize(model_parameters(loaded), place, is_exact=True)
 
     return cached(cache_directory() / f"{Path(model).name}-{scheme}-{key.hexdigest()}", make)
 

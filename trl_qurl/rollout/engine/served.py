@@ -221,6 +221,7 @@ class ServedEngine(VLLMClient, Engine):
                 "vLLM did not empty its prefix cache of the old weights. Another client's requests may be running: "
                 "give every run a server of its own."
             )
+        self._post("/reset_encoder_cache")  # of pictures, as the old weights saw them
 
     def version(self) -> str:  # noqa: D102
         return " and ".join(sorted(set(self._call_workers("rollout_version"))))

@@ -5,7 +5,9 @@ it imports needs TRL, so the engine may run in an environment without it. On CUD
 CPU, `cpu` adds fixes to it.
 """
 
+import itertools
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,7 +63,7 @@ class RolloutWorker:
         self.rollout_load_failed = True
         received = ReceivedTensors(self.get_model(), enabled=wanted.digest)
         self.rollout_digests = received.digests
-        with _watched_reload(wanted.partial):
+        with _kept_buffers(self.get_model()) as buffers, _watched_reload(wanted.partial, buffers):
             if announced is not None:
                 self._receive(announced, received)
             elif weights_path is not None:
@@ -106,12 +108,15 @@ class RolloutWorker:
         return self.loaded_version
 
     def _reload(self, named_tensors: NamedTensors) -> None:
-        if current_platform.is_cpu():
-            cpu.use_reloadable_int8_kernels(self.get_model())
-        self.reload_weights(weights_iterator=named_tensors)
-        if current_platform.is_cpu():
-            cpu.repack_output_head(self.get_model())
-            cpu.restore_released_weights(self.get_model())
+        if not current_platform.is_cpu():
+            self.reload_weights(weights_iterator=named_tensors)
+            return
+        model = self.get_model()
+        cpu.use_reloadable_int8_kernels(model)
+        with cpu.packed_experts(model):
+            self.reload_weights(weights_iterator=named_tensors)
+        cpu.repack_output_head(model)
+        cpu.restore_released_weights(model)
 
     def _receive(self, announced: dict[str, list], received: ReceivedTensors) -> None:
         """Receive one update from vLLM's weight transfer."""
@@ -184,31 +189,61 @@ def _held_digests(adapter: Any) -> list[str]:
 
 
 @contextmanager
-def _watched_reload(partial: bool) -> Iterator[None]:
+def _kept_buffers(model: torch.nn.Module) -> Iterator[dict[str, int]]:
+    """Keep what layers compute once and no checkpoint holds (positions).
+
+    vLLM leaves such buffers uninitialized beside parameters that it reloads. Yields the number of their elements, by
+    the name of the layer's class; layers with buffers alone are among them.
+    """
+    kept = [
+        (module, name, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name in module._non_persistent_buffers_set and not hasattr(module, "quant_method")
+    ]
+    sizes = {
+        type(module).__name__: 0
+        for module in model.modules()
+        if module._buffers and not module._parameters and not hasattr(module, "quant_method")
+    }
+    for module, buffers in itertools.groupby(kept, key=lambda entry: entry[0]):
+        sizes[type(module).__name__] = sum(buffer.numel() for _, _, buffer in buffers)
+    yield sizes
+    for module, name, buffer in kept:
+        module.get_buffer(name).copy_(buffer)
+
+
+@contextmanager
+def _watched_reload(partial: bool, buffers: Mapping[str, int]) -> Iterator[None]:
     """Raise `RuntimeError` where vLLM only logs that a layer is not what it should be after a reload.
 
-    - A layer got no new weights, unless the update is `partial`. Rotary embeddings compute their weights and a tied
-      head shares the embedding's, so the line about these is dropped; about other layers that need none, it stays.
+    - A layer got no new weights, unless the update is `partial`. Layers with buffers alone compute them and a tied
+      head shares the embedding's weight, so the line about these is dropped; about other layers that need none, it
+      stays.
     - A layer got fewer values than it has ("delayed"), and vLLM leaves the others uninitialized. The vocabulary's are
-      set to zero by their loader.
+      set to zero by their loader, and those of `buffers` are restored afterwards.
     - A layer seemed full before all its values had come, and vLLM dropped the rest ("excessive"). Linear layers that
       fuse several have a shape for each, of which one is enough.
     """
     always_loaded = ("Linear", "VocabParallelEmbedding", "Norm")
-    weightless = ("RotaryEmbedding", "RotaryEmbeddingInterleaved", "ParallelLMHead")
+    weightless = ("ParallelLMHead", *buffers)
     allowed = {"Delayed processing": ("VocabParallelEmbedding", "ParallelLMHead"), "Excessive loading": ("Linear",)}
     stale: list[str] = []
     undefined: list[str] = []
+    missing: dict[str, int] = {}  # values that the layer which was loaded last still lacks, by class
 
     def is_worth_a_line(record: logging.LogRecord) -> bool:
         layer, _, event = record.getMessage().partition(": ")
-        if event in allowed and not layer.endswith(allowed[event]):
+        if progress := re.fullmatch(r"(\d+) / (\d+)", event):
+            missing[layer] = int(progress[2]) - int(progress[1])
+        is_kept = event == "Delayed processing" and missing.get(layer) == buffers.get(layer)
+        if event in allowed and not layer.endswith(allowed[event]) and not is_kept:
             undefined.append(layer)
         if event != "Failed to load weights":
             return record.levelno >= visible
-        if layer.endswith(always_loaded):
+        if layer.endswith(always_loaded) and layer not in weightless:
             stale.append(layer)
-        return not layer.endswith(always_loaded + weightless)
+        return layer not in weightless and not layer.endswith(always_loaded)
 
     reload_logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     level, visible = reload_logger.level, reload_logger.getEffectiveLevel()

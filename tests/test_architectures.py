@@ -1,0 +1,97 @@
+"""Vision-language models, mixtures of experts and other families: real runs with every sync checked by digests."""
+
+import pytest
+from tiny_vision import picture, vision_processor
+from trl.data_utils import prepare_multimodal_messages
+
+from trl_qurl.rollout.pictures import PicturePrompts, check_seen
+
+VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm")
+TEXT = ("qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "glm4", "granite", "cohere2")
+
+
+def assert_sound(record, steps=2, rate=1e-6):
+    rows = [row for row in record["history"] if "grad_norm" in row]
+    assert len(rows) == steps and rows[0]["grad_norm"] > 0 and record["rate"] == rate
+    for row in rows:
+        assert row["sync/probe_ratio"] < 1, "the engine does not compute with the trainer's weights"
+        assert 0 <= row["mismatch/kl_k3"] < 1e-3, "the engine answers other prompts, or with other weights"
+
+
+@pytest.fixture(scope="module")
+def texts(run_scenario, tmp_path_factory):
+    # vLLM makes the group for experts with the first engine of a process.
+    return run_scenario("architectures.py", tmp_path_factory.mktemp("run"), "mixtral", "phi3")
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("architectures")
+@pytest.mark.parametrize("family", ["mixtral", "phi3"])
+def test_two_steps_with_digests(family, texts):
+    assert_sound(texts[family])
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("architectures")
+def test_experts_stay_whole_where_they_are_ignored(texts):
+    assert len(texts["mixtral"]["layers"]) == 8 and not [x for x in texts["mixtral"]["layers"] if "experts" in x]
+
+
+@pytest.fixture(scope="module")
+def pictures(run_scenario, tmp_path_factory):
+    pytest.importorskip("torchvision", reason="vLLM's vision-language models need torchvision")
+    return run_scenario("architectures.py", tmp_path_factory.mktemp("run"), "llava_next", "llava_next@0.02")
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("architectures")
+def test_a_vision_language_model_takes_two_steps(pictures):
+    assert_sound(pictures["llava_next"])
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("architectures")
+def test_pictures_are_seen_with_the_new_weights(pictures):
+    """Large updates on one picture, whose features an engine would keep from before them."""
+    assert_sound(pictures["llava_next@0.02"], steps=4, rate=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("family", VISION)
+def test_more_vision_language_models(family, run_scenario, tmp_path):
+    pytest.importorskip("torchvision", reason="vLLM's vision-language models need torchvision")
+    if family == "smolvlm":
+        pytest.importorskip("num2words", reason="the processor needs num2words")
+    records = run_scenario("architectures.py", tmp_path, family, f"{family}@0.02")
+    assert_sound(records[family])
+    assert_sound(records[f"{family}@0.02"], steps=4, rate=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("family", TEXT)
+def test_more_families(family, run_scenario, tmp_path):
+    assert_sound(run_scenario("architectures.py", tmp_path, family)[family])
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llava_next"])
+def test_an_engine_is_sent_placeholders_of_pictures(family):
+    processor = vision_processor(family)
+    chats = [
+        prepare_multimodal_messages([{"role": "user", "content": text}], images=[picture()] * count)
+        for text, count in (("a", 1), ("ab", 1), ("a", 2))
+    ]
+    further, template = [40, 41], {"add_generation_prompt": True}
+    whole = processor.apply_chat_template(chats, tokenize=True, return_dict=True, **template)["input_ids"]
+    prompts = PicturePrompts()
+    prompts.tokenize(processor, chats, whole)
+    texts = processor.apply_chat_template(chats, tokenize=False, **template)
+    for prompt, text in zip(whole, texts, strict=True):
+        assert "".join(processor.tokenizer.convert_ids_to_tokens(prompts.plain(prompt))) == text
+        assert prompts.plain([*prompt, *further]) == [*prompts.plain(prompt), *further]
+        assert len(prompts.plain(prompt)) < len(prompt)
+    assert prompts.plain([50, 51]) == [50, 51]
+    check_seen(whole, whole)
+    with pytest.raises(ValueError, match=rf"of 9 tokens where the trainer scores one of {len(whole[0])}: .*'server'"):
+        check_seen(whole, [[7] * 9])

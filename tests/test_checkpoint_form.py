@@ -1,0 +1,194 @@
+"""What leaves the trainer has the names and cuts of a checkpoint: the model's own, or llm-compressor's for experts."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import MIXTURES, SIXTEEN_BIT_EXPERTS, tiny_mixture, tiny_model
+from tiny_vision import VISION_FAMILIES, tiny_vision_model
+from torch import nn
+from transformers.core_model_loading import Chunk, WeightConverter
+
+from trl_qurl.quantization import get_scheme, quantized_layer_names, write_checkpoint
+from trl_qurl.quantization.checkpoint_form import CheckpointForm
+from trl_qurl.quantization.fake_experts import quantized_experts
+from trl_qurl.quantization.fake_quantization import quantized_forward
+from trl_qurl.quantization.layers import ignored_modules
+from trl_qurl.quantization.weight_stream import WeightStream, model_parameters
+from trl_qurl.trainers.callbacks import QuantizedForwardCallback
+
+
+def saved(model, directory):
+    model.save_pretrained(directory)
+    return load_file(directory / "model.safetensors")
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def model_of(family):
+    return tiny_mixture(family) if family in MIXTURES else tiny_vision_model(family)
+
+
+@pytest.mark.parametrize("family", [*MIXTURES, *VISION_FAMILIES, "qwen2"])
+def test_the_form_is_that_of_the_models_own_checkpoint(family, tmp_path):
+    model = tiny_model() if family == "qwen2" else model_of(family)
+    form = CheckpointForm(model, splits_experts=False)
+    sent = dict(form.tensors(model_parameters(model)))
+    assert_same(sent, saved(model, tmp_path))
+    assert {name: (t.shape, t.dtype) for held in form.held.values() for name, t in held.items()} == {
+        name: (t.shape, t.dtype) for name, t in sent.items()
+    }
+
+
+# Experts -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "ignore"), [*((family, ["lm_head"]) for family in MIXTURES), ("mixtral", SIXTEEN_BIT_EXPERTS)]
+)
+def test_a_quantized_mixture_is_that_of_llmcompressor(family, ignore, tmp_path):
+    pytest.importorskip("llmcompressor", reason="compares with llm-compressor")
+    for quantizer in ("streaming", "llmcompressor"):
+        model = tiny_mixture(family, torch.bfloat16)
+        write_checkpoint(model, None, "int8", tmp_path / quantizer, ignore=ignore, quantizer=quantizer)
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("streaming", "llmcompressor"))
+    assert_same(ours, theirs)
+    assert any("experts.3.up_proj.weight" in name for name in ours)
+    assert any("experts.0.down_proj.weight_scale" in name for name in ours) == (ignore == ["lm_head"])
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_what_routes_tokens_stays_whole(family):
+    model = tiny_mixture(family)
+    layers = quantized_layer_names(model)
+    kept = {name.rpartition(".")[0] for name in WeightStream(model, get_scheme("int8")).form.held} - layers
+    routers = {name for name in kept if name.rpartition(".")[2] in ("gate", "router", "shared_expert_gate")}
+    assert len(routers) == {"qwen2_moe": 4, "glm4_moe": 1}.get(family, 2)
+    for name in routers:  # and vLLM is told so, by patterns that match its own names as well
+        assert ignored_modules(model, ["lm_head"])[1:] == ignored_modules(model, [])
+        assert any(_matches(pattern, name) for pattern in ignored_modules(model, [])), name
+
+
+def test_nothing_that_multiplies_is_taken_for_a_router():
+    names = ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.experts.0.gate_proj", "a.shared_expert.up_proj"]
+    for family in MIXTURES:
+        patterns = ignored_modules(tiny_mixture(family), [])
+        assert not [name for name in names for pattern in patterns if _matches(pattern, name)]
+
+
+def test_patterns_reach_experts():
+    model = tiny_mixture("mixtral")
+    assert not [name for name in quantized_layer_names(model, SIXTEEN_BIT_EXPERTS) if "experts" in name]
+    some = quantized_layer_names(model, ["lm_head", r"re:.*experts\.[12]\."])
+    assert {name.split(".")[5] for name in some if "experts" in name} == {"0", "3"}
+
+
+def test_a_buffer_that_chooses_experts_is_in_the_checkpoint(tmp_path):
+    model = tiny_mixture("glm4_moe")
+    write_checkpoint(model, None, "int8", tmp_path / "out")
+    bias = load_file(tmp_path / "out" / "model.safetensors")["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert torch.equal(bias, model.model.layers[1].mlp.gate.e_score_correction_bias) and bias.abs().sum() > 0
+
+
+class _Exact:
+    """A format that rounds nothing."""
+
+    def companions(self, layer, layers):
+        return ()
+
+    def quantize(self, weight, companions=()):
+        return {"weight": weight}
+
+    def in_engine(self, tensors, dtype):
+        return tensors
+
+    def dequantize(self, tensors):
+        return tensors["weight"]
+
+    def quantize_activations(self, activations):
+        return activations
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@torch.no_grad()
+def test_rounded_experts_compute_as_the_models_own(family):
+    model, tokens = tiny_mixture(family).eval(), torch.arange(5, 45)[None]
+    own, layers = model(tokens).logits, quantized_layer_names(model)
+    with quantized_experts(model, layers, _Exact()):
+        assert torch.allclose(model(tokens).logits, own, atol=1e-5)
+    with quantized_experts(model, layers, get_scheme("int8")):
+        rounded = (model(tokens).logits - own).norm() / own.norm()
+    assert 1e-4 < rounded < 0.1
+    assert torch.equal(model(tokens).logits, own)
+
+
+@torch.no_grad()
+def test_each_expert_is_rounded_by_itself():
+    """As the same matrices would be in linear layers, with inputs rounded for each token."""
+    model, scheme = tiny_mixture("qwen3_moe").eval(), get_scheme("int8")
+    block = model.model.layers[0].mlp
+    x = torch.randn(1, 6, 128)
+    with quantized_forward(model, quantized_layer_names(model), scheme):
+        found = block(x)[0]
+
+    def linear(inputs, weight):
+        return scheme.quantize_activations(inputs) @ scheme.dequantize(scheme.quantize(weight)).T
+
+    _, shares, chosen = block.gate(x.view(-1, 128))
+    for token in range(6):
+        expected = torch.zeros(128)
+        for share, expert in zip(shares[token], chosen[token], strict=True):
+            gate, up = block.experts.gate_up_proj[expert].chunk(2)
+            hidden = x[:, token]
+            inner = nn.functional.silu(linear(hidden, gate)) * linear(hidden, up)
+            expected += share * linear(inner, block.experts.down_proj[expert])[0]
+        assert torch.allclose(found.view(-1, 128)[token], expected, atol=1e-5)
+
+
+def test_training_in_the_quantized_forward_pass_needs_exact_experts():
+    callback = QuantizedForwardCallback(get_scheme("int8"), ["lm_head"])
+    with pytest.raises(ValueError, match=r"no gradient for rounded experts: add 're:.\*\\.experts\\.' to"):
+        callback.change(tiny_mixture("mixtral"))
+    QuantizedForwardCallback(get_scheme("int8"), SIXTEEN_BIT_EXPERTS).change(tiny_mixture("mixtral"))
+
+
+# Vision-language models ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_only_the_language_model_is_quantized(family, tmp_path):
+    model = tiny_vision_model(family)
+    layers = quantized_layer_names(model)
+    language = [name for name, module in model.get_decoder().named_modules() if isinstance(module, nn.Linear)]
+    assert {name.partition("layers.")[2] for name in layers} == {name.partition("layers.")[2] for name in language}
+    assert len(layers) == len(language) == 14
+    write_checkpoint(model, None, "int8", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name.removesuffix(".weight") for name, tensor in tensors.items() if tensor.dtype == torch.int8} == layers
+    beside = [
+        name.removesuffix(".weight")
+        for name, tensor in tensors.items()
+        if tensor.ndim == 2 and tensor.dtype == torch.float32 and "layers.0.self_attn" in name and "scale" not in name
+    ]
+    assert all(any(_matches(pattern, name) for pattern in config["ignore"]) for name in beside)
+
+
+def test_several_parameters_in_one_tensor_are_refused():
+    """As in some vision towers; the model here only says that its checkpoint is such a one."""
+    model = tiny_model("llama")
+    fused = ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"]
+    model._weight_conversions = [WeightConverter("self_attn.qkv.weight", fused, operations=[Chunk(dim=0)])]
+    with pytest.raises(ValueError, match=r"checkpoint of LlamaForCausalLM holds .* together with other parameters"):
+        CheckpointForm(model)
+
+
+def _matches(pattern, name):
+    from compressed_tensors.utils import is_match
+
+    return is_match(name, nn.Linear(1, 1), (pattern,))

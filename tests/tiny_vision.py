@@ -1,0 +1,226 @@
+"""Tiny random vision-language models of real architectures, their processors, and pictures to ask about."""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from tiny import VOCABULARY
+from tokenizers import Tokenizer, models
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
+
+TEXT = {
+    "vocab_size": 128,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+"""What the language models have in common."""
+
+SPECIAL = {
+    "image": "<image>",
+    "start": "<|vision_start|>",
+    "end": "<|vision_end|>",
+    "video": "<video>",
+    "global": "<global-img>",
+    "newline": "\n",  # Gemma's processor asks for these
+    "newlines": "\n\n",
+    "paragraph": "\n\n\n",
+    "paragraphs": "\n\n\n\n",
+}
+FIRST = TEXT["vocab_size"] - len(SPECIAL)  # at the end, as in published models, where a probe does not look
+IDS = {name: FIRST + index for index, name in enumerate(SPECIAL)}
+
+WORDS = list(range(2, len(VOCABULARY)))
+"""What such a model may generate. A random one would also say that there are pictures where there are none."""
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'][0] }}: {% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "IMAGE{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+def vision_tokenizer(**named: str) -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character, and those around a picture, named as a processor asks for them."""
+    unused = [f"<unused{index}>" for index in range(len(VOCABULARY), FIRST)]
+    vocabulary = {token: index for index, token in enumerate([*VOCABULARY, *unused, *SPECIAL.values()])}
+    characters = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<pad>"))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=characters,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        additional_special_tokens=[token for token in SPECIAL.values() if token.strip()],
+        extra_special_tokens={name: SPECIAL[token] for name, token in named.items()},
+    )
+
+
+def tiny_vision_model(family: str, seed: int = 0) -> PreTrainedModel:
+    """A model of a family with moved norm gains, loaded from a checkpoint that is named as published ones are."""
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(VISION_FAMILIES[family][0]())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    tower = "vision_tower.vision_model." if family in ("gemma3", "llava_next") else "vision_tower."
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        file = Path(directory) / "model.safetensors"
+        tensors = {name.replace("vision_tower.", tower): tensor for name, tensor in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+        return AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float32)
+
+
+def vision_processor(family: str) -> Any:
+    """The processor of a family; those of Qwen and SmolVLM need torchvision, and the latter num2words as well."""
+    return VISION_FAMILIES[family][1]()
+
+
+def picture(shade: int = 100) -> Image.Image:
+    """A plain square of one gray."""
+    return Image.new("RGB", (56, 56), (shade, shade, 255 - shade))
+
+
+def _qwen(family: str, vision: dict[str, Any], rotary: dict[str, Any]) -> Any:
+    return AutoConfig.for_model(
+        family,
+        text_config={**TEXT, "rope_scaling": {"rope_theta": 10000.0, **rotary}},
+        vision_config={"depth": 1, "num_heads": 2, "patch_size": 14, **vision},
+        image_token_id=IDS["image"],
+        video_token_id=IDS["video"],
+        vision_start_token_id=IDS["start"],
+        vision_end_token_id=IDS["end"],
+        tie_word_embeddings=True,
+    )
+
+
+def _qwen2_vl() -> Any:
+    vision = {"embed_dim": 32, "hidden_size": 128, "mlp_ratio": 2}
+    return _qwen("qwen2_vl", vision, {"type": "mrope", "mrope_section": [4, 6, 6]})
+
+
+def _qwen2_5_vl() -> Any:
+    vision = {"hidden_size": 32, "out_hidden_size": 128, "intermediate_size": 64, "fullatt_block_indexes": [0]}
+    return _qwen("qwen2_5_vl", vision | {"window_size": 56}, {"type": "mrope", "mrope_section": [4, 6, 6]})
+
+
+def _qwen3_vl() -> Any:
+    vision = {"hidden_size": 32, "out_hidden_size": 128, "intermediate_size": 64, "deepstack_visual_indexes": [0]}
+    rotary = {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [6, 5, 5]}
+    return _qwen("qwen3_vl", vision | {"num_position_embeddings": 16}, rotary)
+
+
+def _qwen_processor(kind: str, videos: str) -> Any:
+    patches = {"patch_size": 14, "min_pixels": 28 * 28, "max_pixels": 56 * 56}
+    return getattr(transformers, kind)(
+        image_processor=transformers.Qwen2VLImageProcessor(**patches),
+        tokenizer=vision_tokenizer(
+            image_token="image", video_token="video", vision_bos_token="start", vision_eos_token="end"
+        ),
+        video_processor=getattr(transformers, videos)(**patches),
+        chat_template=TEMPLATE.replace("IMAGE", "".join(SPECIAL[part] for part in ("start", "image", "end"))),
+    )
+
+
+SIGLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+GRIDS = [[28, 56], [56, 28], [56, 56]]
+
+
+def _gemma3() -> Any:
+    return AutoConfig.for_model(
+        "gemma3",
+        text_config={**TEXT, "query_pre_attn_scalar": 32, "sliding_window": 64},
+        vision_config=SIGLIP | {"vision_use_head": False},
+        mm_tokens_per_image=4,
+        boi_token_index=IDS["start"],
+        eoi_token_index=IDS["end"],
+        image_token_index=IDS["image"],
+    )
+
+
+def _gemma3_processor() -> Any:
+    return transformers.Gemma3Processor(
+        image_processor=transformers.Gemma3ImageProcessorPil(size={"height": 28, "width": 28}),
+        tokenizer=vision_tokenizer(image_token="image", boi_token="start", eoi_token="end"),
+        chat_template=TEMPLATE.replace("IMAGE", SPECIAL["start"]),
+        image_seq_length=4,
+    )
+
+
+def _llava_next() -> Any:
+    return AutoConfig.for_model(
+        "llava_next",
+        text_config={"model_type": "llama", **TEXT},
+        vision_config=SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 32, "num_hidden_layers": 2},
+        image_token_index=IDS["image"],
+        image_grid_pinpoints=GRIDS,
+    )
+
+
+def _llava_next_processor() -> Any:
+    return transformers.LlavaNextProcessor(
+        image_processor=transformers.LlavaNextImageProcessorPil(
+            size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}, image_grid_pinpoints=GRIDS
+        ),
+        tokenizer=vision_tokenizer(image_token="image"),
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        image_token=SPECIAL["image"],
+        num_additional_image_tokens=1,
+        chat_template=TEMPLATE.replace("IMAGE", SPECIAL["image"]),
+    )
+
+
+def _smolvlm() -> Any:
+    return AutoConfig.for_model(
+        "smolvlm",
+        text_config={"model_type": "llama", **TEXT},
+        vision_config=SIGLIP,
+        image_token_id=IDS["image"],
+        scale_factor=2,
+    )
+
+
+def _smolvlm_processor() -> Any:
+    size = {"longest_edge": 28}
+    return transformers.SmolVLMProcessor(
+        image_processor=transformers.SmolVLMImageProcessor(size=size, max_image_size=size, do_image_splitting=False),
+        tokenizer=vision_tokenizer(
+            image_token="image", fake_image_token="start", global_image_token="global", end_of_utterance_token="end"
+        ),
+        video_processor=transformers.SmolVLMVideoProcessor(size=size, max_image_size=size),
+        image_seq_len=1,
+        chat_template=TEMPLATE.replace("IMAGE", SPECIAL["image"]),
+    )
+
+
+VISION_FAMILIES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "qwen2_vl": (_qwen2_vl, lambda: _qwen_processor("Qwen2VLProcessor", "Qwen2VLVideoProcessor")),
+    "qwen2_5_vl": (_qwen2_5_vl, lambda: _qwen_processor("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor")),
+    "qwen3_vl": (_qwen3_vl, lambda: _qwen_processor("Qwen3VLProcessor", "Qwen3VLVideoProcessor")),
+    "gemma3": (_gemma3, _gemma3_processor),
+    "llava_next": (_llava_next, _llava_next_processor),
+    "smolvlm": (_smolvlm, _smolvlm_processor),
+}
+"""By `model_type`: how to make a config, and a processor."""

@@ -1,0 +1,45 @@
+"""The experts of a layer: one three-dimensional parameter in transformers, matrices of each expert in a checkpoint.
+
+The names and the cuts are those of llm-compressor, which turns experts into linear layers before it quantizes them.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+"""What transformers calls experts' weights; their biases are called so with `_bias`."""
+
+
+def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules of a model that hold experts in three-dimensional parameters, with their names."""
+    for name, module in model.named_modules():
+        weight = getattr(module, "down_proj", None)
+        # The flags are those of transformers' `use_experts_implementation`, which say how weights are to be read.
+        if isinstance(weight, nn.Parameter) and hasattr(module, "is_transposed"):
+            yield name, module
+
+
+def split_experts(experts: Any, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Cut one parameter of an experts module into each expert's parts, as views.
+
+    Args:
+        experts: The module.
+        name: The parameter's name in it.
+        tensor: The parameter, (experts, out, in) or (experts, in, out), or a bias, (experts, out).
+
+    Yields:
+        The part's name in the module, such as `3.gate_proj.weight`, and the part, (out, in) or (out,).
+    """
+    is_bias = name.endswith("_bias")
+    layer, kind = name.removesuffix("_bias"), "bias" if is_bias else "weight"
+    for index, part in enumerate(tensor):
+        matrix = part.T if experts.is_transposed and not is_bias else part
+        if layer == "gate_up_proj":
+            gate, up = matrix.chunk(2) if experts.is_concatenated else (matrix[0::2], matrix[1::2])
+            yield f"{index}.gate_proj.{kind}", gate
+            yield f"{index}.up_proj.{kind}", up
+        else:
+            yield f"{index}.{layer}.{kind}", matrix
