@@ -95,6 +95,16 @@ class Whole(Mixer):
     """Nothing is wrong with it."""
 
 
+class PictureNorm(Whole):
+    """Beside it, as in Qwen2-VL: a norm that takes its values from the processor, and is in no checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        norm = type("PixelNorm", (nn.Module,), {})()
+        norm.register_buffer("weight", torch.full((3,), 2.0))
+        self.norm = norm
+
+
 class Model(nn.Module):
     def __init__(self, layer):
         super().__init__()
@@ -152,6 +162,11 @@ def test_a_layer_that_vllm_leaves_partly_undefined_is_refused_by_name(layer, nam
 def test_a_layer_that_vllm_fills_is_loaded():
     model = reload(Whole(), "layer.A", "layer.D")
     assert model.layer.A.tolist() == model.layer.D.tolist() == [1.0] * 4
+
+
+def test_a_norm_without_parameters_needs_no_new_weights():
+    model = reload(PictureNorm(), "layer.A", "layer.D")
+    assert model.layer.norm.weight.tolist() == [2.0] * 3 and model.layer.A.tolist() == [1.0] * 4
 
 
 def test_nothing_is_read_where_nothing_is_asked(model):
