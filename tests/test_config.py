@@ -199,6 +199,14 @@ REFUSED = [
         {"objective": "tis", "vllm_importance_sampling_clip_max": -1.0},
         r"objective='tis' limits .* give a positive cap",
     ),
+    (
+        {"use_transformers_continuous_batching": True},
+        r"transformers to generate, .*: set it to False, or use TRL's own trainer with use_vllm=False",
+    ),
+    (
+        {"vllm_model_impl": "transformers"},
+        r"vllm_mode='colocate' does not train: vLLM changes .*\. Set vllm_model_impl='vllm'",
+    ),
     ({"delta": 4.0}, r"delta=4\.0 puts a second upper bound .*: set delta=None, or use objective='tis'.* or 'trl'"),
     (
         {"importance_sampling_level": "sequence"},
@@ -262,6 +270,7 @@ def test_what_cannot_work_is_refused_with_the_way_out(settings, message):
             "vllm_importance_sampling_clip_min": 0.5,
         },
         {"objective": "tis", "delta": 4.0},
+        {"vllm_model_impl": "transformers", "vllm_mode": "server"},
         {"sync_ref_model": True, "beta": 0.1, "uaq_scale": 1.0},
         {"vllm_engine_kwargs": {"enforce_eager": True, "kv_cache_dtype": "bfloat16"}},
         {"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}},

@@ -205,6 +205,16 @@ class QuantizedRolloutsConfig:
 
     def _check_engine(self: Any) -> None:
         check_choice("vllm_mode", self.vllm_mode, ("colocate", "server"))
+        if self.use_transformers_continuous_batching:
+            raise ValueError(
+                "use_transformers_continuous_batching=True asks transformers to generate, which has no quantized "
+                "rollouts: set it to False, or use TRL's own trainer with use_vllm=False."
+            )
+        if self.vllm_model_impl == "transformers" and self.vllm_mode == "colocate":
+            raise ValueError(
+                "vllm_model_impl='transformers' with vllm_mode='colocate' does not train: vLLM changes transformers' "
+                "class of the model, which the trainer uses in the same process. Set vllm_model_impl='vllm'."
+            )
         check_numbers(self, ["vllm_request_timeout"], lambda x: x > 0, "a positive number of seconds")
         intervals = ["weight_metrics_interval", "sync_check_interval"]
         check_numbers(self, intervals, lambda n: n >= 0, "a number of syncs, or 0 for none")
