@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import is_peft_model
+from transformers.utils.quantization_config import QuantizationConfigMixin
 from trl.data_utils import prepare_multimodal_messages
 from trl.import_utils import is_vllm_available
 
@@ -53,6 +54,7 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
 
     def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, **kwargs: Any) -> None:
         args = self._checked_config(args, model)
+        check_full_precision(model, [kwargs.get("quantization_config"), *(args.model_init_kwargs or {}).values()])
         check_prompts(kwargs.get("train_dataset"), args.generation_batch_size // args.num_generations)
         self._step_timer = StepTimer()
         self._scoring_seconds = 0.0
@@ -190,6 +192,20 @@ def check_prompts(dataset: Any, per_rollout: int) -> None:
         raise ValueError(
             f"train_dataset has {len(dataset)} prompts and a rollout takes {per_rollout} (per_device_train_batch_size "
             "x processes x steps_per_generation / num_generations): give more prompts, or make rollouts smaller."
+        )
+
+
+def check_full_precision(model: Any, arguments: list[Any]) -> None:
+    """Refuse a model that is quantized for training, or arguments that load one so; a sync could not read it."""
+    asked = [value for value in arguments if isinstance(value, QuantizationConfigMixin)]
+    kept = [type(value).__name__ for value in asked if not vars(value).get("dequantize")]
+    if not isinstance(model, str) and vars(model.config).get("quantization_config"):
+        kept.append(f"{type(model).__name__} in memory")
+    if kept:
+        raise ValueError(
+            f"The policy is quantized for training ({kept[0]}), but each sync quantizes its full-precision weights: "
+            "load it in 16 bits, without quantization_config. For an adapter on a base that is rounded as the engine "
+            "does it, set round_base=True."
         )
 
 
