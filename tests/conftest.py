@@ -44,6 +44,7 @@ LONGEST_FIRST = (
     "evaluation",
     "matrix",
     "several trainers",
+    "conformance",
     "saving",
     "recipes",
     "resume",

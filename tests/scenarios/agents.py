@@ -1,0 +1,167 @@
+"""Runs of agents: a random model calls tools because a grammar makes it do so."""
+
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from short_runs import chat_tokenizer, letters, question, questions, run, seen
+from tiny import tiny_model
+from transformers import PreTrainedTokenizerFast
+
+ANSWERS = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "a:",
+    "fields": {
+        "tool_calls": {
+            "open": "<call>",
+            "close_pattern": r"</call>\s*",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<eos>\s*", "content": "text"},
+    },
+}
+"""How transformers finds the tool calls in an answer."""
+
+CALL = r'<call>\{"name": "(add|look_up)", "arguments": \{"first": [0-9], "second": [0-9]\}\}</call>'
+"""Two tools, and two numbers for them."""
+
+AGENT = {
+    "vllm_structured_outputs_regex": CALL,
+    "max_completion_length": 160,
+    "vllm_max_model_length": 384,
+    "max_tool_calling_iterations": 1,
+}
+
+
+def add(first: int, second: int) -> int:
+    """
+    Add two numbers.
+
+    Args:
+        first: One number.
+        second: The other.
+    """
+    return first + second
+
+
+async def look_up(first: int, second: int) -> str:
+    """
+    Look up two numbers.
+
+    Args:
+        first: One number.
+        second: The other.
+    """
+    return f"nothing of {first}"
+
+
+def calling(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+    tokenizer.response_template = ANSWERS
+    return tokenizer
+
+
+def agent_model() -> Any:
+    return tiny_model(max_position_embeddings=512)
+
+
+def tools(out: Path) -> dict[str, Any]:
+    """A plain and an asynchronous tool."""
+    said: list[Any] = []
+
+    def judge(completions, **kwargs):
+        said.extend(completions)
+        return letters(completions)
+
+    trainer = run(
+        out,
+        model=agent_model(),
+        reward_funcs=judge,
+        given={
+            "train_dataset": questions(),
+            "processing_class": calling(chat_tokenizer()),
+            "tools": [add, look_up],
+        },
+        **AGENT,
+    )
+    return seen(trainer) | {"said": said[0]}
+
+
+class Calculator:
+    """An environment that asks, offers a tool, and judges."""
+
+    def reset(self, **kwargs: Any) -> str:
+        self.sums: list[int] = []
+        return "add 2 and 3"
+
+    def add(self, first: int, second: int) -> int:
+        """
+        Add two numbers.
+
+        Args:
+            first: One number.
+            second: The other.
+        """
+        self.sums.append(first + second)
+        return self.sums[-1]
+
+    def get_reward(self) -> float:
+        return float(sum(self.sums))
+
+
+def environment(out: Path) -> dict[str, Any]:
+    """An environment that owns questions, tools and rewards: neither data nor reward functions are given."""
+    trainer = run(
+        out,
+        model=agent_model(),
+        reward_funcs=None,
+        given={
+            "train_dataset": None,
+            "processing_class": calling(chat_tokenizer()),
+            "environment_factory": Calculator,
+        },
+        **AGENT | {"vllm_structured_outputs_regex": CALL.replace("|look_up", "")},
+    )
+    return seen(trainer)
+
+
+def environments(out: Path) -> dict[str, Any]:
+    """Two environments; the data name one for each question."""
+    rows = {"prompt": [question("add")] * 16, "environment": ["calculator", "other"] * 8}
+    trainer = run(
+        out,
+        model=agent_model(),
+        given={
+            "train_dataset": Dataset.from_dict(rows),
+            "processing_class": calling(chat_tokenizer()),
+            "environment_factory": {"calculator": Calculator, "other": type("Other", (Calculator,), {})},
+        },
+        **AGENT | {"vllm_structured_outputs_regex": CALL.replace("|look_up", "")},
+    )
+    return seen(trainer)
+
+
+def rollout_func(out: Path) -> dict[str, Any]:
+    """A rollout function that adds words of its own to what the engine says, and a field for the reward."""
+
+    def roll_out(prompts: list, trainer: Any) -> dict[str, list]:
+        tokenizer = trainer.processing_class
+        prompt_ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+        ids, completion_ids, logps, *_ = trainer.vllm_generation.generate(
+            prompts=prompt_ids, images=None, num_generations=trainer.num_generations
+        )
+        logps = [[token[0] for token in tokens] for tokens in logps]
+        added = tokenizer("!")["input_ids"]
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": [[*tokens, *added] for tokens in completion_ids],
+            "logprobs": [[*tokens, 0.0] for tokens in logps],
+            "env_mask": [[*(1 for _ in tokens), 0] for tokens in completion_ids],
+            "noted": [len(tokens) for tokens in completion_ids],
+        }
+
+    def judge(completions, noted, **kwargs):
+        return [float(length) + len(set(said)) for said, length in zip(completions, noted, strict=True)]
+
+    return seen(run(out, reward_funcs=judge, given={"rollout_func": roll_out}))

@@ -1,0 +1,230 @@
+"""TRL's features on INT8 rollouts, several in each run: prints, by the run's name, what a user would see of them.
+
+A run that fails is recorded with its traceback, so that the others say what they have to say.
+"""
+
+import itertools
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import agents
+import families
+from datasets import IterableDataset
+from short_runs import chat_tokenizer, letters, questions, run, saved, seen
+from tiny import tiny_model
+from transformers import AutoModelForSequenceClassification, TrainerCallback
+
+
+class Counter(TrainerCallback):
+    """Counts the steps that it is told of."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.steps += 1
+
+
+def rewards(out: Path) -> dict[str, Any]:
+    """Everything about rewards, chats, logs, evaluation, and tokens that are left out."""
+    import pyarrow.parquet
+
+    judge = AutoModelForSequenceClassification.from_config(
+        tiny_model().config.__class__(**tiny_model().config.to_dict() | {"num_labels": 1})
+    )
+    judge.config._name_or_path = "judge"
+    asked: dict[str, Any] = {}
+
+    async def right(prompts, completions, answer, trainer_state, log_extra, log_metric, **kwargs):
+        asked.update(prompt=prompts[0], completion=completions[0], step=trainer_state.global_step)
+        log_extra("expected", list(answer))
+        log_metric("answers", float(len(answer)))
+        return [0.5 * (expected in said[0]["content"]) for said, expected in zip(completions, answer, strict=True)]
+
+    def sometimes(completions, **kwargs):
+        return [None if i % 2 else letters([c[0]["content"]])[0] for i, c in enumerate(completions)]
+
+    counter = Counter()
+    trainer = run(
+        out,
+        model=saved(out),
+        reward_funcs=[right, sometimes, judge],
+        given={
+            "train_dataset": questions(),
+            "eval_dataset": questions(2),
+            "processing_class": None,
+            "reward_processing_classes": [None, None, chat_tokenizer()],
+            "callbacks": [counter],
+        },
+        model_init_kwargs={"dtype": "float32"},
+        reward_weights=[1.0, 0.5, 2.0],
+        multi_objective_aggregation="normalize_then_sum",
+        chat_template_kwargs={"mood": "!"},
+        generation_kwargs={"allowed_token_ids": [1, *range(10, 40)]},
+        repetition_penalty=1.0,
+        log_completions=True,
+        num_completions_to_print=1,
+        log_unique_prompts=True,
+        mask_truncated_completions=True,
+        top_entropy_quantile=0.5,
+        entropy_coef=0.01,
+        use_adaptive_entropy=True,
+        entropy_target=5.0,
+        beta=0.1,
+        disable_dropout=True,
+        num_iterations=2,
+        epsilon_high=0.28,
+        off_policy_mask_threshold=0.5,
+        pad_to_multiple_of=8,
+        gradient_checkpointing=True,
+        eval_strategy="steps",
+        eval_steps=2,
+        per_device_eval_batch_size=2,
+        num_generations_eval=2,
+        max_steps=4,
+    )
+    table = pyarrow.parquet.read_table(min((out / "completions").glob("*.parquet"))).to_pydict()
+    return seen(trainer) | {
+        "asked": asked,
+        "steps": counter.steps,
+        "table": table,
+        "checkpointing": trainer.model.is_gradient_checkpointing,
+    }
+
+
+def sampling(out: Path) -> dict[str, Any]:
+    """A grammar, sampling settings, and questions that are streamed."""
+    said: list[str] = []
+
+    def judge(completions, **kwargs):
+        said.extend(completions)
+        return letters(completions)
+
+    def stream():
+        for i in itertools.count():
+            yield {"prompt": f"say {i}"}
+
+    tokenizer = chat_tokenizer()
+    trainer = run(
+        out,
+        model=tiny_model(tie_word_embeddings=False),
+        reward_funcs=judge,
+        given={"train_dataset": IterableDataset.from_generator(stream), "processing_class": tokenizer},
+        vllm_structured_outputs_regex="[0-9]{3,8}",
+        temperature=0.9,
+        top_p=0.95,
+        top_k=20,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        cast_lm_head_to_fp32=True,
+        scale_rewards="batch",
+        objective="tis",
+    )
+    return seen(trainer) | {"said": said}
+
+
+def rloo(out: Path) -> dict[str, Any]:
+    """What RLOO has of GRPO's features."""
+    counter = Counter()
+
+    async def right(completions, answer, **kwargs):
+        return [float(expected in said[0]["content"]) for said, expected in zip(completions, answer, strict=True)]
+
+    def length(completions, **kwargs):
+        return letters([said[0]["content"] for said in completions])
+
+    trainer = run(
+        out,
+        "RLOO",
+        model=saved(out),
+        reward_funcs=[right, length],
+        given={
+            "train_dataset": questions().to_iterable_dataset(),
+            "eval_dataset": questions(2),
+            "processing_class": chat_tokenizer(),
+            "callbacks": [counter],
+        },
+        reward_weights=[1.0, 0.5],
+        reward_clip_range=(-5.0, 5.0),
+        normalize_advantages=True,
+        beta=0.05,
+        mask_truncated_completions=True,
+        chat_template_kwargs={"mood": "!"},
+        generation_kwargs={"allowed_token_ids": [1, *range(10, 40)]},
+        log_completions=True,
+        eval_strategy="steps",
+        eval_steps=2,
+        per_device_eval_batch_size=2,
+        num_generations_eval=2,
+    )
+    return seen(trainer) | {"steps": counter.steps}
+
+
+def ppo(out: Path) -> dict[str, Any]:
+    """What PPO has of GRPO's features."""
+
+    async def right(completions, answer, **kwargs):
+        return [float(expected in said[0]["content"]) for said, expected in zip(completions, answer, strict=True)]
+
+    def length(completions, **kwargs):
+        return letters([said[0]["content"] for said in completions])
+
+    trainer = run(
+        out,
+        "PPO",
+        model=saved(out),
+        reward_funcs=[right, length],
+        given={"train_dataset": questions(), "eval_dataset": questions(2), "processing_class": chat_tokenizer()},
+        reward_weights=[1.0, 0.5],
+        num_generations=1,
+        beta=0.05,
+        log_completions=True,
+        eval_strategy="steps",
+        eval_steps=2,
+        per_device_eval_batch_size=2,
+    )
+    return seen(trainer)
+
+
+RUNS: dict[str, Callable[..., dict[str, Any]]] = {
+    "rewards": rewards,
+    "sampling": sampling,
+    "tools": agents.tools,
+    "environment": agents.environment,
+    "environments": agents.environments,
+    "rollout_func": agents.rollout_func,
+    "rloo": rloo,
+    "ppo": ppo,
+    "adapter": families.adapter,
+    "trained_adapter": families.trained_adapter,
+    "reference": families.reference,
+    "kernels": families.kernels,
+    "dense": families.dense,
+    "experts": families.experts,
+    "vision": families.vision,
+    "transformers_class": families.transformers_class,  # nothing trains in this process afterwards
+}
+
+
+def main(directory: str, *names: str) -> None:
+    records = {}
+    for name in names:
+        kind, *arguments = name.split("/")
+        out = Path(directory) / name.replace("/", "-")
+        try:
+            records[name] = RUNS[kind](out, *arguments)
+        except Exception:
+            records[name] = {"error": traceback.format_exc()}
+    print("RECORD " + json.dumps(records, default=str))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,101 @@
+"""Runs of other models than a plain one: with adapters, of other families, with pictures."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from short_runs import run, saved, seen
+from tiny import ENGINE, KEPT, tiny_model
+
+
+def adapter(out: Path) -> dict[str, Any]:
+    """A new adapter, with a KL penalty against the model below it."""
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    return seen(run(out, given={"peft_config": lora}, beta=0.1))
+
+
+def trained_adapter(out: Path) -> dict[str, Any]:
+    """A model that has an adapter, with a KL penalty against that adapter."""
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    return seen(run(out, model=get_peft_model(tiny_model(), lora), beta=0.1))
+
+
+def reference(out: Path) -> dict[str, Any]:
+    """A reference model that follows the policy."""
+    trainer = run(
+        out, model=saved(out), beta=0.1, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=1.0
+    )
+    policy, followed = (dict(model.named_parameters()) for model in (trainer.model, trainer.ref_model))
+    return seen(trainer) | {"follows": all(torch.equal(policy[name], followed[name]) for name in followed)}
+
+
+def kernels(out: Path) -> dict[str, Any]:
+    """torch.compile of the policy."""
+    return seen(run(out, torch_compile=True, torch_compile_backend="eager"))
+
+
+def transformers_class(out: Path) -> dict[str, Any]:
+    """What an engine around transformers' code does to a model of its process, without anything of ours."""
+    from vllm import LLM
+
+    model, tokens = tiny_model(), torch.tensor([[40, 50]])
+    model(tokens)
+    KEPT.append(LLM(saved(out), model_impl="transformers", max_model_len=64, **ENGINE))
+    try:
+        model(tokens)
+    except AttributeError as error:
+        return {"forward": str(error)}
+    return {"forward": "works"}
+
+
+def dense(out: Path, family: str) -> dict[str, Any]:
+    """A family of models without experts."""
+    return seen(run(out, model=tiny_model(family)))
+
+
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "decoder_sparse_step": 1,
+    "output_router_logits": True,
+}
+
+
+def experts(out: Path, family: str) -> dict[str, Any]:
+    """A mixture of experts, with the loss that balances them; without AMX, CPUs run experts in 16 bits only."""
+    sizes = EXPERTS | ({"shared_expert_intermediate_size": 64} if family == "qwen2_moe" else {})
+    if family in ("mixtral", "olmoe"):
+        del sizes["moe_intermediate_size"]
+    if family == "olmoe":
+        sizes |= {"num_key_value_heads": 4, "tie_word_embeddings": False}
+    ignore = ["lm_head", *([] if torch.cuda.is_available() else [r"re:.*\.experts\."])]
+    model = tiny_model(family, **sizes)
+    return seen(run(out, model=model, router_aux_loss_coef=0.01, quantization_ignore=ignore))
+
+
+def vision(out: Path, family: str, *parts: str) -> dict[str, Any]:
+    """A vision-language model, with pictures or without (`text`), with an adapter (`lora`), or for `RLOO`."""
+    from tiny_vision import WORDS, picture, tiny_vision_model, vision_processor
+
+    model, processor = tiny_vision_model(family), vision_processor(family)
+    rows = {"prompt": [[{"role": "user", "content": f"say {i}"}] for i in range(16)]}
+    if "text" not in parts:
+        rows["image"] = [picture(10 * i) for i in range(16)]
+    given = {"train_dataset": Dataset.from_dict(rows), "processing_class": processor}
+    if "lora" in parts:
+        given["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    trainer = run(
+        out,
+        "RLOO" if "RLOO" in parts else "GRPO",
+        model=model,
+        given=given,
+        generation_kwargs={"allowed_token_ids": WORDS},
+        vllm_max_model_length=256,
+        beta=0.1 if "lora" in parts else 0.0,
+        log_completions=True,
+    )
+    return seen(trainer)

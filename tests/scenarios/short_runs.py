@@ -1,0 +1,109 @@
+"""What the runs of conformance.py have in common: a tokenizer for chats, questions, and two steps of a trainer."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from datasets import Dataset
+from tiny import ENGINE, KEPT, VOCABULARY, tiny_model, tiny_tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from trl_qurl import (
+    QuRLGRPOConfig,
+    QuRLGRPOTrainer,
+    QuRLPPOConfig,
+    QuRLPPOTrainer,
+    QuRLRLOOConfig,
+    QuRLRLOOTrainer,
+)
+
+TEMPLATE = (
+    "{% if tools %}{% for tool in tools %}{{ tool.function.name }} {% endfor %}{% endif %}"
+    "{% for message in messages %}{{ message.role[0] }}:"
+    "{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}"
+    "{% for call in message.tool_calls or [] %}<call>"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</call>{% endfor %}'
+    "{{ '<eos>' if message.role == 'assistant' else ';' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ mood }}a:{% endif %}"
+)
+"""Of a chat: `s:Be brief.;u:add 1 and 2;a:`. It names the tools, and has a variable of its own."""
+
+COMMON = {
+    "per_device_train_batch_size": 8,
+    "steps_per_generation": 2,
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "max_steps": 2,
+    "logging_steps": 1,
+    "learning_rate": 1e-4,
+    "sync_check_interval": 1,
+    "report_to": [],
+    "use_cpu": True,
+    "bf16": False,
+    "save_strategy": "no",
+    "vllm_max_model_length": 128,
+    "vllm_engine_kwargs": ENGINE,
+}
+
+
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    """The tiny tokenizer, for chats with tools."""
+    vocabulary = {token: index for index, token in enumerate([*VOCABULARY, "<call>", "</call>"])}
+    characters = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<pad>"))
+    characters.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.add_tokens(["<call>", "</call>"])
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def question(text: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}]
+
+
+def questions(count: int = 16) -> Dataset:
+    return Dataset.from_dict(
+        {"prompt": [question(f"say {i}") for i in range(count)], "answer": [str(i) for i in range(count)]}
+    )
+
+
+def texts(count: int = 16) -> Dataset:
+    return Dataset.from_dict({"prompt": [f"say {i}" for i in range(count)]})
+
+
+def letters(completions: list, **kwargs: Any) -> list[float]:
+    return [sum(ord(character) % 7 for character in str(completion)) / 8 for completion in completions]
+
+
+def run(
+    out: Path, kind: str = "GRPO", model: Any = None, reward_funcs: Any = letters, given: Any = None, **settings: Any
+) -> Any:
+    """Train for two steps; the trainer."""
+    trainer_kind, config_kind = {
+        "GRPO": (QuRLGRPOTrainer, QuRLGRPOConfig),
+        "RLOO": (QuRLRLOOTrainer, QuRLRLOOConfig),
+        "PPO": (QuRLPPOTrainer, QuRLPPOConfig),
+    }[kind]
+    given = {"train_dataset": texts(), "processing_class": tiny_tokenizer()} | (given or {})
+    trainer = trainer_kind(
+        tiny_model() if model is None else model, reward_funcs, config_kind(str(out), **COMMON | settings), **given
+    )
+    KEPT.append(trainer)
+    trainer.train()
+    return trainer
+
+
+def saved(out: Path) -> str:
+    """A model where TRL finds it again, for the reference model and the critic."""
+    tiny_model().save_pretrained(out / "model")
+    chat_tokenizer().save_pretrained(out / "model")
+    return str(out / "model")
+
+
+def seen(trainer: Any) -> dict[str, Any]:
+    """What every run records."""
+    return {"history": trainer.state.log_history}

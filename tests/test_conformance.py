@@ -1,0 +1,337 @@
+"""TRL's features through the doors that users take, and docs/conformance.md, which says of each what it does here.
+
+Many features share a run (tests/scenarios/conformance.py), and several runs a process.
+"""
+
+import ast
+import dataclasses
+import inspect
+import math
+import re
+from pathlib import Path
+
+import pytest
+from accelerate.utils import ParallelismConfig
+from datasets import Dataset
+from documents import ROOT, rows
+from peft import LoraConfig
+from tiny import tiny_model, tiny_tokenizer
+from tiny_vision import vision_processor
+from transformers import BitsAndBytesConfig, TrainingArguments
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.generation import vllm_generation
+
+from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer
+
+TESTS = Path(__file__).parent
+PAGE = ROOT / "docs" / "conformance.md"
+VERDICTS = ("works", "refused", "TRL's limit", "not tried")
+
+FEATURES = [row for row in rows(PAGE) if len(row) == 4]
+
+
+# The page ------------------------------------------------------------------------------------------------------------
+
+
+def functions(file: Path) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("row", FEATURES, ids=[row[0] for row in FEATURES])
+def test_a_row_has_a_verdict_and_tests_that_exist(row):
+    _, verdict, how, tests = row
+    assert verdict in VERDICTS and how
+    shown = re.findall(r"`(test_\w+\.py)::(test_\w+)`", tests)
+    assert shown or (verdict == "not tried" and tests == "–" and "need" in how)
+    for file, name in shown:
+        assert name in functions(TESTS / file), f"{file} has no {name}"
+
+
+def test_every_test_of_a_feature_has_a_row():
+    shown = set(re.findall(r"test_conformance\.py::(test_\w+)", PAGE.read_text()))
+    about_the_page = {"test_a_row_has_a_verdict_and_tests_that_exist", "test_every_test_of_a_feature_has_a_row"}
+    about_the_page |= {"test_every_setting_of_trl_is_on_the_page"}
+    assert {name for name in functions(Path(__file__)) if name.startswith("test_")} - about_the_page == shown
+
+
+@pytest.mark.parametrize("config", [GRPOConfig, RLOOConfig])
+def test_every_setting_of_trl_is_on_the_page(config):
+    named = set(re.findall(r"`(\w+)", "\n".join(row[0] for row in FEATURES)))
+    transformers = {field.name for field in dataclasses.fields(TrainingArguments)}
+    own = {field.name for field in dataclasses.fields(config)} - transformers - {"use_vllm"}
+    assert own - named == set()
+
+
+# Runs ----------------------------------------------------------------------------------------------------------------
+
+SHARED = ("rewards", "sampling", "tools", "environment", "rollout_func", "rloo", "ppo", "adapter")
+
+DENSE = ("llama", "qwen3")
+EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
+VISION = ("llava_next", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+WAYS = ("text", "lora", "RLOO")
+"""To train a vision-language model without pictures, with an adapter, and without groups' deviations."""
+
+FURTHER = (
+    *(f"experts/{family}" for family in EXPERTS),  # first: vLLM makes their groups with a process' first engine only
+    *("reference", "trained_adapter", "environments", "kernels"),
+    *(f"dense/{family}" for family in DENSE),
+    *(f"vision/{family}" for family in VISION),
+    *(f"vision/llava_next/{way}" for way in WAYS),
+    "transformers_class",
+)
+
+
+def in_an_engine(function):
+    """Mark a test that reads the record of a run."""
+    return pytest.mark.vllm(pytest.mark.xdist_group("conformance")(function))
+
+
+@pytest.fixture(scope="module")
+def shared(run_scenario, tmp_path_factory):
+    return run_scenario("conformance.py", tmp_path_factory.mktemp("shared"), *SHARED)
+
+
+@pytest.fixture(scope="module")
+def further(run_scenario, tmp_path_factory):
+    return run_scenario("conformance.py", tmp_path_factory.mktemp("further"), *FURTHER)
+
+
+def trained(record, steps=2, mismatch=0.1):
+    """The rows of a run's updates and rollouts, which learned from tokens of an engine that was in sync."""
+    assert "error" not in record, record["error"]
+    updates = [row for row in record["history"] if "grad_norm" in row]
+    assert len(updates) == steps
+    assert all(math.isfinite(row["grad_norm"]) and row["grad_norm"] > 0 for row in updates)
+    rollouts = [row for row in record["history"] if "reward" in row]
+    assert rollouts and all(row["time/sync_check_s"] > 0 and row["sync/sent_mb"] > 0 for row in rollouts)
+    assert all(0 < row["mismatch/kl_k3"] < mismatch for row in rollouts)
+    return updates, rollouts
+
+
+@in_an_engine
+def test_rewards(shared):
+    record = shared["rewards"]
+    # Four updates of one rollout. A rollout draws from 31 of 97 tokens, so that ln 3 is between the policies.
+    _, [rollout] = trained(record, steps=4, mismatch=0.5)
+    assert rollout["answers"] == 16, "log_metric"
+    assert all(rollout[f"rewards/{name}/std"] > 0 for name in ("right", "sometimes", "judge"))
+    assert set(record["table"]["expected"]) <= {str(i) for i in range(16)}, "log_extra"
+    assert record["asked"]["step"] > 0 and record["checkpointing"]
+
+
+@in_an_engine
+def test_chats(shared):
+    record = shared["rewards"]
+    assert [message["role"] for message in record["asked"]["prompt"]] == ["system", "user"]
+    said = [message["content"] for [message] in record["table"]["completion"]]
+    allowed = {chr(30 + token) for token in range(10, 40)}  # of generation_kwargs; token 2 is the space, 32
+    assert any(said) and all(set(text) <= allowed for text in said)
+
+
+@in_an_engine
+def test_regularization(shared):
+    updates, [rollout] = trained(shared["rewards"], steps=4, mismatch=0.5)
+    assert [row["kl"] > 0 for row in updates] == [False, True, True, True], "the first update starts at the reference"
+    assert all(row["entropy"] > 0 for row in updates)
+    assert 0 < rollout["completions/clipped_ratio"] < 1, "nothing was truncated, or everything"
+
+
+@in_an_engine
+def test_logs(shared):
+    record = shared["rewards"]
+    assert record["steps"] == 4, "a callback counts steps"
+    evaluated = [row for row in record["history"] if "eval_reward" in row]
+    assert [row["step"] for row in evaluated] == [2, 4] and all("eval_mismatch/kl_k3" in row for row in evaluated)
+    table = record["table"]
+    assert {"prompt", "completion", "advantage", "right", "sometimes", "expected"} <= table.keys()
+    assert len(table["prompt"]) == 16, "a rollout"
+
+
+@in_an_engine
+def test_sampling(shared):
+    record = shared["sampling"]
+    # Ten of 99 tokens are digits, so a random policy gives one a tenth of what the engine does within the grammar.
+    _, [rollout] = trained(record, mismatch=3)
+    assert 0.01 < rollout["mismatch/ratio_mean"] < 0.3
+    assert len(record["said"]) == 16 and all(re.fullmatch("[0-9]{3,8}", text) for text in record["said"])
+
+
+@in_an_engine
+def test_tools(shared):
+    record = shared["tools"]
+    _, [rollout] = trained(record, mismatch=5)  # within a grammar
+    assert rollout["tools/call_frequency"] == 1 and rollout["tools/failure_frequency"] == 0
+    call, answer, again = record["said"]
+    [function] = [call["function"] for call in call["tool_calls"]]
+    first, second = function["arguments"]["first"], function["arguments"]["second"]
+    expected = {"add": str(first + second), "look_up": f"nothing of {first}"}
+    assert answer == {"role": "tool", "name": function["name"], "content": expected[function["name"]]}
+    assert again["role"] == "assistant"
+
+
+@in_an_engine
+def test_an_environment(shared):
+    _, [rollout] = trained(shared["environment"], mismatch=5)  # within a grammar
+    assert rollout["tools/call_frequency"] == 1
+    assert rollout["reward"] == rollout["rewards/Calculator/mean"] > 0
+
+
+@in_an_engine
+def test_a_rollout_function(shared):
+    _, [rollout] = trained(shared["rollout_func"], mismatch=1e-3)
+    assert rollout["rewards/judge/mean"] > 8, "the function's own field is missing"
+
+
+@in_an_engine
+def test_rloo(shared):
+    record = shared["rloo"]
+    updates, [rollout] = trained(record, mismatch=0.5)
+    assert rollout["reward"] == pytest.approx(
+        rollout["rewards/right/mean"] + 0.5 * rollout["rewards/length/mean"], abs=1e-5
+    )
+    assert "kl" in rollout and record["steps"] == 2
+    assert any("eval_reward" in row for row in record["history"])
+
+
+@in_an_engine
+def test_ppo(shared):
+    record = shared["ppo"]
+    updates, [rollout] = trained(record, mismatch=1e-3)
+    assert updates[-1]["kl"] > 0
+    assert rollout["reward"] == pytest.approx(
+        rollout["rewards/right/mean"] + 0.5 * rollout["rewards/length/mean"], abs=1e-5
+    )
+    assert any("eval_reward" in row for row in record["history"])
+
+
+@in_an_engine
+def test_an_adapter_with_a_penalty(shared):
+    updates, _ = trained(shared["adapter"], mismatch=1e-3)
+    assert updates[0]["kl"] > 0, "a random adapter differs from the model below it"
+
+
+@pytest.mark.slow
+@in_an_engine
+def test_several_environments(further):
+    _, [rollout] = trained(further["environments"], mismatch=5)  # within a grammar
+    assert all(rollout[f"rewards/{kind}/mean"] > 0 for kind in ("Calculator", "Other"))
+
+
+@pytest.mark.slow
+@in_an_engine
+@pytest.mark.parametrize("name", ["trained_adapter", "kernels", *(f"dense/{family}" for family in DENSE)])
+def test_models_and_modes(name, further):
+    trained(further[name], mismatch=1e-3)
+
+
+@pytest.mark.slow
+@in_an_engine
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts(family, further):
+    trained(further[f"experts/{family}"], mismatch=1e-3)
+
+
+@pytest.mark.slow
+@in_an_engine
+@pytest.mark.parametrize("name", [*VISION, *(f"llava_next/{way}" for way in WAYS)])
+def test_vision(name, further):
+    pytest.importorskip("torchvision", reason="needs torchvision, in transformers' processors and vLLM's models")
+    if name == "smolvlm":
+        pytest.importorskip("num2words", reason="the processor needs num2words")
+    trained(further[f"vision/{name}"])  # 95 of 128 tokens are allowed, so that ln 1.35 is between the policies
+
+
+@pytest.mark.slow
+@in_an_engine
+def test_a_reference_model_follows(further):
+    trained(further["reference"], mismatch=1e-3)
+    assert further["reference"]["follows"]
+
+
+@pytest.mark.slow
+@in_an_engine
+def test_vllm_changes_the_class_of_a_transformers_model(further):
+    assert "has no attribute 'do_not_compile'" in further["transformers_class"]["forward"]
+
+
+# Refusals ------------------------------------------------------------------------------------------------------------
+
+
+def build(tmp_path, model=None, kind=QuRLGRPOTrainer, config=QuRLGRPOConfig, settings=None, **given):
+    defaults = {"use_cpu": True, "bf16": False, "report_to": [], "num_generations": 2, "steps_per_generation": 2}
+    kind(
+        tiny_model() if model is None else model,
+        lambda completions, **kwargs: [0.0] * len(completions),
+        config(str(tmp_path), **defaults | (settings or {})),
+        **{
+            "train_dataset": Dataset.from_dict({"prompt": ["ab"] * 16}),
+            "processing_class": tiny_tokenizer(),
+        }
+        | given,
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"auto_find_batch_size": True}, "auto_find_batch_size is not supported by GRPO"),
+        ({"parallelism_config": ParallelismConfig(cp_size=2)}, "does not support sequence-dim parallelism"),
+        ({"sync_ref_model": True, "beta": 0.0}, "`sync_ref_model=True` while `beta=0.0`"),
+        ({}, "does not support `nn.DataParallel`"),
+    ],
+    ids=["auto_find_batch_size", "parallelism_config", "sync_ref_model", "several GPUs"],
+)
+def test_trl_refuses_it_too(settings, message, tmp_path, monkeypatch):
+    if not settings:
+        monkeypatch.setattr(GRPOConfig, "n_gpu", property(lambda self: 2))
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path, kind=GRPOTrainer, config=GRPOConfig, settings=settings)
+
+
+def test_trl_reads_these_only_without_vllm():
+    with_vllm, without = inspect.getsource(GRPOTrainer._generate_single_turn).split(
+        "elif self.use_transformers_continuous_batching:"
+    )
+    assert "ds3_gather_for_generation" in without and "ds3_gather_for_generation" not in with_vllm
+    started = inspect.getsource(GRPOTrainer.__init__)
+    assert started.index("if self.use_vllm:") < started.index('"cache_implementation": args.cache_implementation')
+    assert not re.search("ds3_gather|cache_implementation", inspect.getsource(vllm_generation))
+
+
+def test_trls_rloo_takes_no_agents():
+    agents = {"tools", "environment_factory", "rollout_func"}
+    assert agents <= inspect.signature(GRPOTrainer.__init__).parameters.keys()
+    assert not agents & inspect.signature(RLOOTrainer.__init__).parameters.keys()
+
+
+def test_an_adapter_on_the_head_is_refused_by_trl(tmp_path):
+    model = tiny_model(tie_word_embeddings=False)
+    with pytest.raises(ValueError, match="Applying a PEFT adapter to `lm_head` is not supported"):
+        build(tmp_path, model, GRPOTrainer, GRPOConfig, peft_config=LoraConfig(target_modules=["lm_head"]))
+
+
+def test_no_critic_sees(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "policy")
+    with pytest.raises(ValueError, match="LlavaNextProcessor, .* which no critic reads: use QuRLGRPOTrainer"):
+        build(
+            tmp_path,
+            str(tmp_path / "policy"),
+            QuRLPPOTrainer,
+            QuRLPPOConfig,
+            processing_class=vision_processor("llava_next"),
+        )
+
+
+@pytest.mark.parametrize("place", ["trainer", "model_init_kwargs", "model"])
+def test_a_model_that_is_loaded_quantized_is_refused(place, tmp_path):
+    quantization, given, settings, model = BitsAndBytesConfig(load_in_8bit=True), {}, {}, "a/model"
+    if place == "trainer":
+        given["quantization_config"] = quantization
+    elif place == "model_init_kwargs":
+        settings["model_init_kwargs"] = {"quantization_config": quantization}
+    else:
+        model = tiny_model()
+        model.config.quantization_config = quantization
+    with pytest.raises(ValueError, match=r"quantized for training \(.*: load it in 16 bits, .* set round_base=True"):
+        build(tmp_path, model, settings=settings, **given)
