@@ -130,7 +130,8 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
     def _tokenize_prompts(self, prompts: list) -> tuple:
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         if images is not None:
-            template = {"chat_template": self.chat_template, **self.chat_template_kwargs}
+            # TRL's RLOO has no template of its own, which is for tools.
+            template = {"chat_template": vars(self).get("chat_template"), **self.chat_template_kwargs}
             conversations = [prepare_multimodal_messages(prompt) for prompt in prompts]
             self.vllm_generation.pictures.tokenize(self.processing_class, conversations, prompt_ids, **template)
         return prompt_ids, images, fields
