@@ -18,7 +18,7 @@ PROMPTS = 64
 
 SIZES = {
     "vocab_size": 128,
-    "hidden_size": 128,
+    "hidden_size": 256,  # heads times their width, as vLLM takes it to be for this family
     "intermediate_size": 256,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
