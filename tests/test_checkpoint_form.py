@@ -4,18 +4,23 @@ import json
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny import MIXTURES, SIXTEEN_BIT_EXPERTS, tiny_mixture, tiny_model
-from tiny_vision import VISION_FAMILIES, tiny_vision_model
+from tiny_vision import VISION_FAMILIES, tiny_vision_model, vision_processor
 from torch import nn
-from transformers.core_model_loading import Chunk, WeightConverter
+from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
 
 from trl_qurl.quantization import get_scheme, quantized_layer_names, write_checkpoint
+from trl_qurl.quantization.checkpoint import load_model
 from trl_qurl.quantization.checkpoint_form import CheckpointForm
 from trl_qurl.quantization.fake_experts import quantized_experts
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.layers import ignored_modules
 from trl_qurl.quantization.weight_stream import WeightStream, model_parameters
+from trl_qurl.rollout.adapter import adapter_obstacle
+from trl_qurl.rollout.base import FrozenBase
+from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.trainers.callbacks import QuantizedForwardCallback
 
 
@@ -177,6 +182,37 @@ def test_only_the_language_model_is_quantized(family, tmp_path):
         if tensor.ndim == 2 and tensor.dtype == torch.float32 and "layers.0.self_attn" in name and "scale" not in name
     ]
     assert all(any(_matches(pattern, name) for pattern in config["ignore"]) for name in beside)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llava_next"])
+def test_an_adapter_of_a_vision_language_model_is_merged(family):
+    lora = LoraConfig(r=2, target_modules="all-linear", exclude_modules=".*vision_tower.*")
+    assert "vision-language model has not been tried" in adapter_obstacle(
+        get_peft_model(tiny_vision_model(family), lora)
+    )
+
+
+def test_an_adapter_under_another_name_is_merged():
+    """As in a checkpoint that was saved under a prefix, which transformers remembers."""
+    model = tiny_model("llama")
+    model._weight_conversions = [WeightRenaming("attention.", "self_attn.")]
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    assert "q_proj has another name in the checkpoint" in adapter_obstacle(adapted)
+
+
+def test_a_base_with_quantized_experts_is_not_rounded():
+    adapted = get_peft_model(tiny_mixture("mixtral"), LoraConfig(r=2, target_modules=["q_proj"]))
+    settings = RolloutSettings(get_scheme("int8"), round_base=True)
+    with pytest.raises(ValueError, match=r"round_base=True does not round experts .*: add 're:.\*\\.experts\\.' to"):
+        FrozenBase(adapted, WeightStream(adapted, settings.scheme), settings)
+    FrozenBase(adapted, WeightStream(adapted, settings.scheme, SIXTEEN_BIT_EXPERTS), settings)
+
+
+def test_a_model_that_sees_is_loaded_whole_with_its_processor(tmp_path):
+    tiny_vision_model("gemma3").save_pretrained(tmp_path)
+    vision_processor("gemma3").save_pretrained(tmp_path)
+    model, processor = load_model(str(tmp_path))
+    assert type(model).__name__ == "Gemma3ForConditionalGeneration" and type(processor).__name__ == "Gemma3Processor"
 
 
 def test_several_parameters_in_one_tensor_are_refused():

@@ -69,11 +69,6 @@ class CheckpointForm:
                         "with use_vllm=False."
                     )
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether all parameters have the names and shapes that they have in the model."""
-        return all(list(held) == [name] for name, held in self.held.items())
-
     def tensors(self, named_parameters: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
         """Turn a stream of a model's parameters into that of its checkpoint, one parameter at a time."""
         for name, parameter in named_parameters:

@@ -3,7 +3,7 @@
 The names and the cuts are those of llm-compressor, which turns experts into linear layers before it quantizes them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,11 @@ def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
         # The flags are those of transformers' `use_experts_implementation`, which say how weights are to be read.
         if isinstance(weight, nn.Parameter) and hasattr(module, "is_transposed"):
             yield name, module
+
+
+def expert_layers(layers: Iterable[str]) -> list[str]:
+    """Those of the named layers that are parts of experts."""
+    return [layer for layer in layers if ".experts." in layer]
 
 
 def split_experts(experts: Any, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -90,13 +90,14 @@ def _check_head(model: Any, ignore: Iterable[str]) -> None:
 
     base = plain_model(model)
     head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
-    for path, module in base.named_modules():
-        tied = module is head and isinstance(head, nn.Linear) and head.weight is embedding.weight
-        if tied and not is_match(path, module, tuple(ignore)):
-            raise ValueError(
-                f"{path} shares its weight with the embedding, which vLLM keeps in 16 bits to look tokens up: keep "
-                f"'{HEAD}' in quantization_ignore, or untie the model first."
-            )
+    if not isinstance(head, nn.Linear) or head.weight is not embedding.weight:
+        return
+    path = next(path for path, module in base.named_modules() if module is head)
+    if not is_match(path, head, tuple(ignore)):
+        raise ValueError(
+            f"{path} shares its weight with the embedding, which vLLM keeps in 16 bits to look tokens up: keep "
+            f"'{HEAD}' in quantization_ignore, or untie the model first."
+        )
 
 
 def _refusal(name: str, shape: Sequence[int], scheme: QuantizationScheme) -> str | None:

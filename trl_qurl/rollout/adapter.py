@@ -15,7 +15,7 @@ from accelerate.utils import is_peft_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trl_qurl.quantization.checkpoint_form import parameter_name
+from trl_qurl.quantization.checkpoint_form import CheckpointForm, parameter_name
 from trl_qurl.quantization.parameters import whole
 from trl_qurl.quantization.storage import new_directory, write_tensors
 from trl_qurl.quantization.stream import NamedTensors
@@ -50,8 +50,12 @@ def adapter_obstacle(model: Any) -> str | None:
 
 
 def _unfit_layer(model: Any) -> str | None:
-    head = model.get_base_model().get_output_embeddings()
+    head, form = model.get_base_model().get_output_embeddings(), CheckpointForm(model, splits_experts=False)
+    if getattr(model.config, "vision_config", None) is not None:
+        return "an adapter beside a vision-language model has not been tried"
     for name, layer in _adapted_layers(model):
+        if form.name(parameter_name(name)) != parameter_name(name):
+            return f"{parameter_name(name)} has another name in the checkpoint that the engine loads"
         base = layer.get_base_layer()
         if not isinstance(base, nn.Linear) or (head is not None and base.weight is getattr(head, "weight", None)):
             return f"it adapts {parameter_name(name)}, which is not a linear layer inside of the model"

@@ -9,6 +9,7 @@ import torch
 from accelerate import PartialState
 
 from trl_qurl.quantization.checkpoint_form import parameter_name
+from trl_qurl.quantization.experts import expert_layers
 from trl_qurl.quantization.parameters import whole
 from trl_qurl.quantization.rounded_base import check_unrounded, round_base
 from trl_qurl.quantization.storage import read_tensors
@@ -31,6 +32,11 @@ class FrozenBase:
         self._settings = settings
         if settings.round_base:
             check_unrounded(model)
+            if expert_layers(weights.layers):
+                raise ValueError(
+                    "round_base=True does not round experts in the trainer, which the engine would: add "
+                    "'re:.*\\.experts\\.' to quantization_ignore, or set round_base=False."
+                )
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Full-precision parameters, no adapters among them. A collective operation."""

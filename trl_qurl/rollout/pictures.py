@@ -46,7 +46,7 @@ class PicturePrompts:
 
 def check_seen(sent: Sequence[Tokens], seen: Sequence[Tokens]) -> None:
     """Raise `ValueError` if an engine answered other prompts than the trainer scores."""
-    for prompt, answered in zip(sent, seen, strict=False):
+    for prompt, answered in zip(sent, seen, strict=True):
         if list(prompt) != list(answered):
             raise ValueError(
                 f"The engine answered a prompt of {len(answered)} tokens where the trainer scores one of "

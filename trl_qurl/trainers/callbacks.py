@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from trl_qurl.quantization.experts import expert_layers
 from trl_qurl.quantization.fake_quantization import QuantizedLinear, quantize_layers
 from trl_qurl.quantization.layers import quantized_layer_names
 from trl_qurl.quantization.schemes import QuantizationScheme
@@ -92,7 +93,7 @@ class QuantizedForwardCallback(TrainerCallback):
             ValueError: A layer cannot be stored in the format, or is the output head.
         """
         names = quantized_layer_names(model, self._ignore, self._scheme)
-        if any(".experts." in name for name in names):
+        if expert_layers(names):
             raise ValueError(
                 "training_forward='quantized' has no gradient for rounded experts: add 're:.*\\.experts\\.' to "
                 "quantization_ignore, or use training_forward='full_precision'."

@@ -129,7 +129,7 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
 
     def _tokenize_prompts(self, prompts: list) -> tuple:
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
-        if images is not None:
+        if images is not None and self.args.vllm_mode == "colocate":
             # TRL's RLOO has no template of its own, which is for tools.
             template = {"chat_template": vars(self).get("chat_template"), **self.chat_template_kwargs}
             conversations = [prepare_multimodal_messages(prompt) for prompt in prompts]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trl_qurl.quantization.experts import expert_layers
 from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.adapter import engine_rank
 from trl_qurl.rollout.engine.interface import (
@@ -141,8 +142,12 @@ def check_experts(layers: Collection[str], scheme: "QuantizationScheme | None") 
     """Raise `ValueError` for quantized experts where vLLM's CPU build has no kernel for them."""
     from vllm.platforms import current_platform
 
-    experts = [layer for layer in layers if ".experts." in layer]
-    if scheme and experts and current_platform.is_cpu() and not torch.cpu.get_capabilities().get("amx_tile"):
+    if (
+        scheme
+        and expert_layers(layers)
+        and current_platform.is_cpu()
+        and not torch.cpu.get_capabilities().get("amx_tile")
+    ):
         raise ValueError(
             f"vLLM's CPU build runs {scheme.label} experts only on CPUs with AMX, which this one has not: add "
             "'re:.*\\.experts\\.' to quantization_ignore (`--ignore` on the command line), which leaves experts in 16 "
