@@ -1,6 +1,7 @@
 """What leaves the trainer has the names and cuts of a checkpoint: the model's own, or llm-compressor's for experts."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from trl_qurl.quantization.layers import ignored_modules
 from trl_qurl.quantization.weight_stream import WeightStream, model_parameters
 from trl_qurl.rollout.adapter import adapter_obstacle
 from trl_qurl.rollout.base import FrozenBase
+from trl_qurl.rollout.engine.colocated import check_experts
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.trainers.callbacks import QuantizedForwardCallback
 
@@ -153,6 +155,18 @@ def test_each_expert_is_rounded_by_itself():
             inner = nn.functional.silu(linear(hidden, gate)) * linear(hidden, up)
             expected += share * linear(inner, block.experts.down_proj[expert])[0]
         assert torch.allclose(found.view(-1, 128)[token], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_experts_without_a_kernel_are_refused_with_the_pattern(has_amx, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": has_amx})
+    model, scheme = tiny_mixture("mixtral"), get_scheme("int8")
+    without = quantized_layer_names(model, SIXTEEN_BIT_EXPERTS)
+    check_experts(without, scheme)
+    check_experts(quantized_layer_names(model), None)
+    is_refused = not has_amx and not torch.cuda.is_available()
+    with pytest.raises(ValueError, match=r"INT8 experts only on .* AMX, .* add 're:") if is_refused else nullcontext():
+        check_experts(quantized_layer_names(model), scheme)
 
 
 def test_training_in_the_quantized_forward_pass_needs_exact_experts():
