@@ -199,7 +199,16 @@ class Positioned(nn.Module):
         self.register_buffer("positions", torch.arange(4.0), persistent=False)
 
 
-def test_a_buffer_beside_parameters_survives_a_reload():
+@pytest.fixture
+def defined_memory(monkeypatch):
+    """Memory that nothing has been written to holds NaN, instead of what by luck is still there."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_buffer_beside_parameters_survives_a_reload(defined_memory):
     model = reload(Positioned(), "layer.A", "layer.D")
     assert model.layer.positions.tolist() == [0.0, 1.0, 2.0, 3.0]
     with pytest.raises(RuntimeError, match="is undefined after a reload: Positioned"):
