@@ -11,6 +11,7 @@ import pytest
 import requests
 from conftest import Server
 from tiny import tiny_model, tiny_tokenizer
+from tiny_vision import tiny_vision_model
 
 from trl_qurl import cli
 from trl_qurl.quantization.cache import CACHE_VARIABLE
@@ -88,6 +89,12 @@ def test_the_command_fits_the_build_of_vllm(found, start, monkeypatch):
     assert "--logprobs-mode processed_logprobs --max-logprobs -1" in command
     assert "--worker-extension-cls trl_qurl.rollout.engine.worker.RolloutWorker" in command
     assert command.endswith("--max-model-len 64"), "options of vLLM's are passed on"
+
+
+def test_pictures_are_taken_where_the_model_sees(tmp_path):
+    for model, takes in ((tiny_vision_model("llava_next"), True), (tiny_model(), False)):
+        model.config.save_pretrained(tmp_path)
+        assert ("--enable-scale-out" in launch.server_command(str(tmp_path), "127.0.0.1", 8000, [])) is takes
 
 
 @pytest.fixture

@@ -110,7 +110,15 @@ def server_command(
     if "--enable-lora" in given and not torch.cuda.is_available():
         options["--load-format"] = CPU_LOAD_FORMAT
     ours = [part for name, value in options.items() if name not in given for part in (name, value)]
+    if takes_pictures(Path(checkpoint)):
+        ours.append("--enable-scale-out")  # TRL has vLLM turn a prompt with pictures into tokens
     return [*start, *ours, "--middleware", KEY_GUARD, *further]
+
+
+def takes_pictures(directory: Path) -> bool:
+    """Whether a checkpoint is a vision-language model's."""
+    config = directory / "config.json"
+    return config.exists() and "vision_config" in json.loads(config.read_text(encoding="utf-8"))
 
 
 def memory_share(weights: int, memory: int) -> float:
