@@ -256,8 +256,8 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = directory / f"server-{time.monotonic_ns()}.log"
         command = [python, "-m", "trl_qurl", "serve", str(model), "--port", str(self.port)]
-        command += [*arguments, "--kv-cache-memory-bytes", "64M"]
-        command += ["--enforce-eager", "--max-model-len", "64", "--max-num-seqs", "16"]
+        command += ["--kv-cache-memory-bytes", "64M", "--enforce-eager", "--max-model-len", "64"]
+        command += ["--max-num-seqs", "16", *arguments]
         environment = child_environment(TRL_QURL_CACHE=str(directory / "cache"))
         with self.log.open("w") as output:
             self.process = subprocess.Popen(

@@ -1,8 +1,9 @@
 """Vision-language models, mixtures of experts and other families: real runs with every sync checked by digests."""
 
 import pytest
-from tiny_vision import picture, vision_processor
-from trl.data_utils import prepare_multimodal_messages
+from conftest import Server
+from tiny import SIXTEEN_BIT_EXPERTS, tiny_mixture, tiny_tokenizer
+from tiny_vision import VISION_FAMILIES, picture, tiny_vision_model, vision_processor
 
 from trl_qurl.rollout.pictures import PicturePrompts, check_seen
 
@@ -29,6 +30,14 @@ def texts(run_scenario, tmp_path_factory):
 @pytest.mark.parametrize("family", ["mixtral", "phi3"])
 def test_two_steps_with_digests(family, texts):
     assert_sound(texts[family])
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("architectures")
+def test_experts_of_engine_and_policy_are_compared(texts):
+    (first, second), other = ([row for row in texts[f]["history"] if "grad_norm" in row] for f in ("mixtral", "phi3"))
+    assert 0 <= first["sync/routing_disagreement"] <= 0.2 and 0 <= second["sync/routing_disagreement"] <= 0.2
+    assert "sync/routing_disagreement" not in other[0]
 
 
 @pytest.mark.vllm
@@ -75,13 +84,36 @@ def test_more_families(family, run_scenario, tmp_path):
     assert_sound(run_scenario("architectures.py", tmp_path, family)[family])
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("family", ["mixtral", "llava_next"])
+def test_a_server_takes_them_too(family, run_scenario, tmp_path):
+    if family in VISION_FAMILIES:
+        pytest.importorskip("torchvision", reason="vLLM's vision-language models need torchvision")
+        model, processor, options = tiny_vision_model(family), vision_processor(family), ("--max-model-len", "512")
+    else:
+        model, processor = tiny_mixture(family), tiny_tokenizer()
+        options = tuple(part for pattern in SIXTEEN_BIT_EXPERTS for part in ("--ignore", pattern))
+    model.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    server = Server(tmp_path / "model", tmp_path, "--scheme", "int8", *options)
+    try:
+        server.wait_until_healthy()
+        record = run_scenario("architectures.py", tmp_path, f"{family}@{server.url}")[f"{family}@{server.url}"]
+    finally:
+        server.kill()
+    assert_sound(record)
+    rows = [row for row in record["history"] if "grad_norm" in row]
+    assert [0 <= row.get("sync/routing_disagreement", -1) <= 0.2 for row in rows] == [family == "mixtral"] * 2
+
+
 @pytest.mark.parametrize("family", ["gemma3", "llava_next"])
 def test_an_engine_is_sent_placeholders_of_pictures(family):
     processor = vision_processor(family)
-    chats = [
-        prepare_multimodal_messages([{"role": "user", "content": text}], images=[picture()] * count)
-        for text, count in (("a", 1), ("ab", 1), ("a", 2))
-    ]
+    image = {"type": "image", "image": picture()}
+    parts = ([image, "a"], [image, image, "b"], [image, "a>", image])  # as ids, the first begins the last
+    contents = [[{"type": "text", "text": part} if isinstance(part, str) else part for part in row] for row in parts]
+    chats = [[{"role": "user", "content": content}] for content in contents]
     further, template = [40, 41], {"add_generation_prompt": True}
     whole = processor.apply_chat_template(chats, tokenize=True, return_dict=True, **template)["input_ids"]
     prompts = PicturePrompts()

@@ -1,6 +1,7 @@
 """Train tiny models of several architectures for two steps each, at TRL's default learning rate; print histories.
 
-Arguments: a directory, and the families; `FAMILY@RATE` trains at another learning rate, for four steps on one prompt.
+Arguments: a directory, and the families; `FAMILY@RATE` trains at another learning rate, for four steps on one prompt,
+and `FAMILY@URL` through a server.
 """
 
 import json
@@ -34,9 +35,11 @@ def prompts(is_vision: bool, count: int) -> Dataset:
     return Dataset.from_dict({"prompt": chats, "image": pictures})
 
 
-def train(directory: str, family: str, rate: str) -> dict:
+def train(directory: str, family: str, choice: str) -> dict:
     is_vision = family in VISION_FAMILIES
+    url, rate = (choice, "") if choice.startswith("http") else ("", choice)
     changed = {"learning_rate": float(rate), "max_steps": 4} if rate else {"max_steps": 2}
+    where = {"vllm_mode": "server", "vllm_server_base_url": url} if url else {"vllm_engine_kwargs": ENGINE}
     if is_vision:
         model, processor = tiny_vision_model(family), vision_processor(family)
         changed["generation_kwargs"] = NO_PICTURES
@@ -56,7 +59,7 @@ def train(directory: str, family: str, rate: str) -> dict:
         use_cpu=True,
         bf16=False,
         sync_check_interval=1,
-        vllm_engine_kwargs=ENGINE,
+        **where,
         **changed,
     )
     torch.manual_seed(0)

@@ -19,7 +19,7 @@ from trl_qurl.rollout.engine.interface import (
     Continuation,
     Digests,
     Engine,
-    EngineDescription,
+    Routing,
     TensorMetadata,
     WeightUpdate,
 )
@@ -28,6 +28,7 @@ from trl_qurl.rollout.errors import SyncError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm import LLM
+    from vllm.outputs import CompletionOutput
 
     from trl_qurl.quantization.schemes import QuantizationScheme
 
@@ -52,14 +53,12 @@ class ColocatedEngine(Engine):
 
         self._llm.llm_engine.add_lora(LoRARequest(ADAPTER, 1, str(path), load_inplace=True))
         self._llm.adapter = LoRARequest(ADAPTER, 1, str(path))
-        digests = self._llm.collective_rpc(
-            "accept_rollout_adapter", kwargs={"update": update._asdict(), "path": str(path)}
-        )
+        digests = self.call_workers("accept_rollout_adapter", update=update._asdict(), path=str(path))
         self._drop_cache()
         return digests
 
     def _load(self, update: WeightUpdate, **source: Any) -> list[Digests]:
-        digests = self._llm.collective_rpc("load_rollout_weights", kwargs={"update": update._asdict(), **source})
+        digests = self.call_workers("load_rollout_weights", update=update._asdict(), **source)
         self._drop_cache()
         return digests
 
@@ -68,11 +67,8 @@ class ColocatedEngine(Engine):
             raise SyncError("vLLM did not empty its prefix cache of the old weights. Resume from the last checkpoint.")
         self._llm.llm_engine.reset_encoder_cache()  # of pictures, as the old weights saw them
 
-    def version(self) -> str:  # noqa: D102
-        return " and ".join(sorted(set(self._llm.collective_rpc("rollout_version"))))
-
-    def describe(self) -> EngineDescription:  # noqa: D102
-        return EngineDescription(**self._llm.collective_rpc("describe_rollouts")[0])
+    def call_workers(self, method: str, **kwargs: Any) -> list[Any]:  # noqa: D102
+        return self._llm.collective_rpc(method, kwargs=kwargs)
 
     def continue_greedily(self, prompts: list[list[int]], steps: int) -> list[Continuation]:  # noqa: D102
         from vllm import SamplingParams
@@ -86,9 +82,15 @@ class ColocatedEngine(Engine):
             Continuation(
                 list(completion.token_ids),
                 [{token: entry.logprob for token, entry in entries.items()} for entries in completion.logprobs],
+                _reported_routing(completion),
             )
             for completion in completions
         ]
+
+
+def _reported_routing(completion: "CompletionOutput") -> Routing:
+    reported = completion.routed_experts  # (tokens, layers, k), of prompt and completion without its last token
+    return {} if reported is None else dict(enumerate(reported.swapaxes(0, 1).tolist()))
 
 
 def with_adapter(engine: type["LLM"]) -> type["LLM"]:

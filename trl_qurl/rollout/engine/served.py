@@ -29,7 +29,6 @@ from trl_qurl.rollout.engine.interface import (
     Continuation,
     Digests,
     Engine,
-    EngineDescription,
     TensorMetadata,
     WeightUpdate,
 )
@@ -167,7 +166,7 @@ class ServedEngine(VLLMClient, Engine):
 
     def load_checkpoint(self, path: Path, update: WeightUpdate) -> list[Digests]:  # noqa: D102
         try:
-            digests = self._call_workers("load_rollout_weights", update=update._asdict(), weights_path=str(path))
+            digests = self.call_workers("load_rollout_weights", update=update._asdict(), weights_path=str(path))
         except ServerError as error:
             raise (SyncError if REFUSED in str(error) else ServerError)(
                 f"The vLLM server could not load the weights written to {path}. Make sure that it sees that directory "
@@ -181,7 +180,7 @@ class ServedEngine(VLLMClient, Engine):
     ) -> list[Digests]:
         announced = dict(zip(("names", "dtype_names", "shapes"), map(list, zip(*metadata, strict=True)), strict=True))
         # The workers wait inside NCCL while they serve the request. It is bounded in time, and the broadcast is not.
-        load = functools.partial(self._call_workers, "load_rollout_weights", update=update._asdict())
+        load = functools.partial(self.call_workers, "load_rollout_weights", update=update._asdict())
         request = in_background(load, announced=announced)
         self._broadcast = Broadcast(self.communicator)
         self._broadcast.send(as_announced(named_tensors, metadata), request)
@@ -205,7 +204,7 @@ class ServedEngine(VLLMClient, Engine):
 
     def check_base(self, sent: Digests) -> None:
         """Raise `SyncError` if the server started from another checkpoint than one with these digests."""
-        if found := differences(sent, self._call_workers("digest_rollout_base")[0]):
+        if found := differences(sent, self.call_workers("digest_rollout_base")[0]):
             raise SyncError(
                 f"The vLLM server at {self.base_url} is on another base than this run's adapter: {found}. Start it "
                 "from the model that is being trained, as it was when the run began."
@@ -223,12 +222,6 @@ class ServedEngine(VLLMClient, Engine):
             )
         self._post("/reset_encoder_cache")  # of pictures, as the old weights saw them
 
-    def version(self) -> str:  # noqa: D102
-        return " and ".join(sorted(set(self._call_workers("rollout_version"))))
-
-    def describe(self) -> EngineDescription:  # noqa: D102
-        return EngineDescription(**self._call_workers("describe_rollouts")[0])
-
     def continue_greedily(self, prompts: list[list[int]], steps: int) -> list[Continuation]:  # noqa: D102
         output: dict[str, Any] = self.generate(
             prompts, max_tokens=steps, temperature=0.0, logprobs=PROBE_TOP, generation_kwargs={"ignore_eos": True}
@@ -241,12 +234,12 @@ class ServedEngine(VLLMClient, Engine):
 
     # Requests --------------------------------------------------------------------------------------------------------
 
-    def _call_workers(self, method: str, **kwargs: Any) -> list[Any]:
+    def call_workers(self, method: str, **kwargs: Any) -> list[Any]:  # noqa: D102
         return self._post("/collective_rpc", json={"method": method, "kwargs": kwargs})["results"]
 
     def _checked_by_workers(self, method: str, **kwargs: Any) -> list[Any]:
         try:
-            return self._call_workers(method, **kwargs)
+            return self.call_workers(method, **kwargs)
         except ServerError as error:
             raise (SyncError if NOT_RECEIVED in str(error) else ServerError)(str(error)) from None
 

@@ -5,7 +5,7 @@ it imports needs TRL, so the engine may run in an environment without it. On CUD
 CPU, `cpu` adds fixes to it.
 """
 
-import itertools
+import functools
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 from trl_qurl.quantization.storage import read_tensors, tensor_shapes
 from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.checks.tensors import ReceivedTensors, base_digests, compare_digests, tensor_digest
-from trl_qurl.rollout.engine.interface import FRESH, NOT_RECEIVED, REFUSED, Digests, WeightUpdate
+from trl_qurl.rollout.engine.interface import FRESH, NOT_RECEIVED, REFUSED, Digests, Routing, WeightUpdate
 from trl_qurl.rollout.errors import SyncError
 
 if current_platform.is_cpu():
@@ -43,6 +43,8 @@ class RolloutWorker:
     finish_weight_update: Callable[[], None]
     rollout_digests: Digests  # of the latest load
     loaded_version = FRESH
+    rollout_routing: Routing
+    recording_routers: list[Any]
 
     def load_rollout_weights(
         self,
@@ -63,7 +65,7 @@ class RolloutWorker:
         self.rollout_load_failed = True
         received = ReceivedTensors(self.get_model(), enabled=wanted.digest)
         self.rollout_digests = received.digests
-        with _kept_buffers(self.get_model()) as buffers, _watched_reload(wanted.partial, buffers):
+        with _watched_reload(wanted.partial, _computed_values(self.get_model())):
             if announced is not None:
                 self._receive(announced, received)
             elif weights_path is not None:
@@ -106,6 +108,28 @@ class RolloutWorker:
     def rollout_version(self) -> str:
         """Name of the weights that were loaded last. vLLM keeps one by itself only in its newer versions."""
         return self.loaded_version
+
+    def record_routing(self) -> None:
+        """Record which experts are chosen from now on, where vLLM tells."""
+        self.rollout_routing = {}
+        self.recording_routers = []
+        if self.vllm_config.parallel_config.data_parallel_size > 1:
+            return  # engines without a request run along on tokens of no meaning
+        layer: Any
+        for layer in self.get_model().modules():
+            router: Any = getattr(layer, "router", None)
+            if getattr(router, "capture_fn", self) is None:  # otherwise vLLM records by itself
+                router.set_capture_fn(functools.partial(self._record_choice, layer.layer_id))
+                self.recording_routers.append(router)
+
+    def _record_choice(self, layer: int, chosen: torch.Tensor) -> None:
+        self.rollout_routing.setdefault(layer, []).extend(chosen.tolist())
+
+    def recorded_routing(self) -> Routing:
+        """What was recorded since `record_routing`; ends the recording."""
+        for router in self.recording_routers:
+            router.set_capture_fn(None)
+        return self.rollout_routing
 
     def _reload(self, named_tensors: NamedTensors) -> None:
         if not current_platform.is_cpu():
@@ -188,45 +212,37 @@ def _held_digests(adapter: Any) -> list[str]:
     return sorted(tensor_digest(matrix) for matrix in matrices if matrix is not None)
 
 
-@contextmanager
-def _kept_buffers(model: torch.nn.Module) -> Iterator[dict[str, int]]:
-    """Keep what layers compute once and no checkpoint holds (positions).
+def _computed_values(model: torch.nn.Module) -> dict[str, int]:
+    """Number of values that a layer computes once and no checkpoint holds (positions), by the name of its class.
 
-    vLLM leaves such buffers uninitialized beside parameters that it reloads. Yields the number of their elements, by
-    the name of the layer's class; layers with buffers alone are among them.
+    vLLM counts them among those that it waits for, and keeps them. Layers with buffers alone are among the names.
     """
-    kept = [
-        (module, name, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name in module._non_persistent_buffers_set and not hasattr(module, "quant_method")
-    ]
-    sizes = {
-        type(module).__name__: 0
-        for module in model.modules()
-        if module._buffers and not module._parameters and not hasattr(module, "quant_method")
-    }
-    for module, buffers in itertools.groupby(kept, key=lambda entry: entry[0]):
-        sizes[type(module).__name__] = sum(buffer.numel() for _, _, buffer in buffers)
-    yield sizes
-    for module, name, buffer in kept:
-        module.get_buffer(name).copy_(buffer)
+    numbers: dict[str, int] = {}
+    for module in model.modules():
+        if not hasattr(module, "quant_method"):
+            kept = module._non_persistent_buffers_set
+            elements = sum(
+                buffer.numel() for name, buffer in module._buffers.items() if buffer is not None and name in kept
+            )
+            if elements or (module._buffers and not module._parameters):
+                numbers[type(module).__name__] = elements
+    return numbers
 
 
 @contextmanager
-def _watched_reload(partial: bool, buffers: Mapping[str, int]) -> Iterator[None]:
+def _watched_reload(partial: bool, computed: Mapping[str, int]) -> Iterator[None]:
     """Raise `RuntimeError` where vLLM only logs that a layer is not what it should be after a reload.
 
     - A layer got no new weights, unless the update is `partial`. Layers with buffers alone compute them and a tied
       head shares the embedding's weight, so the line about these is dropped; about other layers that need none, it
       stays.
     - A layer got fewer values than it has ("delayed"), and vLLM leaves the others uninitialized. The vocabulary's are
-      set to zero by their loader, and those of `buffers` are restored afterwards.
+      set to zero by their loader, and those that are `computed` are kept.
     - A layer seemed full before all its values had come, and vLLM dropped the rest ("excessive"). Linear layers that
       fuse several have a shape for each, of which one is enough.
     """
     always_loaded = ("Linear", "VocabParallelEmbedding", "Norm")
-    weightless = ("ParallelLMHead", *buffers)
+    weightless = ("ParallelLMHead", *computed)
     allowed = {"Delayed processing": ("VocabParallelEmbedding", "ParallelLMHead"), "Excessive loading": ("Linear",)}
     stale: list[str] = []
     undefined: list[str] = []
@@ -236,7 +252,7 @@ def _watched_reload(partial: bool, buffers: Mapping[str, int]) -> Iterator[None]
         layer, _, event = record.getMessage().partition(": ")
         if progress := re.fullmatch(r"(\d+) / (\d+)", event):
             missing[layer] = int(progress[2]) - int(progress[1])
-        is_kept = event == "Delayed processing" and missing.get(layer) == buffers.get(layer)
+        is_kept = event == "Delayed processing" and missing.get(layer) == computed.get(layer)
         if event in allowed and not layer.endswith(allowed[event]) and not is_kept:
             undefined.append(layer)
         if event != "Failed to load weights":
