@@ -1,5 +1,8 @@
 """The experts that an engine chose against those that the policy chooses."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from tiny import MIXTURES, tiny_mixture, tiny_model
@@ -56,3 +59,20 @@ def test_nothing_is_said_where_nothing_is_known():
     padded = {0: [[0, 1]] * 64}  # by a kernel that computes whole blocks
     assert routing_metrics(model, [(SEQUENCES[0], padded)]) == {}
     assert routing_metrics(tiny_model(), [(SEQUENCES[0], {0: [[0, 1]]})]) == {}
+
+
+@pytest.mark.vllm
+def test_what_vllm_itself_reports_is_taken():
+    """With CUDA graphs, which call nothing back; vLLM's CPU build does not report."""
+    from vllm.outputs import CompletionOutput
+
+    from trl_qurl.rollout.engine.colocated import ColocatedEngine
+
+    chosen = np.array([[[0, 1], [2, 3]], [[1, 2], [3, 0]], [[2, 1], [0, 3]]], dtype=np.uint8)  # (tokens, layers, k)
+    completion = CompletionOutput(0, "", [9], None, [{}], routed_experts=chosen)
+    reports = SimpleNamespace(
+        collective_rpc=lambda method, kwargs: [{}],  # of routers whose callback vLLM uses itself
+        generate=lambda prompts, params, use_tqdm: [SimpleNamespace(outputs=[completion])],
+    )
+    routing = ColocatedEngine(reports).route([5, 6, 7])
+    assert routing == {0: [[0, 1], [1, 2], [2, 1]], 1: [[2, 3], [3, 0], [0, 3]]}
