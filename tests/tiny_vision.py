@@ -38,6 +38,8 @@ SPECIAL = {
     "newlines": "\n\n",
     "paragraph": "\n\n\n",
     "paragraphs": "\n\n\n\n",
+    "before": "<start_of_image>",  # Gemma's; older processors read them as regular expressions
+    "after": "<end_of_image>",
 }
 FIRST = TEXT["vocab_size"] - len(SPECIAL)  # at the end, as in published models, where a probe does not look
 IDS = {name: FIRST + index for index, name in enumerate(SPECIAL)}
@@ -153,8 +155,8 @@ def _gemma3() -> Any:
         text_config={**TEXT, "query_pre_attn_scalar": 32, "sliding_window": 64},
         vision_config=SIGLIP | {"vision_use_head": False},
         mm_tokens_per_image=4,
-        boi_token_index=IDS["start"],
-        eoi_token_index=IDS["end"],
+        boi_token_index=IDS["before"],
+        eoi_token_index=IDS["after"],
         image_token_index=IDS["image"],
     )
 
@@ -162,8 +164,8 @@ def _gemma3() -> Any:
 def _gemma3_processor() -> Any:
     return transformers.Gemma3Processor(
         image_processor=transformers.Gemma3ImageProcessorPil(size={"height": 28, "width": 28}),
-        tokenizer=vision_tokenizer(image_token="image", boi_token="start", eoi_token="end"),
-        chat_template=TEMPLATE.replace("IMAGE", SPECIAL["start"]),
+        tokenizer=vision_tokenizer(image_token="image", boi_token="before", eoi_token="after"),
+        chat_template=TEMPLATE.replace("IMAGE", SPECIAL["before"]),
         image_seq_length=4,
     )
 
