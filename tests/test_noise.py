@@ -52,6 +52,14 @@ def test_a_vllm_that_trl_does_not_know_is_named_unless_it_was_tested():
         assert warned(text, category=UserWarning, module="trl.generation") == seen
 
 
+def test_the_old_name_of_a_setting_that_trl_sets_is_not_the_users_business():
+    text = "`gradient_checkpointing` is deprecated and will be removed in v6. Use `activation_checkpointing` instead."
+    assert warned(text, module="transformers.training_args")
+    noise.quiet()
+    assert not warned(text, module="transformers.training_args")
+    assert warned(text.replace("gradient_checkpointing", "warmup_ratio"), module="transformers.training_args")
+
+
 @pytest.mark.parametrize("action", ["error", "default"])
 def test_what_the_user_said_goes_first(action):
     warnings.filterwarnings(action, category=FutureWarning)

@@ -33,6 +33,9 @@ def quiet() -> None:
     # TRL 1.16 knows vLLM to 0.31, and says so at each of its imports. Tested with 0.32 (requirements/versions.toml).
     newer = r"TRL currently supports vLLM versions .* You have version 0\.32\."
     warnings.filterwarnings("ignore", newer, UserWarning, append=True)
+    # TRL 1.16 sets it by default; transformers has another name for it since 5.23.
+    renamed = r"`gradient_checkpointing(_kwargs)?` is deprecated and will be removed in v6"
+    warnings.filterwarnings("ignore", renamed, FutureWarning, r"transformers\.training_args$", append=True)
     # TRL sets ERROR if the user has set nothing, so any other value is the user's.
     if os.environ.get(VLLM_LEVEL_VARIABLE, "ERROR").upper() == "ERROR":
         logging.getLogger(TRITON_LOGGER).addFilter(_is_not_misleading)
