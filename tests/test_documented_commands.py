@@ -19,6 +19,7 @@ from trl_qurl.cli.parser import COMMANDS, build_parser
 from trl_qurl.lab.recipes import grpo, ppo, rloo
 
 RECIPES = {"grpo": grpo, "ppo": ppo, "rloo": rloo}
+FILES_OF_READERS = ("settings.yaml", "mismatch.yaml")
 ON_CPU = ["--use_cpu", "--bf16", "false", "--report_to", "none"]
 NOT_OURS = {"cd", "conda", "git", "hf", "jupyter", "ray", "source", "tensorboard", "trackio", "vllm"}
 
@@ -149,7 +150,7 @@ def check_training(recipe: ModuleType, words: list[str]) -> None:
     """Through TRL's parser, with the reader's own files made up."""
     words = [word for word in words if word not in ("--help", "--help-all")]
     made_up = {grpo: "dapo.yaml", ppo: "gsm8k_ppo.yaml", rloo: "variants/tis.yaml"}[recipe]
-    given = [str(ROOT / "examples/recipes" / made_up) if word == "settings.yaml" else word for word in words]
+    given = [str(ROOT / "examples/recipes" / made_up) if word in FILES_OF_READERS else word for word in words]
     given = [str(ROOT / word) if word.startswith("examples/") else word for word in given]
     recipe.parse_arguments([*given, *ON_CPU])
 

@@ -5,7 +5,8 @@ except rewards.py, which grades answers and has a goal of its own.
 
 The core's goal was 7,000 lines, and it had 6,804, before it learned to survive a server, to guard one with a key, and
 what GPUs ask for; 7,700 before training learned the engine's forward pass and adapters traveled by themselves; 10,000
-before engine and trainer compared their experts. The lab's was 5,000 before the doctor came.
+before engine and trainer compared their experts. The lab's was 5,000 before the doctor came, and
+6,500 before `trl-qurl mismatch`.
 """
 
 import dataclasses
@@ -53,7 +54,7 @@ def main() -> None:
     entries = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     rows = [
         ("core, lines", total(core), 10_150),
-        ("lab, lines", total(lab), 6500),
+        ("lab, lines", total(lab), 7_800),
         ("rewards.py, lines", count_lines(grading), 250),
         ("tests, lines", total(python_files(ROOT / "tests")), None),
         (f"files over {LONGEST_FILE} lines", len(long), 0),

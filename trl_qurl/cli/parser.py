@@ -32,6 +32,7 @@ COMMANDS = {
     "serve": Command("trl_qurl.cli.serve", "start a vLLM server for training; other options go to vLLM", True),
     "eval": Command("trl_qurl.lab.evaluation.command", "answer and grade benchmarks, in one or several formats"),
     "bench": Command("trl_qurl.lab.bench.command", "measure whether quantized rollouts pay off on this machine"),
+    "mismatch": Command("trl_qurl.lab.mismatch.command", "measure what rounding does to a model, before training"),
     "report": Command("trl_qurl.lab.report.command", "draw the paper's figures from run logs, on one page"),
     "demo": Command("trl_qurl.lab.demo.command", "train a tiny model on three-digit addition, in minutes, on a CPU"),
     "doctor": Command(

@@ -1,0 +1,385 @@
+"""`trl-qurl mismatch`: what rounding does to a model, before training."""
+
+import json
+import math
+import subprocess
+
+import pytest
+import torch
+from conftest import child_environment
+from documents import ROOT
+from tiny import tiny_model, tiny_tokenizer
+
+from trl_qurl import cli
+from trl_qurl.lab.mismatch.engines import Sampling, cache_bytes, needed_context
+from trl_qurl.lab.mismatch.job import Answer
+from trl_qurl.lab.mismatch.keep import Budget, extra_bytes
+from trl_qurl.lab.mismatch.prompts import BUILT_IN, encode, load_prompts
+from trl_qurl.lab.mismatch.run import Report
+from trl_qurl.lab.mismatch.score import Scored, score
+from trl_qurl.lab.mismatch.sensitivity import (
+    Group,
+    Sensitivity,
+    fused_groups,
+    within_bytes,
+    within_kl,
+    without_activations,
+)
+from trl_qurl.lab.mismatch.statistics import Interval, half_length, measure, sequence_ess
+from trl_qurl.lab.mismatch.table import sentences, tokens
+from trl_qurl.lab.recipes.grpo import parse_arguments
+from trl_qurl.quantization.fake_quantization import quantized_forward
+from trl_qurl.quantization.layers import quantized_layer_names
+from trl_qurl.quantization.schemes import SCHEMES, get_scheme
+from trl_qurl.quantization.weight_stream import WeightStream
+
+BUDGET = 3e-5  # nats per token, between the tiny model's KL with its outliers and without
+
+# Figures -------------------------------------------------------------------------------------------------------------
+
+
+def answers_of(sigma, count=400, length=64, seed=0, mean=None):
+    """Scored answers whose log ρ are normal; without a mean, E[ρ] = 1 as for samples of the engine."""
+    generator = torch.Generator().manual_seed(seed)
+    behavior = -torch.rand(count, length, generator=generator) - 1
+    noise = sigma * torch.randn(count, length, generator=generator)
+    proximal = behavior + noise + (-(sigma**2) / 2 if mean is None else mean)
+    agrees = torch.rand(count, length, generator=generator) < 0.9
+    return [Scored(*rows) for rows in zip(behavior, proximal, agrees, strict=True)]
+
+
+def test_both_estimates_find_the_kl_of_normal_log_ratios():
+    found = measure(answers_of(0.2), cap=2.0)
+    for estimate in (found.kl_k1, found.kl_k3):
+        assert estimate.low < 0.02 < estimate.high, "KL is sigma² / 2"
+        assert estimate.low < estimate.value < estimate.high
+    assert found.kl_k3.high - found.kl_k3.low < found.kl_k1.high - found.kl_k1.low
+    assert (found.answers, found.tokens) == (400, 400 * 64)
+    assert found.agreement == pytest.approx(0.9, abs=0.01)
+    assert found.ess == pytest.approx(math.exp(-0.04), abs=0.01)
+    assert found.ratio_quantiles[0.5] == pytest.approx(math.exp(-0.02), abs=0.01)
+    assert found.ratio_quantiles[0.99] == pytest.approx(math.exp(-0.02 + 0.2 * 2.326), rel=0.02)
+    assert found.ratio_max > found.ratio_quantiles[0.999] > found.ratio_quantiles[0.99]
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says():
+    inside = 0
+    for seed in range(100):
+        kl = measure(answers_of(0.3, count=40, length=16, seed=seed), cap=2.0).kl_k3
+        inside += kl.low <= 0.045 <= kl.high
+    assert 85 <= inside <= 100
+
+
+def test_tokens_above_the_cap_are_counted():
+    scored = [
+        Scored(torch.tensor([-1.0, -1.0, -1.0, -1.0]), torch.tensor([-1.0, -0.5, -0.2, -2.0]), torch.ones(4) > 0)
+    ]
+    found = measure(scored, cap=2.0)
+    assert found.capped_share == 0.25 and found.ratio_max == pytest.approx(math.exp(0.8))
+    assert found.agreement == 1.0
+
+
+def test_answers_of_several_lengths_count_by_their_tokens():
+    short = Scored(torch.zeros(1) - 1, torch.zeros(1), torch.tensor([True]))
+    long = Scored(torch.zeros(9) - 1, torch.zeros(9) - 1, torch.tensor([False] * 9))
+    found = measure([short, long], cap=2.0)
+    assert found.kl_k1.value == pytest.approx(-0.1) and found.agreement == pytest.approx(0.1)
+
+
+def test_whole_answers_lose_their_weight_with_their_length():
+    scored = answers_of(0.1, count=4000)
+    shares = measure(scored, cap=2.0).sequence_ess
+    assert list(shares) == [1, 2, 4, 8, 16, 32, 64]
+    for length, share in shares.items():
+        assert share == pytest.approx(math.exp(-0.01 * length), abs=0.05)
+    log_ratios = [row.proximal_logps - row.behavior_logps for row in scored]
+    assert half_length(log_ratios) == pytest.approx(math.log(2) / 0.01, rel=0.1)
+    assert half_length([row + 3.0 for row in log_ratios]) == pytest.approx(math.log(2) / 0.01, rel=0.1), "a constant"
+
+
+def test_lengths_that_few_answers_have_are_left_out():
+    log_ratios = [torch.zeros(4)] * 8 + [torch.zeros(100)] * 7
+    assert sequence_ess(log_ratios) == {1: 1.0, 2: 1.0, 4: 1.0}
+    assert half_length(log_ratios) is None, "nothing differs"
+    huge = [torch.full((1,), 1000.0 + index) for index in range(8)]  # a sum of logs is no reason to overflow
+    assert 0 < sequence_ess(huge)[1] < 0.3
+
+
+def test_an_engine_that_gives_no_numbers_is_refused():
+    broken = Scored(torch.tensor([-1.0, math.nan]), torch.tensor([-1.0, -1.0]), torch.tensor([True, True]))
+    with pytest.raises(ValueError, match="not numbers"):
+        measure([broken], cap=2.0)
+    with pytest.raises(ValueError, match="Every answer is empty"):
+        measure([], cap=2.0)
+
+
+# Scores --------------------------------------------------------------------------------------------------------------
+
+
+def test_answers_are_scored_as_the_model_says():
+    model = tiny_model().eval()
+    prompt, answer = [5, 6, 7], [8, 9, 10, 11]
+    with torch.no_grad():
+        logps = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+    expected = [float(logps[2 + step, token]) for step, token in enumerate(answer)]
+    likeliest = [int(logps[2 + step].argmax()) for step in range(4)]
+    given = Answer(prompt, answer, [-1.0, -2.0, -3.0, -4.0], [likeliest[0], 0, likeliest[2], likeliest[3]])
+    (scored,) = score(model, [Answer(prompt, [], [], []), given])
+    assert scored.proximal_logps.tolist() == pytest.approx(expected, abs=1e-5)
+    assert scored.behavior_logps.tolist() == [-1.0, -2.0, -3.0, -4.0]
+    assert scored.agrees.tolist() == [True, likeliest[1] == 0, True, True]
+
+
+# Questions -----------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_come_from_the_package_a_text_or_a_task(tmp_path):
+    assert load_prompts(None, 3) == [[{"role": "user", "content": text}] for text in BUILT_IN[:3]]
+    text = tmp_path / "mine.txt"
+    text.write_text("1+1=\n\n2+2=\n3+3=\n")
+    assert load_prompts(str(text), 2) == ["1+1=", "2+2="]
+    rows = tmp_path / "mine.jsonl"
+    rows.write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n")
+    ((message,),) = load_prompts(str(rows), 5)
+    assert message["content"].startswith("1+1?")
+
+
+def test_a_plain_text_stays_as_it_is_without_a_chat_template():
+    tokenizer = tiny_tokenizer()
+    assert encode(tokenizer, "1+1=") == tokenizer("1+1=")["input_ids"]
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    assert encode(tokenizer, "1+1=") == tokenizer("[1+1=]")["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("source", "limit", "error", "message"),
+    [
+        (None, 0, ValueError, "leaves no questions"),
+        ("missing.txt", 4, FileNotFoundError, "one prompt per line"),
+        ("empty.txt", 4, ValueError, "holds no prompts"),
+        ("no such task", 4, ValueError, "There is no task"),
+    ],
+)
+def test_bad_questions_are_refused(source, limit, error, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").write_text("\n \n")
+    with pytest.raises(error, match=message):
+        load_prompts(source, limit)
+
+
+def test_answers_must_fit_into_the_context():
+    config = tiny_model().config
+    assert needed_context(config, [[1] * 10, [1] * 30], 98) == 128
+    with pytest.raises(ValueError, match="at most --max-tokens 98"):
+        needed_context(config, [[1] * 10, [1] * 30], 99)
+    with pytest.raises(ValueError, match="shorter questions"):
+        needed_context(config, [[1] * 128], 1)
+
+
+def test_the_cache_holds_all_answers_but_not_all_memory():
+    config = tiny_model().config  # 2 layers, 2 heads of keys, 32 wide: 512 bytes per token
+    assert cache_bytes(config, 128, 1) == 2**26
+    assert cache_bytes(config, 128, 1000) == 1000 * 384 * 512
+    assert cache_bytes(config, 128, 10**9) == 2**30
+
+
+# The verdict ---------------------------------------------------------------------------------------------------------
+
+
+def report_with(low, value, high):
+    found = measure(answers_of(0.1, count=20), cap=2.0)
+    changed = {**found.__dict__, "kl_k3": Interval(value, low, high)}
+    return Report("MODEL", Sampling(), (), formats={"int8": type(found)(**changed)})
+
+
+@pytest.mark.parametrize(
+    ("kl", "words"),
+    [
+        ((0.0005, 0.001, 0.0049), "Yes. A KL of 0.001 did no harm"),
+        ((0.0005, 0.001, 0.0051), "With a correction"),
+        ((0.019, 0.03, 0.04), "With a correction"),
+        ((0.021, 0.03, 0.04), "Don't, as it is: a KL of 0.03 did harm"),
+    ],
+)
+def test_the_verdict_waits_until_the_interval_is_clear(kl, words):
+    line, _ = sentences(report_with(*kl))
+    assert line.startswith(f"INT8: {words}")
+
+
+def test_lengths_are_rounded():
+    assert [tokens(count) for count in (7.23, 187.0, 999.0, 44123.0, 189999.0, 2e6)] == [
+        "7.2", "190", "1k", "44k", "190k", "> 1M",
+    ]  # fmt: skip
+
+
+# Where it comes from -------------------------------------------------------------------------------------------------
+
+
+def with_outliers(model, layer, factor=60.0, channels=(3, 50)):
+    """The same function, with two large inputs of a block's feed-forward layers, as trained models have them."""
+    block = model.model.layers[layer]
+    with torch.no_grad():
+        for channel in channels:
+            block.post_attention_layernorm.weight[channel] *= factor
+            for fed in (block.mlp.gate_proj, block.mlp.up_proj):
+                fed.weight[:, channel] /= factor
+    return model
+
+
+@pytest.fixture(scope="module")
+def sensitivity():
+    """Of a model with outliers in the second of its three blocks."""
+    model = with_outliers(tiny_model("llama", num_hidden_layers=3), 1).eval()
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(5, 95, (8, 24), generator=generator).tolist()
+    answers = [Answer(row[:8], row[8:], [0.0] * 16, [0] * 16) for row in rows]
+    scheme = get_scheme("int8")
+    return Sensitivity(model, scheme, quantized_layer_names(model, scheme=scheme), answers)
+
+
+def test_the_kl_is_that_of_both_forward_passes(sensitivity):
+    model, answer = sensitivity.model, sensitivity.answers[0]
+    tokens = torch.tensor([answer.prompt + answer.tokens])
+    with torch.no_grad():
+        p = model(tokens).logits[0, 7:-1].log_softmax(-1)
+        with quantized_forward(model, sensitivity.layers, sensitivity.scheme):
+            q = model(tokens).logits[0, 7:-1].log_softmax(-1)
+    alone = Sensitivity(model, sensitivity.scheme, sensitivity.layers, [answer])
+    assert alone.kl(alone.layers) == pytest.approx(float((q.exp() * (q - p)).sum(-1).mean()), rel=1e-3)
+    assert alone.kl(()) == 0.0
+
+
+def test_tokens_are_limited_by_whole_answers(sensitivity):
+    few = Sensitivity(sensitivity.model, sensitivity.scheme, sensitivity.layers, sensitivity.answers, most_tokens=17)
+    assert [len(answer.tokens) for answer in few.answers] == [16, 16]
+
+
+def test_the_layers_behind_outliers_come_first(sensitivity):
+    groups = sensitivity.measure(dict.fromkeys(sensitivity.layers, 1000))
+    assert groups[0].layers == ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj")
+    assert len(groups) == 12 and groups[0].extra_bytes == 2000
+    assert groups[0].worth > 5 * groups[1].worth
+    assert groups[0].kl_weights < groups[0].kl_alone / 3, "it is activations that are hard to round"
+    assert sum(group.worth for group in groups) == pytest.approx(groups[0].kl_all, rel=0.3)
+    assert groups[0].kl_rest == pytest.approx(sensitivity.kl(sensitivity.layers - set(groups[0].layers)))
+
+
+def test_a_kl_is_reached_with_the_fewest_groups(sensitivity):
+    groups = sensitivity.measure(dict.fromkeys(sensitivity.layers, 1000))
+    for count in (0, 1, 4):
+        kept = {layer for group in groups[:count] for layer in group.layers}
+        reached = sensitivity.kl(sensitivity.layers - kept)
+        assert len(within_kl(groups, reached * 1.001, sensitivity)) <= count
+    assert within_kl(groups, groups[0].kl_all * 2, sensitivity) == []
+    assert within_kl(groups, groups[0].kl_all / 3, sensitivity) == groups[:1]
+    assert within_kl(groups, 0.0, sensitivity) == groups, "only with nothing quantized there is none"
+
+
+def test_bytes_are_spent_on_what_is_worth_most():
+    groups = [Group((str(size),), size, kl, kl, 0.0, kl) for size, kl in ((10, 5.0), (70, 3.0), (20, 2.0), (5, -1.0))]
+    assert [group.extra_bytes for group in within_bytes(groups, 35)] == [10, 20]
+    assert within_bytes(groups, 5) == [], "what makes it worse is quantized"
+
+
+def test_layers_that_an_engine_fuses_stay_together():
+    names = ["model.layers.10.mlp.down_proj", "model.layers.9.self_attn.v_proj", "model.layers.9.self_attn.q_proj"]
+    names += [f"model.layers.9.mlp.experts.{expert}.{part}_proj" for expert in (0, 1) for part in ("up", "down")]
+    assert [len(group) for group in fused_groups(names)] == [4, 2, 1]
+    assert fused_groups(names)[-1] == ("model.layers.10.mlp.down_proj",)
+
+
+@pytest.mark.parametrize("name", [scheme.name for scheme in SCHEMES.values()])
+def test_only_weights_are_rounded(name):
+    scheme, x = get_scheme(name), torch.randn(4, 128)
+    exact = without_activations(scheme)
+    assert exact.name == name and torch.equal(exact.quantize_activations(x), x)
+    weight = torch.randn(128, 128)
+    for stored, tensor in scheme.quantize(weight).items():
+        assert torch.equal(exact.quantize(weight)[stored].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_bytes_are_those_of_a_checkpoint():
+    model, scheme = tiny_model("llama", torch.bfloat16), get_scheme("int8")
+    layers = quantized_layer_names(model, scheme=scheme)
+    whole, quantized = (WeightStream(model, each).nbytes(torch.bfloat16) for each in (None, scheme))
+    assert sum(extra_bytes(model, scheme, layers).values()) == whole - quantized
+
+
+@pytest.mark.parametrize(
+    ("given", "message"), [((None, None), "one budget"), ((1e-3, 5), "one budget"), ((0.0, None), "leaves nothing")]
+)
+def test_a_budget_is_one_positive_number(given, message):
+    with pytest.raises(ValueError, match=message):
+        Budget(*given)
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--schemes", "int9"], "int9"),
+        (["--limit", "0"], "limit is 0"),
+        (["--samples", "0"], "samples is 0"),
+        (["--max-tokens", "4000"], "do not fit into the model's context of 128"),
+        (["--questions", "nowhere.txt"], "nowhere.txt does not exist"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(arguments, message, tmp_path, capsys):
+    tiny_model().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    assert cli.main(["mismatch", str(tmp_path), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def measured(warm_python, tmp_path_factory):
+    """A model with outliers, what the command says about it in INT8, and what it wrote."""
+    directory = tmp_path_factory.mktemp("mismatch")
+    with_outliers(tiny_model("llama"), 0).save_pretrained(directory / "model")
+    tiny_tokenizer().save_pretrained(directory / "model")
+    (directory / "questions.txt").write_text("ab\ncde\nf g\nh1\ni22\njj\nk\nlm\n")  # those of the scenario
+    command = [warm_python, "-m", "trl_qurl", "mismatch", "model", "--schemes", "int8", "--max-tokens", "32"]
+    command += ["--questions", "questions.txt", "--samples", "8", "--kl", str(BUDGET), "-o", "out.json"]
+    environment = child_environment(TRL_QURL_CACHE=str(directory / "cache"), COLUMNS="80", PYTHONPATH=str(ROOT))
+    done = subprocess.run(
+        list(map(str, command)), cwd=directory, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return directory, done.stdout, json.loads((directory / "out.json").read_text())
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("mismatch")
+def test_the_command_says_what_rounding_does(measured):
+    directory, printed, written = measured
+    assert "INT8: Yes." in printed and "INT8, 1 kept" in printed
+    assert max(len(line) for line in printed.splitlines() if "/" not in line) <= 80
+    assert (directory / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert list(written["formats"]) == ["none", "int8", "int8, 1 kept"]
+    kls = [found["kl_k3"] for found in written["formats"].values()]
+    assert kls[0]["high"] < kls[2]["low"], "rounding is more than kernels do"
+    assert kls[2]["value"] <= BUDGET < kls[1]["low"], "an engine with the layers kept is within the budget"
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("mismatch")
+def test_the_list_is_one_for_training(measured):
+    directory, _, written = measured
+    fed = ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"]
+    assert written["kept"]["ignore"] == ["lm_head", *fed]
+    given = ["--config", str(directory / "out.yaml"), "--output_dir", str(directory), "--use_cpu", "--bf16", "false"]
+    config = parse_arguments([*given, "--report_to", "none"])[1]
+    assert config.quantization_ignore == ["lm_head", *fed] and config.rollout_quantization == "int8"
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("mismatch")
+def test_the_kl_is_that_of_a_training_runs_first_rollout(measured, train, tmp_path):
+    directory, _, written = measured
+    config = {"max_steps": 1, "per_device_train_batch_size": 64, "num_generations": 8, "max_completion_length": 32}
+    (record,) = train([tmp_path, "--model", directory / "model", "--config", json.dumps(config)])
+    (row,) = [row for row in record["history"] if "mismatch/kl_k3" in row]
+    kl = written["formats"]["int8"]["kl_k3"]
+    assert kl["low"] - kl["value"] / 3 < row["mismatch/kl_k3"] < kl["high"] + kl["value"] / 3

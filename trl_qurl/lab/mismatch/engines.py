@@ -1,0 +1,179 @@
+"""Engines of one model, in one format after the other, and its policy, which scores what they answer."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trl_qurl.lab.mismatch.job import Answer, Job
+from trl_qurl.lab.mismatch.prompts import encode, load_prompts
+from trl_qurl.lab.processes import ENGINE_ENVIRONMENT, last_lines, run_child
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from trl_qurl.lab.mismatch.score import Scored
+    from trl_qurl.quantization.schemes import QuantizationScheme
+
+BASELINE = "none"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How much is sampled.
+
+    Attributes:
+        questions: Where they come from; `None` for those of the package.
+        limit: Largest number of them.
+        samples: Answers to each.
+        max_tokens: Longest answer.
+        seed: Of the sampling.
+    """
+
+    questions: str | None = None
+    limit: int = 16
+    samples: int = 4
+    max_tokens: int = 128
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "samples", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a positive number.")
+
+
+class Engines:
+    """Lets an engine per format answer the same prompts, and the policy in full precision score the answers.
+
+    Args:
+        model: Name on the Hub, or directory of a model in full precision.
+        sampling: How much is sampled.
+        engine_kwargs: Further arguments of `vllm.LLM`.
+        say: Called with a line about what is being done.
+
+    Raises:
+        ValueError: If arguments do not fit.
+        FileNotFoundError: If a model or a file does not exist.
+        ImportError: If vLLM is missing.
+    """
+
+    def __init__(
+        self, model: str, sampling: Sampling, engine_kwargs: Mapping[str, Any], say: Callable[[str], None]
+    ) -> None:
+        import torch
+        from transformers import AutoConfig, AutoTokenizer
+
+        from trl_qurl.lab.device import full_precision
+        from trl_qurl.quantization.checkpoint import load_model
+        from trl_qurl.rollout.engine.launch import require_vllm, resolve_model
+
+        require_vllm()
+        prompts = load_prompts(sampling.questions, sampling.limit)
+        self._say = say
+        self.directory = resolve_model(model)
+        config, tokenizer = (kind.from_pretrained(self.directory) for kind in (AutoConfig, AutoTokenizer))
+        token_ids = [encode(tokenizer, prompt) for prompt in prompts]
+        context = needed_context(config, token_ids, sampling.max_tokens)
+        _, sixteen_bits = full_precision()
+        is_gpu = torch.cuda.is_available()
+        self._device = "cuda" if is_gpu else "cpu"
+        policy, _ = load_model(self.directory)
+        self._policy = policy.to(getattr(torch, sixteen_bits) if is_gpu else torch.float32).eval()
+        arguments: dict[str, Any] = {"dtype": sixteen_bits, "max_model_len": context}
+        if not is_gpu:  # vLLM would compile for minutes, and take nearly all memory for keys and values
+            cache = cache_bytes(config, context, len(token_ids) * sampling.samples)
+            arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": cache}
+        repeated = [tokens for tokens in token_ids for _ in range(sampling.samples)]
+        self._job = Job(self.directory, repeated, sampling.max_tokens, sampling.seed, {**arguments, **engine_kwargs})
+
+    @contextmanager
+    def policy(self) -> Iterator[PreTrainedModel]:
+        """The policy on its device; outside of the block an engine may take the GPU's memory."""
+        try:
+            yield self._policy.to(self._device)
+        finally:
+            self._policy.to("cpu")
+
+    def check(self, scheme: QuantizationScheme, ignore: Sequence[str]) -> frozenset[str]:
+        """The layers that a format quantizes; `ValueError` where it cannot."""
+        from trl_qurl.quantization.layers import quantized_layer_names
+
+        return quantized_layer_names(self._policy, ignore, scheme)
+
+    def sample(self, scheme: str, ignore: Sequence[str]) -> tuple[list[Answer], list[Scored]]:
+        """Let an engine answer.
+
+        Args:
+            scheme: Name of its format, `"none"` for 16 bits.
+            ignore: Modules that it keeps in 16 bits.
+
+        Raises:
+            ChildProcessError: If it failed; the last lines that it printed are on the standard error then.
+        """
+        from trl_qurl.lab.mismatch.score import score
+        from trl_qurl.quantization.schemes import get_scheme
+        from trl_qurl.rollout.engine.kernels import kernel_environment
+        from trl_qurl.rollout.engine.launch import starting_checkpoint
+
+        is_whole = scheme == BASELINE
+        self._say(f"Sampling {len(self._job.prompts)} answers from {'16 bits' if is_whole else scheme.upper()}")
+        checkpoint = self.directory if is_whole else str(starting_checkpoint(self.directory, scheme, ignore))
+        environment = kernel_environment(None if is_whole else get_scheme(scheme))
+        answers = ask_engine(replace(self._job, model=checkpoint), scheme, environment)
+        with self.policy() as policy:
+            return answers, list(score(policy, answers))
+
+
+def needed_context(config: PretrainedConfig, token_ids: Sequence[Sequence[int]], max_tokens: int) -> int:
+    """Tokens of the longest prompt with its answer; `ValueError` if the model's context is shorter."""
+    from trl_qurl.rollout.engine.colocated import check_head_size
+
+    check_head_size(config)
+    longest = max(map(len, token_ids))
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+    if longest + max_tokens > context:
+        room = context - longest
+        advice = f"give at most --max-tokens {room}" if room > 0 else "give shorter questions"
+        raise ValueError(
+            f"The longest prompt has {longest} tokens, which with {max_tokens} more do not fit into the model's "
+            f"context of {context}: {advice}."
+        )
+    return longest + max_tokens
+
+
+def cache_bytes(config: PretrainedConfig, context: int, answers: int) -> int:
+    """Memory for 16-bit keys and values of all answers at once, but at most 1 GiB."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    blocks = context + 256  # the last block of an answer is not full, and vLLM wants some to spare
+    return min(2**30, max(2**26, answers * blocks * 4 * text.num_hidden_layers * heads * width))
+
+
+def ask_engine(job: Job, name: str, environment: Mapping[str, str]) -> list[Answer]:
+    """Answers from a process with an engine of its own.
+
+    Raises:
+        ChildProcessError: If it failed; the last lines that it printed are on the standard error then.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        source, result, log = (Path(directory) / f"{name}.{kind}" for kind in ("job", "result", "log"))
+        source.write_bytes(pickle.dumps(job))
+        command = [sys.executable, "-m", "trl_qurl.lab.mismatch.worker", str(source), str(result)]
+        try:
+            run_child(command, log, environment={**ENGINE_ENVIRONMENT, **os.environ, **environment})
+        except ChildProcessError as error:
+            print(last_lines(log, 25), file=sys.stderr)
+            raise ChildProcessError(
+                f"The engine for {name} failed; the last lines that it printed are above. Fewer --samples or a "
+                "smaller --max-tokens need less memory."
+            ) from error
+        return pickle.loads(result.read_bytes())

@@ -1,0 +1,52 @@
+"""The picture of a mismatch report: how ρ scatters, and what is left of the answers' weights by length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trl_qurl.lab.mismatch.run import Report
+from trl_qurl.lab.mismatch.statistics import CAP
+from trl_qurl.lab.mismatch.table import label
+from trl_qurl.lab.report.figures import COLORS, DASHES, MARKERS, to_png
+
+BINS = 81
+LONGEST = 1e5  # tokens
+
+
+def draw_mismatch(report: Report, log_ratios: Mapping[str, Sequence[float]], path: Path) -> None:
+    """Draw both panels as PNG."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    widest = max(0.05, *(float(np.quantile(np.abs(values), 0.999)) for values in log_ratios.values()))
+    edges = np.linspace(-widest, widest, BINS + 1)
+    for style, (name, found) in enumerate(report.formats.items()):
+        look = {"color": COLORS[style % len(COLORS)], "linestyle": DASHES[style % len(DASHES)], "label": label(name)}
+        counts, _ = np.histogram(np.clip(log_ratios[name], -widest, widest), edges)
+        left.stairs(counts / counts.sum(), edges, **look, linewidth=1.5)
+        if found.half_length is not None:
+            lengths = np.logspace(0, np.log10(LONGEST))
+            right.plot(lengths, 0.5 ** (lengths / found.half_length), **look, linewidth=1.2)
+            marks = {"color": look["color"], "marker": MARKERS[style % len(MARKERS)], "linestyle": "none"}
+            right.plot(*zip(*found.sequence_ess.items(), strict=True), **marks, markersize=5)
+    if widest > np.log(CAP):
+        left.axvline(np.log(CAP), color="gray", linewidth=0.8)
+        left.annotate("C", (np.log(CAP), 1.0), xycoords=("data", "axes fraction"), va="top", color="gray")
+    left.set(yscale="log", xlabel="log ρ of a token (policy over engine)", ylabel="share of tokens")
+    left.set_title("How far apart are engine and policy?", loc="left", fontsize=10, fontweight="bold")
+    right.set(
+        xscale="log",
+        ylim=(0, 1.02),
+        xlabel="tokens of an answer (points: measured)",
+        ylabel="effective sample size, share",
+    )
+    right.set_title("What is left of whole answers' weights?", loc="left", fontsize=10, fontweight="bold")
+    right.xaxis.set_major_formatter("{x:.0f}")
+    for axes in (left, right):
+        axes.grid(alpha=0.3, linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    right.legend(fontsize=9, frameon=False, loc="lower left")
+    path.write_bytes(to_png(figure))

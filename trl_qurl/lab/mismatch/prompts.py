@@ -1,0 +1,65 @@
+"""What the model is asked: the user's own questions, or some that come with the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+BUILT_IN = (
+    "Natalia sold 48 clips in April and half as many in May. How many did she sell altogether?",
+    "A train leaves at 9:40 and arrives at 13:25. How long does the journey take?",
+    "What is the sum of the first twenty odd numbers?",
+    "A shop takes 15 % off a coat that costs 80 dollars. What does it cost then?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a short poem about a lighthouse.",
+    "List three differences between a frog and a toad.",
+    "Summarize the story of Romeo and Juliet in one paragraph.",
+    "Write a Python function that reverses the words of a sentence.",
+    "What does the SQL statement SELECT COUNT(*) FROM orders WHERE paid = 1 return?",
+    "Translate into French: The library opens at ten o'clock.",
+    "Give me a recipe for pancakes with four ingredients.",
+    "Who wrote the first computer program, and what was it for?",
+    "My phone does not charge any more. What should I check first?",
+    "If all roses are flowers and some flowers fade quickly, do some roses fade quickly?",
+    "Name the planets of the solar system in the order of their distance from the sun.",
+)
+"""Sums, language, code and knowledge, so that no single kind of text decides."""
+
+
+def load_prompts(source: str | None, limit: int) -> list[Any]:
+    """The first `limit` prompts of a source: conversations, or plain texts from a `.txt` file with one per line.
+
+    Args:
+        source: `None` for the built-in ones, a `.txt` file, or what `trl-qurl eval` takes as a task.
+        limit: Largest number.
+
+    Raises:
+        FileNotFoundError: If a file does not exist.
+        ValueError: If a source holds no prompts, or is not readable as what its name says.
+    """
+    if limit < 1:
+        raise ValueError(f"--limit {limit} leaves no questions: give a positive number.")
+    if source is None:
+        return [[{"role": "user", "content": text}] for text in BUILT_IN[:limit]]
+    if not source.endswith(".txt"):
+        from trl_qurl.lab.evaluation.tasks import load_task
+
+        return load_task(source, limit).prompts
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"The file {source} does not exist: give a text file with one prompt per line.")
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"{source} holds no prompts: write one per line.")
+    return lines[:limit]
+
+
+def encode(tokenizer: Any, prompt: Any) -> list[int]:
+    """Token ids of a prompt: a plain text as it is, unless the model has a chat template."""
+    from trl_qurl.lab.evaluation.tasks import encode_prompt
+
+    if isinstance(prompt, str):
+        if getattr(tokenizer, "chat_template", None) is None:
+            return list(tokenizer(prompt)["input_ids"])
+        prompt = [{"role": "user", "content": prompt}]
+    return encode_prompt(tokenizer, prompt)

@@ -1,0 +1,39 @@
+"""The full-precision policy's own view of answers that an engine gave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trl_qurl.lab.mismatch.job import Answer
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Scored(NamedTuple):
+    """One answer of `T` tokens under both policies."""
+
+    behavior_logps: torch.Tensor  # of the engine, in nats, (T,)
+    proximal_logps: torch.Tensor  # of the full-precision policy, in nats, (T,)
+    agrees: torch.Tensor  # whether both have the same likeliest token, bool, (T,)
+
+
+def score(model: Any, answers: Iterable[Answer]) -> Iterator[Scored]:
+    """Score each answer with one forward pass of its prompt and its tokens.
+
+    Answers are not padded together: a row's numbers would depend on its neighbors', which is what is to be measured.
+    """
+    import torch
+
+    for answer in answers:
+        count = len(answer.tokens)
+        if count == 0:
+            continue
+        tokens = torch.tensor([answer.prompt + answer.tokens], device=model.device)  # (1, P + T)
+        with torch.inference_mode():
+            logits = model(input_ids=tokens, logits_to_keep=count + 1).logits[0, :-1].float()  # (T, V)
+        logps = logits.log_softmax(-1)
+        chosen = logps.gather(-1, tokens[0, -count:, None]).squeeze(-1).cpu()
+        likeliest = logits.argmax(-1).cpu()
+        yield Scored(torch.tensor(answer.logps), chosen, likeliest == torch.tensor(answer.likeliest))

@@ -1,0 +1,144 @@
+"""A mismatch report for people: the table, and what it means in sentences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trl_qurl.lab.mismatch.engines import BASELINE
+from trl_qurl.lab.mismatch.run import Report
+from trl_qurl.lab.mismatch.statistics import CAP, Mismatch
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from trl_qurl.lab.mismatch.keep import Kept
+
+HARMLESS = 0.005
+"""KL (k3) per token below which our study and the paper saw no harm; INT4 had .01 there and did none, either."""
+
+HARMFUL = 0.02
+"""KL (k3) per token from which there was harm: the paper's run had .025 before its collapse, INT3 had .05."""
+
+
+def label(name: str) -> str:
+    """A format as the table names it."""
+    scheme, *kept = name.partition(",")
+    return "16 bits" if name == BASELINE else "".join([scheme.upper(), *kept])
+
+
+def build_table(report: Report) -> Table:
+    """The figures by format, within 80 columns."""
+    from rich import box
+    from rich.table import Table
+
+    first = next(iter(report.formats.values()))
+    table = Table(
+        title=f"{report.model}: {first.answers} answers of {first.tokens / first.answers:.0f} tokens",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        caption=f"KL in 1e-3 nats per token (k3) with 95 % intervals; ρ: policy over engine; C = {CAP:g}; "
+        "kernels: the share of it that 16 bits have, too; ESS: effective sample size of tokens; half: length at which "
+        "weights of whole answers have half of theirs; same top: tokens with the same likeliest one.",
+        caption_justify="left",
+    )
+    table.add_column("format", no_wrap=True)
+    for heading in ("KL", "kernels", "ρ 0.1-99.9 %", "ρ > C", "ESS", "half", "same top"):
+        table.add_column(heading, justify="right")
+    for name, found in report.formats.items():
+        low, *_, high = found.ratio_quantiles.values()
+        table.add_row(
+            label(name),
+            f"{thousandths(found.kl_k3.value)} ± {thousandths((found.kl_k3.high - found.kl_k3.low) / 2)}",
+            share_of_kernels(found, report),
+            f"{low:.2f}-{high:.2f}",
+            f"{found.capped_share:.2%}",
+            f"{found.ess:.1%}",
+            "-" if found.half_length is None else tokens(found.half_length),
+            f"{found.agreement:.1%}",
+        )
+    return table
+
+
+def build_layer_table(kept: Kept, most: int = 12) -> Table:
+    """The layers that are worth most per byte, within 80 columns."""
+    from rich import box
+    from rich.table import Table
+
+    kept_layers = set(kept.ignore)
+    table = Table(
+        title=f"Where it comes from: the first {min(most, len(kept.groups))} of {len(kept.groups)} groups of layers",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        caption="KL in 1e-3 nats per token by the trainer's own quantized forward pass. Alone: only this group is "
+        f"quantized; weights: only its weights; rest: all but it; of all: {thousandths(kept.groups[0].kl_all)}.",
+        caption_justify="left",
+    )
+    table.add_column("layers")
+    for heading in ("alone", "weights", "rest", "MB", "16 bits"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for group in kept.groups[:most]:
+        first, *others = group.layers
+        parent = first.rpartition(".")[0]
+        table.add_row(
+            ", ".join([first, *(other.removeprefix(f"{parent}.") for other in others[:2])])
+            + ", ..." * (len(others) > 2),
+            *(thousandths(kl) for kl in (group.kl_alone, group.kl_weights, group.kl_rest)),
+            f"{group.extra_bytes / 1e6:.3g}",
+            "yes" if first in kept_layers else "",
+        )
+    return table
+
+
+def sentences(report: Report) -> list[str]:
+    """What to do in each format, and why."""
+    lines = [f"{label(name)}: {verdict(found)}" for name, found in report.formats.items() if name != BASELINE]
+    lines += [f"{label(name)}: not measured. {failure}" for name, failure in report.failures.items()]
+    if any(name != BASELINE for name in report.formats):
+        lines.append(
+            "This is the model as it is. Training can make it worse: watch mismatch/kl_k3, and if it grows, lower the "
+            "learning rate or put sensitive layers into quantization_ignore."
+        )
+    return lines
+
+
+def verdict(found: Mismatch) -> str:
+    """One format's, in the words of docs/choosing.md."""
+    whole = "" if found.half_length is None else f" {sequence_weights(found.half_length)}"
+    kl = f"a KL of {found.kl_k3.value:.2g}"
+    if found.kl_k3.high < HARMLESS:
+        return f"Yes. {kl[0].upper()}{kl[1:]} did no harm in our study: keep the defaults.{whole}"
+    if found.kl_k3.low >= HARMFUL:
+        return (
+            f"Don't, as it is: {kl} did harm in our study. Choose a finer format, keep sensitive layers in 16 bits "
+            "(quantization_ignore), or, if you will serve the policy in this format, train with "
+            f"training_forward='quantized'.{whole}"
+        )
+    return f"With a correction: at {kl} keep objective='acr' or 'tis', and watch mismatch/kl_k3.{whole}"
+
+
+def sequence_weights(length: float) -> str:
+    """What it means for methods that weight whole answers."""
+    return f"Weights of whole answers (RLOO, GSPO) keep half their effect up to {tokens(length)} tokens."
+
+
+def share_of_kernels(found: Mismatch, report: Report) -> str:
+    """The share of a format's KL that a 16-bit engine has as well."""
+    if report.by_kernels is None or found is report.formats.get(BASELINE):
+        return "-"
+    return f"{min(1.0, report.by_kernels / found.kl_k3.value):.0%}" if found.kl_k3.value > 0 else "-"
+
+
+def thousandths(nats: float) -> str:
+    """Nats in thousandths, with two digits."""
+    value = 1e3 * nats
+    if abs(value) < 1e-4:
+        return "0"
+    return f"{value:.0f}" if value >= 100 else f"{value:.2g}"
+
+
+def tokens(count: float) -> str:
+    """A rough number of tokens."""
+    if count >= 1e6:
+        return "> 1M"
+    rounded = float(f"{count:.2g}")
+    return f"{rounded / 1e3:g}k" if rounded >= 1e3 else f"{rounded:g}"
