@@ -347,6 +347,7 @@ def measured(warm_python, tmp_path_factory):
         list(map(str, command)), cwd=directory, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert not list((directory / "cache").glob("*int8*")), "checkpoints that nobody starts from again stay on disk"
     return directory, done.stdout, json.loads((directory / "out.json").read_text())
 
 

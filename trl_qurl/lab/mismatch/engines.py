@@ -85,7 +85,7 @@ class Engines:
         _, sixteen_bits = full_precision()
         is_gpu = torch.cuda.is_available()
         self._device = "cuda" if is_gpu else "cpu"
-        policy, _ = load_model(self.directory)
+        policy, self._tokenizer = load_model(self.directory)
         self._policy = policy.to(getattr(torch, sixteen_bits) if is_gpu else torch.float32).eval()
         arguments: dict[str, Any] = {"dtype": sixteen_bits, "max_model_len": context}
         if not is_gpu:  # vLLM would compile for minutes, and take nearly all memory for keys and values
@@ -119,17 +119,39 @@ class Engines:
             ChildProcessError: If it failed; the last lines that it printed are on the standard error then.
         """
         from trl_qurl.lab.mismatch.score import score
-        from trl_qurl.quantization.schemes import get_scheme
-        from trl_qurl.rollout.engine.kernels import kernel_environment
-        from trl_qurl.rollout.engine.launch import starting_checkpoint
 
-        is_whole = scheme == BASELINE
-        self._say(f"Sampling {len(self._job.prompts)} answers from {'16 bits' if is_whole else scheme.upper()}")
-        checkpoint = self.directory if is_whole else str(starting_checkpoint(self.directory, scheme, ignore))
-        environment = kernel_environment(None if is_whole else get_scheme(scheme))
-        answers = ask_engine(replace(self._job, model=checkpoint), scheme, environment)
+        self._say(f"Sampling {len(self._job.prompts)} answers from {label(scheme)}")
+        with self._checkpoint(scheme, ignore) as directory:
+            answers = ask_engine(replace(self._job, model=directory), scheme)
         with self.policy() as policy:
             return answers, list(score(policy, answers))
+
+    @contextmanager
+    def _checkpoint(self, scheme: str, ignore: Sequence[str]) -> Iterator[str]:
+        """A directory with the weights in a format, which is gone after the block."""
+        from trl_qurl.quantization.checkpoint import CheckpointWriter
+        from trl_qurl.quantization.schemes import get_scheme
+        from trl_qurl.quantization.weight_stream import WeightStream, model_parameters
+        from trl_qurl.rollout.directory import CheckpointDirectory
+
+        if scheme == BASELINE:
+            yield self.directory
+            return
+        form = get_scheme(scheme)
+        place = CheckpointDirectory(None, WeightStream(self._policy, form, ignore).nbytes())
+        try:
+            writer = CheckpointWriter(self._policy, self._tokenizer, form, ignore)
+            # As a server's: the same codes whatever dtype holds the weights.
+            writer.quantize(model_parameters(self._policy), place.path / "model", is_exact=True)
+            yield str(place.path / "model")
+        finally:
+            place.remove()
+
+
+def label(name: str) -> str:
+    """A format as people write it."""
+    scheme, *kept = name.partition(",")
+    return "16 bits" if name == BASELINE else "".join([scheme.upper(), *kept])
 
 
 def needed_context(config: PretrainedConfig, token_ids: Sequence[Sequence[int]], max_tokens: int) -> int:
@@ -158,14 +180,18 @@ def cache_bytes(config: PretrainedConfig, context: int, answers: int) -> int:
     return min(2**30, max(2**26, answers * blocks * 4 * text.num_hidden_layers * heads * width))
 
 
-def ask_engine(job: Job, name: str, environment: Mapping[str, str]) -> list[Answer]:
+def ask_engine(job: Job, scheme: str) -> list[Answer]:
     """Answers from a process with an engine of its own.
 
     Raises:
         ChildProcessError: If it failed; the last lines that it printed are on the standard error then.
     """
+    from trl_qurl.quantization.schemes import get_scheme
+    from trl_qurl.rollout.engine.kernels import kernel_environment
+
+    environment = kernel_environment(None if scheme == BASELINE else get_scheme(scheme))
     with tempfile.TemporaryDirectory() as directory:
-        source, result, log = (Path(directory) / f"{name}.{kind}" for kind in ("job", "result", "log"))
+        source, result, log = (Path(directory) / f"engine.{kind}" for kind in ("job", "result", "log"))
         source.write_bytes(pickle.dumps(job))
         command = [sys.executable, "-m", "trl_qurl.lab.mismatch.worker", str(source), str(result)]
         try:
@@ -173,7 +199,7 @@ def ask_engine(job: Job, name: str, environment: Mapping[str, str]) -> list[Answ
         except ChildProcessError as error:
             print(last_lines(log, 25), file=sys.stderr)
             raise ChildProcessError(
-                f"The engine for {name} failed; the last lines that it printed are above. Fewer --samples or a "
-                "smaller --max-tokens need less memory."
+                f"The engine for {label(scheme)} failed; the last lines that it printed are above. Fewer --samples or "
+                "a smaller --max-tokens need less memory."
             ) from error
         return pickle.loads(result.read_bytes())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trl_qurl.lab.mismatch.engines import BASELINE
+from trl_qurl.lab.mismatch.engines import BASELINE, label
 from trl_qurl.lab.mismatch.run import Report
 from trl_qurl.lab.mismatch.statistics import CAP, Mismatch
 
@@ -18,12 +18,6 @@ HARMLESS = 0.005
 
 HARMFUL = 0.02
 """KL (k3) per token from which there was harm: the paper's run had .025 before its collapse, INT3 had .05."""
-
-
-def label(name: str) -> str:
-    """A format as the table names it."""
-    scheme, *kept = name.partition(",")
-    return "16 bits" if name == BASELINE else "".join([scheme.upper(), *kept])
 
 
 def build_table(report: Report) -> Table:
