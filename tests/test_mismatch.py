@@ -3,6 +3,7 @@
 import json
 import math
 import subprocess
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tiny import tiny_model, tiny_tokenizer
 from trl_qurl import cli
 from trl_qurl.lab.mismatch.engines import Sampling, cache_bytes, needed_context
 from trl_qurl.lab.mismatch.job import Answer
-from trl_qurl.lab.mismatch.keep import Budget, extra_bytes
+from trl_qurl.lab.mismatch.keep import Budget, Kept, extra_bytes
 from trl_qurl.lab.mismatch.prompts import BUILT_IN, encode, load_prompts
 from trl_qurl.lab.mismatch.run import Report
 from trl_qurl.lab.mismatch.score import Scored, score
@@ -206,6 +207,13 @@ def test_the_verdict_waits_until_the_interval_is_clear(kl, words):
     assert line.startswith(f"INT8: {words}")
 
 
+def test_a_list_that_misses_its_budget_is_not_passed_off_as_one_that_does():
+    report = report_with(0.0005, 0.001, 0.0015)
+    for budget, words in ((Budget(kl=0.0009), "above --kl 0.0009: lower --kl"), (Budget(kl=0.0011), "as it is")):
+        kept = Kept("int8", "int8", ("lm_head",), 0, (), budget)
+        assert words in sentences(replace(report, kept=kept))[1]
+
+
 def test_lengths_are_rounded():
     assert [tokens(count) for count in (7.23, 187.0, 999.0, 44123.0, 189999.0, 2e6)] == [
         "7.2", "190", "1k", "44k", "190k", "> 1M",
@@ -324,6 +332,9 @@ def test_a_budget_is_one_positive_number(given, message):
         (["--samples", "0"], "samples is 0"),
         (["--max-tokens", "4000"], "do not fit into the model's context of 128"),
         (["--questions", "nowhere.txt"], "nowhere.txt does not exist"),
+        (["--output", "figures.png"], "--output is figures.png: give the name of a .json file"),
+        (["--kl", "0"], "leaves nothing"),
+        (["--kl", "1e-3", "--schemes", "int8,fp8"], "for one format, not for int8, fp8"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(arguments, message, tmp_path, capsys):
@@ -341,14 +352,14 @@ def measured(warm_python, tmp_path_factory):
     tiny_tokenizer().save_pretrained(directory / "model")
     (directory / "questions.txt").write_text("ab\ncde\nf g\nh1\ni22\njj\nk\nlm\n")  # those of the scenario
     command = [warm_python, "-m", "trl_qurl", "mismatch", "model", "--schemes", "int8", "--max-tokens", "32"]
-    command += ["--questions", "questions.txt", "--samples", "8", "--kl", str(BUDGET), "-o", "out.json"]
+    command += ["--questions", "questions.txt", "--samples", "8", "--kl", str(BUDGET), "-o", "new/out.json"]
     environment = child_environment(TRL_QURL_CACHE=str(directory / "cache"), COLUMNS="80", PYTHONPATH=str(ROOT))
     done = subprocess.run(
         list(map(str, command)), cwd=directory, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert not list((directory / "cache").glob("*int8*")), "checkpoints that nobody starts from again stay on disk"
-    return directory, done.stdout, json.loads((directory / "out.json").read_text())
+    return directory, done.stdout, json.loads((directory / "new" / "out.json").read_text())
 
 
 @pytest.mark.vllm
@@ -357,7 +368,7 @@ def test_the_command_says_what_rounding_does(measured):
     directory, printed, written = measured
     assert "INT8: Yes." in printed and "INT8, 1 kept" in printed
     assert max(len(line) for line in printed.splitlines() if "/" not in line) <= 80
-    assert (directory / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert (directory / "new" / "out.png").read_bytes().startswith(b"\x89PNG")
     assert list(written["formats"]) == ["none", "int8", "int8, 1 kept"]
     kls = [found["kl_k3"] for found in written["formats"].values()]
     assert kls[0]["high"] < kls[2]["low"], "rounding is more than kernels do"
@@ -370,7 +381,15 @@ def test_the_list_is_one_for_training(measured):
     directory, _, written = measured
     fed = ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"]
     assert written["kept"]["ignore"] == ["lm_head", *fed]
-    given = ["--config", str(directory / "out.yaml"), "--output_dir", str(directory), "--use_cpu", "--bf16", "false"]
+    given = [
+        "--config",
+        str(directory / "new" / "out.yaml"),
+        "--output_dir",
+        str(directory),
+        "--use_cpu",
+        "--bf16",
+        "false",
+    ]
     config = parse_arguments([*given, "--report_to", "none"])[1]
     assert config.quantization_ignore == ["lm_head", *fed] and config.rollout_quantization == "int8"
 

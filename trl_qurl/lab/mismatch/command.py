@@ -47,6 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_output(path: Path) -> None:
+    """Make the directory of the JSON file; `ValueError` for another kind of file, beside which others are written."""
+    if path.suffix != ".json":
+        raise ValueError(f"--output is {path}: give the name of a .json file; the others get its name, too.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table and the verdict; the exit status is 0 whatever the verdict is."""
     from trl_qurl.lab.packages import require
@@ -62,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from trl_qurl.lab.mismatch.table import build_layer_table, build_table, sentences
 
     check_model(args.model)
+    check_output(args.output)
     disable_progress_bar()  # of weights that are loaded
     sampling = Sampling(args.questions, args.limit, args.samples, args.max_tokens, args.seed)
     schemes = args.schemes.split(",") if args.schemes else None
@@ -74,9 +82,9 @@ def run(args: argparse.Namespace) -> int:
     )
     console.print(build_table(report))
     settings = ""
-    if report.kept is not None and schemes is not None:
+    if report.kept is not None:
         console.print(build_layer_table(report.kept))
-        write_settings(report.kept, schemes[0], args.output.with_suffix(".yaml"))
+        write_settings(report.kept, args.output.with_suffix(".yaml"))
         settings = f"Settings for --config: {args.output.with_suffix('.yaml')}. "
     for line in sentences(report):
         console.print(line)

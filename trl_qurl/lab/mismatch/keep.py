@@ -52,16 +52,20 @@ class Kept:
     """The layers that were chosen.
 
     Attributes:
+        scheme: Name of the format of the other layers.
         name: Of the format with these layers in 16 bits, among those of the report.
         ignore: For `quantization_ignore`.
         extra_bytes: What the engine's weights grow by.
         groups: All groups of layers, those first that are worth most per byte; the first ones are kept.
+        budget: What was allowed.
     """
 
+    scheme: str
     name: str
     ignore: tuple[str, ...]
     extra_bytes: int
     groups: tuple[Group, ...]
+    budget: Budget
 
 
 def keep_layers(
@@ -120,7 +124,8 @@ def keep_layers(
         allowed = kernels + (allowed - kernels) / 2
     extra = sum(group.extra_bytes for group in kept)
     rest = [group for group in groups if group not in kept]
-    return Kept(f"{scheme.name}, {len(kept)} kept", ignore, extra, (*kept, *rest)), scored
+    name = f"{scheme.name}, {len(kept)} kept"
+    return Kept(scheme.name, name, ignore, extra, (*kept, *rest), budget), scored
 
 
 def extra_bytes(model: torch.nn.Module, scheme: QuantizationScheme, layers: frozenset[str]) -> dict[str, int]:
@@ -141,9 +146,9 @@ def extra_bytes(model: torch.nn.Module, scheme: QuantizationScheme, layers: froz
     return sizes
 
 
-def write_settings(kept: Kept, scheme: str, path: Path) -> None:
+def write_settings(kept: Kept, path: Path) -> None:
     """Write a file for `--config`."""
     import yaml
 
-    settings = {"rollout_quantization": scheme, "quantization_ignore": list(kept.ignore)}
+    settings = {"rollout_quantization": kept.scheme, "quantization_ignore": list(kept.ignore)}
     path.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")

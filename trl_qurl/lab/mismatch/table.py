@@ -86,6 +86,12 @@ def build_layer_table(kept: Kept, most: int = 12) -> Table:
 def sentences(report: Report) -> list[str]:
     """What to do in each format, and why."""
     lines = [f"{label(name)}: {verdict(found)}" for name, found in report.formats.items() if name != BASELINE]
+    if (kept := report.kept) is not None and kept.budget.kl is not None:
+        found = report.formats[kept.name].kl_k3.value
+        if found > kept.budget.kl:
+            lines.append(
+                f"{label(kept.name)} has a KL of {found:.2g}, above --kl {kept.budget.kl:g}: lower --kl to keep more."
+            )
     lines += [f"{label(name)}: not measured. {failure}" for name, failure in report.failures.items()]
     if any(name != BASELINE for name in report.formats):
         lines.append(
