@@ -218,7 +218,7 @@ def test_nothing_left_to_quantize(tmp_path):
 def test_a_process_that_fails_says_what_it_said(warm_python, monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(sys, "executable", str(warm_python))
     with pytest.raises(ChildProcessError, match="INT8 rollouts failed"):
-        run_job(Job(str(tmp_path / "nowhere"), "int8", Workload(), 1.0), tmp_path)
+        run_job(Job(str(tmp_path / "nowhere"), "int8", Workload(), 1.0))
     assert "nowhere" in capfd.readouterr().err
 
 
@@ -246,7 +246,7 @@ def h100(monkeypatch):
     monkeypatch.setattr(run, "find_device", lambda: H100)
 
     def ask(answer):
-        monkeypatch.setattr(run, "run_job", lambda job, directory: asked.append(job) or answer(job))
+        monkeypatch.setattr(run, "run_job", lambda job: asked.append(job) or answer(job))
         return asked
 
     return ask

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux' prctl
 
@@ -96,6 +99,23 @@ def run_child(
             f"lines:\n{last_lines(log, 25)}",
             process.returncode,
         )
+
+
+def call_in_child(module: str, job: Any, failure: str, environment: Mapping[str, str] = os.environ) -> Any:
+    """What `python -m MODULE JOB RESULT` makes of a job; both are pickled.
+
+    `ChildProcessError` with the message `failure` if it fails; the last lines that it printed are on the standard
+    error then.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        source, result, log = (Path(directory) / name for name in ("job", "result", "log"))
+        source.write_bytes(pickle.dumps(job))
+        try:
+            run_child([sys.executable, "-m", module, source, result], log, environment=environment)
+        except ChildProcessError as error:
+            print(last_lines(log, 25), file=sys.stderr)
+            raise ChildProcessError(failure) from error
+        return pickle.loads(result.read_bytes())
 
 
 def last_lines(log: Path, count: int) -> str:

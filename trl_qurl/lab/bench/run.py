@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import pickle
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +17,7 @@ from trl_qurl.lab.bench.costs import EngineCosts, TrainingCosts
 from trl_qurl.lab.bench.memory import ENGINE_SHARE, find_device, why_too_large
 from trl_qurl.lab.bench.prediction import Comparison, Step, compare, predict_step
 from trl_qurl.lab.bench.workload import BASELINE, TRAINING, Job, Workload
-from trl_qurl.lab.processes import ENGINE_ENVIRONMENT, last_lines, run_child
+from trl_qurl.lab.processes import ENGINE_ENVIRONMENT, call_in_child
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -145,7 +143,7 @@ def bench(
             name = part.name
             report(f"Measuring {part.description}")
             try:
-                costs = run_job(part, Path(directory))
+                costs = run_job(part)
                 measured = result.measurements | ({} if name == TRAINING else {name: costs})
                 change = {TRAINING: costs} if name == TRAINING else {"measurements": measured}
             except ChildProcessError as error:
@@ -210,24 +208,17 @@ def save_config(
     return empty
 
 
-def run_job(job: Job, directory: Path) -> Any:
+def run_job(job: Job) -> Any:
     """Measure in a process of its own, because an engine's memory is freed only when its process ends.
 
     Raises:
         ChildProcessError: If it failed; the last lines that it printed are on the standard error then.
     """
-    source, result, log = (directory / f"{job.name}.{kind}" for kind in ("job", "result", "log"))
-    source.write_bytes(pickle.dumps(job))
-    command = [sys.executable, "-m", "trl_qurl.lab.bench.worker", str(source), str(result)]
-    try:
-        run_child(command, log, environment=ENGINE_ENVIRONMENT | os.environ)
-    except ChildProcessError as error:
-        print(last_lines(log, 25), file=sys.stderr)
-        raise ChildProcessError(
-            f"Measuring {job.description} failed; the last lines that were printed are above. A smaller --batch or "
-            "shorter completions need less memory."
-        ) from error
-    return pickle.loads(result.read_bytes())
+    failure = (
+        f"Measuring {job.description} failed; the last lines that were printed are above. A smaller --batch or "
+        "shorter completions need less memory."
+    )
+    return call_in_child("trl_qurl.lab.bench.worker", job, failure, ENGINE_ENVIRONMENT | os.environ)
 
 
 def write_bench(result: Bench, path: Path) -> None:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.lab.mismatch.job import Answer, Job
 from trl_qurl.lab.mismatch.prompts import encode, load_prompts
-from trl_qurl.lab.processes import ENGINE_ENVIRONMENT, last_lines, run_child
+from trl_qurl.lab.processes import ENGINE_ENVIRONMENT, call_in_child
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -189,17 +185,9 @@ def ask_engine(job: Job, scheme: str) -> list[Answer]:
     from trl_qurl.quantization.schemes import get_scheme
     from trl_qurl.rollout.engine.kernels import kernel_environment
 
-    environment = kernel_environment(None if scheme == BASELINE else get_scheme(scheme))
-    with tempfile.TemporaryDirectory() as directory:
-        source, result, log = (Path(directory) / f"engine.{kind}" for kind in ("job", "result", "log"))
-        source.write_bytes(pickle.dumps(job))
-        command = [sys.executable, "-m", "trl_qurl.lab.mismatch.worker", str(source), str(result)]
-        try:
-            run_child(command, log, environment={**ENGINE_ENVIRONMENT, **os.environ, **environment})
-        except ChildProcessError as error:
-            print(last_lines(log, 25), file=sys.stderr)
-            raise ChildProcessError(
-                f"The engine for {label(scheme)} failed; the last lines that it printed are above. Fewer --samples or "
-                "a smaller --max-tokens need less memory."
-            ) from error
-        return pickle.loads(result.read_bytes())
+    kernels = kernel_environment(None if scheme == BASELINE else get_scheme(scheme))
+    failure = (
+        f"The engine for {label(scheme)} failed; the last lines that it printed are above. Fewer --samples or a "
+        "smaller --max-tokens need less memory."
+    )
+    return call_in_child("trl_qurl.lab.mismatch.worker", job, failure, {**ENGINE_ENVIRONMENT, **os.environ, **kernels})
