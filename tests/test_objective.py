@@ -8,16 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_loss import reference_loss
 
-from trl_qurl.objective import (
-    OBJECTIVES,
-    Objective,
-    SurrogateTerms,
+from trl_qurl.importance import (
     adaptive_clip_range,
-    get_objective,
     importance_ratio,
     kept_share,
-    surrogate_terms,
 )
+from trl_qurl.objective import OBJECTIVES, Objective, SurrogateTerms, get_objective, surrogate_terms
 
 CLIP = {"epsilon_low": 0.2, "epsilon_high": 0.28}
 LOSS_TYPES = {"grpo": {}, "bnpo": {}, "dr_grpo": {"max_completion_length": 9}, "dapo": {"num_items": 13}}
@@ -87,7 +83,8 @@ def test_one_token_by_hand(policy, advantage, expected):
 
 
 def test_expected_table_names_every_objective():
-    assert set(OBJECTIVES) == {"acr", "tis", "decoupled", "quantized_ratio", "naive", "icepop", "geometric_mask"}
+    masks, ours = {"icepop", "geometric_mask"}, {"ais"}
+    assert set(OBJECTIVES) == {"acr", "tis", "decoupled", "quantized_ratio", "naive"} | masks | ours
     assert all(objective.name == name for name, objective in OBJECTIVES.items())
 
 

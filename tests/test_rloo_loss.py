@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import DISTRIBUTED_VARIABLES
 from datasets import Dataset
+from reference_loss import adaptive_coefficient
 from tiny import ENGINE, tiny_model, tiny_tokenizer
 from trl import RLOOTrainer
 
@@ -111,7 +112,7 @@ def gradients(trainer, loss):
     return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
 
 
-def slow_weights(objective, log_rho):
+def slow_weights(objective, log_rho, coefficient):
     """One completion's weights from its logarithms of ρ, `None` where the engine gave none, token by token."""
     rho = [1.0 if value is None else math.exp(value) for value in log_rho]
     scored = [value for value in log_rho if value is not None]
@@ -121,6 +122,8 @@ def slow_weights(objective, log_rho):
         return rho
     if objective == "tis":
         return [max(FLOOR, min(r, CAP)) for r in rho]
+    if objective == "ais":
+        return [1 + coefficient * (max(FLOOR, min(r, CAP)) - 1) for r in rho]
     if objective == "icepop":
         return [r if FLOOR <= r <= CAP else 0.0 for r in rho]
     assert objective == "geometric_mask"
@@ -132,6 +135,8 @@ def reference(trainer, objective, batch, proximal_logps, behavior_logps):
     """The value of TRL's loss, and something with the gradient A·R·Σ w·∇log π of the completions not clipped."""
     logps = policy_log_probabilities(trainer, batch)
     value, surrogate, clipped = 0.0, torch.tensor(0.0), []
+    known = behavior_logps.masked_fill(batch["completion_mask"] == 0, torch.nan)
+    coefficient = adaptive_coefficient((proximal_logps - known).tolist(), CAP, FLOOR)
     for i in range(B):
         tokens = range(int(batch["completion_mask"][i].sum()))
         behavior = [behavior_logps[i, t].item() for t in tokens]
@@ -145,7 +150,7 @@ def reference(trainer, objective, batch, proximal_logps, behavior_logps):
         value -= min(ratio * advantage, bounded * advantage) / B
         clipped.append(bounded * advantage < ratio * advantage)
         if not clipped[-1]:
-            for t, weight in zip(tokens, slow_weights(objective, log_rho), strict=True):
+            for t, weight in zip(tokens, slow_weights(objective, log_rho, coefficient), strict=True):
                 surrogate = surrogate - weight * ratio * advantage * logps[i, t] / B
     return value, surrogate, clipped
 

@@ -1,21 +1,31 @@
-"""The objectives: importance ratio, adaptive clip range, and what a trainer hands to TRL's own loss.
+"""The objectives by name, and what a trainer hands to TRL's own loss to compute one.
 
 Pure functions of tensors and floats. TRL computes the clipped surrogate, and `surrogate_terms` chooses its inputs so
-that it is the objective asked for. `tests/reference_loss.py` has the equations as the papers print them.
+that it is the objective asked for, with weights and bounds from `importance.py`. `tests/reference_loss.py` has the
+equations as the papers print them.
 
 Shapes: `B` sequences, `T` completion tokens. Equation numbers: QuRL, arXiv:2602.13953. Log-probabilities, in nats:
 `behavior_logps` of the quantized policy that sampled the tokens, `proximal_logps` of the full-precision policy at that
 moment, `policy_logps` of the full-precision policy being updated.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 
-Correction = Literal["none", "full", "truncated", "masked", "masked_sequence"]
-"""The weight: 1, ρ, min(ρ, C), ρ from floor to C and 0 elsewhere, or `geometric_mask`'s."""
+from trl_qurl.importance import (
+    ClipRange,
+    adaptive_clip_range,
+    checked_cap,
+    geometric_mask,
+    importance_ratio,
+    mixing_coefficient,
+    weight_sums,
+)
+
+Correction = Literal["none", "full", "truncated", "adaptive", "masked", "masked_sequence"]
+"""The weight: 1, ρ, min(ρ, C), 1 + λ·(min(ρ, C) − 1), ρ from floor to C and 0 elsewhere, or `geometric_mask`'s."""
 
 
 @dataclass(frozen=True)
@@ -98,15 +108,15 @@ for _objective in (
         "token is outside of a range",
         correction="masked_sequence",
     ),
+    Objective(
+        "ais",
+        "after AIS, arXiv 2605.13907",
+        "the ratio to the full-precision policy, clipped; each token weighted between 1 and the truncated importance "
+        "ratio, by one coefficient per rollout",
+        correction="adaptive",
+    ),
 ):
     register_objective(_objective)
-
-
-class ClipRange(NamedTuple):
-    """Clip bounds in TRL's convention: the ratio is clamped to [1 − epsilon_low, 1 + epsilon_high]."""
-
-    epsilon_low: torch.Tensor  # `(B, T)`, distance of the lower bound below 1
-    epsilon_high: torch.Tensor  # `(B, T)`, distance of the upper bound above 1
 
 
 class SurrogateTerms(NamedTuple):
@@ -135,102 +145,6 @@ def get_objective(name: str) -> Objective:
     return OBJECTIVES[name]
 
 
-def importance_ratio(proximal_logps: torch.Tensor, behavior_logps: torch.Tensor) -> torch.Tensor:
-    """Ratio of the full-precision to the quantized policy at the moment of the rollout.
-
-        ρ = π_prox / π_behav = exp(proximal_logps − behavior_logps)
-
-    Source: the factor in front of Eq. 4.
-
-    Args:
-        proximal_logps: `(B, T)`.
-        behavior_logps: `(B, T)`; NaN where the engine returned none.
-
-    Returns:
-        ρ, `(B, T)`; 1 where there is nothing to correct by (NaN).
-
-    Raises:
-        ValueError: The shapes differ or are not two-dimensional.
-    """
-    if proximal_logps.shape != behavior_logps.shape or proximal_logps.dim() != 2:
-        raise ValueError(
-            f"Got proximal_logps {tuple(proximal_logps.shape)}, behavior_logps {tuple(behavior_logps.shape)}: "
-            "pad both to one shape (B, T)."
-        )
-    return (proximal_logps - behavior_logps).masked_fill(behavior_logps.isnan(), 0.0).exp()
-
-
-def kept_share(rho: torch.Tensor, cap: float) -> torch.Tensor:
-    """Share of the behavior ratio that a cap on ρ keeps.
-
-        r = min(1, C / ρ) = π_behav / max(π_behav, π_prox / C)
-
-    Capping ρ at C is lifting π_behav to π_prox / C. Source: Eq. 6-7.
-
-    Args:
-        rho: ρ, `(B, T)`.
-        cap: C, a ratio, finite and above 0.
-
-    Returns:
-        r in [0, 1], `(B, T)`, exactly 1 where ρ ≤ C.
-
-    Raises:
-        ValueError: `cap` is out of range.
-    """
-    _check_cap(cap)
-    # `where`, not `clamp`: C / ρ rounds, and must not come out just below 1 where nothing was cut.
-    return torch.where(rho > cap, cap / rho, 1.0)
-
-
-def adaptive_clip_range(rho: torch.Tensor, cap: float, epsilon_low: float, epsilon_high: float) -> ClipRange:
-    """Clip range whose upper bound rises where the cap cuts ρ, and whose lower bound never moves.
-
-        1 − ε_low' = 1 − ε_low,    1 + ε_high' = (1 + ε_high) / r
-
-    Where r is `kept_share(rho, cap)`. Source: Eq. 9, with DAPO's ε_low and ε_high in the place of its single ε.
-
-    Args:
-        rho: ρ, `(B, T)`.
-        cap: C, a ratio, finite and above 0.
-        epsilon_low: Distance of the lower bound below 1.
-        epsilon_high: Distance of the upper bound above 1, before it is lifted.
-
-    Returns:
-        Both distances, each `(B, T)`; exactly `epsilon_low` and `epsilon_high` where ρ ≤ C.
-
-    Raises:
-        ValueError: `cap` is out of range.
-    """
-    lifted = (1.0 + epsilon_high) / kept_share(rho, cap) - 1.0  # (B, T)
-    # (1 + ε) − 1 is not ε in floating point, so a bound that is not lifted does not come from the formula.
-    return ClipRange(torch.full_like(rho, epsilon_low), torch.where(rho > cap, lifted, epsilon_high))
-
-
-def geometric_mask(
-    proximal_logps: torch.Tensor, behavior_logps: torch.Tensor, floor: float, cap: float
-) -> torch.Tensor:
-    """1 for completions on which the two policies agree on average, and 0 for all others.
-
-        M = 1 if floor ≤ (∏ ρ_t)^(1/n) ≤ cap, else 0
-
-    With the geometric mean of ρ over the n tokens that the engine scored; unlike their product it does not grow with
-    the length. Source: Liu et al. 2025, "When Speed Kills Stability", part 3 (richardli.xyz/rl-collapse-3).
-
-    Args:
-        proximal_logps: `(B, T)`.
-        behavior_logps: `(B, T)`; NaN where a token is not learned from, or the engine returned nothing.
-        floor: Smallest mean ratio that is kept.
-        cap: Largest mean ratio that is kept.
-
-    Returns:
-        The weights, `(B, 1)`; 1 where no token was scored.
-    """
-    scored = ~behavior_logps.isnan()
-    log_ratio = torch.where(scored, proximal_logps - behavior_logps, 0.0).sum(-1, keepdim=True)  # (B, 1)
-    mean = (log_ratio / scored.sum(-1, keepdim=True).clamp(min=1)).exp()
-    return ((mean >= floor) & (mean <= cap)).to(proximal_logps.dtype)
-
-
 def surrogate_terms(
     objective: str,
     proximal_logps: torch.Tensor,
@@ -240,6 +154,7 @@ def surrogate_terms(
     floor: float | None = None,
     epsilon_low: float,
     epsilon_high: float,
+    coefficient: torch.Tensor | float | None = None,
 ) -> SurrogateTerms:
     """Inputs with which the plain clipped surrogate computes an objective.
 
@@ -253,10 +168,12 @@ def surrogate_terms(
         behavior_logps: `(B, T)`, may hold NaN: ρ = 1 there, with π_prox instead of π_behav below the ratio.
         cap: C, a ratio: the largest weight, or the largest ratio that a mask keeps. Finite and above 0 for all but
             decoupled, quantized_ratio and naive, which do not read it.
-        floor: The smallest weight of acr and tis, a ratio; None for none (the paper has none). For icepop and
-            geometric_mask the smallest ratio that is kept; None for 1 / C.
+        floor: The smallest weight of acr and tis, and of ais before λ, a ratio; None for none (the paper has none).
+            For icepop and geometric_mask the smallest ratio that is kept; None for 1 / C.
         epsilon_low: Distance of the lower clip bound below 1.
         epsilon_high: Distance of the upper clip bound above 1.
+        coefficient: λ of ais, in [0, 1], detached: `mixing_coefficient` of the whole batch; None for that of these
+            tensors alone.
 
     Returns:
         Four tensors `(B, T)`, detached: no gradient flows through sampling.
@@ -275,12 +192,14 @@ def surrogate_terms(
     weight = torch.ones_like(rho)
     if preset.correction == "full":
         weight = rho
-    elif preset.correction == "truncated":
-        cap = _check_cap(cap, floor)
-        weight = rho.clamp(min=floor, max=cap)  # (B, T)
-
+    elif preset.correction in ("truncated", "adaptive"):
+        weight = rho.clamp(min=floor, max=checked_cap(cap, floor))  # (B, T)
+        if preset.correction == "adaptive":
+            if coefficient is None:
+                coefficient = mixing_coefficient(weight_sums(proximal_logps, behavior_logps, cap, floor))
+            weight = 1 + coefficient * (weight - 1)
     elif preset.correction.startswith("masked"):
-        cap = _check_cap(cap, floor)
+        cap = checked_cap(cap, floor)
         floor = min(cap, 1 / cap) if floor is None else floor
         weight = torch.where((rho >= floor) & (rho <= cap), rho, 0.0)  # (B, T)
         if preset.correction == "masked_sequence":
@@ -288,13 +207,5 @@ def surrogate_terms(
 
     clip_range = ClipRange(torch.full_like(rho, epsilon_low), torch.full_like(rho, epsilon_high))
     if preset.lifts_upper_bound:
-        clip_range = adaptive_clip_range(rho, _check_cap(cap), epsilon_low, epsilon_high)
+        clip_range = adaptive_clip_range(rho, checked_cap(cap), epsilon_low, epsilon_high)
     return SurrogateTerms(old_logps, weight, *clip_range)
-
-
-def _check_cap(cap: float | None, floor: float | None = None) -> float:
-    if cap is None or not 0 < cap < math.inf:
-        raise ValueError(f"Got cap={cap}: give a cap finite and above 0 (2 is usual), or use objective 'decoupled'.")
-    if floor is not None and not 0 <= floor <= cap:
-        raise ValueError(f"Got floor={floor} with cap={cap}. The floor must lie in [0, cap]; None means no floor.")
-    return cap

@@ -195,6 +195,12 @@ def _rloo() -> Experiment:
     return Experiment("rloo", "Does RLOO learn from quantized rollouts, and does a correction help it?", tuple(arms))
 
 
+def _adaptive() -> Experiment:
+    """As the arms of `main`, with which they are compared seed by seed."""
+    arms = [Arm(f"{scheme}_ais", scheme, {"objective": "ais"}) for scheme in ("int8", "int4", "int3")]
+    return Experiment("adaptive", "Does a weight between none and the truncated one train better?", tuple(arms))
+
+
 EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
@@ -208,5 +214,6 @@ EXPERIMENTS = {
         _lora(),
         _arithmetic(),
         _rloo(),
+        _adaptive(),
     )
 }

@@ -68,7 +68,8 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
         objective: `acr` (QuRL, Eq. 9), `tis` (FlashRL, Eq. 5), `decoupled` (Eq. 4), `quantized_ratio` (Eq. 3) or
             `naive` (Eq. 1). The cap C is `vllm_importance_sampling_clip_max`. `icepop` leaves out tokens, and
             `geometric_mask` completions, whose ratio is above C or below `vllm_importance_sampling_clip_min` (by
-            default 1/C). `trl` is TRL's own loss with TRL's own correction, as its settings say.
+            default 1/C). `ais` weighs tokens between `naive` and `tis`, by one coefficient per rollout. `trl` is TRL's
+            own loss with TRL's own correction, as its settings say.
 
     > Changed defaults
 

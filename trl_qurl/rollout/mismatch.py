@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trl_qurl.objective import importance_ratio
+from trl_qurl.importance import importance_ratio
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

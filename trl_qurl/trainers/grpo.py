@@ -126,15 +126,20 @@ Y. K. Li and Y. Wu and Daya Guo},
         if self._uses_trls_loss:
             return {"proximal_logps": proximal_logps}
         assert behavior_logps is not None, "only TRL's own loss can do without"
+        # A token that is not learned from has no ratio; NaN says so, and keeps its padding out of exp().
+        behavior_logps = behavior_logps.masked_fill(~learned, torch.nan)
+        # A rollout that is scored beforehand is here as a whole; otherwise this is one micro-batch of it.
+        is_part = self._unscored_inputs is not None and self._mode == "train"
+        parts = self.args.steps_per_generation if is_part else 1
         terms = surrogate_terms(
             self.args.objective,
             proximal_logps,
-            # A token that is not learned from has no ratio; NaN says so, and keeps its padding out of exp().
-            behavior_logps.masked_fill(~learned, torch.nan),
+            behavior_logps,
             cap=cap,
             floor=self.vllm_importance_sampling_clip_min,
             epsilon_low=float(self.epsilon_low),
             epsilon_high=float(self.epsilon_high),
+            coefficient=self._mixing_coefficient(proximal_logps, behavior_logps, parts),
         )
         inputs = {
             "old_per_token_logps": terms.old_logps,

@@ -109,15 +109,17 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
         self._mismatch.add(proximal_logps, behavior_logps, learned, cap)
         if self.args.objective == TRL_LOSS:
             return {"proximal_logps": proximal_logps}
+        # A token that is not learned from has no ratio; NaN says so, and keeps its padding out of exp().
+        behavior_logps = behavior_logps.masked_fill(~learned, torch.nan)
         terms = surrogate_terms(
             self.args.objective,
             proximal_logps,
-            # A token that is not learned from has no ratio; NaN says so, and keeps its padding out of exp().
-            behavior_logps.masked_fill(~learned, torch.nan),
+            behavior_logps,
             cap=cap,
             floor=self.args.vllm_importance_sampling_clip_min,
             epsilon_low=self.epsilon_low,
             epsilon_high=self.epsilon_high,
+            coefficient=self._mixing_coefficient(proximal_logps, behavior_logps),
         )
         return {
             "old_logps": (terms.old_logps * learned).sum(1),

@@ -23,6 +23,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from trl.data_utils import prepare_multimodal_messages
 from trl.import_utils import is_vllm_available
 
+from trl_qurl.importance import mixing_coefficient, weight_sums
+from trl_qurl.objective import get_objective
 from trl_qurl.quantization.schemes import get_scheme
 from trl_qurl.rollout.backend import quantized_generation
 from trl_qurl.rollout.mismatch import MismatchTally
@@ -156,6 +158,26 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
             "time/logps_s": self._scoring_seconds,
             "throughput/generated_tokens_per_s": tokens / cost.generate_s if cost.generate_s else 0.0,
         }
+
+    def _mixing_coefficient(
+        self, proximal_logps: torch.Tensor, behavior_logps: torch.Tensor, parts: int = 1
+    ) -> torch.Tensor | None:
+        """λ of an adaptive objective, over all processes, logged; `None` for others. A collective operation.
+
+        Args:
+            proximal_logps: `(B, T)`, in nats.
+            behavior_logps: `(B, T)`, in nats; NaN where a token is not learned from.
+            parts: Number of such batches in a rollout, of whose size λ is computed.
+        """
+        args = self.args
+        if get_objective(args.objective).correction != "adaptive":
+            return None
+        cap, floor = args.vllm_importance_sampling_clip_max, args.vllm_importance_sampling_clip_min
+        sums = weight_sums(proximal_logps, behavior_logps, cap, floor)
+        # Accelerators without float64 exist; the sums were formed in it.
+        coefficient = mixing_coefficient(self._sum_over_processes(sums.float()) * parts)
+        self._record({"ais/coefficient": coefficient.item()})
+        return coefficient
 
     def _sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(tensor, reduction="sum")
