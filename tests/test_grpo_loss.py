@@ -315,6 +315,28 @@ def test_one_update_per_rollout_needs_no_scoring_pass(objective, trainer, monkey
     assert mismatch == {name: pytest.approx(scored_metrics[name], rel=1e-2, abs=1e-7) for name in mismatch}
 
 
+def test_cut_distributions_shrink_the_ratio_by_what_was_kept(trainer, monkeypatch):
+    """Why `top_p` and its like are warned of: ρ is too small by the factor S, the probability of the tokens kept."""
+    means, logged = {}, trainer._metrics["train"]
+    for top_p in (1.0, 0.9, 0.5):
+        monkeypatch.setattr(trainer.vllm_generation, "top_p", top_p)
+        logged.clear()
+        batch = trainer._generate_and_score_completions(ROWS)
+        means[top_p] = logged["mismatch/ratio_mean"][0]
+    assert means[1.0] == pytest.approx(1.0, abs=0.01)
+    # Of the last rollout, by the trainer's own distribution: the fewest tokens with half of it, or a little more.
+    batch = {name: batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    with torch.no_grad():
+        attended = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+        probabilities = trainer.model(ids, attention_mask=attended).logits.softmax(-1)[:, :-1]
+    ordered = probabilities[:, -batch["completion_ids"].size(1) :].sort(-1, descending=True).values.cumsum(-1)
+    kept = torch.where(ordered >= 0.5, ordered, 2.0).amin(-1)  # (B, T)
+    learned = batch["completion_mask"].bool()
+    assert means[0.5] == pytest.approx(kept[learned].mean().item(), abs=0.01)
+    assert 0.89 < means[0.9] < 0.93
+
+
 def test_the_mismatch_is_that_of_one_whole_rollout(trainer, monkeypatch):
     """One update per rollout, four micro-batches each: the figures come with the fourth, and are of these four."""
     one_update_per_rollout(trainer, monkeypatch)

@@ -5,8 +5,9 @@ except rewards.py, which grades answers and has a goal of its own.
 
 The core's goal was 7,000 lines, and it had 6,804, before it learned to survive a server, to guard one with a key, and
 what GPUs ask for; 7,700 before training learned the engine's forward pass and adapters traveled by themselves; 10,000
-before engine and trainer compared their experts. The lab's was 5,000 before the doctor came, and
-6,500 before `trl-qurl mismatch`.
+before engine and trainer compared their experts; 10,150 before weights were mixed by one coefficient per rollout and
+sampling settings were checked. The lab's was 5,000 before the doctor came, and 6,500 before `trl-qurl mismatch`. The
+package had 12 entries before the functions of the importance ratio got a file of their own.
 """
 
 import dataclasses
@@ -53,13 +54,13 @@ def main() -> None:
     long = [path for path in (*core, grading, *lab) if count_lines(path) > LONGEST_FILE]
     entries = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     rows = [
-        ("core, lines", total(core), 10_150),
+        ("core, lines", total(core), 10_325),
         ("lab, lines", total(lab), 7_800),
         ("rewards.py, lines", count_lines(grading), 250),
         ("tests, lines", total(python_files(ROOT / "tests")), None),
         (f"files over {LONGEST_FILE} lines", len(long), 0),
         ("settings added to TRL's", len(added_fields()), 26),
-        ("entries in trl_qurl/", len(entries), 12),
+        ("entries in trl_qurl/", len(entries), 13),
     ]
     for name, found, goal in rows:
         limit = "" if goal is None else f"  at most {goal:,}{'' if found <= goal else ', EXCEEDED'}"

@@ -12,6 +12,7 @@ from typing import Any
 
 from trl_qurl.config.checks import check_choice, check_numbers
 from trl_qurl.config.help import with_help
+from trl_qurl.config.sampling import warn_of_biased_ratio
 from trl_qurl.quantization.checkpoint import check_quantizer
 from trl_qurl.quantization.kv_cache import check_kv_cache
 from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED, parse_scheme
@@ -133,6 +134,7 @@ class QuantizedRolloutsConfig:
         self._check_format()
         self._check_uaq()
         self._check_engine()
+        warn_of_biased_ratio(self, stacklevel=4)
 
     @property
     def effective_uaq_scale(self: Any) -> float:
