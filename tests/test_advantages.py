@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_loss import adaptive_coefficient
 
 from trl_qurl.advantages import (
     explained_variance,
@@ -118,11 +119,14 @@ def test_whitening_survives_what_has_no_spread():
     assert torch.equal(whiten(alike, nothing, masked_moments(alike, nothing)), torch.zeros(1, 3))
 
 
-def test_whitening_over_two_processes_is_whitening_the_whole_batch(run_scenario):
-    record = run_scenario("whitening.py", processes=2)
+def test_two_processes_compute_what_one_does_with_the_whole_batch(run_scenario):
+    record = run_scenario("together.py", processes=2)
     assert record["processes"] == 2
     torch.manual_seed(0)
     tensor, mask = torch.randn(6, 5), torch.rand(6, 5) > 0.3
+    coefficient = adaptive_coefficient(tensor.masked_fill(~mask, torch.nan).tolist(), cap=2.0)
+    assert record["coefficients"] == [pytest.approx(coefficient, rel=1e-5)] * 2
+    assert record["recorded"] == [{"ais/coefficient": value} for value in record["coefficients"]]
     expected = whiten(tensor, mask, masked_moments(tensor, mask))
     torch.testing.assert_close(torch.tensor(record["whitened"]), expected)
     assert record["explained_variance"] == pytest.approx(explained_variance(tensor, tensor + expected, mask), rel=1e-5)

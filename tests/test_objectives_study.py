@@ -64,8 +64,10 @@ def test_every_experiment_can_be_told_apart_and_summed_up():
         arms = {arm.name: arm for arm in experiment.arms}
         assert len(arms) == len(experiment.arms), f"{name} has two arms of one name"
         assert all(arm.changed["objective"] in OBJECTIVES for arm in experiment.arms if "objective" in arm.changed)
+        others = {arm.name for arm in EXPERIMENTS[experiment.beside].arms} if experiment.beside else set()
+        assert not others & arms.keys(), f"{name} has arms of {experiment.beside}"
         for pair in summary.CONTRASTS[name]:
-            assert set(pair) <= arms.keys(), f"{name} compares {pair}, which it does not run"
+            assert set(pair) <= arms.keys() | others, f"{name} compares {pair}, which it does not run"
     main = EXPERIMENTS["main"].arms
     assert {arm.scheme for arm in main} == {None, "int8", "int4", "int3"}
     assert all(len(arm.seeds) >= 5 for arm in main if arm.scheme in (None, "int8", "int3"))
@@ -101,7 +103,7 @@ def test_short_logs_keep_what_is_needed(tmp_path):
     assert [shortened(value) for value in (1234567.0, 1.23456789e-9, 0.0)] == [1234600.0, 1.2346e-9, 0.0]
 
 
-def write_runs(directory, accuracies, quantized=None, changed=None):
+def write_runs(directory, accuracies, quantized=None, changed=None, experiment="main", metrics=None):
     """Two updates a rollout, thirty rollouts; the first ten are far off, which the means must leave out."""
     for arm, values in accuracies.items():
         for seed, value in enumerate(values):
@@ -118,9 +120,10 @@ def write_runs(directory, accuracies, quantized=None, changed=None):
             ]
             for row in rows if quantized else []:
                 row["quantized_expected_accuracy"] = row["expected_accuracy"] - value + quantized[arm][seed]
+            rows = [row | (metrics or {}) for row in rows]
             settings = {"seed": seed, "updates_per_rollout": 2, "date": "d", "commit": "c", "hardware": "h"}
             settings |= changed or {}
-            write_short_log(settings, rows, directory / "main" / f"{arm}-seed{seed}.jsonl.gz")
+            write_short_log(settings, rows, directory / experiment / f"{arm}-seed{seed}.jsonl.gz")
 
 
 def test_tables_say_what_the_logs_say(tmp_path, capsys):
@@ -153,6 +156,17 @@ def test_tables_compare_what_is_trained(tmp_path, capsys):
     # In full precision -.6 and -.5, trained .05 twice; the other arms' quantized policies were not measured.
     assert "| int8_naive_forward - bf16 | 2 | -0.550 ± 0.635 | – | **+0.050 ± 0.000** |" in printed
     assert "| int8_naive_forward - int8_acr | 2 | -0.450 ± 0.635 | – | **+0.150 ± 0.000** |" in printed
+
+
+def test_an_experiment_is_compared_with_the_one_beside_it(tmp_path, capsys):
+    write_runs(tmp_path, {"int8_tis": [0.7, 0.5], "int3_tis": [0.1, 0.1]})
+    write_runs(tmp_path, {"int8_ais": [0.8, 0.5]}, experiment="adaptive", metrics={"ais/coefficient": 0.25})
+    summary.main(["--runs", str(tmp_path)])
+    printed = capsys.readouterr().out.split("### adaptive")[1]
+    # Differences .1 and 0: mean .05, standard error .05, times t(1) = 12.706.
+    assert "| int8_ais - int8_tis | 2 | +0.050 ± 0.635 |" in printed
+    assert "| 0.25 → 0.25 |" in printed
+    assert "| int8_tis |" not in printed, "arms of another experiment are not repeated"
 
 
 @pytest.mark.parametrize("merges", [True, False], ids=["merged", "beside the base"])

@@ -38,11 +38,12 @@ class Arm:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Arms that answer one question."""
+    """Arms that answer one question, by themselves or beside those of another experiment with the same settings."""
 
     name: str
     question: str
     arms: tuple[Arm, ...]
+    beside: str | None = None
 
 
 def objective_arms(scheme: str, **common: Any) -> list[Arm]:
@@ -198,7 +199,8 @@ def _rloo() -> Experiment:
 def _adaptive() -> Experiment:
     """As the arms of `main`, with which they are compared seed by seed."""
     arms = [Arm(f"{scheme}_ais", scheme, {"objective": "ais"}) for scheme in ("int8", "int4", "int3")]
-    return Experiment("adaptive", "Does a weight between none and the truncated one train better?", tuple(arms))
+    question = "Does a weight between none and the truncated one train better?"
+    return Experiment("adaptive", question, tuple(arms), beside="main")
 
 
 EXPERIMENTS = {

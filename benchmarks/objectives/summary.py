@@ -24,6 +24,7 @@ from trl_qurl.trainers.run_log import Run, read_run
 FIRST = 10  # rollouts
 ACCURACY = "expected_accuracy"
 QUANTIZED = "quantized_expected_accuracy"
+COEFFICIENT = "ais/coefficient"
 SCHEMES = ("int8", "int4", "int3")
 FORWARD = ("naive_forward", "acr_forward_float16")
 LORA_SCHEMES = ("int8", "w4a16", "int3")
@@ -70,6 +71,10 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
         ("int8_s1", "bf16_s1"),
     ],
     "lowest_rate": [("int8_s1.5", "int8_s1"), ("int8_s3", "int8_s1")],
+    "adaptive": [
+        *((f"{scheme}_ais", "bf16") for scheme in SCHEMES),
+        *((f"{scheme}_ais", f"{scheme}_{other}") for scheme in SCHEMES for other in ("naive", "tis", "acr")),
+    ],
     "lora_rate": [],
     "arithmetic": [],
     "rloo": [
@@ -102,6 +107,9 @@ def main(argv: list[str] | None = None) -> None:
         if not arms:
             continue
         rows = {arm: summarize(runs) for arm, runs in arms.items()}
+        if experiment.beside:
+            others = [arm.name for arm in EXPERIMENTS[experiment.beside].arms]
+            arms = {**read_arms(args.runs / experiment.beside, others), **arms}
         pairs = {
             f"{arm} - {other}": difference(arms[arm], arms[other])
             for arm, other in CONTRASTS[name]
@@ -130,7 +138,7 @@ def summarize(runs: Mapping[int, Run]) -> dict[str, Any]:
     """What is said of an arm."""
     every = list(runs.values())
     updates = every[0].settings["updates_per_rollout"]
-    return {
+    said = {
         "seeds": sorted(runs),
         "rollouts": max(row["step"] for row in every[0].rows) / updates,
         "accuracy": stated(accuracy(run) for run in every),
@@ -146,6 +154,11 @@ def summarize(runs: Mapping[int, Run]) -> dict[str, Any]:
         "clipped": stated(mean_of(run, "clip_ratio/region_mean") for run in every),
         "let_through": stated(mean_of(run, "acr/let_through_share") for run in every),
     }
+    if every[0].series(COEFFICIENT):
+        said["coefficient_first"] = stated(mean_of_first(run, COEFFICIENT) for run in every)
+        said["coefficient"] = stated(mean_of(run, COEFFICIENT) for run in every)
+        said["coefficient_last"] = stated(final_value(points_of(run, COEFFICIENT)) for run in every)
+    return said
 
 
 def stated(values: Iterable[float | None]) -> list[float | None] | None:
@@ -216,6 +229,7 @@ def arm_table(rows: Mapping[str, dict[str, Any]]) -> str:
         "ρ > C",
         "clipped",
         "let through by ACR",
+        "λ, first 10 → last 20 rollouts",
     )
     lines = [
         (
@@ -231,6 +245,7 @@ def arm_table(rows: Mapping[str, dict[str, Any]]) -> str:
             small(row["capped"]),
             percent(row["clipped"]),
             small(row["let_through"]),
+            f"{small(row['coefficient_first'])} → {small(row['coefficient_last'])}" if "coefficient" in row else "–",
         )
         for name, row in rows.items()
     ]
