@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -53,11 +52,11 @@ def install(directory: Path, name: str, source: str, entry_points: str) -> None:
     (metadata / "entry_points.txt").write_text(entry_points)
 
 
-def test_an_objective_of_another_package(tmp_path):
+def test_an_objective_of_another_package(warm_python, tmp_path):
     """Training with it, and its model card: tests/test_trainers.py."""
     (tmp_path / "made_up.py").write_text(EXAMPLES["objective"])
     done = subprocess.run(
-        [sys.executable, "-c", USE_THE_OBJECTIVE],
+        [warm_python, "-c", USE_THE_OBJECTIVE],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
@@ -72,7 +71,7 @@ def test_an_objective_of_another_package(tmp_path):
     assert terms["epsilon_high"] == [[pytest.approx(0.3)] * 2], "no bound is lifted"
 
 
-def test_a_scheme_of_another_package(tmp_path):
+def test_a_scheme_of_another_package(warm_python, tmp_path):
     if "W6A16" not in PRESET_SCHEMES:
         pytest.skip("needs compressed-tensors 0.19")
     [entry_points] = blocks(PAGE, "ini")
@@ -80,7 +79,7 @@ def test_a_scheme_of_another_package(tmp_path):
     tiny_model().save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     done = subprocess.run(
-        [sys.executable, "-c", USE_IT, str(tmp_path / "model"), str(tmp_path)],
+        [warm_python, "-c", USE_IT, str(tmp_path / "model"), str(tmp_path)],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
