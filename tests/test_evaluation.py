@@ -354,11 +354,18 @@ def test_two_formats_side_by_side(evaluated):
 def test_an_engine_ends_with_the_command_that_was_killed(tmp_path):
     os.mkfifo(tmp_path / "job")  # which the process of the engine waits for
     worker = [sys.executable, "-m", "trl_qurl.lab.evaluation.worker", str(tmp_path / "job")]
-    command = subprocess.Popen([sys.executable, "-c", f"import subprocess; subprocess.run({worker})"])
-    with (tmp_path / "job").open("wb"):  # it has begun to wait
-        [child] = Path(f"/proc/{command.pid}/task/{command.pid}/children").read_text().split()
-        command.kill()
-        command.wait()
+    started = subprocess.Popen([sys.executable, "-c", f"import subprocess; subprocess.run({worker})"])
+    while True:
+        try:
+            held = os.open(tmp_path / "job", os.O_WRONLY | os.O_NONBLOCK)
+            break  # it has begun to wait
+        except OSError:
+            assert started.poll() is None, "the process of the engine has ended"
+            time.sleep(0.01)
+    with os.fdopen(held, "wb"):
+        [child] = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
+        started.kill()
+        started.wait()
         deadline = time.monotonic() + 30
         while Path(f"/proc/{child}/exe").exists():
             assert time.monotonic() < deadline, "a process outlived its command"
