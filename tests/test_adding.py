@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,7 +72,7 @@ def test_an_objective_of_another_package(warm_python, tmp_path):
     assert terms["epsilon_high"] == [[pytest.approx(0.3)] * 2], "no bound is lifted"
 
 
-def test_a_scheme_of_another_package(warm_python, tmp_path):
+def test_a_scheme_of_another_package(tmp_path):
     if "W6A16" not in PRESET_SCHEMES:
         pytest.skip("needs compressed-tensors 0.19")
     [entry_points] = blocks(PAGE, "ini")
@@ -79,7 +80,7 @@ def test_a_scheme_of_another_package(warm_python, tmp_path):
     tiny_model().save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     done = subprocess.run(
-        [warm_python, "-c", USE_IT, str(tmp_path / "model"), str(tmp_path)],
+        [sys.executable, "-c", USE_IT, str(tmp_path / "model"), str(tmp_path)],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
