@@ -147,8 +147,9 @@ def warm_python() -> Path:
 
 def selected(request: pytest.FixtureRequest, *parameters: str) -> set[tuple[Any, ...]]:
     """Values of these parameters in the tests that will take a fixture, so that it need not prepare others."""
-    items = [item for item in request.session.items if request.fixturename in item.fixturenames]
-    return {tuple(item.callspec.params[name] for name in parameters) for item in items if hasattr(item, "callspec")}
+    items = [item for item in request.session.items if item.path == request.path]
+    items = [item for item in items if request.fixturename in item.fixturenames]
+    return {tuple(item.callspec.params[name] for name in parameters) for item in items}
 
 
 @contextmanager

@@ -188,7 +188,7 @@ def test_ppo_from_the_first_cell_to_the_last(start, warm_python, tmp_path):
     assert [row[:2] for row in rows] == [(policy, format) for policy in policies for format in formats]
 
 
-def test_understanding_from_the_first_cell_to_the_last(warm_python, tmp_path):
+def test_understanding_from_the_first_cell_to_the_last(tmp_path):
     pytest.importorskip("matplotlib")
     model = STORIES
     if not STORIES.exists():  # a model of random weights, whose continuations differ as those of a real one do
@@ -196,7 +196,7 @@ def test_understanding_from_the_first_cell_to_the_last(warm_python, tmp_path):
         tiny_model(initializer_range=0.15).save_pretrained(model)
         tiny_tokenizer().save_pretrained(model)
     sizes = {"model": str(model), "continuations": 16, "tokens": 12}
-    notebook = execute(ROOT / "notebooks" / "understanding_qurl.ipynb", tmp_path, sizes, warm_python)
+    notebook = execute(ROOT / "notebooks" / "understanding_qurl.ipynb", tmp_path, sizes, sys.executable)
 
     drawn = [cell for cell in notebook.cells if cell.cell_type == "code" and "plt.show()" in cell.source]
     assert len(drawn) == 7 and all(shown(cell, "image/png") for cell in drawn)
