@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -26,6 +27,11 @@ SCENARIOS = Path(__file__).parent / "scenarios"
 # its sampler even with `enforce_eager`).
 os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
+# A worker of pytest-xdist is a fork (`forks`), whose `python` would be one that starts forks. What tests start by
+# `sys.executable` is to start from nothing.
+sys.executable = os.environ.setdefault("TRL_QURL_TESTS_PYTHON", sys.executable)
+multiprocessing.set_executable(sys.executable)
+
 SHARED_DIRECTORY = "TRL_QURL_TESTS"
 """Variable with a directory of this run of pytest, the same for all of its workers."""
 
@@ -34,20 +40,23 @@ SCENARIO_BYTES = 2 * 2**30
 
 LONGEST_FIRST = (
     "server",
-    "trainer",
-    "matrix servers",
     "faults",
-    "adapter server",
-    "ppo",
-    "notebooks",
     "colocated",
-    "evaluation",
-    "matrix",
-    "several trainers",
-    "conformance",
-    "saving",
-    "recipes",
+    "notebooks",
+    "adapter server",
+    "matrix servers",
     "resume",
+    "mismatch",
+    "ppo",
+    "evaluation",
+    "several trainers",
+    "quantized forward",
+    "matrix",
+    "saving",
+    "trainer",
+    "conformance",
+    "recipes",
+    "doctor",
 )
 """Groups of tests in the order in which workers take them, so that none is left to the end."""
 
@@ -81,6 +90,12 @@ def pytest_configure(config: pytest.Config) -> None:
         directory = Path(tempfile.mkdtemp(prefix="trl-qurl-tests-"))
         (directory / "owner").write_text(str(os.getpid()))
         os.environ[SHARED_DIRECTORY] = str(directory)
+        workers = getattr(config.option, "tx", None)
+        if workers and not config.option.collectonly:
+            # pytest-xdist would begin with the groups of the most tests, which are not those that take longest.
+            config.option.loadscopereorder = False
+            # Each worker, and what starts the forks, would import the same for as long as the other does.
+            config.option.tx = [f"{worker}//python={start_forks()}" for worker in workers]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -128,6 +143,13 @@ def start_forks() -> Path:
 def warm_python() -> Path:
     """A `python` that has imported everything, for what need not show that it starts from nothing (`forks`)."""
     return start_forks()
+
+
+def selected(request: pytest.FixtureRequest, *parameters: str) -> set[tuple[Any, ...]]:
+    """Values of these parameters in the tests that will take a fixture, so that it need not prepare others."""
+    items = [item for item in request.session.items if item.path == request.path]
+    items = [item for item in items if request.fixturename in item.fixturenames]
+    return {tuple(item.callspec.params[name] for name in parameters) for item in items}
 
 
 @contextmanager

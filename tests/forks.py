@@ -263,12 +263,13 @@ def main() -> None:
     listener, owner, shim = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Control-C is for the tests, which end this process
     sys.path[0] = os.getcwd()
+    # First: vLLM notes at its import what it starts to look at a family of models that it has not seen before.
+    sys.executable = shim
+    multiprocessing.set_executable(shim)
     for name in PRELOADED:
         with suppress(ImportError):
             __import__(name)
     gc.freeze()  # forks share the memory of what their collections of garbage leave alone
-    sys.executable = shim
-    multiprocessing.set_executable(shim)
     job = serve(listener, owner)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os._exit(end_of(job))

@@ -90,6 +90,7 @@ def test_a_server_that_restarts_gets_the_adapter_again(trainer, deployment, monk
     assert generation.engine.version() == generation.sync.version
 
 
+@pytest.mark.slow  # what is sent again is seen above, and that a transfer may be cut off in test_faults.py
 def test_one_that_dies_while_it_loads_gets_the_adapter_again(trainer, deployment):
     run = trainer()
     client = run.vllm_generation.vllm_client

@@ -53,11 +53,11 @@ def install(directory: Path, name: str, source: str, entry_points: str) -> None:
     (metadata / "entry_points.txt").write_text(entry_points)
 
 
-def test_an_objective_of_another_package(tmp_path):
+def test_an_objective_of_another_package(warm_python, tmp_path):
     """Training with it, and its model card: tests/test_trainers.py."""
     (tmp_path / "made_up.py").write_text(EXAMPLES["objective"])
     done = subprocess.run(
-        [sys.executable, "-c", USE_THE_OBJECTIVE],
+        [warm_python, "-c", USE_THE_OBJECTIVE],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},

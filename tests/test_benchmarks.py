@@ -111,9 +111,9 @@ print(peak_bytes(cpu) - before)
 """
 
 
-def test_peak_memory_outlives_what_was_freed():
+def test_peak_memory_outlives_what_was_freed(warm_python):
     """In a new process: the commands that other tests call in this one keep what is freed."""
-    command = [sys.executable, "-c", PEAK]
+    command = [warm_python, "-c", PEAK]
     environment = child_environment(PYTHONPATH=f"{BENCHMARKS}{os.pathsep}{BENCHMARKS.parent}")
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     while_it_was, afterwards = map(int, done.stdout.split())

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from conftest import selected
 from tiny import ENGINE
 
 pytestmark = pytest.mark.vllm
@@ -65,6 +66,13 @@ SHARE_SENT = {
 }
 """Most that the last sync of a run may send of what the first one sends."""
 
+CORNERS = ("int8, LoRA on values", "bf16, FP8 cache", "bf16, LoRA", "int8, adapter, rounded")
+"""Cases of which each half is in another one."""
+
+
+def cases(names):
+    return [pytest.param(name, marks=pytest.mark.slow) if name in CORNERS else name for name in names]
+
 
 def assert_synced(record, fresh, lora=False, tolerance=SAME):
     assert record["probe_end"] == pytest.approx(fresh, abs=tolerance)
@@ -75,25 +83,27 @@ def assert_synced(record, fresh, lora=False, tolerance=SAME):
 
 
 @pytest.fixture(scope="module")
-def colocated(train, run_scenario, tmp_path_factory):
+def colocated(request, train, run_scenario, tmp_path_factory):
     """Each case's training record, and what an engine started from the checkpoint of the same weights says."""
+    wanted = selected(request, "case")
+    chosen = {case: given for case, given in COLOCATED.items() if (case,) in wanted}
     directory = tmp_path_factory.mktemp("colocated")
-    checkpoints = [directory / f"checkpoint {number}" for number in range(len(COLOCATED))]
+    checkpoints = [directory / f"checkpoint {number}" for number in range(len(chosen))]
     records = train(
         *(
             [directory / "out", "--export", checkpoint, "--config", json.dumps(config), *arguments]
-            for checkpoint, (config, arguments) in zip(checkpoints, COLOCATED.values(), strict=True)
+            for checkpoint, (config, arguments) in zip(checkpoints, chosen.values(), strict=True)
         )
     )
     engines = [
         f"{checkpoint}@fp8" if "FP8 cache" in case else checkpoint
-        for case, checkpoint in zip(COLOCATED, checkpoints, strict=True)
+        for case, checkpoint in zip(chosen, checkpoints, strict=True)
     ]
-    return dict(zip(COLOCATED, zip(records, run_scenario("fresh_engine.py", *engines), strict=True), strict=True))
+    return dict(zip(chosen, zip(records, run_scenario("fresh_engine.py", *engines), strict=True), strict=True))
 
 
 @pytest.mark.xdist_group("colocated")
-@pytest.mark.parametrize("case", COLOCATED)
+@pytest.mark.parametrize("case", cases(COLOCATED))
 def test_colocated_engine_holds_the_trained_weights(case, colocated):
     config, arguments = COLOCATED[case]
     record, fresh = colocated[case]
@@ -105,7 +115,7 @@ def test_colocated_engine_holds_the_trained_weights(case, colocated):
 
 
 @pytest.mark.xdist_group("colocated")
-@pytest.mark.parametrize("case", SHARE_SENT)
+@pytest.mark.parametrize("case", cases(SHARE_SENT))
 def test_what_is_frozen_is_sent_once(case, colocated):
     record, _ = colocated[case]
     sent = [row["sync/sent_mb"] for row in record["history"] if "sync/sent_mb" in row]

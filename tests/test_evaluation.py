@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import child_environment
+from conftest import child_environment, group_members
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import ENGINE, tiny_model, tiny_tokenizer
@@ -351,27 +351,50 @@ def test_two_formats_side_by_side(evaluated):
         assert word in done.stdout
 
 
+def test_an_engine_ends_with_the_command_that_was_killed(tmp_path):
+    os.mkfifo(tmp_path / "job")  # which the process of the engine waits for
+    worker = [sys.executable, "-m", "trl_qurl.lab.evaluation.worker", str(tmp_path / "job")]
+    started = subprocess.Popen([sys.executable, "-c", f"import subprocess; subprocess.run({worker})"])
+    while True:
+        try:
+            held = os.open(tmp_path / "job", os.O_WRONLY | os.O_NONBLOCK)
+            break  # it has begun to wait
+        except OSError:
+            assert started.poll() is None, "the process of the engine has ended"
+            time.sleep(0.01)
+    with os.fdopen(held, "wb"):
+        [child] = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
+        started.kill()
+        started.wait()
+        deadline = time.monotonic() + 30
+        while Path(f"/proc/{child}/exe").exists():
+            assert time.monotonic() < deadline, "a process outlived its command"
+            time.sleep(0.01)
+
+
 @pytest.mark.vllm
 @pytest.mark.xdist_group("evaluation")
 def test_a_killed_evaluation_goes_on(warm_python, evaluated):
     directory, _ = evaluated
     path = directory / "killed" / "none.jsonl"
     process = subprocess.Popen(
-        command(sys.executable, directory, "killed"),
+        command(warm_python, directory, "killed"),
         env=environment(directory),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        process_group=0,
     )
     deadline = time.monotonic() + 200
     while not path.exists() or not path.read_bytes().count(b"\n"):
         assert process.poll() is None and time.monotonic() < deadline, process.stdout.read()[-3000:]
         time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
+    os.killpg(process.pid, signal.SIGKILL)  # with its engine, which would not end with a fork
     process.wait()
-    time.sleep(1.0)  # whoever went on writing would be seen
+    deadline = time.monotonic() + 30
+    while group_members(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     kept = path.read_bytes()
-    time.sleep(1.0)
-    assert path.read_bytes() == kept, "a process outlived its command and went on writing"
     before = AnswerFile(path).answers
     assert 0 < len(before) < 50, "it was killed before the first answer, or after the last"
     assert not (directory / "killed" / "results.json").exists()

@@ -98,10 +98,10 @@ def test_two_steps_of_ppo_on_gsm8k_with_accelerate_launch(model, warm_python, tm
     assert critic.config.num_labels == 1
 
 
-def test_the_command_with_a_settings_file_and_own_questions(model, questions, tmp_path):
+def test_the_command_with_a_settings_file_and_own_questions(model, questions, warm_python, tmp_path):
     """Also where there is no GPU: the settings say neither use_cpu nor bf16."""
     settings = {"model_name_or_path": str(model), "dataset": str(questions), "max_steps": 1, "learning_rate": 0.0}
-    printed = run([BIN / "trl-qurl", "grpo"], settings | {"rollout_quantization": "none"}, tmp_path)
+    printed = run([warm_python, BIN / "trl-qurl", "grpo"], settings | {"rollout_quantization": "none"}, tmp_path)
     assert f"Policy saved to {tmp_path / 'policy'}" in printed.stdout
     assert printed.stderr.count("No accelerator found: training on the CPU") == (not torch.accelerator.is_available())
     assert_trained(tmp_path, model, steps=1)

@@ -202,7 +202,7 @@ def test_not_up_yet_is_waited_for(deployment, caplog, monkeypatch):
 def test_hangs_too_long(deployment):
     deployment.up()
     trainer = deployment.trainer(vllm_request_timeout=2.0, max_server_recoveries=0)
-    trainer.add_callback(at_step(2, functools.partial(deployment.hang, 5.0)))
+    trainer.add_callback(at_step(2, functools.partial(deployment.hang, 3.0)))
     started = time.monotonic()
     with pytest.raises(ServerError, match="did not answer /.* within 2 seconds: it hangs, or needs a larger vllm_"):
         trainer.train()
@@ -216,7 +216,7 @@ def test_hangs_for_a_while(deployment, undisturbed, method):
     deployment.up()
     trainer = deployment.trainer(vllm_request_timeout=2.0)
     client = trainer.vllm_generation.vllm_client
-    trainer.add_callback(at_step(2, lambda: interrupt(client, method, functools.partial(deployment.hang, 5.0))))
+    trainer.add_callback(at_step(2, lambda: interrupt(client, method, functools.partial(deployment.hang, 3.0))))
     trainer.train()
     assert recoveries(trainer) >= 1
     assert history(trainer) == undisturbed
@@ -339,16 +339,6 @@ def test_two_processes_recover_together(deployment, train, tmp_path):
     assert [sum(row["sync/recoveries"] for row in run if "sync/recoveries" in row) for run in rows] == [0, 1]
 
 
-def test_is_gone_for_good(deployment):
-    server = deployment.up()
-    trainer = deployment.trainer(vllm_server_timeout=3.0)
-    trainer.add_callback(at_step(2, server.stop))
-    with pytest.raises(ServerLostError, match=f"No vLLM server answers at {server.url} after 3 s.*Before that: "):
-        trainer.train()
-    assert trainer.state.global_step == 2
-    deployment.server = None
-
-
 def test_answers_500_three_times(deployment, undisturbed):
     deployment.up()
     failures = {"/v1/completions": 2, "/collective_rpc": 1}
@@ -382,6 +372,16 @@ def test_answers_500_three_times(deployment, undisturbed):
         proxy.shutdown()
     assert failures == {"/v1/completions": 0, "/collective_rpc": 0} and recoveries(trainer) == 3
     assert history(trainer) == undisturbed
+
+
+def test_is_gone_for_good(deployment):
+    server = deployment.up()
+    trainer = deployment.trainer(vllm_server_timeout=3.0)
+    trainer.add_callback(at_step(2, server.stop))
+    with pytest.raises(ServerLostError, match=f"No vLLM server answers at {server.url} after 3 s.*Before that: "):
+        trainer.train()
+    assert trainer.state.global_step == 2
+    deployment.server = None
 
 
 def test_answers_500():

@@ -189,15 +189,16 @@ FORWARD = {
     # In bfloat16 a last bit decides about codes of activations, on one side only.
     "vllm_engine_kwargs": ENGINE | {"dtype": "float32"},
 }
+SHORT = {"steps_per_generation": 2, "max_steps": 4}  # two rollouts, as in the long ones
 RUNS = {
     "quantized": ([], {}),
-    "full precision": ([], {"training_forward": "full_precision"}),
-    "shared backbone": (["--ppo"], {"share_backbone": True, "num_generations": 1, "uaq_scale": 1.5}),
+    "full precision": ([], SHORT | {"training_forward": "full_precision"}),
+    "shared backbone": (["--ppo"], SHORT | {"share_backbone": True, "num_generations": 1, "uaq_scale": 1.5}),
     "own critic, bfloat16": (
         ["--ppo"],
-        {"bf16": True, "num_generations": 1, "rollout_quantization": "w4a16", "vllm_engine_kwargs": ENGINE},
+        SHORT | {"bf16": True, "num_generations": 1, "rollout_quantization": "w4a16", "vllm_engine_kwargs": ENGINE},
     ),
-    "adapter": (["--lora"], {"round_base": True, "beta": 0.0}),
+    "adapter": (["--lora"], SHORT | {"round_base": True, "beta": 0.0}),
     "resumed": (["--resume", "quantized/checkpoint-2"], {}),
 }
 

@@ -10,7 +10,7 @@ import json
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import vllm_server
+from conftest import selected, vllm_server
 from peft import LoraConfig, get_peft_model
 from test_stream import ends  # noqa: F401
 from tiny import tiny_model, tiny_tokenizer
@@ -26,6 +26,25 @@ from trl_qurl.rollout.transports import Stream
 CHECKED = {"sync_check_interval": 1, "max_steps": 4}  # two rollouts of two updates
 MODELS = list(itertools.product(["full", "LoRA"], ["tied", "untied"]))
 IDS = [" ".join(cell) for cell in MODELS]
+
+
+def cells(*axes, is_corner):
+    """All combinations; a corner, each pair of whose values is in another cell, is left to `make test-all`."""
+    return [
+        pytest.param(*cell, marks=[pytest.mark.slow] if is_corner(*cell) else [], id=" ".join(cell[:1] + cell[1]))
+        for cell in itertools.product(*axes)
+    ]
+
+
+COLOCATED = cells(
+    ["stream", "checkpoint", "llmcompressor"],
+    MODELS,
+    is_corner=lambda weight_sync, model: weight_sync == "llmcompressor" and model[1] == "untied",
+)
+# A server for each dtype and each head, instead of one for each combination of them.
+SERVED = cells(
+    ["bfloat16", "float32"], MODELS, is_corner=lambda dtype, model: (dtype == "bfloat16") == (model[1] == "untied")
+)
 
 
 def flags(adapter, head):
@@ -44,16 +63,17 @@ def assert_trained(record, adapter):
 
 
 @pytest.fixture(scope="module")
-def colocated(train, tmp_path_factory):
-    """The four models' records, by transport; each is a chain of its own."""
-    found = {}
+def colocated(request, train, tmp_path_factory):
+    """The models' records, by transport; each is a chain of its own."""
+    found, wanted = {}, selected(request, "weight_sync", "model")
 
     def records(weight_sync):
         if weight_sync not in found:
             directory = tmp_path_factory.mktemp(weight_sync)
             config = json.dumps(CHECKED | {"weight_sync": weight_sync})
-            runs = train(*([directory, "--config", config, *flags(*model)] for model in MODELS))
-            found[weight_sync] = dict(zip(MODELS, runs, strict=True))
+            models = [model for model in MODELS if (weight_sync, model) in wanted]
+            runs = train(*([directory, "--config", config, *flags(*model)] for model in models))
+            found[weight_sync] = dict(zip(models, runs, strict=True))
         return found[weight_sync]
 
     return records
@@ -61,8 +81,7 @@ def colocated(train, tmp_path_factory):
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("matrix")
-@pytest.mark.parametrize("model", MODELS, ids=IDS)
-@pytest.mark.parametrize("weight_sync", ["stream", "checkpoint", "llmcompressor"])
+@pytest.mark.parametrize(("weight_sync", "model"), COLOCATED)
 def test_colocated(weight_sync, model, colocated):
     assert_trained(colocated(weight_sync)[model], adapter=model[0])
 
@@ -101,8 +120,7 @@ def served(train, warm_python, tmp_path_factory):
 @pytest.mark.vllm
 @pytest.mark.xdist_group("matrix servers")
 @pytest.mark.parametrize("weight_sync", ["checkpoint", "llmcompressor"])
-@pytest.mark.parametrize("model", MODELS, ids=IDS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("dtype", "model"), SERVED)
 def test_server(dtype, model, weight_sync, served):
     adapter, head = model
     record = served(dtype, head)[adapter, weight_sync]

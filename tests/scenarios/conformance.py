@@ -22,6 +22,8 @@ from short_runs import chat_tokenizer, letters, questions, run, saved, seen
 from tiny import tiny_model
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
+
 
 class Counter(TrainerCallback):
     """Counts the steps that it is told of."""
@@ -85,9 +87,7 @@ def rewards(out: Path) -> dict[str, Any]:
         off_policy_mask_threshold=0.5,
         pad_to_multiple_of=8,
         gradient_checkpointing=True,
-        eval_strategy="steps",
-        eval_steps=2,
-        per_device_eval_batch_size=2,
+        **EVALUATED,
         num_generations_eval=2,
         max_steps=4,
     )
@@ -131,16 +131,17 @@ def sampling(out: Path) -> dict[str, Any]:
     return seen(trainer) | {"said": said}
 
 
+async def right(completions, answer, **kwargs):
+    return [float(expected in said[0]["content"]) for said, expected in zip(completions, answer, strict=True)]
+
+
+def length(completions, **kwargs):
+    return letters([said[0]["content"] for said in completions])
+
+
 def rloo(out: Path) -> dict[str, Any]:
     """What RLOO has of GRPO's features."""
     counter = Counter()
-
-    async def right(completions, answer, **kwargs):
-        return [float(expected in said[0]["content"]) for said, expected in zip(completions, answer, strict=True)]
-
-    def length(completions, **kwargs):
-        return letters([said[0]["content"] for said in completions])
-
     trainer = run(
         out,
         "RLOO",
@@ -160,9 +161,7 @@ def rloo(out: Path) -> dict[str, Any]:
         chat_template_kwargs={"mood": "!"},
         generation_kwargs={"allowed_token_ids": [1, *range(10, 40)]},
         log_completions=True,
-        eval_strategy="steps",
-        eval_steps=2,
-        per_device_eval_batch_size=2,
+        **EVALUATED,
         num_generations_eval=2,
     )
     return seen(trainer) | {"steps": counter.steps}
@@ -170,12 +169,6 @@ def rloo(out: Path) -> dict[str, Any]:
 
 def ppo(out: Path) -> dict[str, Any]:
     """What PPO has of GRPO's features."""
-
-    async def right(completions, answer, **kwargs):
-        return [float(expected in said[0]["content"]) for said, expected in zip(completions, answer, strict=True)]
-
-    def length(completions, **kwargs):
-        return letters([said[0]["content"] for said in completions])
 
     trainer = run(
         out,
@@ -187,9 +180,7 @@ def ppo(out: Path) -> dict[str, Any]:
         num_generations=1,
         beta=0.05,
         log_completions=True,
-        eval_strategy="steps",
-        eval_steps=2,
-        per_device_eval_batch_size=2,
+        **EVALUATED,
     )
     return seen(trainer)
 

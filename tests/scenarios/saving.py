@@ -14,11 +14,10 @@ import torch
 import transformers.trainer
 from datasets import Dataset
 from huggingface_hub.utils import filter_repo_objects
-from tiny import ENGINE, KEPT, tiny_model, tiny_tokenizer
+from short_runs import BASE, KINDS
+from tiny import KEPT, tiny_model, tiny_tokenizer
 from train import PROMPTS, count_vowels, engine_logps, split
 from transformers import TrainerCallback
-
-from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer
 
 SECRET = "hf_secret"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -86,32 +85,24 @@ def run(options: argparse.Namespace) -> dict:
         from peft import LoraConfig
 
         peft_config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    settings = {
-        "per_device_train_batch_size": 8,
-        "steps_per_generation": 2,
-        "num_generations": 4,
-        "max_completion_length": 8,
+    settings = BASE | {
         "max_steps": 4,
-        "logging_steps": 1,
         "learning_rate": 1e-3,
         "weight_metrics_interval": 1,
         "uaq_scale": 1.0 if options.lora else 1.5,
         "hub_model_id": "someone/tiny",
         "hub_token": SECRET,
         "report_to": ["tensorboard"] if importlib.util.find_spec("tensorboard") else [],
-        "use_cpu": True,
-        "bf16": False,
         "save_strategy": "steps",
         "save_steps": 4,
         "vllm_max_model_length": 64,
-        "vllm_engine_kwargs": ENGINE,
     }
     if options.lora:
         settings["share_backbone"] = True
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     callback = SaveAtStep(3, options.output_dir / "on the way")
-    kind, config = (QuRLPPOTrainer, QuRLPPOConfig) if options.lora else (QuRLGRPOTrainer, QuRLGRPOConfig)
+    kind, config = KINDS["PPO" if options.lora else "GRPO"]
     trainer = kind(
         model=tiny_model(),
         reward_funcs=count_vowels,

@@ -1,4 +1,4 @@
-"""What the runs of conformance.py have in common: a tokenizer for chats, questions, and two steps of a trainer."""
+"""What short runs have in common: settings, a tokenizer for chats, questions, and two steps of a trainer."""
 
 import sys
 from pathlib import Path
@@ -32,22 +32,28 @@ TEMPLATE = (
 )
 """Of a chat: `s:Be brief.;u:add 1 and 2;a:`. It names the tools, and has a variable of its own."""
 
-COMMON = {
+KINDS = {
+    "GRPO": (QuRLGRPOTrainer, QuRLGRPOConfig),
+    "PPO": (QuRLPPOTrainer, QuRLPPOConfig),
+    "RLOO": (QuRLRLOOTrainer, QuRLRLOOConfig),
+}
+
+BASE = {
     "per_device_train_batch_size": 8,
     "steps_per_generation": 2,
     "num_generations": 4,
     "max_completion_length": 8,
-    "max_steps": 2,
     "logging_steps": 1,
-    "learning_rate": 1e-4,
-    "sync_check_interval": 1,
     "report_to": [],
     "use_cpu": True,
     "bf16": False,
     "save_strategy": "no",
-    "vllm_max_model_length": 128,
     "vllm_engine_kwargs": ENGINE,
 }
+"""Settings of all short runs; a rollout has two updates."""
+
+COMMON = BASE | {"max_steps": 2, "learning_rate": 1e-4, "sync_check_interval": 1, "vllm_max_model_length": 128}
+"""And of those that `run` makes."""
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
@@ -83,11 +89,7 @@ def run(
     out: Path, kind: str = "GRPO", model: Any = None, reward_funcs: Any = letters, given: Any = None, **settings: Any
 ) -> Any:
     """Train for two steps; the trainer."""
-    trainer_kind, config_kind = {
-        "GRPO": (QuRLGRPOTrainer, QuRLGRPOConfig),
-        "RLOO": (QuRLRLOOTrainer, QuRLRLOOConfig),
-        "PPO": (QuRLPPOTrainer, QuRLPPOConfig),
-    }[kind]
+    trainer_kind, config_kind = KINDS[kind]
     given = {"train_dataset": texts(), "processing_class": tiny_tokenizer()} | (given or {})
     trainer = trainer_kind(
         tiny_model() if model is None else model, reward_funcs, config_kind(str(out), **COMMON | settings), **given

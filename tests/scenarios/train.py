@@ -19,16 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
-from tiny import ENGINE, KEPT, PROBE, tiny_model, tiny_tokenizer
-
-from trl_qurl import (
-    QuRLGRPOConfig,
-    QuRLGRPOTrainer,
-    QuRLPPOConfig,
-    QuRLPPOTrainer,
-    QuRLRLOOConfig,
-    QuRLRLOOTrainer,
-)
+from short_runs import BASE, KINDS
+from tiny import KEPT, PROBE, tiny_model, tiny_tokenizer
 
 PROMPTS = ["ab", "cde", "f g", "h1", "i22", "jj", "k", "lm"]
 
@@ -159,24 +151,8 @@ def critic_arguments(options: argparse.Namespace) -> dict:
 
 
 def run(options: argparse.Namespace) -> dict:
-    config = {
-        "per_device_train_batch_size": 8,
-        "steps_per_generation": 2,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "max_steps": 4,
-        "logging_steps": 1,
-        "learning_rate": 1e-3,
-        "uaq_scale": 1.5,
-        "weight_metrics_interval": 1,
-        "report_to": [],
-        "use_cpu": True,
-        "bf16": False,
-        "save_strategy": "no",
-        "vllm_max_model_length": 64,
-        "vllm_engine_kwargs": ENGINE,
-    }
-    config |= json.loads(options.config)
+    config = BASE | {"max_steps": 4, "learning_rate": 1e-3, "uaq_scale": 1.5, "weight_metrics_interval": 1}
+    config |= {"vllm_max_model_length": 64, **json.loads(options.config)}
     if config.get("vllm_mode") == "server":
         del config["vllm_engine_kwargs"]
     peft_config = None
@@ -187,11 +163,8 @@ def run(options: argparse.Namespace) -> dict:
         targets = options.lora_targets
         targets = targets if targets == "all-linear" else targets.split(",")
         peft_config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
-    kind, config_kind, critic = QuRLGRPOTrainer, QuRLGRPOConfig, {}
-    if options.ppo:
-        kind, config_kind, critic = QuRLPPOTrainer, QuRLPPOConfig, critic_arguments(options)
-    if options.rloo:
-        kind, config_kind = QuRLRLOOTrainer, QuRLRLOOConfig
+    kind, config_kind = KINDS["PPO" if options.ppo else "RLOO" if options.rloo else "GRPO"]
+    critic = critic_arguments(options) if options.ppo else {}
     prompts, reward = PROMPTS * 4, count_vowels
     if options.useless:
         prompts, reward = [f"{prompt}{i}" for i in range(4) for prompt in PROMPTS], Teaching(options.useless)

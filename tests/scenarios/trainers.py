@@ -107,6 +107,7 @@ def train(kind: str, directory: str) -> dict[str, object]:
     del trainer
     gc.collect()
     record |= {name: reference() is not None for name, reference in held.items()}
+    gc.freeze()  # what is left need not be gone through by the next trainer's collections until it unfreezes it
     return record | {"resident": resident()}
 
 
