@@ -7,6 +7,8 @@ import pytest
 from test_config import config
 from test_engine import ADAPTER, SAME_BF16, assert_synced
 
+from benchmarks import guard as guard_benchmark
+from benchmarks.objectives.one_run import write_short_log
 from trl_qurl import QuRLRLOOConfig
 from trl_qurl.rollout.guard import ESS, KL, TAIL, WINDOW, MismatchGuard
 
@@ -131,12 +133,12 @@ def runs(train, run_scenario, tmp_path_factory):
     out = tmp_path_factory.mktemp("guard")
     cases = {
         "fallback": (FALLBACK | SAVING, ["--export", out / "full"]),
-        "adapter": (FALLBACK | ADAPTER | {"max_steps": 10}, ["--lora", "--export", out / "adapter"]),
+        "adapter": (FALLBACK | ADAPTER | {"max_steps": 12}, ["--lora", "--export", out / "adapter"]),
         "resumed": (FALLBACK | {"save_strategy": "no"}, ["--resume", out / "fallback-run" / "checkpoint-12"]),
         "stop": (STOP, ["--rloo"]),
         "stop again": (STOP, ["--rloo", "--resume", out / "stop-run" / "checkpoint-9"]),
         "other settings": (
-            STOP | {"mismatch_guard_kl": 10.0, "max_steps": 10},
+            STOP | {"mismatch_guard_kl": 10.0, "max_steps": 12},
             ["--rloo", "--resume", out / "stop-run" / "checkpoint-9"],
         ),
     }
@@ -157,7 +159,83 @@ def test_a_fallback_starts_the_engine_again_in_16_bits(runs):
     assert rollouts(record, "mismatch/guard") == [0, 0, 0, 0, 1, 2, 2]
     kl = rollouts(record, "mismatch/kl_k3")
     assert min(kl[:5]) > 2e-5 and max(kl[5:]) < 5e-6, kl
-    assert record["started_again"], "the first engine is still there"
+    assert record["started_again"], "something holds the first engine"
+    # A fresh engine of the trained weights, in 16 bits; every sync was checked by digests and probe.
     assert_synced(record, fresh[0], tolerance=SAME_BF16)
-    # What is measured and checked is no longer a quantized copy.
-    print(record["history"])
+    assert all("weights/normalized_quantization_error" in row for row in record["history"][:9:2])
+    assert not any("weights/normalized_quantization_error" in row for row in record["history"][10:])
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("guard")
+def test_an_adapter_falls_back_beside_its_base(runs):
+    _, records, fresh = runs
+    record = records["adapter"]
+    assert rollouts(record, "mismatch/guard") == [0, 0, 0, 0, 1, 2]
+    assert rollouts(record, "mismatch/kl_k3")[-1] < 5e-6 < rollouts(record, "mismatch/kl_k3")[-2]
+    assert record["started_again"] and rollouts(record, "sync/sent_mb")[-1] < 0.5 * record["whole_mb"]
+    assert_synced(record, fresh[1], lora=True, tolerance=SAME_BF16)
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("guard")
+def test_a_run_that_had_fallen_back_resumes_in_16_bits(runs):
+    _, records, _ = runs
+    whole, resumed = records["fallback"], records["resumed"]
+    assert rollouts(resumed, "mismatch/guard")[-1] == 2
+    assert rollouts(resumed, "mismatch/kl_k3") == rollouts(whole, "mismatch/kl_k3"), "the rollout came from INT4"
+    assert resumed["probe_end"] == whole["probe_end"] and resumed["started_again"]
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("guard")
+def test_a_stop_leaves_a_checkpoint_that_goes_on(runs):
+    out, records, _ = runs
+    record = records["stop"]
+    assert rollouts(record, "mismatch/guard") == [0, 0, 0, 0, 1]
+    assert [path.name for path in (out / "stop-run").glob("checkpoint-*")] == ["checkpoint-9"]
+    assert record["history"][-1]["step"] == 9 and not record["started_again"]
+    # The same settings: the rollout in progress serves step 10, and the next one keeps the alarm on.
+    again = records["stop again"]
+    assert rollouts(again, "mismatch/guard") == [0, 0, 0, 0, 1, 1] and again["history"][-1]["step"] == 11
+    # Others: judged anew.
+    assert records["other settings"]["history"][-1]["step"] == 12
+    assert rollouts(records["other settings"], "mismatch/guard")[-1] == 0
+
+
+# Stored runs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def groups():
+    return guard_benchmark.replay_all(guard_benchmark.RESULTS)
+
+
+def test_no_healthy_run_of_the_study_raises_an_alarm(groups):
+    healthy = [group for group in groups if group.expected == guard_benchmark.HEALTHY]
+    assert sum(len(group.first_alarms) for group in healthy) >= 176
+    assert not {f"{group.experiment}/{group.arm}" for group in healthy if any(group.first_alarms)}
+    # With room to spare: a tenth of the way to each threshold, at least.
+    assert max(group.farthest[KL] for group in healthy) < 0.09
+    assert max(group.farthest[TAIL] for group in healthy) < 0.009
+    assert min(group.farthest[ESS] for group in healthy) > 0.865
+
+
+def test_all_harmed_runs_of_the_study_raise_one(groups):
+    by_kind = {kind: [group for group in groups if group.expected == kind] for kind in guard_benchmark.EXPECTED}
+    for kind, at_least in ((guard_benchmark.COLLAPSING, 5), (guard_benchmark.HARMED, 120)):
+        first = [alarm for group in by_kind[kind] for alarm in group.first_alarms]
+        assert len(first) >= at_least and None not in first
+    assert "int3_quantized_ratio" in {group.arm for group in by_kind[guard_benchmark.COLLAPSING]}
+
+
+def test_a_healthy_run_with_an_alarm_is_an_error(tmp_path, capsys):
+    rows = [{"step": 4 * i, KL: 0.2, TAIL: 0.0, ESS: 0.99} for i in range(1, 8)]
+    settings = {"seed": 0, "vllm_importance_sampling_clip_max": 2.0}
+    for arm, status in (("int3_tis", 0), ("int8_tis", 1)):
+        write_short_log(settings, rows, tmp_path / "main" / f"{arm}-seed0.jsonl.gz")
+        assert guard_benchmark.main(["--runs", str(tmp_path), "-o", str(tmp_path / "out.json")]) == status
+    printed = capsys.readouterr().out
+    assert "An alarm in a healthy run: main/int8_tis" in printed and "main/int3_tis" not in printed
+    [int3, int8] = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert int3["first_alarms"] == int8["first_alarms"] == [5] and int8["farthest"][KL] == pytest.approx(0.2)

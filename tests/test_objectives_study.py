@@ -63,9 +63,11 @@ def test_every_experiment_can_be_told_apart_and_summed_up():
     for name, experiment in EXPERIMENTS.items():
         arms = {arm.name: arm for arm in experiment.arms}
         assert len(arms) == len(experiment.arms), f"{name} has two arms of one name"
+        borrowed = summary.BORROWED.get(name, ())
+        assert set(borrowed) <= {arm.name for arm in EXPERIMENTS["main"].arms}
         assert all(arm.changed["objective"] in OBJECTIVES for arm in experiment.arms if "objective" in arm.changed)
         for pair in summary.CONTRASTS[name]:
-            assert set(pair) <= arms.keys(), f"{name} compares {pair}, which it does not run"
+            assert set(pair) <= {*arms, *borrowed}, f"{name} compares {pair}, which it does not run"
     main = EXPERIMENTS["main"].arms
     assert {arm.scheme for arm in main} == {None, "int8", "int4", "int3"}
     assert all(len(arm.seeds) >= 5 for arm in main if arm.scheme in (None, "int8", "int3"))

@@ -6,7 +6,8 @@ except rewards.py, which grades answers and has a goal of its own.
 The core's goal was 7,000 lines, and it had 6,804, before it learned to survive a server, to guard one with a key, and
 what GPUs ask for; 7,700 before training learned the engine's forward pass and adapters traveled by themselves; 10,000
 before engine and trainer compared their experts. The lab's was 5,000 before the doctor came, and
-6,500 before `trl-qurl mismatch`.
+6,500 before `trl-qurl mismatch`. 26 settings were the limit before the mismatch guard, which needs
+what to do and from which KL on.
 """
 
 import dataclasses
@@ -58,7 +59,7 @@ def main() -> None:
         ("rewards.py, lines", count_lines(grading), 250),
         ("tests, lines", total(python_files(ROOT / "tests")), None),
         (f"files over {LONGEST_FILE} lines", len(long), 0),
-        ("settings added to TRL's", len(added_fields()), 26),
+        ("settings added to TRL's", len(added_fields()), 28),
         ("entries in trl_qurl/", len(entries), 12),
     ]
     for name, found, goal in rows:

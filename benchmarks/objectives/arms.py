@@ -195,6 +195,16 @@ def _rloo() -> Experiment:
     return Experiment("rloo", "Does RLOO learn from quantized rollouts, and does a correction help it?", tuple(arms))
 
 
+def _guard() -> Experiment:
+    """The objective that collapses, saved or not. INT4's KL is too small for the default threshold."""
+    fallback = {"objective": "quantized_ratio", "mismatch_guard": "fallback"}
+    arms = [
+        Arm("int3_quantized_ratio_fallback", "int3", fallback),
+        Arm("int4_quantized_ratio_fallback", "int4", fallback | {"mismatch_guard_kl": 0.015}),
+    ]
+    return Experiment("guard", "Does a fallback to 16 bits save a run that collapses?", tuple(arms))
+
+
 EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
@@ -208,5 +218,6 @@ EXPERIMENTS = {
         _lora(),
         _arithmetic(),
         _rloo(),
+        _guard(),
     )
 }

@@ -15,6 +15,11 @@ WINDOW = 5
 """Rollouts whose medians decide. No run is judged before it has as many."""
 
 KL, TAIL, ESS = "mismatch/kl_k3", "mismatch/capped_share", "mismatch/ess"
+"""What is watched."""
+
+GUARD = "mismatch/guard"
+QUIET, ALARM, FALLEN_BACK = 0.0, 1.0, 2.0
+"""The guard's own metric, and its values."""
 
 # Evidence for all thresholds: the runs of benchmarks/study.md, replayed by benchmarks/guard.py. In the 176 runs that
 # were not harmed, medians of five rollouts went up to a KL of 0.069 (W4A16 with a merged adapter, one of five seeds;

@@ -9,14 +9,10 @@ from typing import Any
 from accelerate.logging import get_logger
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from trl_qurl.rollout.guard import WINDOW, Finding, MismatchGuard
+from trl_qurl.rollout.guard import ALARM, FALLEN_BACK, GUARD, QUIET, WINDOW, Finding, MismatchGuard
 from trl_qurl.trainers.callbacks import TrainerAwareCallback
 
 logger = get_logger(__name__)  # of the main process
-
-METRIC = "mismatch/guard"
-QUIET, ALARM, FALLEN_BACK = 0.0, 1.0, 2.0
-"""Values of the metric."""
 
 JUDGED_UNDER = (
     "rollout_quantization",
@@ -74,8 +70,8 @@ class MismatchGuardCallback(TrainerAwareCallback):
         if metrics and self._guard.alarm and self.fallen_back_at is None:
             self._is_due = self._action in ("stop", "fallback")
         if self.fallen_back_at is not None:
-            return {METRIC: FALLEN_BACK}
-        return {METRIC: ALARM if self._guard.alarm else QUIET}
+            return {GUARD: FALLEN_BACK}
+        return {GUARD: ALARM if self._guard.alarm else QUIET}
 
     def _describe(self, findings: list[Finding]) -> str:
         found = ", ".join(f"{name} is {value:.3g} (threshold {limit:g})" for name, value, limit in findings)
