@@ -87,9 +87,9 @@ class QuantizedRolloutsConfig:
 
     > Guard
 
-        mismatch_guard: What happens during training once the policy that samples has drifted from the policy that
-            learns: nothing (`off`), a warning (`warn`), a checkpoint and the end of training (`stop`), or rollouts in
-            16 bits from then on (`fallback`: the colocated engine is started again without quantization).
+        mismatch_guard: What to do once the policy that samples has drifted from the policy that learns: `off`, `warn`,
+            `stop` or `fallback`. `warn` says so once per alarm, `stop` leaves a checkpoint and ends training, and
+            `fallback` starts the colocated engine again without quantization and goes on.
         mismatch_guard_kl: KL (`mismatch/kl_k3`, nats per token) from which the guard acts. The median of five rollouts
             decides. The guard also watches the tail of the importance ratio and the effective sample size, whose
             thresholds are fixed.
