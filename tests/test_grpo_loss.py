@@ -244,6 +244,18 @@ def test_evaluation_uses_the_same_loss(trainer, batch):
     assert "acr/lifted_share" in trainer._metrics["eval"]
 
 
+def test_the_guard_sees_no_evaluation(trainer, batch):
+    trainer.args.objective = "acr"
+    trainer._metrics["eval"].clear()
+    trainer.model.eval()
+    try:
+        trainer._objective_inputs(batch, batch["old_per_token_logps"])
+        trainer._record_mismatch()
+    finally:
+        trainer.model.train()
+    assert "mismatch/kl_k3" in trainer._metrics["eval"] and "mismatch/guard" not in trainer._metrics["eval"]
+
+
 def test_gradient_accumulation_and_tool_tokens(trainer, batch):
     # Tool output is in the completion but was not sampled: it counts for nothing.
     trainer.args.objective, trainer.loss_type = "acr", "bnpo"
@@ -347,6 +359,7 @@ def test_the_mismatch_is_that_of_one_whole_rollout(trainer, monkeypatch):
         trainer.training_step(trainer.model, ROWS, None)
         micro_batches.append(trainer._buffered_inputs[step % 4])
         assert len(logged["mismatch/kl_k3"]) == (step + 1) // 4, f"after micro-batch {step + 1}"
+        assert len(logged["mismatch/guard"]) == (step + 1) // 4, "the guard judges rollouts"
     trainer.model.zero_grad()
     for rollout in range(2):
         sums, largest = torch.zeros(5, dtype=torch.float64), 0.0

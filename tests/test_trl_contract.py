@@ -360,7 +360,7 @@ def test_arguments_of_the_engine_are_those_the_config_reserves():
     [call] = calls(body_of(GENERATION, "VLLMGeneration._init_vllm"), "LLM")
     given = {keyword.arg for keyword in call.keywords}
     assert not call.args and None not in given, (
-        "TRL builds vllm.LLM with more than keywords; _build_engine takes those."
+        "TRL builds vllm.LLM with more than keywords; build_engine takes those."
     )
     ours = {"worker_extension_cls", "enable_lora", "max_lora_rank"}
     reserved = TAKEN_ENGINE_ARGUMENTS.keys() - ours

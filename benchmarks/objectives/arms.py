@@ -203,6 +203,17 @@ def _adaptive() -> Experiment:
     return Experiment("adaptive", question, tuple(arms), beside="main")
 
 
+def _guard() -> Experiment:
+    """The objective that collapses, saved or not. INT4's KL is too small for the default threshold."""
+    fallback = {"objective": "quantized_ratio", "mismatch_guard": "fallback"}
+    arms = [
+        Arm("int3_quantized_ratio_fallback", "int3", fallback),
+        Arm("int4_quantized_ratio_fallback", "int4", fallback | {"mismatch_guard_kl": 0.015}),
+    ]
+    question = "Does a fallback to 16 bits save a run that collapses?"
+    return Experiment("guard", question, tuple(arms), beside="main")
+
+
 EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
@@ -217,5 +228,6 @@ EXPERIMENTS = {
         _arithmetic(),
         _rloo(),
         _adaptive(),
+        _guard(),
     )
 }

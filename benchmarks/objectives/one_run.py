@@ -22,6 +22,7 @@ KEPT = (
     "mismatch/ratio_max",
     "mismatch/capped_share",
     "mismatch/ess",
+    "mismatch/guard",
     "sampling/sampling_logp_difference/mean",
     "policy/approx_kl",
     "clip_ratio/low_mean",
@@ -56,6 +57,8 @@ KEPT_SETTINGS = (
     "training_forward",
     "weight_sync",
     "round_base",
+    "mismatch_guard",
+    "mismatch_guard_kl",
 )
 DIGITS = 5
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -90,6 +93,7 @@ def train_arm(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any],
                 "weight_metrics_interval": 4,
                 # The first sync is checked, but not where activations are coarser than the probe would have them.
                 "sync_check_interval": 10**6 if arm.activation_bits == 8 else 0,
+                "mismatch_guard": "off",
                 **arm.changed,
             },
         )

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import sys
+import weakref
 from pathlib import Path
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -31,7 +32,7 @@ def count_vowels(completions, **kwargs):
 
 def export_with_adapter(trainer, directory: Path) -> None:
     """The base as a user saves it, and the adapter as PEFT does: in full precision there is no checkpoint of ours."""
-    if trainer.args.rollout_quantization is None:
+    if trainer.vllm_generation.rollout.scheme is None:
         base = trainer.vllm_generation.base
         state = {name: tensor.clone() for name, tensor in base.parameters()}
         trainer.vllm_generation.base_model.save_pretrained(directory, state_dict=state)
@@ -183,6 +184,7 @@ def run(options: argparse.Namespace) -> dict:
             parameter.requires_grad_(not name.endswith(options.freeze))
     if options.ppo:
         critic_start = {name: p.detach().clone() for name, p in trainer.critic.model.named_parameters()}
+    first_engine = weakref.ref(getattr(trainer.vllm_generation, "llm", trainer))
     trainer.vllm_generation.pop_cost()  # of the engine's start
     trainer.vllm_generation.sync_weights()
     record = {"probe_start": engine_logps(trainer), "whole_mb": trainer.vllm_generation.pop_cost().sent_bytes / 1e6}
@@ -204,7 +206,8 @@ def run(options: argparse.Namespace) -> dict:
     elif options.export:
         model = whole_model(trainer)
         if trainer.accelerator.is_main_process:
-            export(model, trainer.args.rollout_quantization, trainer.args.quantization_ignore, options.export)
+            scheme = trainer.vllm_generation.rollout.scheme  # none after a fallback to 16 bits
+            export(model, scheme and scheme.name, trainer.args.quantization_ignore, options.export)
     if options.ppo:
         moved = (
             (p - critic_start[name.removeprefix("module.")]).norm().item()
@@ -218,6 +221,7 @@ def run(options: argparse.Namespace) -> dict:
         trainer.save_model()
     if (engine := trainer.vllm_generation.engine) is not None:
         record["engine_dtype"] = engine.describe().dtype
+    record["started_again"] = first_engine() is None  # and the first one is gone
     record["processes"] = trainer.accelerator.num_processes
     record["distribution"] = str(trainer.accelerator.distributed_type.value)
     record["probes"] = gather_object([record["probe_end"]])

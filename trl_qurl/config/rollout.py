@@ -86,6 +86,15 @@ class QuantizedRolloutsConfig:
         weight_metrics_interval: Syncs between measurements of the weights (Eqs. 13 and 14); 0 for none. Appendix A
             uses 16. They need a copy of the quantized layers' weights in the main process' host memory, 2 bytes each.
 
+    > Guard
+
+        mismatch_guard: What to do once the policy that samples has drifted from the policy that learns: `off`, `warn`,
+            `stop` or `fallback`. `warn` says so once per alarm, `stop` leaves a checkpoint and ends training, and
+            `fallback` starts the colocated engine again without quantization and goes on.
+        mismatch_guard_kl: KL (`mismatch/kl_k3`, nats per token) from which the guard acts. The median of five rollouts
+            decides. The guard also watches the tail of the importance ratio and the effective sample size, whose
+            thresholds are fixed.
+
     > Changed default
 
         use_vllm: Whether to generate with vLLM. There is no quantized rollout without it.
@@ -119,6 +128,10 @@ class QuantizedRolloutsConfig:
     sync_probe: bool = True
     weight_metrics_interval: int = 16
 
+    # Guard
+    mismatch_guard: str = "warn"
+    mismatch_guard_kl: float = 0.1
+
     def __post_init__(self: Any) -> None:
         replaced = self._replace_trls_defaults()
         if replaced:
@@ -135,6 +148,7 @@ class QuantizedRolloutsConfig:
         self._check_uaq()
         self._check_engine()
         warn_of_biased_ratio(self, stacklevel=4)
+        self._check_guard()
 
     @property
     def effective_uaq_scale(self: Any) -> float:
@@ -233,3 +247,27 @@ class QuantizedRolloutsConfig:
                 f"{TAKEN_ENGINE_ARGUMENTS[argument]}. Remove it from vllm_engine_kwargs."
             )
         check_kv_cache(engine_kwargs.get("kv_cache_dtype", "auto"), "kv_cache_dtype of vllm_engine_kwargs")
+
+    def _check_guard(self: Any) -> None:
+        check_choice("mismatch_guard", self.mismatch_guard, ("off", "warn", "stop", "fallback"))
+        wanted = "positive and finite (nats per token; the default is 0.1)"
+        check_numbers(self, ["mismatch_guard_kl"], lambda kl: 0 < kl < inf, wanted)
+        if self.mismatch_guard != "fallback":
+            return
+        if self.vllm_mode == "server":
+            raise ValueError(
+                "mismatch_guard='fallback' with vllm_mode='server': a trainer cannot start a server again in another "
+                "format. Use mismatch_guard='stop'; after a stop start `trl-qurl serve MODEL --scheme none`, and "
+                "resume with rollout_quantization=None."
+            )
+        nothing_left = {
+            "rollout_quantization=None, whose rollouts are in 16 bits": self.rollout_quantization is None,
+            "training_forward='quantized', which learns in the rollouts' format": self.training_forward == "quantized",
+            "round_base=True, whose trainer has the engine's weights": self.round_base,
+        }
+        for setting, is_set in nothing_left.items():
+            if is_set:
+                raise ValueError(
+                    f"mismatch_guard='fallback' with {setting}: 16 bits would remove no mismatch. Use "
+                    "mismatch_guard='warn' or 'stop'."
+                )

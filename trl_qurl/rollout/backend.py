@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +31,7 @@ from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine.colocated import (
     ColocatedEngine,
     adapter_arguments,
+    build_engine,
     check_experts,
     check_head_size,
     release_when_deleted,
@@ -39,7 +39,7 @@ from trl_qurl.rollout.engine.colocated import (
 )
 from trl_qurl.rollout.engine.interface import Engine
 from trl_qurl.rollout.engine.kernels import kernel_environment
-from trl_qurl.rollout.engine.served import WORKER_EXTENSION, ServedEngine
+from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError
 from trl_qurl.rollout.pictures import PicturePrompts, check_seen
 from trl_qurl.rollout.recovery import Recovery, agreed
@@ -172,15 +172,15 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             start = self.base.write(folder) if self.base else folder.write("start", self._policy_tensors())
         if self.base is not None:
             kind, further = with_adapter(kind), adapter_arguments(adapter_rank(self.model)) | further
-        build_engine = functools.partial(_build_engine, kind, start, further)
+        build = functools.partial(build_engine, kind, start, further)
         logger.info("Starting vLLM (%s). If it has to compile, that takes a minute.", label)
-        with substitute(vllm_generation, "LLM", build_engine):
+        with substitute(vllm_generation, "LLM", build):
             super()._init_vllm()
         logger.info("vLLM is ready.")
         if folder is not None and not (self.base and self.base.checkpoint):
             folder.drop_weights("start")
         self._folder = folder  # for as long as the engine lives, whose worker reads the headers of its start
-        release_when_deleted(self.llm)
+        self._release = release_when_deleted(self.llm)
         engine = ColocatedEngine(self.llm, self._sleeps)
         if self.base is not None and folder is not None:
             return self._adapt(engine, _torch_dtype(engine.describe().dtype), folder)
@@ -197,6 +197,20 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         rollout = self.rollout
         writer = CheckpointWriter(self.base_model, self.processing_class, rollout.scheme, rollout.ignore)
         return CheckpointFolder(self.accelerator, rollout, writer, checkpoints * self.weights.nbytes())
+
+    def restart(self, rollout: RolloutSettings) -> None:
+        """Free the engine in this process, then start one on other settings; the next sync is its first.
+
+        A collective operation.
+        """
+        if self._sleeps:
+            self.llm.wake_up()  # freeing memory that is unmapped crashes on some devices
+        # All that leads to the engine, or to its checkpoint.
+        del self.llm, self.engine, self.sync, self.base, self._folder
+        self._release()
+        vllm_generation.empty_cache()
+        self.rollout = rollout
+        self._init_vllm()
 
     # Weight sync -----------------------------------------------------------------------------------------------------
 
@@ -272,13 +286,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
 def _torch_dtype(name: str | None) -> torch.dtype | None:
     return getattr(torch, name) if name else None
-
-
-def _build_engine(engine: type, start: Path | None, engine_kwargs: dict[str, Any], **trl_kwargs: Any) -> Any:
-    """vLLM's `LLM` with TRL's arguments, our starting checkpoint as the model, and the user's extras."""
-    if start is not None:
-        trl_kwargs["model"] = str(start)
-    return engine(**trl_kwargs, **engine_kwargs, worker_extension_cls=WORKER_EXTENSION)
 
 
 def quantized_generation(

@@ -1,6 +1,6 @@
 """What a trainer's config says about rollouts, as flat values: config objects stop at the trainers."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trl_qurl.quantization.schemes import QuantizationScheme
@@ -22,3 +22,8 @@ class RolloutSettings:
     sync_probe: bool = True  # whether those checks include the probe
     request_timeout: float = 1800.0  # seconds that a request to a server may take
     max_recoveries: int = 3  # from faults of a server, in a row
+
+    def in_16_bits(self) -> "RolloutSettings":
+        """The same without quantization. llm-compressor then has nothing to make."""
+        weight_sync = "auto" if self.weight_sync == "llmcompressor" else self.weight_sync
+        return replace(self, scheme=None, weight_sync=weight_sync)

@@ -101,7 +101,7 @@ Y. K. Li and Y. Wu and Daya Guo},
         if "old_per_token_logps" in batch:
             batch |= self._objective_inputs(batch, batch["old_per_token_logps"])
         if "proximal_logps" in batch and "sampling_per_token_logps" in batch:
-            self._record(self._mismatch.pop())
+            self._record_mismatch()
         return batch
 
     @property
@@ -168,7 +168,7 @@ Y. K. Li and Y. Wu and Daya Guo},
         # The last micro-batch of a rollout (TRL counts it in `_step` after its loss); in evaluation each is one.
         is_last = self._mode == "eval" or (self._step + 1) % self.args.steps_per_generation == 0
         if is_last and not is_scored:
-            self._record(self._mismatch.pop())
+            self._record_mismatch()
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:

@@ -88,7 +88,7 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
         proximal_logps = self._passes[0]  # (B, T); of the policy, and a second pass of the reference model
         self._passes.clear()
         batch |= self._objective_inputs(batch, proximal_logps, self._behavior_logps())
-        self._record(self._mismatch.pop())
+        self._record_mismatch()
         return batch
 
     def _behavior_logps(self) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Checkpoints that keep a run's position in its rollout and in its data, so that a resumed run continues there.
 
+The history of the mismatch guard is kept beside it.
+
 One rollout serves several optimizer updates. TRL keeps its tokens in memory only: a run that stops between two of
 those updates would sample again on resuming and lose its place in the data. One small file per process prevents that.
 
@@ -12,9 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import send_to_device
+from accelerate.utils import broadcast_object_list, send_to_device
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.utils import RepeatSampler
+
+from trl_qurl.trainers.guard import MismatchGuardCallback
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as TRLTrainer
@@ -26,12 +30,14 @@ class RolloutStateMixin(TRLTrainer):
     """A mixin for a trainer of TRL: its checkpoints hold the rollout in progress, and it resumes inside of it."""
 
     _train_sampler: RepeatSampler | None = None
+    _guard: MismatchGuardCallback | None = None  # `None` if it is off
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         checkpoint = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         # Micro-batches done so far, and the batches that are left of the rollout.
-        state = {"step": self._step, "batches": self._buffered_inputs}
+        guard = self._guard and self._guard.state_dict()
+        state = {"step": self._step, "batches": self._buffered_inputs, "guard": guard}
         save_rollout_state(state, checkpoint, self.accelerator.process_index)
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
@@ -46,6 +52,11 @@ class RolloutStateMixin(TRLTrainer):
         state = load_rollout_state(Path(checkpoint), self.accelerator.process_index, self.accelerator.device)
         if state is not None:
             self._step, self._buffered_inputs = state["step"], state["batches"]
+        if self._guard is not None:
+            # All processes fall back together, also those that the checkpoint has no file of.
+            kept = [state and state["guard"]]
+            broadcast_object_list(kept, from_process=0)
+            self._guard.load_state_dict(kept[0])
 
 
 def save_rollout_state(state: dict[str, Any], checkpoint: Path, process_index: int) -> None:

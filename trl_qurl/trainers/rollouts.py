@@ -35,6 +35,7 @@ from trl_qurl.trainers.callbacks import (
     TrainerAwareCallback,
     UpdateAwareQuantizationCallback,
 )
+from trl_qurl.trainers.guard import MismatchGuardCallback
 from trl_qurl.trainers.rollout_state import RolloutStateMixin
 from trl_qurl.trainers.saving import SavingMixin
 
@@ -64,7 +65,9 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         # Before the user's callbacks, whose rows belong in the log and whose seconds belong to no step.
         adapted = kwargs.get("peft_config") is not None or (not isinstance(model, str) and is_peft_model(model))
         forward = _forward_callbacks(args, adapted)
-        callbacks = [*_uaq_callbacks(args, adapted), *forward, self._step_timer, run_log]
+        self._guard = None if args.mismatch_guard == "off" else MismatchGuardCallback(args)
+        guard = [] if self._guard is None else [self._guard]
+        callbacks = [*_uaq_callbacks(args, adapted), *forward, self._step_timer, run_log, *guard]
         kwargs["callbacks"] = [*callbacks, *(kwargs.get("callbacks") or [])]
         # Nothing below may hold the trainer: vLLM freezes the garbage collector, after which no cycle is ever freed,
         # and a deleted trainer would keep its engine.
@@ -143,6 +146,13 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         self._scoring_seconds += time.perf_counter() - started
         return result
+
+    def _record_mismatch(self) -> None:
+        """Log the mismatch of the rollout that was just scored, and show it to the guard. A collective operation."""
+        metrics = self._mismatch.pop()
+        if self._guard is not None and self._mode == "train":
+            metrics |= self._guard.look(metrics)
+        self._record(metrics)
 
     def _rollout_cost(self) -> dict[str, float]:
         cost = self.vllm_generation.pop_cost()

@@ -70,7 +70,8 @@ class SavingMixin(TRLTrainer):
             ignore: Modules kept in full precision; by default those of the rollouts, `args.quantization_ignore`.
             quantizer: `"streaming"`, or `"llmcompressor"`: the same codes and scales from llm-compressor, which takes
                 a second copy of the model in host memory.
-            merge: Whether an adapter is merged into the weights; by default as the rollouts had it.
+            merge: Whether an adapter is merged into the weights; by default as the rollouts had it. After a
+                fallback to 16 bits (`mismatch_guard`) it is.
 
         Returns:
             The directory.
@@ -103,8 +104,9 @@ class SavingMixin(TRLTrainer):
         run = Path(self.args.output_dir).absolute()
         path = run.with_name(f"{run.name}-{chosen.name}") if output_dir is None else Path(output_dir)
         self._by_main_process(lambda: check_place(path, run))
+        held = generation.rollout.scheme  # none after a fallback to 16 bits
         same = (chosen.name, list(ignore), quantizer) == (
-            self.args.rollout_quantization,
+            held and held.name,
             list(self.args.quantization_ignore),
             "streaming",
         )
@@ -191,6 +193,8 @@ class SavingMixin(TRLTrainer):
         if self.vllm_generation.base is not None:
             of = "in its own dtype" if name is None else f"quantized once ({get_scheme(name).description})"
             rollouts = f"The rollouts came from the frozen base {of}, with the adapter beside it, run by vLLM."
+        if name is not None and self.vllm_generation.rollout.scheme is None:
+            rollouts += " Then their mismatch was too large, and the last ones were not quantized (`mismatch_guard`)."
         if args.round_base:
             rollouts += (
                 " The adapter was trained on a base whose weights were rounded to what these codes stand for, and "

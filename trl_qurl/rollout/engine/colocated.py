@@ -3,11 +3,12 @@
 import functools
 import gc
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.logging import get_logger
 
 from trl_qurl.quantization.experts import expert_layers
 from trl_qurl.quantization.stream import NamedTensors
@@ -23,6 +24,7 @@ from trl_qurl.rollout.engine.interface import (
     TensorMetadata,
     WeightUpdate,
 )
+from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 from trl_qurl.rollout.errors import SyncError
 
 if TYPE_CHECKING:
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
     from trl_qurl.quantization.schemes import QuantizationScheme
+
+
+logger = get_logger(__name__)  # of the main process
 
 
 class ColocatedEngine(Engine):
@@ -157,8 +162,17 @@ def check_experts(layers: Collection[str], scheme: "QuantizationScheme | None") 
         )
 
 
-def release_when_deleted(llm: "LLM") -> None:
+def build_engine(kind: type, start: Path | None, engine_kwargs: dict[str, Any], **trl_kwargs: Any) -> Any:
+    """vLLM's `LLM` with TRL's arguments, our starting checkpoint as the model, and the user's extras."""
+    if start is not None:
+        trl_kwargs["model"] = str(start)
+    return kind(**trl_kwargs, **engine_kwargs, worker_extension_cls=WORKER_EXTENSION)
+
+
+def release_when_deleted(llm: "LLM") -> Callable[[], None]:
     """Let an engine that has just started give back its memory when it is deleted, and leave the process groups alone.
+
+    What is returned does so at once, once the caller has let go of the engine.
 
     vLLM's own finalizer destroys the process groups as well: those of the trainer, which goes on in several processes,
     and those of an engine that was started since, as where a notebook's cell is run again. Here that happens when the
@@ -166,10 +180,18 @@ def release_when_deleted(llm: "LLM") -> None:
     """
     _destroy_process_groups_at_exit()
     client = llm.llm_engine.engine_core
-    finalizer = getattr(client, "_finalizer", None)  # vLLM below 0.31 has none
-    if finalizer is not None:
-        finalizer.detach()
-    weakref.finalize(client, _release, client.engine_core)
+    theirs = getattr(client, "_finalizer", None)  # vLLM below 0.31 has none
+    if theirs is not None:
+        theirs.detach()
+    finalizer = weakref.finalize(client, _release, client.engine_core)
+    return functools.partial(_release_now, finalizer, weakref.ref(llm))
+
+
+def _release_now(finalizer: Callable[[], Any], llm: "weakref.ref[LLM]") -> None:
+    finalizer()
+    gc.collect()  # an engine is full of cycles
+    if llm() is not None:
+        logger.warning("Something outside of the trainer refers to vLLM's LLM, which keeps its memory.")
 
 
 def _release(core: Any) -> None:

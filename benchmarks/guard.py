@@ -1,0 +1,138 @@
+"""Which runs of the study would the mismatch guard have acted on, and when?
+
+    python -m benchmarks.guard
+
+It replays the logs in `benchmarks/objectives/runs` through the guard itself, with its default thresholds. Each arm is
+expected to be healthy, harmed, or collapsing. An alarm in a healthy run is an error (exit status 1).
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.objectives.arms import EXPERIMENTS, Arm
+from benchmarks.objectives.coarse import CODE_BITS
+from benchmarks.objectives.study import RESULTS
+from benchmarks.provenance import provenance, write_record
+from trl_qurl.rollout.guard import ESS, KL, TAIL, WINDOW, MismatchGuard
+from trl_qurl.trainers.run_log import Run, read_run
+
+HEALTHY, UNCLEAR, HARMED, COLLAPSING = EXPECTED = ("healthy", "harmed, KL as healthy", "harmed", "collapsing")
+
+
+def expectation(arm: Arm) -> str:
+    """What an arm is, by its settings."""
+    same_weights = arm.scheme is None or "training_forward" in arm.changed or "round_base" in arm.changed
+    if same_weights or (arm.scheme not in CODE_BITS and arm.activation_bits == 8):
+        return HEALTHY
+    if arm.changed.get("objective") == "quantized_ratio":
+        return COLLAPSING if arm.scheme == "int3" else UNCLEAR
+    return HEALTHY if arm.scheme == "int4" else HARMED
+
+
+@dataclass
+class Group:
+    """The runs of one arm."""
+
+    experiment: str
+    arm: str
+    expected: str
+    first_alarms: list[int | None] = field(default_factory=list)  # rollouts, by run
+    farthest: dict[str, float] = field(default_factory=dict)  # worst median of all runs, by metric
+
+
+def replay(run: Run) -> tuple[int | None, dict[str, float]]:
+    """Show each rollout to a guard.
+
+    Returns:
+        The rollout, counted from 1, that turns the alarm on first, and each metric's worst median.
+    """
+    guard = MismatchGuard(cap=run.settings.get("vllm_importance_sampling_clip_max"))
+    rollouts = [row for row in run.rows if KL in row]
+    alarms = [number for number, row in enumerate(rollouts, start=1) if guard.observe(row)]
+    return alarms[0] if alarms else None, {name: worst(name, rollouts) for name in (KL, TAIL, ESS)}
+
+
+def worst(name: str, rollouts: Sequence[dict[str, Any]]) -> float:
+    """The median of `WINDOW` rollouts that is farthest from a metric's ideal."""
+    values = torch.tensor([row[name] for row in rollouts]).double()
+    medians = values.unfold(0, WINDOW, 1).median(dim=1).values
+    return (medians.min() if name == ESS else medians.max()).item()
+
+
+def replay_all(directory: Path) -> list[Group]:
+    """Every stored run of every arm."""
+    groups = []
+    for name, experiment in EXPERIMENTS.items():
+        for arm in experiment.arms:
+            group = Group(name, arm.name, expectation(arm))
+            for path in sorted((directory / name).glob(f"{arm.name}-seed*.jsonl.gz")):
+                alarm, farthest = replay(read_run(path))
+                group.first_alarms.append(alarm)
+                for metric, value in farthest.items():
+                    farther = min if metric == ESS else max
+                    group.farthest[metric] = farther(group.farthest.get(metric, value), value)
+            if group.first_alarms:
+                groups.append(group)
+    return groups
+
+
+def alarms(groups: Sequence[Group]) -> list[int]:
+    """First alarms, of the runs that have one."""
+    return [alarm for group in groups for alarm in group.first_alarms if alarm is not None]
+
+
+def build_table(groups: Sequence[Group]) -> Table:
+    """One line per arm, and one per expectation."""
+    table = Table(title="The mismatch guard on the study's runs: worst medians of five rollouts", box=box.SIMPLE_HEAD)
+    for heading in ("experiment", "arm", "expected", "runs", "alarms", "first alarm", "KL", "ρ > C", "ESS"):
+        left = heading in ("experiment", "arm", "expected")
+        table.add_column(heading, justify="left" if left else "right", no_wrap=left)
+    for group in groups:
+        table.add_row(group.experiment, group.arm, *cells(group.expected, [group]))
+    table.add_section()
+    for expected in EXPECTED:
+        some = [group for group in groups if group.expected == expected]
+        if some:
+            table.add_row("all", "", *cells(expected, some))
+    return table
+
+
+def cells(expected: str, groups: Sequence[Group]) -> list[str]:
+    """A line's figures."""
+    found = alarms(groups)
+    when = f"{min(found)}-{max(found)}" if found else ""
+    runs = sum(len(group.first_alarms) for group in groups)
+    kl, tail = (max(group.farthest[metric] for group in groups) for metric in (KL, TAIL))
+    ess = min(group.farthest[ESS] for group in groups)
+    return [expected, str(runs), str(len(found)), when, f"{kl:.2g}", f"{tail:.2g}", f"{ess:.3f}"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Replay, print the table, and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, default=RESULTS, help="directory that study.py wrote to")
+    parser.add_argument("-o", "--output", type=Path)
+    args = parser.parse_args(argv)
+    record: dict[str, Any] = {"benchmark": "guard", **provenance(torch.device("cpu"), "trl_qurl/rollout/guard.py")}
+    groups = replay_all(args.runs)
+    record["results"] = [vars(group) for group in groups]
+    console = Console(width=max(Console().width, 130))
+    console.print(build_table(groups))
+    console.print(f"Written to {write_record(record, args.output)}")
+    wrong = [group for group in groups if group.expected == HEALTHY and alarms([group])]
+    for group in wrong:
+        console.print(f"An alarm in a healthy run: {group.experiment}/{group.arm}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

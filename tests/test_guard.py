@@ -1,0 +1,311 @@
+"""The mismatch guard: when the alarm goes on and off, and what training does then."""
+
+import json
+import math
+
+import pytest
+from test_config import config
+from test_engine import ADAPTER, SAME_BF16, assert_synced
+from transformers import TrainerControl, TrainerState
+
+from benchmarks import guard as guard_benchmark
+from benchmarks.objectives.one_run import write_short_log
+from trl_qurl import QuRLRLOOConfig
+from trl_qurl.rollout.guard import ESS, KL, TAIL, WINDOW, MismatchGuard
+from trl_qurl.trainers.guard import MismatchGuardCallback
+
+QUIET = {KL: 0.001, TAIL: 0.0, ESS: 0.999}
+
+
+def observed(guard: MismatchGuard, *rollouts: dict[str, float]) -> list[list[str]]:
+    """The metrics that each rollout finds beyond their thresholds."""
+    return [[finding.metric for finding in guard.observe(QUIET | rollout)] for rollout in rollouts]
+
+
+# When ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("metric", "below", "beyond"), [(KL, 0.0999, 0.1), (TAIL, 0.0099, 0.01), (ESS, 0.8501, 0.85)])
+def test_the_median_of_five_rollouts_decides(metric, below, beyond):
+    guard = MismatchGuard(kl=0.1, cap=2.0)
+    # Two beyond and two below leave the median of five to the fifth; with three of five beyond, it is beyond.
+    assert observed(guard, *[{metric: value} for value in (beyond, beyond, below, below)]) == [[]] * 4
+    assert observed(guard, {metric: below}, {metric: beyond}, {metric: beyond}) == [[], [], []]
+    assert observed(guard, {metric: beyond}) == [[metric]]  # of below, below, beyond, beyond, beyond
+    assert guard.alarm
+
+
+def test_what_is_found_says_the_median_and_the_threshold():
+    guard = MismatchGuard(kl=0.02, cap=2.0)
+    # Sorted KLs: .01 .02 .05 .3 inf; ESS: .2 .4 .5 .9 nan, which counts as worst, so that .4 is in the middle.
+    for kl, ess in ((0.01, 0.9), (math.inf, 0.5), (0.05, math.nan), (0.3, 0.4)):
+        assert guard.observe({KL: kl, ESS: ess, TAIL: 0.0}) == []
+    kl, ess = guard.observe({KL: 0.02, ESS: 0.2, TAIL: 0.0})
+    assert (kl.metric, kl.threshold, kl.median) == (KL, 0.02, pytest.approx(0.05))
+    assert (ess.metric, ess.threshold, ess.median) == (ESS, 0.85, pytest.approx(0.4))
+
+
+@pytest.mark.parametrize("outlier", [1e6, math.inf, math.nan])
+def test_outliers_raise_no_alarm(outlier):
+    guard = MismatchGuard()
+    bad = {KL: outlier, TAIL: outlier, ESS: -outlier}
+    assert not any(observed(guard, *[{}, bad, {}, {}, bad] * 10)) and not guard.alarm
+    assert observed(guard, bad) == [[KL, ESS, TAIL]]  # the third of five
+
+
+def test_the_alarm_goes_off_at_half_the_thresholds_only():
+    guard = MismatchGuard(kl=0.1)
+    assert observed(guard, *[{KL: 0.2}] * WINDOW)[-1] == [KL]
+    # Between half and whole it stays on, and a second threshold adds no warning.
+    assert observed(guard, *[{KL: 0.051, ESS: 0.5}] * WINDOW, *[{ESS: 0.924}] * WINDOW) == [[]] * 2 * WINDOW
+    assert guard.alarm
+    assert observed(guard, *[{KL: 0.049, ESS: 0.926, TAIL: 0.0049}] * 2) == [[], []] and guard.alarm
+    assert observed(guard, {KL: 0.049, ESS: 0.926, TAIL: 0.0049}) == [[]] and not guard.alarm
+    assert observed(guard, *[{KL: 0.2}] * 3)[-1] == [KL], "a second alarm says nothing"
+
+
+@pytest.mark.parametrize(("cap", "is_tail"), [(1.2, False), (1.999, False), (2.0, True), (10.0, True), (None, True)])
+def test_what_is_above_a_small_cap_is_no_tail(cap, is_tail):
+    guard = MismatchGuard(cap=cap)
+    assert observed(guard, *[{TAIL: 0.06}] * WINDOW)[-1] == ([TAIL] if is_tail else [])
+
+
+def test_a_rollout_without_tokens_changes_nothing():
+    guard = MismatchGuard()
+    observed(guard, *[{KL: 1.0}] * (WINDOW - 1))
+    assert guard.observe({}) == [] and not guard.alarm
+    assert observed(guard, {KL: 1.0}) == [[KL]]
+    assert guard.observe({}) == [] and guard.alarm
+
+
+@pytest.mark.parametrize("seen", range(8))
+def test_a_restored_guard_goes_on_where_it_was(seen):
+    rollouts = [{KL: kl} for kl in (1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0)]
+    whole, first, second = MismatchGuard(), MismatchGuard(), MismatchGuard()
+    expected = observed(whole, *rollouts)
+    assert expected[4] == [KL] and sum(map(len, expected)) == 2
+    observed(first, *rollouts[:seen])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert observed(second, *rollouts[seen:]) == expected[seen:]
+
+
+# Settings ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mismatch_guard": "fall back"}, "'off', 'warn', 'stop', 'fallback'; did you mean 'fallback'"),
+        ({"mismatch_guard_kl": 0.0}, "mismatch_guard_kl is 0.0, but must be positive and finite"),
+        ({"mismatch_guard_kl": math.inf}, "mismatch_guard_kl is inf"),
+        ({"mismatch_guard_kl": math.nan}, "mismatch_guard_kl is nan"),
+        ({"mismatch_guard": "fallback", "vllm_mode": "server"}, "mismatch_guard='stop'.*serve MODEL --scheme none"),
+        ({"mismatch_guard": "fallback", "rollout_quantization": None}, "in 16 bits: .* no mismatch.*'warn' or 'stop'"),
+        ({"mismatch_guard": "fallback", "training_forward": "quantized"}, "training_forward='quantized'.*'warn'"),
+        ({"mismatch_guard": "fallback", "round_base": True}, "round_base=True.*'warn' or 'stop'"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        config(**settings)
+    if settings.get("mismatch_guard") == "fallback":
+        assert config(**settings | {"mismatch_guard": "stop"}).mismatch_guard == "stop"
+
+
+def test_rloo_has_the_guard():
+    assert QuRLRLOOConfig("out", use_cpu=True, bf16=False).mismatch_guard == "warn"
+
+
+# What is done --------------------------------------------------------------------------------------------------------
+
+
+def callback(**settings):
+    return MismatchGuardCallback(config(**settings))
+
+
+def test_one_warning_per_alarm_says_what_to_do(caplog):
+    guard = callback(mismatch_guard_kl=0.05)
+    with caplog.at_level("WARNING"):
+        logged = [guard.look(QUIET | {KL: kl})["mismatch/guard"] for kl in [0.06] * 7 + [0.01] * 3 + [0.07] * 5]
+    # Off with the third small KL, on again with the third large one.
+    assert logged == [0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 1, 1, 1]
+    first, second = (record.getMessage() for record in caplog.records)
+    for part in ("mismatch/kl_k3 is 0.06 (threshold 0.05)", "objective='tis'", "--kl 1e-3", "'stop' or 'fallback'"):
+        assert part in first
+    assert "mismatch/kl_k3 is 0.07" in second
+    control = TrainerControl()
+    guard.on_step_end(None, TrainerState(), control)
+    assert not control.should_training_stop and not control.should_save
+
+
+@pytest.mark.parametrize("settings", [{"rollout_quantization": None}, {"training_forward": "quantized"}])
+def test_rounding_is_not_blamed_where_there_is_none(settings, caplog):
+    guard = callback(**settings)
+    for _ in range(WINDOW):
+        guard.look(QUIET | {KL: 1.0})
+    assert "top_p" in caplog.text and "finer" not in caplog.text
+
+
+def test_a_stop_saves_also_where_an_evaluation_would_decide():
+    guard, control = callback(mismatch_guard="stop"), TrainerControl(should_evaluate=True)
+    for _ in range(WINDOW):
+        guard.on_step_end(QuRLRLOOConfig("out", use_cpu=True, bf16=False), TrainerState(), control)
+        assert not control.should_training_stop
+        guard.look(QUIET | {KL: 1.0})
+    guard.on_step_end(QuRLRLOOConfig("out", use_cpu=True, bf16=False), TrainerState(), control)
+    assert control.should_training_stop and control.should_save and not control.should_evaluate
+
+
+def test_no_engine_is_started_after_the_last_step():
+    guard = callback(mismatch_guard="fallback")
+    for _ in range(WINDOW):
+        guard.look(QUIET | {KL: 1.0})
+    guard.on_step_end(None, TrainerState(), TrainerControl(should_training_stop=True))
+    assert guard.fallen_back_at is None
+    with pytest.raises(RuntimeError, match="has no trainer"):  # with steps to come it turns to the trainer's engine
+        guard.look(QUIET | {KL: 1.0})
+        guard.on_step_end(None, TrainerState(), TrainerControl())
+
+
+def test_what_was_judged_under_other_settings_does_not_count():
+    seen = callback(mismatch_guard="stop")
+    for _ in range(WINDOW):
+        seen.look(QUIET | {KL: 1.0})
+    state = seen.state_dict()
+    for changed in ({"rollout_quantization": "fp8"}, {"objective": "tis"}, {"mismatch_guard_kl": 2.0}):
+        other = callback(**{"mismatch_guard": "stop"} | changed)
+        other.load_state_dict(state)
+        assert other.look(QUIET | {KL: 1.0}) == {"mismatch/guard": 0}
+    same = callback(mismatch_guard="stop")
+    same.load_state_dict(None)
+    assert same.look(QUIET) == {"mismatch/guard": 0}
+    same.load_state_dict(state)
+    assert same.look(QUIET | {KL: 1.0}) == {"mismatch/guard": 1}
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+# Two updates per rollout: the fifth rollout is that of steps 9 and 10.
+FALLBACK = {
+    "rollout_quantization": "w4a16",
+    "mismatch_guard": "fallback",
+    "mismatch_guard_kl": 2e-5,
+    "max_steps": 14,
+    "sync_check_interval": 1,
+}
+SAVING = {"save_strategy": "steps", "save_steps": 12}
+STOP = {"mismatch_guard": "stop", "mismatch_guard_kl": 1e-9, "max_steps": 20, "beta": 0.0}
+
+
+@pytest.fixture(scope="module")
+def runs(train, run_scenario, tmp_path_factory):
+    out = tmp_path_factory.mktemp("guard")
+    cases = {
+        "fallback": (FALLBACK | SAVING, ["--export", out / "full"]),
+        "adapter": (FALLBACK | ADAPTER | {"max_steps": 12}, ["--lora", "--export", out / "adapter"]),
+        "resumed": (FALLBACK | {"save_strategy": "no"}, ["--resume", out / "fallback-run" / "checkpoint-12"]),
+        "stop": (STOP, ["--rloo"]),
+        "stop again": (STOP, ["--rloo", "--resume", out / "stop-run" / "checkpoint-9"]),
+        "other settings": (
+            STOP | {"mismatch_guard_kl": 10.0, "max_steps": 12},
+            ["--rloo", "--resume", out / "stop-run" / "checkpoint-9"],
+        ),
+    }
+    records = train(*([out / f"{name}-run", "--config", json.dumps(s), *more] for name, (s, more) in cases.items()))
+    fresh = run_scenario("fresh_engine.py", out / "full", out / "adapter")
+    return out, dict(zip(cases, records, strict=True)), fresh
+
+
+def rollouts(record, metric):
+    return [row[metric] for row in record["history"] if "reward" in row]
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("guard")
+def test_a_fallback_starts_the_engine_again_in_16_bits(runs):
+    _, records, fresh = runs
+    record = records["fallback"]
+    assert rollouts(record, "mismatch/guard") == [0, 0, 0, 0, 1, 2, 2]
+    kl = rollouts(record, "mismatch/kl_k3")
+    assert min(kl[:5]) > 2e-5 and max(kl[5:]) < 5e-6, kl
+    assert record["started_again"], "something holds the first engine"
+    # A fresh engine of the trained weights, in 16 bits; every sync was checked by digests and probe.
+    assert_synced(record, fresh[0], tolerance=SAME_BF16)
+    assert all("weights/normalized_quantization_error" in row for row in record["history"][:9:2])
+    assert not any("weights/normalized_quantization_error" in row for row in record["history"][10:])
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("guard")
+def test_an_adapter_falls_back_beside_its_base(runs):
+    _, records, fresh = runs
+    record = records["adapter"]
+    assert rollouts(record, "mismatch/guard") == [0, 0, 0, 0, 1, 2]
+    kl = rollouts(record, "mismatch/kl_k3")
+    assert min(kl[:5]) > 2e-5 and kl[5] < 1e-5, kl
+    assert record["started_again"] and rollouts(record, "sync/sent_mb")[-1] < 0.5 * record["whole_mb"]
+    assert_synced(record, fresh[1], lora=True, tolerance=SAME_BF16)
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("guard")
+def test_a_run_that_had_fallen_back_resumes_in_16_bits(runs):
+    _, records, _ = runs
+    whole, resumed = records["fallback"], records["resumed"]
+    assert rollouts(resumed, "mismatch/guard")[-1] == 2
+    assert rollouts(resumed, "mismatch/kl_k3") == rollouts(whole, "mismatch/kl_k3"), "the rollout came from INT4"
+    assert resumed["probe_end"] == whole["probe_end"] and resumed["started_again"]
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("guard")
+def test_a_stop_leaves_a_checkpoint_that_goes_on(runs):
+    out, records, _ = runs
+    record = records["stop"]
+    assert rollouts(record, "mismatch/guard") == [0, 0, 0, 0, 1]
+    assert [path.name for path in (out / "stop-run").glob("checkpoint-*")] == ["checkpoint-9"]
+    assert record["history"][-1]["step"] == 9 and not record["started_again"]
+    # The same settings: the rollout in progress serves step 10, and the next one keeps the alarm on.
+    again = records["stop again"]
+    assert rollouts(again, "mismatch/guard") == [0, 0, 0, 0, 1, 1] and again["history"][-1]["step"] == 11
+    # Others: judged anew.
+    assert records["other settings"]["history"][-1]["step"] == 12
+    assert rollouts(records["other settings"], "mismatch/guard")[-1] == 0
+
+
+# Stored runs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def groups():
+    return guard_benchmark.replay_all(guard_benchmark.RESULTS)
+
+
+def test_no_healthy_run_of_the_study_raises_an_alarm(groups):
+    healthy = [group for group in groups if group.expected == guard_benchmark.HEALTHY]
+    assert sum(len(group.first_alarms) for group in healthy) >= 176
+    assert not {f"{group.experiment}/{group.arm}" for group in healthy if any(group.first_alarms)}
+    # With room to spare: a tenth of the way to each threshold, at least.
+    assert max(group.farthest[KL] for group in healthy) < 0.09
+    assert max(group.farthest[TAIL] for group in healthy) < 0.009
+    assert min(group.farthest[ESS] for group in healthy) > 0.865
+
+
+def test_all_harmed_runs_of_the_study_raise_one(groups):
+    by_kind = {kind: [group for group in groups if group.expected == kind] for kind in guard_benchmark.EXPECTED}
+    for kind, at_least in ((guard_benchmark.COLLAPSING, 5), (guard_benchmark.HARMED, 120)):
+        first = [alarm for group in by_kind[kind] for alarm in group.first_alarms]
+        assert len(first) >= at_least and None not in first
+    assert "int3_quantized_ratio" in {group.arm for group in by_kind[guard_benchmark.COLLAPSING]}
+
+
+def test_a_healthy_run_with_an_alarm_is_an_error(tmp_path, capsys):
+    rows = [{"step": 4 * i, KL: 0.2, TAIL: 0.0, ESS: 0.99} for i in range(1, 8)]
+    settings = {"seed": 0, "vllm_importance_sampling_clip_max": 2.0}
+    for arm, status in (("int3_tis", 0), ("int8_tis", 1)):
+        write_short_log(settings, rows, tmp_path / "main" / f"{arm}-seed0.jsonl.gz")
+        assert guard_benchmark.main(["--runs", str(tmp_path), "-o", str(tmp_path / "out.json")]) == status
+    printed = capsys.readouterr().out
+    assert "An alarm in a healthy run: main/int8_tis" in printed and "main/int3_tis" not in printed
+    [int3, int8] = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert int3["first_alarms"] == int8["first_alarms"] == [5] and int8["farthest"][KL] == pytest.approx(0.2)
