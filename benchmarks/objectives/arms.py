@@ -6,6 +6,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from benchmarks.objectives.coarse import UNBIASED
+
 OBJECTIVES = ("naive", "quantized_ratio", "decoupled", "tis", "acr")
 SEEDS = (0, 1, 2, 3, 4)
 LORA_RATE = 3e-4  # the best of `lora_rate`
@@ -34,6 +36,11 @@ class Arm:
     seeds: tuple[int, ...] = SEEDS
     lora: bool = False
     algorithm: str = "grpo"
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the trainer's own quantized forward pass can compute what the engine does."""
+        return self.activation_bits == 8 and self.scheme not in UNBIASED
 
 
 @dataclass(frozen=True)
@@ -195,6 +202,14 @@ def _rloo() -> Experiment:
     return Experiment("rloo", "Does RLOO learn from quantized rollouts, and does a correction help it?", tuple(arms))
 
 
+def _actors() -> Experiment:
+    """Other ways from the weights to the actor's: smoothed inputs, and rounding that is right on average."""
+    smoothed = {"objective": "tis", "smoothing_interval": 4}
+    arms = [Arm(f"{scheme}_tis_smoothed", scheme, smoothed) for scheme in ("int3", "int8")]
+    arms += [Arm(f"{scheme}_tis", scheme, {"objective": "tis"}) for scheme in UNBIASED]
+    return Experiment("actors", "Does smoothing, or rounding without a bias, train better?", tuple(arms))
+
+
 EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
@@ -208,5 +223,6 @@ EXPERIMENTS = {
         _lora(),
         _arithmetic(),
         _rloo(),
+        _actors(),
     )
 }

@@ -91,7 +91,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def _init_vllm(self) -> None:
         check_recurrent_layers(self.base_model)
         self.rollout = replace(self.rollout, ignore=tuple(ignored_modules(self.model, self.rollout.ignore)))
-        self.weights = WeightStream(self.model, self.rollout.scheme, self.rollout.ignore)
+        smooths = self.rollout.smoothing_interval > 0
+        self.weights = WeightStream(self.model, self.rollout.scheme, self.rollout.ignore, smooths)
         transport = self._connect() if self.rollout.is_served else self._start_colocated()
         self.engine = transport.engine
         self._recovery = Recovery(self.rollout.max_recoveries if self.rollout.is_served else 0)
@@ -138,6 +139,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         rank = 0 if obstacle else adapter_rank(self.model)
         if obstacle is None and self._dist.fsdp_version == 1:
             obstacle = "FSDP 1 does not give single matrices (use FSDP 2)"
+        if obstacle is None and self.weights.smoothing is not None:
+            obstacle = "smoothing_interval has scales folded into whole weights at every sync (0 for none)"
         requested = "adapter" if self.rollout.round_base else self.rollout.weight_sync
         restart = server.command(engine_rank(rank)) if server and rank else ""
         takes, reason = choose_adapter(requested, obstacle, rank, served_rank, restart)

@@ -15,6 +15,7 @@ class RolloutSettings:
     is_served: bool = False  # whether the engine is a vLLM server
     weight_sync: str = "auto"  # or "stream", "checkpoint", "adapter", "llmcompressor"
     round_base: bool = False  # whether the trainer's frozen base becomes what its codes stand for
+    smoothing_interval: int = 0  # syncs between fits of the scales that smooth activations; 0 for none
     checkpoint_dir: str | None = None  # where checkpoints for the engine are written; `None` to choose
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of the colocated engine
     weight_metrics_interval: int = 16  # syncs between measurements of the weights; 0 for none

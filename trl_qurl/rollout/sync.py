@@ -87,7 +87,9 @@ class WeightSync:
         self._frozen_at_scale = 1.0
         self._announced: dict[str, TensorMetadata] | None = None
         is_main = PartialState().is_main_process
-        self._tracker = WeightChangeTracker(settings.weight_metrics_interval, settings.scheme, measures=is_main)
+        self._tracker = WeightChangeTracker(
+            settings.weight_metrics_interval, settings.scheme, is_main, weights.smoothing
+        )
         self._probe = ProbeJudge()
 
     def push(self, parameters: Parameters, cost: RolloutCost, is_repeated: bool = False) -> dict[str, float]:
@@ -101,9 +103,10 @@ class WeightSync:
         started = time.perf_counter()
         if not is_repeated:
             self._tracker.begin_sync()
+        is_refitted = not is_repeated and self._fit_smoothing()
         interval = self._settings.sync_check_interval
         checked = is_repeated or (interval > 0 and self._count % interval == 0)
-        left_out = self._unchanged(checked)
+        left_out = self._unchanged(checked or is_refitted)
         self._count += 1
         self.version = f"{self._run}-step{self._global_step()}-sync{self._count}"
         update = WeightUpdate(self.version, digest=checked, partial=bool(left_out))
@@ -129,6 +132,20 @@ class WeightSync:
             metrics |= self._check_probe()
             cost.check_s += time.perf_counter() - started
         return metrics
+
+    def _fit_smoothing(self) -> bool:
+        """Choose the scales of smoothing anew, at the second sync and regularly from then on; tells whether it did.
+
+        The first rollout is scored by then, and the inputs of a fit are those of the rollout before it.
+        """
+        smoothing, interval = self._weights.smoothing, self._settings.smoothing_interval
+        if smoothing is None:
+            return False
+        is_due = self._count > 0 and (self._count - 1) % interval == 0
+        if is_due:
+            smoothing.fit()
+        smoothing.collects = self._count % interval == 0
+        return is_due
 
     def require_version(self) -> None:
         """Raise `SyncError` if the engine no longer holds the weights of the last sync. A collective operation.
@@ -207,7 +224,8 @@ class WeightSync:
             return {}
         prompts, continuations, routed, cache = probe[0]
         layers, scheme, rounds_cache = self._weights.layers, self._settings.scheme, cache in FP8_CACHES
-        result = run_probe(self._model, prompts, continuations, layers, scheme, self._merges_adapter, rounds_cache)
+        adapted, smoothing = self._merges_adapter, self._weights.smoothing
+        result = run_probe(self._model, prompts, continuations, layers, scheme, adapted, rounds_cache, smoothing)
         self._probe.judge(result)
         metrics = {"sync/probe_distance": result.distance, "sync/probe_ratio": result.ratio}
         return metrics | routing_metrics(self._base, routed)
