@@ -3,9 +3,9 @@
     python benchmarks/smoothing.py
     python benchmarks/smoothing.py --models llama --rollouts 3
 
-Real trainers with real INT8 engines, at a learning rate of 0, so that all rollouts have the same policy. The models are
-those of `kept_layers.py`, with and without their outliers, and the policy that the demo starts from. The first rollout
-of a run is not counted: smoothing begins with the second.
+Real trainers with real INT8 engines, at a learning rate of 0, so that all rollouts have the same policy. The models
+are those of `kept_layers.py`, with and without their outliers, and the policy that the demo starts from. The first
+rollout of a run is not counted: smoothing begins with the second.
 """
 
 import argparse

@@ -35,7 +35,7 @@ class CoarseScheme(ChannelwiseScheme):
 class StochasticScheme(CoarseScheme):
     """[`CoarseScheme`] that rounds up or down at random: E[Q(W)] = W, with absmax / (2^(b−1) − 1) as the step."""
 
-    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0), compare=False)
 
     def _quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         scale = weight.abs().amax(1, keepdim=True) / self.code_max  # (out, 1); no code is clipped
@@ -48,7 +48,7 @@ class StochasticScheme(CoarseScheme):
 class FeedbackScheme(CoarseScheme):
     """[`CoarseScheme`] of W + e, where e is what the last sync of the same weight has cut off."""
 
-    cut_off: dict[int, torch.Tensor] = field(default_factory=dict)  # by the address of a weight
+    cut_off: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)  # by the address of a weight
 
     def _quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         wanted = weight + self.cut_off.get(weight.data_ptr(), 0.0)
