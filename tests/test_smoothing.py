@@ -153,7 +153,7 @@ def test_an_unknown_model_is_refused_by_name():
 
 @pytest.fixture(scope="module")
 def smoothed_run(train, tmp_path_factory):
-    """Two processes, each with an engine, and a policy with outliers; the scales are fitted at syncs 2, 4 and 6."""
+    """Two processes, each with an engine, and a policy with outliers; the scales are fitted at syncs 3 and 5."""
     directory = tmp_path_factory.mktemp("smoothed")
     with_outliers(tiny_model("llama"), 0).save_pretrained(directory / "model")
     tiny_tokenizer().save_pretrained(directory / "model")
@@ -165,7 +165,7 @@ def smoothed_run(train, tmp_path_factory):
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("server")
-def test_rollouts_are_smoothed_from_the_second_sync_of_a_run_on(smoothed_run):
+def test_rollouts_are_smoothed_from_the_second_on(smoothed_run):
     rollouts = [row for row in smoothed_run["history"] if "mismatch/kl_k3" in row]
     assert len(rollouts) == 4
     first, *others = (row["mismatch/kl_k3"] for row in rollouts)
@@ -185,7 +185,6 @@ def test_engines_compute_what_the_trainer_smooths(smoothed_run):
 @pytest.mark.xdist_group("server")
 def test_a_fit_is_no_update(smoothed_run):
     """Smoothing moves a column by powers of two; at this learning rate an update moves a weight by a thousandth."""
-    updates = [
-        row["weights/normalized_update"] for row in smoothed_run["history"] if "weights/normalized_update" in row
-    ]
-    assert len(updates) == 4 and all(0 < update < 1e-4 for update in updates)
+    measured = [row["weights/normalized_update"] for row in smoothed_run["history"] if "sync/probe_ratio" in row]
+    first, *others = measured  # the run starts with two syncs and nothing in between
+    assert first == 0 and len(others) == 3 and all(0 < update < 1e-4 for update in others)

@@ -205,8 +205,9 @@ def _rloo() -> Experiment:
 def _actors() -> Experiment:
     """Other ways from the weights to the actor's: smoothed inputs, and rounding that is right on average."""
     smoothed = {"objective": "tis", "smoothing_interval": 4}
-    arms = [Arm(f"{scheme}_tis_smoothed", scheme, smoothed) for scheme in ("int3", "int8")]
-    arms += [Arm(f"{scheme}_tis", scheme, {"objective": "tis"}) for scheme in UNBIASED]
+    seeds = {"int3": SEEDS, "int8": SEEDS[:3]}
+    arms = [Arm(f"{scheme}_tis_smoothed", scheme, smoothed, seeds=seeds[scheme]) for scheme in seeds]
+    arms += [Arm(f"{scheme}_tis", scheme, {"objective": "tis"}, seeds=seeds[scheme[:4]]) for scheme in UNBIASED]
     return Experiment("actors", "Does smoothing, or rounding without a bias, train better?", tuple(arms))
 
 

@@ -54,7 +54,7 @@ class QuantizedRolloutsConfig:
             architectures that UAQ does not know. `effective_uaq_scale` is the value in use.
         smoothing_interval: Syncs between fits of the scales that make large activations smaller before the engine
             rounds them, and the columns that read them larger (`quantization/smoothing.py`, after SmoothQuant); 0 for
-            none. The first fit is at the second sync. The policy's own weights stay as they are.
+            none. The first rollout is not smoothed. The policy's own weights stay as they are.
         training_forward: The trainer's forward pass, in scoring and update: `full_precision`, or `quantized`, with
             weights and activations rounded as the engine does it. The gradient passes straight through the rounding.
             What is trained is then the quantized policy: evaluate and serve it in the rollouts' format.

@@ -94,18 +94,29 @@ class Smoothing:
 
         return collect
 
-    def fit(self) -> None:
+    @property
+    def is_fitted(self) -> bool:
+        """Whether there are scales."""
+        return bool(self._scales)
+
+    def fit(self) -> bool:
         """Choose the scales anew, from the inputs since the last fit and the weights that were sent last.
 
         A collective operation: all processes get the same scales.
+
+        Returns:
+            Whether there were inputs to fit to.
         """
+        found = False
         for name, source in self._sources.items():
             columns = torch.stack([self._columns[layer] for layer in source.layers]).amax(0)
             inputs = _largest_of_all(self._inputs.get(name, torch.zeros_like(columns))).to(columns.device)
             if inputs.any():
+                found = True
                 before = self._scales.get(name)
                 self._scales[name] = fitted_scales(source.gather(inputs), source.gather(columns), before)
         self._inputs.clear()
+        return found
 
     def fold(self, named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
         """Fold the scales into tensors of a checkpoint, and take down the magnitudes that the next fit needs.

@@ -83,6 +83,7 @@ class WeightSync:
         self._keeps_weights = keeps_weights
         self._run = uuid.uuid4().hex[:8]
         self._count = 0
+        self._fitted_at = 0  # the sync of the latest fit
         self._frozen: frozenset[str] = frozenset()  # at the last sync
         self._frozen_at_scale = 1.0
         self._announced: dict[str, TensorMetadata] | None = None
@@ -134,17 +135,15 @@ class WeightSync:
         return metrics
 
     def _fit_smoothing(self) -> bool:
-        """Choose the scales of smoothing anew, at the second sync and regularly from then on; tells whether it did.
-
-        The first rollout is scored by then, and the inputs of a fit are those of the rollout before it.
-        """
+        """Fit the scales of smoothing, once a rollout was scored and regularly from then on; tell whether it tried."""
         smoothing, interval = self._weights.smoothing, self._settings.smoothing_interval
         if smoothing is None:
             return False
-        is_due = self._count > 0 and (self._count - 1) % interval == 0
-        if is_due:
-            smoothing.fit()
-        smoothing.collects = self._count % interval == 0
+        since = self._count - self._fitted_at
+        is_due = self._count > 0 and (since >= interval or not smoothing.is_fitted)
+        if is_due and smoothing.fit():
+            self._fitted_at, since = self._count, 0
+        smoothing.collects = since + 1 >= interval or not smoothing.is_fitted  # for the next sync
         return is_due
 
     def require_version(self) -> None:
