@@ -158,7 +158,8 @@ def smoothed_run(train, tmp_path_factory):
     with_outliers(tiny_model("llama"), 0).save_pretrained(directory / "model")
     tiny_tokenizer().save_pretrained(directory / "model")
     config = {"smoothing_interval": 2, "sync_check_interval": 1, "learning_rate": 1e-5, "uaq_scale": 1.0}
-    arguments = [directory / "out", "--model", directory / "model", "--config", json.dumps(config | {"max_steps": 8})]
+    config |= {"max_steps": 8, "max_completion_length": 32, "num_generations": 8}
+    arguments = [directory / "out", "--model", directory / "model", "--config", json.dumps(config)]
     (record,) = train(arguments, processes=2)
     return record
 

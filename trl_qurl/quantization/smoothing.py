@@ -14,6 +14,7 @@ quantization (`uaq`).
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +94,15 @@ class Smoothing:
                 self._inputs[source] = torch.maximum(found, self._inputs.get(source, found))
 
         return collect
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Collect nothing inside the block."""
+        collects, self.collects = self.collects, False
+        try:
+            yield
+        finally:
+            self.collects = collects
 
     @property
     def is_fitted(self) -> bool:

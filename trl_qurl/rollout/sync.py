@@ -18,6 +18,7 @@ The way of a weight tensor, file by file:
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -224,7 +225,8 @@ class WeightSync:
         prompts, continuations, routed, cache = probe[0]
         layers, scheme, rounds_cache = self._weights.layers, self._settings.scheme, cache in FP8_CACHES
         adapted, smoothing = self._merges_adapter, self._weights.smoothing
-        result = run_probe(self._model, prompts, continuations, layers, scheme, adapted, rounds_cache, smoothing)
+        with smoothing.paused() if smoothing else nullcontext():  # arbitrary tokens, and disturbed
+            result = run_probe(self._model, prompts, continuations, layers, scheme, adapted, rounds_cache, smoothing)
         self._probe.judge(result)
         metrics = {"sync/probe_distance": result.distance, "sync/probe_ratio": result.ratio}
         return metrics | routing_metrics(self._base, routed)
