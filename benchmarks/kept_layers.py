@@ -59,8 +59,8 @@ OUTLIERS = {
 CHANNELS = (7, 40, 99)
 
 
-def build(family: str) -> PreTrainedModel:
-    """A small model of random weights with outliers."""
+def build(family: str, has_outliers: bool = True) -> PreTrainedModel:
+    """A small model of random weights, with outliers or without."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         family,
@@ -82,7 +82,7 @@ def build(family: str) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if name.endswith("_proj.weight"):
                 parameter.mul_(3.0)  # so that blocks matter as much as the embedding
-    for (block, norm), factor in OUTLIERS[family].items():
+    for (block, norm), factor in OUTLIERS[family].items() if has_outliers else ():
         inject(model.model.layers[block], norm, factor)
     return model
 

@@ -352,7 +352,17 @@ def measured(warm_python, tmp_path_factory):
     tiny_tokenizer().save_pretrained(directory / "model")
     (directory / "questions.txt").write_text("ab\ncde\nf g\nh1\ni22\njj\nk\nlm\n")  # those of the scenario
     command = [warm_python, "-m", "trl_qurl", "mismatch", "model", "--schemes", "int8", "--max-tokens", "32"]
-    command += ["--questions", "questions.txt", "--samples", "8", "--kl", str(BUDGET), "-o", "new/out.json"]
+    command += [
+        "--questions",
+        "questions.txt",
+        "--samples",
+        "8",
+        "--smooth",
+        "--kl",
+        str(BUDGET),
+        "-o",
+        "new/out.json",
+    ]
     environment = child_environment(TRL_QURL_CACHE=str(directory / "cache"), COLUMNS="80", PYTHONPATH=str(ROOT))
     done = subprocess.run(
         list(map(str, command)), cwd=directory, env=environment, capture_output=True, text=True, timeout=240
@@ -369,10 +379,11 @@ def test_the_command_says_what_rounding_does(measured):
     assert "INT8: Yes." in printed and "INT8, 1 kept" in printed
     assert max(len(line) for line in printed.splitlines() if "/" not in line) <= 80
     assert (directory / "new" / "out.png").read_bytes().startswith(b"\x89PNG")
-    assert list(written["formats"]) == ["none", "int8", "int8, 1 kept"]
-    kls = [found["kl_k3"] for found in written["formats"].values()]
-    assert kls[0]["high"] < kls[2]["low"], "rounding is more than kernels do"
-    assert kls[2]["value"] <= BUDGET < kls[1]["low"], "an engine with the layers kept is within the budget"
+    assert list(written["formats"]) == ["none", "int8", "int8, smoothed", "int8, 1 kept"]
+    exact, plain, smoothed, kept = (found["kl_k3"] for found in written["formats"].values())
+    assert exact["high"] < kept["low"], "rounding is more than kernels do"
+    assert kept["value"] <= BUDGET < plain["low"], "an engine with the layers kept is within the budget"
+    assert smoothed["high"] < plain["low"] / 2 and "set smoothing_interval=16" in printed
 
 
 @pytest.mark.vllm

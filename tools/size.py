@@ -56,8 +56,8 @@ def main() -> None:
     long = [path for path in (*core, grading, *lab) if count_lines(path) > LONGEST_FILE]
     entries = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     rows = [
-        ("core, lines", total(core), 10_325),
-        ("lab, lines", total(lab), 7_800),
+        ("core, lines", total(core), 11_050),
+        ("lab, lines", total(lab), 7_850),
         ("rewards.py, lines", count_lines(grading), 250),
         ("tests, lines", total(python_files(ROOT / "tests")), None),
         (f"files over {LONGEST_FILE} lines", len(long), 0),

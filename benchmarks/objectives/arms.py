@@ -6,6 +6,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from benchmarks.objectives.coarse import UNBIASED
+
 OBJECTIVES = ("naive", "quantized_ratio", "decoupled", "tis", "acr")
 SEEDS = (0, 1, 2, 3, 4)
 LORA_RATE = 3e-4  # the best of `lora_rate`
@@ -34,6 +36,11 @@ class Arm:
     seeds: tuple[int, ...] = SEEDS
     lora: bool = False
     algorithm: str = "grpo"
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the trainer's own quantized forward pass can compute what the engine does."""
+        return self.activation_bits == 8 and self.scheme not in UNBIASED
 
 
 @dataclass(frozen=True)
@@ -214,6 +221,16 @@ def _guard() -> Experiment:
     return Experiment("guard", question, tuple(arms), beside="main")
 
 
+def _actors() -> Experiment:
+    """Other ways from the weights to the actor's: smoothed inputs, and rounding that is right on average."""
+    smoothed = {"objective": "tis", "smoothing_interval": 4}
+    seeds = {"int3": SEEDS, "int8": SEEDS[:3]}
+    arms = [Arm(f"{scheme}_tis_smoothed", scheme, smoothed, seeds=seeds[scheme]) for scheme in seeds]
+    arms += [Arm(f"{scheme}_tis", scheme, {"objective": "tis"}, seeds=seeds[scheme[:4]]) for scheme in UNBIASED]
+    question = "Does smoothing, or rounding without a bias, train better?"
+    return Experiment("actors", question, tuple(arms), beside="main")
+
+
 EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
@@ -229,5 +246,6 @@ EXPERIMENTS = {
         _rloo(),
         _adaptive(),
         _guard(),
+        _actors(),
     )
 }

@@ -1,12 +1,16 @@
 """Harsher quantizers that run through the engine's own INT8 kernel: codes and activations of fewer bits.
 
+Two of them are unbiased: on average over syncs, what is sent is the weight. `StochasticScheme` rounds each weight up
+with a probability of what is cut off; `FeedbackScheme` adds what the last sync cut off to the weight of the next.
+
 Eight bits do too little harm to a model of half a million parameters to tell the objectives apart. Weight codes of b
 bits are stored in int8 tensors, with absmax / (2^(b−1) − 1/2) as the scale, so that nothing but the scheme's range
 changes. Activations are the kernel's own, of eight bits. For some arms they are rounded to fewer per token before the
 kernel rounds them once more, which moves them by at most 1/254 of the largest one.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,6 +18,8 @@ from trl_qurl.quantization.schemes import register_scheme
 from trl_qurl.quantization.schemes.channelwise import INT8, ChannelwiseScheme
 
 CODE_BITS = {"int3": 3, "int4": 4}
+UNBIASED = ("int8_stochastic", "int8_feedback", "int3_stochastic", "int3_feedback")
+"""Formats whose codes no second pass can repeat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +31,38 @@ class CoarseScheme(ChannelwiseScheme):
         return INT8.quantize_activations(activations)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StochasticScheme(CoarseScheme):
+    """[`CoarseScheme`] that rounds up or down at random: E[Q(W)] = W, with absmax / (2^(b−1) − 1) as the step."""
+
+    generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0), compare=False)
+
+    def _quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        scale = weight.abs().amax(1, keepdim=True) / self.code_max  # (out, 1); no code is clipped
+        scale = torch.where(scale > 0, scale, 1.0)
+        codes = (weight / scale + torch.rand(weight.shape, generator=self.generator)).floor()
+        return {"weight": codes.clamp(self.code_min, self.code_max).to(self.dtype), "weight_scale": scale}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedbackScheme(CoarseScheme):
+    """[`CoarseScheme`] of W + e, where e is what the last sync of the same weight has cut off."""
+
+    cut_off: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)  # by the address of a weight
+
+    def _quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        wanted = weight + self.cut_off.get(weight.data_ptr(), 0.0)
+        tensors: Mapping[str, torch.Tensor] = super()._quantize(wanted)
+        self.cut_off[weight.data_ptr()] = wanted - self.dequantize(tensors)
+        return dict(tensors)
+
+
 def add_coarse_schemes() -> None:
-    """Make `CODE_BITS` known to the trainers of this process."""
-    for name, bits in CODE_BITS.items():
+    """Make `CODE_BITS` and `UNBIASED` known to the trainers of this process."""
+    for name, bits in {**CODE_BITS, **{name: int(name[3]) for name in UNBIASED}}.items():
         half = 2.0 ** (bits - 1)
-        register_scheme(CoarseScheme(**{**vars(INT8), "name": name, "code_min": -half, "code_max": half - 1}))
+        kind = {"stochastic": StochasticScheme, "feedback": FeedbackScheme}.get(name[5:], CoarseScheme)
+        register_scheme(kind(**{**vars(INT8), "name": name, "code_min": -half, "code_max": half - 1}))
 
 
 def round_activations(x: torch.Tensor, bits: int) -> torch.Tensor:

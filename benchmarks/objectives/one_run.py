@@ -59,6 +59,7 @@ KEPT_SETTINGS = (
     "round_base",
     "mismatch_guard",
     "mismatch_guard_kl",
+    "smoothing_interval",
 )
 DIGITS = 5
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -91,9 +92,9 @@ def train_arm(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any],
                 "max_steps": arm.rollouts * updates,
                 "logging_steps": updates,
                 "weight_metrics_interval": 4,
-                # The first sync is checked, but not where activations are coarser than the probe would have them.
-                "sync_check_interval": 10**6 if arm.activation_bits == 8 else 0,
                 "mismatch_guard": "off",
+                # The first sync is checked, but not where the probe cannot compute what the engine does.
+                "sync_check_interval": 10**6 if arm.is_repeatable else 0,
                 **arm.changed,
             },
         )
@@ -103,7 +104,7 @@ def train_arm(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any],
             llm.apply_model(lambda model: coarsen_activations(model, arm.activation_bits))
         with open(os.devnull, "w") as nowhere:
             shown = {"problem_ids": held_out, "rollouts": arm.rollouts, "console": Console(file=nowhere)}
-            if arm.scheme is None or arm.activation_bits < 8:  # of which the trainer's own forward pass knows nothing
+            if arm.scheme is None or not arm.is_repeatable:
                 recorder = RolloutRecorder(**shown)
             else:
                 merges = arm.changed.get("weight_sync") != "adapter"

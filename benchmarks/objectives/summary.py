@@ -76,6 +76,15 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
         *((f"{scheme}_ais", "bf16") for scheme in SCHEMES),
         *((f"{scheme}_ais", f"{scheme}_{other}") for scheme in SCHEMES for other in ("naive", "tis", "acr")),
     ],
+    "actors": [
+        *((f"{scheme}_tis_smoothed", f"{scheme}_tis") for scheme in ("int8", "int3")),
+        *(
+            (f"{scheme}_{kind}_tis", f"{scheme}_tis")
+            for scheme in ("int8", "int3")
+            for kind in ("stochastic", "feedback")
+        ),
+        *((f"{scheme}_{kind}_tis", "bf16") for scheme in ("int8", "int3") for kind in ("stochastic", "feedback")),
+    ],
     "lora_rate": [],
     "arithmetic": [],
     "guard": [

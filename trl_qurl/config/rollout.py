@@ -15,7 +15,7 @@ from trl_qurl.config.help import with_help
 from trl_qurl.config.sampling import warn_of_biased_ratio
 from trl_qurl.quantization.checkpoint import check_quantizer
 from trl_qurl.quantization.kv_cache import check_kv_cache
-from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED, parse_scheme
+from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED, get_scheme, parse_scheme
 
 TAKEN_ENGINE_ARGUMENTS = {
     "model": "the trainer's `model`",
@@ -53,6 +53,9 @@ class QuantizedRolloutsConfig:
             4, where rollouts are quantized and the learning rate is below 1e-5, at which the paper leaves it off (at
             1e-4 it costs accuracy: docs/results.md). The default is also off with `sync_ref_model`, PEFT models and
             architectures that UAQ does not know. `effective_uaq_scale` is the value in use.
+        smoothing_interval: Syncs between fits of the scales that make large activations smaller before the engine
+            rounds them, and the columns that read them larger (`quantization/smoothing.py`, after SmoothQuant); 0 for
+            none. The first rollout is not smoothed. The policy's own weights stay as they are.
         training_forward: The trainer's forward pass, in scoring and update: `full_precision`, or `quantized`, with
             weights and activations rounded as the engine does it. The gradient passes straight through the rounding.
             What is trained is then the quantized policy: evaluate and serve it in the rollouts' format.
@@ -113,6 +116,7 @@ class QuantizedRolloutsConfig:
     )
     quantization_ignore: list[str] = field(default_factory=lambda: ["lm_head"])
     uaq_scale: float | None = None
+    smoothing_interval: int = 0
     training_forward: str = "full_precision"
 
     # Weight sync
@@ -146,6 +150,7 @@ class QuantizedRolloutsConfig:
             self.quantization_ignore = [self.quantization_ignore]
         self._check_format()
         self._check_uaq()
+        self._check_smoothing()
         self._check_engine()
         warn_of_biased_ratio(self, stacklevel=4)
         self._check_guard()
@@ -217,6 +222,24 @@ class QuantizedRolloutsConfig:
             raise ValueError(
                 f"sync_ref_model=True mixes the policy's weights, which uaq_scale={self.uaq_scale} rescales, into a "
                 "reference model that is not rescaled: set uaq_scale=1.0, or sync_ref_model=False."
+            )
+
+    def _check_smoothing(self: Any) -> None:
+        check_numbers(self, ["smoothing_interval"], lambda n: n >= 0, "a number of syncs (16 is usual), or 0 for none")
+        name = self.rollout_quantization
+        if self.smoothing_interval == 0:
+            return
+        if name is None or not get_scheme(name).token_scales:
+            fitting = ", ".join(repr(other) for other, scheme in SCHEMES.items() if scheme.token_scales)
+            raise ValueError(
+                f"smoothing_interval={self.smoothing_interval} is for formats that round all activations of a token "
+                f"with one scale ({fitting}), and rollout_quantization is {name!r}: set smoothing_interval=0."
+            )
+        if self.weight_sync in ("adapter", "llmcompressor") or self.round_base or self.training_forward == "quantized":
+            raise ValueError(
+                "smoothing_interval needs whole weights that are rounded on their way to the engine, and a forward "
+                f"pass in full precision, but weight_sync={self.weight_sync!r}, round_base={self.round_base} and "
+                f"training_forward={self.training_forward!r}: set smoothing_interval=0."
             )
 
     def _check_engine(self: Any) -> None:

@@ -7,7 +7,7 @@ straight through the rounding, to the weights in full precision. The probe check
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from trl_qurl.quantization.fake_experts import quantized_experts
 from trl_qurl.quantization.layers import linear_layers
 from trl_qurl.quantization.schemes import QuantizationScheme
+from trl_qurl.quantization.smoothing import Smoothing
 
 
 class QuantizedLinear(nn.Linear):
@@ -29,6 +30,7 @@ class QuantizedLinear(nn.Linear):
     exact_class: ClassVar[type[nn.Linear]] = nn.Linear  # what the layer was
     is_rounded = False  # whether its weight is rounded already (`rounded_base`)
     companions: tuple[nn.Linear, ...] = ()  # layers that share a scale with it
+    input_scale: torch.Tensor | None = None  # by what the engine's inputs are smaller and its columns larger, (in,)
     _keeps = False
     _kept: tuple[Any, torch.Tensor] | None = None  # the rounded weight, and what it was made from
 
@@ -37,8 +39,11 @@ class QuantizedLinear(nn.Linear):
         device = input.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         x = input.to(dtype)  # the engine rounds what has its own dtype, too
+        weight = self.weight
+        if self.input_scale is not None:
+            x, weight = x / self.input_scale.to(x), weight * self.input_scale.to(weight)
         x = StraightThrough.apply(x, self.scheme.quantize_activations(x.detach()))
-        weight = StraightThrough.apply(self.weight, self.rounded_weight(dtype))
+        weight = StraightThrough.apply(weight, self.rounded_weight(dtype))
         return nn.functional.linear(x, weight, None if self.bias is None else self.bias.to(dtype))
 
     def round_anew(self) -> None:
@@ -55,11 +60,13 @@ class QuantizedLinear(nn.Linear):
         """What the engine's codes stand for (out, in), in a dtype; kept if `round_anew` said so."""
         if self.is_rounded:
             return self.weight.to(dtype)
-        weights = [self.weight, *(layer.weight for layer in self.companions)]
+        weights: list[torch.Tensor] = [self.weight, *(layer.weight for layer in self.companions)]
         source = (dtype, *((weight.data_ptr(), weight._version) for weight in weights))
         if self._kept is not None and self._kept[0] == source:
             return self._kept[1]
         with torch.inference_mode(False), torch.no_grad():
+            if self.input_scale is not None:
+                weights[0] = weights[0] * self.input_scale.to(weights[0])
             tensors = self.scheme.in_engine(self.scheme.quantize(weights[0], weights[1:]), dtype)
             rounded = self.scheme.dequantize(tensors).to(dtype)
         self._kept = (source, rounded) if self._keeps else None
@@ -98,13 +105,20 @@ def quantize_layers(model: nn.Module, layers: Collection[str], scheme: Quantizat
 
 
 @contextmanager
-def quantized_forward(model: nn.Module, layers: Collection[str], scheme: QuantizationScheme) -> Iterator[None]:
-    """Let the named linear layers and experts compute so inside the block."""
+def quantized_forward(
+    model: nn.Module, layers: Collection[str], scheme: QuantizationScheme, smoothing: Smoothing | None = None
+) -> Iterator[None]:
+    """Let the named linear layers and experts compute so inside the block, on smoothed inputs if the engine does."""
     changed: list[Any] = list(quantize_layers(model, layers, scheme))
+    smoothed = list(linear_layers(model, layers)) if smoothing else []
+    for name, layer in smoothed:
+        cast(QuantizedLinear, layer).input_scale = smoothing.input_scale(name) if smoothing else None
     try:
         with quantized_experts(model, layers, scheme):
             yield
     finally:
+        for _, layer in smoothed:
+            cast(QuantizedLinear, layer).input_scale = None
         for layer in changed:
             layer.__class__ = layer.exact_class
 

@@ -12,6 +12,7 @@ import torch
 from trl_qurl.quantization.checkpoint_form import CheckpointForm, parameter_name, persistent_buffers
 from trl_qurl.quantization.layers import linear_layer_names, quantized_layer_names
 from trl_qurl.quantization.schemes import QuantizationScheme, StoredTensor
+from trl_qurl.quantization.smoothing import Smoothing
 from trl_qurl.quantization.stream import NamedTensors, Observer, quantize_weights, stored_tensors
 
 
@@ -22,15 +23,23 @@ class WeightStream:
         model: A transformers model, or a PEFT model around one.
         scheme: Target format; `None` quantizes nothing.
         ignore: Modules kept in full precision, as `quantized_layer_names` takes them.
+        smooths: Whether `smoothing` is folded into the weights.
 
     Raises:
-        ValueError: As `quantized_layer_names` and `CheckpointForm` do.
+        ValueError: As `quantized_layer_names`, `CheckpointForm` and `Smoothing` do.
     """
 
-    def __init__(self, model: Any, scheme: QuantizationScheme | None, ignore: Sequence[str] = ("lm_head",)) -> None:
+    def __init__(
+        self,
+        model: Any,
+        scheme: QuantizationScheme | None,
+        ignore: Sequence[str] = ("lm_head",),
+        smooths: bool = False,
+    ) -> None:
         self.scheme = scheme
         self.form = CheckpointForm(model, splits_experts=scheme is not None)
         self.layers = quantized_layer_names(model, ignore, scheme) if scheme else linear_layer_names(model, ignore)
+        self.smoothing = Smoothing(model, self.layers) if smooths else None
 
     def tensors(
         self,
@@ -55,6 +64,8 @@ class WeightStream:
         kept = ((name, tensor) for name, tensor in named_parameters if name not in left_out)
         missing = {held.removesuffix(".weight") for name in left_out for held in self.form.held.get(name, ())}
         tensors = self.form.tensors(kept)
+        if self.smoothing is not None:
+            tensors = self.smoothing.fold(tensors)
         exact = exact_weights(tensors, self.layers) if is_exact else tensors
         return quantize_weights(exact, self.scheme, self.layers - missing, observer, dtype)
 

@@ -90,8 +90,9 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         check_recurrent_layers(self.base_model)
-        self.rollout = replace(self.rollout, ignore=tuple(ignored_modules(self.model, self.rollout.ignore)))
-        self.weights = WeightStream(self.model, self.rollout.scheme, self.rollout.ignore)
+        ignore = tuple(ignored_modules(self.model, self.rollout.ignore))
+        rollout = self.rollout = replace(self.rollout, ignore=ignore)
+        self.weights = WeightStream(self.model, rollout.scheme, ignore, rollout.smoothing_interval > 0)
         transport = self._connect() if self.rollout.is_served else self._start_colocated()
         self.engine = transport.engine
         self._recovery = Recovery(self.rollout.max_recoveries if self.rollout.is_served else 0)
@@ -138,6 +139,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         rank = 0 if obstacle else adapter_rank(self.model)
         if obstacle is None and self._dist.fsdp_version == 1:
             obstacle = "FSDP 1 does not give single matrices (use FSDP 2)"
+        if obstacle is None and self.weights.smoothing is not None:
+            obstacle = "smoothing_interval has scales folded into whole weights at every sync (0 for none)"
         requested = "adapter" if self.rollout.round_base else self.rollout.weight_sync
         restart = server.command(engine_rank(rank)) if server and rank else ""
         takes, reason = choose_adapter(requested, obstacle, rank, served_rank, restart)
@@ -169,7 +172,11 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         start, kind, further = None, vllm_generation.LLM, self.rollout.engine_kwargs
         if folder is not None and needs_start:
             logger.info("Writing %s weights for vLLM to %s.", label, folder.path)
-            start = self.base.write(folder) if self.base else folder.write("start", self._policy_tensors())
+            start = (
+                self.base.write(folder)
+                if self.base
+                else folder.write("start", self.weights.tensors(self.policy_parameters()))
+            )
         if self.base is not None:
             kind, further = with_adapter(kind), adapter_arguments(adapter_rank(self.model)) | further
         build = functools.partial(build_engine, kind, start, further)
@@ -185,9 +192,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if self.base is not None and folder is not None:
             return self._adapt(engine, _torch_dtype(engine.describe().dtype), folder)
         return CheckpointFiles(engine, False, folder) if folder is not None and by_files else Stream(engine, False)
-
-    def _policy_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.weights.tensors(self.policy_parameters())
 
     @property
     def _sleeps(self) -> bool:
@@ -205,6 +209,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         """
         if self._sleeps:
             self.llm.wake_up()  # freeing memory that is unmapped crashes on some devices
+        if self.weights.smoothing is not None:
+            self.weights.smoothing.close()
         # All that leads to the engine, or to its checkpoint.
         del self.llm, self.engine, self.sync, self.base, self._folder
         self._release()

@@ -15,6 +15,7 @@ class RolloutSettings:
     is_served: bool = False  # whether the engine is a vLLM server
     weight_sync: str = "auto"  # or "stream", "checkpoint", "adapter", "llmcompressor"
     round_base: bool = False  # whether the trainer's frozen base becomes what its codes stand for
+    smoothing_interval: int = 0  # syncs between fits of the scales that smooth activations; 0 for none
     checkpoint_dir: str | None = None  # where checkpoints for the engine are written; `None` to choose
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of the colocated engine
     weight_metrics_interval: int = 16  # syncs between measurements of the weights; 0 for none
@@ -24,6 +25,6 @@ class RolloutSettings:
     max_recoveries: int = 3  # from faults of a server, in a row
 
     def in_16_bits(self) -> "RolloutSettings":
-        """The same without quantization. llm-compressor then has nothing to make."""
+        """The same without quantization. Then there is nothing to smooth, and llm-compressor has nothing to make."""
         weight_sync = "auto" if self.weight_sync == "llmcompressor" else self.weight_sync
-        return replace(self, scheme=None, weight_sync=weight_sync)
+        return replace(self, scheme=None, smoothing_interval=0, weight_sync=weight_sync)

@@ -18,6 +18,7 @@ The way of a weight tensor, file by file:
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,11 +84,14 @@ class WeightSync:
         self._keeps_weights = keeps_weights
         self._run = uuid.uuid4().hex[:8]
         self._count = 0
+        self._fitted_at = 0  # the sync of the latest fit
         self._frozen: frozenset[str] = frozenset()  # at the last sync
         self._frozen_at_scale = 1.0
         self._announced: dict[str, TensorMetadata] | None = None
         is_main = PartialState().is_main_process
-        self._tracker = WeightChangeTracker(settings.weight_metrics_interval, settings.scheme, measures=is_main)
+        self._tracker = WeightChangeTracker(
+            settings.weight_metrics_interval, settings.scheme, is_main, weights.smoothing
+        )
         self._probe = ProbeJudge()
 
     def push(self, parameters: Parameters, cost: RolloutCost, is_repeated: bool = False) -> dict[str, float]:
@@ -101,9 +105,10 @@ class WeightSync:
         started = time.perf_counter()
         if not is_repeated:
             self._tracker.begin_sync()
+        is_refitted = not is_repeated and self._fit_smoothing()
         interval = self._settings.sync_check_interval
         checked = is_repeated or (interval > 0 and self._count % interval == 0)
-        left_out = self._unchanged(checked)
+        left_out = self._unchanged(checked or is_refitted)
         self._count += 1
         self.version = f"{self._run}-step{self._global_step()}-sync{self._count}"
         update = WeightUpdate(self.version, digest=checked, partial=bool(left_out))
@@ -129,6 +134,18 @@ class WeightSync:
             metrics |= self._check_probe()
             cost.check_s += time.perf_counter() - started
         return metrics
+
+    def _fit_smoothing(self) -> bool:
+        """Fit the scales of smoothing, once a rollout was scored and regularly from then on; tell whether it tried."""
+        smoothing, interval = self._weights.smoothing, self._settings.smoothing_interval
+        if smoothing is None:
+            return False
+        since = self._count - self._fitted_at
+        is_due = self._count > 0 and (since >= interval or not smoothing.is_fitted)
+        if is_due and smoothing.fit():
+            self._fitted_at, since = self._count, 0
+        smoothing.collects = since + 1 >= interval or not smoothing.is_fitted  # for the next sync
+        return is_due
 
     def require_version(self) -> None:
         """Raise `SyncError` if the engine no longer holds the weights of the last sync. A collective operation.
@@ -207,7 +224,9 @@ class WeightSync:
             return {}
         prompts, continuations, routed, cache = probe[0]
         layers, scheme, rounds_cache = self._weights.layers, self._settings.scheme, cache in FP8_CACHES
-        result = run_probe(self._model, prompts, continuations, layers, scheme, self._merges_adapter, rounds_cache)
+        adapted, smoothing = self._merges_adapter, self._weights.smoothing
+        with smoothing.paused() if smoothing else nullcontext():  # arbitrary tokens, and disturbed
+            result = run_probe(self._model, prompts, continuations, layers, scheme, adapted, rounds_cache, smoothing)
         self._probe.judge(result)
         metrics = {"sync/probe_distance": result.distance, "sync/probe_ratio": result.ratio}
         return metrics | routing_metrics(self._base, routed)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from trl_qurl.quantization.schemes import QuantizationScheme
+from trl_qurl.quantization.smoothing import Smoothing
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +42,18 @@ class WeightChangeTracker:
         every: Syncs N between measurements (the paper uses 16); 0 measures nothing.
         scheme: Format of the layers; `None` where they are not quantized.
         measures: Whether this process keeps weights; the others only tell when it does.
+        smoothing: What is folded into the weights that are observed. Updates are those of the policy's own weights.
     """
 
-    def __init__(self, every: int, scheme: QuantizationScheme | None = None, measures: bool = True) -> None:
+    def __init__(
+        self,
+        every: int,
+        scheme: QuantizationScheme | None = None,
+        measures: bool = True,
+        smoothing: Smoothing | None = None,
+    ) -> None:
         self.every = every
+        self._smoothing = smoothing
         self._scheme = scheme
         self._is_keeper = measures
         self._sync = -1
@@ -80,7 +89,7 @@ class WeightChangeTracker:
         if not self._is_keeper:
             return
         if self._measures:
-            self._compare_weights(layer, weight)
+            self._compare_weights(layer, self._smoothing.unfolded(layer, weight) if self._smoothing else weight)
         if self._measures and scheme is not None:
             sums["norm"] += _squared_norm(weight)
             sums["error"] += _squared_norm(scheme.dequantize(tensors) - weight)

@@ -276,6 +276,7 @@ def _rollout_settings(args: Any) -> RolloutSettings:
         is_served=args.vllm_mode == "server",
         weight_sync=args.weight_sync,
         round_base=args.round_base,
+        smoothing_interval=args.smoothing_interval,
         checkpoint_dir=args.rollout_checkpoint_dir,
         engine_kwargs=args.engine_kwargs,
         weight_metrics_interval=args.weight_metrics_interval,

@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kl", type=float, metavar="NATS", help="find layers to keep in 16 bits for a KL of at most NATS per token"
     )
     parser.add_argument("--megabytes", type=float, metavar="MB", help="the same for at most MB more of weights")
+    parser.add_argument(
+        "--smooth", action="store_true", help="also measure what a run with smoothing_interval would have"
+    )
     add_ignore(parser)
     parser.add_argument(
         "--engine-kwargs", type=json_dictionary, default={}, metavar="JSON", help="further arguments of vllm.LLM"
@@ -78,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         budget = Budget(args.kl, None if args.megabytes is None else int(1e6 * args.megabytes))
     console = Console()
     report, log_ratios = measure_mismatch(
-        args.model, sampling, schemes, args.ignore, args.engine_kwargs, console.print, args.output, budget
+        args.model, sampling, schemes, args.ignore, args.engine_kwargs, console.print, args.output, budget, args.smooth
     )
     console.print(build_table(report))
     settings = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,8 +19,12 @@ if TYPE_CHECKING:
 
     from trl_qurl.lab.mismatch.score import Scored
     from trl_qurl.quantization.schemes import QuantizationScheme
+    from trl_qurl.quantization.weight_stream import WeightStream
 
 BASELINE = "none"
+
+SMOOTHED = ", smoothed"
+"""Follows the name of a format whose engine gets smoothed weights."""
 
 
 @dataclass(frozen=True)
@@ -98,33 +103,40 @@ class Engines:
         finally:
             self._policy.to("cpu")
 
-    def check(self, scheme: QuantizationScheme, ignore: Sequence[str]) -> frozenset[str]:
-        """The layers that a format quantizes; `ValueError` where it cannot."""
+    def check(self, scheme: QuantizationScheme, ignore: Sequence[str], smooths: bool = False) -> frozenset[str]:
+        """The layers that a format quantizes; `ValueError` where it cannot, or the model cannot be smoothed."""
         from trl_qurl.quantization.layers import quantized_layer_names
+        from trl_qurl.quantization.smoothing import sources
 
+        if smooths:
+            sources(self._policy)
         return quantized_layer_names(self._policy, ignore, scheme)
 
-    def sample(self, scheme: str, ignore: Sequence[str]) -> tuple[list[Answer], list[Scored]]:
+    def sample(
+        self, name: str, ignore: Sequence[str], seen: Sequence[Answer] = ()
+    ) -> tuple[list[Answer], list[Scored]]:
         """Let an engine answer.
 
         Args:
-            scheme: Name of its format, `"none"` for 16 bits.
+            name: Of its format, `"none"` for 16 bits; with `SMOOTHED` if its weights are smoothed.
             ignore: Modules that it keeps in 16 bits.
+            seen: Answers whose activations smoothing is fitted to.
 
         Raises:
             ChildProcessError: If it failed; the last lines that it printed are on the standard error then.
         """
         from trl_qurl.lab.mismatch.score import score
 
-        self._say(f"Sampling {len(self._job.prompts)} answers from {label(scheme)}")
-        with self._checkpoint(scheme, ignore) as directory:
+        self._say(f"Sampling {len(self._job.prompts)} answers from {label(name)}")
+        scheme = name.removesuffix(SMOOTHED)
+        with self._checkpoint(scheme, ignore, None if scheme == name else seen) as directory:
             answers = ask_engine(replace(self._job, model=directory), scheme)
         with self.policy() as policy:
             return answers, list(score(policy, answers))
 
     @contextmanager
-    def _checkpoint(self, scheme: str, ignore: Sequence[str]) -> Iterator[str]:
-        """A directory with the weights in a format, which is gone after the block."""
+    def _checkpoint(self, scheme: str, ignore: Sequence[str], seen: Sequence[Answer] | None) -> Iterator[str]:
+        """A directory with the weights in a format, smoothed by answers if there are any, gone after the block."""
         from trl_qurl.quantization.checkpoint import CheckpointWriter
         from trl_qurl.quantization.schemes import get_scheme
         from trl_qurl.quantization.weight_stream import WeightStream, model_parameters
@@ -134,14 +146,30 @@ class Engines:
             yield self.directory
             return
         form = get_scheme(scheme)
-        place = CheckpointDirectory(None, WeightStream(self._policy, form, ignore).nbytes())
+        weights = WeightStream(self._policy, form, ignore, smooths=seen is not None)
+        if seen is not None:
+            self._fit(weights, seen)
+        place = CheckpointDirectory(None, weights.nbytes())
         try:
             writer = CheckpointWriter(self._policy, self._tokenizer, form, ignore)
             # As a server's: the same codes whatever dtype holds the weights.
-            writer.quantize(model_parameters(self._policy), place.path / "model", is_exact=True)
+            writer.write(weights.tensors(model_parameters(self._policy), is_exact=True), place.path / "model")
             yield str(place.path / "model")
         finally:
             place.remove()
+
+    def _fit(self, weights: WeightStream, seen: Sequence[Answer]) -> None:
+        """Fit smoothing to the activations of the policy on these answers, as training does at its second sync."""
+        from trl_qurl.lab.mismatch.score import score
+        from trl_qurl.quantization.weight_stream import model_parameters
+
+        assert weights.smoothing is not None, "the stream smooths"
+        weights.smoothing.collects = True
+        with self.policy() as policy:
+            deque(score(policy, seen), maxlen=0)
+            deque(weights.tensors(model_parameters(policy)), maxlen=0)
+            weights.smoothing.fit()
+        weights.smoothing.collects = False
 
 
 def label(name: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from trl_qurl.lab.mismatch.engines import BASELINE, Engines, Sampling
+from trl_qurl.lab.mismatch.engines import BASELINE, SMOOTHED, Engines, Sampling
 from trl_qurl.lab.mismatch.job import Answer
 from trl_qurl.lab.mismatch.statistics import Mismatch, measure
 
@@ -57,6 +57,7 @@ def measure_mismatch(
     say: Callable[[str], None] = lambda line: None,
     output: Path | None = None,
     budget: Budget | None = None,
+    smooths: bool = False,
 ) -> tuple[Report, dict[str, list[float]]]:
     """Measure how far engines in several formats are from the full-precision policy.
 
@@ -69,6 +70,7 @@ def measure_mismatch(
         say: Called with a line about what is being done.
         output: JSON file, written again after each format.
         budget: Find layers to keep in 16 bits for it; there must be one format then.
+        smooths: Whether formats that can be smoothed (`smoothing_interval` of a run) are also measured so.
 
     Returns:
         The figures, and log ρ of every token by format.
@@ -89,20 +91,25 @@ def measure_mismatch(
         given = ", ".join(scheme.name for scheme in chosen)
         raise ValueError(f"Layers are chosen for one format, not for {given}: name it with --schemes.")
     engines = Engines(model, sampling, engine_kwargs, say)
+    names = [BASELINE]
     for scheme in chosen:
-        engines.check(scheme, ignore)
+        engines.check(scheme, ignore, smooths and scheme.token_scales)
+        names += [scheme.name, f"{scheme.name}{SMOOTHED}"][: 1 + (smooths and scheme.token_scales)]
+    if smooths and len(names) == 1 + len(chosen):
+        raise ValueError("--smooth is for formats that round a token's activations with one scale: int8 and fp8.")
     report = Report(model, sampling, tuple(ignore))
     log_ratios: dict[str, list[float]] = {}
     answers: list[Answer] = []
-    names = [BASELINE, *(scheme.name for scheme in chosen)]
     for name in names:
         try:
-            answers, scored = engines.sample(name, ignore)
+            found, scored = engines.sample(name, ignore, answers)
         except ChildProcessError as error:
-            if name == names[-1] and (budget is not None or not report.formats):
+            is_needed = budget is not None and name == chosen[0].name
+            if is_needed or (name == names[-1] and not report.formats):
                 raise
             report = replace(report, failures={**report.failures, name: str(error)})
             continue
+        answers = answers if name.endswith(SMOOTHED) else found  # layers are chosen by those of the plain format
         report = replace(report, formats={**report.formats, name: measure(scored)})
         log_ratios[name] = log_ratios_of(scored)
         report = replace(report, seconds=time.monotonic() - started)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trl_qurl.lab.mismatch.engines import BASELINE, label
+from trl_qurl.lab.mismatch.engines import BASELINE, SMOOTHED, label
 from trl_qurl.lab.mismatch.run import Report
 from trl_qurl.lab.mismatch.statistics import CAP, Mismatch
 
@@ -92,6 +92,8 @@ def sentences(report: Report) -> list[str]:
             lines.append(
                 f"{label(kept.name)} has a KL of {found:.2g}, above --kl {kept.budget.kl:g}: lower --kl to keep more."
             )
+    if any(name.endswith(SMOOTHED) for name in report.formats):
+        lines.append("To train on smoothed weights, set smoothing_interval=16.")
     lines += [f"{label(name)}: not measured. {failure}" for name, failure in report.failures.items()]
     if any(name != BASELINE for name in report.formats):
         lines.append(

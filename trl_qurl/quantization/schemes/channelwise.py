@@ -21,6 +21,7 @@ class ChannelwiseScheme(QuantizationScheme):
     code_min: float
     code_max: float
     weight_bits: int = 8
+    token_scales: bool = True
 
     def layout(self, shape: Sequence[int], dtype: torch.dtype) -> list[StoredTensor]:  # noqa: D102
         return [

@@ -34,6 +34,7 @@ from trl_qurl.quantization.experts import expert_modules
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.kv_cache import FP8Cache
 from trl_qurl.quantization.schemes import QuantizationScheme
+from trl_qurl.quantization.smoothing import Smoothing
 from trl_qurl.rollout.engine.interface import Continuation
 from trl_qurl.rollout.errors import SyncError
 
@@ -107,11 +108,12 @@ def run_probe(
     scheme: QuantizationScheme | None,
     merges: bool = True,
     rounds_cache: bool = False,
+    smoothing: Smoothing | None = None,
 ) -> ProbeResult:
     """Compare the engine's log-probabilities with the policy's own, computed with fake quantization.
 
     An adapter is merged for the length of this call, unless the engine has it beside the base. Keys and values are
-    rounded if the engine `rounds_cache`.
+    rounded if the engine `rounds_cache`, and inputs smoothed as its weights were.
     """
     adapted = merges and is_peft_model(model)
     if adapted:
@@ -120,7 +122,7 @@ def run_probe(
     training = base.training
     base.eval()
     try:
-        with quantized_forward(base, layers, scheme) if scheme else nullcontext():
+        with quantized_forward(base, layers, scheme, smoothing) if scheme else nullcontext():
             policy = _score(base, prompts, continuations, rounds_cache)
             with _disturbed(base):
                 disturbed = _score(base, prompts, continuations, rounds_cache)
