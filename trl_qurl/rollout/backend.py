@@ -37,7 +37,7 @@ from trl_qurl.rollout.engine.colocated import (
     release_when_deleted,
     with_adapter,
 )
-from trl_qurl.rollout.engine.interface import Engine
+from trl_qurl.rollout.engine.interface import Engine, torch_dtype
 from trl_qurl.rollout.engine.kernels import kernel_environment
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError
@@ -125,7 +125,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             decided = [route, described.dtype]
         broadcast_object_list(decided, from_process=0)
         route, dtype = decided
-        sent_dtype = _torch_dtype(dtype)  # casting for the engine saves bytes on the way
+        sent_dtype = torch_dtype(dtype)  # casting for the engine saves bytes on the way
         if route == "stream":
             return Stream(engine, True, sent_dtype)
         if route == "adapter":
@@ -190,7 +190,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._release = release_when_deleted(self.llm)
         engine = ColocatedEngine(self.llm, self._sleeps)
         if self.base is not None and folder is not None:
-            return self._adapt(engine, _torch_dtype(engine.describe().dtype), folder)
+            return self._adapt(engine, torch_dtype(engine.describe().dtype), folder)
         return CheckpointFiles(engine, False, folder) if folder is not None and by_files else Stream(engine, False)
 
     @property
@@ -263,8 +263,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         started = time.perf_counter()
         output = agreed(lambda: self._sample(*args, **kwargs), self.rollout.is_served)
         self.sync.require_version()  # a server that restarted meanwhile answers from other weights
-        # With sleep mode the parent syncs in here.
-        self._cost.generate_s += time.perf_counter() - started - (self._seconds_in_syncs - synced_before)
+        self._cost.generate_s += time.perf_counter() - started - (self._seconds_in_syncs - synced_before)  # sleep mode
         self._cost.tokens += sum(len(completion) for completion in output[1])
         self.sampled_logps = output[2]
         return output
@@ -288,10 +287,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def _reconnect(self) -> None:
         if self.accelerator.is_main_process:
             self.vllm_client.reconnect(self.server_timeout)
-
-
-def _torch_dtype(name: str | None) -> torch.dtype | None:
-    return getattr(torch, name) if name else None
 
 
 def quantized_generation(

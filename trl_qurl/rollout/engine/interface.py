@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from trl_qurl.quantization.stream import NamedTensors
 
 FRESH = "default"
@@ -57,6 +59,11 @@ class EngineDescription(NamedTuple):
     dtype: str | None  # of the layers that are not quantized, as torch calls it; `None` where they differ
     kv_cache_dtype: str = "auto"  # of the key-value cache, as vLLM calls it
     max_lora_rank: int = 0  # highest rank of an adapter; 0 if the engine takes none
+
+
+def torch_dtype(name: str | None) -> torch.dtype | None:
+    """The dtype that an engine names in its description."""
+    return getattr(torch, name) if name else None
 
 
 class Continuation(NamedTuple):
