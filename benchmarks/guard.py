@@ -3,7 +3,8 @@
     python -m benchmarks.guard
 
 It replays the logs in `benchmarks/objectives/runs` through the guard itself, with its default thresholds. Each arm is
-expected to be healthy, harmed, or collapsing. An alarm in a healthy run is an error (exit status 1).
+expected to be healthy, harmed, or collapsing. An alarm in a healthy run is an error (exit status 1). Arms that the guard
+acted on are left out: they tell what happens after an alarm.
 """
 
 import argparse
@@ -69,10 +70,12 @@ def worst(name: str, rollouts: Sequence[dict[str, Any]]) -> float:
 
 
 def replay_all(directory: Path) -> list[Group]:
-    """Every stored run of every arm."""
+    """Every stored run that the guard did not act on."""
     groups = []
     for name, experiment in EXPERIMENTS.items():
         for arm in experiment.arms:
+            if "mismatch_guard" in arm.changed:
+                continue
             group = Group(name, arm.name, expectation(arm))
             for path in sorted((directory / name).glob(f"{arm.name}-seed*.jsonl.gz")):
                 alarm, farthest = replay(read_run(path))

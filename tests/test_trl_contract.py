@@ -405,11 +405,25 @@ def test_sleeping_engines_sync_inside_generate():
     )
 
 
-def test_the_trainer_syncs_before_the_first_rollout_of_every_step():
-    body = text_of(GRPO, "GRPOTrainer._generate_single_turn")
+def test_a_stop_at_the_end_of_a_step_still_saves():
+    body = text_of("transformers.trainer", "Trainer._maybe_log_save_evaluate")
+    saves, overrides = "if self.control.should_save:", "self.control.should_save = is_new_best_metric"
+    evaluates = "if self.control.should_evaluate:"
+    assert body.index(evaluates) < body.index(overrides) < body.index(saves), (
+        "Trainer._maybe_log_save_evaluate decides otherwise what is saved; mismatch_guard='stop' leaves a checkpoint "
+        "by should_save, without should_evaluate."
+    )
+    begin = text_of("transformers.trainer_callback", "CallbackHandler.on_train_begin")
+    assert "should_training_stop = False" in begin, "A run that was stopped would not start again from its checkpoint."
+
+
+@pytest.mark.parametrize(("module", "trainer"), [(GRPO, "GRPOTrainer"), (RLOO, "RLOOTrainer")])
+def test_the_trainer_syncs_before_the_first_rollout_of_every_step(module, trainer):
+    body = text_of(module, f"{trainer}._generate_single_turn")
     condition, call = "if self.state.global_step != self._last_loaded_step:", "self.vllm_generation.sync_weights()"
     assert condition in body and body.index(condition) < body.index(call) < body.index("vllm_generation.generate("), (
-        "GRPOTrainer._generate_single_turn does not sync weights before it generates; QuRLGRPOTrainer leaves it to it."
+        f"{trainer}._generate_single_turn does not sync weights before it generates; our trainer leaves it to it, "
+        "and after a fallback asks for it by _last_loaded_step = -1."
     )
 
 

@@ -57,10 +57,9 @@ KEPT_SETTINGS = (
     "training_forward",
     "weight_sync",
     "round_base",
-    "mismatch_guard",
-    "mismatch_guard_kl",
     "smoothing_interval",
 )
+KEPT_OF_THE_GUARD = ("mismatch_guard", "mismatch_guard_kl")  # of arms that have one
 DIGITS = 5
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
@@ -112,7 +111,8 @@ def train_arm(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any],
             trainer.add_callback(recorder)
             trainer.train()
         run = read_run(output_dir)
-    settings = {name: run.settings[name] for name in KEPT_SETTINGS if name in run.settings}
+    names = KEPT_SETTINGS + (KEPT_OF_THE_GUARD if config.mismatch_guard != "off" else ())
+    settings = {name: run.settings[name] for name in names if name in run.settings}
     settings |= {"activation_bits": arm.activation_bits, "arm": arm.name, **provenance}
     write_short_log(settings, run.rows, place)
 
