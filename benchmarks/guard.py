@@ -3,8 +3,8 @@
     python -m benchmarks.guard
 
 It replays the logs in `benchmarks/objectives/runs` through the guard itself, with its default thresholds. Each arm is
-expected to be healthy, harmed, or collapsing. An alarm in a healthy run is an error (exit status 1). Arms that the guard
-acted on are left out: they tell what happens after an alarm.
+expected to be healthy, harmed, or collapsing. An alarm in a healthy run is an error (exit status 1). Arms that the
+guard acted on are left out: they tell what happens after an alarm.
 """
 
 import argparse
@@ -32,11 +32,12 @@ HEALTHY, UNCLEAR, HARMED, COLLAPSING = EXPECTED = ("healthy", "harmed, KL as hea
 def expectation(arm: Arm) -> str:
     """What an arm is, by its settings."""
     same_weights = arm.scheme is None or "training_forward" in arm.changed or "round_base" in arm.changed
-    if same_weights or (arm.scheme not in CODE_BITS and arm.activation_bits == 8):
+    codes = (arm.scheme or "").partition("_")[0]  # int3_stochastic: the same codes, chosen otherwise
+    if same_weights or (codes not in CODE_BITS and arm.activation_bits == 8):
         return HEALTHY
     if arm.changed.get("objective") == "quantized_ratio":
-        return COLLAPSING if arm.scheme == "int3" else UNCLEAR
-    return HEALTHY if arm.scheme == "int4" else HARMED
+        return COLLAPSING if codes == "int3" else UNCLEAR
+    return HEALTHY if codes == "int4" else HARMED
 
 
 @dataclass

@@ -21,9 +21,9 @@ GUARD = "mismatch/guard"
 QUIET, ALARM, FALLEN_BACK = 0.0, 1.0, 2.0
 """The guard's own metric, and its values."""
 
-# Evidence for all thresholds: the runs of benchmarks/study.md, replayed by benchmarks/guard.py. In the 176 runs that
+# Evidence for all thresholds: the runs of benchmarks/study.md, replayed by benchmarks/guard.py. In the 195 runs that
 # were not harmed, medians of five rollouts went up to a KL of 0.069 (W4A16 with a merged adapter, one of five seeds;
-# all other formats 0.030) and a tail of 0.0078, and down to an effective sample size of 0.877. Each of the 125 runs
+# all other formats 0.030) and a tail of 0.0078, and down to an effective sample size of 0.877. Each of the 145 runs
 # with INT3 weights went beyond at least one of the thresholds.
 KL_THRESHOLD = 0.1
 """Default KL, in nats per token."""
