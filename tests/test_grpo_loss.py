@@ -14,6 +14,7 @@ from trl import GRPOTrainer
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 from trl_qurl.config import CLIPPED_LOSS_TYPES
+from trl_qurl.importance import mixing_coefficient, weight_sums
 from trl_qurl.objective import OBJECTIVES
 from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
 
@@ -288,6 +289,10 @@ def test_gradient_accumulation_and_tool_tokens(trainer, batch):
 ROWS = [{"prompt": prompt} for prompt in ("ab", "cd", "ef", "gh") for _ in range(4)]
 
 
+def behavior_logps(batch):
+    return batch["sampling_per_token_logps"].masked_fill(batch["completion_mask"] == 0, torch.nan)
+
+
 def one_update_per_rollout(trainer, monkeypatch):
     monkeypatch.setattr(trainer.args, "gradient_accumulation_steps", trainer.args.steps_per_generation)
 
@@ -323,6 +328,12 @@ def test_one_update_per_rollout_needs_no_scoring_pass(objective, trainer, monkey
         ours, theirs = gradients(trainer, losses[1]), gradients(trainer, losses[0])
         for name, gradient in theirs.items():
             torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
+    # One coefficient per micro-batch, each as of a rollout that is four such.
+    parts = zip(scored["old_per_token_logps"].split(B), behavior_logps(scored).split(B), strict=True)
+    expected = [mixing_coefficient(4 * weight_sums(*part, CAP)).item() for part in parts]
+    adaptive = trainer._metrics["train"]["ais/coefficient"] if objective == "ais" else []
+    assert adaptive == [pytest.approx(value, rel=0.05) for value in expected[: len(adaptive)]]
+    assert len(adaptive) == (4 if objective == "ais" else 0)
     mismatch = trainer._mismatch.pop()
     assert mismatch == {name: pytest.approx(scored_metrics[name], rel=1e-2, abs=1e-7) for name in mismatch}
 
