@@ -3,8 +3,8 @@
     python -m benchmarks.guard
 
 It replays the logs in `benchmarks/objectives/runs` through the guard itself, with its default thresholds. Each arm is
-expected to be healthy, harmed, or collapsing. An alarm in a healthy run is an error (exit status 1). Arms that the guard
-acted on are left out: they tell what happens after an alarm.
+expected to be healthy, harmed, or collapsing. An alarm in a healthy run is an error (exit status 1). Arms that the
+guard acted on are left out: they tell what happens after an alarm.
 """
 
 import argparse
