@@ -231,14 +231,14 @@ def train(run_scenario) -> Callable[..., list[Any]]:
 
 
 @pytest.fixture(scope="session")
-def int8_server(tmp_path_factory) -> Iterator["Server"]:
+def int8_server(warm_python, tmp_path_factory) -> Iterator["Server"]:
     """A server of the tiny model, for all tests that leave it alive."""
     from tiny import tiny_model, tiny_tokenizer
 
     directory = tmp_path_factory.mktemp("server")
     tiny_model().save_pretrained(directory / "model")
     tiny_tokenizer().save_pretrained(directory / "model")
-    with vllm_server(directory / "model", directory, "--scheme", "int8") as server:
+    with vllm_server(directory / "model", directory, "--scheme", "int8", python=warm_python) as server:
         yield server
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 import requests
-from conftest import SCENARIOS, Server, child_environment, free_port, group_members
+from conftest import SCENARIOS, Server, child_environment, free_port, group_members, kill_group
 from datasets import Dataset
 from tiny import tiny_model, tiny_tokenizer
 from transformers import TrainerCallback
@@ -276,7 +276,7 @@ def test_trainer_is_killed_during_a_sync(deployment):
     others = {*deployment.rollouts.glob("*")}  # of trainers of other tests, which are freed when Python likes to
     command = [deployment.python, SCENARIOS / "train.py", directory, "--model", deployment.model]
     command += ["--config", json.dumps(config)]
-    trainer = subprocess.Popen(list(map(str, command)), env=child_environment())
+    trainer = subprocess.Popen(list(map(str, command)), env=child_environment(), process_group=0)
     try:
         deadline = time.monotonic() + 120
         while not (directory / "checkpoint-2" / "trainer_state.json").exists():
@@ -286,8 +286,9 @@ def test_trainer_is_killed_during_a_sync(deployment):
         while {path.name for path in deployment.rollouts.glob("trl-qurl-*/*sync-*")} == seen:
             assert time.monotonic() < deadline and trainer.poll() is None
     finally:
-        trainer.kill()  # a checkpoint has just been begun
-        trainer.wait(30)
+        kill_group(trainer)  # a checkpoint has just been begun
+        while group_members(trainer.pid):  # a fork ends a moment after what stands in for it
+            time.sleep(0.01)
     left = {*deployment.rollouts.glob("*")} - others
     assert left, "it was not killed in time: it had a chance to clean up"
     for path in left:

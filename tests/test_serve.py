@@ -2,6 +2,8 @@
 
 import asyncio
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import requests
-from conftest import Server
+from conftest import Server, child_environment
 from tiny import tiny_model, tiny_tokenizer
 from tiny_vision import tiny_vision_model
 
@@ -17,6 +19,7 @@ from trl_qurl import cli
 from trl_qurl.quantization.cache import CACHE_VARIABLE
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.rollout.engine import key, launch
+from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
 
 @pytest.fixture
@@ -278,6 +281,14 @@ def test_what_is_not_the_key_opens_nothing(header, home, monkeypatch):
     assert answers(path="/health") == ["passed"]
     right = [(b"authorization", b"Bearer right")]
     assert answers(headers=right) == answers("websocket", headers=right) == ["passed"]
+
+
+@pytest.mark.vllm
+def test_a_fresh_process_loads_what_a_server_loads_by_name():
+    """First of all that is ours, as in vLLM's workers; the servers of these tests have imported everything before."""
+    code = f"import pydoc, sys; assert pydoc.locate({WORKER_EXTENSION!r}).load_rollout_weights"
+    done = subprocess.run([sys.executable, "-c", code], env=child_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.vllm
