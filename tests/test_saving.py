@@ -278,6 +278,7 @@ def trainer(tmp_path):
         model=model,
         base_model=model.get_base_model(),
         base=FrozenBase(model, WeightStream(model, settings.scheme), settings),
+        rollout=settings,
         policy_parameters=lambda: copy.deepcopy(model).merge_and_unload().named_parameters(),
     )
     return trainer
@@ -311,6 +312,18 @@ def test_an_adapter_is_merged_where_that_is_asked_for_or_the_base_is_another(tra
         assert "--enable-lora" not in (directory / "README.md").read_text()
         query = "model.layers.0.self_attn.q_proj.weight_scale"
         assert not torch.equal(weights_of(directory)[query], beside[query]), "the adapter is nowhere"
+
+
+def test_after_a_fallback_the_adapter_is_merged(trainer):
+    generation = trainer.vllm_generation
+    beside = weights_of(trainer.save_quantized())
+    generation.rollout = generation.rollout.in_16_bits()
+    generation.base = FrozenBase(generation.model, WeightStream(generation.model, None), generation.rollout)
+    directory = trainer.save_quantized()
+    assert config_of(directory)["quantization_config"]["format"] == "pack-quantized"
+    assert not (directory / "adapter").exists()
+    query = "model.layers.0.self_attn.q_proj.weight_scale"
+    assert not torch.equal(weights_of(directory)[query], beside[query]), "the adapter is nowhere"
 
 
 @pytest.mark.parametrize(
