@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
-from trl_qurl.quantization.uaq import ARCHITECTURES, recorded_scale, restore, scale_model_
+from trl_qurl.quantization.architectures import ARCHITECTURES
+from trl_qurl.quantization.uaq import recorded_scale, restore, scale_model_
 from trl_qurl.trainers.callbacks import UpdateAwareQuantizationCallback
 
 TINY = {

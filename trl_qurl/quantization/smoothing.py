@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from trl_qurl.quantization.architectures import ARCHITECTURES
 from trl_qurl.quantization.checkpoint_form import CheckpointForm, parameter_name, plain_model
 from trl_qurl.quantization.layers import linear_layers
 from trl_qurl.quantization.stream import NamedTensors
-from trl_qurl.quantization.uaq import ARCHITECTURES
 
 LARGEST_EXPONENT = 10
 """Of a scale: no outlier on record needs more, and a float16 engine holds less."""
