@@ -129,7 +129,7 @@ def test_one_warning_per_alarm_says_what_to_do(caplog):
         logged = [guard.look(QUIET | {KL: kl})["mismatch/guard"] for kl in [0.06] * 7 + [0.01] * 3 + [0.07] * 5]
     # Off with the third small KL, on again with the third large one.
     assert logged == [0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 1, 1, 1]
-    first, second = (record.getMessage() for record in caplog.records)
+    first, second = (record.getMessage() for record in caplog.records if record.name == "trl_qurl.trainers.guard")
     for part in ("mismatch/kl_k3 is 0.06 (threshold 0.05)", "objective='tis'", "--kl 1e-3", "'stop' or 'fallback'"):
         assert part in first
     assert "mismatch/kl_k3 is 0.07" in second

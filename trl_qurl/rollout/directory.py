@@ -8,6 +8,7 @@ Its name is the same for every run, unless several run at once. vLLM makes the p
 cache of compiled graphs, so with a new name each start would compile again.
 """
 
+import errno
 import itertools
 import os
 import shutil
@@ -15,6 +16,7 @@ import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -114,22 +116,25 @@ def _create(requested: str | None, bytes_needed: int) -> tuple[Path, FileLock]:
 
 
 def _own_first_free(parent: Path) -> tuple[Path, FileLock]:
-    """A new directory with the lowest number that no run of this user has, and its lock."""
-    numbers = itertools.count()
-    while True:
-        path = parent / f"{PREFIX}{os.getuid()}-{next(numbers)}"
-        lock = FileLock(path / LOCK_NAME)
+    """A new directory with the lowest number that no run of this user has, and its lock.
+
+    It gets its name when its lock is held: a run that found it before would take it for abandoned.
+    """
+    draft = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
+    lock = FileLock(draft / LOCK_NAME)
+    with suppress(NotImplementedError, OSError):  # no locks on this file system, so no other run removes it
+        lock.acquire(blocking=False)
+    (draft / LOCK_NAME).touch()
+    for number in itertools.count():
+        path = parent / f"{PREFIX}{os.getuid()}-{number}"
         try:
-            path.mkdir(mode=0o700)
-            lock.acquire(blocking=False)
-        except (FileExistsError, Timeout):
-            continue  # it is another run's, or another run found it before it was locked and is removing it
-        except (OSError, NotImplementedError):
-            if not path.exists():
-                raise
-            return path, lock  # no locks on this file system, so no other run removes it
-        if path.exists():
+            draft.rename(path)  # not onto a directory with a lock in it
             return path, lock
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                _remove(draft, lock)
+                raise
+    raise AssertionError("there is always another number")
 
 
 def _remove_abandoned(parent: Path) -> None:
