@@ -47,6 +47,15 @@ def test_it_is_removed_with_its_object_or_before(tmp_path):
     assert names(tmp_path) == []
 
 
+def test_a_fork_that_ends_leaves_it_alone(tmp_path):
+    directory = CheckpointDirectory(str(tmp_path), 0)
+    if os.fork() == 0:
+        directory.remove()
+        os._exit(0)
+    os.wait()
+    assert directory.path.exists()
+
+
 def test_its_name_is_the_same_for_the_next_run(tmp_path):
     """vLLM finds a compiled graph by the model's path, among other things."""
     first = CheckpointDirectory(str(tmp_path), 0)

@@ -43,7 +43,7 @@ class CheckpointDirectory:
 
     def __init__(self, requested: str | None, bytes_needed: int) -> None:
         self.path, lock = _create(requested, bytes_needed)
-        self.remove = weakref.finalize(self, _remove, self.path, lock)
+        self.remove = weakref.finalize(self, _remove_own, self.path, lock, os.getpid())
 
 
 class CheckpointFolder:
@@ -142,10 +142,20 @@ def _remove_abandoned(parent: Path) -> None:
     for lock_file in parent.glob(f"{PREFIX}*/{LOCK_NAME}"):  # one without a lock is just being created
         lock = FileLock(lock_file)
         try:
+            found = lock_file.stat()
             lock.acquire(blocking=False)
+            is_same = os.path.samestat(found, lock_file.stat())
         except (Timeout, OSError, NotImplementedError):
             continue  # in use, somebody else's, or on a file system without locks
-        _remove(lock_file.parent, lock)
+        if is_same:
+            _remove(lock_file.parent, lock)
+        else:  # its run has just ended, and another one has the name now
+            lock.release()
+
+
+def _remove_own(directory: Path, lock: FileLock, owner: int) -> None:
+    if os.getpid() == owner:  # not in a fork of it that ends, where the same is called
+        _remove(directory, lock)
 
 
 def _remove(directory: Path, lock: FileLock) -> None:
