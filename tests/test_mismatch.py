@@ -335,6 +335,7 @@ def test_a_budget_is_one_positive_number(given, message):
         (["--output", "figures.png"], "--output is figures.png: give the name of a .json file"),
         (["--kl", "0"], "leaves nothing"),
         (["--kl", "1e-3", "--schemes", "int8,fp8"], "for one format, not for int8, fp8"),
+        (["--smooth", "--schemes", "w4a16"], "add int8, fp8 to --schemes"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(arguments, message, tmp_path, capsys):

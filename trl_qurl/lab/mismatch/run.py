@@ -83,20 +83,26 @@ def measure_mismatch(
     """
     started = time.monotonic()
     from trl_qurl.lab.mismatch.keep import keep_layers
-    from trl_qurl.quantization.schemes import available_schemes, get_scheme
+    from trl_qurl.quantization.schemes import SCHEMES, available_schemes, get_scheme
 
     sampling = sampling or Sampling()
     chosen = available_schemes() if schemes is None else [get_scheme(name) for name in schemes]
     if budget is not None and len(chosen) != 1:
         given = ", ".join(scheme.name for scheme in chosen)
         raise ValueError(f"Layers are chosen for one format, not for {given}: name it with --schemes.")
+    smoothed = [scheme for scheme in chosen if smooths and scheme.token_scales]
+    if smooths and not smoothed:
+        fitting = ", ".join(name for name, scheme in SCHEMES.items() if scheme.token_scales)
+        raise ValueError(
+            f"--smooth is for formats with one scale for a token's activations: add {fitting} to --schemes."
+        )
     engines = Engines(model, sampling, engine_kwargs, say)
     names = [BASELINE]
     for scheme in chosen:
-        engines.check(scheme, ignore, smooths and scheme.token_scales)
-        names += [scheme.name, f"{scheme.name}{SMOOTHED}"][: 1 + (smooths and scheme.token_scales)]
-    if smooths and len(names) == 1 + len(chosen):
-        raise ValueError("--smooth is for formats that round a token's activations with one scale: int8 and fp8.")
+        engines.check(scheme, ignore, scheme in smoothed)
+        names.append(scheme.name)
+        if scheme in smoothed:
+            names.append(f"{scheme.name}{SMOOTHED}")
     report = Report(model, sampling, tuple(ignore))
     log_ratios: dict[str, list[float]] = {}
     answers: list[Answer] = []
