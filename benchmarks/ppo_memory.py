@@ -48,8 +48,6 @@ def settings(directory: Path, case: str, completions: int, device: str) -> Any:
         "max_steps": UPDATES,
         "max_completion_length": COMPLETION_TOKENS,
         "sync_check_interval": 0,
-        "weight_metrics_interval": 0,
-        "uaq_scale": 1.0,
         "vllm_max_model_length": 256,
         "vllm_gpu_memory_utilization": 0.2,
         "vllm_engine_kwargs": {"enforce_eager": True},

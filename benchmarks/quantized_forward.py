@@ -59,13 +59,13 @@ def one_turn(policy: PreTrainedModel, way: str, workload: Workload) -> dict[str,
     with quantized:
         layers = [module for module in policy.modules() if isinstance(module, QuantizedLinear)]
         for layer in layers:
-            layer.round_anew()
+            layer.round_again()
         dtype = half_precision() if is_16_bit else torch.float32
         rounding = passed(lambda: [layer.rounded_weight(dtype) for layer in layers]) if layers else 0.0
         kept = sum(layer.rounded_weight(dtype).nbytes for layer in layers)
         costs = {"rounding_s": rounding, "score_s": passed(score), "update_s": passed(update), "kept_bytes": kept}
         for layer in layers:
-            layer.round_anew()
+            layer.round_again()
     policy.zero_grad()
     return costs
 

@@ -93,7 +93,7 @@ def build_trainer(
         model = f"{directory}/model"
         kind, config = GRPOTrainer, GRPOConfig(directory, use_vllm=True, vllm_mode="colocate", **settings)
     else:
-        own = {"weight_metrics_interval": 0, "sync_check_interval": 0, "uaq_scale": 1.0, "objective": "acr"}
+        own = {"sync_check_interval": 0, "objective": "acr"}
         own |= {"vllm_engine_kwargs": {"enforce_eager": device == "cpu"}}  # compiling takes minutes there
         kind, config = QuRLGRPOTrainer, QuRLGRPOConfig(directory, **(settings | own | WAYS[way] | further))
     trainer = kind(

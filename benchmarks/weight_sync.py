@@ -77,8 +77,6 @@ def measure(way: Way, shape: Shape, repeats: int, device: str) -> Iterator[dict[
             weight_sync="llmcompressor" if way.quantizer == "llmcompressor" else way.transport,
             sync_check_interval=10**6,  # the first sync only
             sync_probe=trains,
-            weight_metrics_interval=0,
-            uaq_scale=1.0,
             per_device_train_batch_size=COMPLETIONS,
             num_generations=COMPLETIONS,
             max_completion_length=COMPLETION_TOKENS,

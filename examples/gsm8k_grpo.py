@@ -12,7 +12,8 @@ The arguments are those of TRL's `GRPOConfig` and `ModelConfig`, the fields that
     python examples/gsm8k_grpo.py --dataset my_questions.jsonl.gz --output_dir my-policy
     python examples/gsm8k_grpo.py --config my_settings.yaml --seed 1
 
-In your own script, use `QuRLGRPOTrainer` for `GRPOTrainer` and `QuRLGRPOConfig` for `GRPOConfig`:
+In your own script, call `trl_qurl.quiet()` first, and use `QuRLGRPOTrainer` for `GRPOTrainer` and `QuRLGRPOConfig` for
+`GRPOConfig`:
 
     trainer = QuRLGRPOTrainer(
         model="Qwen/Qwen2.5-0.5B-Instruct",

@@ -11,7 +11,7 @@ The arguments are those of TRL's `GRPOConfig` and `ModelConfig`, the fields that
     python examples/gsm8k_ppo.py --value_model Qwen/Qwen2.5-1.5B-Instruct --critic_warmup_steps 20
     python examples/gsm8k_ppo.py --config my_settings.yaml --seed 1
 
-In your own script:
+In your own script, after `trl_qurl.quiet()`:
 
     trainer = QuRLPPOTrainer(
         model="Qwen/Qwen2.5-0.5B-Instruct",

@@ -20,6 +20,7 @@ from typing import IO, Any
 
 import forks
 import pytest
+from hypothesis import HealthCheck, settings
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 
@@ -31,6 +32,9 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 # `sys.executable` is to start from nothing.
 sys.executable = os.environ.setdefault("TRL_QURL_TESTS_PYTHON", sys.executable)
 multiprocessing.set_executable(sys.executable)
+
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 SHARED_DIRECTORY = "TRL_QURL_TESTS"
 """Variable with a directory of this run of pytest, the same for all of its workers."""
@@ -199,7 +203,7 @@ def run_scenario(warm_python, tmp_path_factory) -> Callable[..., Any]:
                 started.append(process)
                 end.callback(kill_group, process)
             for process in started:
-                process.wait(400)
+                process.wait(1500)
         outs, errs = zip(*([path.read_text(errors="replace") for path in paths] for paths in printed), strict=True)
         records = [line for out in outs for line in out.splitlines() if line.startswith("RECORD ")]
         assert not any(process.returncode for process in started) and len(records) == 1, "\n".join(
@@ -351,6 +355,6 @@ def vllm_server(
     try:
         yield server.wait_until_healthy()
         server.stop()
-        assert not server.survivors_after(10), f"SIGTERM left processes behind: {server.survivors()}"
+        assert not server.survivors_after(60), f"SIGTERM left processes behind: {server.survivors()}"
     finally:
         server.kill()

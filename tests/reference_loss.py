@@ -42,8 +42,8 @@ def reference_loss(
         loss_type: One of grpo, bnpo, dr_grpo or dapo.
         epsilon_low: Distance of the lower clip bound below 1.
         epsilon_high: Distance of the upper clip bound above 1, before it is lifted.
-        cap: C, a ratio, for acr, tis and ais.
-        floor: The smallest weight of acr, tis and ais, None for none; the smallest ratio that a mask keeps, None for
+        cap: C, a ratio, for acr and tis.
+        floor: The smallest weight of acr and tis, None for none; the smallest ratio that a mask keeps, None for
             1 / C.
         max_completion_length: Tokens; dr_grpo divides by it.
         num_items: Completion tokens of the whole batch; dapo divides by it.
@@ -78,39 +78,12 @@ def reference_loss(
         means = [math.exp(sum(row) / len(row)) if row else 1.0 for row in logs]
         kept = torch.tensor([[(min(cap, 1 / cap) if floor is None else floor) <= mean <= cap] for mean in means])
         J = kept * clipped(R, upper)
-    elif name == "ais":
-        assert cap is not None
-        coefficient = adaptive_coefficient((prox - behav).tolist(), cap, floor)
-        J = (1 + coefficient * (rho.clamp(min=floor, max=cap) - 1)) * clipped(R, upper)
     else:
         assert cap is not None and 0 < cap < math.inf
         weight = rho.clamp(min=floor, max=cap)  # (B, T), Eq. 5 for no floor
         r = (cap / rho).clamp(max=1)  # (B, T), Eq. 6-7
         J = weight * clipped(R, upper if name == "tis" else upper / r)  # Eq. 5, Eq. 9
     return -_aggregate(J, mask.bool(), loss_type, max_completion_length, num_items)
-
-
-def adaptive_coefficient(log_ratios: list[list[float]], cap: float, floor: float | None = None) -> float:
-    """λ of ais, by the docstring of `mixing_coefficient`, one token after the other.
-
-    Args:
-        log_ratios: log ρ of each token of each completion, NaN where there is none.
-        cap: C, a ratio.
-        floor: The smallest weight, None for none.
-
-    Returns:
-        λ in [0, 1].
-    """
-    rows = [[x for x in row if not math.isnan(x)] for row in log_ratios]
-    logs = [x for row in rows for x in row]
-    if not any(logs):
-        return 0.0
-    ratios = [math.exp(x) for x in logs]
-    divergence = sum(x**2 for x in logs) / len(logs)
-    amplification = sum((max(min(ratio, cap), floor or 0.0) - 1) ** 2 for ratio in ratios) / len(logs)
-    effective_share = sum(ratios) ** 2 / (len(ratios) * sum(ratio**2 for ratio in ratios))
-    samples = sum(1 for row in rows if row) * effective_share
-    return divergence**2 / (divergence**2 + amplification / samples)
 
 
 def _aggregate(

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from tiny import tiny_model, tiny_tokenizer
 
 PAGE = ROOT / "docs" / "adding.md"
-EXAMPLES = dict(zip(("scheme", "objective", "config", "trainer"), (b.code for b in blocks(PAGE, "py")), strict=True))
+NAMES = ("scheme", "registration", "objective", "config", "trainer")
+EXAMPLES = dict(zip(NAMES, (block.code for block in blocks(PAGE, "py")), strict=True))
 """The code of the page."""
 
 USE_IT = """
@@ -27,6 +28,14 @@ assert cli.main(["quantize", model, f"{directory}/command", "--scheme", "w6a16"]
 write_checkpoint(AutoModelForCausalLM.from_pretrained(model), None, "w6a16", f"{directory}/function")
 config = QuRLGRPOConfig(f"{directory}/run", rollout_quantization="w6a16", use_cpu=True, bf16=False, report_to=[])
 print(json.dumps({"name": config.rollout_quantization}))
+"""
+
+
+USE_THE_REGISTERED = """
+from trl_qurl import QuRLGRPOConfig
+
+config = QuRLGRPOConfig("run", rollout_quantization="w6a16", use_cpu=True, bf16=False, report_to=[])
+print(config.rollout_quantization)
 """
 
 
@@ -70,6 +79,23 @@ def test_an_objective_of_another_package(warm_python, tmp_path):
     assert terms["old_logps"] == [[-1.0, -2.5]], "the quantized policy is below the ratio"
     assert terms["weight"] == [[1.0, 2.0]], "of e^2 = 7.39 the cap leaves 2"
     assert terms["epsilon_high"] == [[pytest.approx(0.3)] * 2], "no bound is lifted"
+
+
+def test_a_scheme_that_is_registered(warm_python, tmp_path):
+    if "W6A16" not in PRESET_SCHEMES:
+        pytest.skip("needs compressed-tensors 0.19")
+    (tmp_path / "my_package.py").write_text(EXAMPLES["scheme"])
+    done = subprocess.run(
+        [warm_python, "-c", EXAMPLES["registration"] + USE_THE_REGISTERED],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        cwd=tmp_path,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "w6a16"
 
 
 def test_a_scheme_of_another_package(tmp_path):

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_loss import adaptive_coefficient
 
 from trl_qurl.advantages import (
     explained_variance,
@@ -32,7 +31,7 @@ def slow_advantages(rewards, values, bootstrap, mask, gamma, lam):
     return advantages, returns
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.integers(1, 4), st.integers(1, 9), st.floats(0, 1), st.floats(0, 1), st.booleans(), st.integers(0, 2**31 - 1)
 )
@@ -124,9 +123,6 @@ def test_two_processes_compute_what_one_does_with_the_whole_batch(run_scenario):
     assert record["processes"] == 2
     torch.manual_seed(0)
     tensor, mask = torch.randn(6, 5), torch.rand(6, 5) > 0.3
-    coefficient = adaptive_coefficient(tensor.masked_fill(~mask, torch.nan).tolist(), cap=2.0)
-    assert record["coefficients"] == [pytest.approx(coefficient, rel=1e-5)] * 2
-    assert record["recorded"] == [{"ais/coefficient": value} for value in record["coefficients"]]
     expected = whiten(tensor, mask, masked_moments(tensor, mask))
     torch.testing.assert_close(torch.tensor(record["whitened"]), expected)
     assert record["explained_variance"] == pytest.approx(explained_variance(tensor, tensor + expected, mask), rel=1e-5)

@@ -7,11 +7,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from tiny import MIXTURES, SIXTEEN_BIT_EXPERTS, tiny_mixture, tiny_model
+from tiny import MIXTURES, SIXTEEN_BIT_EXPERTS, save_remote_code_model, tiny_mixture, tiny_model
 from tiny_vision import VISION_FAMILIES, tiny_vision_model, vision_processor
 from torch import nn
+from transformers import LlamaForCausalLM
 from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
 
+from trl_qurl import cli
 from trl_qurl.quantization import get_scheme, quantized_layer_names, write_checkpoint
 from trl_qurl.quantization.checkpoint import load_model
 from trl_qurl.quantization.checkpoint_form import CheckpointForm
@@ -21,7 +23,7 @@ from trl_qurl.quantization.layers import ignored_modules
 from trl_qurl.quantization.weight_stream import WeightStream, model_parameters
 from trl_qurl.rollout.adapter import adapter_obstacle
 from trl_qurl.rollout.base import FrozenBase
-from trl_qurl.rollout.engine.colocated import check_experts
+from trl_qurl.rollout.engine.colocated import check_experts, protect_transformers_classes
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.trainers.callbacks import QuantizedForwardCallback
 
@@ -114,6 +116,9 @@ class _Exact:
     def in_engine(self, tensors, dtype):
         return tensors
 
+    def rounds_activations(self, capability):
+        return False
+
     def dequantize(self, tensors):
         return tensors["weight"]
 
@@ -167,6 +172,17 @@ def test_experts_without_a_kernel_are_refused_with_the_pattern(has_amx, monkeypa
     is_refused = not has_amx and not torch.cuda.is_available()
     with pytest.raises(ValueError, match=r"INT8 experts only on .* AMX, .* add 're:") if is_refused else nullcontext():
         check_experts(quantized_layer_names(model), scheme)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CPUs only")
+@pytest.mark.parametrize(
+    ("architecture", "implementation"),
+    [("SmolLM3ForCausalLM", "auto"), ("LlamaForCausalLM", "transformers"), ("OwnForCausalLM", "auto")],
+)
+def test_int8_by_vllms_transformers_backend_is_refused_on_cpus_with_amx(architecture, implementation, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": True})
+    with pytest.raises(ValueError, match=f"vLLM runs {architecture} by its transformers backend"):
+        protect_transformers_classes([architecture], implementation, get_scheme("int8"))
 
 
 def test_training_in_the_quantized_forward_pass_needs_exact_experts():
@@ -227,6 +243,24 @@ def test_a_model_that_sees_is_loaded_whole_with_its_processor(tmp_path):
     vision_processor("gemma3").save_pretrained(tmp_path)
     model, processor = load_model(str(tmp_path))
     assert type(model).__name__ == "Gemma3ForConditionalGeneration" and type(processor).__name__ == "Gemma3Processor"
+
+
+def test_code_that_comes_with_a_model_is_copied_if_it_is_used(tmp_path):
+    save_remote_code_model(tmp_path / "model")
+    quantize = ["quantize", str(tmp_path / "model"), str(tmp_path / "out"), "--scheme", "int8"]
+    assert cli.main([*quantize, "--trust-remote-code"]) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_own.InternLM3ForCausalLM"
+    model, _ = load_model(str(tmp_path / "out"), trust_remote_code=True)
+    assert type(model).__name__ == "InternLM3ForCausalLM"
+
+
+def test_code_that_is_not_used_is_not_named(tmp_path):
+    """TRL loads transformers' own class where it has one, whatever the checkpoint brings."""
+    save_remote_code_model(tmp_path / "model", "LlamaForCausalLM")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    write_checkpoint(model, None, "int8", tmp_path / "out")
+    assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
 def test_several_parameters_in_one_tensor_are_refused():

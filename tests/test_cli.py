@@ -181,7 +181,8 @@ def test_everything_after_a_recipe_goes_to_trl(monkeypatch, recipe):
 @pytest.mark.parametrize(
     ("recipe", "config"), [("grpo", QuRLGRPOConfig), ("ppo", QuRLPPOConfig), ("rloo", QuRLRLOOConfig)]
 )
-def test_the_help_of_a_recipe_shows_our_settings_first(capsys, recipe, config):
+def test_the_help_of_a_recipe_shows_what_every_run_needs_and_then_our_settings(capsys, monkeypatch, recipe, config):
+    monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as exit:
         cli.main([recipe, "--help"])
     assert exit.value.code in (0, None)
@@ -192,13 +193,28 @@ def test_the_help_of_a_recipe_shows_our_settings_first(capsys, recipe, config):
     inherited = {field.name for field in dataclasses.fields(parent)}
     ours = [field.name for field in dataclasses.fields(config) if field.name not in inherited]
     assert set(ours) <= set(listed) and len(listed) == len(set(listed))
-    theirs = [listed.index(name) for name in ("output_dir", "learning_rate", "per_device_train_batch_size")]
-    assert max(map(listed.index, ours)) < min(theirs)
+    assert max(map(listed.index, ours)) < listed.index("per_device_train_batch_size")
+    needed = ["model_name_or_path", "dataset", "output_dir", "max_steps", "num_train_epochs", "learning_rate"]
+    needed += ["use_peft", "vllm_mode", "resume_from_checkpoint"]
+    assert listed[: len(needed)] == needed, "above everything else"
+    assert "--model_name_or_path VALUE, --model VALUE" in shown
+    assert shown.count(f"\n  trl-qurl {recipe} --model ") == 2, "two examples"
+    assert max(map(len, shown.splitlines())) <= 100
     assert len(shown.splitlines()) < 220 and f"trl-qurl {recipe} --help-all" in shown
     assert "(default:qurl-gsm8k" in "".join(shown.split()), "a default of the recipe's own"
     with pytest.raises(SystemExit):
         cli.main([recipe, "--help-all"])
     assert "--adam_beta1" in capsys.readouterr().out
+
+
+def test_model_is_short_for_model_name_or_path(tmp_path):
+    *_, model = parse_arguments(["--model", "my/model", "--output_dir", str(tmp_path)])
+    assert model.model_name_or_path == "my/model"
+    (tmp_path / "run.yaml").write_text("model: my/model\n")
+    *_, model = parse_arguments(["--config", str(tmp_path / "run.yaml"), "--output_dir", str(tmp_path)])
+    assert model.model_name_or_path == "my/model"
+    *_, model = parse_arguments(["--output_dir", str(tmp_path)])
+    assert model.model_name_or_path == "Qwen/Qwen2.5-0.5B-Instruct", "the recipe's default"
 
 
 @pytest.mark.parametrize(
@@ -295,7 +311,7 @@ def test_quantize_passes_its_arguments_on(monkeypatch, tmp_path, capsys):
     from trl_qurl.quantization import checkpoint
 
     calls = []
-    monkeypatch.setattr(checkpoint, "load_model", lambda name: (f"model of {name}", f"tokenizer of {name}"))
+    monkeypatch.setattr(checkpoint, "load_model", lambda name, trust: (f"model of {name}", f"tokenizer of {name}"))
     monkeypatch.setattr(checkpoint, "write_checkpoint", lambda *args, **kwargs: calls.append((args, kwargs)))
     out = tmp_path / "out"
     arguments = ["--scheme", "fp8", "--ignore", "lm_head", "--ignore", "re:.*down_proj"]

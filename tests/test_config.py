@@ -41,10 +41,10 @@ OWN_DEFAULTS = {
     "round_base": False,
     "rollout_checkpoint_dir": None,
     "objective": "acr",
-    "uaq_scale": None,
+    "uaq_scale": 1.0,
     "training_forward": "full_precision",
     "vllm_engine_kwargs": {},
-    "weight_metrics_interval": 16,
+    "weight_metrics_interval": 0,
     "sync_check_interval": 16,
     "sync_probe": True,
     "vllm_request_timeout": 1800.0,
@@ -98,13 +98,6 @@ def test_every_added_field_has_its_sentence_on_the_command_line():
 def test_fields_that_count_steps_count_optimizer_steps():
     added = {field.name for field in fields(QuRLPPOConfig)} - {field.name for field in fields(GRPOConfig)}
     assert {name for name in added if name.endswith("_steps")} == {"critic_warmup_steps"}
-
-
-def test_what_is_left_to_be_resolved_stays_so_in_a_copy():
-    settings = config(learning_rate=1e-6)
-    assert settings.to_dict()["uaq_scale"] is None
-    copied = dataclasses.replace(settings, generation_batch_size=None, learning_rate=1e-4)
-    assert (settings.effective_uaq_scale, copied.uaq_scale, copied.effective_uaq_scale) == (1.5, None, 1.0)
 
 
 def test_the_mixin_fits_another_trainers_config():
@@ -209,12 +202,11 @@ REFUSED = [
         r"transformers to generate, .*: set it to False, or use TRL's own trainer with use_vllm=False",
     ),
     (
-        {"vllm_model_impl": "transformers"},
-        r"vllm_mode='colocate' does not train: vLLM changes .*\. Set vllm_model_impl='vllm'",
+        {"objective": "acr", "delta": 4.0},
+        r"delta=4\.0 does not fit .*: set delta=None, or use objective='tis'.* or 'trl'",
     ),
-    ({"delta": 4.0}, r"delta=4\.0 puts a second upper bound .*: set delta=None, or use objective='tis'.* or 'trl'"),
     (
-        {"importance_sampling_level": "sequence"},
+        {"objective": "acr", "importance_sampling_level": "sequence"},
         r"importance_sampling_level='sequence' does not fit objective='acr', .*: use 'token', or use objective='tis'",
     ),
     *(
@@ -227,7 +219,7 @@ REFUSED = [
     ),
     *(
         (
-            {"loss_type": loss_type},
+            {"objective": "acr", "loss_type": loss_type},
             rf"loss_type='{loss_type}' does not fit objective='acr'.*'dr_grpo', 'dapo', or use objective='tis'.*'trl'",
         )
         for loss_type in ("cispo", "sapo", "vespo", "luspo")
@@ -275,7 +267,7 @@ def test_what_cannot_work_is_refused_with_the_way_out(settings, message):
             "vllm_importance_sampling_clip_min": 0.5,
         },
         {"objective": "tis", "delta": 4.0},
-        {"vllm_model_impl": "transformers", "vllm_mode": "server"},
+        {"vllm_model_impl": "transformers"},
         {"sync_ref_model": True, "beta": 0.1, "uaq_scale": 1.0},
         {"vllm_engine_kwargs": {"enforce_eager": True, "kv_cache_dtype": "bfloat16"}},
         {"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}},
@@ -288,6 +280,34 @@ def test_what_fits_is_accepted_without_a_warning(settings):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"importance_sampling_level": "sequence"},  # TRL's own gspo.py
+        *({"loss_type": loss_type} for loss_type in ("cispo", "sapo", "vespo", "luspo")),
+        {"delta": 4.0},
+    ],
+    ids=json.dumps,
+)
+def test_a_loss_that_the_default_does_not_fit_is_corrected_by_tis(settings):
+    with pytest.warns(UserWarning, match="does not fit the default objective 'acr', so 'tis' is used") as caught:
+        given = config(**settings)
+    assert given.objective == "tis" and [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copied = dataclasses.replace(given, generation_batch_size=None)
+    assert copied.objective == given.to_dict()["objective"] == "tis"
+
+
+def test_the_default_objective_says_nothing_of_one_update_per_rollout():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        settings = QuRLGRPOConfig("out", **PLAIN)
+    assert (settings.objective, settings.updates_per_rollout) == ("acr", 1)
+    with pytest.warns(UserWarning, match="one optimizer update per rollout .* is the same as 'tis'"):
+        QuRLGRPOConfig("out", **PLAIN, objective="acr")
 
 
 def test_trls_objective_has_trls_defaults_and_the_others_the_papers():
@@ -335,22 +355,6 @@ def test_llmcompressor_missing_names_the_extra_and_the_other_way(monkeypatch):
 
 COMMAND_LINE = ["--output_dir", "out", "--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
 COMMAND_LINE += ["--steps_per_generation", "4"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "scale"),
-    [
-        ({"learning_rate": 9.9e-6}, 1.5),
-        ({"learning_rate": 1e-5}, 1.0),
-        ({"learning_rate": 1e-5, "uaq_scale": 1.25}, 1.25),
-        ({"rollout_quantization": None}, 1.0),
-        ({"rollout_quantization": None, "uaq_scale": 1.5}, 1.5),
-        ({"sync_ref_model": True, "beta": 0.1}, 1.0),
-    ],
-    ids=json.dumps,
-)
-def test_update_aware_quantization_is_on_where_updates_are_small(settings, scale):
-    assert config(**settings).effective_uaq_scale == scale
 
 
 @pytest.mark.parametrize("parser", [TrlParser, HfArgumentParser])
@@ -401,7 +405,7 @@ def test_yaml_with_one_ignore_pattern(tmp_path):
 def test_an_inert_objective_is_warned_of_once_with_both_ways_out(settings):
     way_out = "set steps_per_generation above gradient_accumulation_steps, or num_iterations above 1"
     with pytest.warns(UserWarning, match=way_out) as caught:
-        config(**settings)
+        config(objective="acr", **settings)
     assert len(caught) == 1
     assert caught[0].filename == __file__, "the warning should point at the line that builds the config"
 

@@ -7,8 +7,10 @@ import ast
 import dataclasses
 import inspect
 import math
+import os
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from accelerate.utils import ParallelismConfig
@@ -50,7 +52,7 @@ def test_a_row_has_a_verdict_and_tests_that_exist(row):
 def test_every_test_of_a_feature_has_a_row():
     shown = set(re.findall(r"test_conformance\.py::(test_\w+)", PAGE.read_text()))
     about_the_page = {"test_a_row_has_a_verdict_and_tests_that_exist", "test_every_test_of_a_feature_has_a_row"}
-    about_the_page |= {"test_every_setting_of_trl_is_on_the_page"}
+    about_the_page |= {"test_every_setting_of_trl_is_on_the_page", "test_every_setting_that_works_is_set_in_a_test"}
     assert {name for name in functions(Path(__file__)) if name.startswith("test_")} - about_the_page == shown
 
 
@@ -62,11 +64,24 @@ def test_every_setting_of_trl_is_on_the_page(config):
     assert own - named == set()
 
 
+def test_every_setting_that_works_is_set_in_a_test():
+    settings = {field.name for config in (GRPOConfig, RLOOConfig) for field in dataclasses.fields(config)}
+    works = "\n".join(re.sub(r"formerly `\w+`", "", row[0]) for row in FEATURES if row[1] == "works")
+    tests = "\n".join(file.read_text() for file in TESTS.rglob("*.py"))
+    unused = {name for name in settings & set(re.findall(r"`(\w+)", works)) if not re.search(rf"\b{name}\b", tests)}
+    assert unused == set()
+
+
 # Runs ----------------------------------------------------------------------------------------------------------------
 
-SHARED = ("rewards", "sampling", "tools", "environment", "rollout_func", "rloo", "ppo", "adapter")
+SHARED = (
+    *("rewards", "sampling", "tools", "environment", "rollout_func", "rloo", "ppo", "adapter"),
+    *("dense/smollm3", "transformers_backend", "remote_code"),
+)
 
 DENSE = ("llama", "qwen3")
+BACKEND = ("olmo2", "olmo3", "starcoder2", "vaultgemma")
+"""Families that vLLM runs by its transformers backend, beside SmolLM3."""
 EXPERTS = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
 VISION = ("llava_next", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 WAYS = ("text", "lora", "RLOO")
@@ -75,10 +90,9 @@ WAYS = ("text", "lora", "RLOO")
 FURTHER = (
     *(f"experts/{family}" for family in EXPERTS),  # first: vLLM makes their groups with a process' first engine only
     *("reference", "trained_adapter", "environments", "kernels"),
-    *(f"dense/{family}" for family in DENSE),
+    *(f"dense/{family}" for family in (*DENSE, *BACKEND)),
     *(f"vision/{family}" for family in VISION),
     *(f"vision/llava_next/{way}" for way in WAYS),
-    "transformers_class",
 )
 
 
@@ -249,10 +263,23 @@ def test_a_reference_model_follows(further):
     assert further["reference"]["follows"]
 
 
+@in_an_engine
+@pytest.mark.parametrize("name", ["dense/smollm3", "transformers_backend"])
+def test_vllms_transformers_backend(name, shared):
+    trained(shared[name])
+
+
 @pytest.mark.slow
 @in_an_engine
-def test_vllm_changes_the_class_of_a_transformers_model(further):
-    assert "has no attribute 'do_not_compile'" in further["transformers_class"]["forward"]
+@pytest.mark.parametrize("family", BACKEND)
+def test_families_of_vllms_transformers_backend(family, further):
+    trained(further[f"dense/{family}"])
+
+
+@in_an_engine
+def test_code_of_a_checkpoint(shared):
+    trained(shared["remote_code"])
+    assert shared["remote_code"]["files"] == ["configuration_own.py", "modeling_own.py"]
 
 
 # Refusals ------------------------------------------------------------------------------------------------------------
@@ -309,6 +336,21 @@ def test_an_adapter_on_the_head_is_refused_by_trl(tmp_path):
     model = tiny_model(tie_word_embeddings=False)
     with pytest.raises(ValueError, match="Applying a PEFT adapter to `lm_head` is not supported"):
         build(tmp_path, model, GRPOTrainer, GRPOConfig, peft_config=LoraConfig(target_modules=["lm_head"]))
+
+
+@pytest.mark.vllm
+def test_colocated_runs_choose_their_own_ports(tmp_path, monkeypatch):
+    ports = []
+
+    def start(**arguments):
+        ports.append(os.environ["MASTER_PORT"])
+        raise InterruptedError
+
+    monkeypatch.setattr(vllm_generation, "LLM", start)
+    for chosen in ("", "", "23457"):
+        with mock.patch.dict(os.environ, {"MASTER_PORT": chosen}), pytest.raises(InterruptedError):
+            build(tmp_path)
+    assert ports[0] != ports[1] and "29500" not in ports and ports[2] == "23457"
 
 
 def test_no_critic_sees(tmp_path):

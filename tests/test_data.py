@@ -65,11 +65,17 @@ def test_a_hub_name_is_not_looked_for_on_disk(monkeypatch):
             r"Row 1 .* has no answer or final_answer; its columns are question, solution",
         ),
         (
-            [{"question": "q", "answer": "a"}, {"prompt": "p"}],
-            r"Row 2 .* has no question or problem and no answer or final_answer",
+            [{"question": "q", "answer": "a"}, {"text": "p"}],
+            r"Row 2 .* has no question or problem or prompt and no answer or final_answer",
         ),
         ([{"question": "q", "answer": None}], r"Row 1 .* has no answer"),
         ([["q", "a"]], r"Row 1 .* is a JSON list"),
+        ([{"prompt": ["q"], "answer": "a"}], r"row 1 of .* is neither a text nor a conversation"),
+        ([{"prompt": [], "answer": "a"}], r"row 1 of .* is neither a text nor a conversation"),
+        (
+            [{"prompt": [{"role": "assistant", "content": "q"}], "answer": "a"}],
+            r"row 1 of .* the last one with the role \"user\"",
+        ),
         ([], "holds no questions"),
     ],
 )
@@ -84,6 +90,7 @@ def test_a_bad_file_is_named_with_its_fault(tmp_path, rows, message):
     ("row", "columns", "answer"),
     [
         ({"problem": "q", "answer": 5}, {}, "5"),
+        ({"prompt": "q", "answer": "5"}, {}, "5"),
         ({"question": "q", "final_answer": ["1", "2"]}, {}, "1, 2"),
         (
             {"prompt": "q", "solution": "34", "answer": "x"},
@@ -96,6 +103,12 @@ def test_a_bad_file_is_named_with_its_fault(tmp_path, rows, message):
 def test_columns_have_the_names_that_sets_on_the_hub_give_them(row, columns, answer, tmp_path):
     questions = load_questions(write(tmp_path / "q.jsonl", [row]), **columns)
     assert questions[0]["prompt"][0]["content"].startswith("q\n") and questions["answer"][:] == [answer]
+
+
+def test_a_conversation_stays_one_and_ends_with_the_instruction(tmp_path):
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}
+    path = write(tmp_path / "q.jsonl", [{"prompt": [system, user], "answer": "4"}])
+    assert load_questions(path)[0]["prompt"] == [system, {"role": "user", "content": f"2 + 2?\n\n{INSTRUCTION}"}]
 
 
 def test_a_named_column_must_be_there(tmp_path):

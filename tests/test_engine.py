@@ -14,8 +14,8 @@ pytestmark = pytest.mark.vllm
 SAME = 1e-4
 MOVED = 1e-2
 # On CPUs with AMX vLLM keeps the biases of its small BF16 layers in float32. What a sync brings in float32 stays so
-# there, where a fresh engine has rounded it to BF16 first.
-SAME_BF16 = 5e-3 if torch.cpu._is_amx_tile_supported() else SAME
+# there, where a fresh engine has rounded it to BF16 first. Weights in 4 bits are multiplied in BF16.
+SAME_BF16 = 8e-3 if torch.cpu._is_amx_tile_supported() else SAME
 
 UNMEASURED = {"weight_metrics_interval": 0}  # so that syncs may leave out what is frozen
 
@@ -66,7 +66,11 @@ SHARE_SENT = {
 }
 """Most that the last sync of a run may send of what the first one sends."""
 
-CORNERS = ("int8, LoRA on values", "bf16, FP8 cache", "bf16, LoRA", "int8, adapter, rounded")
+CORNERS = (
+    *("int8, LoRA on values", "bf16, FP8 cache", "bf16, LoRA", "int8, adapter, rounded", "bf16, LoRA, unmeasured"),
+    *("w4a16, LoRA on values", "w4a16, with the head", "w4a16, adapter on values", "int8, with the head"),
+    "int8, checkpoint per step, frozen embedding",
+)
 """Cases of which each half is in another one."""
 
 
@@ -107,7 +111,7 @@ def colocated(request, train, run_scenario, tmp_path_factory):
 def test_colocated_engine_holds_the_trained_weights(case, colocated):
     config, arguments = COLOCATED[case]
     record, fresh = colocated[case]
-    is_bf16 = config.get("rollout_quantization", "int8") is None
+    is_bf16 = config.get("rollout_quantization", "int8") in (None, "w4a16")
     assert_synced(record, fresh, lora="--lora" in arguments, tolerance=SAME_BF16 if is_bf16 else SAME)
     assert_metrics(
         record["history"], config.get("rollout_quantization", "int8"), measured="weight_metrics_interval" not in config
@@ -161,7 +165,7 @@ def test_server_holds_the_trained_weights(int8_server, train, run_scenario, tmp_
     sent = [[row["sync/sent_mb"] for row in record["history"] if "sync/sent_mb" in row] for record in records]
     assert set(sent[False]) == {records[False]["whole_mb"]}
     assert sent[True][-1] < 0.95 * records[True]["whole_mb"], "what an adapter leaves alone was sent again"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "merged", "out"], "checkpoints were left"
+    assert not [*tmp_path.glob("trl-qurl-*/[0-9]")], "checkpoints were left"
 
 
 @pytest.mark.xdist_group("server")

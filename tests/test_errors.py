@@ -181,6 +181,15 @@ def test_heads_that_the_engine_has_no_kernel_for(train, tmp_path_factory):
     )
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only vLLM's CPU build samples at uninitialized temperatures")
+def test_speculative_decoding_on_a_cpu(train, model, capfd):
+    speculation = json.dumps({"method": "ngram", "num_speculative_tokens": 2})
+    message = train("--vllm_engine_kwargs", json.dumps({"speculative_config": json.loads(speculation)}))
+    assert message.startswith("vllm_engine_kwargs sets 'speculative_config', with which vLLM's CPU build samples at")
+    assert cli.main(["serve", str(model), "--speculative-config", speculation]) == 2
+    assert "--speculative-config: vLLM's CPU build then samples at temperatures" in capfd.readouterr().err
+
+
 def test_recurrent_layers(train, tmp_path_factory, capfd):
     model = tmp_path_factory.mktemp("mamba")
     size = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
@@ -284,9 +293,15 @@ def test_no_space(train, tmp_path):
 # The server ----------------------------------------------------------------------------------------------------------
 
 
-def test_no_server(train):
-    url = f"http://127.0.0.1:{free_port()}"
-    message = train("--vllm_mode", "server", "--vllm_server_base_url", url, "--vllm_server_timeout", "1")
+@pytest.mark.parametrize("setting", ["vllm_server_base_url", "vllm_server_port"])
+def test_no_server(setting, train):
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    named = {
+        "vllm_server_base_url": ("--vllm_server_base_url", url),
+        "vllm_server_port": ("--vllm_server_host", "127.0.0.1", "--vllm_server_port", str(port)),
+    }
+    message = train("--vllm_mode", "server", *named[setting], "--vllm_server_timeout", "1")
     assert message.startswith(f"No vLLM server answers at {url} after 1 seconds. Start one with `trl-qurl serve")
     assert message.endswith("or correct vllm_server_base_url.")
 

@@ -29,6 +29,7 @@ from trl_qurl.lab.evaluation.run import evaluate, keep_settings, only_process
 from trl_qurl.lab.evaluation.scores import Z95, average_at_k, paired_difference, pass_at_k
 from trl_qurl.lab.evaluation.tasks import SOURCES, load_task, load_tasks
 from trl_qurl.lab.evaluation.worker import sampling_params, start_engine
+from trl_qurl.rollout.engine import cpu_memory
 
 answer_sheets = st.integers(1, 5).flatmap(
     lambda k: st.lists(st.lists(st.booleans(), min_size=k, max_size=k), min_size=1, max_size=8)
@@ -372,6 +373,7 @@ def test_an_engine_ends_with_the_command_that_was_killed(tmp_path):
             time.sleep(0.01)
 
 
+@pytest.mark.slow  # that answers are kept and read again is seen below, too
 @pytest.mark.vllm
 @pytest.mark.xdist_group("evaluation")
 def test_a_killed_evaluation_goes_on(warm_python, evaluated):
@@ -496,3 +498,40 @@ def test_evaluating_without_its_packages_says_which_extra(tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ImportError, match=r"trl-qurl\[eval\]"):
         evaluate("absent", [write_questions(Path(tmp_path) / "q.jsonl")], tmp_path / "out", Sampling())
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_on_a_cpu_takes_memory_that_is_free(tmp_path, monkeypatch):
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(cpu_memory, "cpu_memory", lambda: (24 * 10**9, 12 * 10**9))
+    started = []
+    monkeypatch.setattr("vllm.LLM", lambda **arguments: started.append(arguments))
+    tiny_model().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    task = load_task(write_questions(tmp_path / "q.jsonl", 1))
+    for own in ({}, {"gpu_memory_utilization": 0.4}, ENGINE):
+        start_engine(Job("BF16", str(tmp_path), [task], Sampling(max_tokens=8), tmp_path / "a.jsonl", own), [task])
+    weights = (tmp_path / "model.safetensors").stat().st_size
+    default, share, chosen = (arguments.get("kv_cache_memory_bytes") for arguments in started)
+    assert default == (12 * 10**9 - weights - 2**30) // 2, "half of what is free beside weights and process"
+    assert share is None and chosen == ENGINE["kv_cache_memory_bytes"], "what the user has chosen comes first"
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's share is another memory's")
+def test_a_share_of_memory_that_is_not_free_is_one_line(warm_python, tmp_path):
+    tiny_model(max_position_embeddings=256).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    write_questions(tmp_path / "q.jsonl", 1)
+    given = ["--tasks", tmp_path / "q.jsonl", "--engine-kwargs", '{"gpu_memory_utilization": 1.0}']
+    start = [warm_python, "-m", "trl_qurl", "eval", tmp_path / "model", "--max-tokens", "8", *given]
+    done = subprocess.run(
+        [*start, "--output-dir", tmp_path / "out"], env=environment(tmp_path), capture_output=True, text=True
+    )
+    why, end = [line for line in done.stderr.splitlines() if line]
+    assert done.returncode == 2 and why.startswith("trl-qurl: error: Of "), done.stderr[-3000:]
+    assert "gpu_memory_utilization=1.0, on a CPU a share of the machine's memory, asks for" in why
+    assert "the lines above say why" in end

@@ -111,7 +111,7 @@ class Deployment:
             "vllm_mode": "server",
             "vllm_server_base_url": f"http://127.0.0.1:{self.port}",
             "rollout_checkpoint_dir": str(self.rollouts),
-            "vllm_request_timeout": 20.0,
+            "vllm_request_timeout": 60.0,
             "generation_kwargs": {"seed": 7},
             "weight_metrics_interval": 1,
             "logging_steps": 1,
@@ -201,12 +201,12 @@ def test_not_up_yet_is_waited_for(deployment, caplog, monkeypatch):
 
 def test_hangs_too_long(deployment):
     deployment.up()
-    trainer = deployment.trainer(vllm_request_timeout=2.0, max_server_recoveries=0)
-    trainer.add_callback(at_step(2, functools.partial(deployment.hang, 3.0)))
+    trainer = deployment.trainer(vllm_request_timeout=10.0, max_server_recoveries=0)
+    trainer.add_callback(at_step(2, functools.partial(deployment.hang, 12.0)))
     started = time.monotonic()
-    with pytest.raises(ServerError, match="did not answer /.* within 2 seconds: it hangs, or needs a larger vllm_"):
+    with pytest.raises(ServerError, match="did not answer /.* within 10 seconds: it hangs, or needs a larger vllm_"):
         trainer.train()
-    assert time.monotonic() - started < 30, "a hanging server was waited for again and again"
+    assert time.monotonic() - started < 60, "a hanging server was waited for again and again"
     deployment.up()
     deployment.trainer(max_steps=1).train()  # nothing of the broken run is in the way
 
@@ -273,7 +273,7 @@ def test_trainer_is_killed_during_a_sync(deployment):
     server = deployment.up()
     config = {**deployment.config(max_steps=40, save_strategy="steps", save_steps=1), "per_device_train_batch_size": 8}
     directory = deployment.directory / "killed"
-    others = {*deployment.rollouts.glob("*")}  # of trainers of other tests, which are freed when Python likes to
+    others = {*deployment.rollouts.glob("*/[0-9]")}  # of trainers of other tests, which are freed when Python likes to
     command = [deployment.python, SCENARIOS / "train.py", directory, "--model", deployment.model]
     command += ["--config", json.dumps(config)]
     trainer = subprocess.Popen(list(map(str, command)), env=child_environment(), process_group=0)
@@ -282,19 +282,19 @@ def test_trainer_is_killed_during_a_sync(deployment):
         while not (directory / "checkpoint-2" / "trainer_state.json").exists():
             assert time.monotonic() < deadline and trainer.poll() is None
             time.sleep(0.01)
-        seen = {path.name for path in deployment.rollouts.glob("trl-qurl-*/sync-*")}
-        while {path.name for path in deployment.rollouts.glob("trl-qurl-*/*sync-*")} == seen:
+        seen = {path.name for path in deployment.rollouts.glob("*/*/sync-*")}
+        while {path.name for path in deployment.rollouts.glob("*/*/*sync-*")} == seen:
             assert time.monotonic() < deadline and trainer.poll() is None
     finally:
         kill_group(trainer)  # a checkpoint has just been begun
         while group_members(trainer.pid):  # a fork ends a moment after what stands in for it
             time.sleep(0.01)
-    left = {*deployment.rollouts.glob("*")} - others
+    left = {*deployment.rollouts.glob("*/[0-9]")} - others
     assert left, "it was not killed in time: it had a chance to clean up"
     for path in left:
         (path / "left-behind").touch()
     resumed = deployment.trainer(max_steps=4)
-    assert not list(deployment.rollouts.glob("*/left-behind")), "the killed run's files are still in memory"
+    assert not list(deployment.rollouts.glob("*/*/left-behind")), "the killed run's files are still in memory"
     resumed.train(resume_from_checkpoint=str(directory / "checkpoint-2"))
     assert resumed.state.global_step == 4
     assert server.process.poll() is None

@@ -1,5 +1,6 @@
 """The trainer's loss is the paper's: against the reference functions, TRL's own loss, and counts by hand."""
 
+import math
 import os
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -14,9 +15,8 @@ from trl import GRPOTrainer
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 from trl_qurl.config import CLIPPED_LOSS_TYPES
-from trl_qurl.importance import mixing_coefficient, weight_sums
 from trl_qurl.objective import OBJECTIVES
-from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
+from trl_qurl.rollout.mismatch import MismatchTally, mismatch_metrics, mismatch_sums
 
 # One trainer, with a real engine, in one process: an engine cannot be started twice in a process.
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("trainer")]
@@ -41,12 +41,13 @@ def trainer(tmp_path_factory):
         use_cpu=True,
         bf16=False,
     )
-    trainer = QuRLGRPOTrainer(
-        model=tiny_model(),
-        reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
-        args=config,
-        train_dataset=Dataset.from_dict({"prompt": ["ab", "cd", "ef", "gh"]}),
-        processing_class=tiny_tokenizer(),
+    trainer = QuRLGRPOTrainer(  # in TRL's order
+        tiny_model(),
+        lambda completions, **kwargs: [0.0] * len(completions),
+        config,
+        Dataset.from_dict({"prompt": ["ab", "cd", "ef", "gh"]}),
+        None,
+        tiny_tokenizer(),
     )
     # TRL leaves a rank in the environment for its engine, which later tests of this process would take for theirs.
     for name in DISTRIBUTED_VARIABLES:
@@ -100,8 +101,13 @@ def trl_ratio(inputs):
 def our_loss(trainer, batch):
     """The trainer's loss on a batch that was scored at rollout time."""
     inputs = batch | trainer._objective_inputs(batch, batch["old_per_token_logps"])
-    trainer._mismatch.pop()
+    forget_mismatch(trainer)
     return trainer._compute_loss(trainer.model, inputs)
+
+
+def forget_mismatch(trainer):
+    """The batch has more unscored tokens than a rollout may have."""
+    trainer._mismatch = MismatchTally(trainer.accelerator)
 
 
 def gradients(trainer, loss):
@@ -126,6 +132,14 @@ def reference(trainer, inputs, objective, loss_type):
         max_completion_length=T + 2,
         num_items=40 / 4,  # TRL divides the tokens of the generation batch among its four steps
     )
+
+
+def test_two_changed_lines_leave_the_model_as_it_is(trainer):
+    """At TRL's default learning rate, where UAQ was on by default once."""
+    start = tiny_model().state_dict()
+    assert trainer.args.learning_rate == 1e-6
+    assert all(torch.equal(value, start[name]) for name, value in trainer.model.state_dict().items())
+    assert "uaq_scale" not in trainer.model.config.to_dict()
 
 
 @pytest.mark.parametrize("loss_type", CLIPPED_LOSS_TYPES)
@@ -249,6 +263,7 @@ def test_the_guard_sees_no_evaluation(trainer, batch):
     trainer.args.objective = "acr"
     trainer._metrics["eval"].clear()
     trainer.model.eval()
+    batch["sampling_per_token_logps"] = batch["sampling_per_token_logps"].nan_to_num()
     try:
         trainer._objective_inputs(batch, batch["old_per_token_logps"])
         trainer._record_mismatch()
@@ -289,10 +304,6 @@ def test_gradient_accumulation_and_tool_tokens(trainer, batch):
 ROWS = [{"prompt": prompt} for prompt in ("ab", "cd", "ef", "gh") for _ in range(4)]
 
 
-def behavior_logps(batch):
-    return batch["sampling_per_token_logps"].masked_fill(batch["completion_mask"] == 0, torch.nan)
-
-
 def one_update_per_rollout(trainer, monkeypatch):
     monkeypatch.setattr(trainer.args, "gradient_accumulation_steps", trainer.args.steps_per_generation)
 
@@ -328,12 +339,6 @@ def test_one_update_per_rollout_needs_no_scoring_pass(objective, trainer, monkey
         ours, theirs = gradients(trainer, losses[1]), gradients(trainer, losses[0])
         for name, gradient in theirs.items():
             torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
-    # One coefficient per micro-batch, each as of a rollout that is four such.
-    parts = zip(scored["old_per_token_logps"].split(B), behavior_logps(scored).split(B), strict=True)
-    expected = [mixing_coefficient(4 * weight_sums(*part, CAP)).item() for part in parts]
-    adaptive = trainer._metrics["train"]["ais/coefficient"] if objective == "ais" else []
-    assert adaptive == [pytest.approx(value, rel=0.05) for value in expected[: len(adaptive)]]
-    assert len(adaptive) == (4 if objective == "ais" else 0)
     mismatch = trainer._mismatch.pop()
     assert mismatch == {name: pytest.approx(scored_metrics[name], rel=1e-2, abs=1e-7) for name in mismatch}
 
@@ -373,7 +378,7 @@ def test_the_mismatch_is_that_of_one_whole_rollout(trainer, monkeypatch):
         assert len(logged["mismatch/guard"]) == (step + 1) // 4, "the guard judges rollouts"
     trainer.model.zero_grad()
     for rollout in range(2):
-        sums, largest = torch.zeros(5, dtype=torch.float64), 0.0
+        sums, largest = torch.zeros(7, dtype=torch.float64), 0.0
         for batch in micro_batches[4 * rollout : 4 * rollout + 4]:
             with torch.no_grad():
                 proximal_logps = policy_log_probabilities(trainer, batch)
@@ -384,25 +389,62 @@ def test_the_mismatch_is_that_of_one_whole_rollout(trainer, monkeypatch):
             assert logged[name][rollout] == pytest.approx(value, rel=2e-2, abs=1e-9), name
 
 
-def unscored_tokens(trainer, monkeypatch):
-    """An engine whose log-probabilities are all NaN, which vLLM's are where its weights are broken."""
+def test_a_batch_of_trls_own_is_computed_from_what_it_carries(trainer, batch, monkeypatch):
+    monkeypatch.setattr(trainer.args, "objective", "tis")
+    trainer.loss_type = "bnpo"
+    loss = trainer.compute_loss(trainer.model, batch)
+    forget_mismatch(trainer)
+    assert loss.item() == pytest.approx(reference(trainer, batch, "tis", "bnpo").item(), rel=1e-5)
+    del batch["sampling_per_token_logps"]
+    with pytest.raises(ValueError, match="objective='tis' .* the batch has no 'sampling_per_token_logps'"):
+        trainer.compute_loss(trainer.model, batch)
+
+
+def give_invalid_logps(trainer, monkeypatch, value, count=None):
+    """An engine whose log-probability of the first tokens is no number, or of all of them."""
     generate = trainer.vllm_generation.generate
 
     def broken(*args, **kwargs):
         prompt_ids, completion_ids, logprobs, ids = generate(*args, **kwargs)
-        return prompt_ids, completion_ids, [[[None] for _ in tokens] for tokens in logprobs], ids
+        places = [step for tokens in logprobs for step in tokens]
+        for place in places[:count]:
+            place[0] = value
+        return prompt_ids, completion_ids, logprobs, ids
 
     monkeypatch.setattr(trainer.vllm_generation, "generate", broken)
 
 
+@pytest.mark.parametrize("value", [None, -math.inf, math.inf, -9999.0])
+@pytest.mark.parametrize("objective", ["decoupled", "trl"])
+def test_a_token_without_a_log_probability_is_left_out(objective, value, trainer, monkeypatch):
+    monkeypatch.setattr(trainer.args, "objective", objective)
+    give_invalid_logps(trainer, monkeypatch, value, count=1)
+    logged = trainer._metrics["train"]
+    logged.clear()
+    batch = trainer._generate_and_score_completions(ROWS)
+    tokens = batch["completion_mask"].sum().item()
+    assert tokens > 100 and logged["mismatch/invalid_share"] == [pytest.approx(1 / tokens)]
+    numbers = {name: value for name, values in logged.items() for value in values}
+    assert all(map(math.isfinite, numbers.values())), {n: v for n, v in numbers.items() if not math.isfinite(v)}
+    assert batch["importance_sampling_ratio"].isfinite().all()
+    if objective != "trl":  # whose ratio is of completions
+        assert batch["importance_sampling_ratio"][0, 0] == 1
+
+
+def test_a_rollout_with_too_many_such_tokens_is_an_error(trainer, monkeypatch):
+    give_invalid_logps(trainer, monkeypatch, -math.inf, count=3)
+    with pytest.raises(RuntimeError, match=r"NaN or infinite for [23]\.\d% of this rollout's tokens \(limit 1%\)"):
+        trainer._generate_and_score_completions(ROWS)
+
+
 def test_a_rollout_whose_tokens_the_engine_could_not_score_is_an_error(trainer, monkeypatch):
     one_update_per_rollout(trainer, monkeypatch)
-    unscored_tokens(trainer, monkeypatch)
+    give_invalid_logps(trainer, monkeypatch, None)
     # The step that fails is not counted: put the count back for the tests that share the trainer.
     monkeypatch.setattr(trainer, "_step", trainer._step)
     for _ in range(3):
         trainer.training_step(trainer.model, ROWS, None)
-    with pytest.raises(RuntimeError, match="no finite log-probability for any token"):
+    with pytest.raises(RuntimeError, match=r"NaN or infinite for 100\.0% of this rollout's tokens"):
         trainer.training_step(trainer.model, ROWS, None)
     trainer.model.zero_grad()
     # Nothing to learn from, as where all completions are cut and cut ones are masked, is no fault of the engine's.

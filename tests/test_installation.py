@@ -13,10 +13,14 @@ from zipfile import ZipFile
 import pytest
 from documents import PAGES, ROOT
 
-ADDRESS = "git+https://github.com/OWNER/trl-qurl"
+SETUP = configparser.ConfigParser()
+SETUP.read(ROOT / "setup.cfg")
+ADDRESS = SETUP["metadata"]["url"]
+"""Of the repository; everything else repeats it."""
+
 FORMS = {
     "in a clone": r"'?\.(?:\[[\w,]+\])?'?",
-    "from the repository's address": rf"['\"]trl-qurl(?:\[[\w,]+\])? @ {re.escape(ADDRESS)}['\"]",
+    "from the repository's address": rf"['\"]trl-qurl(?:\[[\w,]+\])? @ {re.escape('git+' + ADDRESS)}['\"]",
     "an extra, once it is installed": r"'trl-qurl\[[\w,{}]+\]'",  # quoted, because zsh expands brackets
 }
 
@@ -46,9 +50,24 @@ def test_every_line_that_installs_the_package_works_without_an_index_that_has_it
 
 
 def known_extras() -> set[str]:
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    return set(setup["options.extras_require"])
+    return set(SETUP["options.extras_require"])
+
+
+def test_every_address_of_the_repository_is_the_one_in_setup_cfg():
+    files = [
+        *PAGES,
+        *ROOT.glob("notebooks/*.ipynb"),
+        ROOT / "mkdocs.yml",
+        ROOT / "CITATION.cff",
+        *ROOT.glob("Dockerfile*"),
+    ]
+    accounts = {
+        (path.name, account)
+        for path in files
+        for account in re.findall(r"github(?:\.com)?/([\w.-]+)/trl-qurl\b", path.read_text())
+    }
+    assert {name for name, _ in accounts} >= {"README.md", "installation.md", "gsm8k_grpo.ipynb"}
+    assert {account for _, account in accounts} == {ADDRESS.split("/")[-2]}
 
 
 @pytest.fixture(scope="module")

@@ -109,6 +109,8 @@ def test_activations_are_rounded_as_vllm_does_it_without_a_gpu(dtype):
 
     tokens = (torch.randn(6, 256) * torch.tensor([[3.0], [0.1], [1e4], [1.0], [1.0], [1.0]])).to(dtype)
     tokens[3, :128], tokens[4, :32], tokens[5, 0] = 0, 448, 448 * 64 + 128
+    tokens[4, 1], tokens[4, 32:64] = 2**-9, 0  # the smallest code beside the largest, here and at another power of two
+    tokens[4, 32:34] = torch.tensor([448 * 2**-20, 2**-29])
     with set_current_vllm_config(VllmConfig()):
         quant = QuantFP8(static=False, group_shape=GroupShape(1, 128), use_ue8m0=False)
     codes, scale = quant.forward_native(tokens)

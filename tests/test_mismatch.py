@@ -46,7 +46,19 @@ def answers_of(sigma, count=400, length=64, seed=0, mean=None):
     noise = sigma * torch.randn(count, length, generator=generator)
     proximal = behavior + noise + (-(sigma**2) / 2 if mean is None else mean)
     agrees = torch.rand(count, length, generator=generator) < 0.9
-    return [Scored(*rows) for rows in zip(behavior, proximal, agrees, strict=True)]
+    rows = zip(behavior, proximal, agrees, strict=True)
+    return [Scored(*row, question=(number,)) for number, row in enumerate(rows)]
+
+
+def answers_to_questions_that_differ(seed, questions=16, samples=4, length=16):
+    """The scatter of log ρ, and with it the KL σ² / 2, differs from question to question; its mean is .045."""
+    generator = torch.Generator().manual_seed(seed)
+    kls = 0.045 * torch.empty(questions).exponential_(generator=generator)
+    sigma = (2 * kls).sqrt()[:, None, None].double()
+    noise = sigma * torch.randn(questions, samples, length, generator=generator, dtype=torch.float64)
+    log_ratios = noise - sigma**2 / 2
+    behavior, agrees = torch.zeros(length), torch.ones(length, dtype=torch.bool)
+    return [Scored(behavior, row, agrees, (number,)) for number, rows in enumerate(log_ratios) for row in rows]
 
 
 def test_both_estimates_find_the_kl_of_normal_log_ratios():
@@ -71,9 +83,23 @@ def test_the_interval_holds_the_truth_as_often_as_it_says():
     assert 85 <= inside <= 100
 
 
+def test_the_interval_holds_the_truth_where_questions_differ():
+    found = [measure(answers_to_questions_that_differ(seed)) for seed in range(300)]
+    for name in ("kl_k1", "kl_k3"):
+        inside = [figure.low <= 0.045 <= figure.high for figure in (getattr(each, name) for each in found)]
+        assert 0.92 <= sum(inside) / len(inside) <= 0.98, name
+
+
+def test_a_tiny_kl_is_not_lost_in_rounding():
+    """Float32's own rounding of ρ, 6e-8, is as large as this KL times a thousand: log ρ = ±1e-5."""
+    log_ratio = torch.tensor([1e-5, -1e-5])
+    found = measure([Scored(torch.zeros(2), log_ratio, torch.ones(2) > 0, (0,))]).kl_k3
+    assert found.value == pytest.approx(0.5e-10, rel=1e-4)
+
+
 def test_tokens_above_the_cap_are_counted():
     scored = [
-        Scored(torch.tensor([-1.0, -1.0, -1.0, -1.0]), torch.tensor([-1.0, -0.5, -0.2, -2.0]), torch.ones(4) > 0)
+        Scored(torch.tensor([-1.0, -1.0, -1.0, -1.0]), torch.tensor([-1.0, -0.5, -0.2, -2.0]), torch.ones(4) > 0, (0,))
     ]
     found = measure(scored, cap=2.0)
     assert found.capped_share == 0.25 and found.ratio_max == pytest.approx(math.exp(0.8))
@@ -81,8 +107,8 @@ def test_tokens_above_the_cap_are_counted():
 
 
 def test_answers_of_several_lengths_count_by_their_tokens():
-    short = Scored(torch.zeros(1) - 1, torch.zeros(1), torch.tensor([True]))
-    long = Scored(torch.zeros(9) - 1, torch.zeros(9) - 1, torch.tensor([False] * 9))
+    short = Scored(torch.zeros(1) - 1, torch.zeros(1), torch.tensor([True]), (0,))
+    long = Scored(torch.zeros(9) - 1, torch.zeros(9) - 1, torch.tensor([False] * 9), (1,))
     found = measure([short, long], cap=2.0)
     assert found.kl_k1.value == pytest.approx(-0.1) and found.agreement == pytest.approx(0.1)
 
@@ -107,7 +133,7 @@ def test_lengths_that_few_answers_have_are_left_out():
 
 
 def test_an_engine_that_gives_no_numbers_is_refused():
-    broken = Scored(torch.tensor([-1.0, math.nan]), torch.tensor([-1.0, -1.0]), torch.tensor([True, True]))
+    broken = Scored(torch.tensor([-1.0, math.nan]), torch.tensor([-1.0, -1.0]), torch.tensor([True, True]), (0,))
     with pytest.raises(ValueError, match="not numbers"):
         measure([broken], cap=2.0)
     with pytest.raises(ValueError, match="Every answer is empty"):
@@ -129,6 +155,7 @@ def test_answers_are_scored_as_the_model_says():
     assert scored.proximal_logps.tolist() == pytest.approx(expected, abs=1e-5)
     assert scored.behavior_logps.tolist() == [-1.0, -2.0, -3.0, -4.0]
     assert scored.agrees.tolist() == [True, likeliest[1] == 0, True, True]
+    assert scored.question == (5, 6, 7)
 
 
 # Questions -----------------------------------------------------------------------------------------------------------
@@ -196,10 +223,10 @@ def report_with(low, value, high):
 @pytest.mark.parametrize(
     ("kl", "words"),
     [
-        ((0.0005, 0.001, 0.0049), "Yes. A KL of 0.001 did no harm"),
-        ((0.0005, 0.001, 0.0051), "With a correction"),
-        ((0.019, 0.03, 0.04), "With a correction"),
-        ((0.021, 0.03, 0.04), "Don't, as it is: a KL of 0.03 did harm"),
+        ((0.0005, 0.001, 0.0049), "safe to train with: a KL of 0.001 did no harm"),
+        ((0.0005, 0.001, 0.0051), "needs a correction: at a KL of 0.001"),
+        ((0.019, 0.03, 0.04), "needs a correction: at a KL of 0.03"),
+        ((0.021, 0.03, 0.04), "will do harm: a KL of 0.03 did"),
     ],
 )
 def test_the_verdict_waits_until_the_interval_is_clear(kl, words):
@@ -345,6 +372,36 @@ def test_what_cannot_be_measured_is_refused_at_once(arguments, message, tmp_path
     assert message in capsys.readouterr().err
 
 
+def test_formats_that_do_not_fit_the_model_are_left_out_unless_they_were_named(tmp_path, monkeypatch, capsys):
+    """SmolLM2-135M's width: 576 is no multiple of 128."""
+    tiny_model("llama", hidden_size=576, head_dim=64).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "questions.txt").write_text("ab\ncd\nef\ngh\n")
+    asked = []
+
+    def answer(job, scheme):
+        asked.append(scheme)
+        return [Answer(prompt, [8, 9, 10], [-4.0, -5.0, -4.5], [8, 9, 10]) for prompt in job.prompts]
+
+    monkeypatch.setattr("trl_qurl.lab.mismatch.engines.ask_engine", answer)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    command = [
+        "mismatch",
+        str(tmp_path / "model"),
+        "--questions",
+        str(tmp_path / "questions.txt"),
+        "--max-tokens",
+        "4",
+    ]
+    assert cli.main([*command, "--output", str(tmp_path / "out.json")]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert asked == ["none", "int8"]
+    assert "W4A16 is left out: it cannot quantize 10 of the 14 layers, first model.layers.0." in printed
+    assert cli.main([*command, "--schemes", "int8,w4a16"]) == 2
+    assert "w4a16 cannot quantize 10 of the 14 layers" in capsys.readouterr().err
+    assert asked == ["none", "int8"]
+
+
 @pytest.fixture(scope="module")
 def measured(warm_python, tmp_path_factory):
     """A model with outliers, what the command says about it in INT8, and what it wrote."""
@@ -377,7 +434,7 @@ def measured(warm_python, tmp_path_factory):
 @pytest.mark.xdist_group("mismatch")
 def test_the_command_says_what_rounding_does(measured):
     directory, printed, written = measured
-    assert "INT8: Yes." in printed and "INT8, 1 kept" in printed
+    assert "INT8: safe to train with" in printed and "INT8, 1 kept" in printed
     assert max(len(line) for line in printed.splitlines() if "/" not in line) <= 80
     assert (directory / "new" / "out.png").read_bytes().startswith(b"\x89PNG")
     assert list(written["formats"]) == ["none", "int8", "int8, smoothed", "int8, 1 kept"]

@@ -118,6 +118,23 @@ def test_who_asks_for_everything_gets_it(monkeypatch, build, heard, name, value)
     assert warned(OLD_NAME) == (name == noise.DEBUG_VARIABLE)
 
 
+@pytest.mark.parametrize(
+    ("processes", "expected"), [("1", "loading\nWarning: slow\n"), ("2", "[RANK 0] loading\nWarning: [RANK 0] slow\n")]
+)
+def test_a_log_message_has_no_module_and_no_rank(processes, expected):
+    """As accelerate's loggers write them, in a script that configures no logging; handlers of the user's are kept."""
+    code = (
+        "import logging, trl_qurl; {before}; trl_qurl.quiet(); logger = logging.getLogger('trl.trainer'); "
+        "logger.setLevel('INFO'); logger.info('[RANK 0] loading'); logger.warning('[RANK 0] slow')"
+    )
+    users = "logging.basicConfig(format='mine: %(message)s')"
+    for before, seen in (("0", expected), (users, "mine: [RANK 0] loading\nmine: [RANK 0] slow\n")):
+        command = [sys.executable, "-c", code.format(before=before)]
+        environment = child_environment(WORLD_SIZE=processes)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, seen)
+
+
 def test_importing_the_package_silences_nothing():
     code = (
         "import logging, os, warnings; before = warnings.filters[:], dict(os.environ), logging.root.handlers[:]\n"
@@ -149,3 +166,18 @@ def cpu_build():
     except noise.importlib.metadata.PackageNotFoundError:
         return True
     return False
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(noise._has_gpu_build(), reason="the message is one of vLLM's CPU build")
+def test_the_cpu_build_says_nothing_of_its_memory():
+    script = (
+        "import trl_qurl; trl_qurl.quiet()\n"
+        "import torch\n"
+        "from vllm.platforms import current_platform\n"
+        "current_platform.import_kernels()\n"
+        "torch.ops._C.init_cpu_memory_env([0])\n"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=300, check=True)
+    assert "NUMA" not in done.stderr

@@ -164,6 +164,7 @@ def test_grpo_from_the_first_cell_to_the_last(start, warm_python, tmp_path):
     assert "api_server --model run/int8/int8 --max-model-len" in shown(notebook.cells[-2], "stdout")  # on a CPU
 
 
+@pytest.mark.slow  # what its trainer does is in test_ppo_training.py, and how cells are run above
 @pytest.mark.vllm
 @pytest.mark.xdist_group("notebooks")
 def test_ppo_from_the_first_cell_to_the_last(start, warm_python, tmp_path):

@@ -83,8 +83,8 @@ def test_one_token_by_hand(policy, advantage, expected):
 
 
 def test_expected_table_names_every_objective():
-    masks, ours = {"icepop", "geometric_mask"}, {"ais"}
-    assert set(OBJECTIVES) == {"acr", "tis", "decoupled", "quantized_ratio", "naive"} | masks | ours
+    masks = {"icepop", "geometric_mask"}
+    assert set(OBJECTIVES) == {"acr", "tis", "decoupled", "quantized_ratio", "naive"} | masks
     assert all(objective.name == name for name, objective in OBJECTIVES.items())
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import child_environment
+from documents import rows
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 
-from benchmarks.objectives import study, summary
+from benchmarks.objectives import contrasts, study, summary
 from benchmarks.objectives.arms import EXPERIMENTS
 from benchmarks.objectives.coarse import CODE_BITS, add_coarse_schemes, round_activations
 from benchmarks.objectives.one_run import LORA, shortened, write_short_log
@@ -103,7 +104,7 @@ def test_short_logs_keep_what_is_needed(tmp_path):
     assert [shortened(value) for value in (1234567.0, 1.23456789e-9, 0.0)] == [1234600.0, 1.2346e-9, 0.0]
 
 
-def write_runs(directory, accuracies, quantized=None, changed=None, experiment="main", metrics=None):
+def write_runs(directory, accuracies, quantized=None, changed=None, experiment="main"):
     """Two updates a rollout, thirty rollouts; the first ten are far off, which the means must leave out."""
     for arm, values in accuracies.items():
         for seed, value in enumerate(values):
@@ -120,7 +121,6 @@ def write_runs(directory, accuracies, quantized=None, changed=None, experiment="
             ]
             for row in rows if quantized else []:
                 row["quantized_expected_accuracy"] = row["expected_accuracy"] - value + quantized[arm][seed]
-            rows = [row | (metrics or {}) for row in rows]
             settings = {"seed": seed, "updates_per_rollout": 2, "date": "d", "commit": "c", "hardware": "h"}
             settings |= changed or {}
             write_short_log(settings, rows, directory / experiment / f"{arm}-seed{seed}.jsonl.gz")
@@ -160,13 +160,70 @@ def test_tables_compare_what_is_trained(tmp_path, capsys):
 
 def test_an_experiment_is_compared_with_the_one_beside_it(tmp_path, capsys):
     write_runs(tmp_path, {"int8_tis": [0.7, 0.5], "int3_tis": [0.1, 0.1]})
-    write_runs(tmp_path, {"int8_ais": [0.8, 0.5]}, experiment="adaptive", metrics={"ais/coefficient": 0.25})
+    write_runs(tmp_path, {"int8_stochastic_tis": [0.8, 0.5]}, experiment="actors")
     summary.main(["--runs", str(tmp_path)])
-    printed = capsys.readouterr().out.split("### adaptive")[1]
+    printed = capsys.readouterr().out.split("### actors")[1]
     # Differences .1 and 0: mean .05, standard error .05, times t(1) = 12.706.
-    assert "| int8_ais - int8_tis | 2 | +0.050 ± 0.635 |" in printed
-    assert "| 0.25 → 0.25 |" in printed
+    assert "| int8_stochastic_tis - int8_tis | 2 | +0.050 ± 0.635 |" in printed
     assert "| int8_tis |" not in printed, "arms of another experiment are not repeated"
+
+
+def test_p_values_are_students():
+    # A mean of t standard errors: (1, 3) has mean 2, standard error 1. The 97.5 % quantiles of t are from a table.
+    assert contrasts.p_value([1.0, 3.0]) == pytest.approx(1 - 2 / math.pi * math.atan(2))
+    for count, quantile in ((2, 12.706), (3, 4.303), (4, 3.182), (5, 2.776), (6, 2.571), (7, 2.447)):
+        values = [1.0, *[0.0] * (count - 1)]  # standard deviation 1 / sqrt(n), so its standard error is 1 / n
+        shift = quantile / count - 1 / count
+        assert contrasts.p_value([value + shift for value in values]) == pytest.approx(0.05, abs=1e-4)
+        assert contrasts.p_value([-value - shift for value in values]) == pytest.approx(0.05, abs=1e-4)
+    assert contrasts.p_value([0.5]) == contrasts.p_value([0.5, 0.5]) == 1.0, "no spread to judge by"
+
+
+def test_holms_correction():
+    # Sorted: .01 x 4, .02 x 3, .03 x 2 (as large as the one before), .5 x 1; at most 1.
+    assert contrasts.holm([0.02, 0.5, 0.01, 0.03]) == pytest.approx([0.06, 0.5, 0.04, 0.06])
+    assert contrasts.holm([0.6, 0.7]) == [1.0, 1.0]
+
+
+def test_pooled_differences_count_seeds(tmp_path):
+    for cap, (first, second) in {1.2: (0.7, 0.4), 2.0: (0.9, 0.2)}.items():
+        write_runs(tmp_path, {f"int3a4_acr_c{cap:g}": [first, second]}, experiment="cap")
+        write_runs(tmp_path, {f"int3a4_tis_c{cap:g}": [0.5, 0.5]}, experiment="cap")
+    pairs, by_seed = contrasts.Study(tmp_path).pooled("acr − tis, over six caps")
+    # Seed 0: .2 and .4, seed 1: -.1 and -.3.
+    assert pairs == pytest.approx([0.2, -0.1, 0.4, -0.3]) and by_seed == pytest.approx([0.3, -0.2])
+
+
+def figure(found):
+    """A difference as docs/results.md states it."""
+    mean, half = summary.stated(found.values)
+    text = f"{mean:+.3f} ± {half:.3f}".replace("+0.000", ".000").replace("-0.000", ".000")
+    text = text.replace("0.", ".").replace("-", "−")
+    windows = found.windows()
+    text = f"**{text}**" if abs(mean) > half else text
+    marks = "\\*" * (len(found.seeds) == 3) + "‡" * (abs(mean) > half and windows != list(contrasts.WINDOWS))
+    return text + marks
+
+
+def test_the_page_states_the_differences_of_the_logs():
+    page = ROOT / "docs" / "results.md"
+    table = contrasts.Study().table()
+    stated = {row[0]: row[1:] for row in rows(page) if row[0] in contrasts.TABLE}
+    expected = {
+        name: [figure(table[name, scheme]) if (name, scheme) in table else "" for scheme in summary.SCHEMES]
+        for name in contrasts.TABLE
+    }
+    assert stated == expected
+    corrected = contrasts.holm([contrasts.p_value(found.values) for found in table.values()])
+    remaining = {cell for cell, p in zip(table, corrected, strict=True) if p < contrasts.LEVEL}
+    ratio = "quantized_ratio − naive"
+    guard = "fallback − without a guard (`quantized_ratio`)"
+    assert remaining == {(ratio, "int4"), (ratio, "int3"), (guard, "int3")}
+    text = page.read_text()
+    assert f"has {len(table)} differences" in text
+    assert (
+        "leaves three: `quantized_ratio` − `naive` with INT4 and INT3, and INT3's fallback − without a guard" in text
+    )
 
 
 @pytest.mark.parametrize("merges", [True, False], ids=["merged", "beside the base"])

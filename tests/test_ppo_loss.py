@@ -42,12 +42,8 @@ def build(directory, scheme, **settings):
         bf16=False,
         **settings,
     )
-    trainer = QuRLPPOTrainer(
-        model=str(directory / "model"),
-        reward_funcs=lengths,
-        args=config,
-        train_dataset=Dataset.from_dict({"prompt": ["ab", "cde", "ef", "ghi j", "k", "l 2"] * 4}),
-    )
+    prompts = Dataset.from_dict({"prompt": ["ab", "cde", "ef", "ghi j", "k", "l 2"] * 4})
+    trainer = QuRLPPOTrainer(str(directory / "model"), lengths, config, prompts)  # in TRL's order
     # TRL leaves a rank in the environment for its engine, which later tests of this process would take for theirs.
     for name in DISTRIBUTED_VARIABLES:
         os.environ.pop(name, None)

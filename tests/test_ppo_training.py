@@ -48,7 +48,6 @@ def smaller(tmp_path_factory):
 
 KINDS = {
     "own": [],
-    "LoRA policy": ["--lora"],
     "shared": [],
     "shared, LoRA policy": ["--lora"],
     "another size": ["--value-model", "SMALLER"],
@@ -180,7 +179,7 @@ def test_adapters_and_heads_are_saved_by_themselves(one_process):
 # Stopping and resuming -----------------------------------------------------------------------------------------------
 
 NOT_RESTORED = ("time/", "step_time", "throughput/", "weights/normalized_update", "weights/codes_changed_share")
-RESUMED = [("own", 2), ("own", 4), ("shared", 2)]  # inside the first rollout, or between two, which is between epochs
+RESUMED = [("own", 2), ("shared", 4)]  # inside the first rollout, or between two, which is between epochs
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +260,7 @@ def test_a_checkpoint_without_a_critic_says_so(name, tmp_path):
 # Several processes ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # the steps of two processes without an engine: test_critic_processes.py
 def test_two_processes_have_the_gradient_of_one_with_the_double_batch(
     train, one_process, policy, critic_start, tmp_path
 ):

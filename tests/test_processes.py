@@ -36,12 +36,12 @@ def runs(train, run_scenario, int8_server, tmp_path_factory):
         arguments("colocated", {}),
         arguments("server", served),
         arguments("server, LoRA", served, "--lora"),
-        arguments("colocated, adapter", ADAPTER | {"round_base": True, "objective": "ais"}, "--lora"),
+        arguments("colocated, adapter", ADAPTER | {"round_base": True}, "--lora"),
         processes=2,
     )
     names = ["colocated", "server", "server, LoRA", "colocated, adapter"]
     fresh = run_scenario("fresh_engine.py", *(directory / name for name in names))
-    assert not list((directory / "rollouts").iterdir()), "rollout checkpoints were left"
+    assert not [*(directory / "rollouts").glob("trl-qurl-*/[0-9]")], "rollout checkpoints were left"
     return dict(zip(names, zip(records, fresh, strict=True), strict=True))
 
 
@@ -55,8 +55,6 @@ def test_two_processes_train_what_the_engine_holds(name, runs):
     rollouts = [row for row in record["history"] if "mismatch/kl_k3" in row]
     assert len(rollouts) == 3
     assert all(row["time/sync_check_s"] > 0 for row in rollouts), "a sync was not checked"
-    is_adaptive = "adapter" in name
-    assert all(0 < row["ais/coefficient"] < 1 if is_adaptive else "ais/coefficient" not in row for row in rollouts)
     assert_metrics(record["history"], "int8", measured="adapter" not in name)
     assert_synced(record, fresh, lora="LoRA" in name or "adapter" in name)
     engines = 2 if "colocated" in name else 1

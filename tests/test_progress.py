@@ -1,6 +1,7 @@
 """The line of a step: what it says, how wide it is, and who writes it where."""
 
 import io
+import itertools
 import math
 from contextlib import redirect_stderr, redirect_stdout
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from tqdm import tqdm
 from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
+from trl_qurl import QuRLGRPOConfig
 from trl_qurl.lab import progress
 from trl_qurl.lab.progress import StepLineCallback, step_line, use_step_lines
 
@@ -54,13 +56,29 @@ def test_a_narrow_terminal_keeps_what_matters_most():
 
 def test_metrics_that_are_missing_are_left_out():
     row = {"loss": 0.0, "grad_norm": 0.1, "reward": None, "clip_ratio/region_mean": 0.0, "epoch": 0.1}
-    assert step_line(row, 2, 3, 0.05) == "2/3  clip 0.0%  0.05 s/step  left 0.05 s"
+    assert step_line(row, 2, 3, 0.05) == "2/3  0.05 s/step  left 0.05 s  clip 0.0%"
     assert step_line(row, 2, 3, None) == "2/3  clip 0.0%"
     assert (
         step_line(row | {"expected_accuracy": 0.47, "reward": 0.5}, 2, 3)
         == "2/3  accuracy 0.470  reward 0.500  clip 0.0%"
     )
-    assert step_line(row, 3, 3, 0.05) == "3/3  clip 0.0%  0.05 s/step"
+    assert step_line(row, 3, 3, 0.05) == "3/3  0.05 s/step  clip 0.0%"
+
+
+def test_a_metric_stays_in_its_column():
+    """Rows without a rollout, longer and shorter numbers, the last step: the rest stays where it was."""
+    columns = {}
+    update = {"loss": 0.0, "clip_ratio/region_mean": 0.123}  # an update without its own rollout
+    lines = [
+        step_line(ROW, 8, 20, 9.5, 100, columns),
+        step_line(update, 9, 20, 9.5, 100, columns),
+        step_line(ROW | {"completions/mean_length": 96.0}, 20, 20, 11.5, 100, columns),
+    ]
+    assert lines == [
+        " 8/20  reward 0.512  9.5 s/step  left 1:54  KL 1.2e-03  clip 1.6%  length 212  1234 tok/s",
+        " 9/20                9.5 s/step  left 1:44              clip 12.3%",
+        "20/20  reward 0.512  11.5 s/step             KL 1.2e-03  clip 1.6%   length 96   1234 tok/s",
+    ]
 
 
 def test_what_is_not_finite_is_shown_first():
@@ -143,6 +161,24 @@ def test_a_resumed_run_reckons_from_where_it_resumed(monkeypatch):
     # 10 s for the first of four steps; then 20 s, so that two took 30 s and two are left.
     assert "10 s/step" in first and "left 30 s" in first
     assert "15 s/step" in second and "left 30 s" in second
+
+
+def test_a_run_says_first_what_it_will_do_and_its_pace_after_a_whole_rollout(tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_qurl.lab.progress.time", SimpleNamespace(monotonic=itertools.count(0, 25).__next__))
+    settings = {"per_device_train_batch_size": 16, "steps_per_generation": 16, "gradient_accumulation_steps": 4}
+    args = QuRLGRPOConfig(str(tmp_path), use_cpu=True, num_generations=8, max_completion_length=512, **settings)
+    with redirect_stdout(Stream(False)) as out, redirect_stderr(Stream(False)):
+        callback, state = StepLineCallback(), TrainerState(max_steps=870, is_world_process_zero=True)
+        callback.on_train_begin(args, state, TrainerControl())
+        for _ in range(4):
+            state.global_step += 1
+            callback.on_log(args, state, TrainerControl(), logs=dict(ROW))
+    first, *steps = out.getvalue().splitlines()
+    # 16 x 16 = 256 answers to 256 / 8 = 32 questions; 16 / 4 = 4 updates; 870 / 4 = 217.5, so 218 rollouts.
+    expected = "870 steps: 218 INT8 rollouts of 32 questions x 8 answers, up to 512 tokens, 4 updates each (acr)"
+    assert first == expected
+    assert ["left" in line for line in steps] == [False, False, False, True], "the first step has a whole rollout"
+    assert len({line.index("KL") for line in steps}) == 1
 
 
 class Notebook(ProgressCallback):

@@ -28,6 +28,9 @@ BY_CHECK = {
     "old adapter kept": "it computes with another adapter than the one in",
     "adapter doubled before sending": "log-probabilities of the probe differ",
     "adapter not asked for": "log-probabilities of the probe differ",
+    "NaN in a quantized layer": "model.layers.1.mlp.up_proj.weight holds NaN or infinity: training has diverged",
+    "infinity in the embedding": "model.embed_tokens.weight holds NaN or infinity: training has diverged",
+    "NaN in an adapter": "layers.1.mlp.up_proj.lora_B.weight holds NaN or infinity: training has diverged",
 }
 SOUND = ["none", "adapter"]
 

@@ -111,14 +111,20 @@ def test_mxfp8_codes_by_hand():
     assert MXFP8.dequantize({"weight": codes, "weight_scale": scale})[0, [0, 1, 32]].tolist() == [448.0, -16.0, 3.0]
 
 
-def test_mxfp8_activations_are_below_448():
-    # Other than for weights: 448 = 1.75 x 2^8 needs no more than 2^0, where 17 ties to 16; 449 needs 2^1, where it
-    # becomes 224.5 -> 224 and 17 becomes 8.5 -> 8. A group of zeros stays one.
+@pytest.mark.parametrize("exponent", [-40, -1, 0, 1, 60])
+def test_mxfp8_activations_are_below_448(exponent):
+    # Other than for weights: 448 = 1.75 x 2^8 needs no more than 2^0. There 17 and 19 tie to even codes, 16 and 20,
+    # and 2^-9 is the smallest code. The next float32 above 448 needs 2^1, where half of 2^-9 ties to 0, and half of
+    # 3 x 2^-9 to 2 x 2^-9. A group of zeros stays one. A power of two in front changes nothing.
+    smallest, unit = 2.0**-9, 2.0**exponent
+    above = torch.nextafter(torch.tensor(448.0), torch.tensor(449.0)).item()
     activations = torch.zeros(1, 96)
-    activations[0, :2], activations[0, 32:34] = torch.tensor([448.0, 17.0]), torch.tensor([449.0, 17.0])
-    rounded = MXFP8.quantize_activations(activations)
-    assert rounded[0, [0, 1, 32, 33]].tolist() == [448.0, 16.0, 448.0, 16.0]
-    assert rounded.count_nonzero() == 4
+    activations[0, :5] = torch.tensor([448.0, 17.0, -19.0, smallest, 3 * smallest])
+    activations[0, 32:37] = torch.tensor([-above, 17.0, -19.0, smallest, 3 * smallest])
+    rounded = MXFP8.quantize_activations(activations * unit) / unit
+    assert rounded[0, :5].tolist() == [448.0, 16.0, -20.0, smallest, 3 * smallest]
+    assert rounded[0, 32:37].tolist() == [-448.0, 16.0, -20.0, 0.0, 4 * smallest]
+    assert rounded.count_nonzero() == 9
 
 
 def test_w4a16_codes_by_hand():

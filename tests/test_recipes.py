@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from trl import get_peft_config
 from trl_qurl.lab.bench.memory import Device, count_parameters, why_too_large
 from trl_qurl.lab.bench.workload import Workload
 from trl_qurl.lab.recipes import grpo, ppo
-from trl_qurl.lab.recipes.questions import punishments
+from trl_qurl.lab.recipes.questions import checkpoint_to_resume, punishments
 from trl_qurl.lab.recipes.settings_files import recipes, take_settings
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.layers import quantized_layer_names
@@ -96,6 +97,7 @@ def test_the_recipe_says_what_the_paper_says(recipe):
     assert (config.beta, config.temperature) == (beta, temperature)
     assert config.objective == "acr" and config.rollout_quantization == "int8"
     assert config.uaq_scale == (1.0 if recipe.stem == "gsm8k_ppo" else 1.5)
+    assert config.weight_metrics_interval == 16
     # A row of the log for each rollout, and a benchmark after a whole number of them.
     assert config.logging_steps == config.updates_per_rollout
     assert script.eval_tasks and script.eval_tasks_steps % config.updates_per_rollout == 0
@@ -171,7 +173,7 @@ def test_an_adapter_on_a_base_in_four_bits_fits_where_the_recipe_says():
     script, config, arguments = grpo.parse_arguments(["--config", recipe.stem, *ON_CPU])
     assert script.dataset == "openai/gsm8k" and script.eval_tasks_steps % config.updates_per_rollout == 0
     assert (config.rollout_quantization, config.weight_sync, config.round_base) == ("w4a16", "adapter", True)
-    assert config.vllm_mode == "colocate" and config.gradient_checkpointing and config.effective_uaq_scale == 1.0
+    assert config.vllm_mode == "colocate" and config.gradient_checkpointing and config.uaq_scale == 1.0
     adapter = get_peft_config(arguments)
     assert (adapter.r, adapter.target_modules, adapter.lora_dropout) == (16, "all-linear", 0.0)
     assert arguments.dtype == "float32", "four bytes per parameter"
@@ -354,3 +356,47 @@ def test_saving_in_8_bits_needs_a_format(tmp_path):
     arguments = [*ON_CPU, "--output_dir", tmp_path, "--save_quantized", "--rollout_quantization", "none"]
     with pytest.raises(ValueError, match="rollout_quantization is None: set it to a format, or use"):
         grpo.train(*grpo.parse_arguments(list(map(str, arguments))))
+
+
+def resume(tmp_path, *value):
+    """What `trl-qurl grpo` says to this value of `--resume_from_checkpoint`."""
+    argv = [*ON_CPU, "--model", "/no/engine/may/start", "--output_dir", tmp_path, "--resume_from_checkpoint", *value]
+    grpo.train(*grpo.parse_arguments(list(map(str, argv))))
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """Three checkpoints, the last of which was not finished."""
+    for step in (8, 16, 100):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    for step in (8, 16):
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    return tmp_path
+
+
+def test_a_wrong_checkpoint_is_refused_before_a_model_is_loaded(checkpoints, tmp_path_factory):
+    listed = f"Complete checkpoints in {checkpoints}: {checkpoints}/checkpoint-8, {checkpoints}/checkpoint-16."
+    for wrong in ("checkpoint-16", checkpoints / "checkpoint-100", checkpoints / "checkpoint-12"):
+        with pytest.raises(FileNotFoundError, match=re.escape(listed)) as caught:
+            resume(checkpoints, wrong)
+        assert f"resume_from_checkpoint={wrong} is not" in str(caught.value)
+    empty = tmp_path_factory.mktemp("empty")
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint in .* Leave the option out to start"):
+        resume(empty, "true")
+    with pytest.raises(FileNotFoundError, match="Complete checkpoints in .*: none"):
+        resume(empty, "checkpoint-8")
+
+
+def test_a_wrong_checkpoint_in_a_settings_file_is_refused_too(checkpoints):
+    settings = write(checkpoints / "run.yaml", resume_from_checkpoint="missing", output_dir=str(checkpoints))
+    with pytest.raises(FileNotFoundError, match="resume_from_checkpoint=missing is not .*checkpoint-16"):
+        grpo.train(*grpo.parse_arguments([*ON_CPU, "--model", "/no/engine/may/start", "--config", settings]))
+
+
+def test_the_latest_complete_checkpoint_is_what_true_means(checkpoints):
+    for latest in (True, "true", "True"):
+        assert checkpoint_to_resume(latest, str(checkpoints)) == str(checkpoints / "checkpoint-16")
+    given = str(checkpoints / "checkpoint-8")
+    assert checkpoint_to_resume(given, str(checkpoints)) == given
+    for no in (None, False, "false"):
+        assert checkpoint_to_resume(no, str(checkpoints)) is None

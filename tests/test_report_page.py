@@ -85,6 +85,17 @@ def test_the_page_needs_no_other_file(written):
     assert "http" not in re.sub(r"base64,[\w+/=]+", "", written.text) and "url(" not in written.text
 
 
+def test_the_report_of_one_run_has_its_name_model_settings_and_date(tmp_path):
+    log = write_run(tmp_path / "first-try", ROWS, model="/models/Tiny-1B/", date="2026-11-21")
+    copy = tmp_path / "int8_acr-seed0.jsonl.gz"
+    copy.write_bytes(gzip.compress(log.read_bytes()))
+    for given, name in ((log.parent, "first-try"), (copy, "int8_acr-seed0")):
+        write_report([given], tmp_path / "page.html")
+        text = (tmp_path / "page.html").read_text(encoding="utf-8")
+        assert f"<h1>{name}: Tiny-1B, INT8, acr, 2026-11-21</h1>" in text
+        assert f"<title>{name}: Tiny-1B, INT8, acr, 2026-11-21 – trl-qurl report</title>" in text
+
+
 def test_the_pictures_beside_the_page_are_those_in_it(written):
     sources = [attributes["src"] for attributes in Page(written.text).all("img")]
     folder = written.report.page.parent / "page-pictures"

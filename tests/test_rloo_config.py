@@ -45,8 +45,7 @@ def test_every_objective_that_bounds_no_single_token(objective, tmp_path):
         (
             {"objective": "acr"},
             "objective='acr' lifts the clip bounds of single tokens, and RLOO clips one ratio per completion: use one "
-            "of 'tis', 'decoupled', 'quantized_ratio', 'naive', 'icepop', 'geometric_mask', 'ais', 'trl', or "
-            "QuRLGRPOTrainer",
+            "of 'tis', 'decoupled', 'quantized_ratio', 'naive', 'icepop', 'geometric_mask', 'trl', or QuRLGRPOTrainer",
         ),
         ({"objective": "rloo"}, "objective is 'rloo', but must be one of 'acr', 'tis'"),
         ({"vllm_importance_sampling_clip_max": None}, "is None: give a positive cap C (the paper: 2.0), or use"),

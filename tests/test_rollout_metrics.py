@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from trl_qurl.quantization import SCHEMES
-from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
+from trl_qurl.rollout.mismatch import MismatchTally, mismatch_metrics, mismatch_sums
 from trl_qurl.rollout.weight_change import WeightChangeTracker
+from trl_qurl.trainers.loss_metrics import loss_metrics
 
 INT8 = SCHEMES["int8"]
 
@@ -24,7 +26,30 @@ def test_mismatch_by_hand():
     assert metrics["mismatch/ratio_mean"] == pytest.approx(2.25)
     assert metrics["mismatch/ratio_max"] == pytest.approx(4.0)
     assert metrics["mismatch/capped_share"] == 0.5
+    assert metrics["mismatch/invalid_share"] == pytest.approx(1 / 3)
     assert metrics["mismatch/ess"] == pytest.approx(4.5**2 / (2 * 16.25))  # (Σρ)² / (n Σρ²)
+
+
+@pytest.mark.parametrize("size", [1e-2, 1e-4, 1e-6])
+def test_a_small_kl_keeps_its_digits(size):
+    """ρ − 1 − log ρ is x²/2 + x³/6 for x = log ρ; float32 knows ρ itself to 6e-8 only, which x² is far below."""
+    behavior = torch.full((8, 512), -0.125)
+    proximal = behavior + size * torch.linspace(-1, 1, 8 * 512).view(8, 512)
+    everywhere = torch.ones(8, 512, dtype=torch.bool)
+    log_ratios = (proximal.double() - behavior.double()).flatten().tolist()
+    expected = sum(x * x / 2 + x**3 / 6 for x in log_ratios) / len(log_ratios)
+    tally = MismatchTally(Accelerator(cpu=True))
+    tally.add(proximal, behavior, everywhere, cap=2.0)
+    assert tally.pop()["mismatch/kl_k3"] == pytest.approx(expected, rel=1e-4)
+    stale = loss_metrics(proximal, {"proximal_logps": behavior}, everywhere, 0.2, lambda sums: sums)
+    assert stale["policy/approx_kl"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_log_probability_without_bounds_leaves_numbers():
+    behavior = torch.tensor([[-0.5, -5000.0]])  # below vLLM's stand-in for -inf, and no number of a sampled token
+    tally = MismatchTally(Accelerator(cpu=True))
+    tally.add(torch.full((1, 2), -0.5), behavior, torch.ones(1, 2, dtype=torch.bool), cap=2.0)
+    assert all(math.isfinite(value) for value in tally.pop().values())
 
 
 def test_mismatch_adds_up_over_processes():

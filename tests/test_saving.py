@@ -163,6 +163,7 @@ class TestFiles:
             "vllm ",
         ):
             assert part in card.text, part
+        assert "This model is a fine-tuned language model." in card.text and "None]" not in card.text
         quantized = ModelCard.load(saved[0] / f"{kind}-int8" / "README.md")
         assert (quantized.data.base_model, quantized.data.base_model_relation) == ("someone/tiny", "quantized")
         assert {"int8", "compressed-tensors"} <= set(quantized.data.tags)

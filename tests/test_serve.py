@@ -1,6 +1,7 @@
 """`trl-qurl serve`: the checkpoint it prepares, the command it becomes, and how it ends."""
 
 import asyncio
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from tiny_vision import tiny_vision_model
 from trl_qurl import cli
 from trl_qurl.quantization.cache import CACHE_VARIABLE
 from trl_qurl.quantization.checkpoint import CheckpointWriter
-from trl_qurl.rollout.engine import key, launch
+from trl_qurl.rollout.engine import cpu_memory, key, launch
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
 
@@ -126,6 +127,59 @@ def test_a_gpu_keeps_room_for_new_weights(gpu):
     for given in (["--gpu-memory-utilization", "0.9"], ["--gpu-memory-utilization=0.9"]):
         command = launch.server_command(gpu, "127.0.0.1", 8000, given)
         assert sum(word.startswith("--gpu-memory-utilization") for word in command) == 1
+
+
+@pytest.fixture
+def cpu(monkeypatch, tmp_path):
+    """A machine without a GPU, of whose 24 GB 12 are free, and a checkpoint of 1 GB."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(cpu_memory, "cpu_memory", lambda: (24 * 10**9, 12 * 10**9))
+    tiny_model().config.save_pretrained(tmp_path)
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(10**9)
+    return tmp_path
+
+
+def test_a_cpu_takes_memory_that_is_free(cpu, monkeypatch):
+    command = launch.server_command(str(cpu), "127.0.0.1", 8000, [])
+    # Half of 12 GB less weights and 1 GiB for the process.
+    assert command[command.index("--kv-cache-memory-bytes") + 1] == str((11 * 10**9 - 2**30) // 2)
+    for given in (
+        ["--gpu-memory-utilization", "0.4"],
+        ["--gpu_memory_utilization=0.4"],
+        ["--kv-cache-memory-bytes=9"],
+    ):
+        command = launch.server_command(str(cpu), "127.0.0.1", 8000, given)
+        assert not [word for word in command[: -len(given)] if word[:2] == "--" and "memory" in word], (
+            "what the user has chosen comes first"
+        )
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    assert "--kv-cache-memory-bytes" not in launch.server_command(str(cpu), "127.0.0.1", 8000, [])
+
+
+@pytest.mark.parametrize(
+    ("free", "given", "message"),
+    [
+        (2, [], "Of 24.0 GB of memory 2.0 GB are free, and an engine of this model needs more: 1.0 GB for weights"),
+        (
+            12,
+            ["--gpu-memory-utilization", "0.9"],
+            "12.0 GB are free, and gpu_memory_utilization=0.9, .* 21.6 GB: leave",
+        ),
+    ],
+)
+def test_a_cpu_without_enough_free_memory_is_one_line(free, given, message, cpu, monkeypatch, capsys):
+    monkeypatch.setattr(cpu_memory, "cpu_memory", lambda: (24 * 10**9, free * 10**9))
+    monkeypatch.setattr(launch, "run_server", lambda *arguments: pytest.fail("it was started"))
+    assert cli.main(["serve", str(cpu), "--scheme", "none", *given]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line)
+
+
+def test_the_memory_of_this_machine_is_what_vllm_counts():
+    total, free = cpu_memory.cpu_memory()
+    assert 0 < free <= total
 
 
 def test_the_share_that_is_lowered_is_vllms_own():
@@ -342,6 +396,6 @@ def test_control_c_during_the_start_leaves_no_process_behind(model, warm_python,
             time.sleep(0.02)
         assert "INFO:     Application startup complete" not in server.log.read_text()
         server.stop(signal.SIGINT)
-        assert not server.survivors_after(10)
+        assert not server.survivors_after(60)
     finally:
         server.kill()

@@ -13,7 +13,7 @@ from tiny import tiny_model, tiny_tokenizer
 from trl_qurl import QuRLGRPOConfig
 from trl_qurl.quantization import get_scheme
 from trl_qurl.quantization.fake_quantization import quantized_forward
-from trl_qurl.quantization.smoothing import fitted_scales, sources
+from trl_qurl.quantization.smoothing import Source, fitted_scales, sources
 from trl_qurl.quantization.weight_stream import WeightStream, model_parameters
 
 TOKENS = torch.randint(2, 97, (8, 24), generator=torch.Generator().manual_seed(0))
@@ -80,6 +80,12 @@ def test_the_rows_of_a_layer_between_two_others_come_back_as_well():
     assert torch.equal(weights.smoothing.unfolded(layer, sent), model.state_dict()[f"{layer}.weight"])
 
 
+def test_channels_that_are_read_several_times_count_by_their_largest_value():
+    source = Source("v", ("o",), None, repeats=2, width=2)  # two heads of values with two channels, each read twice
+    assert source.gather(torch.tensor([1.0, 8.0, 3.0, 4.0, 5.0, 6.0, 7.0, 2.0])).tolist() == [3, 8, 7, 6]
+    assert source.spread(torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist() == [1, 2, 1, 2, 3, 4, 3, 4]
+
+
 def test_heads_that_share_values_share_their_scales():
     model = tiny_model("llama")  # 4 heads for queries, 2 for values, 32 channels each
     scale = smoothed_stream(model).smoothing.input_scale("model.layers.0.self_attn.o_proj").view(2, 2, 32)
@@ -93,6 +99,18 @@ def test_scales_share_the_range_between_inputs_and_weights():
     inputs, columns = torch.tensor([64.0, 1.0, 1.0, 0.0]), torch.tensor([1.0, 1.0, 4.0, 1.0])
     # Half of the logarithms of 64, 1 and 1/4: 3, 0 and -1, with the mean 2/3; the last channel is never used.
     assert fitted_scales(inputs, columns).tolist() == [4.0, 0.5, 0.25, 1.0]
+
+
+@pytest.mark.parametrize("reader", ["q_proj", "k_proj", "v_proj"])
+def test_a_channel_counts_by_the_largest_column_of_all_that_read_it(reader):
+    model, layer = tiny_model("llama"), "model.layers.0.self_attn.q_proj"
+    before = smoothed_stream(model).smoothing.input_scale(layer)
+    with torch.no_grad():
+        model.get_submodule(f"model.layers.0.self_attn.{reader}").weight[:, 0] *= 256
+    after = smoothed_stream(model).smoothing.input_scale(layer)
+    # By the formula 256^½ = 16 times smaller. Rounding may double or halve that, and the mean moves by 4/128 for all.
+    assert before[0] / 32 <= after[0] <= before[0] / 8
+    assert ((after / before)[1:].log2().abs() <= 1).all()
 
 
 def test_a_scale_stays_until_it_is_clearly_off():
@@ -152,16 +170,26 @@ def test_an_unknown_model_is_refused_by_name():
 
 
 @pytest.fixture(scope="module")
-def smoothed_run(train, tmp_path_factory):
-    """Two processes, each with an engine, and a policy with outliers; the scales are fitted at syncs 3 and 5."""
+def runs(train, tmp_path_factory):
+    """Two processes, each with an engine, and a policy with outliers; the scales are fitted at syncs 3 and 5.
+
+    The norms of the second run are frozen, and syncs leave out what is frozen.
+    """
     directory = tmp_path_factory.mktemp("smoothed")
     with_outliers(tiny_model("llama"), 0).save_pretrained(directory / "model")
     tiny_tokenizer().save_pretrained(directory / "model")
     config = {"smoothing_interval": 2, "sync_check_interval": 1, "learning_rate": 1e-5, "uaq_scale": 1.0}
     config |= {"max_steps": 8, "max_completion_length": 32, "num_generations": 8}
-    arguments = [directory / "out", "--model", directory / "model", "--config", json.dumps(config)]
-    (record,) = train(arguments, processes=2)
-    return record
+    frozen = config | {"sync_check_interval": 0, "weight_metrics_interval": 0}
+    policy = [directory / "out", "--model", directory / "model", "--config"]
+    return train(
+        [*policy, json.dumps(config)], [*policy, json.dumps(frozen), "--freeze", "layernorm.weight"], processes=2
+    )
+
+
+@pytest.fixture(scope="module")
+def smoothed_run(runs):
+    return runs[0]
 
 
 @pytest.mark.vllm
@@ -175,9 +203,18 @@ def test_rollouts_are_smoothed_from_the_second_on(smoothed_run):
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("server")
+def test_frozen_norms_are_sent_again_with_new_scales(runs):
+    rollouts = [row for row in runs[1]["history"] if "mismatch/kl_k3" in row]
+    first, *others = (row["mismatch/kl_k3"] for row in rollouts)
+    assert rollouts[2]["sync/sent_mb"] < rollouts[1]["sync/sent_mb"], "a sync without a fit leaves out what is frozen"
+    assert all(kl_k3 < first / 2 for kl_k3 in others)
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("server")
 def test_engines_compute_what_the_trainer_smooths(smoothed_run):
-    ratios = [row["sync/probe_ratio"] for row in smoothed_run["history"] if "sync/probe_ratio" in row]
-    assert len(ratios) == 4 and all(ratio < 1 for ratio in ratios)
+    first, *others = (row["sync/probe_distance"] for row in smoothed_run["history"] if "sync/probe_distance" in row)
+    assert len(others) == 3 and all(distance < first for distance in others), "the probe rounds other inputs"
     one, other = smoothed_run["probes"]
     assert one == other, "the engines of two processes have different scales"
 

@@ -6,7 +6,7 @@ from test_adding import EXAMPLES
 PACKAGE = {f"{name}.py": EXAMPLES[name] for name in ("objective", "config", "trainer")}
 """What docs/adding.md shows for another objective, and for another trainer of TRL."""
 
-pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("several trainers")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("several trainers")]
 
 ENGINE = 200e6
 """Bytes; an engine of the scenario holds more, for its key-value cache alone."""

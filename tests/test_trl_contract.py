@@ -17,6 +17,7 @@ import torch
 from packaging.requirements import Requirement
 
 from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS
+from trl_qurl.trainers.arguments import NOT_PASSED, REWARD_KEYWORDS
 
 GRPO = "trl.trainer.grpo_trainer"
 RLOO = "trl.trainer.rloo_trainer"
@@ -144,6 +145,18 @@ DEFINITIONS = [
         "trainers/ppo.py spares the critic's norms",
     ),
     ("vllm.lora.worker_manager", "LRUCacheWorkerLoRAManager.add_adapter", "lora_request", "vLLM replaces an adapter"),
+    (
+        "vllm.model_executor.models.transformers.base",
+        "Base._decorate_for_torch_compile",
+        "",
+        "engine/colocated.py overrides it, so that the trainer's class of the model stays as it is",
+    ),
+    (
+        "vllm.model_executor.models.registry",
+        "_BaseRegisteredModel.load_model_cls",
+        "",
+        "engine/colocated.py asks it which model runs an architecture",
+    ),
     ("vllm.lora.model_manager", "LoRAModelManager.list_adapters", "", "engine/worker.py compares what it lists"),
     ("vllm.lora.lora_model", "LoRAModel.__init__", "loras", "engine/worker.py compares its matrices"),
     ("vllm.v1.worker.gpu_worker", "Worker.add_lora", "lora_request", "engine/colocated.py loads an adapter by it"),
@@ -531,6 +544,17 @@ def test_rloo_forms_its_ratio_from_one_forward_pass():
     ):
         assert line in body, f"RLOOTrainer._compute_loss has no `{line}`; trainers/rloo.py weighs tokens through it."
     assert body.count("_get_per_token_logps_and_entropies(") == 1, "trainers/rloo.py expects one forward pass."
+
+
+@pytest.mark.parametrize("module, name", [(GRPO, "GRPOTrainer"), (RLOO, "RLOOTrainer")])
+def test_reward_functions_get_what_the_constructor_checks_them_for(module, name):
+    body = body_of(module, f"{name}._calculate_rewards")
+    [call] = [call for call in calls(body, "reward_func") if {word.arg for word in call.keywords} >= {"prompts"}]
+    named = {word.arg for word in call.keywords if word.arg}
+    added = set(re.findall(r"reward_kwargs\['(\w+)'\] =", ast.unparse(body)))
+    added -= {"environments", "prompt", "completion"}  # the first is optional, the others are for a warning
+    assert named | added == set(REWARD_KEYWORDS), "TRL passes other arguments: see trainers/arguments.py"
+    assert f"not in {list(NOT_PASSED)}" in ast.unparse(body), "TRL leaves out other columns: see trainers/arguments.py"
 
 
 def test_generation_and_scoring_are_called_as_dynamic_sampling_calls_them():

@@ -7,13 +7,26 @@ from datasets import Dataset
 from tiny import tiny_model, tiny_tokenizer
 from trl import GRPOConfig
 
-from trl_qurl import QuRLGRPOTrainer
+from trl_qurl import QuRLGRPOTrainer, QuRLPPOTrainer
 
 RUNS = {
     "GSPO": {"objective": "trl", "importance_sampling_level": "sequence"},
     "CISPO, one update": {"objective": "trl", "loss_type": "cispo", "steps_per_generation": 1, "max_steps": 2},
-    "no correction": {"objective": "trl", "vllm_importance_sampling_correction": False, "loss_type": "sapo"},
-    "CISPO, tis": {"objective": "tis", "loss_type": "cispo", "steps_per_generation": 1, "max_steps": 2},
+    "no correction": {
+        "objective": "trl",
+        "vllm_importance_sampling_correction": False,
+        "loss_type": "sapo",
+        "sapo_temperature_neg": 1.2,
+        "sapo_temperature_pos": 0.9,
+    },
+    "VESPO": {
+        "objective": "trl",
+        "loss_type": "vespo",
+        "vllm_importance_sampling_mode": "token_truncate",
+        **{"vespo_k_pos": 2.5, "vespo_lambda_pos": 2.5, "vespo_k_neg": 2.5, "vespo_lambda_neg": 1.5},
+        "max_steps": 2,
+    },
+    "CISPO, no objective named": {"loss_type": "cispo", "steps_per_generation": 1, "max_steps": 2},
     "GSPO, IcePop": {"objective": "icepop", "importance_sampling_level": "sequence"},
 }
 
@@ -34,18 +47,26 @@ def test_a_real_run_learns_and_measures_the_mismatch(name, histories):
     assert measured and all(0 < kl < 0.1 for kl in measured)
 
 
-def test_a_grpo_config_is_taken_as_it_is(tmp_path):
+@pytest.mark.parametrize(("trainer", "settings"), [(QuRLGRPOTrainer, {}), (QuRLPPOTrainer, {"scale_rewards": "none"})])
+def test_a_grpo_config_is_taken_as_it_is(trainer, settings, tmp_path):
+    tiny_model().save_pretrained(tmp_path / "policy")  # where PPO's critic starts, too
+    tiny_tokenizer().save_pretrained(tmp_path / "policy")
     config = GRPOConfig(
-        str(tmp_path), num_generations=2, per_device_train_batch_size=4, use_cpu=True, bf16=False, report_to=[]
+        str(tmp_path),
+        num_generations=2,
+        per_device_train_batch_size=4,
+        use_cpu=True,
+        bf16=False,
+        report_to=[],
+        **settings,
     )
     with (
         pytest.warns(UserWarning, match=r"TRL's defaults, .* replaced: use_vllm=False by True, "),
         pytest.raises(ValueError, match="train_dataset has 1 prompts and a rollout takes 2"),
     ):
-        QuRLGRPOTrainer(
-            tiny_model(),
+        trainer(
+            str(tmp_path / "policy"),
             lambda completions, **kwargs: [0.0] * len(completions),
             config,
             train_dataset=Dataset.from_dict({"prompt": ["ab"]}),
-            processing_class=tiny_tokenizer(),
         )

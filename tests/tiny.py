@@ -1,5 +1,6 @@
 """Tiny random models of real architectures, and a tokenizer for them."""
 
+import json
 from pathlib import Path
 
 import torch
@@ -97,3 +98,38 @@ def tiny_model(
 def tiny_mixture(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A model with experts, one of `MIXTURES`."""
     return tiny_model(family, dtype, **MIXTURES[family])
+
+
+REMOTE_CODE = {
+    "configuration_own.py": """
+from transformers import LlamaConfig
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+""",
+    "modeling_own.py": """
+from transformers import LlamaForCausalLM
+
+from .configuration_own import OwnConfig
+
+
+class InternLM3ForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+""",
+}
+"""Code that comes with a checkpoint, for an architecture that vLLM has and transformers lacks: the case in which it
+is needed. Where transformers has the architecture, TRL loads that class, whatever `auto_map` says."""
+
+
+def save_remote_code_model(directory: Path, architecture: str = "InternLM3ForCausalLM") -> str:
+    """Save a model whose classes only its directory has, as models on the Hub do."""
+    tiny_model("llama", max_position_embeddings=128).save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
+    for name, code in REMOTE_CODE.items():
+        (directory / name).write_text(code)
+    config = json.loads((directory / "config.json").read_text())
+    classes = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": f"modeling_own.{architecture}"}
+    config |= {"model_type": "own", "architectures": [architecture], "auto_map": classes}
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)

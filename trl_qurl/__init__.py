@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 """The version, which `setup.cfg` reads as well."""
 
 if TYPE_CHECKING:
+    from trl_qurl.cli.noise import quiet
     from trl_qurl.config import QuRLGRPOConfig, QuRLPPOConfig, QuRLRLOOConfig
     from trl_qurl.trainers.callbacks import UpdateAwareQuantizationCallback
     from trl_qurl.trainers.grpo import QuRLGRPOTrainer
@@ -24,6 +25,7 @@ _HOMES = {
     "QuRLRLOOConfig": "trl_qurl.config",
     "QuRLRLOOTrainer": "trl_qurl.trainers.rloo",
     "UpdateAwareQuantizationCallback": "trl_qurl.trainers.callbacks",
+    "quiet": "trl_qurl.cli.noise",
 }
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "QuRLRLOOTrainer",
     "UpdateAwareQuantizationCallback",
     "__version__",
+    "quiet",
 ]
 
 

@@ -1,4 +1,4 @@
-"""The importance ratio of each token, and what is made of it: a clip range, a mask, one coefficient for a batch.
+"""The importance ratio of each token, and what is made of it: a clip range, a mask.
 
 Pure functions of tensors and floats, of which `objective.py` builds the objectives.
 
@@ -11,8 +11,6 @@ import math
 from typing import NamedTuple
 
 import torch
-
-LARGEST_LOG_RATIO = 20.0  # e²⁰: a token that outweighs any batch, and whose square fits into float32
 
 
 class ClipRange(NamedTuple):
@@ -116,69 +114,6 @@ def geometric_mask(
     log_ratio = torch.where(scored, proximal_logps - behavior_logps, 0.0).sum(-1, keepdim=True)  # (B, 1)
     mean = (log_ratio / scored.sum(-1, keepdim=True).clamp(min=1)).exp()
     return ((mean >= floor) & (mean <= cap)).to(proximal_logps.dtype)
-
-
-def weight_sums(
-    proximal_logps: torch.Tensor, behavior_logps: torch.Tensor, cap: float | None, floor: float | None = None
-) -> torch.Tensor:
-    """What `mixing_coefficient` reads, as sums that add up over parts of a batch and over processes.
-
-    Args:
-        proximal_logps: `(B, T)`.
-        behavior_logps: `(B, T)`; NaN where a token is not learned from, or the engine returned nothing.
-        cap: C, a ratio, finite and above 0: the largest weight.
-        floor: The smallest weight, None for none.
-
-    Returns:
-        Sums over the tokens that the engine scored of (1, (log ρ)², ρ, ρ², (w − 1)²) with w = min(ρ, C), preceded by
-        the number of completions with such a token; (6,), float64.
-
-    Raises:
-        ValueError: `cap` or `floor` is out of range.
-    """
-    cap = checked_cap(cap, floor)
-    scored = ~behavior_logps.isnan()  # (B, T)
-    log_ratio = (proximal_logps - behavior_logps)[scored].double().clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-    rho = log_ratio.exp()  # (tokens,)
-    added = rho.clamp(min=floor, max=cap) - 1  # (tokens,), what a weight adds to 1
-    terms = [torch.ones_like(rho), log_ratio.square(), rho, rho.square(), added.square()]
-    return torch.stack([scored.any(-1).sum().double(), *(term.sum() for term in terms)])
-
-
-def mixing_coefficient(sums: torch.Tensor) -> torch.Tensor:
-    """How far the weights of a batch are to be trusted: 0 for no weights, 1 for min(ρ, C).
-
-        λ = d² / (d² + v / n),    d = mean (log ρ)²,    v = mean (w − 1)²,    n = completions · (Σρ)² / (tokens · Σρ²)
-
-    Where the weight of a token is 1 + λ·(w − 1), with w = min(ρ, C). λ minimizes an estimate of the mean squared
-    error of the batch's gradient, in units of the mean square g² of one contribution to it:
-
-        MSE(λ) / g² = (1 − λ)² · d² + λ² · v / n
-
-    *Divergence d*, which is 2·KL to leading order. Rounding adds an error to each log-probability that knows nothing
-    of the reward. To first order such errors cancel over tokens; of second order d remains, the bias without weights.
-    *Amplification v*, which is what weights add to the variance of one contribution. *Reliability n*: tokens of a
-    completion share its reward, so a batch is as many samples as it has completions, less what unequal weights waste
-    (Kish's effective sample size, of ρ before the cap).
-
-    So small mismatch is left alone, where weights would be noise; λ rises with the divergence and the size of the
-    batch, and falls if few tokens carry the weight. λ = 0 without divergence, and without any token.
-
-    Source: after AIS, arXiv 2605.13907, which interpolates by these three diagnostics. The combination is ours; the
-    paper's exact formula was not available.
-
-    Args:
-        sums: `weight_sums`, added up over parts and processes, (6,).
-
-    Returns:
-        λ in [0, 1], shape ().
-    """
-    completions, tokens, log_squared, rho, rho_squared, added_squared = sums
-    divergence = log_squared / tokens.clamp(min=1)
-    amplification = added_squared / tokens.clamp(min=1)
-    samples = completions * rho.square() / (tokens * rho_squared).clamp(min=torch.finfo(sums.dtype).tiny)
-    gain = divergence.square() * samples
-    return torch.where(gain > 0, gain / (gain + amplification), 0.0)
 
 
 def checked_cap(cap: float | None, floor: float | None = None) -> float:

@@ -20,12 +20,10 @@ from trl_qurl.importance import (
     checked_cap,
     geometric_mask,
     importance_ratio,
-    mixing_coefficient,
-    weight_sums,
 )
 
-Correction = Literal["none", "full", "truncated", "adaptive", "masked", "masked_sequence"]
-"""The weight: 1, ρ, min(ρ, C), 1 + λ·(min(ρ, C) − 1), ρ from floor to C and 0 elsewhere, or `geometric_mask`'s."""
+Correction = Literal["none", "full", "truncated", "masked", "masked_sequence"]
+"""The weight: 1, ρ, min(ρ, C), ρ from floor to C and 0 elsewhere, or `geometric_mask`'s."""
 
 
 @dataclass(frozen=True)
@@ -108,13 +106,6 @@ for _objective in (
         "token is outside of a range",
         correction="masked_sequence",
     ),
-    Objective(
-        "ais",
-        "after AIS, arXiv 2605.13907",
-        "the ratio to the full-precision policy, clipped; each token weighted between 1 and the truncated importance "
-        "ratio, by one coefficient per rollout",
-        correction="adaptive",
-    ),
 ):
     register_objective(_objective)
 
@@ -154,7 +145,6 @@ def surrogate_terms(
     floor: float | None = None,
     epsilon_low: float,
     epsilon_high: float,
-    coefficient: torch.Tensor | float | None = None,
 ) -> SurrogateTerms:
     """Inputs with which the plain clipped surrogate computes an objective.
 
@@ -168,12 +158,10 @@ def surrogate_terms(
         behavior_logps: `(B, T)`, may hold NaN: ρ = 1 there, with π_prox instead of π_behav below the ratio.
         cap: C, a ratio: the largest weight, or the largest ratio that a mask keeps. Finite and above 0 for all but
             decoupled, quantized_ratio and naive, which do not read it.
-        floor: The smallest weight of acr and tis, and of ais before λ, a ratio; None for none (the paper has none).
+        floor: The smallest weight of acr and tis, a ratio; None for none (the paper has none).
             For icepop and geometric_mask the smallest ratio that is kept; None for 1 / C.
         epsilon_low: Distance of the lower clip bound below 1.
         epsilon_high: Distance of the upper clip bound above 1.
-        coefficient: λ of ais, in [0, 1], detached: `mixing_coefficient` of the whole batch; None for that of these
-            tensors alone.
 
     Returns:
         Four tensors `(B, T)`, detached: no gradient flows through sampling.
@@ -192,12 +180,8 @@ def surrogate_terms(
     weight = torch.ones_like(rho)
     if preset.correction == "full":
         weight = rho
-    elif preset.correction in ("truncated", "adaptive"):
+    elif preset.correction == "truncated":
         weight = rho.clamp(min=floor, max=checked_cap(cap, floor))  # (B, T)
-        if preset.correction == "adaptive":
-            if coefficient is None:
-                coefficient = mixing_coefficient(weight_sums(proximal_logps, behavior_logps, cap, floor))
-            weight = 1 + coefficient * (weight - 1)
     elif preset.correction.startswith("masked"):
         cap = checked_cap(cap, floor)
         floor = min(cap, 1 / cap) if floor is None else floor

@@ -203,13 +203,6 @@ def _rloo() -> Experiment:
     return Experiment("rloo", "Does RLOO learn from quantized rollouts, and does a correction help it?", tuple(arms))
 
 
-def _adaptive() -> Experiment:
-    """As the arms of `main`, with which they are compared seed by seed."""
-    arms = [Arm(f"{scheme}_ais", scheme, {"objective": "ais"}) for scheme in ("int8", "int4", "int3")]
-    question = "Does a weight between none and the truncated one train better?"
-    return Experiment("adaptive", question, tuple(arms), beside="main")
-
-
 def _guard() -> Experiment:
     """The objective that collapses, saved or not. INT4's KL is too small for the default threshold."""
     fallback = {"objective": "quantized_ratio", "mismatch_guard": "fallback"}
@@ -244,7 +237,6 @@ EXPERIMENTS = {
         _lora(),
         _arithmetic(),
         _rloo(),
-        _adaptive(),
         _guard(),
         _actors(),
     )

@@ -30,7 +30,6 @@ KEPT = (
     "clip_ratio/region_mean",
     "acr/lifted_share",
     "acr/let_through_share",
-    "ais/coefficient",
     "weights/normalized_update",
     "weights/normalized_quantization_error",
     "weights/codes_changed_share",

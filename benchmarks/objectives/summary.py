@@ -18,14 +18,13 @@ from typing import Any
 
 from benchmarks.objectives.arms import EXPERIMENTS
 from benchmarks.objectives.study import RESULTS
-from trl_qurl.lab.report.curves import Estimate, estimate, final_value, points_of
+from trl_qurl.lab.report.curves import FINAL_ROLLOUTS, Estimate, estimate, final_value, points_of
 from trl_qurl.rollout.guard import FALLEN_BACK, GUARD
 from trl_qurl.trainers.run_log import Run, read_run
 
 FIRST = 10  # rollouts
 ACCURACY = "expected_accuracy"
 QUANTIZED = "quantized_expected_accuracy"
-COEFFICIENT = "ais/coefficient"
 SCHEMES = ("int8", "int4", "int3")
 FORWARD = ("naive_forward", "acr_forward_float16")
 LORA_SCHEMES = ("int8", "w4a16", "int3")
@@ -52,7 +51,7 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
         *((f"{scheme}_acr_forward_float16", f"{scheme}_naive_forward") for scheme in SCHEMES),
     ],
     "long": [
-        ("int3_naive", "bf16"),
+        *((f"int3_{name}", "bf16") for name in ("naive", "tis", "decoupled", "acr", "acr_uaq")),
         ("int3_tis", "int3_naive"),
         ("int3_decoupled", "int3_tis"),
         ("int3_acr", "int3_tis"),
@@ -72,10 +71,6 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
         ("int8_s1", "bf16_s1"),
     ],
     "lowest_rate": [("int8_s1.5", "int8_s1"), ("int8_s3", "int8_s1")],
-    "adaptive": [
-        *((f"{scheme}_ais", "bf16") for scheme in SCHEMES),
-        *((f"{scheme}_ais", f"{scheme}_{other}") for scheme in SCHEMES for other in ("naive", "tis", "acr")),
-    ],
     "actors": [
         *((f"{scheme}_tis_smoothed", f"{scheme}_tis") for scheme in ("int8", "int3")),
         *(
@@ -154,7 +149,7 @@ def summarize(runs: Mapping[int, Run]) -> dict[str, Any]:
     """What is said of an arm."""
     every = list(runs.values())
     updates = every[0].settings["updates_per_rollout"]
-    said = {
+    return {
         "seeds": sorted(runs),
         "rollouts": max(row["step"] for row in every[0].rows) / updates,
         "accuracy": stated(accuracy(run) for run in every),
@@ -170,11 +165,6 @@ def summarize(runs: Mapping[int, Run]) -> dict[str, Any]:
         "clipped": stated(mean_of(run, "clip_ratio/region_mean") for run in every),
         "let_through": stated(mean_of(run, "acr/let_through_share") for run in every),
     }
-    if every[0].series(COEFFICIENT):
-        said["coefficient_first"] = stated(mean_of_first(run, COEFFICIENT) for run in every)
-        said["coefficient"] = stated(mean_of(run, COEFFICIENT) for run in every)
-        said["coefficient_last"] = stated(final_value(points_of(run, COEFFICIENT)) for run in every)
-    return said
 
 
 def stated(values: Iterable[float | None]) -> list[float | None] | None:
@@ -183,16 +173,16 @@ def stated(values: Iterable[float | None]) -> list[float | None] | None:
     return None if found is None else [found.mean, found.half_width]
 
 
-def accuracy(run: Run) -> float | None:
+def accuracy(run: Run, window: int = FINAL_ROLLOUTS) -> float | None:
     """By which a run is judged."""
-    return final_value(points_of(run, ACCURACY))
+    return final_value(points_of(run, ACCURACY), window)
 
 
-def sampling_accuracy(run: Run) -> float | None:
+def sampling_accuracy(run: Run, window: int = FINAL_ROLLOUTS) -> float | None:
     """Of the policy that samples; `None` where that is a quantized one that was not measured."""
     fell_back = [value for _, value in run.series(GUARD)][-1:] == [FALLEN_BACK]
     unquantized = run.settings.get("rollout_quantization", "?") is None or fell_back
-    return accuracy(run) if unquantized else final_value(points_of(run, QUANTIZED))
+    return accuracy(run, window) if unquantized else final_value(points_of(run, QUANTIZED), window)
 
 
 def trains_quantized(run: Run) -> bool:
@@ -200,9 +190,9 @@ def trains_quantized(run: Run) -> bool:
     return run.settings.get("training_forward") == "quantized"
 
 
-def trained_accuracy(run: Run) -> float | None:
+def trained_accuracy(run: Run, window: int = FINAL_ROLLOUTS) -> float | None:
     """Of the policy that is trained, and would be served."""
-    return sampling_accuracy(run) if trains_quantized(run) else accuracy(run)
+    return sampling_accuracy(run, window) if trains_quantized(run) else accuracy(run, window)
 
 
 MEASURES = {"accuracy": accuracy, "sampling": sampling_accuracy, "trained": trained_accuracy}
@@ -246,7 +236,6 @@ def arm_table(rows: Mapping[str, dict[str, Any]]) -> str:
         "ρ > C",
         "clipped",
         "let through by ACR",
-        "λ, first 10 → last 20 rollouts",
     )
     lines = [
         (
@@ -262,7 +251,6 @@ def arm_table(rows: Mapping[str, dict[str, Any]]) -> str:
             small(row["capped"]),
             percent(row["clipped"]),
             small(row["let_through"]),
-            f"{small(row['coefficient_first'])} → {small(row['coefficient_last'])}" if "coefficient" in row else "–",
         )
         for name, row in rows.items()
     ]

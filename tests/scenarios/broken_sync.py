@@ -6,7 +6,7 @@ The faults are put between trl-qurl and vLLM, where a bug of either would sit. P
 import json
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -74,6 +74,20 @@ def before_sending(fault):
     def context(generation):
         produce = generation.sync._tensors
         return patch.object(generation.sync, "_tensors", lambda *arguments: fault(produce(*arguments)))
+
+    return context
+
+
+def diverged(name, value):
+    """A weight of the policy that is no number, for the length of one sync."""
+
+    @contextmanager
+    def context(generation):
+        parameter = dict(generation.model.named_parameters())[name]
+        kept = parameter.detach().clone()
+        parameter.data[1, 1] = value
+        yield
+        parameter.data.copy_(kept)
 
     return context
 
@@ -168,6 +182,7 @@ ADAPTER_FAULTS = {
     "old adapter kept": keep_the_old_adapter,
     "adapter doubled before sending": before_sending(double_an_adapter),
     "adapter not asked for": generate_without_the_adapter,
+    "NaN in an adapter": diverged(UP.replace("lora_B", "lora_B.default"), float("nan")),
 }
 """With an adapter that is sent by itself, whose layers have ranks and scalings of their own."""
 
@@ -182,6 +197,8 @@ FAULTS = {
     "norm doubled inside": double_a_norm_inside,
     "version forgotten": forget_the_version,
     "prefix cache kept": keep_the_prefix_cache,
+    "NaN in a quantized layer": diverged("model.layers.1.mlp.up_proj.weight", float("nan")),
+    "infinity in the embedding": diverged("model.embed_tokens.weight", float("-inf")),
 }
 
 

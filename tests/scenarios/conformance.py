@@ -80,7 +80,11 @@ def rewards(out: Path) -> dict[str, Any]:
         entropy_coef=0.01,
         use_adaptive_entropy=True,
         entropy_target=5.0,
+        entropy_coef_min=0.005,
+        entropy_coef_max=0.02,
+        entropy_coef_delta=0.001,
         beta=0.1,
+        use_bias_correction_kl=True,
         disable_dropout=True,
         num_iterations=2,
         epsilon_high=0.28,
@@ -198,10 +202,11 @@ RUNS: dict[str, Callable[..., dict[str, Any]]] = {
     "trained_adapter": families.trained_adapter,
     "reference": families.reference,
     "kernels": families.kernels,
+    "remote_code": families.remote_code,
     "dense": families.dense,
     "experts": families.experts,
     "vision": families.vision,
-    "transformers_class": families.transformers_class,  # nothing trains in this process afterwards
+    "transformers_backend": families.transformers_backend,
 }
 
 

@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from short_runs import run, saved, seen
-from tiny import ENGINE, KEPT, tiny_model
+from tiny import save_remote_code_model, tiny_model
 
 
 def adapter(out: Path) -> dict[str, Any]:
@@ -36,23 +36,33 @@ def kernels(out: Path) -> dict[str, Any]:
     return seen(run(out, torch_compile=True, torch_compile_backend="eager"))
 
 
-def transformers_class(out: Path) -> dict[str, Any]:
-    """What an engine around transformers' code does to a model of its process, without anything of ours."""
-    from vllm import LLM
+def transformers_backend(out: Path) -> dict[str, Any]:
+    """A model that vLLM has itself, by its transformers backend; and another one of its class afterwards."""
+    trainer = run(out, vllm_model_impl="transformers", **backend_format())
+    tiny_model()(torch.tensor([[40, 50]]))  # would fail if the class were changed
+    return seen(trainer)
 
-    model, tokens = tiny_model(), torch.tensor([[40, 50]])
-    model(tokens)
-    KEPT.append(LLM(saved(out), model_impl="transformers", max_model_len=64, **ENGINE))
-    try:
-        model(tokens)
-    except AttributeError as error:
-        return {"forward": str(error)}
-    return {"forward": "works"}
+
+def remote_code(out: Path) -> dict[str, Any]:
+    """A model whose classes come with its checkpoint, and the quantized checkpoint of what was trained."""
+    model = save_remote_code_model(out / "own")
+    given = {"processing_class": None}
+    trainer = run(out, model=model, given=given, trust_remote_code=True, model_init_kwargs={"dtype": "float32"})
+    trainer.save_quantized(str(out / "quantized"))
+    return seen(trainer) | {"files": sorted(path.name for path in (out / "quantized").glob("*.py"))}
+
+
+BACKEND = ("smollm3", "olmo2", "olmo3", "starcoder2", "vaultgemma")
+
+
+def backend_format() -> dict[str, Any]:
+    """16 bits where vLLM's INT8 kernel takes no batches, which its transformers backend gives it: CPUs with AMX."""
+    return {"rollout_quantization": None} if torch.cpu.get_capabilities().get("amx_tile") else {}
 
 
 def dense(out: Path, family: str) -> dict[str, Any]:
     """A family of models without experts."""
-    return seen(run(out, model=tiny_model(family)))
+    return seen(run(out, model=tiny_model(family), **backend_format() if family in BACKEND else {}))
 
 
 EXPERTS = {

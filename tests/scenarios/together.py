@@ -1,26 +1,11 @@
-"""Parts of one batch in two processes: whiten them, and weigh them by one coefficient; prints a JSON record."""
+"""Parts of one batch in two processes: whiten them; prints a JSON record."""
 
 import json
-from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator
 
 from trl_qurl.advantages import explained_variance, masked_moments, whiten
-from trl_qurl.trainers.rollouts import QuantizedRolloutsMixin
-
-
-class Weighing(QuantizedRolloutsMixin):
-    """A trainer that does nothing but compute the coefficient of its part."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        limits = {"vllm_importance_sampling_clip_max": 2.0, "vllm_importance_sampling_clip_min": None}
-        self.args = SimpleNamespace(objective="ais", **limits)
-        self.accelerator = accelerator
-        self.recorded = {}
-
-    def _record(self, metrics: dict[str, float]) -> None:
-        self.recorded |= metrics
 
 
 def main() -> None:
@@ -36,18 +21,13 @@ def main() -> None:
 
     whitened = whiten(tensor, mask, masked_moments(tensor, mask, add_up))
     explained = explained_variance(tensor, tensor + whitened, mask, add_up)
-    trainer = Weighing(accelerator)
-    coefficient = trainer._mixing_coefficient(tensor, torch.zeros_like(tensor).masked_fill(~mask, torch.nan)).item()
     parts = [None] * accelerator.num_processes
-    torch.distributed.all_gather_object(parts, (whitened.tolist(), coefficient, trainer.recorded))
+    torch.distributed.all_gather_object(parts, whitened.tolist())
     if accelerator.is_main_process:
-        whitened_parts, coefficients, recorded = zip(*parts, strict=True)
         record = {
             "processes": accelerator.num_processes,
-            "whitened": [row for rows in whitened_parts for row in rows],
+            "whitened": [row for rows in parts for row in rows],
             "explained_variance": explained,
-            "coefficients": coefficients,
-            "recorded": recorded,
         }
         print("RECORD " + json.dumps(record))
 

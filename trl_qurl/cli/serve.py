@@ -51,10 +51,15 @@ def run(args: argparse.Namespace) -> int:
     launch.require_vllm()
     launch.check_load_balancing(args.further)
     launch.check_cache(args.further)
+    launch.check_speculation(args.further)
     scheme = parse_scheme(args.scheme)
     environment = launch.server_environment(args.host, args.port, args.api_key, scheme)
     model = launch.resolve_model(args.model)
     if scheme is not None:
-        model = str(launch.starting_checkpoint(model, scheme, args.ignore))
+        model = str(
+            launch.starting_checkpoint(
+                model, scheme, args.ignore, "trust_remote_code" in launch.values_of(args.further)
+            )
+        )
     command = launch.server_command(model, args.host, args.port, args.further, show_warnings=shows_everything())
     return launch.run_server(command, environment, args.restart)

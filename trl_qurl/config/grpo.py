@@ -12,7 +12,7 @@ from trl import GRPOConfig
 from trl_qurl.config.checks import check_cap, check_choice, check_numbers
 from trl_qurl.config.help import with_help
 from trl_qurl.config.rollout import QuantizedRolloutsConfig
-from trl_qurl.objective import OBJECTIVES, TRL_LOSS, get_objective
+from trl_qurl.objective import OBJECTIVES, TRL_LOSS, Objective, get_objective
 
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 """TRL's losses that clamp the ratio on both sides and average over tokens: the ones whose bounds ACR can lift."""
@@ -68,8 +68,8 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
         objective: `acr` (QuRL, Eq. 9), `tis` (FlashRL, Eq. 5), `decoupled` (Eq. 4), `quantized_ratio` (Eq. 3) or
             `naive` (Eq. 1). The cap C is `vllm_importance_sampling_clip_max`. `icepop` leaves out tokens, and
             `geometric_mask` completions, whose ratio is above C or below `vllm_importance_sampling_clip_min` (by
-            default 1/C). `ais` weighs tokens between `naive` and `tis`, by one coefficient per rollout. `trl` is TRL's
-            own loss with TRL's own correction, as its settings say.
+            default 1/C). `trl` is TRL's own loss with TRL's own correction, as its settings say. By default `acr`, or
+            `tis` with a loss that `acr` does not fit (GSPO, CISPO, ...).
 
     > Changed defaults
 
@@ -84,15 +84,31 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
 
     vllm_importance_sampling_mode: str | None = None
     vllm_importance_sampling_clip_max: float | None = PAPERS_CAP
-    objective: str = "acr"
+    objective: str | None = None
 
     def __post_init__(self) -> None:
+        misfit, is_named = self._misfit_of_lifted_bounds(), self.objective is not None
+        if self.objective is None:
+            self.objective = "tis" if misfit else "acr"
         check_choice("objective", self.objective, (*OBJECTIVES, TRL_LOSS))
         super().__post_init__()
         if self.objective == TRL_LOSS:
             return
-        self._check_objective()
-        if get_objective(self.objective).lifts_upper_bound and self.updates_per_rollout <= 1:
+        objective = get_objective(self.objective)
+        self._check_objective(objective)
+        if objective.lifts_upper_bound and misfit:
+            setting, way_out = misfit
+            raise ValueError(
+                f"{setting} does not fit objective={self.objective!r}, which lifts the upper one of two clip bounds "
+                f"of single tokens: {way_out}, or use objective='tis', which takes any loss, or 'trl'."
+            )
+        if misfit and not is_named:
+            warnings.warn(
+                f"{misfit[0]} does not fit the default objective 'acr', so 'tis' is used. Set objective='tis' to "
+                "avoid this warning.",
+                stacklevel=3,
+            )
+        if is_named and objective.lifts_upper_bound and self.updates_per_rollout <= 1:
             warnings.warn(
                 "With one optimizer update per rollout the policy ratio is 1 and no clip bound can bind, so "
                 f"objective={self.objective!r} is the same as 'tis'. To make several updates per rollout, as the "
@@ -115,8 +131,7 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
                 setattr(self, name, defaults[name])
         return replaced
 
-    def _check_objective(self) -> None:
-        objective = get_objective(self.objective)
+    def _check_objective(self, objective: Objective) -> None:
         if not self.vllm_importance_sampling_correction:
             raise ValueError(
                 "vllm_importance_sampling_correction=False would hide the engine's log-probabilities: leave it True, "
@@ -127,24 +142,14 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
                 f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} does not fit objective="
                 f"{self.objective!r}: leave it out, or use objective='trl', TRL's own loss and correction."
             )
-        if objective.lifts_upper_bound:
-            self._check_lifted_bound()
         check_cap(objective, self.vllm_importance_sampling_clip_max, self.vllm_importance_sampling_clip_min)
 
-    def _check_lifted_bound(self) -> None:
-        others = "or use objective='tis', which takes any, or 'trl'"
+    def _misfit_of_lifted_bounds(self) -> tuple[str, str] | None:
+        """A setting whose loss does not have one upper clip bound per token, and what to set instead."""
         if self.importance_sampling_level != "token":
-            raise ValueError(
-                f"importance_sampling_level={self.importance_sampling_level!r} does not fit objective="
-                f"{self.objective!r}, which lifts the clip bound of single tokens: use 'token', {others}."
-            )
+            return f"importance_sampling_level={self.importance_sampling_level!r}", "use 'token'"
         if self.loss_type not in CLIPPED_LOSS_TYPES:
-            raise ValueError(
-                f"loss_type={self.loss_type!r} does not fit objective={self.objective!r}, which lifts one of two "
-                f"clip bounds: use one of {', '.join(map(repr, CLIPPED_LOSS_TYPES))}, {others}."
-            )
+            return f"loss_type={self.loss_type!r}", f"use one of {', '.join(map(repr, CLIPPED_LOSS_TYPES))}"
         if self.delta is not None:
-            raise ValueError(
-                f"delta={self.delta} puts a second upper bound on the ratio, and objective={self.objective!r} lifts "
-                f"the first: set delta=None, {others}."
-            )
+            return f"delta={self.delta}", "set delta=None"
+        return None

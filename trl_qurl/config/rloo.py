@@ -21,11 +21,10 @@ class QuRLRLOOConfig(QuantizedRolloutsConfig, RLOOConfig):
     Args:
         objective: `tis` (FlashRL, Eq. 5), `decoupled` (Eq. 4), `quantized_ratio` (Eq. 3) or `naive` (Eq. 1), as for
             GRPO. `icepop` leaves out tokens, and `geometric_mask` completions, whose ratio is above C or below
-            `vllm_importance_sampling_clip_min`. `ais` weighs tokens between `naive` and `tis`, by one coefficient per
-            rollout. `trl` is TRL's own loss, which corrects nothing. `acr` is refused: it lifts the clip bounds of
-            single tokens, and RLOO clips one ratio per completion.
+            `vllm_importance_sampling_clip_min`. `trl` is TRL's own loss, which corrects nothing. `acr` is refused: it
+            lifts the clip bounds of single tokens, and RLOO clips one ratio per completion.
         vllm_importance_sampling_clip_max: Cap C of the importance ratio of a token (a ratio, not a log).
-        vllm_importance_sampling_clip_min: Smallest weight of `tis` and `ais`, by default none; smallest ratio that the
+        vllm_importance_sampling_clip_min: Smallest weight of `tis`, by default none; smallest ratio that the
             masks keep, by default 1/C.
 
     Raises:

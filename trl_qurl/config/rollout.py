@@ -1,7 +1,7 @@
 """Settings of quantized rollouts: what any trainer that takes them needs, whatever its algorithm.
 
 A mixin: `class MyConfig(QuantizedRolloutsConfig, trl.RLOOConfig)` is a dataclass with TRL's fields and these. It reads
-a few of TRL's fields, which all of TRL's trainers with vLLM have (`learning_rate`, `vllm_mode`, ...).
+a few of TRL's fields, which all of TRL's trainers with vLLM have (`vllm_mode`, `sync_ref_model`, ...).
 """
 
 import json
@@ -49,10 +49,8 @@ class QuantizedRolloutsConfig:
         rollout_quantization: Format of the rollout policy: a name in [`~trl_qurl.quantization.SCHEMES`], or `None` for
             rollouts that are not quantized, in the engine's own dtype. On the command line, `none` means `None`.
         quantization_ignore: Modules kept in full precision, in llm-compressor's pattern syntax (`re:.*down_proj`).
-        uaq_scale: Update-Aware Quantization's s (Sec. 4.3); 1.0 turns it off. By default 1.5, the best value of Table
-            4, where rollouts are quantized and the learning rate is below 1e-5, at which the paper leaves it off (at
-            1e-4 it costs accuracy: docs/results.md). The default is also off with `sync_ref_model`, PEFT models and
-            architectures that UAQ does not know. `effective_uaq_scale` is the value in use.
+        uaq_scale: Update-Aware Quantization's s (Sec. 4.3), which rescales the weights of the policy once, before
+            training. 1.0 is off; 1.5 is the best value of Table 4, at a learning rate of 1e-6.
         smoothing_interval: Syncs between fits of the scales that make large activations smaller before the engine
             rounds them, and the columns that read them larger (`quantization/smoothing.py`, after SmoothQuant); 0 for
             none. The first rollout is not smoothed. The policy's own weights stay as they are.
@@ -87,7 +85,8 @@ class QuantizedRolloutsConfig:
             prompts with the trainer's own quantized forward pass; left out under FSDP 1 and ZeRO-3, whose layers are
             never whole.
         weight_metrics_interval: Syncs between measurements of the weights (Eqs. 13 and 14); 0 for none. Appendix A
-            uses 16. They need a copy of the quantized layers' weights in the main process' host memory, 2 bytes each.
+            uses 16. They need a copy of the quantized layers' weights in the main process' host memory, 2 to 3 bytes
+            each.
 
     > Guard
 
@@ -115,7 +114,7 @@ class QuantizedRolloutsConfig:
         metadata={"help": f"Format of the rollout policy: {', '.join(SCHEMES)}; {UNQUANTIZED} for no quantization."},
     )
     quantization_ignore: list[str] = field(default_factory=lambda: ["lm_head"])
-    uaq_scale: float | None = None
+    uaq_scale: float = 1.0
     smoothing_interval: int = 0
     training_forward: str = "full_precision"
 
@@ -130,7 +129,7 @@ class QuantizedRolloutsConfig:
     # Checks and measurements
     sync_check_interval: int = 16
     sync_probe: bool = True
-    weight_metrics_interval: int = 16
+    weight_metrics_interval: int = 0
 
     # Guard
     mismatch_guard: str = "warn"
@@ -154,15 +153,6 @@ class QuantizedRolloutsConfig:
         self._check_engine()
         warn_of_biased_ratio(self, stacklevel=4)
         self._check_guard()
-
-    @property
-    def effective_uaq_scale(self: Any) -> float:
-        """`uaq_scale`, with `None` resolved by format and learning rate; 1.0 where UAQ is off."""
-        if self.uaq_scale is not None:
-            return float(self.uaq_scale)
-        updates_are_small = self.learning_rate < 1e-5  # the paper has UAQ on at 1e-6 and off at 1e-5
-        wanted = self.rollout_quantization is not None and updates_are_small and not self.sync_ref_model
-        return 1.5 if wanted else 1.0
 
     @property
     def engine_kwargs(self) -> dict[str, Any]:
@@ -217,8 +207,8 @@ class QuantizedRolloutsConfig:
 
     def _check_uaq(self: Any) -> None:
         wanted = "positive and finite (the paper uses 1.5; 1.0 turns UAQ off)"
-        check_numbers(self, ["uaq_scale"], lambda scale: scale is None or 0 < scale < inf, wanted)
-        if self.sync_ref_model and self.effective_uaq_scale != 1.0:
+        check_numbers(self, ["uaq_scale"], lambda scale: scale is not None and 0 < scale < inf, wanted)
+        if self.sync_ref_model and self.uaq_scale != 1.0:
             raise ValueError(
                 f"sync_ref_model=True mixes the policy's weights, which uaq_scale={self.uaq_scale} rescales, into a "
                 "reference model that is not rescaled: set uaq_scale=1.0, or sync_ref_model=False."
@@ -248,11 +238,6 @@ class QuantizedRolloutsConfig:
             raise ValueError(
                 "use_transformers_continuous_batching=True asks transformers to generate, which has no quantized "
                 "rollouts: set it to False, or use TRL's own trainer with use_vllm=False."
-            )
-        if self.vllm_model_impl == "transformers" and self.vllm_mode == "colocate":
-            raise ValueError(
-                "vllm_model_impl='transformers' with vllm_mode='colocate' does not train: vLLM changes transformers' "
-                "class of the model, which the trainer uses in the same process. Set vllm_model_impl='vllm'."
             )
         check_numbers(self, ["vllm_request_timeout"], lambda x: x > 0, "a positive number of seconds")
         intervals = ["weight_metrics_interval", "sync_check_interval"]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
-QUESTION_COLUMNS = ("question", "problem")
+QUESTION_COLUMNS = ("question", "problem", "prompt")
 ANSWER_COLUMNS = ("answer", "final_answer")
 LOCAL_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
@@ -31,14 +31,15 @@ def load_questions(
     question_column: str | None = None,
     answer_column: str | None = None,
 ) -> Dataset:
-    """Load questions as a data set with the columns `prompt` (one user message) and `answer` (str).
+    """Load questions as a data set with the columns `prompt` (a conversation) and `answer` (str).
 
     Args:
         name_or_path: A name on the Hub (`openai/gsm8k`), or a local `.json`, `.jsonl`, `.json.gz` or `.jsonl.gz`.
         split: Split of a Hub data set; a local file is one split and ignores it.
         config: Configuration of a Hub data set (`main` for GSM8K); a local file ignores it.
         limit: Keep only the first `limit` questions; `None` keeps all.
-        question_column: By default, the first of `QUESTION_COLUMNS` that exists.
+        question_column: By default, the first of `QUESTION_COLUMNS` that exists. It has texts, or conversations that
+            end with a message of the user; `INSTRUCTION` is added to that message.
         answer_column: By default, the first of `ANSWER_COLUMNS` that exists. A list of answers is joined by commas.
 
     Returns:
@@ -46,7 +47,8 @@ def load_questions(
 
     Raises:
         FileNotFoundError: If `name_or_path` looks like a local file and there is none.
-        ValueError: If a column is missing, there are no questions, or the file is not JSON.
+        ValueError: If a column is missing, there are no questions, a question is no text or conversation, or the file
+            is not JSON.
     """
     from datasets import Dataset, load_dataset
 
@@ -63,7 +65,7 @@ def load_questions(
     answer_columns = ANSWER_COLUMNS if answer_column is None else (answer_column,)
     for number, row in enumerate(islice(rows, limit), start=1):
         question, answer = _pick(row, (question_columns, answer_columns), name_or_path, number)
-        questions.append([{"role": "user", "content": f"{question}\n\n{INSTRUCTION}"}])
+        questions.append(_instructed(question, name_or_path, number))
         answers.append(final_answer(", ".join(map(str, answer)) if isinstance(answer, list) else str(answer)))
     return Dataset.from_dict({"prompt": questions, "answer": answers})
 
@@ -79,6 +81,22 @@ def final_answer(answer: str) -> str:
     """
     _, marker, after = answer.rpartition("####")
     return after.strip().replace(",", "") if marker else answer.strip()
+
+
+def _instructed(question: Any, source: str, number: int) -> list[dict[str, str]]:
+    """A question as a conversation, which ends with the instruction."""
+    messages = question if isinstance(question, list) else [{"role": "user", "content": str(question)}]
+    try:
+        *earlier, last = [{"role": message["role"], "content": message["content"]} for message in messages]
+        is_conversation = last["role"] == "user" and all(isinstance(turn["content"], str) for turn in (*earlier, last))
+    except (ValueError, TypeError, KeyError):
+        is_conversation = False
+    if not is_conversation:
+        raise ValueError(
+            f"The question in row {number} of {source} is neither a text nor a conversation: a conversation is a list "
+            'of messages {"role": ..., "content": a text}, the last one with the role "user".'
+        )
+    return [*earlier, {"role": "user", "content": f"{last['content']}\n\n{INSTRUCTION}"}]
 
 
 def _is_local(name_or_path: str) -> bool:

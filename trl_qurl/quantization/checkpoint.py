@@ -78,16 +78,20 @@ def check_quantizer(name: str, setting: str = "quantizer", instead: str = "strea
         )
 
 
-def load_model(name_or_path: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+def load_model(
+    name_or_path: str, trust_remote_code: bool = False
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Load a model of the architecture that its config names, and its tokenizer, or processor if it sees pictures."""
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(name_or_path)
+    trust = {"trust_remote_code": trust_remote_code}
+    config = transformers.AutoConfig.from_pretrained(name_or_path, **trust)
     named = (config.architectures or [""])[0]
     kind = getattr(transformers, named, transformers.AutoModelForCausalLM)
     sees = getattr(config, "vision_config", None) is not None
     tokenizer = transformers.AutoProcessor if sees else transformers.AutoTokenizer
-    return kind.from_pretrained(name_or_path, dtype="auto"), tokenizer.from_pretrained(name_or_path)
+    model = kind.from_pretrained(name_or_path, dtype="auto", **trust)
+    return model, tokenizer.from_pretrained(name_or_path, **trust)
 
 
 @dataclass(frozen=True)

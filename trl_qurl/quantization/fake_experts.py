@@ -9,7 +9,7 @@ from torch import nn
 
 from trl_qurl.quantization.checkpoint_form import CheckpointForm, parameter_name
 from trl_qurl.quantization.experts import expert_modules, split_experts
-from trl_qurl.quantization.schemes import QuantizationScheme
+from trl_qurl.quantization.schemes import QuantizationScheme, gpu_capability
 
 
 class QuantizedExperts(nn.Module):
@@ -19,6 +19,7 @@ class QuantizedExperts(nn.Module):
     """
 
     scheme: QuantizationScheme
+    rounds_inputs: bool  # whether the engine's kernels do
     exact_class: type[nn.Module]
 
     def forward(self: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
@@ -37,7 +38,7 @@ class QuantizedExperts(nn.Module):
             tokens, place = torch.where(chosen == index)
             if not len(tokens):
                 continue
-            hidden = self.scheme.quantize_activations(hidden_states[tokens])
+            hidden = self._rounded_inputs(hidden_states[tokens])
             up = nn.functional.linear(hidden, parts["up_proj.weight"], parts.get("up_proj.bias"))
             if self.has_gate:
                 gate = nn.functional.linear(hidden, parts["gate_proj.weight"], parts.get("gate_proj.bias"))
@@ -45,10 +46,13 @@ class QuantizedExperts(nn.Module):
                 inner = self._apply_gate(halves)
             else:
                 inner = self.act_fn(up)
-            inner = self.scheme.quantize_activations(inner)
+            inner = self._rounded_inputs(inner)
             out = nn.functional.linear(inner, parts["down_proj.weight"], parts.get("down_proj.bias"))
             result.index_add_(0, tokens, (out * shares[tokens, place, None]).to(result.dtype))
         return result
+
+    def _rounded_inputs(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.scheme.quantize_activations(inputs) if self.rounds_inputs else inputs
 
     def _matrices(self) -> Iterator[dict[str, torch.Tensor]]:
         """Each expert's parts, its weights rounded."""
@@ -79,6 +83,7 @@ def quantized_experts(model: nn.Module, layers: Collection[str], scheme: Quantiz
         if next(iter(held)).removesuffix(".weight") in layers:
             changed.append(experts)
             experts.scheme, kind = scheme, type(experts)
+            experts.rounds_inputs = scheme.rounds_activations(gpu_capability())
             experts.__class__ = type(f"Quantized{kind.__name__}", (QuantizedExperts, kind), {"exact_class": kind})
     try:
         yield

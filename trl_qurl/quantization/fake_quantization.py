@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from trl_qurl.quantization.fake_experts import quantized_experts
 from trl_qurl.quantization.layers import linear_layers
-from trl_qurl.quantization.schemes import QuantizationScheme
+from trl_qurl.quantization.schemes import QuantizationScheme, gpu_capability
 from trl_qurl.quantization.smoothing import Smoothing
 
 
@@ -27,12 +27,14 @@ class QuantizedLinear(nn.Linear):
     """
 
     scheme: QuantizationScheme
+    rounds_inputs = True  # whether the engine's kernels do
     exact_class: ClassVar[type[nn.Linear]] = nn.Linear  # what the layer was
     is_rounded = False  # whether its weight is rounded already (`rounded_base`)
     companions: tuple[nn.Linear, ...] = ()  # layers that share a scale with it
     input_scale: torch.Tensor | None = None  # by what the engine's inputs are smaller and its columns larger, (in,)
     _keeps = False
     _kept: tuple[Any, torch.Tensor] | None = None  # the rounded weight, and what it was made from
+    _fingerprints: list[int] | None = None  # of what the kept one was made from
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Multiply rounded inputs with rounded weights, in the dtype in which the layer would multiply exact ones."""
@@ -42,25 +44,32 @@ class QuantizedLinear(nn.Linear):
         weight = self.weight
         if self.input_scale is not None:
             x, weight = x / self.input_scale.to(x), weight * self.input_scale.to(weight)
-        x = StraightThrough.apply(x, self.scheme.quantize_activations(x.detach()))
+        if self.rounds_inputs:
+            x = StraightThrough.apply(x, self.scheme.quantize_activations(x.detach()))
         weight = StraightThrough.apply(weight, self.rounded_weight(dtype))
         return nn.functional.linear(x, weight, None if self.bias is None else self.bias.to(dtype))
 
-    def round_anew(self) -> None:
-        """Forget the rounded weight, and keep the next one between passes unless the weight itself is in parts there.
+    @property
+    def sources(self) -> list[torch.Tensor]:
+        """The weights that the rounded one is made from: its own first, then those that share a scale with it."""
+        return [self.weight, *(layer.weight for layer in self.companions)]
 
-        To be called when an optimizer has changed the weight, which not all do in a way that torch counts.
-        """
-        self._kept = None
-        weight = self.weight  # FSDP and ZeRO-3 leave a part of it between passes, or a view of one
-        is_whole = isinstance(weight, nn.Parameter) and weight.shape == (self.out_features, self.in_features)
-        self._keeps = is_whole and not isinstance(weight, DTensor)
+    @property
+    def is_whole(self) -> bool:
+        """Whether the weight is not in parts between passes, as FSDP and ZeRO-3 leave it, or a view of one."""
+        weight = self.weight
+        is_parameter = isinstance(weight, nn.Parameter) and weight.shape == (self.out_features, self.in_features)
+        return is_parameter and not isinstance(weight, DTensor)
+
+    def round_again(self) -> None:
+        """Forget the rounded weight, and keep the next one between passes if the weight is whole."""
+        self._kept, self._keeps = None, self.is_whole
 
     def rounded_weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """What the engine's codes stand for (out, in), in a dtype; kept if `round_anew` said so."""
+        """What the engine's codes stand for (out, in), in a dtype; kept if `round_again` said so."""
         if self.is_rounded:
             return self.weight.to(dtype)
-        weights: list[torch.Tensor] = [self.weight, *(layer.weight for layer in self.companions)]
+        weights = self.sources
         source = (dtype, *((weight.data_ptr(), weight._version) for weight in weights))
         if self._kept is not None and self._kept[0] == source:
             return self._kept[1]
@@ -71,6 +80,30 @@ class QuantizedLinear(nn.Linear):
             rounded = self.scheme.dequantize(tensors).to(dtype)
         self._kept = (source, rounded) if self._keeps else None
         return rounded
+
+
+def forget_outdated(module: nn.Module, inputs: Any = None) -> None:
+    """Forget rounded weights below a module if the exact ones have changed, by whatever means. A forward pre-hook.
+
+    Torch does not count every change (`weight.data`, kernels behind pointers), so fingerprints are compared. They read
+    each weight once; rounding reads and writes it several times.
+    """
+    quantized = (layer for layer in module.modules() if isinstance(layer, QuantizedLinear))
+    layers = [layer for layer in quantized if layer.is_whole and not layer.is_rounded]
+    sums = [[fingerprint(weight) for weight in layer.sources] for layer in layers]
+    for layer, tensors in zip(layers, sums, strict=True):
+        fingerprints = [int(tensor) for tensor in tensors]
+        if fingerprints != layer._fingerprints:
+            layer._fingerprints = fingerprints
+            layer.round_again()
+
+
+def fingerprint(weight: torch.Tensor) -> torch.Tensor:
+    """The sum of a weight's bits, read as 64-bit integers, (): it differs after any change but a contrived one."""
+    weight, width = weight.detach(), 8 // weight.element_size()
+    if not weight.is_contiguous() or weight.shape[-1] % width or weight.storage_offset() % width:
+        weight = weight.double()
+    return weight.contiguous().view(torch.int64).sum()
 
 
 class StraightThrough(torch.autograd.Function):
@@ -100,7 +133,7 @@ def quantize_layers(model: nn.Module, layers: Collection[str], scheme: Quantizat
             if kind is nn.Linear
             else type(f"Quantized{kind.__name__}", (QuantizedLinear, kind), {"exact_class": kind})
         )
-        layer.scheme = scheme
+        layer.scheme, layer.rounds_inputs = scheme, scheme.rounds_activations(gpu_capability())
     return changed
 
 

@@ -1,7 +1,7 @@
 """Which layers of a model are quantized, by their names in its checkpoint."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,16 +52,21 @@ def quantized_layer_names(
             "rollout_quantization=None."
         )
     _check_head(model, ignore)
-    refusals = {name: reason for name, shape in layers.items() if scheme and (reason := _refusal(name, shape, scheme))}
-    if scheme and refusals:
-        first, reason = next(iter(refusals.items()))
+    if scheme and (refusals := _refusals(layers, scheme)):
         patterns = sorted({f"re:.*{name.rpartition('.')[2]}" for name in refusals})
         raise ValueError(
-            f"{scheme.name} cannot quantize {len(refusals)} of the {len(layers)} layers, first {first}: {reason}. "
-            f"Choose another format, or add {', '.join(map(repr, patterns))} to quantization_ignore (`--ignore` on "
-            "the command line) to keep them in full precision."
+            f"{scheme.name} {_summary(refusals, len(layers))}. Choose another format, or add "
+            f"{', '.join(map(repr, patterns))} to quantization_ignore (`--ignore` on the command line) to keep them "
+            "in full precision."
         )
     return frozenset(layers)
+
+
+def why_unfit(model: nn.Module, ignore: Iterable[str], scheme: QuantizationScheme) -> str | None:
+    """Tell why a format cannot store a model's layers: how many of them, and the first; `None` if it can."""
+    layers = _layer_shapes(model, ignore)
+    refusals = _refusals(layers, scheme)
+    return _summary(refusals, len(layers)) if refusals else None
 
 
 def ignored_modules(model: Any, ignore: Iterable[str]) -> list[str]:
@@ -100,11 +105,19 @@ def _check_head(model: Any, ignore: Iterable[str]) -> None:
         )
 
 
-def _refusal(name: str, shape: Sequence[int], scheme: QuantizationScheme) -> str | None:
-    """Why the scheme cannot store a layer, or vLLM cannot load it."""
-    if name.endswith(HEAD) and not scheme.heads:
-        return "vLLM cannot load an output head in this format"
-    return scheme.refusal(shape)
+def _refusals(layers: Mapping[str, Sequence[int]], scheme: QuantizationScheme) -> dict[str, str]:
+    """Why the scheme cannot store some layers, or vLLM cannot load them, by name."""
+    head = "vLLM cannot load an output head in this format"
+    reasons = {
+        name: head if name.endswith(HEAD) and not scheme.heads else scheme.refusal(shape)
+        for name, shape in layers.items()
+    }
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def _summary(refusals: Mapping[str, str], layers: int) -> str:
+    first, reason = next(iter(refusals.items()))
+    return f"cannot quantize {len(refusals)} of the {layers} layers, first {first}: {reason}"
 
 
 def check_recurrent_layers(model: Any) -> None:

@@ -129,8 +129,18 @@ def tensor_shapes(directory: Path) -> dict[str, list[int]]:
 
 
 def write_config(model: "PreTrainedModel", directory: Path, quantization: dict | None) -> None:
-    """Write the model's `config.json` with a `quantization_config` entry, without touching its config object."""
+    """Write the model's `config.json` with a `quantization_config` entry, without touching its config object.
+
+    Classes that came with the checkpoint (`trust_remote_code`) are copied beside it, where `auto_map` refers to them.
+    """
+    from transformers.dynamic_module_utils import custom_object_save
+
     contents = model.config.to_dict()
+    customs = [custom for custom in (model.config, model) if custom.is_remote_code()]
+    for custom in customs:
+        custom_object_save(custom, directory, contents)
+    if not customs:  # transformers' own class was loaded, and its name is enough
+        contents.pop("auto_map", None)
     contents.pop("_name_or_path", None)
     contents["architectures"] = model.config.architectures or [type(model).__name__]
     if quantization is not None:

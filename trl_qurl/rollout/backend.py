@@ -6,7 +6,6 @@ parameters are gathered (FSDP, ZeRO-3, PEFT) and how completions are generated s
 """
 
 import functools
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -32,13 +31,11 @@ from trl_qurl.rollout.engine.colocated import (
     ColocatedEngine,
     adapter_arguments,
     build_engine,
-    check_experts,
-    check_head_size,
+    prepare_process,
     release_when_deleted,
     with_adapter,
 )
 from trl_qurl.rollout.engine.interface import Engine, torch_dtype
-from trl_qurl.rollout.engine.kernels import kernel_environment
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError
 from trl_qurl.rollout.pictures import PicturePrompts, check_seen
@@ -161,9 +158,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _start_colocated(self) -> Transport:
         """Start an engine in this process, on a checkpoint that says how its layers are quantized."""
-        check_head_size(self.model.config)
-        check_experts(self.weights.layers, self.rollout.scheme)
-        os.environ.update(kernel_environment(self.rollout.scheme))
+        processes = self.accelerator.num_processes
+        prepare_process(self.base_model, self.weights.layers, self.rollout, self.model_impl, processes)
         label = self.rollout.scheme.label if self.rollout.scheme else "full-precision"
         self.base = FrozenBase(self.model, self.weights, self.rollout) if self._takes_adapter() else None
         by_files = self.rollout.weight_sync in ("checkpoint", "llmcompressor")

@@ -1,14 +1,17 @@
 """The directory through which a run hands checkpoints to its engine.
 
-It lives as long as the run: in memory where there is room, readable by this user only, removed at the end. A run that
-was killed cannot clean up after itself, so the next one does: a lock, which the system releases with its process,
-tells which directories nobody owns.
+It lives as long as the run: in memory where there is room, readable by this user only, removed at the end.
 
-Its name is the same for every run, unless several run at once. vLLM makes the path of a model part of the key of its
-cache of compiled graphs, so with a new name each start would compile again.
+A run takes the lowest number whose lock file it can lock (`0.lock` for `0`), and only who holds that lock creates or
+removes the directory. Lock files are never removed, so a path always means the same lock, and the system unlocks it
+when a run is killed: the next run removes what that one left. A few empty lock files are all that stays.
+
+Numbers keep the paths the same from run to run. vLLM makes the path of a model part of the key of its cache of
+compiled graphs, so a new name at each start would compile again.
 """
 
 import errno
+import fcntl
 import itertools
 import os
 import shutil
@@ -21,7 +24,6 @@ from pathlib import Path
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from filelock import FileLock, Timeout
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.stream import NamedTensors
@@ -30,7 +32,7 @@ from trl_qurl.rollout.settings import RolloutSettings
 Write = Callable[[NamedTensors, Path], None]
 
 PREFIX = "trl-qurl-"
-LOCK_NAME = "owner.lock"
+LOCK_SUFFIX = ".lock"
 
 
 class CheckpointDirectory:
@@ -43,7 +45,7 @@ class CheckpointDirectory:
 
     def __init__(self, requested: str | None, bytes_needed: int) -> None:
         self.path, lock = _create(requested, bytes_needed)
-        self.remove = weakref.finalize(self, _remove_own, self.path, lock, os.getpid())
+        self.remove = weakref.finalize(self, _remove, self.path, lock, os.getpid())
 
 
 class CheckpointFolder:
@@ -94,18 +96,20 @@ class CheckpointFolder:
                 weights.unlink()
 
 
-def _create(requested: str | None, bytes_needed: int) -> tuple[Path, FileLock]:
-    """A new directory in the first parent that has room, and the lock that its owner holds."""
+def _create(requested: str | None, bytes_needed: int) -> tuple[Path, int | None]:
+    """Create a directory in the first parent that has room. Returns it and the open lock file of its owner."""
     parents = [Path(requested)] if requested else [Path("/dev/shm"), Path(tempfile.gettempdir())]
     reason = ""
     for parent in parents:
         try:
             if requested:
                 parent.mkdir(parents=True, exist_ok=True)
-            _remove_abandoned(parent)
+            # Per boot, because some network file systems do not enforce a lock between machines.
+            home = parent / f"{PREFIX}{os.getuid()}-{Path('/proc/sys/kernel/random/boot_id').read_text()[:8]}"
+            _remove_abandoned(home)
             free = shutil.disk_usage(parent).free
             if free >= bytes_needed:
-                return _own_first_free(parent)
+                return _claim(home)
             reason = f"{free / 1e9:.3g} GB are free and {bytes_needed / 1e9:.3g} GB are needed"
         except OSError as error:
             reason = error.strerror or str(error)
@@ -115,49 +119,52 @@ def _create(requested: str | None, bytes_needed: int) -> tuple[Path, FileLock]:
     )
 
 
-def _own_first_free(parent: Path) -> tuple[Path, FileLock]:
-    """A new directory with the lowest number that no run of this user has, and its lock.
-
-    It gets its name when its lock is held: a run that found it before would take it for abandoned.
-    """
-    draft = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
-    lock = FileLock(draft / LOCK_NAME)
-    with suppress(NotImplementedError, OSError):  # no locks on this file system, so no other run removes it
-        lock.acquire(blocking=False)
-    (draft / LOCK_NAME).touch()
+def _claim(home: Path) -> tuple[Path, int | None]:
+    """Create the directory with the lowest number that no run has, and return it with its lock."""
+    home.mkdir(mode=0o700, exist_ok=True)
     for number in itertools.count():
-        path = parent / f"{PREFIX}{os.getuid()}-{number}"
+        path = home / str(number)
         try:
-            draft.rename(path)  # not onto a directory with a lock in it
-            return path, lock
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                _remove(draft, lock)
-                raise
+            lock = _lock(path)
+        except BlockingIOError:
+            continue  # another run has it
+        if lock is None:
+            return Path(tempfile.mkdtemp(dir=home)), None
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(mode=0o700)
+        return path, lock
     raise AssertionError("there is always another number")
 
 
-def _remove_abandoned(parent: Path) -> None:
-    """Remove what killed runs of this user left in `parent`. Best effort: never a reason not to start."""
-    for lock_file in parent.glob(f"{PREFIX}*/{LOCK_NAME}"):  # one without a lock is just being created
-        lock = FileLock(lock_file)
-        try:
-            found = lock_file.stat()
-            lock.acquire(blocking=False)
-            is_same = os.path.samestat(found, lock_file.stat())
-        except (Timeout, OSError, NotImplementedError):
-            continue  # in use, somebody else's, or on a file system without locks
-        if is_same:
-            _remove(lock_file.parent, lock)
-        else:  # its run has just ended, and another one has the name now
-            lock.release()
+def _lock(directory: Path) -> int | None:
+    """Lock a directory's lock file: `BlockingIOError` while a run holds it, `None` if the file system has no locks."""
+    lock = os.open(f"{directory}{LOCK_SUFFIX}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        if os.fstat(lock).st_uid != directory.parent.lstat().st_uid:
+            raise PermissionError(errno.EPERM, f"{directory.parent} belongs to another user")
+        # Not a FileLock: filelock unlocks when Python exits, before the directory is removed.
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
+            return None
+        raise
+    return lock
 
 
-def _remove_own(directory: Path, lock: FileLock, owner: int) -> None:
-    if os.getpid() == owner:  # not in a fork of it that ends, where the same is called
-        _remove(directory, lock)
+def _remove_abandoned(home: Path) -> None:
+    """Remove what killed runs of this user left. Best effort: never a reason not to start."""
+    for lock_file in home.glob(f"*{LOCK_SUFFIX}"):
+        with suppress(OSError):
+            directory = lock_file.with_suffix("")
+            if (lock := _lock(directory)) is not None:
+                _remove(directory, lock, os.getpid())
 
 
-def _remove(directory: Path, lock: FileLock) -> None:
+def _remove(directory: Path, lock: int | None, owner: int) -> None:
+    if os.getpid() != owner:  # a fork of the owner that ends
+        return
     shutil.rmtree(directory, ignore_errors=True)
-    lock.release()
+    if lock is not None:
+        fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough while a fork has the file open
+        os.close(lock)

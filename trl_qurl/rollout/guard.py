@@ -1,8 +1,7 @@
 """Notices when the policy that samples drifts away from the policy that learns.
 
 It reads the metrics of each rollout (`mismatch_metrics`) and says when an alarm goes on. What is done then is decided
-by whoever asks (`trainers/guard.py`). It decides on medians, because single rollouts have outliers: 66 of the 29,290
-in our runs that were not harmed are beyond a threshold.
+by whoever asks (`trainers/guard.py`). It decides on medians, because single rollouts of healthy runs have outliers.
 """
 
 import math
@@ -21,9 +20,9 @@ GUARD = "mismatch/guard"
 QUIET, ALARM, FALLEN_BACK = 0.0, 1.0, 2.0
 """The guard's own metric, and its values."""
 
-# Evidence for all thresholds: the runs of benchmarks/study.md, replayed by benchmarks/guard.py. In the 195 runs that
+# Evidence for all thresholds: the runs of benchmarks/study.md, replayed by benchmarks/guard.py. In the 185 runs that
 # were not harmed, medians of five rollouts went up to a KL of 0.069 (W4A16 with a merged adapter, one of five seeds;
-# all other formats 0.030) and a tail of 0.0078, and down to an effective sample size of 0.877. Each of the 145 runs
+# all other formats 0.030) and a tail of 0.0078, and down to an effective sample size of 0.877. Each of the 140 runs
 # with INT3 weights went beyond at least one of the thresholds.
 KL_THRESHOLD = 0.1
 """Default KL, in nats per token."""

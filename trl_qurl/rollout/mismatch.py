@@ -4,14 +4,37 @@ Everything is computed from the ratio before it is capped. Sums are added up ove
 processes (`MismatchTally`), then become metrics (`mismatch_metrics`). `B` sequences, `T` completion tokens.
 """
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
-from trl_qurl.importance import importance_ratio
-
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+INVALID_LIMIT = 0.01
+"""Largest share of tokens without a valid log-probability from the engine."""
+
+SERVED_MINUS_INFINITY = -9999.0
+"""What a vLLM server answers instead of -inf."""
+
+LARGEST_LOG_RATIO = 20.0
+"""Log ρ is cut here: no token outweighs more than that, and its ρ² fits into float32."""
+
+
+def valid_logps(logps: list[list[float | None]]) -> list[list[float | None]]:
+    """Replace log-probabilities that no sampled token can have by `None`, which TRL and the objectives leave out.
+
+    Args:
+        logps: The engine's log-probability of each token of each completion, in nats.
+
+    Returns:
+        The same with `None` for NaN, infinities, and what a server answers instead of one.
+    """
+    return [
+        [logp if logp is not None and SERVED_MINUS_INFINITY < logp < math.inf else None for logp in row]
+        for row in logps
+    ]
 
 
 class MismatchTally:
@@ -23,19 +46,19 @@ class MismatchTally:
 
     def __init__(self, accelerator: "Accelerator") -> None:
         self._accelerator = accelerator
-        self._parts: list[torch.Tensor] = []  # tokens learned from, `mismatch_sums` and the largest ratio, (7,) each
+        self._parts: list[torch.Tensor] = []  # `mismatch_sums` and the largest ratio, (8,) each
 
     def add(self, proximal_logps: torch.Tensor, behavior_logps: torch.Tensor, mask: torch.Tensor, cap: float) -> None:
         """Add a part of the rollout.
 
         Args:
             proximal_logps: `(B, T)`, in nats.
-            behavior_logps: `(B, T)`, in nats; NaN where the engine returned none.
+            behavior_logps: `(B, T)`, in nats; NaN where the engine gave none that is valid.
             mask: `(B, T)`, bool: the tokens that are learned from.
             cap: C, a ratio.
         """
         sums, ratio_max = mismatch_sums(proximal_logps, behavior_logps, mask, cap)
-        self._parts.append(torch.stack([mask.sum(), *sums, ratio_max]))
+        self._parts.append(torch.stack([*sums, ratio_max]))
 
     def pop(self) -> dict[str, float]:
         """Metrics of the whole rollout, once. A collective operation.
@@ -44,17 +67,19 @@ class MismatchTally:
             Metrics by name, as `mismatch_metrics` has them; none if there was no token to learn from.
 
         Raises:
-            RuntimeError: The engine gave no finite log-probability for any token.
+            RuntimeError: More than `INVALID_LIMIT` of the tokens have no valid log-probability from the engine.
         """
-        parts, self._parts = torch.stack(self._parts), []  # (parts, 7)
-        # Accelerators without float64 exist; the sums were formed in it.
-        sums = self._accelerator.reduce(parts[:, :6].sum(0).float(), reduction="sum")
-        ratio_max = self._accelerator.gather(parts[:, 6].max().float()).max().item()
-        metrics = mismatch_metrics(sums[1:], ratio_max)
-        if not metrics and sums[0] > 0:
+        parts, self._parts = torch.stack(self._parts), []  # (parts, 8)
+        # Accelerators without float64 exist. Each sum has terms of one size, so float32 keeps its digits.
+        sums = self._accelerator.reduce(parts[:, :-1].sum(0).float(), reduction="sum")
+        metrics = mismatch_metrics(sums, self._accelerator.gather(parts[:, -1].max().float()).max().item())
+        share = metrics.get("mismatch/invalid_share", 0.0)
+        if share > INVALID_LIMIT:
             raise RuntimeError(
-                "The engine returned no finite log-probability for any token of this rollout: its weights are broken, "
-                "and it sampled noise. Resume from the last checkpoint, and report the model and vLLM's version."
+                f"The engine's log-probability is NaN or infinite for {share:.1%} of this rollout's tokens (limit "
+                f"{INVALID_LIMIT:.0%}), so it sampled noise. Usual causes: 16-bit overflow (set dtype='bfloat16' in "
+                "vllm_engine_kwargs), a faulty kernel (run `trl-qurl doctor`), or an engine option such as "
+                "speculative_config (remove it). Then resume from the last checkpoint."
             )
         return metrics
 
@@ -62,22 +87,26 @@ class MismatchTally:
 def mismatch_sums(
     proximal_logps: torch.Tensor, behavior_logps: torch.Tensor, mask: torch.Tensor, cap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""Sums over the tokens that vLLM scored, to be added up over processes.
+    r"""Sums over the tokens that are learned from, to be added up over processes.
 
     Args:
         proximal_logps: `(B, T)`, log-probabilities under the full-precision policy at rollout time, in nats.
-        behavior_logps: `(B, T)`, log-probabilities under the quantized actor, in nats; NaN where the engine gave none.
+        behavior_logps: `(B, T)`, log-probabilities under the quantized actor, in nats; NaN where it gave none.
         mask: `(B, T)`, 1 for completion tokens that the model produced, 0 for padding and tool output.
         cap: C; a larger ratio counts as capped.
 
     Returns:
-        Sums of (1, log ρ, ρ, ρ², [ρ > C]), shape (5,), float64, and the largest ρ, shape (), 0 without tokens.
+        Sums of (1, log ρ, ρ − 1 − log ρ, ρ, ρ², [ρ > C]) over the tokens with a behavior log-probability, and the
+        number of those without, shape (7,), float64; and the largest ρ, shape (), 0 without tokens.
     """
-    scored = mask.bool() & ~behavior_logps.isnan()
-    log_ratio = (proximal_logps - behavior_logps)[scored].double()  # (tokens,)
-    ratio = importance_ratio(proximal_logps, behavior_logps)[scored].double()  # (tokens,)
-    terms = [torch.ones_like(ratio), log_ratio, ratio, ratio.square(), (ratio > cap).double()]
-    return torch.stack([term.sum() for term in terms]), ratio.max() if ratio.numel() else ratio.new_zeros(())
+    scored = mask.bool() & behavior_logps.isfinite()
+    log_ratio = (proximal_logps.double() - behavior_logps.double())[scored].clamp(max=LARGEST_LOG_RATIO)
+    ratio = log_ratio.exp()  # (tokens,)
+    # The third term has a sum, because a difference of the other sums loses its digits near ρ = 1.
+    terms = [torch.ones_like(ratio), log_ratio, log_ratio.expm1() - log_ratio]
+    terms += [ratio, ratio.square(), (ratio > cap).double()]
+    sums = [term.sum() for term in terms] + [(mask.bool() & ~scored).sum().double()]
+    return torch.stack(sums), ratio.max() if ratio.numel() else ratio.new_zeros(())
 
 
 def mismatch_metrics(sums: torch.Tensor, ratio_max: float) -> dict[str, float]:
@@ -94,14 +123,17 @@ def mismatch_metrics(sums: torch.Tensor, ratio_max: float) -> dict[str, float]:
         ratio_max: Largest ρ over processes.
 
     Returns:
-        Metric name to value; empty if no token was scored.
+        Metric name to value; empty without tokens, and only the invalid share if none was scored.
     """
-    count, log_ratio, ratio, ratio_squared, capped = sums.tolist()
-    if count == 0:
+    count, log_ratio, k3, ratio, ratio_squared, capped, invalid = sums.tolist()
+    if count + invalid == 0:
         return {}
-    return {
+    share = {"mismatch/invalid_share": invalid / (count + invalid)}
+    if count == 0:
+        return share
+    return share | {
         "mismatch/kl_k1": -log_ratio / count,
-        "mismatch/kl_k3": (ratio - count - log_ratio) / count,
+        "mismatch/kl_k3": k3 / count,
         "mismatch/ratio_mean": ratio / count,
         "mismatch/ratio_max": float(ratio_max),
         "mismatch/capped_share": capped / count,

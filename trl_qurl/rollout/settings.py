@@ -18,7 +18,7 @@ class RolloutSettings:
     smoothing_interval: int = 0  # syncs between fits of the scales that smooth activations; 0 for none
     checkpoint_dir: str | None = None  # where checkpoints for the engine are written; `None` to choose
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of the colocated engine
-    weight_metrics_interval: int = 16  # syncs between measurements of the weights; 0 for none
+    weight_metrics_interval: int = 0  # syncs between measurements of the weights; 0 for none
     sync_check_interval: int = 16  # syncs between checks by digest and probe; 0 for none
     sync_probe: bool = True  # whether those checks include the probe
     request_timeout: float = 1800.0  # seconds that a request to a server may take

@@ -35,7 +35,7 @@ from trl_qurl.quantization.weight_stream import WeightStream
 from trl_qurl.rollout.adapter import adapter_tensors
 from trl_qurl.rollout.checks.probe import STEPS, ProbeJudge, probe_prompts, run_probe
 from trl_qurl.rollout.checks.routing import RoutedTokens, routing_metrics
-from trl_qurl.rollout.checks.tensors import DigestRecorder, compare_digests
+from trl_qurl.rollout.checks.tensors import DigestRecorder, compare_digests, find_not_finite, require_finite
 from trl_qurl.rollout.engine.interface import FRESH, Continuation, Digests, TensorMetadata, WeightUpdate
 from trl_qurl.rollout.errors import ServerError, SyncError
 from trl_qurl.rollout.frozen import frozen_parameters
@@ -88,6 +88,7 @@ class WeightSync:
         self._frozen: frozenset[str] = frozenset()  # at the last sync
         self._frozen_at_scale = 1.0
         self._announced: dict[str, TensorMetadata] | None = None
+        self._not_finite: list[str] = []  # tensors of the policy that hold NaN or infinity
         is_main = PartialState().is_main_process
         self._tracker = WeightChangeTracker(
             settings.weight_metrics_interval, settings.scheme, is_main, weights.smoothing
@@ -110,6 +111,7 @@ class WeightSync:
         checked = is_repeated or (interval > 0 and self._count % interval == 0)
         left_out = self._unchanged(checked or is_refitted)
         self._count += 1
+        self._not_finite.clear()
         self.version = f"{self._run}-step{self._global_step()}-sync{self._count}"
         update = WeightUpdate(self.version, digest=checked, partial=bool(left_out))
         compared = checked and self._transport.is_source
@@ -119,6 +121,7 @@ class WeightSync:
         received = self._transport.deliver(shipment)
 
         def verify() -> None:
+            require_finite(self._not_finite)
             for digests in received if compared else ():
                 compare_digests(sent.digests, digests)
             if compared and self._transport.engine:
@@ -198,7 +201,9 @@ class WeightSync:
         self, parameters: Parameters, left_out: frozenset[str], observer: Observer | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """What is sent, made from a pass over the parameters."""
-        tensors = self._weights.tensors(parameters(), observer, self._transport.sent_dtype, left_out)
+        tensors = self._weights.tensors(
+            find_not_finite(parameters(), self._not_finite), observer, self._transport.sent_dtype, left_out
+        )
         if is_peft_model(self._model):
             # vLLM may hold a tensor until its layer is complete; by then the adapter is unmerged from the parameter.
             tensors = ((name, tensor.clone()) for name, tensor in tensors)
@@ -277,7 +282,7 @@ class AdapterSync(WeightSync):
         return frozenset()
 
     def _made(self, *args: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        return adapter_tensors(self._model, self._transport.sent_dtype)
+        return find_not_finite(adapter_tensors(self._model, self._transport.sent_dtype), self._not_finite)
 
 
 def announce(

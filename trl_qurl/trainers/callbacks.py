@@ -1,6 +1,5 @@
 """Callbacks of the trainers."""
 
-import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerState, Trainin
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from trl_qurl.quantization.experts import expert_layers
-from trl_qurl.quantization.fake_quantization import QuantizedLinear, quantize_layers
+from trl_qurl.quantization.fake_quantization import forget_outdated, quantize_layers
 from trl_qurl.quantization.layers import quantized_layer_names
 from trl_qurl.quantization.schemes import QuantizationScheme
 from trl_qurl.quantization.uaq import recorded_scale, scale_model_
@@ -29,38 +28,27 @@ class UpdateAwareQuantizationCallback(TrainerCallback):
 
     Args:
         scale: The factor s on the norms' gains.
-        required: Whether a model that cannot be scaled is an error. Otherwise it is trained without UAQ, with a
-            warning, and a model that already carries a scale keeps it.
     """
 
-    def __init__(self, scale: float = 1.5, required: bool = True) -> None:
+    def __init__(self, scale: float = 1.5) -> None:
         self.scale = scale
-        self._required = required
-        self._expected: float | None = scale if required else None
 
     def on_init_end(self, *args: Any, model: PreTrainedModel, **kwargs: Any) -> None:
         """Scale the model, before it is wrapped, put into an optimizer or overwritten by a checkpoint."""
-        try:
-            if self._required or recorded_scale(model) == 1.0:
-                scale_model_(model, self.scale)
-        except ValueError as error:
-            if self._required:
-                raise
-            warnings.warn(f"Training goes on without update-aware quantization. {error}", stacklevel=2)
-        self._expected = recorded_scale(model)
+        scale_model_(model, self.scale)
 
     def on_train_begin(self, *args: Any, model: PreTrainedModel, **kwargs: Any) -> None:
         """Refuse to train a model that was never scaled."""
-        if self._expected is not None and recorded_scale(model) != self._expected:
+        if recorded_scale(model) != self.scale:
             raise RuntimeError(
-                f"UAQ scale {self._expected} was asked for, but the model in training carries "
+                f"UAQ scale {self.scale} was asked for, but the model in training carries "
                 f"{recorded_scale(model)}. The callback acts when the trainer is built: pass it in callbacks=[...], "
                 "and pass a model, not model_init."
             )
 
 
 class QuantizedForwardCallback(TrainerCallback):
-    """Lets models compute their forward pass as the engine does, and round their weights once per optimizer step.
+    """Lets models compute their forward pass as the engine does, and round their weights again when they change.
 
     The policy's config records the format, as `training_forward`.
 
@@ -71,7 +59,6 @@ class QuantizedForwardCallback(TrainerCallback):
 
     def __init__(self, scheme: QuantizationScheme, ignore: list[str]) -> None:
         self._scheme, self._ignore = scheme, ignore
-        self._layers: list[QuantizedLinear] = []
 
     def on_init_end(self, *args: Any, model: PreTrainedModel, **kwargs: Any) -> None:
         """Change the policy, before it is wrapped."""
@@ -104,16 +91,8 @@ class QuantizedForwardCallback(TrainerCallback):
                 "training_forward='quantized' cannot round the output head, whose weight TRL's loss multiplies by "
                 "itself: keep 'lm_head' in quantization_ignore."
             )
-        self._layers += layers
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Round the weights of a checkpoint."""
-        for layer in self._layers:
-            layer.round_anew()
-
-    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Round the weights that the optimizer has changed."""
-        self.on_train_begin()
+        # The decoder, because TRL's losses do not all call the model around it.
+        model.get_decoder().register_forward_pre_hook(forget_outdated)
 
 
 class TrainerAwareCallback(TrainerCallback):

@@ -17,6 +17,7 @@ from trl.trainer import grpo_trainer
 
 from trl_qurl.config import QuRLGRPOConfig
 from trl_qurl.objective import TRL_LOSS, get_objective, surrogate_terms
+from trl_qurl.rollout.mismatch import valid_logps
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.dynamic_sampling.trainer import DynamicSamplingTrainer
 from trl_qurl.trainers.loss_metrics import loss_metrics
@@ -33,11 +34,13 @@ class QuRLGRPOTrainer(QuantizedRolloutsMixin, DynamicSamplingTrainer):
     Args:
         model: As for [`~trl.GRPOTrainer`].
         reward_funcs: As for [`~trl.GRPOTrainer`].
-        args: A [`QuRLGRPOConfig`]; `None` for its defaults.
-        kwargs: Everything else that [`~trl.GRPOTrainer`] takes, by name (`train_dataset`, `peft_config`, ...).
+        args: A [`QuRLGRPOConfig`], or a [`~trl.GRPOConfig`]; `None` for the defaults.
+        positional: What follows in [`~trl.GRPOTrainer`], in its order (`train_dataset`, `eval_dataset`, ...).
+        kwargs: The same by name (`train_dataset`, `peft_config`, ...).
 
     Raises:
-        TypeError: `args` is not a `QuRLGRPOConfig`.
+        TypeError: `args` is neither a `QuRLGRPOConfig` nor a `GRPOConfig`, or TRL cannot call a reward function.
+        ValueError: The data set, the model or the adapter cannot be used.
         ImportError: vLLM is missing.
 
     Example:
@@ -75,11 +78,16 @@ Y. K. Li and Y. Wu and Daya Guo},
     _paper = QURL
 
     def __init__(
-        self, model: Any, reward_funcs: Any = None, args: QuRLGRPOConfig | None = None, **kwargs: Any
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: QuRLGRPOConfig | None = None,
+        *positional: Any,
+        **kwargs: Any,
     ) -> None:
         self._policy_logps: torch.Tensor | None = None  # of the latest forward pass, (B, T)
         self._unscored_inputs: dict[str, Any] | None = None  # of a loss whose rollout was not scored beforehand
-        super().__init__(model, reward_funcs, args, **kwargs)
+        super().__init__(model, reward_funcs, args, *positional, **kwargs)
 
     # Rollout ---------------------------------------------------------------------------------------------------------
 
@@ -90,7 +98,8 @@ Y. K. Li and Y. Wu and Daya Guo},
                 "rollout_func returned logprobs=None, which the objective needs: return a list for each completion, "
                 "with the log-probability of each token (the third result of trainer.vllm_generation.generate)."
             )
-        return generated
+        logps = None if generated[4] is None else valid_logps(generated[4])
+        return (*generated[:4], logps, *generated[5:])
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         # Keeps TRL from scoring a rollout beforehand where the update does it: TRL needs the scores for the importance
@@ -125,12 +134,14 @@ Y. K. Li and Y. Wu and Daya Guo},
             self._mismatch.add(proximal_logps, behavior_logps, learned, cap)
         if self._uses_trls_loss:
             return {"proximal_logps": proximal_logps}
-        assert behavior_logps is not None, "only TRL's own loss can do without"
+        if behavior_logps is None:
+            raise ValueError(
+                f"objective={self.args.objective!r} compares the policy with the one that sampled, and the batch has "
+                "no 'sampling_per_token_logps' (the engine's log-probabilities, (B, T)): keep what "
+                "_generate_and_score_completions returns, or set objective='trl'."
+            )
         # A token that is not learned from has no ratio; NaN says so, and keeps its padding out of exp().
         behavior_logps = behavior_logps.masked_fill(~learned, torch.nan)
-        # A rollout that is scored beforehand is here as a whole; otherwise this is one micro-batch of it.
-        is_part = self._unscored_inputs is not None and self._mode == "train"
-        parts = self.args.steps_per_generation if is_part else 1
         terms = surrogate_terms(
             self.args.objective,
             proximal_logps,
@@ -139,7 +150,6 @@ Y. K. Li and Y. Wu and Daya Guo},
             floor=self.vllm_importance_sampling_clip_min,
             epsilon_low=float(self.epsilon_low),
             epsilon_high=float(self.epsilon_high),
-            coefficient=self._mixing_coefficient(proximal_logps, behavior_logps, parts),
         )
         inputs = {
             "old_per_token_logps": terms.old_logps,
@@ -153,8 +163,11 @@ Y. K. Li and Y. Wu and Daya Guo},
     # Loss ------------------------------------------------------------------------------------------------------------
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        is_scored = self._uses_trls_loss or "proximal_logps" in inputs
+        is_complete = self._uses_trls_loss or "proximal_logps" in inputs
         inputs = dict(inputs)
+        is_scored = is_complete or "old_per_token_logps" in inputs
+        if is_scored and not is_complete:  # a batch of TRL's, not of `_generate_and_score_completions` here
+            inputs |= self._objective_inputs(inputs, inputs["old_per_token_logps"])
         with (
             substitute(self, "epsilon_low", inputs.get("epsilon_low", self.epsilon_low)),
             substitute(self, "epsilon_high", inputs.get("epsilon_high", self.epsilon_high)),
@@ -167,7 +180,7 @@ Y. K. Li and Y. Wu and Daya Guo},
             self._record(loss_metrics(self._policy_logps, inputs, learned, epsilon_high, self._sum_over_processes))
         # The last micro-batch of a rollout (TRL counts it in `_step` after its loss); in evaluation each is one.
         is_last = self._mode == "eval" or (self._step + 1) % self.args.steps_per_generation == 0
-        if is_last and not is_scored:
+        if is_last and not is_complete:
             self._record_mismatch()
         return loss
 

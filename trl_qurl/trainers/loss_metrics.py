@@ -18,8 +18,8 @@ def loss_metrics(
     2020, "Approximating KL Divergence"). `acr/*` are shares of tokens: those whose upper bound ACR lifted, and, among
     these, those that TIS would have clipped.
     """
-    log_ratio = (policy_logps - inputs["proximal_logps"]).masked_fill(~learned, 0.0)  # (B, T)
-    parts = {"policy/approx_kl": log_ratio.exp() - 1 - log_ratio}  # (B, T) each
+    log_ratio = (policy_logps - inputs["proximal_logps"]).masked_fill(~learned, 0.0).double()  # (B, T)
+    parts = {"policy/approx_kl": log_ratio.expm1() - log_ratio}  # (B, T) each
     if "epsilon_high" in inputs:
         ratio = torch.exp(policy_logps - inputs["old_per_token_logps"])  # (B, T)
         advantages = inputs["advantages"]

@@ -33,6 +33,13 @@ def describe_objective(name: str) -> str:
     return f"The objective is `{objective.name}` ({objective.source}): {objective.description}."
 
 
+def name_local_models(card: ModelCard, start: str, trained: str) -> None:
+    """Put names into TRL's card, in place, where it writes "None": of models that are not on the Hub."""
+    source = f"a fine-tuned version of `{start}`" if start else "a fine-tuned language model"
+    card.text = card.text.replace("a fine-tuned version of [None](https://huggingface.co/None)", source)
+    card.text = card.text.replace('model="None"', f'model="{trained}"')
+
+
 def describe_run(card: ModelCard, sentences: list[str], settings: Mapping[str, object]) -> None:
     """Add a section about the rollouts to TRL's card, in place."""
     cells = [(name, str(value).replace("|", "\\|")) for name, value in settings.items()]

@@ -36,19 +36,20 @@ if TYPE_CHECKING:
 
 
 class QuRLPPOTrainer(QuRLGRPOTrainer):
-    """Proximal policy optimization with a critic, on rollouts of an 8-bit copy of the policy.
+    """Proximal policy optimization with a critic, on rollouts of a quantized copy of the policy.
 
     Args:
         model: As for [`~trl.GRPOTrainer`].
         reward_funcs: As for [`~trl.GRPOTrainer`].
-        args: A [`QuRLPPOConfig`]; `None` for its defaults.
+        args: A [`QuRLPPOConfig`], or a [`~trl.GRPOConfig`]; `None` for the defaults.
         value_model: The critic's start: a name, a path, or a token classifier with one label; `None` for the policy's
             own start. With `share_backbone`, a directory with a saved value head, or `None` for a new one.
         value_peft_config: For a critic that trains an adapter and its head only.
-        kwargs: Everything else that [`~trl.GRPOTrainer`] takes, by name (`train_dataset`, `peft_config`, ...).
+        positional: What follows in [`~trl.GRPOTrainer`], in its order (`train_dataset`, `eval_dataset`, ...).
+        kwargs: The same by name (`train_dataset`, `peft_config`, ...).
 
     Raises:
-        TypeError: `args` is not a `QuRLPPOConfig`, or `value_model` is a model without a value per token.
+        TypeError: `args` is neither a `QuRLPPOConfig` nor a `GRPOConfig`, or `value_model` has no value per token.
         ValueError: The critic has another tokenizer, or no token classifier, or the arguments exclude each other.
         ImportError: vLLM is missing.
 
@@ -86,23 +87,24 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         model: Any,
         reward_funcs: Any = None,
         args: QuRLPPOConfig | None = None,
-        *,
+        *positional: Any,
         value_model: str | PreTrainedModel | None = None,
         value_peft_config: "PeftConfig | None" = None,
         **kwargs: Any,
     ) -> None:
-        args = self._checked_config(args, model)
+        given = self._checked_arguments(model, reward_funcs, args, *positional, **kwargs)
+        args = given["args"]
         # The critic comes first: what is wrong with it should not cost the time in which an engine starts.
-        tokenizer = kwargs.get("processing_class")
+        tokenizer = given.get("processing_class")
         critic_model = load_critic_model(args, model, tokenizer, value_model, value_peft_config)
         if args.critic_warmup_steps:
             warmup = CriticWarmupCallback(args.critic_warmup_steps)
-            kwargs["callbacks"] = [*(kwargs.get("callbacks") or []), warmup]
+            given["callbacks"] = [*(given.get("callbacks") or []), warmup]
         self._rewards_per_func = torch.empty(0)  # of the latest rollout, on all processes: (B · processes, functions)
         self._passes: list[tuple[torch.Tensor, PolicyPass]] = []  # log-probabilities, and what the critic saw
         self._micro_batch: dict[str, Any] = {}
         self._critic_seconds = 0.0
-        super().__init__(model, reward_funcs, args, **kwargs)
+        super().__init__(**given)
         if critic_model is not None:
             self.critic = OwnModelCritic(critic_model, args, self.accelerator)
         else:

@@ -15,6 +15,7 @@ from trl.trainer.utils import pad
 
 from trl_qurl.config import QuRLRLOOConfig
 from trl_qurl.objective import TRL_LOSS, surrogate_terms
+from trl_qurl.rollout.mismatch import valid_logps
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.loss_metrics import loss_metrics
 from trl_qurl.trainers.model_card import QURL, describe_objective
@@ -44,11 +45,13 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
     Args:
         model: As for [`~trl.RLOOTrainer`].
         reward_funcs: As for [`~trl.RLOOTrainer`].
-        args: A [`QuRLRLOOConfig`]; `None` for its defaults.
-        kwargs: Everything else that [`~trl.RLOOTrainer`] takes, by name (`train_dataset`, `peft_config`, ...).
+        args: A [`QuRLRLOOConfig`], or a [`~trl.RLOOConfig`]; `None` for the defaults.
+        positional: What follows in [`~trl.RLOOTrainer`], in its order (`train_dataset`, `eval_dataset`, ...).
+        kwargs: The same by name (`train_dataset`, `peft_config`, ...).
 
     Raises:
-        TypeError: `args` is neither a `QuRLRLOOConfig` nor an `RLOOConfig`.
+        TypeError: `args` is neither a `QuRLRLOOConfig` nor an `RLOOConfig`, or TRL cannot call a reward function.
+        ValueError: The data set, the model or the adapter cannot be used.
         ImportError: vLLM is missing.
 
     Example:
@@ -76,11 +79,16 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
     _paper = QURL
 
     def __init__(
-        self, model: Any, reward_funcs: Any = None, args: QuRLRLOOConfig | None = None, **kwargs: Any
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: QuRLRLOOConfig | None = None,
+        *positional: Any,
+        **kwargs: Any,
     ) -> None:
         self._passes: list[torch.Tensor] = []  # log-probabilities of the latest forward passes, (B, T) each
         self._token_weights: torch.Tensor | None = None  # of the loss that is being computed, (B, T)
-        super().__init__(model, reward_funcs, args, **kwargs)
+        super().__init__(model, reward_funcs, args, *positional, **kwargs)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         self._passes.clear()
@@ -93,10 +101,8 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
 
     def _behavior_logps(self) -> torch.Tensor:
         """Log-probabilities of the rollout's tokens as the engine gave them, (B, T); NaN where it gave none."""
-        rows = [
-            torch.tensor([torch.nan if logp is None else logp for (logp,) in tokens])
-            for tokens in self.vllm_generation.sampled_logps
-        ]
+        logps = valid_logps([[logp for (logp,) in tokens] for tokens in self.vllm_generation.sampled_logps])
+        rows = [torch.tensor([torch.nan if logp is None else logp for logp in row]) for row in logps]
         return pad(rows, pad_to_multiple_of=self.pad_to_multiple_of).to(self.accelerator.device)
 
     def _objective_inputs(
@@ -119,7 +125,6 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
             floor=self.args.vllm_importance_sampling_clip_min,
             epsilon_low=self.epsilon_low,
             epsilon_high=self.epsilon_high,
-            coefficient=self._mixing_coefficient(proximal_logps, behavior_logps),
         )
         return {
             "old_logps": (terms.old_logps * learned).sum(1),
@@ -128,6 +133,11 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
         }
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        if "proximal_logps" not in inputs:
+            raise ValueError(
+                "The batch has no 'proximal_logps', which this trainer adds to TRL's batch from the engine's "
+                "log-probabilities: keep what _generate_and_score_completions returns."
+            )
         self._passes.clear()
         with substitute(self, "_token_weights", inputs.get("token_weights")):
             loss = super()._compute_loss(model, inputs)

@@ -19,16 +19,14 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import is_peft_model
-from transformers.utils.quantization_config import QuantizationConfigMixin
 from trl.data_utils import prepare_multimodal_messages
 from trl.import_utils import is_vllm_available
 
-from trl_qurl.importance import mixing_coefficient, weight_sums
-from trl_qurl.objective import get_objective
 from trl_qurl.quantization.schemes import get_scheme
 from trl_qurl.rollout.backend import quantized_generation
 from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.rollout.settings import RolloutSettings
+from trl_qurl.trainers.arguments import LengthCheckCallback, arguments_by_name, check_arguments
 from trl_qurl.trainers.callbacks import (
     QuantizedForwardCallback,
     RunLogCallback,
@@ -55,10 +53,9 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
     _config_class: ClassVar[type]
     _generation_module: ClassVar[ModuleType]
 
-    def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, **kwargs: Any) -> None:
-        args = self._checked_config(args, model)
-        check_full_precision(model, [kwargs.get("quantization_config"), *(args.model_init_kwargs or {}).values()])
-        check_prompts(kwargs.get("train_dataset"), args.generation_batch_size // args.num_generations)
+    def __init__(self, model: Any, *positional: Any, **named: Any) -> None:
+        kwargs = self._checked_arguments(model, *positional, **named)
+        args = kwargs["args"]
         self._step_timer = StepTimer()
         self._scoring_seconds = 0.0
         run_log = RunLogCallback({"updates_per_rollout": args.updates_per_rollout, "algorithm": self._algorithm})
@@ -68,13 +65,13 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         self._guard = None if args.mismatch_guard == "off" else MismatchGuardCallback(args)
         guard = [] if self._guard is None else [self._guard]
         callbacks = [*_uaq_callbacks(args, adapted), *forward, self._step_timer, run_log, *guard]
-        kwargs["callbacks"] = [*callbacks, *(kwargs.get("callbacks") or [])]
+        kwargs["callbacks"] = [LengthCheckCallback(), *callbacks, *(kwargs.get("callbacks") or [])]
         # Nothing below may hold the trainer: vLLM freezes the garbage collector, after which no cycle is ever freed,
         # and a deleted trainer would keep its engine.
         trainer = weakref.proxy(self)
         settings = _rollout_settings(args)
         with quantized_generation(self._generation_module, settings, lambda: trainer.state.global_step):
-            super().__init__(model, reward_funcs, args, **kwargs)
+            super().__init__(**kwargs)
         for callback in forward if self.ref_model is not None else []:
             # Else the penalty would pull the policy towards one that the engine cannot run, from the first step on.
             callback.change(self.accelerator.unwrap_model(self.ref_model))
@@ -87,6 +84,14 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         self._mismatch = MismatchTally(self.accelerator)
         for callback in self.callback_handler.callbacks:
             self._introduce_to(callback)
+
+    @classmethod
+    def _checked_arguments(cls, model: Any, *positional: Any, **named: Any) -> dict[str, Any]:
+        """The arguments by TRL's names for them, with a config of this trainer; refused if they cannot be used."""
+        given = arguments_by_name(cls, (model, *positional), named)
+        given["args"] = cls._checked_config(given.get("args"), model)
+        check_arguments(given["args"], given)
+        return given
 
     @classmethod
     def _checked_config(cls, config: Any, model: Any) -> Any:
@@ -169,26 +174,6 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
             "throughput/generated_tokens_per_s": tokens / cost.generate_s if cost.generate_s else 0.0,
         }
 
-    def _mixing_coefficient(
-        self, proximal_logps: torch.Tensor, behavior_logps: torch.Tensor, parts: int = 1
-    ) -> torch.Tensor | None:
-        """λ of an adaptive objective, over all processes, logged; `None` for others. A collective operation.
-
-        Args:
-            proximal_logps: `(B, T)`, in nats.
-            behavior_logps: `(B, T)`, in nats; NaN where a token is not learned from.
-            parts: Number of such batches in a rollout, of whose size λ is computed.
-        """
-        args = self.args
-        if get_objective(args.objective).correction != "adaptive":
-            return None
-        cap, floor = args.vllm_importance_sampling_clip_max, args.vllm_importance_sampling_clip_min
-        sums = weight_sums(proximal_logps, behavior_logps, cap, floor)
-        # Accelerators without float64 exist; the sums were formed in it.
-        coefficient = mixing_coefficient(self._sum_over_processes(sums.float()) * parts)
-        self._record({"ais/coefficient": coefficient.item()})
-        return coefficient
-
     def _sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(tensor, reduction="sum")
 
@@ -219,42 +204,17 @@ class StepTimer(TrainerAwareCallback):
         self.trainer._record({"time/update_s": time.perf_counter() - self._started})
 
 
-def check_prompts(dataset: Any, per_rollout: int) -> None:
-    """Refuse a data set that does not fill one rollout, with which TRL ends without a step; not a streamed one."""
-    if hasattr(dataset, "__len__") and len(dataset) < per_rollout:
-        raise ValueError(
-            f"train_dataset has {len(dataset)} prompts and a rollout takes {per_rollout} (per_device_train_batch_size "
-            "x processes x steps_per_generation / num_generations): give more prompts, or make rollouts smaller."
-        )
-
-
-def check_full_precision(model: Any, arguments: list[Any]) -> None:
-    """Refuse a model that is quantized for training, or arguments that load one so; a sync could not read it."""
-    asked = [value for value in arguments if isinstance(value, QuantizationConfigMixin)]
-    kept = [type(value).__name__ for value in asked if not vars(value).get("dequantize")]
-    if not isinstance(model, str) and vars(model.config).get("quantization_config"):
-        kept.append(f"{type(model).__name__} in memory")
-    if kept:
-        raise ValueError(
-            f"The policy is quantized for training ({kept[0]}), but each sync quantizes its full-precision weights: "
-            "load it in 16 bits, without quantization_config. For an adapter on a base that is rounded as the engine "
-            "does it, set round_base=True."
-        )
-
-
 def _uaq_callbacks(args: Any, adapted: bool) -> list[UpdateAwareQuantizationCallback]:
-    scale, is_asked_for = args.effective_uaq_scale, args.uaq_scale is not None
-    if scale == 1.0:
+    if args.uaq_scale == 1.0:
         return []
     if adapted:
-        if is_asked_for:
-            warnings.warn(
-                f"uaq_scale={scale} is not applied: an adapter trained on rescaled weights would not fit the original "
-                "model that users load it on. Set uaq_scale=1.0 to avoid this warning.",
-                stacklevel=3,
-            )
+        warnings.warn(
+            f"uaq_scale={args.uaq_scale} is not applied: an adapter trained on rescaled weights would not fit the "
+            "original model that users load it on. Set uaq_scale=1.0 to avoid this warning.",
+            stacklevel=3,
+        )
         return []
-    return [UpdateAwareQuantizationCallback(scale, required=is_asked_for)]
+    return [UpdateAwareQuantizationCallback(args.uaq_scale)]
 
 
 def _forward_callbacks(args: Any, adapted: bool) -> list[QuantizedForwardCallback]:

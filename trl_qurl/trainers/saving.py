@@ -27,7 +27,7 @@ from trl_qurl.quantization.storage import check_replaceable
 from trl_qurl.quantization.uaq import recorded_scale
 from trl_qurl.rollout.adapter import adapter_rank, adapter_tensors, engine_rank, write_adapter
 from trl_qurl.rollout.base import FrozenBase
-from trl_qurl.trainers.model_card import add_citation, describe_run, quantized_card
+from trl_qurl.trainers.model_card import add_citation, describe_run, name_local_models, quantized_card
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as TRLTrainer
@@ -176,6 +176,7 @@ class SavingMixin(TRLTrainer):
         if self.is_world_process_zero():
             path = Path(self.args.output_dir) / "README.md"
             card = ModelCard.load(path)
+            name_local_models(card, Path(get_config_model_id(self.model.config)).name, path.resolve().parent.name)
             describe_run(card, *self._describe_run())
             if self._algorithm_citation:
                 add_citation(card, self._algorithm, self._algorithm_citation)

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schemes",
         metavar="FORMAT[,FORMAT...]",
-        help=f"of {', '.join(SCHEMES)} (default: those that this machine has kernels for)",
+        help=f"of {', '.join(SCHEMES)} (default: those that fit this machine and the model)",
     )
     parser.add_argument("--quick", action="store_true", help="measure for a few seconds and extrapolate more")
     add_ignore(parser)

@@ -17,15 +17,17 @@ from trl_qurl.lab.bench.costs import EngineCosts, TrainingCosts
 from trl_qurl.lab.bench.memory import ENGINE_SHARE, find_device, why_too_large
 from trl_qurl.lab.bench.prediction import Comparison, Step, compare, predict_step
 from trl_qurl.lab.bench.workload import BASELINE, TRAINING, Job, Workload
+from trl_qurl.lab.formats import candidates, fitting_formats
 from trl_qurl.lab.processes import ENGINE_ENVIRONMENT, call_in_child
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from trl_qurl.quantization import QuantizationScheme
-
 BUDGETS = {True: 6.0, False: 60.0}
 """Seconds that each kind of measurement may take; quick, or not."""
+
+KINDS = 2
+"""Kinds of measurement in one process: completions and syncs, or scoring and updates."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def bench(
     Args:
         model: Name on the Hub, or directory with a `config.json`. No weights are needed.
         workload: The step to predict.
-        schemes: Names of formats; by default those that this machine has kernels for.
+        schemes: Names of formats; by default those that fit this machine and the model.
         quick: Whether to measure for a few seconds only and extrapolate more.
         ignore: Modules kept in full precision.
         engine_kwargs: Further arguments of `vllm.LLM`.
@@ -107,7 +109,7 @@ def bench(
     started = time.monotonic()
     import torch
 
-    from trl_qurl.quantization.schemes import SCHEMES, available_schemes, get_scheme
+    from trl_qurl.lab.progress import duration
     from trl_qurl.rollout.engine.launch import require_vllm
 
     require_vllm()
@@ -116,14 +118,13 @@ def bench(
     if workload.lora_rank and importlib.util.find_spec("peft") is None:
         raise ImportError("Adapters need PEFT, which is not installed: run `pip install 'trl-qurl[peft]'`.")
     serving = {serves(url): url for url in servers}
-    if serving:
-        chosen = [SCHEMES[name] for name in serving if name != BASELINE]
-    else:
-        chosen = available_schemes() if schemes is None else [get_scheme(name) for name in schemes]
+    named = [name for name in serving if name != BASELINE] if serving else schemes
+    candidates(named)  # a name that there is not comes before anything slow
     # On a CPU, vLLM would compile for minutes.
     arguments = {**({} if torch.cuda.is_available() else {"enforce_eager": True}), **engine_kwargs}
     with tempfile.TemporaryDirectory() as directory:
-        empty = save_config(model, workload, chosen, ignore, directory)
+        empty = save_config(model, workload, directory)
+        chosen = fitting_formats(empty, named, ignore, report)
         share = 0.0 if serving else engine_kwargs.get("gpu_memory_utilization", ENGINE_SHARE)
         result = Bench(model, workload, too_large=why_too_large(empty, workload, find_device(), share))
         holds = result.too_large is None and workload.gpus == 1
@@ -139,9 +140,12 @@ def bench(
             jobs.append(replace(job, part=TRAINING))
         else:
             report(result.too_large)
-        for part in jobs:
-            name = part.name
-            report(f"Measuring {part.description}")
+        begun = time.monotonic()
+        for number, part in enumerate(jobs):
+            name, spent = part.name, time.monotonic() - begun
+            each = spent / number if number else KINDS * job.budget
+            left = f"{duration(spent)} so far, about {duration(each * (len(jobs) - number))} left"
+            report(f"Measuring {part.description} ({number + 1} of {len(jobs)}; {left})")
             try:
                 costs = run_job(part)
                 measured = result.measurements | ({} if name == TRAINING else {name: costs})
@@ -153,6 +157,7 @@ def bench(
             result = replace(result, **change, seconds=time.monotonic() - started).concluded()
             if output is not None:
                 write_bench(result, output)
+    report(f"Measured in {duration(result.seconds)}")
     return result
 
 
@@ -179,18 +184,14 @@ def serves(url: str) -> str:
     return names[0]
 
 
-def save_config(
-    model: str, workload: Workload, schemes: Sequence[QuantizationScheme], ignore: Sequence[str], directory: str
-) -> PreTrainedModel:
+def save_config(model: str, workload: Workload, directory: str) -> PreTrainedModel:
     """Check that the model can be measured, and write its config to a directory; the model without memory.
 
     Raises:
-        ValueError: If the context is too short for the workload, or there is nothing to quantize.
+        ValueError: If the context is too short for the workload.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
-
-    from trl_qurl.quantization.layers import quantized_layer_names
 
     config = AutoConfig.from_pretrained(model)
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -202,8 +203,6 @@ def save_config(
         )
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
-    for scheme in schemes:
-        quantized_layer_names(empty, ignore, scheme)
     config.save_pretrained(directory)
     return empty
 

@@ -77,7 +77,6 @@ def build_trainer(
         "output_dir": tempfile.mkdtemp(prefix="trl-qurl-doctor-"),
         "rollout_quantization": scheme,
         "objective": "tis",  # with one update per rollout there is nothing to clip
-        "uaq_scale": 1.0,
         "sync_check_interval": 1,
         "weight_metrics_interval": 1,
         "learning_rate": 1e-3,

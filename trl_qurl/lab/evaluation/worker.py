@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trl_qurl.cli.noise import quiet
+from trl_qurl.cli.noise import quiet, shows_everything
 from trl_qurl.lab.evaluation.answers import GREEDY, Answer, AnswerFile, Request
 from trl_qurl.lab.evaluation.job import Job, Sampling
 from trl_qurl.lab.evaluation.tasks import Task, encode_prompt
@@ -59,6 +59,8 @@ def start_engine(job: Job, tasks: list[Task]) -> tuple[dict[str, list[list[int]]
     from transformers import AutoConfig, AutoTokenizer
 
     from trl_qurl.rollout.engine.colocated import check_head_size
+    from trl_qurl.rollout.engine.cpu_memory import cpu_cache_arguments
+    from trl_qurl.rollout.engine.launch import weight_bytes
 
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     token_ids = {task.name: [encode_prompt(tokenizer, prompt) for prompt in task.prompts] for task in tasks}
@@ -74,9 +76,10 @@ def start_engine(job: Job, tasks: list[Task]) -> tuple[dict[str, list[list[int]]
             f"The longest prompt has {longest} tokens, which with {job.sampling.max_tokens} more do not fit into the "
             f"model's context of {context}: {advice}."
         )
+    memory = cpu_cache_arguments(weight_bytes(Path(job.model)), job.engine_kwargs)
     from vllm import LLM
 
-    return token_ids, LLM(**{"model": job.model, "max_model_len": needed, **job.engine_kwargs})
+    return token_ids, LLM(**{"model": job.model, "max_model_len": needed, **memory, **job.engine_kwargs})
 
 
 def generate(
@@ -117,4 +120,9 @@ def sampling_params(request: Request, sampling: Sampling) -> SamplingParams:
 if __name__ == "__main__":
     die_with_parent()
     quiet()
-    answer_all(pickle.loads(Path(sys.argv[1]).read_bytes()))
+    try:
+        answer_all(pickle.loads(Path(sys.argv[1]).read_bytes()))
+    except (ValueError, OSError) as error:  # what a user can change, as in `trl_qurl.cli.main`
+        if shows_everything():
+            raise
+        sys.exit(f"trl-qurl: error: {' '.join(str(error).split())}")

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schemes",
         metavar="FORMAT[,FORMAT...]",
-        help=f"of {', '.join(SCHEMES)} (default: those that this machine has kernels for)",
+        help=f"of {', '.join(SCHEMES)} (default: those that fit this machine and the model)",
     )
     parser.add_argument(
         "--questions",

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from trl_qurl.lab.formats import fitting_formats
 from trl_qurl.lab.mismatch.job import Answer, Job
 from trl_qurl.lab.mismatch.prompts import encode, load_prompts
 from trl_qurl.lab.processes import ENGINE_ENVIRONMENT, call_in_child
@@ -102,6 +103,10 @@ class Engines:
             yield self._policy.to(self._device)
         finally:
             self._policy.to("cpu")
+
+    def formats(self, names: Sequence[str] | None, ignore: Sequence[str]) -> list[QuantizationScheme]:
+        """The formats of these names, or those that fit this machine and the model (`fitting_formats`)."""
+        return fitting_formats(self._policy, names, ignore, self._say)
 
     def check(self, scheme: QuantizationScheme, ignore: Sequence[str], smooths: bool = False) -> frozenset[str]:
         """The layers that a format quantizes; `ValueError` where it cannot, or the model cannot be smoothed."""

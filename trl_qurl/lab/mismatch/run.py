@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from trl_qurl.lab.formats import candidates
 from trl_qurl.lab.mismatch.engines import BASELINE, SMOOTHED, Engines, Sampling
 from trl_qurl.lab.mismatch.job import Answer
 from trl_qurl.lab.mismatch.statistics import Mismatch, measure
@@ -64,7 +65,7 @@ def measure_mismatch(
     Args:
         model: Name on the Hub, or directory of a model in full precision.
         sampling: How much is sampled.
-        schemes: Names of formats, without `"none"`; by default those that this machine has kernels for.
+        schemes: Names of formats, without `"none"`; by default those that fit this machine and the model.
         ignore: Modules kept in full precision.
         engine_kwargs: Further arguments of `vllm.LLM`.
         say: Called with a line about what is being done.
@@ -83,20 +84,21 @@ def measure_mismatch(
     """
     started = time.monotonic()
     from trl_qurl.lab.mismatch.keep import keep_layers
-    from trl_qurl.quantization.schemes import SCHEMES, available_schemes, get_scheme
+    from trl_qurl.quantization.schemes import SCHEMES
 
     sampling = sampling or Sampling()
-    chosen = available_schemes() if schemes is None else [get_scheme(name) for name in schemes]
+    chosen = candidates(schemes)
     if budget is not None and len(chosen) != 1:
         given = ", ".join(scheme.name for scheme in chosen)
         raise ValueError(f"Layers are chosen for one format, not for {given}: name it with --schemes.")
-    smoothed = [scheme for scheme in chosen if smooths and scheme.token_scales]
-    if smooths and not smoothed:
+    if smooths and not any(scheme.token_scales for scheme in chosen):
         fitting = ", ".join(name for name, scheme in SCHEMES.items() if scheme.token_scales)
         raise ValueError(
             f"--smooth is for formats with one scale for a token's activations: add {fitting} to --schemes."
         )
     engines = Engines(model, sampling, engine_kwargs, say)
+    chosen = engines.formats(schemes, ignore)
+    smoothed = [scheme for scheme in chosen if smooths and scheme.token_scales]
     names = [BASELINE]
     for scheme in chosen:
         engines.check(scheme, ignore, scheme in smoothed)

@@ -17,6 +17,7 @@ class Scored(NamedTuple):
     behavior_logps: torch.Tensor  # of the engine, in nats, (T,)
     proximal_logps: torch.Tensor  # of the full-precision policy, in nats, (T,)
     agrees: torch.Tensor  # whether both have the same likeliest token, bool, (T,)
+    question: tuple[int, ...]  # tokens of its prompt
 
 
 def score(model: Any, answers: Iterable[Answer]) -> Iterator[Scored]:
@@ -36,4 +37,5 @@ def score(model: Any, answers: Iterable[Answer]) -> Iterator[Scored]:
         logps = logits.log_softmax(-1)
         chosen = logps.gather(-1, tokens[0, -count:, None]).squeeze(-1).cpu()
         likeliest = logits.argmax(-1).cpu()
-        yield Scored(torch.tensor(answer.logps), chosen, likeliest == torch.tensor(answer.likeliest))
+        agrees = likeliest == torch.tensor(answer.likeliest)
+        yield Scored(torch.tensor(answer.logps), chosen, agrees, tuple(answer.prompt))

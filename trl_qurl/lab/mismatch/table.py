@@ -104,18 +104,18 @@ def sentences(report: Report) -> list[str]:
 
 
 def verdict(found: Mismatch) -> str:
-    """One format's, in the words of docs/choosing.md."""
+    """One format's: safe, safe with a correction, or harmful (docs/mismatch.md)."""
     whole = "" if found.half_length is None else f" {sequence_weights(found.half_length)}"
     kl = f"a KL of {found.kl_k3.value:.2g}"
     if found.kl_k3.high < HARMLESS:
-        return f"Yes. {kl[0].upper()}{kl[1:]} did no harm in our study: keep the defaults.{whole}"
+        return f"safe to train with: {kl} did no harm in our study. Keep the defaults.{whole}"
     if found.kl_k3.low >= HARMFUL:
         return (
-            f"Don't, as it is: {kl} did harm in our study. Choose a finer format, keep sensitive layers in 16 bits "
+            f"will do harm: {kl} did in our study. Choose a finer format, keep sensitive layers in 16 bits "
             "(quantization_ignore), or, if you will serve the policy in this format, train with "
             f"training_forward='quantized'.{whole}"
         )
-    return f"With a correction: at {kl} keep objective='acr' or 'tis', and watch mismatch/kl_k3.{whole}"
+    return f"needs a correction: at {kl} keep objective='acr' or 'tis', and watch mismatch/kl_k3.{whole}"
 
 
 def sequence_weights(length: float) -> str:

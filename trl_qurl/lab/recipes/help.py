@@ -1,6 +1,6 @@
-"""`trl-qurl grpo --help`: the options that this project adds or changes, in groups.
+"""`trl-qurl grpo --help`: the options that every run needs, then those that this project adds or changes, in groups.
 
-TRL and transformers have about 280 more, which `--help-all` prints.
+`--help-all` prints all options, those of TRL and transformers too.
 """
 
 from __future__ import annotations
@@ -16,34 +16,49 @@ from trl_qurl.lab.recipes.settings_files import recipes
 GROUP = re.compile(r"^ *> (?P<title>.+)$", re.MULTILINE)
 ENTRY = re.compile(r"^ +(?P<names>\w+(?:, \w+)*)(?: \([^)\n]*\))?:", re.MULTILINE)
 
+START = {
+    "model_name_or_path": None,
+    "dataset": None,
+    "output_dir": "Directory of the trained policy, its checkpoints and its log.",
+    "max_steps": "Optimizer steps; -1 to train for num_train_epochs.",
+    "num_train_epochs": "Passes over the questions, if max_steps is -1.",
+    "learning_rate": "Peak learning rate.",
+    "use_peft": "Train a LoRA adapter (--lora_r, --lora_alpha, --lora_target_modules).",
+    "vllm_mode": "colocate: the engine runs in this process; server: run trl-qurl serve first.",
+    "resume_from_checkpoint": "Checkpoint to continue from; true for the latest in output_dir.",
+}
+"""What every run needs, and its help where it is not our own."""
 
-def print_help(prog: str, script_arguments: type, config: type, defaults: dict[str, Any], further: int) -> None:
-    """Print the options of a recipe."""
+
+def print_help(prog: str, classes: Sequence[type], defaults: dict[str, Any]) -> None:
+    """Print the options of a recipe: `classes` are its script arguments, its config and the model's arguments."""
+    script_arguments, config, _ = classes
+    settings = {setting.name: setting for cls in classes for setting in fields(cls)}
     theirs = next(parent.__name__ for parent in config.__mro__ if parent.__module__.startswith("trl."))
     parser = argparse.ArgumentParser(
         prog=prog,
         usage="%(prog)s [--config FILE ...] [--OPTION VALUE ...]",
         add_help=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"All {further} options, including those of TRL's {theirs} and ModelConfig: {prog} --help-all\n"
-        "Each option is also a setting in a YAML file.",
+        epilog=f"All {len(settings)} options, including those of TRL's {theirs} and ModelConfig: {prog} --help-all\n"
+        "Each option is also a setting in a YAML file.\n\nexamples:\n"
+        f"  {prog} --model Qwen/Qwen2.5-0.5B-Instruct --output_dir policy\n"
+        f"  {prog} --model Qwen/Qwen2.5-0.5B-Instruct --dataset questions.jsonl --max_steps 200",
     )
-    start = parser.add_argument_group("settings files and help")
-    start.add_argument(
+    _add_group(parser, "model, data, length of the run", [settings.pop(name) for name in START], defaults)
+    files = parser.add_argument_group("settings files and help")
+    files.add_argument(
         "--config",
         metavar="FILE",
         nargs="+",
         help=f"YAML files of settings, or names of recipes ({', '.join(recipes())}); later ones override",
     )
-    start.add_argument("--help", action="help", help="this list")
-    start.add_argument("--help-all", action="help", help="all options")
-    settings = {setting.name: setting for setting in fields(config)}
-    for title, names in groups(config):
-        _add_group(parser, title, [settings[name] for name in names if name in settings], defaults)
-    _add_group(parser, "questions and output", fields(script_arguments), defaults)
-    ours = {name for _, names in groups(config) for name in names}
-    common = [settings[name] for name in defaults if name in settings and name not in ours]
-    _add_group(parser, "settings of TRL that this command changes", common, defaults)
+    files.add_argument("--help", action="help", help="this list")
+    files.add_argument("--help-all", action="help", help="all options")
+    questions = [setting.name for setting in fields(script_arguments)]
+    changed = ("settings of TRL that this command changes", [*defaults])
+    for title, names in (*groups(config), ("questions and output", questions), changed):
+        _add_group(parser, title, [settings.pop(name) for name in names if name in settings], defaults)
     parser.print_help()
 
 
@@ -69,5 +84,6 @@ def _add_group(
     for setting in settings:
         default = defaults.get(setting.name, setting.default)
         note = "" if default in (None, MISSING) else f" (default: {default})"
-        text = f"{setting.metadata.get('help', '')}{note}".replace("%", "%%")
-        group.add_argument(f"--{setting.name}", metavar="VALUE", help=text)
+        text = START.get(setting.name) or setting.metadata.get("help", "")
+        names = [f"--{setting.name}", *setting.metadata.get("aliases", ())]
+        group.add_argument(*names, metavar="VALUE", help=f"{text}{note}".replace("%", "%%"))

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trl_qurl.cli.allocator import keep_freed_memory
@@ -38,10 +39,9 @@ DEFAULTS: dict[str, Any] = {
     "gradient_accumulation_steps": 4,
     "steps_per_generation": 16,
     "max_completion_length": 512,
-    # The paper's GSM8K run uses a learning rate of 1e-5, at which it turns update-aware quantization off.
-    "learning_rate": 1e-5,
-    "uaq_scale": 1.0,
+    "learning_rate": 1e-5,  # the paper's, on GSM8K
     "logging_steps": 4,
+    "logging_first_step": True,
     "save_steps": 100,
 }
 """What every recipe changes in TRL's defaults."""
@@ -62,7 +62,7 @@ class ScriptArguments:
     dataset_config: str = option("main", "Configuration of a dataset on the Hub.")
     dataset_split: str = option("train", "Split of a dataset on the Hub.")
     dataset_limit: int | None = option(None, "Train on the first N questions only.")
-    question_column: str | None = option(None, "Column of the questions. By default `question` or `problem`.")
+    question_column: str | None = option(None, "Column of the questions; by default question, problem or prompt.")
     answer_column: str | None = option(None, "Column of the answers. By default `answer` or `final_answer`.")
     soft_overlong_cache: int | None = option(
         None,
@@ -91,12 +91,21 @@ def parse_arguments(
     quiet()
     from trl import ModelConfig, TrlParser
 
+    @dataclass
+    class ModelArguments(ModelConfig):
+        """TRL's, with the short name of the first of them."""
+
+        model_name_or_path: str | None = field(
+            default=None,
+            metadata={"aliases": ["--model"], "help": "Model to train: a name on the Hub, or a directory."},
+        )
+
     class Parser(SuggestingParser, TrlParser):
         """TRL's parser, which suggests what a misspelled value was meant to be."""
 
     prog = None if argv is None else f"trl-qurl {command}"
     argv = sys.argv[1:] if argv is None else list(argv)
-    groups = [script_arguments, config, ModelConfig]
+    groups = [script_arguments, config, ModelArguments]
     known_names = {setting.name for group in groups for setting in fields(group)}
     # argparse would print all three hundred options above a message about one of them.
     usage = "%(prog)s [--config FILE ...] [--OPTION VALUE ...]"
@@ -105,7 +114,7 @@ def parse_arguments(
         parser.print_help()
         parser.exit()
     if "--help" in argv or "-h" in argv:
-        print_help(parser.prog, script_arguments, config, defaults, further=len(known_names))
+        print_help(parser.prog, groups, defaults)
         parser.exit()
     settings, argv = take_settings(argv, known_names, command)
     os.environ.update({name: str(value) for name, value in settings.pop("env", {}).items()})
@@ -139,7 +148,7 @@ def train(
     from trl_qurl.rewards import answer_reward
 
     is_first = training_args.process_index == 0
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")  # with TRL_QURL_DEBUG=1; else quiet() did it
     # Slow steps, and the way that weights reach the engine, are logged once.
     logging.getLogger("trl_qurl").setLevel(logging.INFO if is_first else logging.WARNING)
     if training_args.use_cpu and cpu_settings():
@@ -151,6 +160,7 @@ def train(
             "format, or use `trl-qurl quantize` on the saved policy."
         )
     # Checked first, so that a wrong name is reported before an engine is started.
+    checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint, training_args.output_dir)
     check_model(model_args.model_name_or_path)
     logger.info("Loading the questions of %s.", script_args.dataset)
     questions = load_questions(
@@ -179,15 +189,59 @@ def train(
         **further,
     )
     use_step_lines(trainer)
-    if training_args.resume_from_checkpoint:
-        logger.info("Resuming from %s.", training_args.resume_from_checkpoint)
+    if checkpoint:
+        logger.info("Resuming from %s.", checkpoint)
     with logging_redirect_tqdm():  # a message goes above the bar
-        trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+        trainer.train(resume_from_checkpoint=checkpoint)
     logger.info("Saving to %s.", training_args.output_dir)
     trainer.save_model(training_args.output_dir)
-    if script_args.save_quantized:
-        trainer.accelerator.print(f"Quantized checkpoint saved to {trainer.save_quantized()}")
+    quantized = trainer.save_quantized() if script_args.save_quantized else None
+    policy = Path(training_args.output_dir)
+    trainer.accelerator.print(next_steps(policy, quantized, model_args, script_args.eval_tasks))
     return trainer
+
+
+def next_steps(policy: Path, quantized: Path | None, model_args: ModelConfig, tasks: Sequence[str]) -> str:
+    """Where a run has put its policy, and the commands to evaluate and to serve it."""
+    lora = f"--enable-lora --max-lora-rank {max(16, model_args.lora_r)} --lora-modules policy="
+    critic = ", its critic to critic/ in it" if (policy / "critic").is_dir() else ""
+    if (policy / "adapter_config.json").is_file():
+        lines = [f"Adapter saved to {policy}{critic}"]
+        lines += [f"  serve it:    vllm serve {model_args.model_name_or_path} {lora}{policy}"]
+    else:
+        lines = [f"Policy saved to {policy}{critic}"]
+        lines += [f"  evaluate it: trl-qurl eval {policy} --tasks {','.join(tasks) or 'gsm8k'}"]
+        lines += [f"  serve it:    vllm serve {policy}"]
+    if quantized is not None:
+        adapter = f" {lora}{quantized / 'adapter'}" if (quantized / "adapter").is_dir() else ""
+        lines += [f"Quantized checkpoint saved to {quantized}", f"  serve it:    vllm serve {quantized}{adapter}"]
+    return "\n".join(lines)
+
+
+def checkpoint_to_resume(requested: str | bool | None, output_dir: str) -> str | None:
+    """The checkpoint that `resume_from_checkpoint` means: a path, or `true` for the latest one in `output_dir`.
+
+    `true` without a checkpoint is an error: a run that starts over would replace the log and policy in `output_dir`.
+    """
+    if requested is None or str(requested).lower() == "false":
+        return None
+    requested = str(requested)
+    # trainer_state.json is written last, so a checkpoint without it is incomplete.
+    states = Path(output_dir).glob("checkpoint-*/trainer_state.json")
+    complete = sorted((str(state.parent) for state in states), key=lambda path: (len(path), path))
+    if requested.lower() == "true":
+        if not complete:
+            raise FileNotFoundError(
+                f"resume_from_checkpoint={requested}: there is no complete checkpoint in {output_dir}. Leave the "
+                "option out to start from the beginning."
+            )
+        return complete[-1]
+    if not Path(requested, "trainer_state.json").is_file():
+        raise FileNotFoundError(
+            f"resume_from_checkpoint={requested} is not a complete checkpoint: it has no trainer_state.json. "
+            f"Complete checkpoints in {output_dir}: {', '.join(complete) or 'none'}."
+        )
+    return requested
 
 
 def evaluations(script_args: ScriptArguments) -> list[Any]:

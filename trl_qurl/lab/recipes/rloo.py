@@ -33,8 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train."""
-    trainer = train(*parse_arguments(args.further))
-    trainer.accelerator.print(f"Policy saved to {trainer.args.output_dir}")
+    train(*parse_arguments(args.further))
     return 0
 
 

@@ -68,6 +68,8 @@ def _read_settings(
         raise ValueError(f"The settings file {path} is not valid YAML: {error}.") from error
     if not isinstance(settings, dict):
         raise ValueError(f"The settings file {path} has no `name: value` lines; write one setting per line.")
+    if "model" in settings:  # the short name, as on the command line
+        settings["model_name_or_path"] = settings.pop("model")
     unknown = [str(name) for name in settings if name not in known_names and name not in ("env", "extends")]
     if unknown:
         raise ValueError(

@@ -108,11 +108,11 @@ def across_seeds(seeds: Sequence[Points]) -> Curve:
     return Curve(rollouts[inside], np.nanmean(values, axis=0), np.nanmin(values, axis=0), np.nanmax(values, axis=0))
 
 
-def final_value(points: Points) -> float | None:
-    """Mean of the values of the last `FINAL_ROLLOUTS` rollouts in which the metric was logged."""
+def final_value(points: Points, window: int = FINAL_ROLLOUTS) -> float | None:
+    """Mean of the values of the last `window` rollouts in which the metric was logged."""
     if not points.values.size:
         return None
-    return float(points.values[points.rollouts > points.rollouts[-1] - FINAL_ROLLOUTS].mean())
+    return float(points.values[points.rollouts > points.rollouts[-1] - window].mean())
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:

@@ -9,6 +9,7 @@ import base64
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import date
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
@@ -26,9 +27,9 @@ from trl_qurl.lab.report.curves import (
     updates_per_rollout,
 )
 from trl_qurl.lab.report.figures import draw_lines, draw_seconds, to_png
-from trl_qurl.lab.report.groups import BOOKKEEPING, Group, differing, flatten, group_runs, load_runs, shown
+from trl_qurl.lab.report.groups import BOOKKEEPING, WORDED, Group, differing, flatten, group_runs, load_runs, shown
 from trl_qurl.lab.report.questions import MEASURES, Measure, Question, ask
-from trl_qurl.trainers.run_log import Run
+from trl_qurl.trainers.run_log import RUN_LOG, Run
 
 __all__ = ["Report", "write_report"]
 
@@ -132,7 +133,7 @@ def _render(
     settings = [flatten(run.settings) for _, run in runs]
     answered = [section.question for section in sections]
     return template.render(
-        title=f"{len(runs)} run{'s' if len(runs) > 1 else ''} in {len(groups)} group{'s' if len(groups) > 1 else ''}",
+        title=title_of(groups),
         notes=notes,
         summary=summary_table(groups, questions[0].panels[1].measures),
         differences=differences_table(groups),
@@ -149,6 +150,20 @@ def _render(
             if not BOOKKEEPING.match(name) and all(name in run and run[name] == value for run in settings)
         },
     )
+
+
+def title_of(groups: Sequence[Group]) -> str:
+    """What the page is about: one run's name, model, settings and date, or how many there are."""
+    count = sum(len(group.runs) for group in groups)
+    if count > 1:
+        return f"{count} runs in {len(groups)} group{'s' if len(groups) > 1 else ''}"
+    (group,) = groups
+    (run,) = group.runs
+    file = run.path.resolve()
+    name = file.parent.name if file.name.startswith(RUN_LOG) else file.name.split(".jsonl")[0]
+    model = WORDED["model"](group.settings.get("model") or "")
+    day = group.settings.get("date") or date.fromtimestamp(file.stat().st_mtime).isoformat()
+    return f"{name}: {', '.join(shown(text, 80) for text in (model, group.label, day) if text)}"
 
 
 def summary_table(groups: Sequence[Group], scores: Sequence[Measure]) -> Table:

@@ -66,7 +66,7 @@ class QuantizationScheme(ABC):
         weight_bits: Bits of a weight's code.
         description: The format in a few English words, for model cards and help texts.
         gpus: Lowest CUDA compute capability with kernels in vLLM (emulation not counted), and the first that is too
-            high (`None`: no limit).
+            high (`None`: no limit). Below the lowest, vLLM may still run the weights, with exact activations.
         cpus: Whether vLLM has kernels for CPUs.
         heads: Whether vLLM can load an output head in this format.
         token_scales: Whether all activations of a token share one scale, so that a few large ones take the range of
@@ -108,6 +108,17 @@ class QuantizationScheme(ABC):
             return self.cpus
         lowest, too_high = self.gpus
         return capability >= lowest and (too_high is None or capability < too_high)
+
+    def rounds_activations(self, capability: tuple[int, int] | None) -> bool:
+        """Tell whether vLLM's kernels there do what `quantize_activations` does.
+
+        Args:
+            capability: CUDA compute capability of a GPU; `None` for a CPU.
+
+        Returns:
+            Whether they do. On older GPUs vLLM runs FP8 and MXFP8 checkpoints with kernels for weights alone.
+        """
+        return capability is None or capability >= self.gpus[0]
 
     @abstractmethod
     def layout(self, shape: Sequence[int], dtype: torch.dtype) -> list[StoredTensor]:

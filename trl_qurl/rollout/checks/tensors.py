@@ -8,6 +8,7 @@ the vocabulary). The probe (`probe`) shares no code with these checks and covers
 """
 
 import hashlib
+import math
 import time
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
@@ -17,6 +18,28 @@ import torch
 from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.engine.interface import NOT_RECEIVED, TensorMetadata
 from trl_qurl.rollout.errors import SyncError
+
+
+def find_not_finite(named_tensors: NamedTensors, found: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass tensors through, and append the names of those that hold NaN or infinity to `found`.
+
+    The stream does not stop at one: a server's workers would wait for the rest forever.
+    """
+    for name, tensor in named_tensors:
+        # A sum is one fast read. It can also overflow, so it only tells which tensors to look at closely.
+        is_suspect = tensor.is_floating_point() and not math.isfinite(tensor.detach().sum(dtype=torch.float32))
+        if is_suspect and not tensor.isfinite().all():
+            found.append(name)
+        yield name, tensor
+
+
+def require_finite(names: list[str]) -> None:
+    """Raise `SyncError` if `find_not_finite` found a tensor."""
+    if names:
+        raise SyncError(
+            f"{names[0]} holds NaN or infinity: training has diverged, and an engine would generate noise. Resume "
+            "from the last checkpoint before `grad_norm` grew, with a lower learning rate."
+        )
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:

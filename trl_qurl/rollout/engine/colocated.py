@@ -2,8 +2,10 @@
 
 import functools
 import gc
+import os
+import socket
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from accelerate.logging import get_logger
 from trl_qurl.quantization.experts import expert_layers
 from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.adapter import engine_rank
+from trl_qurl.rollout.engine.cpu_memory import cpu_cache_arguments
 from trl_qurl.rollout.engine.interface import (
     ADAPTER,
     CPU_LOAD_FORMAT,
@@ -24,18 +27,29 @@ from trl_qurl.rollout.engine.interface import (
     TensorMetadata,
     WeightUpdate,
 )
+from trl_qurl.rollout.engine.kernels import kernel_environment
+from trl_qurl.rollout.engine.launch import weight_bytes
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 from trl_qurl.rollout.errors import SyncError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
     from vllm import LLM
     from vllm.outputs import CompletionOutput
 
     from trl_qurl.quantization.schemes import QuantizationScheme
+    from trl_qurl.rollout.settings import RolloutSettings
 
 
 logger = get_logger(__name__)  # of the main process
+
+BACKENDS = [f"Transformers{kind}ForCausalLM" for kind in ("", "MoE", "MultiModal", "MultiModalMoE")]
+"""vLLM's models that run transformers' code."""
+
+UNCOMPILED = {"_decorate_for_torch_compile": lambda model: None}
+"""What a subclass of them overrides."""
+
+TRL_MEMORY_SHARE = 0.3  # TRL's default for vllm_gpu_memory_utilization
 
 
 class ColocatedEngine(Engine):
@@ -145,6 +159,19 @@ def check_head_size(config: "PretrainedConfig") -> None:
         )
 
 
+def check_cpu_build(config: "PretrainedConfig", engine_kwargs: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for a model or an option that vLLM's CPU build cannot run, or gets wrong."""
+    from vllm.platforms import current_platform
+
+    check_head_size(config)
+    if current_platform.is_cpu() and engine_kwargs.get("speculative_config"):
+        # A kernel that spreads temperatures over draft tokens writes into a copy (`_expand_kernel_impl`).
+        raise ValueError(
+            "vllm_engine_kwargs sets 'speculative_config', with which vLLM's CPU build samples at temperatures from "
+            "uninitialized memory: remove it, or use a GPU."
+        )
+
+
 def check_experts(layers: Collection[str], scheme: "QuantizationScheme | None") -> None:
     """Raise `ValueError` for quantized experts where vLLM's CPU build has no kernel for them."""
     from vllm.platforms import current_platform
@@ -162,10 +189,60 @@ def check_experts(layers: Collection[str], scheme: "QuantizationScheme | None") 
         )
 
 
+def free_port(processes: int) -> dict[str, str]:
+    """Choose a port for vLLM's process group of one process, unless the user has chosen one.
+
+    TRL tries 29500 first, and runs that start together all find it free.
+    """
+    if processes > 1 or os.environ.get("MASTER_PORT"):
+        return {}
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return {"MASTER_PORT": str(listener.getsockname()[1])}
+
+
+def prepare_process(
+    model: "PreTrainedModel", layers: Collection[str], settings: "RolloutSettings", implementation: str, processes: int
+) -> None:
+    """Check that vLLM can run a model in this process, and set up what its start depends on."""
+    check_cpu_build(model.config, settings.engine_kwargs)
+    check_experts(layers, settings.scheme)
+    os.environ.update(kernel_environment(settings.scheme) | free_port(processes))
+    protect_transformers_classes(model.config.architectures or [type(model).__name__], implementation, settings.scheme)
+
+
+def protect_transformers_classes(
+    architectures: Collection[str], implementation: str, scheme: "QuantizationScheme | None"
+) -> None:
+    """Register vLLM's transformers backend without torch.compile, if it is what runs these architectures.
+
+    To compile a model, the backend changes the class that transformers has for it. The trainer's model is of the same
+    class, and its forward pass would fail. Raises `ValueError` where the backend cannot run INT8 on this CPU.
+    """
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.platforms import current_platform
+
+    known = [name for name in architectures if name in ModelRegistry.models and implementation != "transformers"]
+    has_amx = current_platform.is_cpu() and torch.cpu.get_capabilities().get("amx_tile")
+    for name in known or BACKENDS:
+        kind = ModelRegistry.models[name].load_model_cls()
+        if kind.__module__ == "vllm.model_executor.models.transformers":
+            if has_amx and scheme is not None and scheme.name == "int8":
+                raise ValueError(
+                    f"vLLM runs {', '.join(architectures)} by its transformers backend, whose inputs have three "
+                    "dimensions, and its INT8 kernel for CPUs with AMX takes two: set rollout_quantization=None, or "
+                    "use a GPU."
+                )
+            ModelRegistry.register_model(name, type(kind.__name__, (kind,), UNCOMPILED))
+
+
 def build_engine(kind: type, start: Path | None, engine_kwargs: dict[str, Any], **trl_kwargs: Any) -> Any:
     """vLLM's `LLM` with TRL's arguments, our starting checkpoint as the model, and the user's extras."""
     if start is not None:
         trl_kwargs["model"] = str(start)
+    if trl_kwargs.get("gpu_memory_utilization") == TRL_MEMORY_SHARE:  # the user has chosen nothing
+        weights = weight_bytes(Path(trl_kwargs["model"]))
+        trl_kwargs |= cpu_cache_arguments(weights, engine_kwargs, share=TRL_MEMORY_SHARE)
     return kind(**trl_kwargs, **engine_kwargs, worker_extension_cls=WORKER_EXTENSION)
 
 

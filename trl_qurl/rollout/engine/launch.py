@@ -24,6 +24,7 @@ from trl_qurl.quantization.kv_cache import check_kv_cache
 from trl_qurl.quantization.layers import check_recurrent_layers
 from trl_qurl.quantization.schemes import get_scheme
 from trl_qurl.quantization.weight_stream import model_parameters
+from trl_qurl.rollout.engine.cpu_memory import cpu_cache_arguments
 from trl_qurl.rollout.engine.interface import CPU_LOAD_FORMAT
 from trl_qurl.rollout.engine.kernels import kernel_environment
 from trl_qurl.rollout.engine.key import (
@@ -40,10 +41,14 @@ from trl_qurl.rollout.engine.supervisor import supervise
 
 SEPARATE_SERVERS = re.compile(r"--data-parallel-((hybrid|(multi-port-)?external)-lb|rank|start-rank)|-dp[ehmnr]")
 
+CHECKPOINT_FILES = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
+
+MEMORY_OPTIONS = ("gpu_memory_utilization", "kv_cache_memory_bytes")
+
 MEMORY_SHARE = 0.92  # vLLM's default for --gpu-memory-utilization
 
 
-def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str]) -> Path:
+def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str], trust_remote_code: bool = False) -> Path:
     """The quantized checkpoint of the full-precision model in a directory, made if it is not cached yet.
 
     Its key is a digest of what it is made from, so a model that changed under its name is quantized again.
@@ -53,7 +58,7 @@ def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str]) -> Path:
 
     def make(place: Path) -> None:
         print(f"Quantizing {model} to {scheme} (kept in {place})", flush=True)
-        loaded, tokenizer = load_model(model)
+        loaded, tokenizer = load_model(model, trust_remote_code)
         check_recurrent_layers(loaded)
         writer = CheckpointWriter(loaded, tokenizer, get_scheme(scheme), ignore)
         # A trainer makes the same codes from weights of any dtype, and compares the base of an adapter with these.
@@ -68,14 +73,14 @@ def resolve_model(name: str) -> str:
         return name
     from huggingface_hub import snapshot_download
 
-    return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
+    return snapshot_download(name, allow_patterns=[f"*{suffix}" for suffix in CHECKPOINT_FILES])
 
 
 def content_digest(directory: Path) -> str:
-    """Digest of the files that define a checkpoint: names and contents of weights, config and tokenizer."""
+    """Digest of the files that define a checkpoint: names and contents of weights, config, tokenizer and code."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(directory.iterdir()):
-        if path.suffix in (".safetensors", ".json", ".model", ".txt", ".jinja") and path.is_file():
+        if path.suffix in CHECKPOINT_FILES and path.is_file():
             digest.update(path.name.encode())
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest())
@@ -107,6 +112,9 @@ def server_command(
         memory = torch.cuda.get_device_properties(0).total_memory
         options["--gpu-memory-utilization"] = f"{memory_share(weight_bytes(Path(checkpoint)), memory):.2f}"
     given = {argument.split("=")[0] for argument in further}
+    memory_options = {name: value for name, value in values_of(further).items() if name in MEMORY_OPTIONS}
+    for name, value in cpu_cache_arguments(weight_bytes(Path(checkpoint)), memory_options).items():
+        options[f"--{name.replace('_', '-')}"] = str(value)
     if "--enable-lora" in given and not torch.cuda.is_available():
         options["--load-format"] = CPU_LOAD_FORMAT
     ours = [part for name, value in options.items() if name not in given for part in (name, value)]
@@ -155,10 +163,28 @@ def check_load_balancing(further: Sequence[str]) -> None:
 
 def check_cache(further: Sequence[str]) -> None:
     """Raise `ValueError` for options of vLLM that quantize the key-value cache."""
+    if dtype := values_of(further).get("kv_cache_dtype"):
+        check_kv_cache(dtype, "--kv-cache-dtype")
+
+
+def values_of(further: Sequence[str]) -> dict[str, str]:
+    """Values of vLLM's options by the names of its arguments: what follows each, after `=` or as the next word."""
+    values = {}
     for option, following in zip(further, [*further, ""][1:], strict=True):
         name, _, value = option.partition("=")
-        if name.replace("_", "-") == "--kv-cache-dtype":
-            check_kv_cache(value or following, name)
+        if name.startswith("--"):
+            values[name.removeprefix("--").replace("-", "_")] = value or following
+    return values
+
+
+def check_speculation(further: Sequence[str]) -> None:
+    """Raise `ValueError` for speculative decoding without a GPU, as `check_cpu_build` does."""
+    options = (argument.split("=")[0].split(".")[0].replace("_", "-") for argument in further)
+    if not torch.cuda.is_available() and {"--speculative-config", "-sc"} & set(options):
+        raise ValueError(
+            "--speculative-config: vLLM's CPU build then samples at temperatures from uninitialized memory: leave it "
+            "out, or use a GPU."
+        )
 
 
 def server_environment(host: str, port: int, key: str | None, scheme: str | None = None) -> dict[str, str]:
@@ -192,7 +218,7 @@ def run_server(command: Sequence[str], environment: Mapping[str, str], restart: 
     Returns the last server's exit status.
     """
     print('Starting vLLM; the server is ready when it says "Application startup complete".')
-    if "--gpu-memory-utilization" in command:
+    if "--gpu-memory-utilization" in command and torch.cuda.is_available():
         share = command[command.index("--gpu-memory-utilization") + 1]
         print(
             f"vLLM plans with {share} of the GPU's memory (--gpu-memory-utilization): new weights need room as well."

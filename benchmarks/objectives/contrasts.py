@@ -1,0 +1,222 @@
+"""Which differences of the study are credible: Holm's correction, other windows, and intervals by seed.
+
+    python -m benchmarks.objectives.contrasts
+
+An interval of 95 % leaves out zero by chance in one of twenty differences, and the study has hundreds. Holm's
+correction says which remain if all of them are tests of one family. A difference may also depend on how many of the
+last rollouts are averaged (`WINDOWS`; the tables use 20). And runs that share a seed are not independent, so a mean
+over formats or caps gets its interval from one value per seed, too.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from benchmarks.objectives.arms import EXPERIMENTS
+from benchmarks.objectives.study import RESULTS
+from benchmarks.objectives.summary import (
+    CAPS,
+    CONTRASTS,
+    MEASURES,
+    SCHEMES,
+    Arms,
+    markdown,
+    read_arms,
+    stated,
+    stated_difference,
+)
+from trl_qurl.lab.report.curves import FINAL_ROLLOUTS
+
+WINDOWS = (10, 20, 30, 40, 60)
+LEVEL = 0.05
+
+TABLE: dict[str, tuple[str, str, str]] = {
+    "naive − BF16": ("main", "{}_naive", "bf16"),
+    "tis − BF16": ("main", "{}_tis", "bf16"),
+    "acr − BF16": ("main", "{}_acr", "bf16"),
+    "quantized_ratio − naive": ("main", "{}_quantized_ratio", "{}_naive"),
+    "tis − naive": ("main", "{}_tis", "{}_naive"),
+    "acr − tis": ("main", "{}_acr", "{}_tis"),
+    "acr with UAQ 1.5 − acr": ("main", "{}_acr_uaq", "{}_acr"),
+    "smoothed − not (`tis`)": ("actors", "{}_tis_smoothed", "{}_tis"),
+    "stochastic − nearest (`tis`)": ("actors", "{}_stochastic_tis", "{}_tis"),
+    "error feedback − nearest (`tis`)": ("actors", "{}_feedback_tis", "{}_tis"),
+    "fallback − without a guard (`quantized_ratio`)": ("guard", "{}_quantized_ratio_fallback", "{}_quantized_ratio"),
+    "fallback − BF16": ("guard", "{}_quantized_ratio_fallback", "bf16"),
+}
+"""Rows of docs/results.md's table of differences: experiment and arms, by format."""
+
+INT8 = {
+    "main": ("bf16", "int8_{}", ("naive", "quantized_ratio", "decoupled", "tis", "acr", "acr_uaq", "naive_forward")),
+    "rloo": ("bf16", "int8_{}", ("naive", "tis")),
+    "lora": ("bf16_lora", "int8_lora_{}", ("merged", "adapter", "rounded")),
+}
+"""Arms with INT8 rollouts, and the arm in BF16 that they are compared with."""
+
+POOLED = {
+    "acr − tis, over six caps": [("cap", f"int3a4_acr_c{cap:g}", f"int3a4_tis_c{cap:g}") for cap in CAPS],
+    "acr with UAQ 1.5 − acr, over three formats": [("main", f"{name}_acr_uaq", f"{name}_acr") for name in SCHEMES],
+}
+
+
+class Difference(NamedTuple):
+    """A paired difference: its name, and a value per seed for each window."""
+
+    name: str
+    seeds: list[int]
+    by_window: dict[int, list[float]]
+
+    @property
+    def values(self) -> list[float]:
+        """With the window of the tables."""
+        return self.by_window[FINAL_ROLLOUTS]
+
+    def windows(self) -> list[int]:
+        """Those with which the interval leaves out zero."""
+        return [window for window, values in self.by_window.items() if p_value(values) < LEVEL]
+
+
+def p_value(values: Sequence[float]) -> float:
+    """Two-sided, of Student's t for a mean of zero; 1 for fewer than two values (Abramowitz and Stegun 26.7.3-4)."""
+    freedom = len(values) - 1
+    spread = float(np.std(values, ddof=1)) if freedom > 0 else 0.0
+    if spread == 0.0:
+        return 1.0
+    angle = math.atan(abs(float(np.mean(values))) * math.sqrt(len(values)) / spread / math.sqrt(freedom))
+    odd = freedom % 2
+    term, total = math.cos(angle) if odd else 1.0, 0.0
+    for k in range(1 + odd, freedom, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * k / (k + 1)
+    inside = math.sin(angle) * total
+    return 1 - ((angle + inside) * 2 / math.pi if odd else inside)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's corrected p-values, in the order of `p_values`."""
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        corrected[index] = largest
+    return corrected
+
+
+def difference(name: str, arms: Arms, ours: str, theirs: str, measure: Callable[..., float | None]) -> Difference:
+    """Of two arms, by the seeds in which both have a value."""
+    seeds = sorted(arms.get(ours, {}).keys() & arms.get(theirs, {}).keys())
+    seeds = [seed for seed in seeds if None not in (measure(arms[ours][seed]), measure(arms[theirs][seed]))]
+    return Difference(
+        name,
+        seeds,
+        {
+            window: [measure(arms[ours][seed], window) - measure(arms[theirs][seed], window) for seed in seeds]  # type: ignore[operator]
+            for window in WINDOWS
+        },
+    )
+
+
+class Study:
+    """The stored runs; each experiment is read once, when it is first needed."""
+
+    def __init__(self, directory: Path = RESULTS) -> None:
+        self._directory = directory
+        self._read: dict[str, Arms] = {}
+
+    def arms(self, name: str) -> Arms:
+        """The arms of an experiment, and those of the one beside it."""
+        if name not in self._read:
+            experiment = EXPERIMENTS[name]
+            beside = self.arms(experiment.beside) if experiment.beside else {}
+            self._read[name] = {
+                **beside,
+                **read_arms(self._directory / name, [arm.name for arm in experiment.arms]),
+            }
+        return self._read[name]
+
+    def accuracy(self, experiment: str, ours: str, theirs: str, name: str = "") -> Difference:
+        """A difference in accuracy of the full-precision policy."""
+        return difference(name or f"{ours} - {theirs}", self.arms(experiment), ours, theirs, MEASURES["accuracy"])
+
+    def table(self) -> dict[tuple[str, str], Difference]:
+        """The differences of `TABLE`, by row and format."""
+        cells = {
+            (row, scheme): self.accuracy(
+                experiment, ours.format(scheme), theirs.format(scheme), f"{scheme.upper()}: {row}"
+            )
+            for row, (experiment, ours, theirs) in TABLE.items()
+            for scheme in SCHEMES
+        }
+        return {cell: found for cell, found in cells.items() if found.seeds}
+
+    def everything(self) -> Iterator[Difference]:
+        """Every difference of the study, by every measure, without those that repeat the same values."""
+        seen = set()
+        for experiment, pairs in CONTRASTS.items():
+            for ours, theirs in pairs:
+                for measure, function in MEASURES.items():
+                    name = f"{experiment}: {ours} - {theirs}, {measure}"
+                    found = difference(name, self.arms(experiment), ours, theirs, function)
+                    if len(found.seeds) > 1 and (key := (ours, theirs, *found.values)) not in seen:
+                        seen.add(key)
+                        yield found
+
+    def with_int8(self) -> list[Difference]:
+        """INT8 rollouts against BF16 rollouts."""
+        return [
+            self.accuracy(experiment, form.format(arm), plain, f"{experiment}: {form.format(arm)} - {plain}")
+            for experiment, (plain, form, names) in INT8.items()
+            for arm in names
+        ]
+
+    def pooled(self, name: str) -> tuple[list[float], list[float]]:
+        """The values of all pairs of `POOLED`, and their mean by seed."""
+        parts = [self.accuracy(*pair) for pair in POOLED[name]]
+        by_seed: dict[int, list[float]] = {}
+        for part in parts:
+            for seed, value in zip(part.seeds, part.values, strict=True):
+                by_seed.setdefault(seed, []).append(value)
+        return [value for part in parts for value in part.values], [float(np.mean(v)) for v in by_seed.values()]
+
+
+def table_of(differences: Sequence[Difference], only_below: float = math.inf) -> str:
+    """One line per difference, the smallest p-value first; Holm's correction is over all of `differences`."""
+    p_values = [p_value(found.values) for found in differences]
+    lines = [
+        (
+            found.name,
+            str(len(found.seeds)),
+            stated_difference(stated(found.values)),
+            f"{p:.5f}",
+            f"{corrected:.3f}",
+            ", ".join(map(str, found.windows())),
+        )
+        for p, corrected, found in sorted(zip(p_values, holm(p_values), differences, strict=True), key=lambda x: x[0])
+        if p < only_below
+    ]
+    return markdown(("difference", "seeds", "mean", "p", "Holm's p", "leaves out zero with windows of"), lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=Path, default=RESULTS, help="directory that study.py wrote to")
+    study = Study(parser.parse_args(argv).runs)
+    table, everything = list(study.table().values()), list(study.everything())
+    print(f"### The table of results.md: {len(table)} differences in accuracy\n\n{table_of(table)}")
+    print(
+        f"\n### All {len(everything)} differences; shown are those with p < {LEVEL}\n\n{table_of(everything, LEVEL)}"
+    )
+    print(f"\n### INT8 rollouts against BF16 rollouts\n\n{table_of(study.with_int8())}")
+    lines = [
+        (name, *(f"{stated_difference(stated(values))} ({len(values)})" for values in study.pooled(name)))
+        for name in POOLED
+    ]
+    print(f"\n### Pooled\n\n{markdown(('difference', 'by pairs', 'by seed'), lines)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Many runs that start and end at once, each with a directory for checkpoints: does any of them lose its own?
+
+Each run is a process that writes a file where its engine would look for the start checkpoint and reads it again until
+the run ends: it removes the directory, drops it, exits as Python does, or kills itself. Some fork in between, as data
+loaders do; those forks exit, or outlive the run.
+"""
+
+import atexit
+import json
+import os
+import random
+import signal
+import sys
+import time
+import weakref
+from collections import Counter
+from pathlib import Path
+
+from trl_qurl.rollout.directory import CheckpointDirectory
+
+AT_ONCE = 40
+ENDS = ("remove", "drop", "exit", "kill")
+
+
+def exit_as_python_does() -> None:
+    atexit._run_exitfuncs()
+    os._exit(0)
+
+
+def run(parent: str, losses: Path, chance: random.Random) -> None:
+    """Be one run. What it lost is appended to a file."""
+    directory = CheckpointDirectory(parent, 0)
+    checkpoint = directory.path / "start" / "config.json"
+    checkpoint.parent.mkdir()
+    owner = str(os.getpid())
+    checkpoint.write_text(owner)
+    weakref.finalize(run, time.sleep, 0.05)  # as an engine takes its time to shut down, before the directory goes
+    end, forks = chance.choice(ENDS), chance.choice(("none", "exits", "outlives"))
+    if forks != "none" and os.fork() == 0:
+        time.sleep(0.05 * (forks == "outlives"))
+        exit_as_python_does()
+    deadline = time.monotonic() + chance.uniform(0, 0.1)
+    while True:
+        try:
+            seen = checkpoint.read_text()
+        except OSError as error:
+            seen = type(error).__name__
+        if seen != owner:
+            with losses.open("a") as file:
+                file.write(f"{checkpoint} of {owner}: {seen}\n")
+            break
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    if end == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif end == "remove":
+        directory.remove()
+    elif end == "drop":
+        del directory
+    exit_as_python_does()
+
+
+def keep_running(parent: str, losses: Path, runs: int) -> Counter[int]:
+    """Make so many runs, 40 of them at a time, and count how they ended."""
+    statuses: Counter[int] = Counter()
+    running: set[int] = set()
+    for seed in range(runs):
+        if (process := os.fork()) == 0:
+            try:
+                run(parent, losses, random.Random(seed))
+            finally:
+                os._exit(1)
+        running.add(process)
+        if len(running) == AT_ONCE:
+            process, status = os.wait()
+            running.remove(process)
+            statuses[os.waitstatus_to_exitcode(status)] += 1
+    while running:
+        process, status = os.wait()
+        running.remove(process)
+        statuses[os.waitstatus_to_exitcode(status)] += 1
+    return statuses
+
+
+if __name__ == "__main__":
+    folder, runs = Path(sys.argv[1]), int(sys.argv[2])
+    lost = folder / "lost"
+    lost.touch()
+    ends = keep_running(str(folder / "rollouts"), lost, runs)
+    print("RECORD " + json.dumps({"ends": ends, "lost": lost.read_text().splitlines()}))

@@ -1,0 +1,177 @@
+"""What a trainer is given, in TRL's order and by name: taken as TRL takes it, or refused before an engine starts."""
+
+import pytest
+from datasets import Dataset, DatasetDict
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from tiny import tiny_model, tiny_tokenizer
+
+from trl_qurl import (
+    QuRLGRPOConfig,
+    QuRLGRPOTrainer,
+    QuRLPPOConfig,
+    QuRLPPOTrainer,
+    QuRLRLOOConfig,
+    QuRLRLOOTrainer,
+)
+
+PLAIN = {
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": [],
+    "num_generations": 2,
+    "steps_per_generation": 2,
+    "max_steps": 1,
+}
+TRAINERS = [
+    (QuRLGRPOTrainer, QuRLGRPOConfig),
+    (QuRLRLOOTrainer, QuRLRLOOConfig),
+    (QuRLPPOTrainer, QuRLPPOConfig),
+]
+PROMPTS = Dataset.from_dict({"prompt": ["ab"] * 16, "solution": ["c"] * 16})
+FITS = r"max_completion_length is 129, but the model has 128 positions"
+"""The last thing that is found wrong before an engine starts; all that is checked before it was right."""
+
+
+def reward(completions, **kwargs):
+    return [0.0] * len(completions)
+
+
+@pytest.fixture(autouse=True)
+def no_engine(monkeypatch):
+    def start(self):
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr("trl_qurl.rollout.backend.QuantizedVLLMGeneration._init_vllm", start)
+
+
+def build(kind, config, tmp_path, *, function=reward, data=PROMPTS, model=None, length=16, **given):
+    settings = config(str(tmp_path), **PLAIN, max_completion_length=length)
+    start = tiny_model() if model is None else model
+    return kind(start, function, settings, train_dataset=data, processing_class=tiny_tokenizer(), **given)
+
+
+@pytest.mark.parametrize(("kind", "config"), TRAINERS)
+def test_arguments_are_taken_in_trls_order(kind, config, tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    given = [str(tmp_path / "model"), reward, config(str(tmp_path / "out"), **PLAIN, max_completion_length=129)]
+    with pytest.raises(ValueError, match=FITS):
+        kind(*given, PROMPTS, None, tiny_tokenizer())
+    with pytest.raises(ValueError, match="eval_dataset has no column 'prompt'"):
+        kind(*given, PROMPTS, PROMPTS.remove_columns("prompt"), tiny_tokenizer())
+    with pytest.raises(TypeError, match=f"{kind.__name__} got train_dataset by position and by name"):
+        kind(*given, PROMPTS, train_dataset=PROMPTS)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        kind(*given, *[None] * 20)
+
+
+@pytest.mark.parametrize(("kind", "config"), TRAINERS)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_data_without_prompts_is_refused(kind, config, streamed, tmp_path):
+    data = Dataset.from_dict({"question": ["ab"] * 16, "answer": ["c"] * 16})
+    data = data.to_iterable_dataset() if streamed else data
+    message = (
+        r"train_dataset has no column 'prompt', only 'question', 'answer': rename one with "
+        r"dataset\.rename_column\('question', 'prompt'\), or make one with dataset\.map\("
+    )
+    with pytest.raises(ValueError, match=message):
+        build(kind, config, tmp_path, data=data)
+
+
+def test_data_to_evaluate_on_needs_prompts_as_well(tmp_path):
+    data = DatasetDict(easy=PROMPTS, hard=PROMPTS.rename_column("prompt", "question"))
+    with pytest.raises(ValueError, match="hard has no column 'prompt', only 'question', 'solution'"):
+        build(QuRLGRPOTrainer, QuRLGRPOConfig, tmp_path, eval_dataset=data)
+
+
+def test_a_stream_whose_columns_are_unknown_is_read_first(tmp_path):
+    stream = PROMPTS.to_iterable_dataset().map(lambda row: row)
+    assert stream.column_names is None
+    with pytest.raises(ValueError, match=FITS):
+        build(QuRLGRPOTrainer, QuRLGRPOConfig, tmp_path, data=stream, length=129)
+
+
+class Judge:
+    __name__ = "judge"
+
+    def __call__(self, prompts, completions):
+        return [0.0] * len(completions)
+
+
+async def asks(completions, texts, **kwargs):
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize(("kind", "config"), TRAINERS)
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda samples, **kwargs: [], r"'<lambda>' \(missing a required argument: 'samples'\)"),
+        (lambda completions, answer, **kwargs: [], r"'<lambda>' \(missing a required argument: 'answer'\)"),
+        (lambda completions: [], r"'<lambda>' \(got an unexpected keyword argument 'prompts'\)"),
+        (lambda completions, /, **kwargs: [], r"'<lambda>' \(.*'completions'"),
+        (Judge(), r"'judge' \(got an unexpected keyword argument 'completion_ids'\)"),
+        (asks, r"'asks' \(missing a required argument: 'texts'\)"),
+        ([reward, lambda x: []], "'<lambda>'"),
+    ],
+)
+def test_a_reward_function_that_trl_cannot_call_is_refused(kind, config, function, message, tmp_path):
+    passed = "it passes prompts, completions, completion_ids, trainer_state, log_extra, log_metric, solution by name"
+    with pytest.raises(TypeError, match=rf"TRL cannot call the reward function {message}.*: {passed}"):
+        build(kind, config, tmp_path, function=function)
+
+
+class Hidden:
+    __name__, __signature__ = "hidden", "none"
+
+    def __call__(self, **kwargs):
+        return []
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        reward,
+        lambda prompts, completions, completion_ids, trainer_state, log_extra, log_metric, solution: [],
+        lambda completions, solution, optional=None, **kwargs: [],
+        Hidden(),
+        [reward, lambda **kwargs: []],
+    ],
+)
+def test_a_reward_function_that_trl_can_call_is_taken(function, tmp_path):
+    with pytest.raises(ValueError, match=FITS):
+        build(QuRLGRPOTrainer, QuRLGRPOConfig, tmp_path, function=function, length=129)
+
+
+def test_what_a_rollout_function_adds_may_be_asked_for(tmp_path):
+    given = {"rollout_func": lambda prompts, trainer: {}, "function": lambda completions, score, **kwargs: []}
+    with pytest.raises(ValueError, match=FITS):
+        build(QuRLGRPOTrainer, QuRLGRPOConfig, tmp_path, length=129, **given)
+
+
+@pytest.mark.parametrize(("kind", "config"), TRAINERS)
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), r"PromptTuningConfig \(PROMPT_TUNING\)"),
+        (PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), r"PrefixTuningConfig \(PREFIX_TUNING\)"),
+        (LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[40]), r"LoraConfig \(aLoRA\)"),
+    ],
+    ids=["prompt", "prefix", "aLoRA"],
+)
+def test_an_adapter_that_cannot_be_merged_is_refused(kind, config, method, name, tmp_path):
+    message = rf"{name} is a method of PEFT that cannot be merged into the weights, .*: use LoRA"
+    with pytest.raises(ValueError, match=message):
+        build(kind, config, tmp_path, peft_config=method)
+    with pytest.raises(ValueError, match=message):
+        build(kind, config, tmp_path, model=get_peft_model(tiny_model(), method))
+
+
+@pytest.mark.parametrize(("kind", "config"), TRAINERS)
+def test_completions_longer_than_the_model_are_refused(kind, config, tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=rf"{FITS} \(max_position_embeddings\), .*: lower it"):
+        build(kind, config, tmp_path, model=str(tmp_path / "model"), length=129)
+    stretched = tiny_model(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0})
+    stretched.save_pretrained(tmp_path / "stretched")
+    with pytest.raises(ValueError, match="is 257, but the model has 256 positions"):
+        build(kind, config, tmp_path, model=str(tmp_path / "stretched"), length=257)
