@@ -219,6 +219,13 @@ def test_naive_without_quantization_is_the_plain_ppo_loss(plain):
     torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_a_batch_without_the_critics_part_is_refused_by_name(plain):
+    inputs = micro_batch(rollout(plain))
+    del inputs["returns"], inputs["critic_mask"]
+    with pytest.raises(ValueError, match="The batch has no critic_mask, returns, which this trainer adds"):
+        plain._compute_loss(plain.model, inputs)
+
+
 def test_a_penalty_in_the_reward_is_not_in_the_loss_as_well(plain):
     batch = rollout(plain)
     # As after some updates: a reference that is no longer the policy.

@@ -194,6 +194,11 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
     # Loss and update -------------------------------------------------------------------------------------------------
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        if missing := {"values", "returns", "critic_mask"} - inputs.keys():
+            raise ValueError(
+                f"The batch has no {', '.join(sorted(missing))}, which this trainer adds from its critic: pass on what "
+                "_generate_and_score_completions returns, with every key."
+            )
         self._passes.clear()
         # A penalty in the rewards stays out of TRL's loss.
         with substitute(self, "beta", 0.0 if self.args.kl_in_reward else self.beta):
