@@ -196,7 +196,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         if missing := {"values", "returns", "critic_mask"} - inputs.keys():
             raise ValueError(
-                f"The batch has no {', '.join(sorted(missing))}, which this trainer adds from its critic: pass on what "
+                f"The batch has no {', '.join(sorted(missing))}, which this trainer's critic adds: pass on what "
                 "_generate_and_score_completions returns, with every key."
             )
         self._passes.clear()
