@@ -222,7 +222,7 @@ def test_naive_without_quantization_is_the_plain_ppo_loss(plain):
 def test_a_batch_without_the_critics_part_is_refused_by_name(plain):
     inputs = micro_batch(rollout(plain))
     del inputs["returns"], inputs["critic_mask"]
-    with pytest.raises(ValueError, match="The batch has no critic_mask, returns, which this trainer adds"):
+    with pytest.raises(ValueError, match="The batch has no critic_mask, returns, which this trainer's critic adds"):
         plain._compute_loss(plain.model, inputs)
 
 
