@@ -12,11 +12,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from trl_qurl.lab.demo.algorithms import ALGORITHMS
     from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED
 
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="a chat model, by its name on the Hub or a directory: trains it on one-digit arithmetic "
+        "(default: a tiny model, made here, on three-digit addition)",
+    )
     formats = [*SCHEMES, UNQUANTIZED]
     parser.add_argument("--scheme", choices=formats, default="int8", help="of the rollouts (default: %(default)s)")
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="grpo", help="ppo: a critic, and no groups")
     parser.add_argument("--output-dir", type=Path, default=Path("demo-output"), help="for the figure and the log")
-    parser.add_argument("--rollouts", type=int, default=120, help="each makes 256 completions and four updates")
+    parser.add_argument("--rollouts", type=int, help="each of some updates (default: 120, with --model 20)")
     parser.add_argument(
         "--required-rise", type=float, default=0.25, help="the demo fails if expected accuracy rises by less"
     )
@@ -29,7 +35,15 @@ def run(args: argparse.Namespace) -> int:
     from trl_qurl.quantization.schemes import parse_scheme
 
     scheme = parse_scheme(args.scheme)
-    shortfall = run_demo(scheme, args.output_dir, args.rollouts, args.required_rise, args.seed, args.algorithm)
+    if args.model is not None:
+        from trl_qurl.lab.demo.chat import run_chat_demo
+
+        if args.algorithm != "grpo":
+            raise ValueError(f"--algorithm {args.algorithm} with --model: the chat model is trained with grpo only.")
+        shortfall = run_chat_demo(args.model, scheme, args.output_dir, args.rollouts or 20, args.seed)
+    else:
+        rollouts = 120 if args.rollouts is None else args.rollouts
+        shortfall = run_demo(scheme, args.output_dir, rollouts, args.required_rise, args.seed, args.algorithm)
     if shortfall is not None:
         print(f"trl-qurl: the demo failed: {shortfall}", file=sys.stderr)
     return int(shortfall is not None)

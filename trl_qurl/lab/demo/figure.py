@@ -33,9 +33,9 @@ PANELS = {
 }
 
 
-def draw_figure(directory: Path, path: Path, algorithm: str = "grpo") -> None:
+def draw_figure(directory: Path, path: Path, algorithm: str = "grpo", title: str = "Three-digit addition") -> None:
     """Draw the four panels from the log of the run in `directory`; metrics that were never logged are left out."""
     groups, _ = group_runs([read_run(directory)])
     ((figure, _),) = draw_lines(PANELS[algorithm], groups)
-    figure.suptitle(f"Three-digit addition: {algorithm.upper()}, {groups[0].label}")
+    figure.suptitle(f"{title}: {algorithm.upper()}, {groups[0].label}")
     path.write_bytes(to_png(figure))

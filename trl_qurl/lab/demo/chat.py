@@ -1,0 +1,209 @@
+"""The demonstration on a chat model of the user's: GRPO on one-digit arithmetic, with answers before and after."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trl_qurl.cli.allocator import keep_freed_memory
+from trl_qurl.lab.demo.run import ENVIRONMENT
+from trl_qurl.lab.packages import require
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+
+OPERATIONS = {"times": int.__mul__, "plus": int.__add__}
+COMPLETIONS, UPDATES_PER_ROLLOUT = 64, 2
+LONGEST_ANSWER = 24  # tokens
+
+
+class Question(NamedTuple):
+    """A question and its answer."""
+
+    text: str
+    answer: int
+
+
+class Answered(NamedTuple):
+    """What a policy said to the questions that were held out, greedily."""
+
+    texts: list[str]
+    accuracy: float
+
+
+def questions(held_out: bool) -> list[Question]:
+    """The 32 questions that are held out, or the other 96: digits from 2 to 9."""
+    return [
+        Question(f"What is {a} {name} {b}?", operation(a, b))
+        for name, operation in OPERATIONS.items()
+        for a in range(2, 10)
+        for b in range(2, 10)
+        if ((a + 3 * b) % 4 == 0) == held_out
+    ]
+
+
+def conversation(question: Question) -> list[dict[str, str]]:
+    """A question as the model is asked."""
+    return [{"role": "user", "content": f"{question.text} Reply with the number only."}]
+
+
+def is_right(text: str, answer: int) -> bool:
+    """Whether the last number of a completion is the answer."""
+    return re.findall(r"\d+", text)[-1:] == [str(answer)]
+
+
+def right_number(completions: list[Any], answer: list[int], **kwargs: Any) -> list[float]:
+    """The reward: 1 if the last number is the right one."""
+    return [float(is_right(turns[0]["content"], right)) for turns, right in zip(completions, answer, strict=True)]
+
+
+def build_chat_config(
+    scheme: str | None, output_dir: Path, rollouts: int, seed: int, **changed: Any
+) -> QuRLGRPOConfig:
+    """Settings of the run: two updates from a rollout of 64 completions. `changed` are what a study varies."""
+    from trl_qurl import QuRLGRPOConfig
+    from trl_qurl.lab.device import cpu_settings
+
+    settings: dict[str, Any] = {
+        "output_dir": str(output_dir),
+        "rollout_quantization": scheme,
+        "per_device_train_batch_size": COMPLETIONS // UPDATES_PER_ROLLOUT,
+        "steps_per_generation": UPDATES_PER_ROLLOUT,
+        "num_generations": 8,
+        "max_completion_length": LONGEST_ANSWER,
+        "max_steps": rollouts * UPDATES_PER_ROLLOUT,
+        "learning_rate": 1e-5,
+        "lr_scheduler_type": "constant",
+        "beta": 0.0,
+        "logging_steps": UPDATES_PER_ROLLOUT,
+        "model_init_kwargs": {"dtype": "float32"},
+        **cpu_settings(),
+        "gradient_checkpointing": False,
+        "sync_probe": False,
+        "vllm_mode": "colocate",
+        "vllm_max_model_length": 128,
+        "vllm_engine_kwargs": {"enforce_eager": True},
+        "seed": seed,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return QuRLGRPOConfig(**{**settings, **changed})
+
+
+def build_chat_trainer(model: str, config: QuRLGRPOConfig) -> QuRLGRPOTrainer:
+    """The trainer with its engine started, on the questions that are not held out."""
+    from datasets import Dataset
+
+    from trl_qurl import QuRLGRPOTrainer
+
+    asked = questions(held_out=False)
+    data = Dataset.from_dict({"prompt": list(map(conversation, asked)), "answer": [each.answer for each in asked]})
+    return QuRLGRPOTrainer(model=model, reward_funcs=right_number, args=config, train_dataset=data)
+
+
+def answer_greedily(trainer: QuRLGRPOTrainer) -> Answered:
+    """What the full-precision policy says to the questions that are held out; the model's mode is put back."""
+    import torch
+
+    model, tokenizer, asked = trainer.model, trainer.processing_class, questions(held_out=True)
+    side, tokenizer.padding_side = tokenizer.padding_side, "left"
+    inputs = tokenizer.apply_chat_template(
+        list(map(conversation, asked)), add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    ).to(model.device)
+    tokenizer.padding_side = side
+    was_training = model.training
+    model.eval()
+    with torch.inference_mode():
+        tokens = model.generate(**inputs, max_new_tokens=LONGEST_ANSWER, do_sample=False)
+    model.train(was_training)
+    texts = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return judged(texts)
+
+
+def answer_by_engine(trainer: QuRLGRPOTrainer) -> Answered:
+    """The same by the engine that makes the rollouts, after a sync of the weights."""
+    generation, tokenizer, asked = trainer.vllm_generation, trainer.processing_class, questions(held_out=True)
+    prompts = [
+        tokenizer.apply_chat_template(conversation(question), add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
+        for question in asked
+    ]
+    generation.sync_weights()
+    temperature, generation.temperature = generation.temperature, 0.0
+    try:
+        completions = generation.generate(prompts=prompts, images=None, num_generations=1)[1]
+    finally:
+        generation.temperature = temperature
+        generation.pop_cost()  # else the row of the next rollout would count this one's seconds and tokens
+    return judged(tokenizer.batch_decode(completions, skip_special_tokens=True))
+
+
+def judged(texts: list[str]) -> Answered:
+    """Answers to the questions that are held out, with the share of them that is right."""
+    asked = questions(held_out=True)
+    right = [is_right(text, question.answer) for text, question in zip(texts, asked, strict=True)]
+    return Answered(texts, sum(right) / len(right))
+
+
+def run_chat_demo(model: str, scheme: str | None, output_dir: Path, rollouts: int, seed: int) -> str | None:
+    """Ask, train, ask again; prints answers and a table, writes `run.jsonl` and `demo.png` to `output_dir`.
+
+    The arguments are the options of `trl-qurl demo`. Returns why the demonstration counts as failed, or `None`.
+    """
+    for name, value in ENVIRONMENT.items():  # before vLLM is imported, which reads them once
+        os.environ.setdefault(name, value)
+    keep_freed_memory()
+    require("The demo", "matplotlib", "rich", extra="demo")
+    from rich.console import Console
+    from transformers.utils import logging as transformers_logging
+
+    from trl_qurl.cli.options import check_model
+    from trl_qurl.lab.demo.figure import draw_figure
+    from trl_qurl.lab.progress import use_step_lines
+    from trl_qurl.trainers.run_log import RUN_LOG, read_run
+
+    check_model(model)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    transformers_logging.disable_progress_bar()
+    console = Console()
+    config = build_chat_config(scheme, output_dir, rollouts, seed)
+    console.print(f"Loading {model} and starting vLLM with {scheme.upper() if scheme else 'BF16'} rollouts")
+    trainer = build_chat_trainer(model, config)
+    before = answer_greedily(trainer)
+    started = time.perf_counter()
+    use_step_lines(trainer)
+    trainer.train()
+    seconds = time.perf_counter() - started
+    after, by_engine = answer_greedily(trainer), answer_by_engine(trainer)
+    print_answers(before, after, console)
+    kl = [row["mismatch/kl_k3"] for row in read_run(output_dir).rows if row.get("mismatch/kl_k3") is not None]
+    name = f"{scheme.upper()} " if scheme else ""
+    console.print(
+        f"Accuracy on 32 questions that were held out: {before.accuracy:.2f} before, {after.accuracy:.2f} after "
+        f"{rollouts} rollouts in {seconds / 60:.1f} minutes ({by_engine.accuracy:.2f} by the {name}engine)."
+    )
+    console.print(f"KL between engine and policy: {kl[0]:.2g} at first, {kl[-1]:.2g} at last, in nats per token.")
+    draw_figure(output_dir, output_dir / "demo.png", title="One-digit arithmetic")
+    print(f"Log: {output_dir / RUN_LOG}\nFigure: {output_dir / 'demo.png'}")
+    if after.accuracy > before.accuracy:
+        return None
+    return f"accuracy went from {before.accuracy:.2f} to {after.accuracy:.2f}."
+
+
+def print_answers(before: Answered, after: Answered, console: Console, shown: int = 6) -> None:
+    """Print some questions with the answers before and after."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table("question", "before", "after", box=box.SIMPLE_HEAD)
+    asked = questions(held_out=True)
+    for place in range(0, len(asked), len(asked) // shown):
+        table.add_row(asked[place].text, *(" ".join(each.texts[place].split()) for each in (before, after)))
+    console.print(table)
