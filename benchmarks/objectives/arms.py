@@ -216,7 +216,7 @@ def _guard() -> Experiment:
 
 def _actors() -> Experiment:
     """Other ways from the weights to the actor's: smoothed inputs, and rounding that is right on average."""
-    smoothed = {"objective": "tis", "smoothing_interval": 4}
+    smoothed = {"objective": "tis", "smooth_activations": True}
     seeds = {"int3": SEEDS, "int8": SEEDS[:3]}
     arms = [Arm(f"{scheme}_tis_smoothed", scheme, smoothed, seeds=seeds[scheme]) for scheme in seeds]
     arms += [Arm(f"{scheme}_tis", scheme, {"objective": "tis"}, seeds=seeds[scheme[:4]]) for scheme in UNBIASED]

@@ -56,7 +56,7 @@ KEPT_SETTINGS = (
     "training_forward",
     "weight_sync",
     "round_base",
-    "smoothing_interval",
+    "smooth_activations",
 )
 KEPT_OF_THE_GUARD = ("mismatch_guard", "mismatch_guard_kl")  # of arms that have one
 DIGITS = 5
@@ -91,6 +91,7 @@ def train_arm(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any],
                 "logging_steps": updates,
                 "weight_metrics_interval": 4,
                 "mismatch_guard": "off",
+                "smooth_activations": False,
                 # The first sync is checked, but not where the probe cannot compute what the engine does.
                 "sync_check_interval": 10**6 if arm.is_repeatable else 0,
                 **arm.changed,
