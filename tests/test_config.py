@@ -51,7 +51,7 @@ OWN_DEFAULTS = {
     "max_server_recoveries": 3,
     "mismatch_guard": "warn",
     "mismatch_guard_kl": 0.1,
-    "smoothing_interval": 0,
+    "smooth_activations": None,
 }
 CHANGED_DEFAULTS = {
     "use_vllm": True,

@@ -9,30 +9,20 @@ import pytest
 import torch
 from conftest import child_environment
 from documents import ROOT
+from test_sensitivity import with_outliers
 from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl import cli
 from trl_qurl.lab.mismatch.engines import Sampling, cache_bytes, needed_context
 from trl_qurl.lab.mismatch.job import Answer
-from trl_qurl.lab.mismatch.keep import Budget, Kept, extra_bytes
+from trl_qurl.lab.mismatch.keep import Budget, Group, Kept, keep_layers, within_bytes, within_kl
 from trl_qurl.lab.mismatch.prompts import BUILT_IN, encode, load_prompts
 from trl_qurl.lab.mismatch.run import Report
 from trl_qurl.lab.mismatch.score import Scored, score
-from trl_qurl.lab.mismatch.sensitivity import (
-    Group,
-    Sensitivity,
-    fused_groups,
-    within_bytes,
-    within_kl,
-    without_activations,
-)
 from trl_qurl.lab.mismatch.statistics import Interval, half_length, measure, sequence_ess
 from trl_qurl.lab.mismatch.table import sentences, tokens
 from trl_qurl.lab.recipes.grpo import parse_arguments
-from trl_qurl.quantization.fake_quantization import quantized_forward
-from trl_qurl.quantization.layers import quantized_layer_names
-from trl_qurl.quantization.schemes import SCHEMES, get_scheme
-from trl_qurl.quantization.weight_stream import WeightStream
+from trl_qurl.quantization.schemes import get_scheme
 
 BUDGET = 3e-5  # nats per token, between the tiny model's KL with its outliers and without
 
@@ -237,7 +227,7 @@ def test_the_verdict_waits_until_the_interval_is_clear(kl, words):
 def test_a_list_that_misses_its_budget_is_not_passed_off_as_one_that_does():
     report = report_with(0.0005, 0.001, 0.0015)
     for budget, words in ((Budget(kl=0.0009), "above --kl 0.0009: lower --kl"), (Budget(kl=0.0011), "as it is")):
-        kept = Kept("int8", "int8", ("lm_head",), 0, (), budget)
+        kept = Kept("int8", "int8", ("lm_head",), 0, 0.0, (), budget)
         assert words in sentences(replace(report, kept=kept))[1]
 
 
@@ -250,94 +240,43 @@ def test_lengths_are_rounded():
 # Where it comes from -------------------------------------------------------------------------------------------------
 
 
-def with_outliers(model, layer, factor=60.0, channels=(3, 50)):
-    """The same function, with two large inputs of a block's feed-forward layers, as trained models have them."""
-    block = model.model.layers[layer]
-    with torch.no_grad():
-        for channel in channels:
-            block.post_attention_layernorm.weight[channel] *= factor
-            for fed in (block.mlp.gate_proj, block.mlp.up_proj):
-                fed.weight[:, channel] /= factor
-    return model
-
-
-@pytest.fixture(scope="module")
-def sensitivity():
-    """Of a model with outliers in the second of its three blocks."""
-    model = with_outliers(tiny_model("llama", num_hidden_layers=3), 1).eval()
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(5, 95, (8, 24), generator=generator).tolist()
-    answers = [Answer(row[:8], row[8:], [0.0] * 16, [0] * 16) for row in rows]
-    scheme = get_scheme("int8")
-    return Sensitivity(model, scheme, quantized_layer_names(model, scheme=scheme), answers)
-
-
-def test_the_kl_is_that_of_both_forward_passes(sensitivity):
-    model, answer = sensitivity.model, sensitivity.answers[0]
-    tokens = torch.tensor([answer.prompt + answer.tokens])
-    with torch.no_grad():
-        p = model(tokens).logits[0, 7:-1].log_softmax(-1)
-        with quantized_forward(model, sensitivity.layers, sensitivity.scheme):
-            q = model(tokens).logits[0, 7:-1].log_softmax(-1)
-    alone = Sensitivity(model, sensitivity.scheme, sensitivity.layers, [answer])
-    assert alone.kl(alone.layers) == pytest.approx(float((q.exp() * (q - p)).sum(-1).mean()), rel=1e-3)
-    assert alone.kl(()) == 0.0
-
-
-def test_tokens_are_limited_by_whole_answers(sensitivity):
-    few = Sensitivity(sensitivity.model, sensitivity.scheme, sensitivity.layers, sensitivity.answers, most_tokens=17)
-    assert [len(answer.tokens) for answer in few.answers] == [16, 16]
-
-
-def test_the_layers_behind_outliers_come_first(sensitivity):
-    groups = sensitivity.measure(dict.fromkeys(sensitivity.layers, 1000))
-    assert groups[0].layers == ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj")
-    assert len(groups) == 12 and groups[0].extra_bytes == 2000
-    assert groups[0].worth > 5 * groups[1].worth
-    assert groups[0].kl_weights < groups[0].kl_alone / 3, "it is activations that are hard to round"
-    assert sum(group.worth for group in groups) == pytest.approx(groups[0].kl_all, rel=0.3)
-    assert groups[0].kl_rest == pytest.approx(sensitivity.kl(sensitivity.layers - set(groups[0].layers)))
-
-
-def test_a_kl_is_reached_with_the_fewest_groups(sensitivity):
-    groups = sensitivity.measure(dict.fromkeys(sensitivity.layers, 1000))
-    for count in (0, 1, 4):
-        kept = {layer for group in groups[:count] for layer in group.layers}
-        reached = sensitivity.kl(sensitivity.layers - kept)
-        assert len(within_kl(groups, reached * 1.001, sensitivity)) <= count
-    assert within_kl(groups, groups[0].kl_all * 2, sensitivity) == []
-    assert within_kl(groups, groups[0].kl_all / 3, sensitivity) == groups[:1]
-    assert within_kl(groups, 0.0, sensitivity) == groups, "only with nothing quantized there is none"
+GROUPS = [Group((str(size),), size, kl) for size, kl in ((10, 5.0), (70, 30.0), (20, 4.0), (5, 1.0))]
 
 
 def test_bytes_are_spent_on_what_is_worth_most():
-    groups = [Group((str(size),), size, kl, kl, 0.0, kl) for size, kl in ((10, 5.0), (70, 3.0), (20, 2.0), (5, -1.0))]
-    assert [group.extra_bytes for group in within_bytes(groups, 35)] == [10, 20]
-    assert within_bytes(groups, 5) == [], "what makes it worse is quantized"
+    assert [group.extra_bytes for group in within_bytes(GROUPS, 35)] == [10, 20, 5]
+    assert within_bytes(GROUPS, 4) == []
 
 
-def test_layers_that_an_engine_fuses_stay_together():
-    names = ["model.layers.10.mlp.down_proj", "model.layers.9.self_attn.v_proj", "model.layers.9.self_attn.q_proj"]
-    names += [f"model.layers.9.mlp.experts.{expert}.{part}_proj" for expert in (0, 1) for part in ("up", "down")]
-    assert [len(group) for group in fused_groups(names)] == [4, 2, 1]
-    assert fused_groups(names)[-1] == ("model.layers.10.mlp.down_proj",)
+def test_a_kl_is_reached_with_the_fewest_groups():
+    assert within_kl(GROUPS, 40.0) == []
+    assert within_kl(GROUPS, 39.0) == GROUPS[:1]
+    assert within_kl(GROUPS, 5.0) == GROUPS[:2]
+    assert within_kl(GROUPS, 0.0) == GROUPS
 
 
-@pytest.mark.parametrize("name", [scheme.name for scheme in SCHEMES.values()])
-def test_only_weights_are_rounded(name):
-    scheme, x = get_scheme(name), torch.randn(4, 128)
-    exact = without_activations(scheme)
-    assert exact.name == name and torch.equal(exact.quantize_activations(x), x)
-    weight = torch.randn(128, 128)
-    for stored, tensor in scheme.quantize(weight).items():
-        assert torch.equal(exact.quantize(weight)[stored].view(torch.uint8), tensor.view(torch.uint8))
+@pytest.mark.parametrize(
+    ("reached", "kept"),
+    [((0.0015,), [1]), ((0.0025, 0.0015), [1, 2]), ((0.0025, 0.0025, 0.0025), [1, 2, 3])],
+)
+def test_lists_grow_until_an_engine_is_within_the_budget(reached, kept, monkeypatch):
+    """Of a KL of 0.005, a 16-bit engine has 0.0005; the first group is all that the estimates ask for."""
+    groups = [Group((str(size),), 100, kl) for size, kl in ((1, 7.0), (2, 1.0), (3, 0.7), (4, 0.5), (5, 0.3))]
+    asked, figures = [], iter(reached)
 
+    class FakeEngines:
+        def sample(self, name, ignore):
+            asked.append(len(ignore) - 1)
+            return next(figures)
 
-def test_bytes_are_those_of_a_checkpoint():
-    model, scheme = tiny_model("llama", torch.bfloat16), get_scheme("int8")
-    layers = quantized_layer_names(model, scheme=scheme)
-    whole, quantized = (WeightStream(model, each).nbytes(torch.bfloat16) for each in (None, scheme))
-    assert sum(extra_bytes(model, scheme, layers).values()) == whole - quantized
+    monkeypatch.setattr("trl_qurl.lab.mismatch.keep.estimate_groups", lambda *given: groups)
+    monkeypatch.setattr("trl_qurl.lab.mismatch.keep.measure", lambda kl: report_with(0, kl, 1).formats["int8"])
+    report = report_with(0.004, 0.005, 0.006)
+    report.formats["none"] = report_with(0, 0.0005, 1).formats["int8"]
+    report = replace(report, ignore=("lm_head",))
+    found, _ = keep_layers(FakeEngines(), get_scheme("int8"), report, Budget(kl=0.002), lambda line: None)
+    assert asked == kept and len(found.ignore) == kept[-1] + 1
+    assert found.share == pytest.approx(kept[-1] / 5) and found.extra_bytes == 100 * kept[-1]
 
 
 @pytest.mark.parametrize(
@@ -362,7 +301,6 @@ def test_a_budget_is_one_positive_number(given, message):
         (["--output", "figures.png"], "--output is figures.png: give the name of a .json file"),
         (["--kl", "0"], "leaves nothing"),
         (["--kl", "1e-3", "--schemes", "int8,fp8"], "for one format, not for int8, fp8"),
-        (["--smooth", "--schemes", "w4a16"], "add int8, fp8 to --schemes"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(arguments, message, tmp_path, capsys):
@@ -415,7 +353,7 @@ def measured(warm_python, tmp_path_factory):
         "questions.txt",
         "--samples",
         "8",
-        "--smooth",
+        "--no-smooth",
         "--kl",
         str(BUDGET),
         "-o",
@@ -437,11 +375,10 @@ def test_the_command_says_what_rounding_does(measured):
     assert "INT8: safe to train with" in printed and "INT8, 1 kept" in printed
     assert max(len(line) for line in printed.splitlines() if "/" not in line) <= 80
     assert (directory / "new" / "out.png").read_bytes().startswith(b"\x89PNG")
-    assert list(written["formats"]) == ["none", "int8", "int8, smoothed", "int8, 1 kept"]
-    exact, plain, smoothed, kept = (found["kl_k3"] for found in written["formats"].values())
+    assert list(written["formats"]) == ["none", "int8", "int8, 1 kept"]
+    exact, plain, kept = (found["kl_k3"] for found in written["formats"].values())
     assert exact["high"] < kept["low"], "rounding is more than kernels do"
     assert kept["value"] <= BUDGET < plain["low"], "an engine with the layers kept is within the budget"
-    assert smoothed["high"] < plain["low"] / 2 and "set smoothing_interval=16" in printed
 
 
 @pytest.mark.vllm
@@ -465,10 +402,15 @@ def test_the_list_is_one_for_training(measured):
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("mismatch")
-def test_the_kl_is_that_of_a_training_runs_first_rollout(measured, train, tmp_path):
+def test_the_kl_is_that_of_a_training_runs_first_rollout(measured, train, warm_python, tmp_path):
+    """Without smoothing, and with it: both fit it to the prompts, though not to the same ones."""
     directory, _, written = measured
     config = {"max_steps": 1, "per_device_train_batch_size": 64, "num_generations": 8, "max_completion_length": 32}
-    (record,) = train([tmp_path, "--model", directory / "model", "--config", json.dumps(config)])
-    (row,) = [row for row in record["history"] if "mismatch/kl_k3" in row]
+    configs = [json.dumps(config | {"smooth_activations": smooths}) for smooths in (False, None)]
+    given = [[tmp_path, "--model", directory / "model", "--config", each] for each in configs]
+    first, smoothed = (
+        next(row["mismatch/kl_k3"] for row in record["history"] if "mismatch/kl_k3" in row) for record in train(*given)
+    )
     kl = written["formats"]["int8"]["kl_k3"]
-    assert kl["low"] - kl["value"] / 3 < row["mismatch/kl_k3"] < kl["high"] + kl["value"] / 3
+    assert kl["low"] - kl["value"] / 3 < first < kl["high"] + kl["value"] / 3
+    assert smoothed < kl["low"] / 2, "the first rollout of a run is smoothed"

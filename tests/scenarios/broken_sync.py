@@ -214,6 +214,7 @@ def start(output_dir: str, **further: Any) -> QuRLGRPOTrainer:
         # vLLM on CPU caches in blocks of 128 tokens by default; 32 is its smallest block.
         vllm_engine_kwargs=ENGINE | {"block_size": 32},
         weight_sync="adapter" if further else "auto",
+        smooth_activations=False,  # the scales would be those of other weights: a step here moves each by a third
         report_to=[],
         use_cpu=True,
         bf16=False,

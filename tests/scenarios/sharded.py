@@ -67,6 +67,7 @@ def run(options: argparse.Namespace) -> dict:
         "max_completion_length": 8,
         "report_to": [],
         "use_cpu": True,
+        "smooth_activations": False,
         "bf16": False,
         "uaq_scale": 1.0,
         "sync_check_interval": 1,

@@ -48,6 +48,7 @@ BASE = {
     "use_cpu": True,
     "bf16": False,
     "save_strategy": "no",
+    "smooth_activations": False,  # so that an engine can be compared with one that starts from the saved weights
     "vllm_engine_kwargs": ENGINE,
 }
 """Settings of all short runs; a rollout has two updates."""

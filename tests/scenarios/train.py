@@ -199,6 +199,11 @@ def run(options: argparse.Namespace) -> dict:
     )
     record["probe_end"] = engine_logps(trainer)
     record["history"] = trainer.state.log_history
+    # In a list: a pass that is not read to its end leaves adapters merged.
+    sent = [
+        torch.equal(p, p.bfloat16().to(p.dtype)) for _, p in trainer.vllm_generation.policy_parameters() if p.dim() > 1
+    ]
+    record["on_the_grid_of_bf16"] = sum(sent) / len(sent)
     record["weight_version"] = trainer.vllm_generation.sync.version
     record["uaq_scale"] = getattr(trainer.model.config, "uaq_scale", 1.0)
     if options.export and trainer.vllm_generation.base is not None:

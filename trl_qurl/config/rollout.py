@@ -15,6 +15,7 @@ from trl_qurl.config.help import with_help
 from trl_qurl.config.sampling import warn_of_biased_ratio
 from trl_qurl.quantization.checkpoint import check_quantizer
 from trl_qurl.quantization.kv_cache import check_kv_cache
+from trl_qurl.quantization.layers import AUTO
 from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED, get_scheme, parse_scheme
 
 TAKEN_ENGINE_ARGUMENTS = {
@@ -49,11 +50,13 @@ class QuantizedRolloutsConfig:
         rollout_quantization: Format of the rollout policy: a name in [`~trl_qurl.quantization.SCHEMES`], or `None` for
             rollouts that are not quantized, in the engine's own dtype. On the command line, `none` means `None`.
         quantization_ignore: Modules kept in full precision, in llm-compressor's pattern syntax (`re:.*down_proj`).
+            `auto` among them adds the layers that rounding hurts most, up to a tenth of the bytes; they are chosen by
+            the first prompts before the engine starts, and replace `auto` in logs and checkpoints.
         uaq_scale: Update-Aware Quantization's s (Sec. 4.3), which rescales the weights of the policy once, before
             training. 1.0 is off; 1.5 is the best value of Table 4, at a learning rate of 1e-6.
-        smoothing_interval: Syncs between fits of the scales that make large activations smaller before the engine
-            rounds them, and the columns that read them larger (`quantization/smoothing.py`, after SmoothQuant); 0 for
-            none. The first rollout is not smoothed. The policy's own weights stay as they are.
+        smooth_activations: Whether large activations are made smaller before the engine rounds them, and the columns
+            that read them larger (`quantization/smoothing.py`, after SmoothQuant). By default yes, where the format is
+            INT8, the model's architecture is known, and whole weights are sent. The policy's own stay as they are.
         training_forward: The trainer's forward pass, in scoring and update: `full_precision`, or `quantized`, with
             weights and activations rounded as the engine does it. The gradient passes straight through the rounding.
             What is trained is then the quantized policy: evaluate and serve it in the rollouts' format.
@@ -115,7 +118,7 @@ class QuantizedRolloutsConfig:
     )
     quantization_ignore: list[str] = field(default_factory=lambda: ["lm_head"])
     uaq_scale: float = 1.0
-    smoothing_interval: int = 0
+    smooth_activations: bool | None = None
     training_forward: str = "full_precision"
 
     # Weight sync
@@ -149,7 +152,7 @@ class QuantizedRolloutsConfig:
             self.quantization_ignore = [self.quantization_ignore]
         self._check_format()
         self._check_uaq()
-        self._check_smoothing()
+        self._check_layers()
         self._check_engine()
         warn_of_biased_ratio(self, stacklevel=4)
         self._check_guard()
@@ -214,22 +217,30 @@ class QuantizedRolloutsConfig:
                 "reference model that is not rescaled: set uaq_scale=1.0, or sync_ref_model=False."
             )
 
-    def _check_smoothing(self: Any) -> None:
-        check_numbers(self, ["smoothing_interval"], lambda n: n >= 0, "a number of syncs (16 is usual), or 0 for none")
+    @property
+    def smooths(self: Any) -> bool | None:
+        """`smooth_activations`, or `None` where the model decides."""
+        return self.smooth_activations if self._unsmoothable() is None else False
+
+    def _unsmoothable(self: Any) -> str | None:
+        """The setting that does not let activations be smoothed."""
         name = self.rollout_quantization
-        if self.smoothing_interval == 0:
-            return
-        if name is None or not get_scheme(name).token_scales:
-            fitting = ", ".join(repr(other) for other, scheme in SCHEMES.items() if scheme.token_scales)
+        if name is None or not get_scheme(name).is_smoothed:
+            return f"rollout_quantization={name!r}, for it is for INT8"
+        if self.weight_sync in ("adapter", "llmcompressor"):
+            return f"weight_sync={self.weight_sync!r}, for it is folded into whole weights on their way"
+        if self.round_base:
+            return "round_base=True, which sends no whole weights"
+        return "training_forward='quantized'" if self.training_forward == "quantized" else None
+
+    def _check_layers(self: Any) -> None:
+        if self.smooth_activations and (setting := self._unsmoothable()):
+            raise ValueError(f"smooth_activations=True does not go with {setting}: leave it out.")
+        if AUTO in self.quantization_ignore and (self.vllm_mode == "server" or self.training_forward == "quantized"):
             raise ValueError(
-                f"smoothing_interval={self.smoothing_interval} is for formats that round all activations of a token "
-                f"with one scale ({fitting}), and rollout_quantization is {name!r}: set smoothing_interval=0."
-            )
-        if self.weight_sync in ("adapter", "llmcompressor") or self.round_base or self.training_forward == "quantized":
-            raise ValueError(
-                "smoothing_interval needs whole weights that are rounded on their way to the engine, and a forward "
-                f"pass in full precision, but weight_sync={self.weight_sync!r}, round_base={self.round_base} and "
-                f"training_forward={self.training_forward!r}: set smoothing_interval=0."
+                "quantization_ignore='auto' chooses layers when the engine starts in this process, but vllm_mode is "
+                f"{self.vllm_mode!r} and training_forward is {self.training_forward!r}: run `trl-qurl mismatch MODEL "
+                "--kl 5e-3` and give the list that it writes, also to `trl-qurl serve --ignore`."
             )
 
     def _check_engine(self: Any) -> None:

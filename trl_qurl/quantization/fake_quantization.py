@@ -31,6 +31,7 @@ class QuantizedLinear(nn.Linear):
     exact_class: ClassVar[type[nn.Linear]] = nn.Linear  # what the layer was
     is_rounded = False  # whether its weight is rounded already (`rounded_base`)
     companions: tuple[nn.Linear, ...] = ()  # layers that share a scale with it
+    grid: torch.dtype | None = None  # that the engine's codes were made from (`WeightStream.grid`)
     input_scale: torch.Tensor | None = None  # by what the engine's inputs are smaller and its columns larger, (in,)
     _keeps = False
     _kept: tuple[Any, torch.Tensor] | None = None  # the rounded weight, and what it was made from
@@ -43,7 +44,8 @@ class QuantizedLinear(nn.Linear):
         x = input.to(dtype)  # the engine rounds what has its own dtype, too
         weight = self.weight
         if self.input_scale is not None:
-            x, weight = x / self.input_scale.to(x), weight * self.input_scale.to(weight)
+            scale = self.input_scale.to(x.device)
+            x, weight = (x / scale).to(x.dtype), (weight * scale).to(weight.dtype)
         if self.rounds_inputs:
             x = StraightThrough.apply(x, self.scheme.quantize_activations(x.detach()))
         weight = StraightThrough.apply(weight, self.rounded_weight(dtype))
@@ -74,8 +76,9 @@ class QuantizedLinear(nn.Linear):
         if self._kept is not None and self._kept[0] == source:
             return self._kept[1]
         with torch.inference_mode(False), torch.no_grad():
+            weights = [weight if self.grid is None else weight.to(self.grid).to(weight.dtype) for weight in weights]
             if self.input_scale is not None:
-                weights[0] = weights[0] * self.input_scale.to(weights[0])
+                weights[0] = (weights[0] * self.input_scale.to(weights[0].device)).to(weights[0].dtype)
             tensors = self.scheme.in_engine(self.scheme.quantize(weights[0], weights[1:]), dtype)
             rounded = self.scheme.dequantize(tensors).to(dtype)
         self._kept = (source, rounded) if self._keeps else None
@@ -139,19 +142,23 @@ def quantize_layers(model: nn.Module, layers: Collection[str], scheme: Quantizat
 
 @contextmanager
 def quantized_forward(
-    model: nn.Module, layers: Collection[str], scheme: QuantizationScheme, smoothing: Smoothing | None = None
+    model: nn.Module,
+    layers: Collection[str],
+    scheme: QuantizationScheme,
+    smoothing: Smoothing | None = None,
+    grid: torch.dtype | None = None,
 ) -> Iterator[None]:
-    """Let the named linear layers and experts compute so inside the block, on smoothed inputs if the engine does."""
+    """Let the named linear layers and experts compute so inside the block, smoothed and on a grid if the engine is."""
     changed: list[Any] = list(quantize_layers(model, layers, scheme))
-    smoothed = list(linear_layers(model, layers)) if smoothing else []
-    for name, layer in smoothed:
-        cast(QuantizedLinear, layer).input_scale = smoothing.input_scale(name) if smoothing else None
+    adapted = [(name, cast(QuantizedLinear, layer)) for name, layer in linear_layers(model, layers)]
+    for name, layer in adapted:
+        layer.input_scale, layer.grid = smoothing.input_scale(name) if smoothing else None, grid
     try:
         with quantized_experts(model, layers, scheme):
             yield
     finally:
-        for _, layer in smoothed:
-            cast(QuantizedLinear, layer).input_scale = None
+        for _, layer in adapted:
+            layer.input_scale = layer.grid = None
         for layer in changed:
             layer.__class__ = layer.exact_class
 

@@ -12,6 +12,9 @@ from trl_qurl.quantization.experts import expert_modules
 from trl_qurl.quantization.schemes import QuantizationScheme
 from trl_qurl.quantization.schemes.scheme import HEAD
 
+AUTO = "auto"
+"""Among the patterns of modules to keep in full precision: also those that rounding hurts most (`sensitivity`)."""
+
 RELOADABLE = ("qwen3_5_text",)
 """Recurrent models, as transformers calls them, whose engine was equal to a fresh one after training."""
 

@@ -1,16 +1,15 @@
-"""Smoothing: the same function with smaller activations, on the way to the engine only.
+"""Smoothing: the same function with smaller activations, in what the engine is sent.
 
 An INT8 engine rounds all inputs of a layer for one token with one scale, so a few large channels take the range of all
-others. Each channel j is divided by s_j where it comes from (the gain of a norm, the rows of a linear layer), and the
+others. Each channel j is divided by s_j where it comes from (the gain of a norm, the rows of `up_proj`), and the
 columns of the layers that read it are multiplied by s_j:
 
-    s_j = max|X_j|^½ / max|W_j|^½,    x_j → x_j / s_j,    W_ij → W_ij · s_j
+    s_j = (rms X_j)^α / (rms W_j)^(1−α),    x_j → x_j / s_j,    W_ij → W_ij · s_j
 
-Where X_j are the inputs of channel j that the trainer's own forward passes saw, and W_j is column j of all layers that
-read it. Source: SmoothQuant, Eq. 4 with α = ½ (arXiv 2211.10438). Two things differ. Each s_j is a power of two, so
-that it rounds nothing itself, but in norms that multiply by 1 + weight. And nothing is calibrated beforehand: the
-scales are fitted again while the policy trains. Its own weights stay as they are, unlike with update-aware
-quantization (`uaq`).
+X_j are the inputs of channel j that the trainer's own forward passes saw, and W_j is column j of all layers that read
+it. Source: SmoothQuant, Eq. 4 (arXiv 2211.10438), with root mean squares for maxima, which need fewer tokens to be
+known, and α = 0.4 (docs/mismatch.md compares). The scales are fitted to a few prompts before the engine starts, and to
+rollouts while the policy trains. The policy's own weights stay as they are, unlike with update-aware quantization.
 """
 
 from collections.abc import Iterator
@@ -26,15 +25,15 @@ from trl_qurl.quantization.checkpoint_form import CheckpointForm, parameter_name
 from trl_qurl.quantization.layers import linear_layers
 from trl_qurl.quantization.stream import NamedTensors
 
-LARGEST_EXPONENT = 10
-"""Of a scale: no outlier on record needs more, and a float16 engine holds less."""
+ALPHA = 0.4
+"""How much of the range goes from inputs to weights: 0 none, 1 all."""
 
-STAY = 0.75
-"""By how many powers of two a scale may be off before it is changed."""
+LARGEST_SCALE = 2.0**10
+"""No outlier on record needs more, and a float16 engine holds less."""
 
-LINEAR_PAIRS = {"self_attn.v_proj": "self_attn.o_proj", "mlp.up_proj": "mlp.down_proj"}
-"""Linear layers by the one that scales their inputs channel by channel, in the models of `ARCHITECTURES`: attention
-weighs values, and the feed-forward block multiplies `up_proj` by an activation. Fused layers are left alone."""
+LINEAR_PAIR = ("mlp.up_proj", "mlp.down_proj")
+"""A linear layer that scales the inputs of another channel by channel, in the models of `ARCHITECTURES`: the
+feed-forward block multiplies `up_proj` by an activation. So do values in attention, but that gained nothing."""
 
 
 @dataclass(frozen=True)
@@ -44,24 +43,12 @@ class Source:
     Attributes:
         name: Module that makes them, a norm or a linear layer.
         layers: Linear layers that read them.
-        gain_offset: The norm multiplies by gain_offset + weight; `None` for a linear layer.
-        repeats: How often each head's channels are read (grouped queries).
-        width: Channels of a head; 1 where there are no heads.
+        gain_offset: The norm multiplies by gain_offset + weight; 0 for a linear layer.
     """
 
     name: str
     layers: tuple[str, ...]
-    gain_offset: float | None
-    repeats: int = 1
-    width: int = 1
-
-    def spread(self, made: torch.Tensor) -> torch.Tensor:
-        """One value per channel that is read, (in,), from one per channel that is made."""
-        return made.view(-1, self.width).repeat_interleave(self.repeats, 0).flatten()
-
-    def gather(self, read: torch.Tensor) -> torch.Tensor:
-        """The largest value of each channel that is made, from one per channel that is read, (in,)."""
-        return read.view(-1, self.repeats, self.width).amax(1).flatten()
+    gain_offset: float = 0.0
 
 
 class Smoothing:
@@ -72,33 +59,44 @@ class Smoothing:
             `collects` is set.
         layers: Names of the layers that are quantized, as a `WeightStream` has them.
 
+    Attributes:
+        scales: By source, (channels,), in float32.
+
     Raises:
         ValueError: The model's type is not among those whose norms and layers are known.
     """
 
     def __init__(self, model: Any, layers: frozenset[str]) -> None:
         self.collects = False
+        self.scales: dict[str, torch.Tensor] = {}
         self._sources = {source.name: source for source in sources(model) if layers.intersection(source.layers)}
-        self._feeder = {layer: source for source in self._sources.values() for layer in source.layers}
-        self._inputs: dict[str, torch.Tensor] = {}  # largest magnitudes by source, (in,), since the last fit
-        self._columns: dict[str, torch.Tensor] = {}  # largest magnitudes by layer, (in,), when last sent
-        self._scales: dict[str, torch.Tensor] = {}  # by source, one per channel that it makes; 1 where it is missing
+        self._feeder = {layer: source.name for source in self._sources.values() for layer in source.layers}
+        # Sums of squares by channel and, last, the number of squares in each, (channels + 1,).
+        self._inputs: dict[str, torch.Tensor] = {}  # by source, since the last fit
+        self._columns: dict[str, torch.Tensor] = {}  # by layer, when last sent
         readers = {source.layers[0]: name for name, source in self._sources.items()}  # one sees what all of them read
         self._hooks = [
             module.register_forward_pre_hook(self._hook(readers[layer]))
             for layer, module in linear_layers(model, readers.keys())
         ]
+        decoder = plain_model(model).get_decoder()
+        self._mask: torch.Tensor | None = None  # of tokens that are no padding, (B, T)
+        self._hooks.append(decoder.register_forward_pre_hook(self._see_mask, with_kwargs=True))
 
     def close(self) -> None:
         """Leave the model alone from here on."""
         for hook in self._hooks:
             hook.remove()
 
+    def _see_mask(self, module: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
+        self._mask = named.get("attention_mask") if self.collects else None
+
     def _hook(self, source: str) -> Any:
         def collect(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             if self.collects:
-                found = inputs[0].detach().abs().flatten(0, -2).amax(0).float()
-                self._inputs[source] = torch.maximum(found, self._inputs.get(source, found))
+                x, mask = inputs[0], self._mask
+                x = x[mask.bool()] if mask is not None and mask.shape == x.shape[:-1] else x
+                self._inputs[source] = squares(x) + self._inputs.get(source, 0.0)
 
         return collect
 
@@ -111,32 +109,38 @@ class Smoothing:
         finally:
             self.collects = collects
 
-    @property
-    def is_fitted(self) -> bool:
-        """Whether there are scales."""
-        return bool(self._scales)
+    def state_dict(self) -> dict[str, Any]:
+        """The scales, and what the next fit has seen so far in this process."""
+        return {"scales": self.scales, "inputs": self._inputs, "columns": self._columns, "collects": self.collects}
 
-    def fit(self) -> bool:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.scales, self._inputs, self._columns = state["scales"], state["inputs"], state["columns"]
+        self.collects = state["collects"]
+
+    def fit(self, is_shared: bool = True) -> bool:
         """Choose the scales anew, from the inputs since the last fit and the weights that were sent last.
 
-        A collective operation: all processes get the same scales.
+        Args:
+            is_shared: Whether all processes fit the same scales to what all have seen: a collective operation.
 
         Returns:
             Whether there were inputs to fit to.
         """
         found = False
         for name, source in self._sources.items():
-            columns = torch.stack([self._columns[layer] for layer in source.layers]).amax(0)
-            inputs = _largest_of_all(self._inputs.get(name, torch.zeros_like(columns))).to(columns.device)
-            if inputs.any():
+            columns = torch.stack([self._columns[layer] for layer in source.layers]).sum(0)
+            inputs = self._inputs.get(name, torch.zeros_like(columns))
+            if is_shared and torch.distributed.is_available() and torch.distributed.is_initialized():
+                torch.distributed.all_reduce(inputs)
+            if inputs[-1] > 0:
                 found = True
-                before = self._scales.get(name)
-                self._scales[name] = fitted_scales(source.gather(inputs), source.gather(columns), before)
+                self.scales[name] = fitted_scales(inputs[:-1] / inputs[-1], columns.to(inputs)[:-1] / columns[-1])
         self._inputs.clear()
         return found
 
     def fold(self, named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """Fold the scales into tensors of a checkpoint, and take down the magnitudes that the next fit needs.
+        """Fold the scales into tensors of a checkpoint, and take down what the next fit needs to know of weights.
 
         Args:
             named_tensors: Tensors in full precision, under their names in the checkpoint. Not modified.
@@ -148,51 +152,54 @@ class Smoothing:
             module, _, kind = name.rpartition(".")
             scale = self.input_scale(module) if kind == "weight" else None
             if kind == "weight" and module in self._feeder and self.collects:
-                self._columns[module] = tensor.detach().abs().amax(0).float()
+                self._columns[module] = squares(tensor)
+            folded = tensor
             if scale is not None:
-                tensor = tensor * scale.to(tensor)
-            if module in self._scales:
-                made, offset = self._scales[module].to(tensor), self._sources[module].gain_offset or 0.0
-                tensor = (tensor + offset) / made.view(-1, *[1] * (tensor.dim() - 1)) - offset
-            yield name, tensor
+                folded = folded * scale.to(folded.device)
+            if module in self.scales:
+                made, offset = self.scales[module].to(folded.device), self._sources[module].gain_offset
+                folded = (folded + offset) / made.view(-1, *[1] * (folded.dim() - 1)) - offset
+            yield name, folded.to(tensor.dtype)  # scales are in float32, so that they round nothing by themselves
 
     def input_scale(self, layer: str) -> torch.Tensor | None:
         """By what a layer's inputs are divided and its columns multiplied, (in,); `None` for nothing."""
-        source = self._feeder.get(layer)
-        scale = None if source is None else self._scales.get(source.name)
-        return None if source is None or scale is None else source.spread(scale)
+        return self.scales.get(self._feeder.get(layer, ""))
 
     def unfolded(self, layer: str, weight: torch.Tensor) -> torch.Tensor:
         """The policy's own weight of a layer, from one that `fold` has rescaled."""
         scale = self.input_scale(layer)
-        weight = weight if scale is None else weight / scale.to(weight)
-        return weight * self._scales[layer].to(weight)[:, None] if layer in self._scales else weight
+        weight = weight if scale is None else weight / scale.to(weight.device)
+        return weight * self.scales[layer].to(weight.device)[:, None] if layer in self.scales else weight
 
 
-def fitted_scales(inputs: torch.Tensor, columns: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
-    """Scales that share the range between inputs and weights.
+def fitted_scales(inputs: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Scales that share the range between inputs and weights, over their geometric mean.
 
-        s_j = 2^round(½ · log₂(max|X_j| / max|W_j|) − m)
-
-    Where m is the mean over channels, so that neither inputs nor weights grow as a whole. A scale that is there stays
-    as long as it is less than 2^¾ off: noise in the maxima would change codes at every fit.
+    The mean keeps inputs and weights as large as they are on the whole.
 
     Args:
-        inputs: max|X_j| of each channel, (in,).
-        columns: max|W_j| of each channel, (in,).
-        before: The scales until now, (in,).
+        inputs: Mean of X_j² of each channel, (in,).
+        columns: Mean of W_j² of each channel, (in,).
 
     Returns:
-        s, (in,); 1 for channels without any input or weight.
+        s, (in,), in float32; 1 for channels without any input or weight.
     """
     used = (inputs > 0) & (columns > 0)
-    exponents = torch.where(used, 0.5 * (inputs / columns).log2(), 0.0)
-    mean = exponents.sum() / used.sum().clamp(min=1)
-    exponents = (exponents - mean).clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
-    rounded = exponents.round()
-    if before is not None:
-        rounded = torch.where((exponents - before.log2()).abs() < STAY, before.log2(), rounded)
-    return torch.where(used, rounded, 0.0).exp2()
+    logs = torch.where(used, (ALPHA * inputs.float().log() - (1 - ALPHA) * columns.float().log()) / 2, 0.0)
+    mean = logs.sum() / used.sum().clamp(min=1)
+    scales = (logs - mean).exp().clamp(1 / LARGEST_SCALE, LARGEST_SCALE)
+    return torch.where(used, scales, 1.0)
+
+
+def squares(tensor: torch.Tensor) -> torch.Tensor:
+    """Sums of squares over all but the last dimension and, last, the number of terms, (channels + 1,), in float32."""
+    rows = tensor.detach().flatten(0, -2)
+    return torch.cat([rows.float().square().sum(0), rows.new_tensor([len(rows)], dtype=torch.float32)])
+
+
+def can_smooth(model: Any) -> bool:
+    """Whether it is known which norm feeds which layer in a model."""
+    return plain_model(model).config.model_type in ARCHITECTURES
 
 
 def sources(model: Any) -> list[Source]:
@@ -208,13 +215,12 @@ def sources(model: Any) -> list[Source]:
         ValueError: The model's type is not in `ARCHITECTURES`.
     """
     base, form = plain_model(model), CheckpointForm(model)
-    config = base.config
-    if config.model_type not in ARCHITECTURES:
+    if not can_smooth(model):
         raise ValueError(
-            f"Smoothing does not know which norm feeds which layer in model type {config.model_type!r}. Known: "
-            f"{', '.join(ARCHITECTURES)}. Set smoothing_interval=0 to train without it."
+            f"Smoothing does not know which norm feeds which layer in model type {base.config.model_type!r}. Known: "
+            f"{', '.join(ARCHITECTURES)}. Leave smooth_activations out, or set it to False."
         )
-    feeds, offset = ARCHITECTURES[config.model_type]
+    feeds, offset = ARCHITECTURES[base.config.model_type]
     found = []
     for path, block in base.named_modules():
         if not feeds.keys() <= dict(block.named_children()).keys():
@@ -225,20 +231,7 @@ def sources(model: Any) -> list[Source]:
             return form.name(parameter_name(f"{path}.{name}"))
 
         found += [Source(named(norm), tuple(map(named, linears)), offset) for norm, linears in feeds.items()]
-        for maker, reader in LINEAR_PAIRS.items():
-            if {maker, reader} <= inside:
-                heads = _grouped_queries(config) if maker.endswith("v_proj") else {}
-                found.append(Source(named(maker), (named(reader),), None, **heads))
-    return found
-
-
-def _grouped_queries(config: Any) -> dict[str, int]:
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return {"repeats": config.num_attention_heads // config.num_key_value_heads, "width": width}
-
-
-def _largest_of_all(found: torch.Tensor) -> torch.Tensor:
-    """The largest values over all processes."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
+        if inside.issuperset(LINEAR_PAIR):  # fused layers are left alone
+            maker, reader = map(named, LINEAR_PAIR)
+            found.append(Source(maker, (reader,)))
     return found

@@ -4,7 +4,8 @@
 """
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +26,15 @@ class WeightStream:
         ignore: Modules kept in full precision, as `quantized_layer_names` takes them.
         smooths: Whether `smoothing` is folded into the weights.
 
+    Attributes:
+        grid: Type to which the trainer's autocast rounds float32 weights before it computes with them, and to which
+            `on_grid` has rounded them before they come here; `None` for none.
+
     Raises:
         ValueError: As `quantized_layer_names`, `CheckpointForm` and `Smoothing` do.
     """
+
+    grid: torch.dtype | None = None
 
     def __init__(
         self,
@@ -40,6 +47,28 @@ class WeightStream:
         self.form = CheckpointForm(model, splits_experts=scheme is not None)
         self.layers = quantized_layer_names(model, ignore, scheme) if scheme else linear_layer_names(model, ignore)
         self.smoothing = Smoothing(model, self.layers) if smooths else None
+
+    def fit_smoothing(self, model: Any, sequences: Iterable[Sequence[int]]) -> None:
+        """Fit the scales, in this process, to what the model computes on some tokens before there are rollouts.
+
+        Args:
+            model: The stream's, whole and in memory.
+            sequences: Tokens, each a list.
+        """
+        assert self.smoothing is not None, "a stream that smooths"
+        was_training, self.smoothing.collects = model.training, True
+        deque(self.smoothing.fold(self.form.tensors(model_parameters(model))), maxlen=0)
+        model.eval()
+        with torch.inference_mode():
+            for tokens in sequences:
+                model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False, logits_to_keep=1)
+        model.train(was_training)
+        self.smoothing.collects = False
+        self.smoothing.fit(is_shared=False)
+
+    def keep(self, layers: Iterable[str]) -> None:
+        """Leave these layers in full precision from here on."""
+        self.layers = self.layers.difference(layers)
 
     def tensors(
         self,
@@ -79,6 +108,11 @@ class WeightStream:
     def nbytes(self, dtype: torch.dtype | None = None) -> int:
         """Bytes of all that `tensors` yields."""
         return sum(stored.nbytes for parameter in self.form.held for stored in self.stored(parameter, dtype))
+
+
+def on_grid(tensor: torch.Tensor, grid: torch.dtype | None) -> torch.Tensor:
+    """What autocast computes with in the place of a matrix in float32, in float32; anything else as it is."""
+    return tensor if grid is None or tensor.dim() < 2 or tensor.dtype != torch.float32 else tensor.to(grid).float()
 
 
 def exact_weights(parameters: NamedTensors, layers: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:

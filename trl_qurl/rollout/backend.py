@@ -22,8 +22,10 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.checkpoint_form import parameter_name, persistent_buffers
-from trl_qurl.quantization.layers import check_recurrent_layers, ignored_modules
-from trl_qurl.quantization.weight_stream import WeightStream
+from trl_qurl.quantization.layers import AUTO, check_recurrent_layers, ignored_modules
+from trl_qurl.quantization.sensitivity import sensitive_layers
+from trl_qurl.quantization.smoothing import can_smooth
+from trl_qurl.quantization.weight_stream import WeightStream, on_grid
 from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, engine_rank, write_adapter
 from trl_qurl.rollout.base import FrozenBase
 from trl_qurl.rollout.directory import CheckpointFolder
@@ -45,6 +47,9 @@ from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.sync import AdapterSync, RolloutCost, WeightSync
 from trl_qurl.rollout.transports import AdapterFiles, CheckpointFiles, Stream, Transport, choose_adapter, choose_route
 
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What the trainer computes with, by accelerate's `mixed_precision`."""
+
 logger = get_logger(__name__)  # of the main process
 
 
@@ -55,8 +60,18 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     sync: WeightSync  # keeps it at the policy's weights
     base: FrozenBase | None = None  # of an adapter that is sent by itself
 
-    def __init__(self, *args: Any, rollout: RolloutSettings, global_step: Callable[[], int], **kwargs: Any) -> None:
+    kept: tuple[str, ...] = ()  # layers that `AUTO` leaves in full precision
+
+    def __init__(
+        self,
+        *args: Any,
+        rollout: RolloutSettings,
+        global_step: Callable[[], int],
+        prompts: Callable[[], list[list[int]]],
+        **kwargs: Any,
+    ) -> None:
         self.rollout = rollout
+        self._prompts = prompts  # tokens of a few
         self._global_step = global_step  # optimizer steps done; part of the name of the weights
         self._metrics: dict[str, float] = {}
         self._cost = RolloutCost()
@@ -87,9 +102,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         check_recurrent_layers(self.base_model)
-        ignore = tuple(ignored_modules(self.model, self.rollout.ignore))
-        rollout = self.rollout = replace(self.rollout, ignore=ignore)
-        self.weights = WeightStream(self.model, rollout.scheme, ignore, rollout.smoothing_interval > 0)
+        self._choose_layers()
         transport = self._connect() if self.rollout.is_served else self._start_colocated()
         self.engine = transport.engine
         self._recovery = Recovery(self.rollout.max_recoveries if self.rollout.is_served else 0)
@@ -97,6 +110,50 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.sync = kind(
             self.model, self.weights, transport, self.rollout, self._dist, self._global_step, not self._sleeps
         )
+
+    def _choose_layers(self) -> None:
+        """Name the layers that are quantized; smoothing and `AUTO` look at a few prompts. A collective operation."""
+        rollout = self.rollout
+        ignore = ignored_modules(self.model, [pattern for pattern in rollout.ignore if pattern != AUTO])
+        self.weights = WeightStream(self.model, rollout.scheme, ignore, self._smooths())
+        # An adapter beside its base is not rounded with it, and the quantized forward pass rounds float32 weights.
+        if rollout.follows_autocast and not is_peft_model(self.model):
+            self.weights.grid = AUTOCAST.get(self.accelerator.mixed_precision)
+        chooses = AUTO in rollout.ignore and rollout.scheme is not None
+        if self.weights.smoothing is not None or chooses:
+            if self._dist.is_zero3 and chooses:
+                raise ValueError(
+                    "quantization_ignore='auto' needs whole weights, and ZeRO-3 shards them: run `trl-qurl mismatch "
+                    "MODEL --kl 5e-3` and give the list that it writes."
+                )
+            self._look_at_prompts(chooses)
+        self.rollout = replace(rollout, ignore=(*ignore, *self.kept))
+
+    def _look_at_prompts(self, chooses: bool) -> None:
+        smoothing = self.weights.smoothing
+        prompts = [] if self._dist.is_zero3 else self._prompts()  # smoothing begins with the second rollout then
+        found: list[Any] = [None]
+        if self.accelerator.is_main_process and prompts:  # other processes may not have loaded the weights
+            if smoothing is not None:
+                self.weights.fit_smoothing(self.model, prompts)
+            layers = sensitive_layers(self.model, self.weights, prompts) if chooses else ()
+            scales = {name: scale.cpu() for name, scale in smoothing.scales.items()} if smoothing else {}
+            found = [(scales, layers)]
+        broadcast_object_list(found, from_process=0)
+        if found[0] is None:
+            return
+        scales, self.kept = found[0]
+        if smoothing is not None:
+            smoothing.scales = scales
+        if chooses:
+            self.weights.keep(self.kept)
+            logger.info("Kept in 16 bits: %s.", ", ".join(self.kept) or "no further layers")
+
+    def _smooths(self) -> bool:
+        """Whether activations are smoothed: where it is known how, unless an adapter may travel by itself."""
+        if self.rollout.smooths is not None:
+            return self.rollout.smooths
+        return can_smooth(self.model) and not (self.rollout.is_served and is_peft_model(self.model))
 
     def _connect(self) -> Transport:
         """Connect the main process to the server; every process learns how weights will travel."""
@@ -137,7 +194,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if obstacle is None and self._dist.fsdp_version == 1:
             obstacle = "FSDP 1 does not give single matrices (use FSDP 2)"
         if obstacle is None and self.weights.smoothing is not None:
-            obstacle = "smoothing_interval has scales folded into whole weights at every sync (0 for none)"
+            obstacle = "smooth_activations has scales folded into whole weights at every sync (leave it out)"
         requested = "adapter" if self.rollout.round_base else self.rollout.weight_sync
         restart = server.command(engine_rank(rank)) if server and rank else ""
         takes, reason = choose_adapter(requested, obstacle, rank, served_rank, restart)
@@ -242,7 +299,9 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         # TRL looks at the configured version alone, but accelerate shards the model only after the engine has started.
         version = self._dist.fsdp_version if parts else None
         with substitute(self._dist, "fsdp_version", version):
-            yield from super()._iter_named_params()
+            # The engine gets the policy that the trainer scores with: what autocast makes of the weights.
+            named = super()._iter_named_params()
+            yield from ((name, on_grid(parameter, self.weights.grid)) for name, parameter in named)
         yield from ((parameter_name(path), buffer) for path, buffer in persistent_buffers(self.base_model))
 
     # Generation ------------------------------------------------------------------------------------------------------
@@ -286,11 +345,15 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
 
 def quantized_generation(
-    module: ModuleType, rollout: RolloutSettings, global_step: Callable[[], int]
+    module: ModuleType,
+    rollout: RolloutSettings,
+    global_step: Callable[[], int],
+    prompts: Callable[[], list[list[int]]],
 ) -> AbstractContextManager[None]:
     """Let the trainer in a module of TRL build a `QuantizedVLLMGeneration` inside the block.
 
-    `global_step` tells the optimizer steps done. It must not keep the trainer alive, or no engine is ever freed.
+    `global_step` tells the optimizer steps done, and `prompts` the tokens of a few prompts. Neither may keep the
+    trainer alive, or no engine is ever freed.
     """
-    backend = functools.partial(QuantizedVLLMGeneration, rollout=rollout, global_step=global_step)
+    backend = functools.partial(QuantizedVLLMGeneration, rollout=rollout, global_step=global_step, prompts=prompts)
     return substitute(module, "VLLMGeneration", backend)

@@ -44,6 +44,9 @@ from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.transports import Parameters, Shipment, Transport
 from trl_qurl.rollout.weight_change import WeightChangeTracker
 
+SMOOTHING_INTERVAL = 16
+"""Syncs between two fits of the scales that smooth activations."""
+
 
 @dataclass
 class RolloutCost:
@@ -84,7 +87,7 @@ class WeightSync:
         self._keeps_weights = keeps_weights
         self._run = uuid.uuid4().hex[:8]
         self._count = 0
-        self._fitted_at = 0  # the sync of the latest fit
+        self._fitted_at = 1 - SMOOTHING_INTERVAL  # the sync of the latest fit; the first rollout is worth one
         self._frozen: frozenset[str] = frozenset()  # at the last sync
         self._frozen_at_scale = 1.0
         self._announced: dict[str, TensorMetadata] | None = None
@@ -139,16 +142,26 @@ class WeightSync:
         return metrics
 
     def _fit_smoothing(self) -> bool:
-        """Fit the scales of smoothing, once a rollout was scored and regularly from then on; tell whether it tried."""
-        smoothing, interval = self._weights.smoothing, self._settings.smoothing_interval
+        """Fit the scales of smoothing to the first rollout, and regularly from then on; tell whether it tried."""
+        smoothing = self._weights.smoothing
         if smoothing is None:
             return False
-        since = self._count - self._fitted_at
-        is_due = self._count > 0 and (since >= interval or not smoothing.is_fitted)
+        is_due = self._count - self._fitted_at >= SMOOTHING_INTERVAL
         if is_due and smoothing.fit():
-            self._fitted_at, since = self._count, 0
-        smoothing.collects = since + 1 >= interval or not smoothing.is_fitted  # for the next sync
+            self._fitted_at = self._count
+        smoothing.collects = self._count + 1 - self._fitted_at >= SMOOTHING_INTERVAL  # for the next sync
         return is_due
+
+    def smoothing_state(self) -> dict[str, Any] | None:
+        """Scales of this process' engine and the syncs since their fit; `None` without smoothing."""
+        smoothing = self._weights.smoothing
+        return None if smoothing is None else smoothing.state_dict() | {"syncs": self._count - self._fitted_at}
+
+    def load_smoothing_state(self, state: dict[str, Any] | None) -> None:
+        """Go on where `smoothing_state` was taken: a resumed run has the rollouts of one that never stopped."""
+        if self._weights.smoothing is not None and state is not None:
+            self._weights.smoothing.load_state_dict(state)
+            self._fitted_at = self._count - state["syncs"]
 
     def require_version(self) -> None:
         """Raise `SyncError` if the engine no longer holds the weights of the last sync. A collective operation.
@@ -231,7 +244,8 @@ class WeightSync:
         layers, scheme, rounds_cache = self._weights.layers, self._settings.scheme, cache in FP8_CACHES
         adapted, smoothing = self._merges_adapter, self._weights.smoothing
         with smoothing.paused() if smoothing else nullcontext():  # arbitrary tokens, and disturbed
-            result = run_probe(self._model, prompts, continuations, layers, scheme, adapted, rounds_cache, smoothing)
+            given = (prompts, continuations, layers, scheme, adapted, rounds_cache, smoothing, self._weights.grid)
+            result = run_probe(self._model, *given)
         self._probe.judge(result)
         metrics = {"sync/probe_distance": result.distance, "sync/probe_ratio": result.ratio}
         return metrics | routing_metrics(self._base, routed)

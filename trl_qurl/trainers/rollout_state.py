@@ -1,6 +1,6 @@
 """Checkpoints that keep a run's position in its rollout and in its data, so that a resumed run continues there.
 
-The history of the mismatch guard is kept beside it.
+The history of the mismatch guard and the scales of smoothing are kept beside it.
 
 One rollout serves several optimizer updates. TRL keeps its tokens in memory only: a run that stops between two of
 those updates would sample again on resuming and lose its place in the data. One small file per process prevents that.
@@ -37,7 +37,8 @@ class RolloutStateMixin(TRLTrainer):
         checkpoint = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         # Micro-batches done so far, and the batches that are left of the rollout.
         guard = self._guard and self._guard.state_dict()
-        state = {"step": self._step, "batches": self._buffered_inputs, "guard": guard}
+        smoothing = self.vllm_generation.sync.smoothing_state()
+        state = {"step": self._step, "batches": self._buffered_inputs, "guard": guard, "smoothing": smoothing}
         save_rollout_state(state, checkpoint, self.accelerator.process_index)
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
@@ -52,6 +53,7 @@ class RolloutStateMixin(TRLTrainer):
         state = load_rollout_state(Path(checkpoint), self.accelerator.process_index, self.accelerator.device)
         if state is not None:
             self._step, self._buffered_inputs = state["step"], state["batches"]
+            self.vllm_generation.sync.load_smoothing_state(state.get("smoothing"))
         if self._guard is not None:
             # All processes fall back together, also those that the checkpoint has no file of.
             kept = [state and state["guard"]]

@@ -11,6 +11,7 @@ corrects for the mismatch of the two policies (`grpo.py`, `rloo.py`).
 """
 
 import dataclasses
+import itertools
 import time
 import warnings
 import weakref
@@ -22,6 +23,7 @@ from accelerate.utils import is_peft_model
 from trl.data_utils import prepare_multimodal_messages
 from trl.import_utils import is_vllm_available
 
+from trl_qurl.quantization.layers import AUTO
 from trl_qurl.quantization.schemes import get_scheme
 from trl_qurl.rollout.backend import quantized_generation
 from trl_qurl.rollout.mismatch import MismatchTally
@@ -36,6 +38,9 @@ from trl_qurl.trainers.callbacks import (
 from trl_qurl.trainers.guard import MismatchGuardCallback
 from trl_qurl.trainers.rollout_state import RolloutStateMixin
 from trl_qurl.trainers.saving import SavingMixin
+
+CALIBRATION_PROMPTS, LONGEST_PROMPT = 8, 512
+"""How many prompts, of how many tokens each, smoothing and `quantization_ignore="auto"` look at."""
 
 
 class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
@@ -70,8 +75,16 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         # and a deleted trainer would keep its engine.
         trainer = weakref.proxy(self)
         settings = _rollout_settings(args)
-        with quantized_generation(self._generation_module, settings, lambda: trainer.state.global_step):
+        with quantized_generation(
+            self._generation_module,
+            settings,
+            global_step=lambda: trainer.state.global_step,
+            prompts=lambda: trainer._first_prompts(),
+        ):
             super().__init__(**kwargs)
+        # What `auto` stands for is known now, and goes into the log, the model card and the checkpoints.
+        patterns = [pattern for pattern in args.quantization_ignore if pattern != AUTO]
+        args.quantization_ignore = [*patterns, *self.vllm_generation.kept]
         for callback in forward if self.ref_model is not None else []:
             # Else the penalty would pull the policy towards one that the engine cannot run, from the first step on.
             callback.change(self.accelerator.unwrap_model(self.ref_model))
@@ -136,6 +149,13 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         batch = super()._generate_and_score_completions(inputs)
         self._record(self._rollout_cost() | self.vllm_generation.pop_weight_metrics())
         return batch
+
+    def _first_prompts(self) -> list[list[int]]:
+        """Tokens of the first prompts of the training data, without their pictures."""
+        if getattr(self, "environment_factories", None) is not None:
+            return []  # their prompts depend on an environment that has not started
+        prompts = [row["prompt"] for row in itertools.islice(self.train_dataset, CALIBRATION_PROMPTS)]
+        return [tokens[:LONGEST_PROMPT] for tokens in super()._tokenize_prompts(prompts)[0]]
 
     def _tokenize_prompts(self, prompts: list) -> tuple:
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
@@ -236,7 +256,8 @@ def _rollout_settings(args: Any) -> RolloutSettings:
         is_served=args.vllm_mode == "server",
         weight_sync=args.weight_sync,
         round_base=args.round_base,
-        smoothing_interval=args.smoothing_interval,
+        smooths=args.smooths,
+        follows_autocast=args.training_forward == "full_precision",
         checkpoint_dir=args.rollout_checkpoint_dir,
         engine_kwargs=args.engine_kwargs,
         weight_metrics_interval=args.weight_metrics_interval,

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--megabytes", type=float, metavar="MB", help="the same for at most MB more of weights")
     parser.add_argument(
-        "--smooth", action="store_true", help="also measure what a run with smoothing_interval would have"
+        "--no-smooth", action="store_true", help="as in a run with smooth_activations=False (INT8 is smoothed else)"
     )
     add_ignore(parser)
     parser.add_argument(
@@ -81,7 +81,15 @@ def run(args: argparse.Namespace) -> int:
         budget = Budget(args.kl, None if args.megabytes is None else int(1e6 * args.megabytes))
     console = Console()
     report, log_ratios = measure_mismatch(
-        args.model, sampling, schemes, args.ignore, args.engine_kwargs, console.print, args.output, budget, args.smooth
+        args.model,
+        sampling,
+        schemes,
+        args.ignore,
+        args.engine_kwargs,
+        console.print,
+        args.output,
+        budget,
+        smooths=not args.no_smooth,
     )
     console.print(build_table(report))
     settings = ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
     from trl_qurl.quantization.weight_stream import WeightStream
 
 BASELINE = "none"
-
-SMOOTHED = ", smoothed"
-"""Follows the name of a format whose engine gets smoothed weights."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +56,7 @@ class Engines:
         sampling: How much is sampled.
         engine_kwargs: Further arguments of `vllm.LLM`.
         say: Called with a line about what is being done.
+        smooths: Whether activations are smoothed where a run smooths them by default.
 
     Raises:
         ValueError: If arguments do not fit.
@@ -68,7 +65,12 @@ class Engines:
     """
 
     def __init__(
-        self, model: str, sampling: Sampling, engine_kwargs: Mapping[str, Any], say: Callable[[str], None]
+        self,
+        model: str,
+        sampling: Sampling,
+        engine_kwargs: Mapping[str, Any],
+        say: Callable[[str], None],
+        smooths: bool = True,
     ) -> None:
         import torch
         from transformers import AutoConfig, AutoTokenizer
@@ -82,7 +84,8 @@ class Engines:
         self._say = say
         self.directory = resolve_model(model)
         config, tokenizer = (kind.from_pretrained(self.directory) for kind in (AutoConfig, AutoTokenizer))
-        token_ids = [encode(tokenizer, prompt) for prompt in prompts]
+        self.prompts = token_ids = [encode(tokenizer, prompt) for prompt in prompts]
+        self._smooths = smooths
         context = needed_context(config, token_ids, sampling.max_tokens)
         _, sixteen_bits = full_precision()
         is_gpu = torch.cuda.is_available()
@@ -108,24 +111,18 @@ class Engines:
         """The formats of these names, or those that fit this machine and the model (`fitting_formats`)."""
         return fitting_formats(self._policy, names, ignore, self._say)
 
-    def check(self, scheme: QuantizationScheme, ignore: Sequence[str], smooths: bool = False) -> frozenset[str]:
-        """The layers that a format quantizes; `ValueError` where it cannot, or the model cannot be smoothed."""
+    def check(self, scheme: QuantizationScheme, ignore: Sequence[str]) -> frozenset[str]:
+        """The layers that a format quantizes; `ValueError` where it cannot."""
         from trl_qurl.quantization.layers import quantized_layer_names
-        from trl_qurl.quantization.smoothing import sources
 
-        if smooths:
-            sources(self._policy)
         return quantized_layer_names(self._policy, ignore, scheme)
 
-    def sample(
-        self, name: str, ignore: Sequence[str], seen: Sequence[Answer] = ()
-    ) -> tuple[list[Answer], list[Scored]]:
-        """Let an engine answer.
+    def sample(self, name: str, ignore: Sequence[str]) -> list[Scored]:
+        """Let an engine answer, and score what it says.
 
         Args:
-            name: Of its format, `"none"` for 16 bits; with `SMOOTHED` if its weights are smoothed.
+            name: Of its format, `"none"` for 16 bits.
             ignore: Modules that it keeps in 16 bits.
-            seen: Answers whose activations smoothing is fitted to.
 
         Raises:
             ChildProcessError: If it failed; the last lines that it printed are on the standard error then.
@@ -133,48 +130,49 @@ class Engines:
         from trl_qurl.lab.mismatch.score import score
 
         self._say(f"Sampling {len(self._job.prompts)} answers from {label(name)}")
-        scheme = name.removesuffix(SMOOTHED)
-        with self._checkpoint(scheme, ignore, None if scheme == name else seen) as directory:
-            answers = ask_engine(replace(self._job, model=directory), scheme)
+        with self._checkpoint(name, ignore) as directory:
+            answers = ask_engine(replace(self._job, model=directory), name)
         with self.policy() as policy:
-            return answers, list(score(policy, answers))
+            return list(score(policy, answers))
 
     @contextmanager
-    def _checkpoint(self, scheme: str, ignore: Sequence[str], seen: Sequence[Answer] | None) -> Iterator[str]:
-        """A directory with the weights in a format, smoothed by answers if there are any, gone after the block."""
+    def weights(self, scheme: QuantizationScheme, ignore: Sequence[str]) -> Iterator[WeightStream]:
+        """The policy's weights in a format, smoothed by the prompts as a run does it; the policy is on its device."""
+        from trl_qurl.quantization.smoothing import can_smooth
+        from trl_qurl.quantization.weight_stream import WeightStream
+
+        with self.policy() as policy:
+            smooths = self._smooths and scheme.is_smoothed and can_smooth(policy)
+            weights = WeightStream(policy, scheme, ignore, smooths)
+            try:
+                if weights.smoothing is not None:
+                    weights.fit_smoothing(policy, self.prompts)
+                yield weights
+            finally:
+                if weights.smoothing is not None:
+                    weights.smoothing.close()
+
+    @contextmanager
+    def _checkpoint(self, name: str, ignore: Sequence[str]) -> Iterator[str]:
+        """A directory with the weights in a format, gone after the block."""
         from trl_qurl.quantization.checkpoint import CheckpointWriter
         from trl_qurl.quantization.schemes import get_scheme
-        from trl_qurl.quantization.weight_stream import WeightStream, model_parameters
+        from trl_qurl.quantization.weight_stream import model_parameters
         from trl_qurl.rollout.directory import CheckpointDirectory
 
-        if scheme == BASELINE:
+        if name == BASELINE:
             yield self.directory
             return
-        form = get_scheme(scheme)
-        weights = WeightStream(self._policy, form, ignore, smooths=seen is not None)
-        if seen is not None:
-            self._fit(weights, seen)
-        place = CheckpointDirectory(None, weights.nbytes())
-        try:
-            writer = CheckpointWriter(self._policy, self._tokenizer, form, ignore)
+        scheme = get_scheme(name)
+        with self.weights(scheme, ignore) as weights:
+            place = CheckpointDirectory(None, weights.nbytes())
+            writer = CheckpointWriter(self._policy, self._tokenizer, scheme, ignore)
             # As a server's: the same codes whatever dtype holds the weights.
             writer.write(weights.tensors(model_parameters(self._policy), is_exact=True), place.path / "model")
+        try:
             yield str(place.path / "model")
         finally:
             place.remove()
-
-    def _fit(self, weights: WeightStream, seen: Sequence[Answer]) -> None:
-        """Fit smoothing to the activations of the policy on these answers, as training does at its second sync."""
-        from trl_qurl.lab.mismatch.score import score
-        from trl_qurl.quantization.weight_stream import model_parameters
-
-        assert weights.smoothing is not None, "the stream smooths"
-        weights.smoothing.collects = True
-        with self.policy() as policy:
-            deque(score(policy, seen), maxlen=0)
-            deque(weights.tensors(model_parameters(policy)), maxlen=0)
-            weights.smoothing.fit()
-        weights.smoothing.collects = False
 
 
 def label(name: str) -> str:

@@ -36,6 +36,7 @@ def draw_mismatch(report: Report, log_ratios: Mapping[str, Sequence[float]], pat
         left.axvline(np.log(CAP), color="gray", linewidth=0.8)
         left.annotate("C", (np.log(CAP), 1.0), xycoords=("data", "axes fraction"), va="top", color="gray")
     left.set(yscale="log", xlabel="log ρ of a token (policy over engine)", ylabel="share of tokens")
+    left.locator_params(axis="x", nbins=6)
     left.set_title("How far apart are engine and policy?", loc="left", fontsize=10, fontweight="bold")
     right.set(
         xscale="log",

@@ -12,8 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.lab.formats import candidates
-from trl_qurl.lab.mismatch.engines import BASELINE, SMOOTHED, Engines, Sampling
-from trl_qurl.lab.mismatch.job import Answer
+from trl_qurl.lab.mismatch.engines import BASELINE, Engines, Sampling
 from trl_qurl.lab.mismatch.statistics import Mismatch, measure
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def measure_mismatch(
     say: Callable[[str], None] = lambda line: None,
     output: Path | None = None,
     budget: Budget | None = None,
-    smooths: bool = False,
+    smooths: bool = True,
 ) -> tuple[Report, dict[str, list[float]]]:
     """Measure how far engines in several formats are from the full-precision policy.
 
@@ -71,7 +70,7 @@ def measure_mismatch(
         say: Called with a line about what is being done.
         output: JSON file, written again after each format.
         budget: Find layers to keep in 16 bits for it; there must be one format then.
-        smooths: Whether formats that can be smoothed (`smoothing_interval` of a run) are also measured so.
+        smooths: Whether activations are smoothed where a run smooths them by default (`smooth_activations`).
 
     Returns:
         The figures, and log ρ of every token by format.
@@ -84,46 +83,34 @@ def measure_mismatch(
     """
     started = time.monotonic()
     from trl_qurl.lab.mismatch.keep import keep_layers
-    from trl_qurl.quantization.schemes import SCHEMES
 
     sampling = sampling or Sampling()
     chosen = candidates(schemes)
     if budget is not None and len(chosen) != 1:
         given = ", ".join(scheme.name for scheme in chosen)
         raise ValueError(f"Layers are chosen for one format, not for {given}: name it with --schemes.")
-    if smooths and not any(scheme.token_scales for scheme in chosen):
-        fitting = ", ".join(name for name, scheme in SCHEMES.items() if scheme.token_scales)
-        raise ValueError(
-            f"--smooth is for formats with one scale for a token's activations: add {fitting} to --schemes."
-        )
-    engines = Engines(model, sampling, engine_kwargs, say)
+    engines = Engines(model, sampling, engine_kwargs, say, smooths)
     chosen = engines.formats(schemes, ignore)
-    smoothed = [scheme for scheme in chosen if smooths and scheme.token_scales]
-    names = [BASELINE]
     for scheme in chosen:
-        engines.check(scheme, ignore, scheme in smoothed)
-        names.append(scheme.name)
-        if scheme in smoothed:
-            names.append(f"{scheme.name}{SMOOTHED}")
+        engines.check(scheme, ignore)
+    names = [BASELINE, *(scheme.name for scheme in chosen)]
     report = Report(model, sampling, tuple(ignore))
     log_ratios: dict[str, list[float]] = {}
-    answers: list[Answer] = []
     for name in names:
         try:
-            found, scored = engines.sample(name, ignore, answers)
+            scored = engines.sample(name, ignore)
         except ChildProcessError as error:
             is_needed = budget is not None and name == chosen[0].name
             if is_needed or (name == names[-1] and not report.formats):
                 raise
             report = replace(report, failures={**report.failures, name: str(error)})
             continue
-        answers = answers if name.endswith(SMOOTHED) else found  # layers are chosen by those of the plain format
         report = replace(report, formats={**report.formats, name: measure(scored)})
         log_ratios[name] = log_ratios_of(scored)
         report = replace(report, seconds=time.monotonic() - started)
         write_report(report, output)
     if budget is not None:
-        kept, scored = keep_layers(engines, chosen[0], report, answers, budget, say)
+        kept, scored = keep_layers(engines, chosen[0], report, budget, say)
         log_ratios[kept.name] = log_ratios_of(scored)
         formats = {**report.formats, kept.name: measure(scored)}
         report = replace(report, formats=formats, kept=kept, seconds=time.monotonic() - started)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trl_qurl.lab.mismatch.engines import BASELINE, SMOOTHED, label
+from trl_qurl.lab.mismatch.engines import BASELINE, label
 from trl_qurl.lab.mismatch.run import Report
 from trl_qurl.lab.mismatch.statistics import CAP, Mismatch
 
@@ -63,12 +63,12 @@ def build_layer_table(kept: Kept, most: int = 12) -> Table:
         title=f"Where it comes from: the first {min(most, len(kept.groups))} of {len(kept.groups)} groups of layers",
         box=box.SIMPLE_HEAD,
         padding=0,
-        caption="KL in 1e-3 nats per token by the trainer's own quantized forward pass. Alone: only this group is "
-        f"quantized; weights: only its weights; rest: all but it; of all: {thousandths(kept.groups[0].kl_all)}.",
+        caption="KL in 1e-3 nats per token that each causes, estimated; those with most per byte come first. Kept in "
+        f"16 bits: {kept.extra_bytes / 1e6:.3g} MB more, {kept.share:.1%} of what quantization saves.",
         caption_justify="left",
     )
     table.add_column("layers")
-    for heading in ("alone", "weights", "rest", "MB", "16 bits"):
+    for heading in ("KL", "MB", "16 bits"):
         table.add_column(heading, justify="right", no_wrap=True)
     for group in kept.groups[:most]:
         first, *others = group.layers
@@ -76,7 +76,7 @@ def build_layer_table(kept: Kept, most: int = 12) -> Table:
         table.add_row(
             ", ".join([first, *(other.removeprefix(f"{parent}.") for other in others[:2])])
             + ", ..." * (len(others) > 2),
-            *(thousandths(kl) for kl in (group.kl_alone, group.kl_weights, group.kl_rest)),
+            thousandths(group.kl),
             f"{group.extra_bytes / 1e6:.3g}",
             "yes" if first in kept_layers else "",
         )
@@ -92,8 +92,6 @@ def sentences(report: Report) -> list[str]:
             lines.append(
                 f"{label(kept.name)} has a KL of {found:.2g}, above --kl {kept.budget.kl:g}: lower --kl to keep more."
             )
-    if any(name.endswith(SMOOTHED) for name in report.formats):
-        lines.append("To train on smoothed weights, set smoothing_interval=16.")
     lines += [f"{label(name)}: not measured. {failure}" for name, failure in report.failures.items()]
     if any(name != BASELINE for name in report.formats):
         lines.append(

@@ -21,7 +21,6 @@ class ChannelwiseScheme(QuantizationScheme):
     code_min: float
     code_max: float
     weight_bits: int = 8
-    token_scales: bool = True
 
     def layout(self, shape: Sequence[int], dtype: torch.dtype) -> list[StoredTensor]:  # noqa: D102
         return [
@@ -64,6 +63,7 @@ INT8 = ChannelwiseScheme(
     code_max=127.0,
     gpus=((7, 5), None),  # Turing and later
     cpus=True,
+    is_smoothed=True,
     # On Blackwell and later vLLM's CUTLASS kernels are for FP8 only, which the INT8 one does not say before it runs.
     kernel_fault=KernelFault((10, 0), ("CutlassInt8ScaledMMLinearKernel",), "TritonInt8ScaledMMLinearKernel"),
 )

@@ -69,8 +69,8 @@ class QuantizationScheme(ABC):
             high (`None`: no limit). Below the lowest, vLLM may still run the weights, with exact activations.
         cpus: Whether vLLM has kernels for CPUs.
         heads: Whether vLLM can load an output head in this format.
-        token_scales: Whether all activations of a token share one scale, so that a few large ones take the range of
-            the others (`smoothing`).
+        is_smoothed: Whether large activations are made smaller before they are rounded (`smoothing`), where that
+            was seen to help.
         kernel_fault: Kernels that an engine must be kept from choosing on some GPUs, if there are any.
     """
 
@@ -82,7 +82,7 @@ class QuantizationScheme(ABC):
     gpus: tuple[tuple[int, int], tuple[int, int] | None]
     cpus: bool
     heads: bool = True
-    token_scales: bool = False
+    is_smoothed: bool = False
     kernel_fault: KernelFault | None = None
 
     @property

@@ -109,11 +109,12 @@ def run_probe(
     merges: bool = True,
     rounds_cache: bool = False,
     smoothing: Smoothing | None = None,
+    grid: torch.dtype | None = None,
 ) -> ProbeResult:
     """Compare the engine's log-probabilities with the policy's own, computed with fake quantization.
 
     An adapter is merged for the length of this call, unless the engine has it beside the base. Keys and values are
-    rounded if the engine `rounds_cache`, and inputs smoothed as its weights were.
+    rounded if the engine `rounds_cache`, inputs smoothed as its weights were, and weights put on their grid.
     """
     adapted = merges and is_peft_model(model)
     if adapted:
@@ -122,7 +123,7 @@ def run_probe(
     training = base.training
     base.eval()
     try:
-        with quantized_forward(base, layers, scheme, smoothing) if scheme else nullcontext():
+        with quantized_forward(base, layers, scheme, smoothing, grid) if scheme else nullcontext():
             policy = _score(base, prompts, continuations, rounds_cache)
             with _disturbed(base):
                 disturbed = _score(base, prompts, continuations, rounds_cache)

@@ -1,0 +1,109 @@
+"""The estimate of what each layer's rounding causes, and the layers that are kept in 16 bits by it."""
+
+import pytest
+import torch
+from tiny import tiny_model
+
+from trl_qurl.quantization import get_scheme
+from trl_qurl.quantization.fake_quantization import quantized_forward
+from trl_qurl.quantization.layers import quantized_layer_names
+from trl_qurl.quantization.sensitivity import (
+    LARGEST_SHARE,
+    estimate_kl,
+    extra_bytes,
+    fused_groups,
+    sensitive_layers,
+)
+from trl_qurl.quantization.weight_stream import WeightStream
+
+TOKENS = torch.randint(5, 95, (8, 48), generator=torch.Generator().manual_seed(0))
+FED = ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj")
+
+
+def with_outliers(model, layer, factor=60.0, channels=(3, 50)):
+    """The same function, with two large inputs of a block's feed-forward layers, as trained models have them."""
+    block = model.model.layers[layer]
+    with torch.no_grad():
+        for channel in channels:
+            block.post_attention_layernorm.weight[channel] *= factor
+            for fed in (block.mlp.gate_proj, block.mlp.up_proj):
+                fed.weight[:, channel] /= factor
+    return model
+
+
+@pytest.fixture(scope="module")
+def weights():
+    """Of a model with outliers in the second of its three blocks, and the model."""
+    model = with_outliers(tiny_model("llama", num_hidden_layers=3), 1).eval()
+    return model, WeightStream(model, get_scheme("int8"))
+
+
+def exact_kl(model, layers, scheme):
+    """KL(exact ‖ quantized), nats per token, with these layers quantized."""
+    with torch.no_grad():
+        exact = model(TOKENS).logits.log_softmax(-1)
+        with quantized_forward(model, layers, scheme):
+            rounded = model(TOKENS).logits.log_softmax(-1)
+    return float((exact.exp() * (exact - rounded)).sum(-1).mean())
+
+
+def test_an_estimate_is_near_the_kl_of_each_group(weights):
+    model, stream = weights
+    estimates = estimate_kl(model, stream, TOKENS.tolist())
+    assert len(estimates) == 12 and max(estimates, key=estimates.get) == FED
+    for group, estimate in estimates.items():
+        assert 0.1 < estimate / exact_kl(model, group, stream.scheme) < 3, group
+    assert sum(estimates.values()) == pytest.approx(exact_kl(model, stream.layers, stream.scheme), rel=0.5)
+
+
+def test_the_model_stays_as_it_is(weights):
+    model, stream = weights
+    kinds = [type(module) for module in model.modules()]
+    model.train()
+    before = torch.random.get_rng_state()
+    estimate_kl(model, stream, TOKENS.tolist())
+    assert model.training and torch.equal(torch.random.get_rng_state(), before)
+    assert [type(module) for module in model.modules()] == kinds
+    assert all(not module._forward_hooks for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.eval()
+
+
+def test_smoothing_takes_the_outliers_off_the_estimate(weights):
+    model, stream = weights
+    smoothed = WeightStream(model, stream.scheme, smooths=True)
+    smoothed.fit_smoothing(model, TOKENS.tolist())
+    assert estimate_kl(model, smoothed, TOKENS.tolist())[FED] < estimate_kl(model, stream, TOKENS.tolist())[FED] / 5
+    smoothed.smoothing.close()
+
+
+def test_a_tenth_of_the_bytes_is_kept_at_most(weights, monkeypatch):
+    monkeypatch.setattr("trl_qurl.quantization.sensitivity.SMALL", 0.0)
+    model, stream = weights
+    sizes = extra_bytes(model, stream.scheme, stream.layers)
+    kept = sensitive_layers(model, stream, TOKENS.tolist())
+    assert 0 < sum(sizes[layer] for layer in kept) <= LARGEST_SHARE * sum(sizes.values())
+    estimates = estimate_kl(model, stream, TOKENS.tolist())
+    (first,) = [group for group in estimates if kept[0] in group]
+    left = [group for group in estimates if not set(group) & set(kept)]
+    fitting = [g for g in left if sum(sizes[x] for x in g) <= sum(sizes[x] for x in first)]
+    assert all(estimates[first] >= estimates[group] for group in fitting)
+
+
+def test_nothing_is_kept_where_little_is_lost():
+    model = tiny_model("llama").eval()
+    assert sensitive_layers(model, WeightStream(model, get_scheme("int8")), TOKENS.tolist()) == ()
+
+
+def test_layers_that_an_engine_fuses_stay_together():
+    names = ["model.layers.10.mlp.down_proj", "model.layers.9.self_attn.v_proj", "model.layers.9.self_attn.q_proj"]
+    names += [f"model.layers.9.mlp.experts.{expert}.{part}_proj" for expert in (0, 1) for part in ("up", "down")]
+    assert [len(group) for group in fused_groups(names)] == [4, 2, 1]
+    assert fused_groups(names)[-1] == ("model.layers.10.mlp.down_proj",)
+
+
+def test_bytes_are_those_of_a_checkpoint():
+    model, scheme = tiny_model("llama", torch.bfloat16), get_scheme("int8")
+    layers = quantized_layer_names(model, scheme=scheme)
+    whole, quantized = (WeightStream(model, each).nbytes(torch.bfloat16) for each in (None, scheme))
+    assert sum(extra_bytes(model, scheme, layers).values()) == whole - quantized
