@@ -43,6 +43,12 @@ def test_other_algorithms_are_refused(tmp_path, capsys):
     assert "--algorithm ppo with --model" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("model", [[], ["--model", "policy"]])
+def test_a_run_without_rollouts_is_refused(model, capsys):
+    assert cli.main(["demo", *model, "--rollouts", "0"]) == 2
+    assert "--rollouts 0 trains nothing" in capsys.readouterr().err
+
+
 def test_a_model_that_is_missing_is_named(capsys):
     assert cli.main(["demo", "--model", "./nowhere"]) == 2
     assert "nowhere" in capsys.readouterr().err

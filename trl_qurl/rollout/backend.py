@@ -121,17 +121,18 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             self.weights.grid = AUTOCAST.get(self.accelerator.mixed_precision)
         chooses = AUTO in rollout.ignore and rollout.scheme is not None
         if self.weights.smoothing is not None or chooses:
-            if self._dist.is_zero3 and chooses:
-                raise ValueError(
-                    "quantization_ignore='auto' needs whole weights, and ZeRO-3 shards them: run `trl-qurl mismatch "
-                    "MODEL --kl 5e-3` and give the list that it writes."
-                )
             self._look_at_prompts(chooses)
         self.rollout = replace(rollout, ignore=(*ignore, *self.kept))
 
     def _look_at_prompts(self, chooses: bool) -> None:
         smoothing = self.weights.smoothing
-        prompts = [] if self._dist.is_zero3 else self._prompts()  # smoothing begins with the second rollout then
+        prompts = [] if self._dist.is_zero3 else self._prompts()
+        if chooses and not prompts:  # smoothing would begin with the second rollout
+            raise ValueError(
+                "quantization_ignore='auto' needs whole weights and prompts of text when the engine starts, and here "
+                "ZeRO-3 shards the weights, or prompts have pictures or environments: run `trl-qurl mismatch MODEL "
+                "--kl 5e-3` and give the list that it writes."
+            )
         found: list[Any] = [None]
         if self.accelerator.is_main_process and prompts:  # other processes may not have loaded the weights
             if smoothing is not None:

@@ -151,9 +151,9 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         return batch
 
     def _first_prompts(self) -> list[list[int]]:
-        """Tokens of the first prompts of the training data, without their pictures."""
-        if getattr(self, "environment_factories", None) is not None:
-            return []  # their prompts depend on an environment that has not started
+        """Tokens of the first prompts of the training data; none where more than a text decides about them."""
+        if self._is_vlm or getattr(self, "environment_factories", None) is not None:
+            return []
         prompts = [row["prompt"] for row in itertools.islice(self.train_dataset, CALIBRATION_PROMPTS)]
         return [tokens[:LONGEST_PROMPT] for tokens in super()._tokenize_prompts(prompts)[0]]
 

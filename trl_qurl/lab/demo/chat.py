@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trl_qurl.cli.allocator import keep_freed_memory
+from trl_qurl.lab.demo.evaluate import complete_greedily
 from trl_qurl.lab.demo.run import ENVIRONMENT
 from trl_qurl.lab.packages import require
 
@@ -128,20 +129,9 @@ def answer_greedily(trainer: QuRLGRPOTrainer) -> Answered:
 
 def answer_by_engine(trainer: QuRLGRPOTrainer) -> Answered:
     """The same by the engine that makes the rollouts, after a sync of the weights."""
-    generation, tokenizer, asked = trainer.vllm_generation, trainer.processing_class, questions(held_out=True)
-    prompts = [
-        tokenizer.apply_chat_template(conversation(question), add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ]
-        for question in asked
-    ]
-    generation.sync_weights()
-    temperature, generation.temperature = generation.temperature, 0.0
-    try:
-        completions = generation.generate(prompts=prompts, images=None, num_generations=1)[1]
-    finally:
-        generation.temperature = temperature
-        generation.pop_cost()  # else the row of the next rollout would count this one's seconds and tokens
+    tokenizer, asked = trainer.processing_class, list(map(conversation, questions(held_out=True)))
+    prompts = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+    completions = complete_greedily(trainer.vllm_generation, prompts)
     return judged(tokenizer.batch_decode(completions, skip_special_tokens=True))
 
 

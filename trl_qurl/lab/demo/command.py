@@ -35,14 +35,16 @@ def run(args: argparse.Namespace) -> int:
     from trl_qurl.quantization.schemes import parse_scheme
 
     scheme = parse_scheme(args.scheme)
+    rollouts = args.rollouts if args.rollouts is not None else 120 if args.model is None else 20
+    if rollouts < 1:
+        raise ValueError(f"--rollouts {rollouts} trains nothing: give at least 1.")
     if args.model is not None:
         from trl_qurl.lab.demo.chat import run_chat_demo
 
         if args.algorithm != "grpo":
             raise ValueError(f"--algorithm {args.algorithm} with --model: the chat model is trained with grpo only.")
-        shortfall = run_chat_demo(args.model, scheme, args.output_dir, args.rollouts or 20, args.seed)
+        shortfall = run_chat_demo(args.model, scheme, args.output_dir, rollouts, args.seed)
     else:
-        rollouts = 120 if args.rollouts is None else args.rollouts
         shortfall = run_demo(scheme, args.output_dir, rollouts, args.required_rise, args.seed, args.algorithm)
     if shortfall is not None:
         print(f"trl-qurl: the demo failed: {shortfall}", file=sys.stderr)

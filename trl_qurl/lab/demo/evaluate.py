@@ -50,12 +50,18 @@ def measure_policy(model: PreTrainedModel, problem_ids: Tensor) -> Accuracy:
 
 def measure_actor(generation: QuantizedVLLMGeneration, problem_ids: Tensor) -> float:
     """Greedy accuracy of the actor that makes the rollouts, as the engine runs it, after a sync of the weights."""
-    generation.sync_weights()
     prompts, answers = problem_ids[:, :PROMPT_TOKENS].tolist(), problem_ids[:, PROMPT_TOKENS:].tolist()
+    completions = complete_greedily(generation, prompts)
+    return sum(list(given) == right for given, right in zip(completions, answers, strict=True)) / len(answers)
+
+
+def complete_greedily(generation: QuantizedVLLMGeneration, prompts: list[list[int]]) -> list[list[int]]:
+    """One completion of each prompt by the engine, after a sync of the weights."""
+    generation.sync_weights()
     temperature, generation.temperature = generation.temperature, 0.0
     try:
-        completions = generation.generate(prompts=prompts, images=None, num_generations=1)[1]
+        completions: list[list[int]] = generation.generate(prompts=prompts, images=None, num_generations=1)[1]
     finally:
         generation.temperature = temperature
         generation.pop_cost()  # else the row of the next rollout would count this one's seconds and tokens
-    return sum(list(given) == right for given, right in zip(completions, answers, strict=True)) / len(answers)
+    return completions

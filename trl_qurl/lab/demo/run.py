@@ -53,8 +53,6 @@ def run_demo(
     from trl_qurl.lab.demo.task import build_tokenizer, encode_problems, sample_problems
     from trl_qurl.trainers.run_log import RUN_LOG
 
-    if rollouts < 1:
-        raise ValueError(f"rollouts={rollouts} trains nothing; give at least 1.")
     output_dir.mkdir(parents=True, exist_ok=True)
     transformers_logging.disable_progress_bar()  # its bars for reading and writing a tiny model hide the demo's own
     console = Console()
