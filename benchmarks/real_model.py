@@ -89,13 +89,13 @@ def train(model: str, arm: str, seed: int, rollouts: int, output: Path) -> None:
     from benchmarks.provenance import provenance
     from trl_qurl.cli.allocator import keep_freed_memory
     from trl_qurl.lab.demo.chat import answer_by_engine, answer_greedily, build_chat_config, build_chat_trainer
-    from trl_qurl.rollout import backend
+    from trl_qurl.rollout import preparation
     from trl_qurl.trainers.run_log import read_run
 
     keep_freed_memory()
     settings: dict[str, Any] = {"rollout_quantization": "int8", **ARMS[arm]}
     if settings.pop(FLOAT32_CODES, False):
-        backend.AUTOCAST.clear()
+        preparation.AUTOCAST.clear()
     found = provenance(torch.device("cpu"), measured="trl_qurl")
     with tempfile.TemporaryDirectory() as directory:
         scheme = settings.pop("rollout_quantization")

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from accelerate import Accelerator
 from test_sensitivity import with_outliers
 from test_uaq import VARIANTS, logits
 from test_uaq import tiny_model as architecture
@@ -15,6 +16,8 @@ from trl_qurl.quantization import get_scheme
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.smoothing import LARGEST_SCALE, can_smooth, fitted_scales, sources
 from trl_qurl.quantization.weight_stream import WeightStream, model_parameters
+from trl_qurl.rollout.preparation import prepare_weights
+from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.trainers.run_log import read_run
 
 TOKENS = torch.randint(2, 97, (8, 24), generator=torch.Generator().manual_seed(0))
@@ -169,6 +172,12 @@ def test_int8_is_smoothed_by_default_where_it_is_known_how(tmp_path):
 def test_where_layers_cannot_be_chosen_the_way_out_is_named(settings, tmp_path):
     with pytest.raises(ValueError, match=r"quantization_ignore='auto' .* `trl-qurl mismatch MODEL --kl"):
         QuRLGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, quantization_ignore=["auto"], **settings)
+
+
+def test_auto_without_prompts_is_an_error():
+    settings = RolloutSettings(get_scheme("int8"), ignore=("lm_head", "auto"))
+    with pytest.raises(ValueError, match=r"quantization_ignore='auto' needs .* prompts have pictures or environments"):
+        prepare_weights(tiny_model("llama"), settings, Accelerator(cpu=True), lambda: [])
 
 
 def test_an_unknown_model_is_refused_by_name():

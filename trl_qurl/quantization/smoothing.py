@@ -28,6 +28,9 @@ from trl_qurl.quantization.stream import NamedTensors
 ALPHA = 0.4
 """How much of the range goes from inputs to weights: 0 none, 1 all."""
 
+FIT_INTERVAL = 16
+"""Syncs between two fits."""
+
 LARGEST_SCALE = 2.0**10
 """No outlier on record needs more, and a float16 engine holds less."""
 
@@ -68,6 +71,7 @@ class Smoothing:
 
     def __init__(self, model: Any, layers: frozenset[str]) -> None:
         self.collects = False
+        self._syncs = FIT_INTERVAL - 1  # since the latest fit; the first rollout is worth one
         self.scales: dict[str, torch.Tensor] = {}
         self._sources = {source.name: source for source in sources(model) if layers.intersection(source.layers)}
         self._feeder = {layer: source.name for source in self._sources.values() for layer in source.layers}
@@ -111,12 +115,22 @@ class Smoothing:
 
     def state_dict(self) -> dict[str, Any]:
         """The scales, and what the next fit has seen so far in this process."""
-        return {"scales": self.scales, "inputs": self._inputs, "columns": self._columns, "collects": self.collects}
+        seen = {"inputs": self._inputs, "columns": self._columns, "collects": self.collects, "syncs": self._syncs}
+        return {"scales": self.scales, **seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         self.scales, self._inputs, self._columns = state["scales"], state["inputs"], state["columns"]
-        self.collects = state["collects"]
+        self.collects, self._syncs = state["collects"], state["syncs"]
+
+    def begin_sync(self) -> bool:
+        """Fit the scales to the first rollout, and regularly from then on; tell whether it was tried."""
+        is_due = self._syncs >= FIT_INTERVAL
+        if is_due and self.fit():
+            self._syncs = 0
+        self._syncs += 1
+        self.collects = self._syncs >= FIT_INTERVAL
+        return is_due
 
     def fit(self, is_shared: bool = True) -> bool:
         """Choose the scales anew, from the inputs since the last fit and the weights that were sent last.

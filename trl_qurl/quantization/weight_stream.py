@@ -44,6 +44,7 @@ class WeightStream:
         smooths: bool = False,
     ) -> None:
         self.scheme = scheme
+        self.ignore = tuple(ignore)
         self.form = CheckpointForm(model, splits_experts=scheme is not None)
         self.layers = quantized_layer_names(model, ignore, scheme) if scheme else linear_layer_names(model, ignore)
         self.smoothing = Smoothing(model, self.layers) if smooths else None
@@ -68,6 +69,7 @@ class WeightStream:
 
     def keep(self, layers: Iterable[str]) -> None:
         """Leave these layers in full precision from here on."""
+        self.ignore += tuple(layers)
         self.layers = self.layers.difference(layers)
 
     def tensors(

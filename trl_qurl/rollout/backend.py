@@ -22,10 +22,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.checkpoint_form import parameter_name, persistent_buffers
-from trl_qurl.quantization.layers import AUTO, check_recurrent_layers, ignored_modules
-from trl_qurl.quantization.sensitivity import sensitive_layers
-from trl_qurl.quantization.smoothing import can_smooth
-from trl_qurl.quantization.weight_stream import WeightStream, on_grid
+from trl_qurl.quantization.layers import check_recurrent_layers
+from trl_qurl.quantization.weight_stream import on_grid
 from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, engine_rank, write_adapter
 from trl_qurl.rollout.base import FrozenBase
 from trl_qurl.rollout.directory import CheckpointFolder
@@ -41,14 +39,12 @@ from trl_qurl.rollout.engine.interface import Engine, torch_dtype
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError
 from trl_qurl.rollout.pictures import PicturePrompts, check_seen
+from trl_qurl.rollout.preparation import prepare_weights
 from trl_qurl.rollout.recovery import Recovery, agreed
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.sync import AdapterSync, RolloutCost, WeightSync
 from trl_qurl.rollout.transports import AdapterFiles, CheckpointFiles, Stream, Transport, choose_adapter, choose_route
-
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""What the trainer computes with, by accelerate's `mixed_precision`."""
 
 logger = get_logger(__name__)  # of the main process
 
@@ -59,8 +55,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     engine: Engine | None  # `None` in the processes that leave a server to the main one
     sync: WeightSync  # keeps it at the policy's weights
     base: FrozenBase | None = None  # of an adapter that is sent by itself
-
-    kept: tuple[str, ...] = ()  # layers that `AUTO` leaves in full precision
+    kept: tuple[str, ...]  # layers that `AUTO` leaves in full precision
 
     def __init__(
         self,
@@ -77,8 +72,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._cost = RolloutCost()
         self._seconds_in_syncs = 0.0
         self.pictures = PicturePrompts()
-        # Of the latest generation's tokens, for trainers of TRL that drop them (RLOO).
-        self.sampled_logps: list[list[list[float | None]]] | None = None
+        self.sampled_logps: list[list[list[float | None]]] | None = None  # kept for RLOO, where TRL drops them
         # RLOO asks for none; without them there is no mismatch to measure. 0 means those of the sampled token alone.
         super().__init__(*args, **{**kwargs, "logprobs": kwargs.get("logprobs") or 0})
 
@@ -102,7 +96,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         check_recurrent_layers(self.base_model)
-        self._choose_layers()
+        self.weights, self.kept = prepare_weights(self.model, self.rollout, self.accelerator, self._prompts)
+        self.rollout = replace(self.rollout, ignore=self.weights.ignore)
         transport = self._connect() if self.rollout.is_served else self._start_colocated()
         self.engine = transport.engine
         self._recovery = Recovery(self.rollout.max_recoveries if self.rollout.is_served else 0)
@@ -110,51 +105,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.sync = kind(
             self.model, self.weights, transport, self.rollout, self._dist, self._global_step, not self._sleeps
         )
-
-    def _choose_layers(self) -> None:
-        """Name the layers that are quantized; smoothing and `AUTO` look at a few prompts. A collective operation."""
-        rollout = self.rollout
-        ignore = ignored_modules(self.model, [pattern for pattern in rollout.ignore if pattern != AUTO])
-        self.weights = WeightStream(self.model, rollout.scheme, ignore, self._smooths())
-        # An adapter beside its base is not rounded with it, and the quantized forward pass rounds float32 weights.
-        if rollout.follows_autocast and not is_peft_model(self.model):
-            self.weights.grid = AUTOCAST.get(self.accelerator.mixed_precision)
-        chooses = AUTO in rollout.ignore and rollout.scheme is not None
-        if self.weights.smoothing is not None or chooses:
-            self._look_at_prompts(chooses)
-        self.rollout = replace(rollout, ignore=(*ignore, *self.kept))
-
-    def _look_at_prompts(self, chooses: bool) -> None:
-        smoothing = self.weights.smoothing
-        prompts = [] if self._dist.is_zero3 else self._prompts()
-        if chooses and not prompts:  # smoothing would begin with the second rollout
-            raise ValueError(
-                "quantization_ignore='auto' needs whole weights and prompts of text when the engine starts, and here "
-                "ZeRO-3 shards the weights, or prompts have pictures or environments: run `trl-qurl mismatch MODEL "
-                "--kl 5e-3` and give the list that it writes."
-            )
-        found: list[Any] = [None]
-        if self.accelerator.is_main_process and prompts:  # other processes may not have loaded the weights
-            if smoothing is not None:
-                self.weights.fit_smoothing(self.model, prompts)
-            layers = sensitive_layers(self.model, self.weights, prompts) if chooses else ()
-            scales = {name: scale.cpu() for name, scale in smoothing.scales.items()} if smoothing else {}
-            found = [(scales, layers)]
-        broadcast_object_list(found, from_process=0)
-        if found[0] is None:
-            return
-        scales, self.kept = found[0]
-        if smoothing is not None:
-            smoothing.scales = scales
-        if chooses:
-            self.weights.keep(self.kept)
-            logger.info("Kept in 16 bits: %s.", ", ".join(self.kept) or "no further layers")
-
-    def _smooths(self) -> bool:
-        """Whether activations are smoothed: where it is known how, unless an adapter may travel by itself."""
-        if self.rollout.smooths is not None:
-            return self.rollout.smooths
-        return can_smooth(self.model) and not (self.rollout.is_served and is_peft_model(self.model))
 
     def _connect(self) -> Transport:
         """Connect the main process to the server; every process learns how weights will travel."""
@@ -290,9 +240,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
         A collective operation: every process reads all of them, to the end, where adapters are taken out again.
         """
-        parts = [
-            module for module in self.model.modules() if isinstance(module, (FSDPModule, FullyShardedDataParallel))
-        ]
+        parts = [each for each in self.model.modules() if isinstance(each, (FSDPModule, FullyShardedDataParallel))]
         for module in parts:
             # A pass without a backward leaves the outermost parameters whole, where the parent expects shards.
             if isinstance(module, FSDPModule):
@@ -301,8 +249,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         version = self._dist.fsdp_version if parts else None
         with substitute(self._dist, "fsdp_version", version):
             # The engine gets the policy that the trainer scores with: what autocast makes of the weights.
-            named = super()._iter_named_params()
-            yield from ((name, on_grid(parameter, self.weights.grid)) for name, parameter in named)
+            yield from ((name, on_grid(whole, self.weights.grid)) for name, whole in super()._iter_named_params())
         yield from ((parameter_name(path), buffer) for path, buffer in persistent_buffers(self.base_model))
 
     # Generation ------------------------------------------------------------------------------------------------------
@@ -345,16 +292,9 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             self.vllm_client.reconnect(self.server_timeout)
 
 
-def quantized_generation(
-    module: ModuleType,
-    rollout: RolloutSettings,
-    global_step: Callable[[], int],
-    prompts: Callable[[], list[list[int]]],
-) -> AbstractContextManager[None]:
-    """Let the trainer in a module of TRL build a `QuantizedVLLMGeneration` inside the block.
+def quantized_generation(module: ModuleType, **arguments: Any) -> AbstractContextManager[None]:
+    """Let the trainer in a module of TRL build a `QuantizedVLLMGeneration` with these arguments inside the block.
 
-    `global_step` tells the optimizer steps done, and `prompts` the tokens of a few prompts. Neither may keep the
-    trainer alive, or no engine is ever freed.
+    What `global_step` and `prompts` refer to must not keep the trainer alive, or no engine is ever freed.
     """
-    backend = functools.partial(QuantizedVLLMGeneration, rollout=rollout, global_step=global_step, prompts=prompts)
-    return substitute(module, "VLLMGeneration", backend)
+    return substitute(module, "VLLMGeneration", functools.partial(QuantizedVLLMGeneration, **arguments))

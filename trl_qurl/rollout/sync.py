@@ -44,9 +44,6 @@ from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.transports import Parameters, Shipment, Transport
 from trl_qurl.rollout.weight_change import WeightChangeTracker
 
-SMOOTHING_INTERVAL = 16
-"""Syncs between two fits of the scales that smooth activations."""
-
 
 @dataclass
 class RolloutCost:
@@ -87,7 +84,6 @@ class WeightSync:
         self._keeps_weights = keeps_weights
         self._run = uuid.uuid4().hex[:8]
         self._count = 0
-        self._fitted_at = 1 - SMOOTHING_INTERVAL  # the sync of the latest fit; the first rollout is worth one
         self._frozen: frozenset[str] = frozenset()  # at the last sync
         self._frozen_at_scale = 1.0
         self._announced: dict[str, TensorMetadata] | None = None
@@ -109,7 +105,8 @@ class WeightSync:
         started = time.perf_counter()
         if not is_repeated:
             self._tracker.begin_sync()
-        is_refitted = not is_repeated and self._fit_smoothing()
+        smoothing = self._weights.smoothing
+        is_refitted = not is_repeated and smoothing is not None and smoothing.begin_sync()
         interval = self._settings.sync_check_interval
         checked = is_repeated or (interval > 0 and self._count % interval == 0)
         left_out = self._unchanged(checked or is_refitted)
@@ -140,28 +137,6 @@ class WeightSync:
             metrics |= self._check_probe()
             cost.check_s += time.perf_counter() - started
         return metrics
-
-    def _fit_smoothing(self) -> bool:
-        """Fit the scales of smoothing to the first rollout, and regularly from then on; tell whether it tried."""
-        smoothing = self._weights.smoothing
-        if smoothing is None:
-            return False
-        is_due = self._count - self._fitted_at >= SMOOTHING_INTERVAL
-        if is_due and smoothing.fit():
-            self._fitted_at = self._count
-        smoothing.collects = self._count + 1 - self._fitted_at >= SMOOTHING_INTERVAL  # for the next sync
-        return is_due
-
-    def smoothing_state(self) -> dict[str, Any] | None:
-        """Scales of this process' engine and the syncs since their fit; `None` without smoothing."""
-        smoothing = self._weights.smoothing
-        return None if smoothing is None else smoothing.state_dict() | {"syncs": self._count - self._fitted_at}
-
-    def load_smoothing_state(self, state: dict[str, Any] | None) -> None:
-        """Go on where `smoothing_state` was taken: a resumed run has the rollouts of one that never stopped."""
-        if self._weights.smoothing is not None and state is not None:
-            self._weights.smoothing.load_state_dict(state)
-            self._fitted_at = self._count - state["syncs"]
 
     def require_version(self) -> None:
         """Raise `SyncError` if the engine no longer holds the weights of the last sync. A collective operation.

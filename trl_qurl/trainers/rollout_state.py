@@ -37,8 +37,9 @@ class RolloutStateMixin(TRLTrainer):
         checkpoint = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         # Micro-batches done so far, and the batches that are left of the rollout.
         guard = self._guard and self._guard.state_dict()
-        smoothing = self.vllm_generation.sync.smoothing_state()
-        state = {"step": self._step, "batches": self._buffered_inputs, "guard": guard, "smoothing": smoothing}
+        smoothing = self.vllm_generation.weights.smoothing
+        state = {"step": self._step, "batches": self._buffered_inputs, "guard": guard}
+        state["smoothing"] = smoothing and smoothing.state_dict()
         save_rollout_state(state, checkpoint, self.accelerator.process_index)
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
@@ -53,7 +54,9 @@ class RolloutStateMixin(TRLTrainer):
         state = load_rollout_state(Path(checkpoint), self.accelerator.process_index, self.accelerator.device)
         if state is not None:
             self._step, self._buffered_inputs = state["step"], state["batches"]
-            self.vllm_generation.sync.load_smoothing_state(state.get("smoothing"))
+            smoothing = self.vllm_generation.weights.smoothing
+            if smoothing is not None and state.get("smoothing"):
+                smoothing.load_state_dict(state["smoothing"])
         if self._guard is not None:
             # All processes fall back together, also those that the checkpoint has no file of.
             kept = [state and state["guard"]]

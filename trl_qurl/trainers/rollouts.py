@@ -77,7 +77,7 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         settings = _rollout_settings(args)
         with quantized_generation(
             self._generation_module,
-            settings,
+            rollout=settings,
             global_step=lambda: trainer.state.global_step,
             prompts=lambda: trainer._first_prompts(),
         ):
