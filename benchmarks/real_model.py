@@ -1,12 +1,12 @@
-"""What quantized rollouts do to the training of a real chat model: one-digit arithmetic with SmolLM2-135M-Instruct.
+"""What quantized rollouts do to the training of a real chat model, SmolLM2-135M-Instruct.
 
-    python benchmarks/real_model.py MODEL                        # all that is missing, one run after the other
-    python benchmarks/real_model.py MODEL --arms int8_acr --seeds 0 --rollouts 20
-    python benchmarks/real_model.py MODEL --table                # what there is
+    python benchmarks/real_model.py MODEL                            # all that is missing, one run after the other
+    python benchmarks/real_model.py MODEL --arms int8_acr --seeds 0
+    python benchmarks/real_model.py --table                          # what there is, and the contrasts
 
-Each run is `trl-qurl demo --model MODEL` with other settings (`trl_qurl/lab/demo/chat.py`), in a process of its own,
-whose short log goes to `benchmarks/results/real_model/`. A run that is there is not made again, so an interrupted
-study goes on where it was. The learning rate is that of the demonstration for all arms.
+Each run is a process of its own, whose short log goes to `benchmarks/results/real_model/TASK/`. A run that is there is
+not made again, so an interrupted study goes on where it was. On a CPU, one process per core (`taskset -c 0`, and
+`taskset -c 1` with other arms) makes a fifth more runs than one process on two cores.
 """
 
 import argparse
@@ -23,29 +23,41 @@ RESULTS = Path(__file__).parent / "results" / "real_model"
 PLAIN = {"smooth_activations": False}
 KEPT = {"quantization_ignore": ["lm_head", "auto"]}
 FLOAT32_CODES = "quantizes the float32 weights, which autocast rounds to bfloat16 before it computes"
+RATE = "factor of the learning rate"
+LORA = "adapter"
+BF16 = {"rollout_quantization": None, "objective": "naive"}
 ARMS: dict[str, dict[str, Any]] = {
-    "bf16": {"rollout_quantization": None, "objective": "naive"},
-    "int8_acr": {"objective": "acr"},
-    "int8_acr_float32_codes": {"objective": "acr", FLOAT32_CODES: True},
-    "int8_plain_acr": {"objective": "acr", **PLAIN},
-    "int8_kept_acr": {"objective": "acr", **KEPT},
+    "bf16": BF16,
     "int8_plain_naive": {"objective": "naive", **PLAIN},
-    "int8_naive": {"objective": "naive"},
     "int8_plain_tis": {"objective": "tis", **PLAIN},
-    "int8_tis": {"objective": "tis"},
+    "int8_plain_acr": {"objective": "acr", **PLAIN},
     "int8_plain_quantized_ratio": {"objective": "quantized_ratio", **PLAIN},
+    "int8_naive": {"objective": "naive"},
+    "int8_tis": {"objective": "tis"},
+    "int8_acr": {"objective": "acr"},
+    "int8_kept_acr": {"objective": "acr", **KEPT},
     "int8_plain_decoupled": {"objective": "decoupled", **PLAIN},
     "int8_plain_geometric_mask": {"objective": "geometric_mask", **PLAIN},
     "int8_plain_icepop": {"objective": "icepop", **PLAIN},
+    "int8_float32_codes_naive": {"objective": "naive", FLOAT32_CODES: True, **PLAIN},
+    "int8_float32_codes_acr": {"objective": "acr", FLOAT32_CODES: True, **PLAIN},
+    "int8_float32_codes_quantized_ratio": {"objective": "quantized_ratio", FLOAT32_CODES: True, **PLAIN},
     "int8_forward": {"objective": "naive", "training_forward": "quantized"},
+    "int8_acr_uaq": {"objective": "acr", "uaq_scale": 1.5},
+    "int8_acr_rate": {"objective": "acr", RATE: 1.5},
+    "int8_rounded_base": {"objective": "acr", "round_base": True, LORA: True, RATE: 20.0},
+    "bf16_half_rate": {**BF16, RATE: 0.5},
+    "bf16_double_rate": {**BF16, RATE: 2.0},
+    "bf16_triple_rate": {**BF16, RATE: 3.0},
 }
 ROLLOUTS = 40
 
 
 def main() -> None:
-    """Make the runs that are missing, or print the table."""
+    """Make the runs that are missing, or print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="directory of the model")
+    parser.add_argument("model", nargs="?", help="directory of the model")
+    parser.add_argument("--task", default="arithmetic", help="a task of chat_tasks.py (default: arithmetic)")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rollouts", type=int, default=ROLLOUTS)
@@ -53,15 +65,16 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="print what there is, and stop")
     parser.add_argument("--one", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    directory = args.output / args.task
     if args.one:
-        train(args.model, args.one[0], int(args.one[1]), args.rollouts, args.output)
+        train(args.model, args.task, args.one[0], int(args.one[1]), args.rollouts, directory)
     elif not args.table:
         for seed in args.seeds:
             for arm in args.arms:
-                if not place(args.output, arm, seed).exists():
+                if not place(directory, arm, seed).exists():
                     run_child(arm, seed)
     if not args.one:
-        print_table(args.output)
+        print_table(directory)
 
 
 def place(directory: Path, arm: str, seed: int) -> Path:
@@ -80,35 +93,112 @@ def run_child(arm: str, seed: int) -> None:
         print(f"  FAILED with exit status {done.returncode}:\n{done.stderr[-2000:]}", flush=True)
 
 
-def train(model: str, arm: str, seed: int, rollouts: int, output: Path) -> None:
+def train(model: str, task_name: str, arm: str, seed: int, rollouts: int, output: Path) -> None:
     """Train one arm with one seed, and keep its short log."""
     sys.path.insert(0, str(ROOT))
     import torch
+    from datasets import Dataset
 
+    from benchmarks.chat_tasks import TASKS
     from benchmarks.objectives.one_run import write_short_log
     from benchmarks.provenance import provenance
+    from trl_qurl import QuRLGRPOTrainer
     from trl_qurl.cli.allocator import keep_freed_memory
-    from trl_qurl.lab.demo.chat import answer_by_engine, answer_greedily, build_chat_config, build_chat_trainer
+    from trl_qurl.lab.demo.chat import build_chat_config
     from trl_qurl.rollout import preparation
     from trl_qurl.trainers.run_log import read_run
 
     keep_freed_memory()
+    task = TASKS[task_name]
     settings: dict[str, Any] = {"rollout_quantization": "int8", **ARMS[arm]}
     if settings.pop(FLOAT32_CODES, False):
         preparation.AUTOCAST.clear()
+    settings["learning_rate"] = task.learning_rate * settings.pop(RATE, 1.0)
+    adapter = None
+    if settings.pop(LORA, False):
+        from peft import LoraConfig
+
+        adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    settings |= {
+        "per_device_train_batch_size": task.completions // task.updates,
+        "steps_per_generation": task.updates,
+        "logging_steps": task.updates,
+        "max_steps": rollouts * task.updates,
+        "max_completion_length": task.longest,
+        "vllm_max_model_length": 128 + task.longest,
+        "mismatch_guard": "warn",
+    }
+
+    def reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float]:
+        return [task.reward(turns[0]["content"], right) for turns, right in zip(completions, answer, strict=True)]
+
     found = provenance(torch.device("cpu"), measured="trl_qurl")
     with tempfile.TemporaryDirectory() as directory:
         scheme = settings.pop("rollout_quantization")
-        config = build_chat_config(scheme, Path(directory), rollouts, seed, **{"mismatch_guard": "warn", **settings})
-        trainer = build_chat_trainer(model, config)
-        before = answer_greedily(trainer).accuracy
+        config = build_chat_config(scheme, Path(directory), rollouts, seed, **settings)
+        prompts, answers = zip(*task.learned, strict=True)
+        data = Dataset.from_dict({"prompt": list(prompts), "answer": list(answers)})
+        trainer = QuRLGRPOTrainer(
+            model=model, reward_funcs=reward, args=config, train_dataset=data, peft_config=adapter
+        )
         trainer.train()
-        answers = {"full_precision": answer_greedily(trainer).accuracy, "engine": answer_by_engine(trainer).accuracy}
+        measured = {
+            "full_precision": accuracy(task, answer(trainer, task, sampled=True)),
+            "full_precision_greedy": accuracy(task, answer(trainer, task, sampled=False)),
+            "engine": accuracy(task, answer_by_engine(trainer, task, sampled=True)),
+            "engine_greedy": accuracy(task, answer_by_engine(trainer, task, sampled=False)),
+        }
         rows = read_run(directory).rows
-    names = ("objective", "learning_rate", "max_steps", "seed", "quantization_ignore")
+    names = ("objective", "learning_rate", "max_steps", "seed", "quantization_ignore", "per_device_train_batch_size")
     kept: dict[str, Any] = {name: getattr(config, name) for name in names}
-    kept |= {"arm": arm, "rollout_quantization": scheme, "before": before, **answers, **found}
+    kept |= {"arm": arm, "task": task_name, "rollout_quantization": scheme, **measured, **found}
     write_short_log(kept, rows, place(output, arm, seed))
+
+
+def answer(trainer: Any, task: Any, sampled: bool) -> list[list[str]]:
+    """What the float32 weights say to the questions that are held out: several answers each, or the greedy one."""
+    import torch
+
+    model, tokenizer = trainer.model, trainer.processing_class
+    tokenizer.padding_side = "left"
+    inputs = tokenizer.apply_chat_template(
+        [messages for messages, _ in task.held_out],
+        add_generation_prompt=True,
+        padding=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    count = task.samples if sampled else 1
+    sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if sampled else {}
+    torch.manual_seed(0)
+    model.eval()
+    with torch.inference_mode():
+        tokens = model.generate(
+            **inputs, max_new_tokens=task.longest, do_sample=sampled, num_return_sequences=count, **sampling
+        )
+    texts = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return [texts[start : start + count] for start in range(0, len(texts), count)]
+
+
+def answer_by_engine(trainer: Any, task: Any, sampled: bool) -> list[list[str]]:
+    """The same by the engine that makes the rollouts, after a sync of the weights."""
+    tokenizer, generation = trainer.processing_class, trainer.vllm_generation
+    messages = [messages for messages, _ in task.held_out]
+    prompts = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    count = task.samples if sampled else 1
+    generation.sync_weights()
+    generation.temperature = float(sampled)
+    repeated = [prompt for prompt in prompts for _ in range(count)]
+    completions = generation.generate(prompts=repeated, images=None, num_generations=count)[1]
+    texts = tokenizer.batch_decode(completions, skip_special_tokens=True)
+    return [texts[start : start + count] for start in range(0, len(texts), count)]
+
+
+def accuracy(task: Any, texts: list[list[str]]) -> float:
+    """Mean reward of answers to the questions that are held out."""
+    return mean(
+        task.reward(text, right) for given, (_, right) in zip(texts, task.held_out, strict=True) for text in given
+    )
 
 
 def print_table(directory: Path) -> None:
