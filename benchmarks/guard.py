@@ -2,9 +2,9 @@
 
     python -m benchmarks.guard
 
-It replays the logs in `benchmarks/objectives/runs` through the guard itself, with its default thresholds. Each arm is
-expected to be healthy, harmed, or collapsing. An alarm in a healthy run is an error (exit status 1). Arms that the
-guard acted on are left out: they tell what happens after an alarm.
+It replays the logs in `benchmarks/objectives/runs` and `benchmarks/results/real_model` through the guard itself, with
+its default thresholds. Each arm is expected to be healthy, harmed, or collapsing. An alarm in a healthy run fails
+(exit status 1). Arms that the guard acted on are left out: they show what happens after an alarm.
 """
 
 import argparse
@@ -23,10 +23,13 @@ from benchmarks.objectives.arms import EXPERIMENTS, Arm
 from benchmarks.objectives.coarse import CODE_BITS
 from benchmarks.objectives.study import RESULTS
 from benchmarks.provenance import provenance, write_record
+from benchmarks.real_model import RESULTS as REAL_RESULTS
 from trl_qurl.rollout.guard import ESS, KL, TAIL, WINDOW, MismatchGuard
 from trl_qurl.trainers.run_log import Run, read_run
 
-HEALTHY, UNCLEAR, HARMED, COLLAPSING = EXPECTED = ("healthy", "harmed, KL as healthy", "harmed", "collapsing")
+HEALTHY, UNCLEAR, HARMED, COLLAPSING = ("healthy", "harmed, KL as healthy", "harmed", "collapsing")
+UNSMOOTHED = "not smoothed: either"
+EXPECTED = (HEALTHY, UNCLEAR, HARMED, COLLAPSING, UNSMOOTHED)
 
 
 def expectation(arm: Arm) -> str:
@@ -38,6 +41,11 @@ def expectation(arm: Arm) -> str:
     if arm.changed.get("objective") == "quantized_ratio":
         return COLLAPSING if codes == "int3" else UNCLEAR
     return HEALTHY if codes == "int4" else HARMED
+
+
+def real_expectation(arm: str) -> str:
+    """Expectation for an arm of the real model's study. Without smoothing, INT8's correction decides about harm."""
+    return UNSMOOTHED if "plain" in arm else HEALTHY
 
 
 @dataclass
@@ -57,7 +65,7 @@ def replay(run: Run) -> tuple[int | None, dict[str, float]]:
     Returns:
         The rollout, counted from 1, that turns the alarm on first, and each metric's worst median.
     """
-    guard = MismatchGuard(cap=run.settings.get("vllm_importance_sampling_clip_max"))
+    guard = MismatchGuard(cap=run.settings.get("vllm_importance_sampling_clip_max", 2.0))
     rollouts = [row for row in run.rows if KL in row]
     alarms = [number for number, row in enumerate(rollouts, start=1) if guard.observe(row)]
     return alarms[0] if alarms else None, {name: worst(name, rollouts) for name in (KL, TAIL, ESS)}
@@ -70,23 +78,33 @@ def worst(name: str, rollouts: Sequence[dict[str, Any]]) -> float:
     return (medians.min() if name == ESS else medians.max()).item()
 
 
-def replay_all(directory: Path) -> list[Group]:
-    """Every stored run that the guard did not act on."""
-    groups = []
+def replay_all(directory: Path, real: Path) -> list[Group]:
+    """Replay every stored run that the guard did not act on."""
+    groups = [
+        replay_group(Group(f"real {task.name}", arm, real_expectation(arm)), sorted(task.glob(f"{arm}-seed*.jsonl.gz")))
+        for task in sorted(real.iterdir())
+        for arm in sorted({path.name.rpartition("-seed")[0] for path in task.iterdir()})
+        if "float32_codes" not in arm  # syncs no longer do what these arms did
+    ]
     for name, experiment in EXPERIMENTS.items():
         for arm in experiment.arms:
             if "mismatch_guard" in arm.changed:
                 continue
-            group = Group(name, arm.name, expectation(arm))
-            for path in sorted((directory / name).glob(f"{arm.name}-seed*.jsonl.gz")):
-                alarm, farthest = replay(read_run(path))
-                group.first_alarms.append(alarm)
-                for metric, value in farthest.items():
-                    farther = min if metric == ESS else max
-                    group.farthest[metric] = farther(group.farthest.get(metric, value), value)
-            if group.first_alarms:
-                groups.append(group)
+            paths = sorted((directory / name).glob(f"{arm.name}-seed*.jsonl.gz"))
+            if paths:
+                groups.append(replay_group(Group(name, arm.name, expectation(arm)), paths))
     return groups
+
+
+def replay_group(group: Group, paths: Sequence[Path]) -> Group:
+    """Add the runs of one arm to its group."""
+    for path in paths:
+        alarm, farthest = replay(read_run(path))
+        group.first_alarms.append(alarm)
+        for metric, value in farthest.items():
+            farther = min if metric == ESS else max
+            group.farthest[metric] = farther(group.farthest.get(metric, value), value)
+    return group
 
 
 def alarms(groups: Sequence[Group]) -> list[int]:
@@ -124,10 +142,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Replay, print the table, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=RESULTS, help="directory that study.py wrote to")
+    parser.add_argument("--real-runs", type=Path, default=REAL_RESULTS, help="directory that real_model.py wrote to")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args(argv)
     record: dict[str, Any] = {"benchmark": "guard", **provenance(torch.device("cpu"), "trl_qurl/rollout/guard.py")}
-    groups = replay_all(args.runs)
+    groups = replay_all(args.runs, args.real_runs)
     record["results"] = [vars(group) for group in groups]
     console = Console(width=max(Console().width, 130))
     console.print(build_table(groups))

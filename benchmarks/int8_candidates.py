@@ -204,6 +204,7 @@ def candidates(lab: Lab) -> Iterator[tuple[str, dict[str, Any]]]:
         kept = lab.kept(share)
         yield f"smoothed, {share:.0%} of the bytes kept", {"scales": smooth, "kept": kept}
     yield "the same, and zero points", {"scales": smooth, "kept": kept, "activations": zero_point}
+    yield "the same, only weights rounded", {"scales": smooth, "kept": kept, "activations": None}
 
 
 def main() -> int:

@@ -13,6 +13,7 @@ from tiny import tiny_model, tiny_tokenizer
 from trl import GRPOConfig, RLOOConfig
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig, QuRLRLOOConfig, __version__, cli
+from trl_qurl.cli import noise
 from trl_qurl.cli.options import check_model
 from trl_qurl.cli.parser import COMMANDS
 from trl_qurl.lab import device
@@ -47,6 +48,17 @@ def test_help_names_the_commands_and_loads_nothing_heavy():
     assert done.returncode == 0, done.stderr
     for command in ("grpo", "quantize", "serve", "demo", "doctor"):
         assert command in done.stdout
+
+
+@pytest.mark.skipif(noise._has_gpu_build(), reason="with a GPU, torch's warnings are shown")
+def test_torch_is_imported_with_its_log_level_set():
+    """Torch reads it once, and the options of a subcommand import torch."""
+    code = "from trl_qurl import cli\ntry: cli.main(['demo', '--help'])\nexcept SystemExit: pass\n"
+    code += "assert 'torch' in sys.modules"
+    hook = "import sys, os\nclass Watch:\n def find_spec(self, name, *rest):\n"
+    hook += "  assert name != 'torch' or 'TORCH_CPP_LOG_LEVEL' in os.environ\nsys.meta_path.insert(0, Watch())\n"
+    done = subprocess.run([sys.executable, "-c", hook + code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_shell_may_ask_what_could_come_next(tmp_path):

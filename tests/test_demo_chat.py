@@ -67,9 +67,11 @@ def test_answers_before_and_after_are_shown(warm_python, tmp_path):
     assert done.returncode == 1 and "the demo failed: accuracy went from 0.00 to 0.00" in done.stderr, done.stderr[
         -3000:
     ]
+    assert "checkpoint shards" not in done.stderr
     assert "What is 2 times 2?" in done.stdout and "0.00 before, 0.00 after 2 rollouts" in " ".join(
         done.stdout.split()
     )
-    assert len([row for row in read_run(tmp_path / "out").rows if "reward" in row]) == 2
+    rows = [row for row in read_run(tmp_path / "out").rows if "reward" in row]
+    assert len(rows) == 2 and "weights/normalized_update" in rows[-1]  # the fourth panel of the figure
     assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert conversation(questions(held_out=True)[0])[0]["content"].endswith("? Reply with the number only.")

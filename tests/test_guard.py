@@ -279,12 +279,13 @@ def test_a_stop_leaves_a_checkpoint_that_goes_on(runs):
 
 @pytest.fixture(scope="module")
 def groups():
-    return guard_benchmark.replay_all(guard_benchmark.RESULTS)
+    return guard_benchmark.replay_all(guard_benchmark.RESULTS, guard_benchmark.REAL_RESULTS)
 
 
 def test_no_healthy_run_of_the_study_raises_an_alarm(groups):
     healthy = [group for group in groups if group.expected == guard_benchmark.HEALTHY]
-    assert sum(len(group.first_alarms) for group in healthy) >= 185
+    assert sum(len(group.first_alarms) for group in healthy) >= 189
+    assert {"bf16", "int8_acr"} <= {group.arm for group in healthy if group.experiment == "real arithmetic"}
     assert not {f"{group.experiment}/{group.arm}" for group in healthy if any(group.first_alarms)}
     # With room to spare: a tenth of the way to each threshold, at least.
     assert max(group.farthest[KL] for group in healthy) < 0.09
@@ -303,9 +304,11 @@ def test_all_harmed_runs_of_the_study_raise_one(groups):
 def test_a_healthy_run_with_an_alarm_is_an_error(tmp_path, capsys):
     rows = [{"step": 4 * i, KL: 0.2, TAIL: 0.0, ESS: 0.99} for i in range(1, 8)]
     settings = {"seed": 0, "vllm_importance_sampling_clip_max": 2.0}
+    (tmp_path / "real").mkdir()
     for arm, status in (("int3_tis", 0), ("int8_tis", 1)):
         write_short_log(settings, rows, tmp_path / "main" / f"{arm}-seed0.jsonl.gz")
-        assert guard_benchmark.main(["--runs", str(tmp_path), "-o", str(tmp_path / "out.json")]) == status
+        paths = ["--runs", str(tmp_path), "--real-runs", str(tmp_path / "real"), "-o", str(tmp_path / "out.json")]
+        assert guard_benchmark.main(paths) == status
     printed = capsys.readouterr().out
     assert "An alarm in a healthy run: main/int8_tis" in printed and "main/int3_tis" not in printed
     [int3, int8] = json.loads((tmp_path / "out.json").read_text())["results"]

@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv:
         build_parser().print_help()
         return 0
+    quiet()  # before a subcommand's options import torch, which reads its log level only once
     try:
         parser = build_parser(argv)
         args, further = parser.parse_known_args(argv)
@@ -36,7 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.further = further
         elif further:
             args.subparser.error(f"unexpected argument {' '.join(further)}")
-        quiet()
         keep_freed_memory()
         return args.run(args)
     except KeyboardInterrupt:
