@@ -81,7 +81,7 @@ def worst(name: str, rollouts: Sequence[dict[str, Any]]) -> float:
 def replay_all(directory: Path, real: Path) -> list[Group]:
     """Replay every stored run that the guard did not act on."""
     groups = [
-        replay_group(Group(f"real {task.name}", arm, real_expectation(arm)), sorted(task.glob(f"{arm}-seed*.jsonl.gz")))
+        replay_group(Group(f"real {task.name}", arm, real_expectation(arm)), sorted(task.glob(f"{arm}-seed*")))
         for task in sorted(real.iterdir())
         for arm in sorted({path.name.rpartition("-seed")[0] for path in task.iterdir()})
         if "float32_codes" not in arm  # syncs no longer do what these arms did

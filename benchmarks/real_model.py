@@ -69,7 +69,7 @@ SHOWN = {
     "bf16": ("16-bit rollouts", "#555555", "-"),
     "int8_acr": ("INT8, the default", "#0072B2", "-"),
     "int8_plain_naive": ("INT8, neither smoothed nor corrected", "#E69F00", "--"),
-    "int8_plain_quantized_ratio": ("INT8, quantized_ratio", "#D55E00", "-."),
+    "int8_plain_quantized_ratio": ("INT8, not smoothed, quantized_ratio", "#D55E00", "-."),
 }
 ROLLOUTS = 40
 
