@@ -154,7 +154,8 @@ def test_loss_and_gradient_equal_the_reference(objective, trainer, batch, monkey
     value, surrogate, clipped = reference(trainer, objective, *batch)
     assert any(clipped) and not all(clipped)
     loss = our_loss(trainer, *batch)
-    assert loss.item() == pytest.approx(value, rel=1e-5)
+    # The completions' terms, |A| / B each, cancel to a tenth; each has the float32 error of a sum of logarithms.
+    assert loss.item() == pytest.approx(value, abs=1e-5 * batch[0]["advantages"].abs().mean().item())
     seen, expected = gradients(trainer, loss), gradients(trainer, surrogate)
     for name, gradient in expected.items():
         torch.testing.assert_close(seen[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())

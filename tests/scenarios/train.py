@@ -199,11 +199,6 @@ def run(options: argparse.Namespace) -> dict:
     )
     record["probe_end"] = engine_logps(trainer)
     record["history"] = trainer.state.log_history
-    # In a list: a pass that is not read to its end leaves adapters merged.
-    sent = [
-        torch.equal(p, p.bfloat16().to(p.dtype)) for _, p in trainer.vllm_generation.policy_parameters() if p.dim() > 1
-    ]
-    record["on_the_grid_of_bf16"] = sum(sent) / len(sent)
     record["weight_version"] = trainer.vllm_generation.sync.version
     record["uaq_scale"] = getattr(trainer.model.config, "uaq_scale", 1.0)
     if options.export and trainer.vllm_generation.base is not None:
@@ -213,6 +208,12 @@ def run(options: argparse.Namespace) -> dict:
         if trainer.accelerator.is_main_process:
             scheme = trainer.vllm_generation.rollout.scheme  # none after a fallback to 16 bits
             export(model, scheme and scheme.name, trainer.args.quantization_ignore, options.export)
+    # After the export: merging an adapter and taking it out again leaves the base a rounding error away. In a list: a
+    # pass that is not read to its end leaves adapters merged.
+    sent = [
+        torch.equal(p, p.bfloat16().to(p.dtype)) for _, p in trainer.vllm_generation.policy_parameters() if p.dim() > 1
+    ]
+    record["on_the_grid_of_bf16"] = sum(sent) / len(sent)
     if options.ppo:
         moved = (
             (p - critic_start[name.removeprefix("module.")]).norm().item()
