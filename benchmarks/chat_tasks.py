@@ -1,7 +1,7 @@
-"""Tasks for a small chat model whose answers a few lines of Python can check, with questions that are held out.
+"""Verifiable tasks for a small chat model, each with held-out questions.
 
-Prompts are short and carry a system message of their own: the template's default message would take a third of the
-tokens of a step.
+Prompts bring a short system message, because the chat template's default makes them a third longer (45 instead of 34
+tokens for SmolLM2 and `arithmetic`).
 """
 
 import re
@@ -14,17 +14,17 @@ Messages = list[dict[str, str]]
 
 
 class Task(NamedTuple):
-    """What is asked, and what a right answer is worth.
+    """A task and how to train on it.
 
     Attributes:
         learned: Questions to train on, as messages with the answer to check for.
         held_out: Questions that are never trained on.
         reward: Reward of a completion's text, given the answer, from 0 to 1.
-        longest: Tokens of a completion at most.
-        learning_rate: That of every arm, found with BF16 rollouts.
+        longest: Maximum tokens of a completion.
+        learning_rate: Learning rate of every arm.
         completions: Completions of one rollout.
         updates: Optimizer updates from one rollout.
-        samples: Answers to each held-out question from which accuracy is measured.
+        samples: Answers sampled per held-out question to measure accuracy.
     """
 
     learned: list[tuple[Messages, Any]]
@@ -66,10 +66,10 @@ def facts(held_out: bool) -> list[tuple[Messages, None]]:
 
 
 def facts_reward(text: str, _: None = None) -> float:
-    """The share of the facts that are there: in their places, long enough, and none too many."""
-    found = [(int(number), len(fact.split())) for number, fact in NUMBERED.findall(text.strip())]
-    good = sum(number == place and words >= WORDS for place, (number, words) in enumerate(found, start=1))
-    return good / FACTS if len(found) <= FACTS else 0.0
+    """Return the share of facts that have the right number and length; 0 if there are more than `FACTS`."""
+    listed = [(int(number), len(fact.split())) for number, fact in NUMBERED.findall(text.strip())]
+    good = sum(number == place and words >= WORDS for place, (number, words) in enumerate(listed, start=1))
+    return good / FACTS if len(listed) <= FACTS else 0.0
 
 
 TASKS = {
@@ -85,6 +85,6 @@ TASKS = {
         held_out=facts(held_out=True),
         reward=facts_reward,
         longest=160,
-        learning_rate=1e-5,
+        learning_rate=1e-5,  # not searched yet
     ),
 }

@@ -1,12 +1,11 @@
-"""What quantized rollouts do to the training of a real chat model, SmolLM2-135M-Instruct.
+"""Train a real chat model, SmolLM2-135M-Instruct, with and without quantized rollouts.
 
-    python benchmarks/real_model.py MODEL                            # all that is missing, one run after the other
+    python benchmarks/real_model.py MODEL                            # every missing run, one after the other
     python benchmarks/real_model.py MODEL --arms int8_acr --seeds 0
-    python benchmarks/real_model.py --table                          # what there is, and the contrasts
+    python -m benchmarks.real_model_tables                           # results so far
 
-Each run is a process of its own, whose short log goes to `benchmarks/results/real_model/TASK/`. A run that is there is
-not made again, so an interrupted study goes on where it was. On a CPU, one process per core (`taskset -c 0`, and
-`taskset -c 1` with other arms) makes a fifth more runs than one process on two cores.
+Each run has its own process and writes a short log to `benchmarks/results/real_model/TASK/`. Existing logs are
+skipped, so an interrupted study resumes at the first missing run.
 """
 
 import argparse
@@ -45,70 +44,47 @@ ARMS: dict[str, dict[str, Any]] = {
     "int8_forward": {"objective": "naive", "training_forward": "quantized"},
     "int8_acr_uaq": {"objective": "acr", "uaq_scale": 1.5},
     "int8_acr_rate": {"objective": "acr", RATE: 1.5},
-    "int8_rounded_base": {"objective": "acr", "round_base": True, LORA: True, RATE: 20.0},
+    "int8_rounded_base": {
+        "objective": "acr",
+        "round_base": True,
+        LORA: True,
+        RATE: 20.0,
+    },  # a usual rate, not searched
     "bf16_half_rate": {**BF16, RATE: 0.5},
     "bf16_double_rate": {**BF16, RATE: 2.0},
     "bf16_triple_rate": {**BF16, RATE: 3.0},
-}
-CONTRASTS = [
-    *((arm, "bf16") for arm in ("int8_plain_naive", "int8_plain_acr", "int8_naive", "int8_acr", "int8_forward")),
-    ("int8_plain_quantized_ratio", "int8_plain_naive"),
-    ("int8_plain_tis", "int8_plain_naive"),
-    ("int8_plain_acr", "int8_plain_tis"),
-    ("int8_plain_decoupled", "int8_plain_tis"),
-    ("int8_plain_geometric_mask", "int8_plain_tis"),
-    ("int8_plain_icepop", "int8_plain_tis"),
-    ("int8_naive", "int8_plain_naive"),
-    ("int8_tis", "int8_naive"),
-    ("int8_acr", "int8_tis"),
-    ("int8_acr", "int8_plain_acr"),
-    ("int8_kept_acr", "int8_acr"),
-    ("int8_acr_uaq", "int8_acr_rate"),
-]
-SHOWN = {
-    "bf16": ("16-bit rollouts", "#555555", "-"),
-    "int8_acr": ("INT8, the default", "#0072B2", "-"),
-    "int8_plain_naive": ("INT8, neither smoothed nor corrected", "#E69F00", "--"),
-    "int8_plain_quantized_ratio": ("INT8, not smoothed, quantized_ratio", "#D55E00", "-."),
 }
 ROLLOUTS = 40
 
 
 def main() -> None:
-    """Make the runs that are missing, or print the tables."""
+    """Make the runs that are missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="directory of the model")
+    parser.add_argument("model", help="directory of the model")
     parser.add_argument("--task", default="arithmetic", help="a task of chat_tasks.py (default: arithmetic)")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rollouts", type=int, default=ROLLOUTS)
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--table", action="store_true", help="print what there is, and stop")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw what there is, and stop")
     parser.add_argument("--one", nargs=2, metavar=("ARM", "SEED"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     directory = args.output / args.task
     if args.one:
         train(args.model, args.task, args.one[0], int(args.one[1]), args.rollouts, directory)
-    elif args.picture:
-        draw(read_arms(directory), args.picture)
-    elif not args.table:
+    else:
         for seed in args.seeds:
             for arm in args.arms:
                 if not place(directory, arm, seed).exists():
                     run_child(arm, seed)
-    if not args.one and not args.picture:
-        arms = read_arms(directory)
-        print(arm_table(arms), contrast_table(arms), sep="\n\n")
 
 
 def place(directory: Path, arm: str, seed: int) -> Path:
-    """The short log of one run."""
+    """Return the path of a run's short log."""
     return directory / f"{arm}-seed{seed}.jsonl.gz"
 
 
 def run_child(arm: str, seed: int) -> None:
-    """One run in a process of its own, whose engine ends with it; what it prints is shown only if it fails."""
+    """Run one arm in a separate process, which frees the engine; show its output only if it fails."""
     from trl_qurl.lab.demo.run import ENVIRONMENT
 
     print(f"{arm}, seed {seed}", flush=True)
@@ -181,7 +157,7 @@ def train(model: str, task_name: str, arm: str, seed: int, rollouts: int, output
 
 
 def answer(trainer: Any, task: Any, sampled: bool) -> list[list[str]]:
-    """What the float32 weights say to the questions that are held out: several answers each, or the greedy one."""
+    """Answer the held-out questions with the float32 weights: several samples each, or one greedy answer."""
     import torch
 
     model, tokenizer = trainer.model, trainer.processing_class
@@ -206,7 +182,7 @@ def answer(trainer: Any, task: Any, sampled: bool) -> list[list[str]]:
 
 
 def answer_by_engine(trainer: Any, task: Any, sampled: bool) -> list[list[str]]:
-    """The same by the engine that makes the rollouts, after a sync of the weights."""
+    """Answer the held-out questions with the rollout engine, after syncing the weights."""
     tokenizer, generation = trainer.processing_class, trainer.vllm_generation
     messages = [messages for messages, _ in task.held_out]
     prompts = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -220,118 +196,10 @@ def answer_by_engine(trainer: Any, task: Any, sampled: bool) -> list[list[str]]:
 
 
 def accuracy(task: Any, texts: list[list[str]]) -> float:
-    """Mean reward of answers to the questions that are held out."""
+    """Return the mean reward of answers to the held-out questions."""
     return mean(
         task.reward(text, right) for given, (_, right) in zip(texts, task.held_out, strict=True) for text in given
     )
-
-
-def read_arms(directory: Path) -> dict[str, dict[int, Any]]:
-    """Read the stored runs, by arm and seed."""
-    sys.path.insert(0, str(ROOT))
-    from trl_qurl.trainers.run_log import read_run
-
-    arms = {}
-    for arm in ARMS:
-        runs = [read_run(path) for path in sorted(directory.glob(f"{arm}-seed*.jsonl.gz"))]
-        if runs:
-            arms[arm] = {run.settings["seed"]: run for run in runs}
-    return arms
-
-
-def arm_table(arms: dict[str, dict[int, Any]]) -> str:
-    """One row per arm: means over seeds, with half a 95 % interval (Student's t) for accuracy and reward."""
-    from benchmarks.objectives.summary import markdown, plus_minus, stated
-
-    headings = ("arm", "seeds", *MEASURES, "KL, first", "last ten", "largest")
-    lines = []
-    for arm, by_seed in arms.items():
-        runs = list(by_seed.values())
-        kl = [[row["mismatch/kl_k3"] for row in rollouts(run)] for run in runs]
-        every = [row for run in runs for row in rollouts(run)]
-        lines.append(
-            (
-                arm,
-                str(len(runs)),
-                *(plus_minus(stated(measure(run) for run in runs)) for measure in MEASURES.values()),
-                f"{mean(each[0] for each in kl):.4f}",
-                f"{mean(value for each in kl for value in each[-10:]):.4f}",
-                f"{max(map(max, kl)):.4f}",
-                f"{max(row['mismatch/ratio_max'] for row in every):.1f}",
-                f"{max(row['mismatch/capped_share'] for row in every):.2%}",
-                f"{min(row['mismatch/ess'] for row in every):.2f}",
-                f"{mean(map(seconds, every)):.1f}",
-            )
-        )
-    return markdown((*headings, "largest ρ", "ρ > C at most", "least ESS", "s of a rollout"), lines)
-
-
-def rollouts(run: Any) -> list[dict[str, Any]]:
-    """The rows of a run, one per rollout."""
-    return [row for row in run.rows if "mismatch/kl_k3" in row]
-
-
-def seconds(row: dict[str, Any]) -> float:
-    """Generation, sync and scoring of a rollout, and its updates."""
-    return row["time/generate_s"] + row["time/sync_s"] + row["time/logps_s"] + 4 * row["time/update_s"]
-
-
-MEASURES: dict[str, Any] = {
-    "reward, first 20": lambda run: mean(row["reward"] for row in rollouts(run)[:20]),
-    "last ten": lambda run: mean(row["reward"] for row in rollouts(run)[-10:]),
-    "accuracy": lambda run: run.settings["full_precision"],
-    "by the engine": lambda run: run.settings["engine"],
-}
-
-
-def contrast_table(arms: dict[str, dict[int, Any]]) -> str:
-    """Differences in accuracy, paired by seed, with Holm's correction over all of them."""
-    from benchmarks.objectives.contrasts import holm, p_value
-    from benchmarks.objectives.summary import markdown, plus_minus, stated
-
-    found = {}
-    for ours, theirs in CONTRASTS:
-        seeds = sorted(arms.get(ours, {}).keys() & arms.get(theirs, {}).keys())
-        if seeds:
-            found[f"{ours} − {theirs}"] = [
-                [measure(arms[ours][seed]) - measure(arms[theirs][seed]) for seed in seeds]
-                for measure in MEASURES.values()
-            ]
-    p_values = [p_value(by_measure[-2]) for by_measure in found.values()]
-    lines = [
-        (name, str(len(values[1])), *(plus_minus(stated(each)) for each in values), f"{p:.3f}", f"{corrected:.2f}")
-        for (name, values), p, corrected in zip(found.items(), p_values, holm(p_values), strict=True)
-    ]
-    return markdown(("difference", "seeds", *MEASURES, "p (accuracy)", "Holm's p"), lines)
-
-
-def draw(arms: dict[str, dict[int, Any]], path: Path) -> None:
-    """Draw reward and KL over the rollouts: one line per arm, the mean of its seeds over five rollouts."""
-    import numpy as np
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.0, 3.6), dpi=160, layout="constrained")
-    panels = (
-        ("reward", "Reward", "share of right answers"),
-        ("mismatch/kl_k3", "KL(engine ‖ policy)", "nats per token"),
-    )
-    for axes, (metric, title, unit) in zip(figure.subplots(1, 2), panels, strict=True):
-        for arm, (label, color, dashes) in SHOWN.items():
-            curves = np.mean([[row[metric] for row in rollouts(run)] for run in arms[arm].values()], axis=0)
-            smoothed = np.convolve(curves, np.ones(5) / 5, mode="valid")
-            axes.plot(np.arange(3, len(smoothed) + 3), smoothed, dashes, color=color, linewidth=2, label=label)
-        axes.set_title(title, loc="left", fontsize=11)
-        axes.set_xlabel("rollout")
-        axes.set_ylabel(unit)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[0].set_ylim(0, 1)
-    figure.axes[1].set_yscale("log")
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    print(path)
 
 
 if __name__ == "__main__":

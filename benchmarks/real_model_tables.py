@@ -1,0 +1,146 @@
+"""Tables and a picture of the runs of `real_model.py`.
+
+python -m benchmarks.real_model_tables                  # arms, and contrasts with Holm's correction
+python -m benchmarks.real_model_tables --picture docs/images/real-model.png
+"""
+
+import argparse
+from pathlib import Path
+from statistics import fmean as mean
+from typing import Any
+
+from benchmarks.chat_tasks import TASKS
+from benchmarks.objectives.contrasts import holm, p_value
+from benchmarks.objectives.summary import Arms, markdown, plus_minus, read_arms, stated
+from benchmarks.real_model import ARMS, RESULTS
+from trl_qurl.trainers.run_log import Run
+
+CONTRASTS = [
+    *((arm, "bf16") for arm in ("int8_plain_naive", "int8_plain_acr", "int8_naive", "int8_acr", "int8_forward")),
+    ("int8_plain_quantized_ratio", "int8_plain_naive"),
+    ("int8_plain_tis", "int8_plain_naive"),
+    ("int8_plain_acr", "int8_plain_tis"),
+    ("int8_plain_decoupled", "int8_plain_tis"),
+    ("int8_plain_geometric_mask", "int8_plain_tis"),
+    ("int8_plain_icepop", "int8_plain_tis"),
+    ("int8_naive", "int8_plain_naive"),
+    ("int8_tis", "int8_naive"),
+    ("int8_acr", "int8_tis"),
+    ("int8_acr", "int8_plain_acr"),
+    ("int8_kept_acr", "int8_acr"),
+    ("int8_acr_uaq", "int8_acr_rate"),
+]
+SHOWN = {
+    "bf16": ("16-bit rollouts", "#555555", "-"),
+    "int8_acr": ("INT8, the default", "#0072B2", "-"),
+    "int8_plain_naive": ("INT8, neither smoothed nor corrected", "#E69F00", "--"),
+    "int8_plain_quantized_ratio": ("INT8, not smoothed, quantized_ratio", "#D55E00", "-."),
+}
+UPDATES = 4  # per rollout, in every task
+MEASURES: dict[str, Any] = {
+    "reward, first 20": lambda run: mean(row["reward"] for row in rollouts(run)[:20]),
+    "last ten": lambda run: mean(row["reward"] for row in rollouts(run)[-10:]),
+    "accuracy": lambda run: run.settings["full_precision"],
+    "by the engine": lambda run: run.settings["engine"],
+}
+
+
+def main() -> None:
+    """Print the tables, or draw the picture."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=TASKS, default="arithmetic", help="default: arithmetic")
+    parser.add_argument("--runs", type=Path, default=RESULTS, help="directory that real_model.py wrote to")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw instead")
+    args = parser.parse_args()
+    arms = read_arms(args.runs / args.task, list(ARMS))
+    if args.picture:
+        draw(arms, args.picture)
+    else:
+        print(arm_table(arms), contrast_table(arms), sep="\n\n")
+
+
+def arm_table(arms: Arms) -> str:
+    """Format one row per arm: means over seeds, with half a 95 % interval (Student's t) for reward and accuracy."""
+    headings = ("arm", "seeds", *MEASURES, "KL, first", "last ten", "largest")
+    lines = []
+    for arm, by_seed in arms.items():
+        runs = list(by_seed.values())
+        kl = [[row["mismatch/kl_k3"] for row in rollouts(run)] for run in runs]
+        every = [row for run in runs for row in rollouts(run)]
+        lines.append(
+            (
+                arm,
+                str(len(runs)),
+                *(plus_minus(stated(measure(run) for run in runs)) for measure in MEASURES.values()),
+                f"{mean(each[0] for each in kl):.4f}",
+                f"{mean(value for each in kl for value in each[-10:]):.4f}",
+                f"{max(map(max, kl)):.4f}",
+                f"{max(row['mismatch/ratio_max'] for row in every):.1f}",
+                f"{max(row['mismatch/capped_share'] for row in every):.2%}",
+                f"{min(row['mismatch/ess'] for row in every):.2f}",
+                f"{mean(map(seconds, every)):.1f}",
+            )
+        )
+    return markdown((*headings, "largest ρ", "ρ > C at most", "least ESS", "s of a rollout"), lines)
+
+
+def rollouts(run: Run) -> list[dict[str, Any]]:
+    """Return the rows that describe a rollout."""
+    return [row for row in run.rows if "mismatch/kl_k3" in row]
+
+
+def seconds(row: dict[str, Any]) -> float:
+    """Add up generation, sync, scoring and updates of one rollout."""
+    return row["time/generate_s"] + row["time/sync_s"] + row["time/logps_s"] + UPDATES * row["time/update_s"]
+
+
+def contrast_table(arms: Arms) -> str:
+    """Format differences paired by seed, with Holm's correction over those in accuracy."""
+
+    differences = {}
+    for ours, theirs in CONTRASTS:
+        seeds = sorted(arms.get(ours, {}).keys() & arms.get(theirs, {}).keys())
+        if seeds:
+            differences[f"{ours} − {theirs}"] = [
+                [measure(arms[ours][seed]) - measure(arms[theirs][seed]) for seed in seeds]
+                for measure in MEASURES.values()
+            ]
+    p_values = [p_value(by_measure[list(MEASURES).index("accuracy")]) for by_measure in differences.values()]
+    lines = [
+        (name, str(len(values[1])), *(plus_minus(stated(each)) for each in values), f"{p:.3f}", f"{corrected:.2f}")
+        for (name, values), p, corrected in zip(differences.items(), p_values, holm(p_values), strict=True)
+    ]
+    return markdown(("difference", "seeds", *MEASURES, "p (accuracy)", "Holm's p"), lines)
+
+
+def draw(arms: Arms, path: Path) -> None:
+    """Draw reward and KL over the rollouts: one line per arm, the mean of its seeds over five rollouts."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 3.6), dpi=160, layout="constrained")
+    panels = (
+        ("reward", "Reward", "share of right answers"),
+        ("mismatch/kl_k3", "KL(engine ‖ policy)", "nats per token"),
+    )
+    for axes, (metric, title, unit) in zip(figure.subplots(1, 2), panels, strict=True):
+        for arm, (label, color, dashes) in SHOWN.items():
+            curves = np.mean([[row[metric] for row in rollouts(run)] for run in arms[arm].values()], axis=0)
+            smoothed = np.convolve(curves, np.ones(5) / 5, mode="valid")
+            axes.plot(np.arange(3, len(smoothed) + 3), smoothed, dashes, color=color, linewidth=2, label=label)
+        axes.set_title(title, loc="left", fontsize=11)
+        axes.set_xlabel("rollout")
+        axes.set_ylabel(unit)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylim(0, 1)
+    figure.axes[1].set_yscale("log")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
