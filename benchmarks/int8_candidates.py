@@ -21,7 +21,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_qurl.lab.mismatch.prompts import BUILT_IN
-from trl_qurl.quantization.schemes import get_scheme
+from trl_qurl.quantization.formats import get_scheme
 from trl_qurl.quantization.sensitivity import by_worth, estimate_kl, extra_bytes
 from trl_qurl.quantization.weight_stream import WeightStream
 

@@ -1,7 +1,7 @@
 """A format that counts the weights it rounds, and a training run of a tiny model without an engine."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +9,16 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from trl_qurl.quantization.schemes import QuantizationScheme
-from trl_qurl.quantization.schemes.channelwise import INT8, ChannelwiseScheme
+from trl_qurl.quantization.formats import get_scheme
+from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.trainers.callbacks import QuantizedForwardCallback
 
 
 @dataclass(frozen=True, kw_only=True)
-class CountingScheme(ChannelwiseScheme):
+class CountingScheme(QuantizationScheme):
     """INT8, and the shapes of all weights that it has rounded."""
 
-    rounded: list
+    rounded: list = field(compare=False)
 
     def quantize(self, weight: torch.Tensor, companions: Sequence[torch.Tensor] = ()) -> dict[str, torch.Tensor]:
         self.rounded.append(weight.shape)
@@ -26,7 +26,7 @@ class CountingScheme(ChannelwiseScheme):
 
 
 def counting_scheme() -> CountingScheme:
-    return CountingScheme(**{**vars(INT8), "name": "counting", "rounded": []})
+    return CountingScheme(**{**vars(get_scheme("int8")), "name": "counting", "rounded": []})
 
 
 def trainer_in_quantized_forward(

@@ -16,7 +16,6 @@ from trl_qurl.quantization.cache import CACHE_VARIABLE
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.rounded_base import check_unrounded, round_base
-from trl_qurl.quantization.schemes.groupwise import GroupwiseScheme
 from trl_qurl.quantization.storage import read_tensors
 from trl_qurl.quantization.stream import quantize_weights
 from trl_qurl.quantization.weight_stream import WeightStream, exact_weights
@@ -247,9 +246,9 @@ def test_a_rounded_base_is_what_the_engines_codes_stand_for(scheme, dtype):
             assert torch.equal(rounded[name], weight), name
             continue
         tensors = {part.removeprefix(f"{layer}."): t for part, t in sent.items() if part.startswith(f"{layer}.")}
-        if isinstance(scheme, GroupwiseScheme):  # vLLM keeps scales of groups in its own dtype
-            tensors["weight_scale"] = tensors["weight_scale"].to(dtype)
-        expected = scheme.dequantize({part: t.float() if part == "weight_scale" else t for part, t in tensors.items()})
+        if scheme.checkpoint_format == "pack-quantized":  # vLLM keeps scales of groups in its own dtype
+            tensors["weight_scale"] = tensors["weight_scale"].to(dtype).float()
+        expected = scheme.dequantize(tensors)
         assert torch.equal(rounded[name], expected), name
         assert not torch.equal(rounded[name], weight), name
     assert model.config.rounded_base == scheme.name

@@ -26,7 +26,7 @@ from trl_qurl.lab.doctor.policy import build_policy
 from trl_qurl.lab.doctor.report import as_text, skipped_as_text
 from trl_qurl.lab.doctor.trial import try_job
 from trl_qurl.quantization import quantized_layer_names
-from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED
+from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED
 from trl_qurl.quantization.stream import quantize_weights
 from trl_qurl.quantization.weight_stream import WeightStream
 from trl_qurl.rollout.engine.broadcast import STREAM_VERSION

@@ -13,7 +13,7 @@ from conftest import child_environment
 from documents import ROOT
 
 from trl_qurl.lab.doctor.lines import FORMAT, LINES
-from trl_qurl.quantization.schemes import UNQUANTIZED, available_schemes
+from trl_qurl.quantization.formats import UNQUANTIZED, available_schemes
 
 pytestmark = [
     pytest.mark.gpu,

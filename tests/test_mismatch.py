@@ -22,7 +22,7 @@ from trl_qurl.lab.mismatch.score import Scored, score
 from trl_qurl.lab.mismatch.statistics import Interval, half_length, measure, sequence_ess
 from trl_qurl.lab.mismatch.table import sentences, tokens
 from trl_qurl.lab.recipes.grpo import parse_arguments
-from trl_qurl.quantization.schemes import get_scheme
+from trl_qurl.quantization.formats import get_scheme
 
 BUDGET = 3e-5  # nats per token, between the tiny model's KL with its outliers and without
 

@@ -22,7 +22,7 @@ from benchmarks.objectives.one_run import LORA, shortened, write_short_log
 from benchmarks.objectives.recorder import BothPolicies
 from trl_qurl.lab.demo import evaluate, task, warm_start
 from trl_qurl.objective import OBJECTIVES
-from trl_qurl.quantization.schemes import SCHEMES, get_scheme
+from trl_qurl.quantization.formats import SCHEMES, get_scheme
 from trl_qurl.trainers.run_log import read_run
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture
 def coarse(monkeypatch):
     added = dict(SCHEMES)  # so that other tests see no more than there are
-    monkeypatch.setattr("trl_qurl.quantization.schemes.SCHEMES", added)
+    monkeypatch.setattr("trl_qurl.quantization.formats.SCHEMES", added)
     add_coarse_schemes()
 
 

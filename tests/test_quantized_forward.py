@@ -15,9 +15,9 @@ from trl_qurl import QuRLGRPOConfig
 from trl_qurl.lab.evaluation.run import warn_of_other_formats
 from trl_qurl.quantization import SCHEMES, fake_quantization, quantized_layer_names
 from trl_qurl.quantization.fake_quantization import QuantizedLinear, exact_forward, quantize_layers, quantized_forward
-from trl_qurl.quantization.schemes.channelwise import INT8
 from trl_qurl.trainers.callbacks import QuantizedForwardCallback
 
+INT8 = SCHEMES["int8"]
 PLAIN = {"use_cpu": True, "bf16": False, "report_to": []}
 
 

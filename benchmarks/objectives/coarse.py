@@ -9,13 +9,14 @@ changes. Activations are the kernel's own, of eight bits. For some arms they are
 kernel rounds them once more, which moves them by at most 1/254 of the largest one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from trl_qurl.quantization.schemes import register_scheme
-from trl_qurl.quantization.schemes.channelwise import INT8, ChannelwiseScheme
+from trl_qurl.quantization.formats import get_scheme, register_scheme
+from trl_qurl.quantization.scheme import QuantizationScheme
 
 CODE_BITS = {"int3": 3, "int4": 4}
 UNBIASED = ("int8_stochastic", "int8_feedback", "int3_stochastic", "int3_feedback")
@@ -23,12 +24,16 @@ UNBIASED = ("int8_stochastic", "int8_feedback", "int3_stochastic", "int3_feedbac
 
 
 @dataclass(frozen=True, kw_only=True)
-class CoarseScheme(ChannelwiseScheme):
-    """[`ChannelwiseScheme`] with weights of few bits, and activations of eight, as the kernel rounds them."""
+class CoarseScheme(QuantizationScheme):
+    """INT8 with weights of few bits, and activations of eight, as the kernel rounds them."""
 
-    def quantize_activations(self, activations: torch.Tensor) -> torch.Tensor:
-        """Round activations as INT8's kernel does."""
-        return INT8.quantize_activations(activations)
+    bits: int
+
+    @property
+    def library_scheme(self) -> Any:
+        """INT8's scheme with fewer bits for the weights."""
+        scheme = super().library_scheme
+        return scheme.model_copy(update={"weights": scheme.weights.model_copy(update={"num_bits": self.bits})})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +42,12 @@ class StochasticScheme(CoarseScheme):
 
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0), compare=False)
 
-    def _quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        scale = weight.abs().amax(1, keepdim=True) / self.code_max  # (out, 1); no code is clipped
+    def _quantize(self, weight: torch.Tensor, companions: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        half = 2 ** (self.bits - 1)
+        scale = weight.abs().amax(1, keepdim=True) / (half - 1)  # (out, 1); no code is clipped
         scale = torch.where(scale > 0, scale, 1.0)
         codes = (weight / scale + torch.rand(weight.shape, generator=self.generator)).floor()
-        return {"weight": codes.clamp(self.code_min, self.code_max).to(self.dtype), "weight_scale": scale}
+        return {"weight": codes.clamp(-half, half - 1).to(torch.int8), "weight_scale": scale}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,19 +56,18 @@ class FeedbackScheme(CoarseScheme):
 
     cut_off: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)  # by the address of a weight
 
-    def _quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        wanted = weight + self.cut_off.get(weight.data_ptr(), 0.0)
-        tensors: Mapping[str, torch.Tensor] = super()._quantize(wanted)
-        self.cut_off[weight.data_ptr()] = wanted - self.dequantize(tensors)
-        return dict(tensors)
+    def _quantize(self, weight: torch.Tensor, companions: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        corrected = weight + self.cut_off.get(weight.data_ptr(), 0.0)
+        tensors = super()._quantize(corrected, companions)
+        self.cut_off[weight.data_ptr()] = corrected - self.dequantize(tensors)
+        return tensors
 
 
 def add_coarse_schemes() -> None:
     """Make `CODE_BITS` and `UNBIASED` known to the trainers of this process."""
     for name, bits in {**CODE_BITS, **{name: int(name[3]) for name in UNBIASED}}.items():
-        half = 2.0 ** (bits - 1)
         kind = {"stochastic": StochasticScheme, "feedback": FeedbackScheme}.get(name[5:], CoarseScheme)
-        register_scheme(kind(**{**vars(INT8), "name": name, "code_min": -half, "code_max": half - 1}))
+        register_scheme(kind(**{**vars(get_scheme("int8")), "name": name, "bits": bits}))
 
 
 def round_activations(x: torch.Tensor, bits: int) -> torch.Tensor:

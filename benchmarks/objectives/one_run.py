@@ -73,7 +73,7 @@ def train_arm(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any],
     from trl_qurl.lab.demo.algorithms import UPDATES_PER_ROLLOUT, build_config, build_trainer
     from trl_qurl.lab.demo.record import RolloutRecorder
     from trl_qurl.lab.demo.task import build_tokenizer, encode_problems, sample_problems
-    from trl_qurl.quantization.schemes import get_scheme
+    from trl_qurl.quantization.formats import get_scheme
     from trl_qurl.trainers.run_log import read_run
 
     add_coarse_schemes()

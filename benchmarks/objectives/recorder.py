@@ -9,7 +9,7 @@ from trl_qurl.lab.demo.evaluate import measure_policy
 from trl_qurl.lab.demo.record import RolloutRecorder, Row
 from trl_qurl.quantization.fake_quantization import exact_forward, quantized_forward
 from trl_qurl.quantization.layers import quantized_layer_names
-from trl_qurl.quantization.schemes import QuantizationScheme
+from trl_qurl.quantization.scheme import QuantizationScheme
 
 
 class BothPolicies(RolloutRecorder):

@@ -10,7 +10,7 @@ from trl_qurl.cli.options import add_ignore, check_model
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trl-qurl serve`."""
-    from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED
+    from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED
 
     parser.epilog = (
         "Every request needs a key, which trainers of the same user find by themselves. Nothing is encrypted."
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
             "option for more)."
         )
     check_model(args.model)
-    from trl_qurl.quantization.schemes import parse_scheme
+    from trl_qurl.quantization.formats import parse_scheme
     from trl_qurl.rollout.engine import launch
 
     launch.require_vllm()

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trl_qurl.quantization.schemes import QuantizationScheme
+    from trl_qurl.quantization.scheme import QuantizationScheme
 
 
 def candidates(names: Sequence[str] | None) -> list[QuantizationScheme]:
     """The formats of these names; without any, those that this machine has kernels for."""
-    from trl_qurl.quantization.schemes import available_schemes, get_scheme
+    from trl_qurl.quantization.formats import available_schemes, get_scheme
 
     return available_schemes() if names is None else [get_scheme(name) for name in names]
 

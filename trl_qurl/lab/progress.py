@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerState, TrainingArguments
 
 from trl_qurl.config.rollout import QuantizedRolloutsConfig
-from trl_qurl.quantization.schemes import get_scheme
+from trl_qurl.quantization.formats import get_scheme
 
 WIDTH = 100  # columns of a line, unless the terminal has fewer
 

@@ -1,11 +1,12 @@
-"""Quantization: into what (`schemes`), which layers (`layers`), on the way (`stream`) or on disk (`checkpoint`).
+"""Quantization: formats (`formats`), which layers (`layers`), as a stream (`stream`) or on disk (`checkpoint`).
 
 `uaq` prepares a model so that its updates survive rounding (UAQ).
 """
 
 from trl_qurl.quantization.checkpoint import write_checkpoint
+from trl_qurl.quantization.formats import SCHEMES, get_scheme, register_scheme
 from trl_qurl.quantization.layers import quantized_layer_names
-from trl_qurl.quantization.schemes import SCHEMES, QuantizationScheme, get_scheme, register_scheme
+from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.stream import quantize_weights
 
 __all__ = [

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
+from trl_qurl.quantization.formats import get_scheme
 from trl_qurl.quantization.layers import ignored_modules, quantized_layer_names
-from trl_qurl.quantization.schemes import QuantizationScheme, get_scheme
-from trl_qurl.quantization.schemes.scheme import quantized_targets
+from trl_qurl.quantization.scheme import QuantizationScheme, quantized_targets
 from trl_qurl.quantization.storage import check_replaceable, new_directory, write_config, write_tensors
 from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.quantization.weight_stream import WeightStream, model_parameters

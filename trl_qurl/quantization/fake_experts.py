@@ -9,7 +9,8 @@ from torch import nn
 
 from trl_qurl.quantization.checkpoint_form import CheckpointForm, parameter_name
 from trl_qurl.quantization.experts import expert_modules, split_experts
-from trl_qurl.quantization.schemes import QuantizationScheme, gpu_capability
+from trl_qurl.quantization.formats import gpu_capability
+from trl_qurl.quantization.scheme import QuantizationScheme
 
 
 class QuantizedExperts(nn.Module):

@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trl_qurl.quantization.fake_experts import quantized_experts
+from trl_qurl.quantization.formats import gpu_capability
 from trl_qurl.quantization.layers import linear_layers
-from trl_qurl.quantization.schemes import QuantizationScheme, gpu_capability
+from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.smoothing import Smoothing
 
 

@@ -9,8 +9,7 @@ from torch import nn
 
 from trl_qurl.quantization.checkpoint_form import CheckpointForm, parameter_name, plain_model
 from trl_qurl.quantization.experts import expert_modules
-from trl_qurl.quantization.schemes import QuantizationScheme
-from trl_qurl.quantization.schemes.scheme import HEAD
+from trl_qurl.quantization.scheme import HEAD, QuantizationScheme
 
 AUTO = "auto"
 """Among the patterns of modules to keep in full precision: also those that rounding hurts most (`sensitivity`)."""

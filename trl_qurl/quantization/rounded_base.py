@@ -7,7 +7,7 @@ import torch
 
 from trl_qurl.quantization.layers import linear_layers
 from trl_qurl.quantization.parameters import whole
-from trl_qurl.quantization.schemes import QuantizationScheme
+from trl_qurl.quantization.scheme import QuantizationScheme
 
 
 def round_base(model: Any, layers: Collection[str], scheme: QuantizationScheme, dtype: torch.dtype) -> None:

@@ -16,8 +16,7 @@ import torch
 from trl_qurl.quantization.checkpoint_form import CheckpointForm
 from trl_qurl.quantization.fake_quantization import QuantizedLinear, quantized_forward
 from trl_qurl.quantization.layers import linear_layers
-from trl_qurl.quantization.schemes import QuantizationScheme
-from trl_qurl.quantization.schemes.nvfp4 import FUSED
+from trl_qurl.quantization.scheme import FUSED, QuantizationScheme
 from trl_qurl.quantization.weight_stream import WeightStream
 
 DRAWS = 4

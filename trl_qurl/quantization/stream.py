@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 
-from trl_qurl.quantization.schemes import QuantizationScheme, StoredTensor
+from trl_qurl.quantization.scheme import QuantizationScheme, StoredTensor
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 """Parameters under their checkpoint names."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trl_qurl.quantization.schemes import QuantizationScheme
+from trl_qurl.quantization.scheme import QuantizationScheme
 
 
 @dataclass(frozen=True)

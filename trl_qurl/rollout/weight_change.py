@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from trl_qurl.quantization.schemes import QuantizationScheme
+from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.smoothing import Smoothing
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl_qurl.quantization.experts import expert_layers
 from trl_qurl.quantization.fake_quantization import forget_outdated, quantize_layers
 from trl_qurl.quantization.layers import quantized_layer_names
-from trl_qurl.quantization.schemes import QuantizationScheme
+from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.uaq import recorded_scale, scale_model_
 from trl_qurl.trainers.run_log import RUN_LOG, RunLog
 

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from trl_qurl import __version__
 from trl_qurl.objective import get_objective
-from trl_qurl.quantization.schemes import QuantizationScheme
+from trl_qurl.quantization.scheme import QuantizationScheme
 
 PACKAGES = ("vllm", "compressed_tensors", "trl", "transformers", "torch")  # whose versions a run depends on
 

@@ -23,8 +23,8 @@ from accelerate.utils import is_peft_model
 from trl.data_utils import prepare_multimodal_messages
 from trl.import_utils import is_vllm_available
 
+from trl_qurl.quantization.formats import get_scheme
 from trl_qurl.quantization.layers import AUTO
-from trl_qurl.quantization.schemes import get_scheme
 from trl_qurl.rollout.backend import quantized_generation
 from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.rollout.settings import RolloutSettings

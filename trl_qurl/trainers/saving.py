@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor
 from trl.trainer.utils import get_config_model_id
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter, check_quantizer
+from trl_qurl.quantization.formats import SCHEMES, get_scheme
 from trl_qurl.quantization.layers import quantized_layer_names
-from trl_qurl.quantization.schemes import SCHEMES, QuantizationScheme, get_scheme
+from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.storage import check_replaceable
 from trl_qurl.quantization.uaq import recorded_scale
 from trl_qurl.rollout.adapter import adapter_rank, adapter_tensors, engine_rank, write_adapter

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="measure the rollouts of a running `trl-qurl serve` instead; repeat it for another format's",
     )
-    from trl_qurl.quantization.schemes import SCHEMES
+    from trl_qurl.quantization.formats import SCHEMES
 
     parser.add_argument(
         "--schemes",

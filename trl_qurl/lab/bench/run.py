@@ -174,7 +174,7 @@ def check_adapter(workload: Workload, servers: Sequence[str]) -> None:
 
 def serves(url: str) -> str:
     """The format that a server of `trl-qurl serve` serves: `BASELINE`, or the name of a scheme."""
-    from trl_qurl.quantization.schemes import SCHEMES
+    from trl_qurl.quantization.formats import SCHEMES
     from trl_qurl.rollout.engine.served import ServedEngine
 
     served = ServedEngine(url).describe().format

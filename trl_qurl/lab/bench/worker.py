@@ -73,8 +73,8 @@ def start_engine(job: Job, policy: Any) -> LLM:
 
     from trl_qurl.lab.bench.memory import ENGINE_SHARE, WHOLE_SHARE
     from trl_qurl.lab.device import full_precision
+    from trl_qurl.quantization.formats import get_scheme
     from trl_qurl.quantization.layers import ignored_modules
-    from trl_qurl.quantization.schemes import get_scheme
     from trl_qurl.quantization.storage import write_config
     from trl_qurl.rollout.directory import CheckpointDirectory
     from trl_qurl.rollout.engine.colocated import adapter_arguments, check_head_size, with_adapter
@@ -181,8 +181,8 @@ def measure_sync(llm: LLM, policy: Any, job: Job, device: torch.device) -> tuple
 
     from trl_qurl.lab.bench.training import seconds
     from trl_qurl.quantization.checkpoint_form import parameter_name
+    from trl_qurl.quantization.formats import get_scheme
     from trl_qurl.quantization.layers import linear_layer_names
-    from trl_qurl.quantization.schemes import get_scheme
     from trl_qurl.quantization.weight_stream import WeightStream
     from trl_qurl.rollout.engine.colocated import ColocatedEngine
     from trl_qurl.rollout.engine.interface import WeightUpdate
@@ -253,7 +253,7 @@ def measure_adapter_sync(llm: LLM, policy: Any, job: Job, device: torch.device) 
 def weight_bytes(policy: Any, job: Job) -> int:
     """Size of the engine's weights, in its own dtype where they are not quantized."""
     from trl_qurl.lab.bench.training import half_precision
-    from trl_qurl.quantization.schemes import get_scheme
+    from trl_qurl.quantization.formats import get_scheme
     from trl_qurl.quantization.weight_stream import WeightStream
 
     return WeightStream(policy, get_scheme(job.scheme) if job.scheme else None, job.ignore).nbytes(half_precision())

@@ -10,7 +10,7 @@ from pathlib import Path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trl-qurl demo`."""
     from trl_qurl.lab.demo.algorithms import ALGORITHMS
-    from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED
+    from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED
 
     parser.add_argument(
         "--model",
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, measure, draw; the exit status is 1 if the policy did not learn enough."""
     from trl_qurl.lab.demo.run import run_demo
-    from trl_qurl.quantization.schemes import parse_scheme
+    from trl_qurl.quantization.formats import parse_scheme
 
     scheme = parse_scheme(args.scheme)
     rollouts = args.rollouts if args.rollouts is not None else 120 if args.model is None else 20

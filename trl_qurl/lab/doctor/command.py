@@ -75,7 +75,7 @@ def check_names(only: Sequence[str], formats: Sequence[str]) -> None:
             names = ", ".join(LINES)
             raise ValueError(f"There is no line {name!r}{did_you_mean([name], list(LINES))} Choose from {names}.")
     if formats:
-        from trl_qurl.quantization.schemes import parse_scheme
+        from trl_qurl.quantization.formats import parse_scheme
 
         for name in formats:
             parse_scheme(name)

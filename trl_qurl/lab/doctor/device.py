@@ -9,7 +9,8 @@ import torch
 from trl_qurl.lab.device import full_precision
 from trl_qurl.lab.doctor.driver import driver_version
 from trl_qurl.lab.doctor.lines import Line, failed, note, ok, skipped
-from trl_qurl.quantization.schemes import SCHEMES, QuantizationScheme, available_schemes
+from trl_qurl.quantization.formats import SCHEMES, available_schemes
+from trl_qurl.quantization.scheme import QuantizationScheme
 
 GIB = 1024**3
 SHAPE = (512, 1024)

@@ -22,7 +22,7 @@ from trl_qurl.lab.doctor.lines import Line, failed, ok
 from trl_qurl.lab.doctor.policy import build_policy, build_trainer, save_policy
 from trl_qurl.lab.doctor.training import KEPT, describe_probe, describe_training
 from trl_qurl.lab.processes import last_lines
-from trl_qurl.quantization.schemes import UNQUANTIZED, parse_scheme
+from trl_qurl.quantization.formats import UNQUANTIZED, parse_scheme
 from trl_qurl.rollout.errors import RolloutError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from trl_qurl.lab.doctor.lines import Line, ok
 from trl_qurl.lab.doctor.policy import build_trainer, is_main
 from trl_qurl.lab.doctor.servers import SMALL, build, serve
 from trl_qurl.lab.doctor.training import KEPT, describe_probe, describe_training
-from trl_qurl.quantization.schemes import parse_scheme
+from trl_qurl.quantization.formats import parse_scheme
 
 if TYPE_CHECKING:
     from trl_qurl import QuRLGRPOTrainer

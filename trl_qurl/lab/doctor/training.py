@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_qurl.lab.doctor.lines import Line, note, ok
 from trl_qurl.lab.doctor.policy import PADDED_SIZES, build_policy, build_trainer
-from trl_qurl.quantization.schemes import parse_scheme
+from trl_qurl.quantization.formats import parse_scheme
 
 if TYPE_CHECKING:
     from torch import nn

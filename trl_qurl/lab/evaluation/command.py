@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="any of gsm8k, math500, aime24, amc23, minerva, olympiad; local .jsonl(.gz) files; "
         "owner/set[:config:split]; name=source",
     )
-    from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED
+    from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED
 
     parser.add_argument(
         "--schemes",

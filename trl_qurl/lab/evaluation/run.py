@@ -61,7 +61,7 @@ def evaluate(
         ImportError: If vLLM or math-verify is missing.
         ChildProcessError: If a process of the evaluation failed; what it printed says why.
     """
-    from trl_qurl.quantization.schemes import SCHEMES, UNQUANTIZED, get_scheme, parse_scheme
+    from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, get_scheme, parse_scheme
     from trl_qurl.rollout.engine.kernels import kernel_environment
     from trl_qurl.rollout.engine.launch import content_digest, require_vllm, resolve_model, starting_checkpoint
 

@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trl-qurl mismatch`."""
     parser.epilog = "An engine in each format answers, and the model in full precision scores its answers."
     parser.add_argument("model", metavar="MODEL", help="full-precision model: name on the Hub, or a local directory")
-    from trl_qurl.quantization.schemes import SCHEMES
+    from trl_qurl.quantization.formats import SCHEMES
 
     parser.add_argument(
         "--schemes",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from trl_qurl.lab.mismatch.score import Scored
-    from trl_qurl.quantization.schemes import QuantizationScheme
+    from trl_qurl.quantization.scheme import QuantizationScheme
     from trl_qurl.quantization.weight_stream import WeightStream
 
 BASELINE = "none"
@@ -156,7 +156,7 @@ class Engines:
     def _checkpoint(self, name: str, ignore: Sequence[str]) -> Iterator[str]:
         """A directory with the weights in a format, gone after the block."""
         from trl_qurl.quantization.checkpoint import CheckpointWriter
-        from trl_qurl.quantization.schemes import get_scheme
+        from trl_qurl.quantization.formats import get_scheme
         from trl_qurl.quantization.weight_stream import model_parameters
         from trl_qurl.rollout.directory import CheckpointDirectory
 
@@ -213,7 +213,7 @@ def ask_engine(job: Job, scheme: str) -> list[Answer]:
     Raises:
         ChildProcessError: If it failed; the last lines that it printed are on the standard error then.
     """
-    from trl_qurl.quantization.schemes import get_scheme
+    from trl_qurl.quantization.formats import get_scheme
     from trl_qurl.rollout.engine.kernels import kernel_environment
 
     kernels = kernel_environment(None if scheme == BASELINE else get_scheme(scheme))

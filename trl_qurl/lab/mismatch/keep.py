@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trl_qurl.lab.mismatch.engines import Engines
     from trl_qurl.lab.mismatch.run import Report
     from trl_qurl.lab.mismatch.score import Scored
-    from trl_qurl.quantization.schemes import QuantizationScheme
+    from trl_qurl.quantization.scheme import QuantizationScheme
 
 ROUNDS = 3
 """Lists that are tried with an engine, until one is within the budget."""

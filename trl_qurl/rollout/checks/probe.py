@@ -33,7 +33,7 @@ from transformers import PreTrainedModel
 from trl_qurl.quantization.experts import expert_modules
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.kv_cache import FP8Cache
-from trl_qurl.quantization.schemes import QuantizationScheme
+from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.smoothing import Smoothing
 from trl_qurl.rollout.engine.interface import Continuation
 from trl_qurl.rollout.errors import SyncError

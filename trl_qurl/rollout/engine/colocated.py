@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vllm import LLM
     from vllm.outputs import CompletionOutput
 
-    from trl_qurl.quantization.schemes import QuantizationScheme
+    from trl_qurl.quantization.scheme import QuantizationScheme
     from trl_qurl.rollout.settings import RolloutSettings
 
 

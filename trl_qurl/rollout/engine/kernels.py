@@ -3,7 +3,8 @@
 import importlib
 import os
 
-from trl_qurl.quantization.schemes import SCHEMES, QuantizationScheme, gpu_capability
+from trl_qurl.quantization.formats import SCHEMES, gpu_capability
+from trl_qurl.quantization.scheme import QuantizationScheme
 
 DISABLED_KERNELS_VARIABLE = "VLLM_DISABLED_KERNELS"  # vLLM's: names of classes, with commas between them
 KERNELS = "vllm.model_executor.kernels.linear"

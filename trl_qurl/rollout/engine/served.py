@@ -15,8 +15,9 @@ import requests
 import torch
 from trl.generation.vllm_client import VLLMClient
 
+from trl_qurl.quantization.formats import UNQUANTIZED
 from trl_qurl.quantization.kv_cache import check_kv_cache
-from trl_qurl.quantization.schemes import UNQUANTIZED, QuantizationScheme
+from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.checks.tensors import as_announced, differences
 from trl_qurl.rollout.engine.broadcast import BUFFER_BYTES, Broadcast, in_background, version_obstacle

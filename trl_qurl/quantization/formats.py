@@ -1,0 +1,170 @@
+"""The formats that rollouts can run in, by name.
+
+To add one here, add an entry to `FORMATS`. To add one from another package, declare it as an entry point of the group
+`trl_qurl.quantization.formats`, or call `register_scheme`.
+"""
+
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+
+import torch
+
+from trl_qurl.quantization import activations
+from trl_qurl.quantization.scheme import KernelFault, QuantizationScheme
+
+UNQUANTIZED = "none"
+"""How "no quantization" is written on the command line and in files. In Python it is `None`."""
+
+SCHEMES: dict[str, QuantizationScheme] = {}
+"""The formats by name."""
+
+
+def register_scheme(scheme: QuantizationScheme) -> QuantizationScheme:
+    """Make a scheme known by its name.
+
+    Args:
+        scheme: The scheme.
+
+    Returns:
+        The same scheme.
+
+    Raises:
+        ValueError: If the name is taken, or stands for no quantization.
+    """
+    if scheme.name in (UNQUANTIZED, *SCHEMES):
+        raise ValueError(f"There already is a quantization scheme called {scheme.name!r}: choose another name.")
+    SCHEMES[scheme.name] = scheme
+    return scheme
+
+
+def get_scheme(name: str) -> QuantizationScheme:
+    """Look a scheme up by name.
+
+    Args:
+        name: A name in `SCHEMES`.
+
+    Returns:
+        The scheme.
+
+    Raises:
+        ValueError: If there is no such scheme; the message lists those that exist.
+    """
+    if name not in SCHEMES:
+        near = get_close_matches(name, SCHEMES, 1)
+        guess = f"; did you mean {near[0]!r}?" if near else "."
+        raise ValueError(
+            f"Unknown quantization scheme {name!r}{guess} Choose one of {', '.join(map(repr, SCHEMES))}, or None "
+            f"({UNQUANTIZED!r} on the command line) for rollouts that are not quantized."
+        )
+    return SCHEMES[name]
+
+
+def parse_scheme(text: str | None) -> str | None:
+    """Translate a scheme's name from the command line to Python.
+
+    Args:
+        text: A name in `SCHEMES`, or `"none"` in any case.
+
+    Returns:
+        The name; `None` for no quantization. An unknown name raises as in `get_scheme`.
+    """
+    return None if text is None or text.lower() == UNQUANTIZED else get_scheme(text).name
+
+
+def available_schemes() -> list[QuantizationScheme]:
+    """List the schemes that vLLM has kernels for on this machine.
+
+    Returns:
+        A part of `SCHEMES`.
+    """
+    return [scheme for scheme in SCHEMES.values() if scheme.runs_on(gpu_capability())]
+
+
+def gpu_capability() -> tuple[int, int] | None:
+    """Look up the compute capability of the current GPU.
+
+    Returns:
+        Major and minor version; `None` where there is no CUDA.
+    """
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+FORMATS = (
+    QuantizationScheme(
+        name="int8",
+        preset="W8A8",
+        checkpoint_format="int-quantized",
+        description="INT8 weights with a scale per output channel, INT8 activations with a scale per token",
+        gpus=((7, 5), None),  # Turing and later
+        cpus=True,
+        round_activations=activations.int8_per_token,
+        is_smoothed=True,
+        # On Blackwell and later vLLM's CUTLASS kernels are for FP8 only, but the INT8 one fails only when it runs.
+        kernel_fault=KernelFault((10, 0), ("CutlassInt8ScaledMMLinearKernel",), "TritonInt8ScaledMMLinearKernel"),
+    ),
+    QuantizationScheme(
+        name="fp8",
+        preset="FP8_DYNAMIC",
+        checkpoint_format="float-quantized",
+        description="FP8 (E4M3) weights with a scale per output channel, FP8 (E4M3) activations with a scale per "
+        "token",
+        gpus=((8, 9), None),  # Ada and later
+        cpus=False,  # emulated there: minutes per rollout
+        round_activations=activations.fp8_per_token,
+    ),
+    QuantizationScheme(
+        name="fp8_block",
+        preset="FP8_BLOCK",
+        checkpoint_format="float-quantized",
+        description="FP8 (E4M3) weights with a scale per block of 128 x 128, FP8 (E4M3) activations with a scale per "
+        "token and group of 128 inputs",
+        gpus=((9, 0), None),  # Hopper and later; on older ones vLLM's kernel leaves activations exact
+        cpus=False,  # kernels for CPUs with AMX only, which leave activations exact or have one scale per token
+        round_activations=activations.fp8_per_group,
+        heads=False,  # vLLM's loader of heads requires a scale per token of the vocabulary
+        # DeepGEMM rounds the weights again, to scales that are powers of two, and activations with such scales.
+        kernel_fault=KernelFault(
+            (9, 0),
+            ("FlashInferFp8DeepGEMMDynamicBlockScaledKernel", "DeepGemmFp8BlockScaledMMKernel"),
+            "CutlassFp8BlockScaledMMKernel",
+        ),
+    ),
+    QuantizationScheme(
+        name="mxfp8",
+        preset="MXFP8",
+        checkpoint_format="mxfp8-quantized",
+        description="FP8 (E4M3) weights and activations with a power of two per group of 32 inputs (MXFP8)",
+        gpus=((10, 0), None),  # Blackwell and later; on older ones vLLM's kernel leaves activations exact
+        cpus=False,
+        round_activations=activations.mxfp8,
+    ),
+    QuantizationScheme(
+        name="w4a16",
+        preset="W4A16",
+        checkpoint_format="pack-quantized",
+        description="INT4 weights with a scale per group of 128 inputs, activations in full precision",
+        gpus=((7, 5), None),  # Turing and later
+        cpus=True,
+    ),
+    QuantizationScheme(
+        name="w8a16",
+        preset="W8A16",
+        checkpoint_format="pack-quantized",
+        description="INT8 weights with a scale per group of 128 inputs, activations in full precision",
+        gpus=((7, 5), None),
+        cpus=False,  # vLLM's CPU kernel for packed weights takes four bits only
+    ),
+    QuantizationScheme(
+        name="nvfp4a16",
+        preset="NVFP4A16",
+        checkpoint_format="nvfp4-pack-quantized",
+        description="NVFP4 weights (E2M1 with an FP8 scale per group of 16 inputs), activations in full precision",
+        gpus=((7, 5), None),  # Turing and later, with the Marlin kernel; Blackwell has its own
+        cpus=False,
+    ),
+)
+
+for _scheme in FORMATS:
+    register_scheme(_scheme)
+for _entry_point in entry_points(group=__name__):
+    register_scheme(_entry_point.load())
