@@ -1,4 +1,4 @@
-"""How much memory do policy and critic take together, against the sum of both alone, and against a shared backbone?
+"""How much memory do policy and critic take together, against the sum of both alone?
 
     python benchmarks/ppo_memory.py
     python benchmarks/ppo_memory.py --layers 2 --hidden 128 --vocabulary 1000
@@ -31,7 +31,6 @@ CASES = {
     "policy": "policy alone (GRPO)",
     "critic": "critic alone",
     "both": "policy and critic (PPO)",
-    "shared": "policy and critic, share_backbone=True",
 }
 UPDATES = 2
 COMPLETION_TOKENS = 128
@@ -61,7 +60,7 @@ def settings(directory: Path, case: str, completions: int, device: str) -> Any:
     }
     if case == "policy":
         return QuRLGRPOConfig(**common, num_generations=completions)
-    return QuRLPPOConfig(**common, share_backbone=case == "shared")
+    return QuRLPPOConfig(**common)
 
 
 def measure(case: str, directory: Path, completions: int, device: str) -> Iterator[dict[str, float]]:
@@ -93,14 +92,13 @@ def train_critic(model: str, args: Any) -> None:
     from accelerate import Accelerator
     from transformers import get_scheduler
 
-    from trl_qurl.trainers.critic.critic import build_optimizer
-    from trl_qurl.trainers.critic.own_model import OwnModelCritic
+    from trl_qurl.trainers.critic.critic import Critic, build_optimizer
     from trl_qurl.trainers.critic.value_model import build_value_model
 
     critic_model = build_value_model(model, characters(), {"device_map": None, **(args.model_init_kwargs or {})})
     accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if args.bf16 else "no")
     names = {name for name, _ in critic_model.named_parameters()}
-    critic = OwnModelCritic(critic_model, args, accelerator)
+    critic = Critic(critic_model, args, accelerator)
     critic.prepare(
         lambda model: build_optimizer(model, args, decayed=names),
         lambda optimizer: get_scheduler("constant", optimizer),
@@ -129,7 +127,7 @@ def print_table(record: dict[str, Any], console: Console) -> None:
     peaks = {case: cell.get("peak_bytes") for case, cell in cells.items()}
     total = peaks["policy"] and peaks["critic"] and peaks["policy"] + peaks["critic"]
     rows = [(CASES[case], peaks[case]) for case in ("policy", "critic")] + [("sum of both alone", total)]
-    rows += [(CASES[case], peaks[case]) for case in ("both", "shared")]
+    rows += [(CASES[case], peaks[case]) for case in ("both",)]
     for label, peak in rows:
         if peak is None:
             table.add_row(label, "failed", "")

@@ -7,7 +7,6 @@
 The arguments are those of TRL's `GRPOConfig` and `ModelConfig`, the fields that `QuRLPPOConfig` adds, the
 `--dataset...` options and `--value_model`. They can also be in a YAML file; the command line overrides the file:
 
-    python examples/gsm8k_ppo.py --share_backbone True
     python examples/gsm8k_ppo.py --value_model Qwen/Qwen2.5-1.5B-Instruct --critic_warmup_steps 20
     python examples/gsm8k_ppo.py --config my_settings.yaml --seed 1
 

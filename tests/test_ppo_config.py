@@ -65,7 +65,6 @@ def test_trl_itself_refuses_one_generation(tmp_path):
         ({"gamma": 1.1}, "gamma is 1.1, but must be in [0, 1]"),
         ({"gae_lambda": -0.1}, "gae_lambda is -0.1, but must be in [0, 1]"),
         ({"critic_learning_rate": 0.0}, "critic_learning_rate is 0.0, but must be positive"),
-        ({"value_loss_coef": 0.0}, "value_loss_coef is 0.0"),
         ({"critic_warmup_steps": -1}, "critic_warmup_steps is -1"),
         ({"value_clip_range": 0.0}, "or None for no clipping"),
         ({"kl_in_reward": True}, "kl_in_reward=True with beta=0 penalizes nothing"),

@@ -140,7 +140,7 @@ def test_values_are_those_before_each_token(trainer):
     score = trainer.critic.model.score
     with torch.no_grad():
         score.weight.normal_()
-        seen = trainer.critic.rollout_values(batch, batch_size=4, seen=[])
+        seen = trainer.critic.rollout_values(batch, batch_size=4)
         # By the definition: run the critic on the text so far, token by token.
         start = batch["prompt_ids"].size(1)
         for t in range(T + 1):

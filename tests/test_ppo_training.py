@@ -1,15 +1,17 @@
-"""PPO from start to end with real engines: each kind of critic learns, is saved and resumes, and no engine sees it."""
+"""PPO from start to end with real engines: the critic learns, is saved and resumes, and no engine sees it."""
 
 import json
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from test_engine import ADAPTER, MOVED, SAME, assert_metrics
 from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-from trl_qurl.trainers.critic.critic import require_state
+from trl_qurl import QuRLPPOConfig
+from trl_qurl.trainers.critic.critic import Critic
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("ppo")]  # they share runs
 
@@ -48,17 +50,16 @@ def smaller(tmp_path_factory):
 
 KINDS = {
     "own": [],
-    "shared": [],
-    "shared, LoRA policy": ["--lora"],
+    "LoRA policy": ["--lora"],
     "another size": ["--value-model", "SMALLER"],
     "LoRA critic": ["--critic-lora"],
-    "shared, adapter on a rounded base": ["--lora"],
+    "adapter on a rounded base": ["--lora"],
 }
 ROUNDED = ADAPTER | {"round_base": True, "rollout_quantization": "w4a16"}
-EXPORTED = ["own", "shared, LoRA policy", "shared, adapter on a rounded base"]  # to be compared with a fresh engine
+EXPORTED = ["own", "LoRA policy", "adapter on a rounded base"]  # to be compared with a fresh engine
 
 STEPS = 8
-LONG = {"own": {"critic_warmup_steps": 3}, "shared": {"share_backbone": True}}
+LONG = {"own": {"critic_warmup_steps": 3}}
 LONG_CONFIG = ONE | {"steps_per_generation": 4, "max_steps": STEPS, "save_strategy": "steps", "save_steps": 2}
 
 # Greedy, so that completions do not depend on the process that makes them; one batch, so that shuffling is no matter.
@@ -104,7 +105,7 @@ def one_process(train, policy, smaller, critic_start, tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs")
 
     def short(kind, further):
-        config = ONE | {"share_backbone": kind.startswith("shared"), "beta": 0.01 if "LoRA policy" in kind else 0.0}
+        config = ONE | {"beta": 0.01 if kind == "LoRA policy" else 0.0}
         config |= ROUNDED if "rounded" in kind else {}
         further = [smaller if argument == "SMALLER" else argument for argument in further]
         exported = ["--export", directory / f"{kind} exported"] if kind in EXPORTED else []
@@ -167,19 +168,16 @@ def test_policy_and_critic_are_saved_as_models_of_transformers(kind, one_process
     assert not [name for name in saved if "score" in name], "the critic is in the policy's file"
 
 
-def test_adapters_and_heads_are_saved_by_themselves(one_process):
+def test_an_adapter_is_saved_with_its_head(one_process):
     directory = one_process[0]
     adapter = load_file(directory / "LoRA critic" / "critic" / "adapter_model.safetensors")
     assert any("score" in name for name in adapter) and any("lora_B" in name for name in adapter)
-    head = load_file(directory / "shared" / "critic" / "value_head.safetensors")
-    assert {name: tuple(tensor.shape) for name, tensor in head.items()} == {"weight": (1, 128), "bias": (1,)}
-    assert head["weight"].any()
 
 
 # Stopping and resuming -----------------------------------------------------------------------------------------------
 
 NOT_RESTORED = ("time/", "step_time", "throughput/", "weights/normalized_update", "weights/codes_changed_share")
-RESUMED = [("own", 2), ("shared", 4)]  # inside the first rollout, or between two, which is between epochs
+RESUMED = [("own", 2), ("own", 4)]  # inside the first rollout, or between two, which is between epochs
 
 
 @pytest.fixture(scope="module")
@@ -211,9 +209,6 @@ def metrics_by_step(record):
 
 def state_of_the_critic(checkpoint):
     """Weights, optimizer and schedule, by name."""
-    shared = checkpoint / "critic_state.pt"
-    if shared.exists():
-        return torch.load(shared, weights_only=True)
     directory = checkpoint / "critic_state"
     return {
         "weights": load_file(directory / "model.safetensors"),
@@ -251,10 +246,11 @@ def test_only_the_critic_learns_in_its_warmup(one_process, policy):
     assert losses[:3] == [0, 0, 0] and losses[3] != 0, "DeepSpeed steps before the callback is asked"
 
 
-@pytest.mark.parametrize("name", ["critic_state", "critic_state.pt"])
-def test_a_checkpoint_without_a_critic_says_so(name, tmp_path):
-    with pytest.raises(FileNotFoundError, match=f"There is no {name} in .*Resume from an earlier checkpoint"):
-        require_state(tmp_path / name)
+def test_a_checkpoint_without_a_critic_says_so(tmp_path):
+    args = QuRLPPOConfig(str(tmp_path), use_cpu=True, bf16=False, steps_per_generation=2)
+    critic = Critic(tiny_model(), args, Accelerator(cpu=True))
+    with pytest.raises(FileNotFoundError, match=r"There is no critic_state in .*Resume from an earlier checkpoint"):
+        critic.load_state(tmp_path)
 
 
 # Several processes ---------------------------------------------------------------------------------------------------

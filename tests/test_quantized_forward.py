@@ -250,8 +250,8 @@ SHORT = {"steps_per_generation": 2, "max_steps": 4}  # two rollouts, as in the l
 RUNS = {
     "quantized": ([], {}),
     "full precision": ([], SHORT | {"training_forward": "full_precision"}),
-    "shared backbone": (["--ppo"], SHORT | {"share_backbone": True, "num_generations": 1, "uaq_scale": 1.5}),
-    "own critic, bfloat16": (
+    "PPO": (["--ppo"], SHORT | {"num_generations": 1, "uaq_scale": 1.5}),
+    "PPO, bfloat16": (
         ["--ppo"],
         SHORT | {"bf16": True, "num_generations": 1, "rollout_quantization": "w4a16", "vllm_engine_kwargs": ENGINE},
     ),
@@ -287,18 +287,18 @@ def logged(record, name):
 class TestRuns:
     def test_both_policies_are_one_up_to_kernels(self, runs):
         kl = {name: logged(record, "mismatch/kl_k3") for name, record in runs[1].items()}
-        assert len(kl["quantized"]) == len(kl["full precision"]) == len(kl["shared backbone"]) == 2
-        same = kl["quantized"] + kl["shared backbone"] + kl["adapter"]
+        assert len(kl["quantized"]) == len(kl["full precision"]) == len(kl["PPO"]) == 2
+        same = kl["quantized"] + kl["PPO"] + kl["adapter"]
         assert min(same) > 0 and max(same) < 1e-7
         assert min(kl["full precision"]) > 1e-6
-        assert max(kl["own critic, bfloat16"]) < 1e-5
+        assert max(kl["PPO, bfloat16"]) < 1e-5
 
     def test_a_reference_model_is_the_policy_at_the_start(self, runs):
         first, *_, last = logged(runs[1]["quantized"], "kl")
         assert first == 0 and last > 1e-3
 
     def test_critics_learn(self, runs):
-        for name in ("shared backbone", "own critic, bfloat16"):
+        for name in ("PPO", "PPO, bfloat16"):
             assert runs[1][name]["critic_moved"] == runs[1][name]["critic_parameters"]
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="equality to the last bit is claimed for the CPU only")

@@ -136,7 +136,7 @@ DEFINITIONS = [
         "transformers.trainer",
         "Trainer.get_optimizer_cls_and_kwargs",
         "args model",
-        "trainers/critic/own_model.py builds the critic's optimizer of the policy's kind",
+        "trainers/critic/critic.py builds the critic's optimizer of the policy's kind",
     ),
     (
         "transformers.trainer",
@@ -178,19 +178,19 @@ DEFINITIONS = [
         "accelerate.accelerator",
         "Accelerator.__init__",
         "gradient_accumulation_plugin step_scheduler_with_optimizer",
-        "trainers/critic/own_model.py has an accelerator of its own",
+        "trainers/critic/critic.py has an accelerator of its own",
     ),
     (
         "accelerate.accelerator",
         "Accelerator.save_state",
         "output_dir",
-        "critic/own_model.py saves the critic by it",
+        "critic/critic.py saves the critic by it",
     ),
     (
         "accelerate.accelerator",
         "Accelerator.load_state",
         "input_dir",
-        "critic/own_model.py resumes the critic by it",
+        "critic/critic.py resumes the critic by it",
     ),
     (
         "transformers.trainer",

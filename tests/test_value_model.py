@@ -194,28 +194,14 @@ def test_a_policy_from_memory_leaves_the_critic_without_a_start(tmp_path):
         trainer(tmp_path, tiny_model(), processing_class=tiny_tokenizer())
 
 
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("optim", ["galore_adamw", "lomo"])
-def test_an_optimizer_that_chooses_its_parameters_is_refused(optim, shared, tmp_path, monkeypatch):
+def test_an_optimizer_that_chooses_its_parameters_is_refused(optim, tmp_path, monkeypatch):
     # Their packages are not here; transformers asks for no more than these names.
     kinds = dict.fromkeys(("GaLoreAdafactor", "GaLoreAdamW", "GaLoreAdamW8bit", "AdaLomo", "Lomo"), torch.optim.AdamW)
     for package in ("galore_torch", "lomo_optim"):
         monkeypatch.setitem(sys.modules, package, SimpleNamespace(**kinds))
     for check in ("is_galore_torch_available", "is_lomo_available"):
         monkeypatch.setattr(f"transformers.trainer_optimizer.{check}", lambda: True)
-    settings = {"optim": optim, "optim_target_modules": ["q_proj"], "share_backbone": shared}
+    settings = {"optim": optim, "optim_target_modules": ["q_proj"]}
     with pytest.raises(ValueError, match=f"optim=.*{optim}.* does not work with a critic.*: use 'adamw_torch_fused'"):
         trainer(tmp_path, settings=settings)
-
-
-def test_a_shared_backbone_takes_no_other_model_or_adapter(tmp_path):
-    from peft import LoraConfig
-
-    shared = {"share_backbone": True}
-    critic = classifier()
-    with pytest.raises(ValueError, match="share_backbone=True value_model has no effect"):
-        trainer(tmp_path, settings=shared, value_model=critic)
-    with pytest.raises(ValueError, match="share_backbone=True value_peft_config has no effect"):
-        trainer(tmp_path, settings=shared, value_peft_config=LoraConfig())
-    with pytest.raises(FileNotFoundError, match="holds no value_head.safetensors"):
-        trainer(tmp_path, settings=shared, value_model=str(tmp_path))

@@ -1,6 +1,6 @@
-"""Steps of either critic on one batch, split over the processes, saved and resumed; prints what became of it as JSON.
+"""Steps of a critic on one batch, split over the processes, saved and resumed; prints what became of it as JSON.
 
-No engine and no trainer: only what the critics themselves do with several processes. accelerate turns FSDP2 on for
+No engine and no trainer: only what the critic itself does with several processes. accelerate turns FSDP2 on for
 GPUs only, so with the argument `fsdp2` it is told that it is on; all that follows is its own code.
 """
 
@@ -20,8 +20,6 @@ from trl.trainer.utils import disable_dropout_in_model
 
 from trl_qurl import QuRLPPOConfig
 from trl_qurl.trainers.critic.critic import Critic, build_optimizer
-from trl_qurl.trainers.critic.own_model import OwnModelCritic
-from trl_qurl.trainers.critic.shared_backbone import SharedBackboneCritic
 
 B, P, T, STEPS = 4, 3, 5, 3
 
@@ -62,48 +60,36 @@ def main(directory: Path, *options: str) -> None:
     def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return get_linear_schedule_with_warmup(optimizer, num_warmup_steps=0, num_training_steps=10)
 
-    policy = tiny_model()
-
-    def own() -> Critic:
+    def make() -> Critic:
         config = tiny_model().config
         config.num_labels = 1
         torch.manual_seed(1)
         model = AutoModelForTokenClassification.from_config(config)
         disable_dropout_in_model(model)
-        return OwnModelCritic(model, args, accelerator)
-
-    def shared() -> SharedBackboneCritic:
-        return SharedBackboneCritic(policy, args, accelerator)
+        return Critic(model, args, accelerator)
 
     def step(critic: Critic) -> dict[str, float]:
         for last in (False, True):  # two micro-batches, of which the last one sums over the processes
             accelerator.gradient_state._set_sync_gradients(last)
-            with critic.watching() as seen:
-                logits = policy(input_ids=ids[part]).logits
-            critic.add_to_policy_loss(logits.sum() * 0, batch, seen, value_loss).backward()
             critic.learn(batch, value_loss)
         return critic.step()
 
-    record: dict[str, object] = {"processes": accelerator.num_processes}
-    for name, make in {"own": own, "shared": shared}.items():
-        critic = make()
-        critic.prepare(optimizer, schedule)
-        steps = [step(critic) for _ in range(STEPS)]
-        checkpoint = directory / name
-        checkpoint.mkdir(exist_ok=True)
-        accelerator.wait_for_everyone()
-        critic.save_state(checkpoint)
-        critic.save_pretrained(checkpoint / "critic", tiny_tokenizer())
-        accelerator.wait_for_everyone()
-        again = make()
-        again.prepare(optimizer, schedule)
-        again.load_state(checkpoint)
-        record[name] = {
-            "steps": [*steps, step(critic)],
-            "resumed": step(again),
-            "kind": type(critic.model).__name__,
-            "held": sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in critic.model.parameters()),
-        }
+    critic = make()
+    critic.prepare(optimizer, schedule)
+    steps = [step(critic) for _ in range(STEPS)]
+    critic.save_state(directory)
+    critic.save_pretrained(directory / "critic", tiny_tokenizer())
+    accelerator.wait_for_everyone()
+    again = make()
+    again.prepare(optimizer, schedule)
+    again.load_state(directory)
+    record = {
+        "processes": accelerator.num_processes,
+        "steps": [*steps, step(critic)],
+        "resumed": step(again),
+        "kind": type(critic.model).__name__,
+        "held": sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in critic.model.parameters()),
+    }
     if accelerator.is_main_process:
         print("RECORD " + json.dumps(record))
 

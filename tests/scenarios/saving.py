@@ -97,8 +97,6 @@ def run(options: argparse.Namespace) -> dict:
         "save_steps": 4,
         "vllm_max_model_length": 64,
     }
-    if options.lora:
-        settings["share_backbone"] = True
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     callback = SaveAtStep(3, options.output_dir / "on the way")

@@ -32,7 +32,7 @@ KINDS = {
         QuRLGRPOConfig,
         {"num_generations": 4, "dynamic_sampling": True, "save_strategy": "no"},
     ),
-    "PPO, shared backbone": (QuRLPPOTrainer, QuRLPPOConfig, {"share_backbone": True, "save_strategy": "no"}),
+    "PPO": (QuRLPPOTrainer, QuRLPPOConfig, {"save_strategy": "no"}),
 }
 
 

@@ -35,10 +35,6 @@ class QuRLPPOConfig(QuRLGRPOConfig):
 
     > Critic
 
-        share_backbone: Whether policy and critic share one backbone with two heads. That takes hardly more memory than
-            the policy alone; the critic's loss then trains the policy's backbone as well.
-        value_loss_coef: Weight of the value loss relative to the policy's, with `share_backbone` only (TRL's former
-            PPO trainer).
         value_clip_range: How far a value may move from its estimate at rollout time before its loss is clipped, in
             units of reward (verl). `None` for no clipping.
         critic_warmup_steps: Optimizer steps at the start in which only the critic learns. The policy's schedule counts
@@ -65,8 +61,6 @@ class QuRLPPOConfig(QuRLGRPOConfig):
     kl_in_reward: bool = False
 
     # Critic
-    share_backbone: bool = False
-    value_loss_coef: float = 0.1
     value_clip_range: float | None = 0.5
     critic_warmup_steps: int = 0
     critic_learning_rate: float = 1e-5
@@ -80,7 +74,7 @@ class QuRLPPOConfig(QuRLGRPOConfig):
     def _check_critic(self) -> None:
         check_numbers(self, ["num_generations"], lambda n: n is not None and n >= 1, "1 or more")
         check_numbers(self, ["gamma", "gae_lambda"], lambda x: 0 <= x <= 1, "in [0, 1] (verl's setting is 1)")
-        check_numbers(self, ["critic_learning_rate", "value_loss_coef"], lambda x: 0 < x < inf, "positive and finite")
+        check_numbers(self, ["critic_learning_rate"], lambda x: 0 < x < inf, "positive and finite")
         check_numbers(self, ["critic_warmup_steps"], lambda n: n >= 0, "a number of optimizer steps, or 0 for none")
         check_numbers(self, ["value_clip_range"], lambda x: x is None or x > 0, "positive, or None for no clipping")
         if self.loss_type not in CLIPPED_LOSS_TYPES or self.importance_sampling_level != "token":

@@ -1,7 +1,4 @@
-"""A quantization scheme: how a format stores weights, rounds activations, and where vLLM can run it.
-
-compressed-tensors, the library whose checkpoints vLLM loads, rounds and packs the weights.
-"""
+"""A quantization scheme: how a format stores weights, rounds activations, and where vLLM can run it."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -9,6 +6,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+
+from trl_qurl.quantization import packing
+from trl_qurl.quantization.packing import StoredTensor
 
 HEAD = "lm_head"
 """Last part of an output head's name."""
@@ -21,9 +21,6 @@ FUSED = (
 )
 """Layers that vLLM fuses when one module has all of them, as in llm-compressor."""
 
-CACHED, ON_GPU = 512 * 1024, 16 * 1024 * 1024
-"""Weights quantized at a time: on a CPU, 2 MB of float32 fit into the second-level cache; on a GPU, to save memory."""
-
 
 def quantized_targets(ignore: Sequence[str]) -> list[str]:
     """Return what is quantized, as compressed-tensors' patterns; vLLM's output head is not a `Linear`."""
@@ -31,25 +28,6 @@ def quantized_targets(ignore: Sequence[str]) -> list[str]:
 
     keeps_head = is_match(HEAD, torch.nn.Linear(1, 1, device="meta"), tuple(ignore))
     return ["Linear"] if keeps_head else ["Linear", f"re:.*{HEAD}$"]
-
-
-class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint, without its values.
-
-    Attributes:
-        name: Its name.
-        dtype: Its dtype.
-        shape: Its shape.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: torch.Size
-
-    @property
-    def nbytes(self) -> int:
-        """Size of its values, in bytes."""
-        return self.shape.numel() * self.dtype.itemsize
 
 
 class KernelFault(NamedTuple):
@@ -201,27 +179,7 @@ class QuantizationScheme:
             return self._quantize(weight, companions)
 
     def _quantize(self, weight: torch.Tensor, companions: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-
-        args, shared = self.weight_args, {}
-        if args.strategy == "tensor_group":
-            absmax = torch.stack([part.abs().amax().to(weight.device) for part in (weight, *companions)]).amax()
-            shared["weight_global_scale"] = generate_gparam(-absmax, absmax)
-        height = args.block_structure[0] if args.block_structure else 1
-        rows = (CACHED if weight.device.type == "cpu" else ON_GPU) // weight.shape[1] // height * height
-        chunks = []
-        for chunk in weight.split(max(height, rows)):
-            groups = self._groups(chunk)
-            scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args, shared.get("weight_global_scale"))
-            # Adding a zero point of 0 makes FP8's negative zeros positive, as in llm-compressor.
-            state = {"weight": chunk, "weight_scale": scale, "weight_zero_point": zero.to(scale.dtype), **shared}
-            chunks.append(self._compressor.compress(state, self.library_scheme))
-        tensors = {name: _concatenate([chunk[name] for chunk in chunks]) for name in chunks[0] if name not in shared}
-        if "weight_shape" in tensors:
-            tensors["weight_shape"] = torch.tensor(weight.shape, device=weight.device)
-        order = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_global_scale")
-        tensors |= shared
-        return {name: tensors[name] for name in order if name in tensors}
+        return packing.pack(weight, companions, self.library_scheme, self.checkpoint_format)
 
     def dequantize(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Compute the weight that quantized tensors represent.
@@ -232,17 +190,7 @@ class QuantizationScheme:
         Returns:
             The weight, (out, in), in the dtype of its scales, or float32 where those have fewer than 16 bits.
         """
-        from compressed_tensors.compressors.mx_utils import decompress_mx_scale
-        from compressed_tensors.quantization.lifecycle.forward import dequantize
-
-        scale = tensors["weight_scale"]
-        if scale.dtype.itemsize == 1:
-            scale = (decompress_mx_scale(scale) if scale.dtype == torch.uint8 else scale).float()
-        codes = self._codes(tensors)
-        weight: torch.Tensor = dequantize(
-            codes.to(scale.dtype), scale, args=self.weight_args, global_scale=tensors.get("weight_global_scale")
-        )
-        return weight
+        return packing.dequantize(tensors, self.weight_args)
 
     def in_engine(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Return what quantized tensors become in an engine, which keeps the scales of packed integers in its dtype.
@@ -267,7 +215,7 @@ class QuantizationScheme:
         Returns:
             One byte per weight, (out, in).
         """
-        return self._codes(tensors).view(torch.uint8)
+        return packing.unpack(tensors, self.weight_args).view(torch.uint8)
 
     def quantize_activations(self, activations: torch.Tensor) -> torch.Tensor:
         """Round a layer's inputs as the engine's kernels do.
@@ -325,45 +273,11 @@ class QuantizationScheme:
         )
         return config.model_dump(mode="json")
 
-    @property
-    def _compressor(self) -> Any:
-        from compressed_tensors.compressors import BaseCompressor
-
-        return BaseCompressor.get_value_from_registry(self.checkpoint_format)
-
-    def _groups(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return a view whose last dimension has the weights that share a scale."""
-        args = self.weight_args
-        if args.block_structure:
-            height, width = args.block_structure
-            return weight.unflatten(1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2).flatten(2)
-        return weight.unflatten(1, (-1, args.group_size or weight.shape[1]))
-
-    def _codes(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return unpacked codes, (out, in): INT8, or FP8, which also represents FP4's numbers."""
-        from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
-        from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-
-        if "weight" in tensors:
-            return tensors["weight"]
-        packed = tensors["weight_packed"]
-        if "weight_shape" in tensors:
-            shape = torch.Size(tensors["weight_shape"].tolist())
-            integers: torch.Tensor = unpack_from_int32(packed, self.weight_bits, shape)
-            return integers
-        outputs, pairs = packed.shape
-        return unpack_fp4_from_uint8(packed, outputs, 2 * pairs).to(torch.float8_e4m3fn)
-
 
 @functools.cache  # PyTorch's meta kernels take milliseconds, and a model repeats its shapes
 def _layout(scheme: QuantizationScheme, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[StoredTensor, ...]:
     tensors = scheme.quantize(torch.empty(shape, dtype=dtype, device="meta"))
     return tuple(StoredTensor(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
-
-
-def _concatenate(chunks: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate along the first dimension, as bytes because autocast cannot promote FP8."""
-    return torch.cat([chunk.view(torch.uint8) for chunk in chunks]).view(chunks[0].dtype)
 
 
 @functools.cache

@@ -9,7 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import torch
 
-from trl_qurl.quantization.scheme import QuantizationScheme, StoredTensor
+from trl_qurl.quantization.packing import StoredTensor
+from trl_qurl.quantization.scheme import QuantizationScheme
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 """Parameters under their checkpoint names."""

@@ -12,7 +12,8 @@ import torch
 
 from trl_qurl.quantization.checkpoint_form import CheckpointForm, parameter_name, persistent_buffers
 from trl_qurl.quantization.layers import linear_layer_names, quantized_layer_names
-from trl_qurl.quantization.scheme import QuantizationScheme, StoredTensor
+from trl_qurl.quantization.packing import StoredTensor
+from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.smoothing import Smoothing
 from trl_qurl.quantization.stream import NamedTensors, Observer, quantize_weights, stored_tensors
 

@@ -24,9 +24,7 @@ from trl_qurl.advantages import (
 from trl_qurl.config import QuRLPPOConfig
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.callbacks import CriticWarmupCallback
-from trl_qurl.trainers.critic.critic import CRITIC_DIRECTORY, Critic, PolicyPass, build_optimizer
-from trl_qurl.trainers.critic.own_model import OwnModelCritic
-from trl_qurl.trainers.critic.shared_backbone import SharedBackboneCritic
+from trl_qurl.trainers.critic.critic import CRITIC_DIRECTORY, Critic, build_optimizer
 from trl_qurl.trainers.critic.value_model import load_critic_model
 from trl_qurl.trainers.dynamic_sampling.sampler import weighted_sum
 from trl_qurl.trainers.grpo import QuRLGRPOTrainer, learned_tokens
@@ -43,14 +41,14 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         reward_funcs: As for [`~trl.GRPOTrainer`].
         args: A [`QuRLPPOConfig`], or a [`~trl.GRPOConfig`]; `None` for the defaults.
         value_model: The critic's start: a name, a path, or a token classifier with one label; `None` for the policy's
-            own start. With `share_backbone`, a directory with a saved value head, or `None` for a new one.
+            own start.
         value_peft_config: For a critic that trains an adapter and its head only.
         positional: What follows in [`~trl.GRPOTrainer`], in its order (`train_dataset`, `eval_dataset`, ...).
         kwargs: The same by name (`train_dataset`, `peft_config`, ...).
 
     Raises:
         TypeError: `args` is neither a `QuRLPPOConfig` nor a `GRPOConfig`, or `value_model` has no value per token.
-        ValueError: The critic has another tokenizer, or no token classifier, or the arguments exclude each other.
+        ValueError: The critic has another tokenizer, or no token classifier.
         ImportError: vLLM is missing.
 
     Example:
@@ -101,15 +99,10 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
             warmup = CriticWarmupCallback(args.critic_warmup_steps)
             given["callbacks"] = [*(given.get("callbacks") or []), warmup]
         self._rewards_per_func = torch.empty(0)  # of the latest rollout, on all processes: (B · processes, functions)
-        self._passes: list[tuple[torch.Tensor, PolicyPass]] = []  # log-probabilities, and what the critic saw
         self._micro_batch: dict[str, Any] = {}
         self._critic_seconds = 0.0
         super().__init__(**given)
-        if critic_model is not None:
-            self.critic = OwnModelCritic(critic_model, args, self.accelerator)
-        else:
-            saved_head = value_model if isinstance(value_model, str) else None
-            self.critic = SharedBackboneCritic(self.model, args, self.accelerator, saved_head)
+        self.critic = Critic(critic_model, args, self.accelerator)
 
     # Rollout ---------------------------------------------------------------------------------------------------------
 
@@ -117,27 +110,18 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         self._rewards_per_func = super()._calculate_rewards(*args, **kwargs)
         return self._rewards_per_func
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
-        with self.critic.watching() as seen:
-            result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self._passes.append((result[0], seen))
-        return result
-
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        self._passes.clear()
         batch = super()._generate_and_score_completions(inputs)
         started = time.perf_counter()
-        (seen,) = (seen for logps, seen in self._passes if logps is batch["proximal_logps"])
-        self._passes.clear()
         size = getattr(self.args, f"per_device_{self._mode}_batch_size")
-        values = self.critic.rollout_values(batch, size, seen)  # (B, T + 1)
+        values = self.critic.rollout_values(batch, size)  # (B, T + 1)
         self._record({"time/values_s": time.perf_counter() - started})
         self._add_advantages(batch, values)
         return batch
 
     @property
     def _scores_in_update(self) -> bool:
-        """Never: the penalty in the rewards and a shared backbone's values need the pass over a fresh rollout."""
+        """Never: the penalty in the rewards needs log-probabilities of a fresh rollout."""
         return False
 
     def _add_advantages(self, batch: dict[str, Any], values: torch.Tensor) -> None:
@@ -199,16 +183,12 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
                 f"The batch has no {', '.join(sorted(missing))}, which this trainer's critic adds: pass on what "
                 "_generate_and_score_completions returns, with every key."
             )
-        self._passes.clear()
         # A penalty in the rewards stays out of TRL's loss.
         with substitute(self, "beta", 0.0 if self.args.kl_in_reward else self.beta):
             loss = super()._compute_loss(model, inputs)
-        ((_, seen),) = self._passes  # the loss makes one
-        self._passes.clear()
         if not self.model.training:
             return loss
         self._micro_batch = inputs
-        loss = self.critic.add_to_policy_loss(loss, inputs, seen, self._value_loss)
         # Only the critic learns during its warm-up; the callback makes sure that the optimizer changes nothing.
         return loss * 0.0 if self.state.global_step < self.args.critic_warmup_steps else loss
 
@@ -285,6 +265,5 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         settings |= {
             "`gamma`, `gae_lambda`": f"{self.args.gamma}, {self.args.gae_lambda}",
             "`critic_learning_rate`": self.args.critic_learning_rate,
-            "`share_backbone`": self.args.share_backbone,
         }
         return [*sentences, "A critic takes the place of groups."], settings

@@ -55,6 +55,6 @@ def train(script_args: ScriptArguments, training_args: QuRLPPOConfig, model_args
     """Train on the questions with the answers as the reward, and save the full-precision policy and its critic."""
     from trl_qurl import QuRLPPOTrainer
 
-    if script_args.value_model is not None and not training_args.share_backbone:
+    if script_args.value_model is not None:
         check_model(script_args.value_model)
     return questions.train(QuRLPPOTrainer, script_args, training_args, model_args, value_model=script_args.value_model)

@@ -1,1 +1,1 @@
-"""The critic of PPO: what a critic does (`critic.py`), two implementations, and what a critic starts from."""
+"""The critic of PPO, and the model that it starts from."""

@@ -1,23 +1,33 @@
-"""What a critic does, as an abstract class, and the optimizer that every critic gets.
+"""The critic of PPO: a value model that learns along with the policy, and its optimizer.
 
-Shapes: `B` sequences, `P` prompt tokens, `T` completion tokens, `H` hidden size.
+It has a separate `Accelerator`: both share the process group and every setting, and each keeps its own models and
+optimizers, so that DDP, FSDP2 and ZeRO-3 prepare, clip and save the two models apart.
+
+Shapes: `B` sequences, `P` prompt tokens, `T` completion tokens.
 """
 
 import math
-from abc import ABC, abstractmethod
+import os
+import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedTokenizerBase, Trainer
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, is_peft_model
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from trl_qurl.config import QuRLPPOConfig
+from trl_qurl.quantization.storage import new_directory
 
 CRITIC_DIRECTORY = "critic"
-"""Where `save_model` puts the critic, in the directory of the policy."""
+"""Subdirectory for the critic in the directory that `save_model` writes the policy to."""
+
+STATE_DIRECTORY = "critic_state"
+"""Subdirectory of a checkpoint with the critic, its optimizer and its schedule."""
 
 OptimizerFactory = Callable[[torch.nn.Module], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
@@ -25,54 +35,63 @@ SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 ValueLossFunction = Callable[[torch.Tensor], torch.Tensor]
 """From a micro-batch's values, `(B, T + 1)`, to its share of the loss of an optimizer step."""
 
-PolicyPass = list[torch.Tensor]
-"""What a critic has seen of one forward pass of the policy: a tensor per chunk of the batch, or nothing."""
 
+class Critic:
+    """A value model that learns after each backward pass of the policy.
 
-class Critic(ABC):
-    """A value model that learns along with the policy.
-
-    A trainer wraps each forward pass of the policy in `watching()`, asks for `rollout_values` at each rollout, and at
-    each micro-batch calls `add_to_policy_loss` before the policy's backward pass and `learn` after it. `step` follows
-    at each optimizer step.
+    A trainer calls `rollout_values` at each rollout, `learn` at each micro-batch, and `step` at each optimizer step.
+    `model(input_ids, attention_mask).logits` is `(B, P + T, 1)`.
     """
 
-    def __init__(self, model: torch.nn.Module, args: QuRLPPOConfig, accelerator: Accelerator) -> None:
-        self.model: Any = model  # what learns; `prepare` may wrap it for the launcher
+    def __init__(self, model: PreTrainedModel, args: QuRLPPOConfig, policy_accelerator: Accelerator) -> None:
+        # `GradientState` is one for all accelerators of a process: a plugin with other settings would change both.
+        plugin = GradientAccumulationPlugin(**policy_accelerator.gradient_state.plugin_kwargs)
+        # The trainer's schedules count optimizer steps, whatever the number of processes; so does this one.
+        accelerator = Accelerator(gradient_accumulation_plugin=plugin, step_scheduler_with_optimizer=False)
+        self.model: Any = model  # `prepare` may wrap it for the launcher
         self.accelerator = accelerator
         self._args = args
         self._optimizer: Any = None
         self._scheduler: Any = None
+        if args.gradient_checkpointing:
+            model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+            if is_peft_model(model):
+                model.enable_input_require_grads()  # else reentrant checkpointing finds nothing to train
+        if accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+            model.to(accelerator.device)
 
     def prepare(self, make_optimizer: OptimizerFactory, make_scheduler: SchedulerFactory) -> None:
         """Build optimizer and schedule; once, however often training starts."""
         if self._optimizer is None:
-            self._optimizer = make_optimizer(self.model)
-            self._scheduler = make_scheduler(self._optimizer)
-            self._wrap()
+            optimizer = make_optimizer(self.model)
+            parts = self.accelerator.prepare(self.model, optimizer, make_scheduler(optimizer))
+            self.model, self._optimizer, self._scheduler = parts
 
-    def _wrap(self) -> None:  # noqa: B027
-        """Wrap model, optimizer and schedule for the launcher, for a critic that learns in passes of its own."""
+    @torch.no_grad()
+    def rollout_values(self, batch: dict[str, Any], batch_size: int) -> torch.Tensor:
+        """Return values before each token and after the last, `(B, T + 1)`, in passes of `batch_size` sequences."""
+        ids, mask = prompts_and_completions(batch)
+        chunks = zip(ids.split(batch_size), mask.split(batch_size), strict=True)
+        return torch.cat([self.values(*chunk, batch["completion_ids"].size(1)) for chunk in chunks])
 
-    def watching(self) -> AbstractContextManager[PolicyPass]:
-        """See the forward pass of the policy inside the block; the block's value is what was seen of it."""
-        return nullcontext([])
+    def learn(self, batch: dict[str, Any], value_loss: ValueLossFunction) -> None:
+        """Forward and backward pass on a micro-batch, after the policy's, whose activations are gone by then."""
+        self.backward(value_loss(self.values(*prompts_and_completions(batch), batch["completion_ids"].size(1))))
 
-    @abstractmethod
-    def rollout_values(self, batch: dict[str, Any], batch_size: int, seen: PolicyPass) -> torch.Tensor:
-        """Values of a whole rollout, `(B, T + 1)`: before each token and, in the last column, after them all.
+    def values(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_length: int) -> torch.Tensor:
+        """Values before each of `T` completion tokens and after them, `(B, T + 1)`, from ids of `(B, P + T)`."""
+        self.model.train(torch.is_grad_enabled())  # checkpointing works in this mode only; there is no dropout
+        logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        return logits.squeeze(-1)[:, -(completion_length + 1) :].float()
 
-        They come from the policy's pass over it (`seen`), or from passes over `batch_size` sequences each.
-        """
-
-    def add_to_policy_loss(
-        self, policy_loss: torch.Tensor, batch: dict[str, Any], seen: PolicyPass, value_loss: ValueLossFunction
-    ) -> torch.Tensor:
-        """The policy's loss of a micro-batch, with the critic's where both share one backward pass."""
-        return policy_loss
-
-    def learn(self, batch: dict[str, Any], value_loss: ValueLossFunction) -> None:  # noqa: B027
-        """Forward and backward pass on a micro-batch, for a critic that has passes of its own."""
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the loss's gradients; they are summed over processes with the last micro-batch of a step only."""
+        accelerator = self.accelerator
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            accelerator.backward(loss, scale_wrt_gas=False)  # the loss is a mean over the whole step already
+            return
+        with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(self.model):
+            accelerator.backward(loss)
 
     def step(self) -> dict[str, float]:
         """Clip, update and forget the gradients; the norm before clipping, and the learning rate used."""
@@ -83,21 +102,51 @@ class Critic(ABC):
         self._optimizer.zero_grad()
         return {"critic/grad_norm": norm, "critic/learning_rate": learning_rate}
 
-    @abstractmethod
     def _clip(self, largest: float) -> float:
-        """Clip the gradients over all processes; returns their norm before."""
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), largest)
+        if norm is None:
+            return float("nan")
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # FSDP2 keeps it in parts
 
-    @abstractmethod
     def save_pretrained(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write what `value_model` takes; every process calls it."""
+        """Write a token classifier that transformers loads."""
+        state = self.accelerator.get_state_dict(self.model)
+        if self.accelerator.is_main_process:
+            with new_directory(directory) as draft:
+                self.accelerator.unwrap_model(self.model).save_pretrained(draft, state_dict=state)
+                tokenizer.save_pretrained(draft)
 
-    @abstractmethod
     def save_state(self, checkpoint: Path) -> None:
         """Add model, optimizer and schedule to a checkpoint; they get their name when they are complete."""
+        final, draft = checkpoint / STATE_DIRECTORY, checkpoint / f".{STATE_DIRECTORY}"
+        self.accelerator.save_state(str(draft))
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            if final.exists():  # of an earlier run that came to this step in the same directory
+                shutil.rmtree(final)
+            os.replace(draft, final)
+        self.accelerator.wait_for_everyone()
 
-    @abstractmethod
     def load_state(self, checkpoint: Path) -> None:
-        """Read back what `save_state` wrote; a checkpoint without it is an error (`require_state`)."""
+        """Read what `save_state` wrote.
+
+        Raises:
+            FileNotFoundError: If the checkpoint has no critic.
+        """
+        state = checkpoint / STATE_DIRECTORY
+        if not state.exists():
+            raise FileNotFoundError(
+                f"There is no {state.name} in {checkpoint}: it is incomplete, or was written by another trainer. "
+                "Resume from an earlier checkpoint, or start a new run from its model."
+            )
+        # Via the CPU: torch cannot load straight to "cpu:0", the device of one process among several on CPU.
+        self.accelerator.load_state(str(state), map_location="cpu")
+
+
+def prompts_and_completions(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and attention mask of a trainer's batch, both `(B, P + T)`."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    return ids, torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
 
 
 def build_optimizer(model: torch.nn.Module, args: QuRLPPOConfig, decayed: set[str]) -> torch.optim.Optimizer:
@@ -125,13 +174,3 @@ def check_optimizer(args: QuRLPPOConfig, model: torch.nn.Module) -> None:
     is_class = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
     if not is_class or kwargs.keys() & {"params", "model", "optimizer_dict"}:
         raise ValueError(refusal)
-
-
-def require_state(path: Path) -> Path:
-    """The path of a critic's state, which must be there."""
-    if not path.exists():
-        raise FileNotFoundError(
-            f"There is no {path.name} in {path.parent}: it is incomplete, or was written by another trainer or with "
-            "other settings. Resume from an earlier checkpoint, or start a new run from its model."
-        )
-    return path

@@ -25,7 +25,6 @@ from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, 
 from trl_qurl.config import QuRLPPOConfig
 from trl_qurl.quantization.parameters import whole
 from trl_qurl.trainers.critic.critic import check_optimizer
-from trl_qurl.trainers.critic.shared_backbone import check_shared
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -39,12 +38,8 @@ def load_critic_model(
     processing_class: Any,
     value_model: str | PreTrainedModel | None,
     value_peft_config: Any,
-) -> PreTrainedModel | None:
-    """Check what the user asked for, and load the critic's model, unless it is a head on the policy's backbone."""
-    if args.share_backbone:
-        check_shared(args, value_model, value_peft_config)
-        check_optimizer(args, torch.nn.Linear(1, 1))  # the head has its own, and is made once the policy is loaded
-        return None
+) -> PreTrainedModel:
+    """Check what the user asked for, and load the critic's model."""
     policy_name = policy if isinstance(policy, str) else get_config_model_id(policy.config)
     if value_model is None and not policy_name:
         raise ValueError(
@@ -146,7 +141,7 @@ def _load(source: str, init_kwargs: Mapping[str, Any]) -> PreTrainedModel:
             raise
         raise ValueError(
             f"transformers has no token classifier for the architecture of {source}, so it cannot be a critic: pass "
-            "another value_model, or set share_backbone=True."
+            "another value_model."
         ) from error
     finally:
         transformers_logging.set_verbosity(verbosity)

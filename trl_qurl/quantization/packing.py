@@ -1,0 +1,111 @@
+"""Round and pack weights with compressed-tensors, the library whose checkpoints vLLM loads.
+
+`library_scheme` and `args` are its `QuantizationScheme` and `QuantizationArgs`. Imports are local because they take a
+second.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+CACHED, ON_GPU = 512 * 1024, 16 * 1024 * 1024
+"""Weights rounded at a time: on a CPU, 2 MB of float32 fit into the second-level cache; on a GPU, to save memory."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a checkpoint, without its values.
+
+    Attributes:
+        name: Its name.
+        dtype: Its dtype.
+        shape: Its shape.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its values, in bytes."""
+        return self.shape.numel() * self.dtype.itemsize
+
+
+def pack(
+    weight: torch.Tensor, companions: Sequence[torch.Tensor], library_scheme: Any, checkpoint_format: str
+) -> dict[str, torch.Tensor]:
+    """Round one weight matrix and pack its codes.
+
+    Args:
+        weight: Weight, (out, in). Not modified.
+        companions: Weights that share its global scale (NVFP4).
+        library_scheme: The format.
+        checkpoint_format: The library's name for the way it stores codes.
+
+    Returns:
+        The tensors of a checkpoint by name.
+    """
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    compressor = BaseCompressor.get_value_from_registry(checkpoint_format)
+    args, shared = library_scheme.weights, {}
+    if args.strategy == "tensor_group":
+        absmax = torch.stack([part.abs().amax().to(weight.device) for part in (weight, *companions)]).amax()
+        shared["weight_global_scale"] = generate_gparam(-absmax, absmax)
+    height = args.block_structure[0] if args.block_structure else 1
+    rows = (CACHED if weight.device.type == "cpu" else ON_GPU) // weight.shape[1] // height * height
+    chunks = []
+    for chunk in weight.split(max(height, rows)):
+        groups = _groups(chunk, args)
+        scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args, shared.get("weight_global_scale"))
+        # Adding a zero point of 0 makes FP8's negative zeros positive, as in llm-compressor.
+        state = {"weight": chunk, "weight_scale": scale, "weight_zero_point": zero.to(scale.dtype), **shared}
+        chunks.append(compressor.compress(state, library_scheme))
+    tensors = {name: _concatenate([chunk[name] for chunk in chunks]) for name in chunks[0] if name not in shared}
+    if "weight_shape" in tensors:
+        tensors["weight_shape"] = torch.tensor(weight.shape, device=weight.device)
+    return dict(sorted((tensors | shared).items()))  # the same order everywhere
+
+
+def unpack(tensors: Mapping[str, torch.Tensor], args: Any) -> torch.Tensor:
+    """Return the codes, (out, in): INT8, or FP8, which also represents FP4's numbers."""
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    if "weight" in tensors:
+        return tensors["weight"]
+    packed = tensors["weight_packed"]
+    if "weight_shape" in tensors:
+        shape = torch.Size(tensors["weight_shape"].tolist())
+        integers: torch.Tensor = unpack_from_int32(packed, args.num_bits, shape)
+        return integers
+    outputs, pairs = packed.shape
+    return unpack_fp4_from_uint8(packed, outputs, 2 * pairs).to(torch.float8_e4m3fn)
+
+
+def dequantize(tensors: Mapping[str, torch.Tensor], args: Any) -> torch.Tensor:
+    """Return the weight, (out, in), in the dtype of its scales, or float32 where those have fewer than 16 bits."""
+    from compressed_tensors.compressors.mx_utils import decompress_mx_scale
+    from compressed_tensors.quantization.lifecycle import forward
+
+    scale = tensors["weight_scale"]
+    if scale.dtype.itemsize == 1:
+        scale = (decompress_mx_scale(scale) if scale.dtype == torch.uint8 else scale).float()
+    codes = unpack(tensors, args).to(scale.dtype)
+    weight: torch.Tensor = forward.dequantize(codes, scale, args=args, global_scale=tensors.get("weight_global_scale"))
+    return weight
+
+
+def _groups(weight: torch.Tensor, args: Any) -> torch.Tensor:
+    """Return a view whose last dimension has the weights that share a scale."""
+    if args.block_structure:
+        height, width = args.block_structure
+        return weight.unflatten(1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2).flatten(2)
+    return weight.unflatten(1, (-1, args.group_size or weight.shape[1]))
+
+
+def _concatenate(chunks: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenate along the first dimension, as bytes because autocast cannot promote FP8."""
+    return torch.cat([chunk.view(torch.uint8) for chunk in chunks]).view(chunks[0].dtype)
