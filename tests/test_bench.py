@@ -225,6 +225,7 @@ def test_a_process_that_fails_says_what_it_said(warm_python, monkeypatch, tmp_pa
 # What fits, and what is kept -----------------------------------------------------------------------------------------
 
 H100 = Device("the GPU (NVIDIA H100 80GB HBM3)", 80 * 10**9, is_gpu=True)
+ADAPTER = Workload(lora_rank=16)
 
 
 @pytest.fixture(scope="module")
@@ -267,10 +268,10 @@ def test_a_policy_that_cannot_fit_is_not_measured_and_the_decode_rates_still_ans
         ("engine", None, False),
         ("engine", "fp8", False),
     ]
-    # 7.62e9 * 16 bytes = 122 GB; the engine leaves 80 * (1 - 0.3 - 0.1) = 48 GB, enough for a quarter (30 GB).
+    # 7.62e9 * 16 bytes = 122 GB; the engine leaves 80 * (1 - 0.3 - 0.1) = 48 GB, enough for 4 bytes each (30 GB).
     assert said[0].startswith("A step of 7.62 billion parameters needs 122 GB for weights, gradients and AdamW")
     assert "the 80 GB of the GPU (NVIDIA H100 80GB HBM3). The engine is measured alone" in said[0]
-    assert said[0].endswith("For a whole step give --gpus 4 or --lora-rank 16.")
+    assert said[0].endswith("For a whole step give --lora-rank 16.")
     [fp8] = result.comparisons.values()
     # 21.5 s of rollout and sync become 11.5 s, and (21.5 + t) / (11.5 + t) = 1.05 where t = (21.5 - 12.075) / 0.05.
     assert fp8.advice == "depends" and fp8.training_limit == pytest.approx(188.5)
@@ -342,22 +343,20 @@ def test_an_adapter_that_cannot_be_measured_beside_the_weights(workload, servers
         bench("nowhere", workload, servers=servers, weight_sync="adapter")
 
 
-@pytest.mark.parametrize("given", [{"gpus": 4}, {"lora_rank": 16}])
-def test_a_share_or_an_adapter_that_fits_is_measured_whole(h100, qwen_7b, given):
+def test_an_adapter_that_fits_is_measured_whole(h100, qwen_7b):
     jobs = h100(rates)
-    result = bench(qwen_7b, Workload(**given), ["fp8"])
+    result = bench(qwen_7b, ADAPTER, ["fp8"])
     assert [job.part for job in jobs] == ["engine", "engine", "training"]
-    assert {job.holds_policy for job in jobs} == {"gpus" not in given}, "one GPU never holds what several share"
+    assert all(job.holds_policy for job in jobs)
     assert result.too_large is None and result.comparisons["fp8"].training_limit is None
     assert result.comparisons["fp8"].step.update.middle > 0
-    assert ("one GPU's share of 4" in " ".join(sentences(result))) == ("gpus" in given)
 
 
-def test_no_number_of_gpus_is_promised_that_does_not_hold_a_pass():
+def test_no_adapter_is_promised_whose_base_does_not_fit():
     with torch.device("meta"):
         giant = torch.nn.Sequential(torch.nn.Linear(2**18, 2**18))  # 69 billion weights
-    reason = why_too_large(giant, Workload(gpus=8), H100)
-    assert "needs 137 GB on each of 8 GPUs" in reason and reason.endswith("A smaller model would fit.")
+    reason = why_too_large(giant, Workload(), H100)
+    assert "needs 1100 GB for weights" in reason and reason.endswith("A smaller model would fit.")
 
 
 @pytest.mark.parametrize("broken", ["fp8", "training"])
@@ -370,7 +369,7 @@ def test_what_was_measured_is_kept_when_another_part_fails(h100, qwen_7b, tmp_pa
         return rates(job)
 
     h100(answer)
-    result = bench(qwen_7b, Workload(gpus=8), ["fp8", "int8"], output=tmp_path / "bench.json")
+    result = bench(qwen_7b, ADAPTER, ["fp8", "int8"], output=tmp_path / "bench.json")
     record = json.loads((tmp_path / "bench.json").read_text())
     assert record["failures"] == {broken: "out of memory"}
     assert set(record["measurements"]) == {"none", "fp8", "int8"} - {broken}
@@ -386,7 +385,7 @@ def test_16_bits_that_fail_leave_the_other_formats_rates(h100, qwen_7b):
         return rates(job)
 
     h100(answer)
-    result = bench(qwen_7b, Workload(gpus=8), ["fp8"])
+    result = bench(qwen_7b, ADAPTER, ["fp8"])
     assert result.baseline is None and not result.comparisons and set(result.measurements) == {"fp8"}
     build_table(result)
 
@@ -403,7 +402,7 @@ def test_a_bench_without_any_measurement_is_an_error(h100, qwen_7b):
 # Training ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [{}, {"lora_rank": 4}, {"gpus": 2}], ids=["whole", "adapter", "shared"])
+@pytest.mark.parametrize("given", [{}, {"lora_rank": 4}], ids=["whole", "adapter"])
 def test_training_is_measured_as_the_trainer_computes(tmp_path, monkeypatch, given):
     tiny_model().config.save_pretrained(tmp_path)
     stepped, seen = [], set()
@@ -422,11 +421,11 @@ def test_training_is_measured_as_the_trainer_computes(tmp_path, monkeypatch, giv
     finally:
         handle.remove()
     assert costs.score and costs.update and costs.optimizer.size == 1
-    assert (torch.bfloat16 in seen) == (bool(cpu_settings().get("bf16")) or "gpus" in given)
+    assert (torch.bfloat16 in seen) == bool(cpu_settings().get("bf16"))
     sizes = count_parameters(tiny_model(), given.get("lora_rank", 0))
     held = sum(parameter.numel() for parameter in stepped)
     assert all(parameter.dtype == torch.float32 for parameter in stepped)
-    assert held == {0: sizes.model // given.get("gpus", 1)}.get(given.get("lora_rank", 0), sizes.adapter)
+    assert held == (sizes.adapter if given else sizes.model)
 
 
 # Servers -------------------------------------------------------------------------------------------------------------
@@ -453,9 +452,9 @@ def test_a_running_server_is_measured_in_the_format_that_it_serves(int8_server, 
     [
         [],
         pytest.param(["--lora-rank", "4", "--weight-sync", "adapter"], marks=pytest.mark.slow),
-        pytest.param(["--gpus", "2", "--no-gradient-checkpointing"], marks=pytest.mark.slow),
+        pytest.param(["--no-gradient-checkpointing"], marks=pytest.mark.slow),
     ],
-    ids=["whole", "adapter", "shared"],
+    ids=["whole", "adapter", "without checkpointing"],
 )
 def test_the_command(warm_python, tmp_path, further):
     tiny_model().config.save_pretrained(tmp_path / "model")

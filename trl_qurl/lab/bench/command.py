@@ -28,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="'adapter': measure each format a second time, with the adapter beside its weights (default: merged)",
     )
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs that share the policy (FSDP); the sizes are one's")
     parser.add_argument(
         "--server",
         action="append",
@@ -69,7 +68,6 @@ def run(args: argparse.Namespace) -> int:
         args.updates,
         not args.no_gradient_checkpointing,
         args.lora_rank,
-        args.gpus,
     )
     check_model(args.model)
     schemes = args.schemes.split(",") if args.schemes else None

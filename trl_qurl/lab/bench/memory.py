@@ -11,7 +11,6 @@ WHOLE_SHARE = 0.9  # for an engine alone on a GPU
 SPARE = 0.1  # for activations; if that is too little, training fails, and the engine's costs are kept
 TRAINED = 16  # bytes of a parameter: 32-bit weight, gradient, and the two moments of AdamW
 FROZEN = 4  # the weight alone
-GROUPS = (2, 4, 8, 16, 32, 64, 128, 256)  # of GPUs
 
 
 class Device(NamedTuple):
@@ -28,19 +27,15 @@ class Sizes(NamedTuple):
     model: int
     adapter: int
 
-    def step_bytes(self, gpus: int) -> int:
-        """Memory of one of so many processes: weights, gradients, optimizer."""
-        return (FROZEN * self.model + TRAINED * self.adapter if self.adapter else TRAINED * self.model) // gpus
+    @property
+    def step_bytes(self) -> int:
+        """Memory of a step: weights, gradients, optimizer."""
+        return FROZEN * self.model + TRAINED * self.adapter if self.adapter else TRAINED * self.model
 
-    def pass_bytes(self, gpus: int) -> int:
-        """Memory in which passes are measured; where several GPUs share a policy, with whole 16-bit weights."""
-        return self.step_bytes(1) if gpus == 1 else 2 * self.model + 2 * (self.adapter or self.model)
-
-    def fits(self, gpus: int, device: Device, engine_share: float) -> bool:
-        """Whether a step does, beside an engine, and what is measured of it does, alone."""
-        usable = (1 - SPARE) * device.memory
+    def fits(self, device: Device, engine_share: float) -> bool:
+        """Whether a step fits beside an engine."""
         engine = engine_share * device.memory if device.is_gpu else 2 * self.model
-        return self.step_bytes(gpus) <= usable - engine and self.pass_bytes(gpus) <= usable
+        return self.step_bytes <= (1 - SPARE) * device.memory - engine
 
 
 def find_device() -> Device:
@@ -66,16 +61,12 @@ def count_parameters(model: Any, lora_rank: int) -> Sizes:
 def why_too_large(model: Any, workload: Workload, device: Device, engine_share: float = ENGINE_SHARE) -> str | None:
     """Why a step of the policy does not fit, and what would; `None` if it does."""
     sizes = count_parameters(model, workload.lora_rank)
-    if sizes.fits(workload.gpus, device, engine_share):
+    if sizes.fits(device, engine_share):
         return None
-    more = GROUPS if device.is_gpu else ()
-    ways = [f"--gpus {n}" for n in more if n > workload.gpus and sizes.fits(n, device, engine_share)][:1]
-    if not workload.lora_rank and count_parameters(model, 16).fits(workload.gpus, device, engine_share):
-        ways.append("--lora-rank 16")
-    each = f" on each of {workload.gpus} GPUs" if workload.gpus > 1 else ""
+    adapter_fits = not workload.lora_rank and count_parameters(model, 16).fits(device, engine_share)
     return (
-        f"A step of {sizes.model / 1e9:.2f} billion parameters needs {sizes.step_bytes(workload.gpus) / 1e9:.0f} GB"
-        f"{each} for weights, gradients and AdamW, beside the engine and activations, which do not fit into the "
+        f"A step of {sizes.model / 1e9:.2f} billion parameters needs {sizes.step_bytes / 1e9:.0f} GB for weights, "
+        "gradients and AdamW, beside the engine and activations, which do not fit into the "
         f"{device.memory / 1e9:.0f} GB of {device.name}. The engine is measured alone. "
-        + (f"For a whole step give {' or '.join(ways)}." if ways else "A smaller model would fit.")
+        + ("For a whole step give --lora-rank 16." if adapter_fits else "A smaller model would fit.")
     )

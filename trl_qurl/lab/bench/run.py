@@ -127,7 +127,7 @@ def bench(
         chosen = fitting_formats(empty, named, ignore, report)
         share = 0.0 if serving else engine_kwargs.get("gpu_memory_utilization", ENGINE_SHARE)
         result = Bench(model, workload, too_large=why_too_large(empty, workload, find_device(), share))
-        holds = result.too_large is None and workload.gpus == 1
+        holds = result.too_large is None
         job = Job(
             directory, None, workload, BUDGETS[quick], tuple(ignore), holds_policy=holds, engine_kwargs=arguments
         )

@@ -60,8 +60,6 @@ def sentences(result: Bench) -> list[str]:
             f"Rollouts and their sync take {share:.0%} of a 16-bit step. If they were free, a step would be "
             f"{1 / (1 - share):.1f} times as fast; no format can do better."
         )
-    if result.workload.gpus > 1:
-        lines.append(f"Estimated from one GPU's share of {result.workload.gpus}, without what they tell each other.")
     if any(costs.sync is None for costs in result.measurements.values()):
         lines.append("A server's sync is not included: measuring it would replace the server's weights.")
     for scheme, comparison in result.comparisons.items():

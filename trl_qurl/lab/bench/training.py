@@ -1,14 +1,11 @@
 """What learning from a rollout costs: scoring it, and the passes and steps of the optimizer.
 
 The passes are those of TRL's trainer, without the trainer: 32-bit weights (16-bit autocast on a GPU, and on a CPU that
-has instructions for it), and TRL's own output head, which scores the completions only and never holds all logits. What
-several GPUs share is measured on one: passes with 16-bit weights, as FSDP gathers them, and the optimizer on one GPU's
-share. What the GPUs tell each other is left out.
+has instructions for it), and TRL's own output head, which scores the completions only and never holds all logits.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import nullcontext
 from typing import Any
@@ -31,13 +28,13 @@ def half_precision() -> torch.dtype:
     return getattr(torch, full_precision()[1])
 
 
-def build_policy(config_dir: str, device: torch.device, dtype: torch.dtype = torch.float32, lora_rank: int = 0) -> Any:
+def build_policy(config_dir: str, device: torch.device, lora_rank: int = 0) -> Any:
     """The model with random weights, as a trainer holds it, with a new adapter if a rank is given."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(config_dir)
     with device:
-        policy = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        policy = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     policy.config.architectures = [type(policy).__name__]
     if lora_rank:
         from peft import LoraConfig, get_peft_model
@@ -60,9 +57,6 @@ def measure_training(policy: Any, workload: Workload, budget: float) -> Training
     scoring = grow(policy, score, workload, budget)
     updating = grow(policy, update, workload, budget)
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    if workload.gpus > 1:
-        policy.zero_grad()
-        trained = [own_share(parameter, workload.gpus) for parameter in trained]
     optimizer = torch.optim.AdamW(trained, lr=0.0, fused=policy.device.type == "cuda")
 
     def step() -> float:
@@ -84,13 +78,6 @@ def prepare_policy(policy: Any, workload: Workload) -> None:
     if workload.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})  # as TRL does
         policy.config.use_cache = False
-
-
-def own_share(parameter: torch.nn.Parameter, gpus: int) -> torch.nn.Parameter:
-    """What one of several GPUs keeps of a parameter and its gradient, in 32 bits."""
-    share = torch.nn.Parameter(torch.zeros(math.ceil(parameter.numel() / gpus), device=parameter.device))
-    share.grad = torch.zeros_like(share)
-    return share
 
 
 def log_probabilities(policy: Any, rows: int, length: int, workload: Workload) -> torch.Tensor:

@@ -43,17 +43,16 @@ def measure(job: Job) -> EngineCosts | TrainingCosts:
     """Costs of the job's format, or of training."""
     import torch
 
-    from trl_qurl.lab.bench.training import build_policy, half_precision, measure_training
+    from trl_qurl.lab.bench.training import build_policy, measure_training
 
     if job.server is not None:
         return EngineCosts(measure_generation(ask_server(job.server, job), job), None)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rank = job.workload.lora_rank
     if job.part == "training":
-        dtype = half_precision() if job.workload.gpus > 1 else torch.float32
-        return measure_training(build_policy(job.config_dir, device, dtype, rank), job.workload, job.budget)
+        return measure_training(build_policy(job.config_dir, device, rank), job.workload, job.budget)
     place = device if job.holds_policy else torch.device("meta")
-    policy = build_policy(job.config_dir, place, lora_rank=rank if job.holds_policy or job.adapter else 0)
+    policy = build_policy(job.config_dir, place, rank if job.holds_policy or job.adapter else 0)
     started = time.perf_counter()
     llm = start_engine(job, policy)
     start_s = time.perf_counter() - started
@@ -84,7 +83,7 @@ def start_engine(job: Job, policy: Any) -> LLM:
     policy = getattr(policy, "get_base_model", lambda: policy)()
     check_head_size(policy.config)
     workload = job.workload
-    shares_device = job.holds_policy or workload.gpus > 1 or not torch.cuda.is_available()  # on a CPU, with syncs
+    shares_device = job.holds_policy or not torch.cuda.is_available()  # on a CPU, with syncs
     directory = CheckpointDirectory(None, 0)  # of a name by which vLLM finds again what it has compiled
     scheme = get_scheme(job.scheme) if job.scheme else None
     os.environ.update(kernel_environment(scheme))

@@ -24,7 +24,6 @@ class Workload:
         updates: Optimizer steps per rollout.
         gradient_checkpointing: Whether the backward pass computes activations again (TRL's default).
         lora_rank: Rank of an adapter on all linear layers, which is trained instead of the model; 0 for none.
-        gpus: Processes that share weights, gradients and optimizer (FSDP). The other sizes are those of one of them.
     """
 
     prompt_len: int = 256
@@ -35,10 +34,9 @@ class Workload:
     updates: int = 4
     gradient_checkpointing: bool = True
     lora_rank: int = 0
-    gpus: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("prompt_len", "completion_len", "batch", "generations", "train_batch", "updates", "gpus"):
+        for name in ("prompt_len", "completion_len", "batch", "generations", "train_batch", "updates"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a positive number.")
         if self.lora_rank < 0:
