@@ -17,7 +17,7 @@ from trl_qurl.lab.bench import run
 from trl_qurl.lab.bench.costs import EngineCosts, Range, Timing, TrainingCosts, at_size, per_token
 from trl_qurl.lab.bench.memory import Device, count_parameters, why_too_large
 from trl_qurl.lab.bench.prediction import WORTHWHILE, break_even, compare, predict_step
-from trl_qurl.lab.bench.run import bench, run_job, save_config, serves
+from trl_qurl.lab.bench.run import bench, run_job, save_config
 from trl_qurl.lab.bench.table import advice, build_table, sentences, shown, size
 from trl_qurl.lab.bench.worker import measure, start_engine
 from trl_qurl.lab.bench.workload import Job, Workload
@@ -331,16 +331,9 @@ def test_an_adapter_beside_the_weights_is_a_format_of_its_own(h100, qwen_7b):
     assert "FP8+LoRA: Yes." in " ".join(sentences(result))
 
 
-@pytest.mark.parametrize(
-    ("workload", "servers", "message"),
-    [
-        (Workload(), [], "give its rank .--lora-rank 16"),
-        (Workload(lora_rank=8), ["http://localhost:8000"], "Leave --server out"),
-    ],
-)
-def test_an_adapter_that_cannot_be_measured_beside_the_weights(workload, servers, message):
-    with pytest.raises(ValueError, match=message):
-        bench("nowhere", workload, servers=servers, weight_sync="adapter")
+def test_an_adapter_beside_the_weights_needs_a_rank():
+    with pytest.raises(ValueError, match="give its rank .--lora-rank 16"):
+        bench("nowhere", Workload(), weight_sync="adapter")
 
 
 def test_an_adapter_that_fits_is_measured_whole(h100, qwen_7b):
@@ -426,20 +419,6 @@ def test_training_is_measured_as_the_trainer_computes(tmp_path, monkeypatch, giv
     held = sum(parameter.numel() for parameter in stepped)
     assert all(parameter.dtype == torch.float32 for parameter in stepped)
     assert held == (sizes.adapter if given else sizes.model)
-
-
-# Servers -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.vllm
-@pytest.mark.xdist_group("server")
-def test_a_running_server_is_measured_in_the_format_that_it_serves(int8_server, tmp_path):
-    tiny_model().config.save_pretrained(tmp_path)
-    assert serves(int8_server.url) == "int8"
-    job = Job(str(tmp_path), "int8", Workload(8, 4, 8, 8, 8, 1), 0.1, server=int8_server.url)
-    costs = measure(job)
-    assert [timing.size for timing in costs.generation] == [1, 4] and costs.sync is None
-    assert costs.generate(4).middle > 0
 
 
 # The command ---------------------------------------------------------------------------------------------------------

@@ -28,13 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="'adapter': measure each format a second time, with the adapter beside its weights (default: merged)",
     )
-    parser.add_argument(
-        "--server",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="measure the rollouts of a running `trl-qurl serve` instead; repeat it for another format's",
-    )
     from trl_qurl.quantization.formats import SCHEMES
 
     parser.add_argument(
@@ -73,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     schemes = args.schemes.split(",") if args.schemes else None
     console = Console()
     given = (args.quick, args.ignore, args.engine_kwargs)
-    result = bench(args.model, workload, schemes, *given, console.print, args.server, args.output, args.weight_sync)
+    result = bench(args.model, workload, schemes, *given, console.print, args.output, args.weight_sync)
     console.print(build_table(result))
     for line in sentences(result):
         console.print(line)

@@ -51,21 +51,15 @@ class EngineCosts:
     Attributes:
         generation: A whole batch of completions at a few lengths, shortest first; the first has one token, which is
             the cost of the prompts.
-        sync: Quantizing all weights and loading them into the engine; `None` for a server, whose weights a
-            measurement must not replace.
+        sync: Quantizing all weights and loading them into the engine.
         weight_bytes: Size of the engine's weights.
         start_s: Seconds until the engine was ready.
     """
 
     generation: list[Timing]
-    sync: Timing | None
-    weight_bytes: int = 0
-    start_s: float = 0.0
-
-    @property
-    def sync_range(self) -> Range:
-        """Seconds of a sync; nothing if it was not measured."""
-        return self.sync.range if self.sync else NOTHING
+    sync: Timing
+    weight_bytes: int
+    start_s: float
 
     def generate(self, tokens: int) -> Range:
         r"""Seconds of generating a batch of completions.

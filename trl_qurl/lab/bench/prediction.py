@@ -72,7 +72,7 @@ class Comparison:
 
 def predict_step(engine: EngineCosts, training: TrainingCosts | None, workload: Workload) -> Step:
     """A step of `workload`: sync, one rollout, a scoring pass over it if there are several updates, and those."""
-    sync, generate = engine.sync_range, engine.generate(workload.completion_len)
+    sync, generate = engine.sync.range, engine.generate(workload.completion_len)
     if training is None:
         return Step(sync, generate, NOTHING, NOTHING)
     tokens = workload.train_batch * (workload.prompt_len + workload.completion_len)
@@ -116,7 +116,7 @@ def break_even(baseline: EngineCosts, engine: EngineCosts, longest: int) -> int 
 
     def saves(tokens: int) -> bool:
         rollout = baseline.generate(tokens).middle - engine.generate(tokens).middle
-        return rollout > engine.sync_range.middle - baseline.sync_range.middle
+        return rollout > engine.sync.range.middle - baseline.sync.range.middle
 
     lengths = range(1, 16 * longest + 1)
     if not saves(lengths[-1]):

@@ -80,7 +80,6 @@ def bench(
     ignore: Sequence[str] = ("lm_head",),
     engine_kwargs: Mapping[str, Any] = MappingProxyType({}),
     report: Callable[[str], None] = lambda line: None,
-    servers: Sequence[str] = (),
     output: Path | None = None,
     weight_sync: str = "auto",
 ) -> Bench:
@@ -94,7 +93,6 @@ def bench(
         ignore: Modules kept in full precision.
         engine_kwargs: Further arguments of `vllm.LLM`.
         report: Called with a line about what is being measured.
-        servers: URLs of running servers, which are measured instead of engines in the formats that they serve.
         output: JSON file, written again after each measurement.
         weight_sync: `"adapter"` measures each format a second time, with the adapter beside its weights.
 
@@ -113,28 +111,26 @@ def bench(
     from trl_qurl.rollout.engine.launch import require_vllm
 
     require_vllm()
-    if weight_sync == "adapter":
-        check_adapter(workload, servers)
+    if weight_sync == "adapter" and not workload.lora_rank:
+        raise ValueError("--weight-sync adapter measures syncs of an adapter: give its rank (--lora-rank 16).")
     if workload.lora_rank and importlib.util.find_spec("peft") is None:
         raise ImportError("Adapters need PEFT, which is not installed: run `pip install 'trl-qurl[peft]'`.")
-    serving = {serves(url): url for url in servers}
-    named = [name for name in serving if name != BASELINE] if serving else schemes
-    candidates(named)  # a name that there is not comes before anything slow
+    candidates(schemes)  # a name that there is not comes before anything slow
     # On a CPU, vLLM would compile for minutes.
     arguments = {**({} if torch.cuda.is_available() else {"enforce_eager": True}), **engine_kwargs}
     with tempfile.TemporaryDirectory() as directory:
         empty = save_config(model, workload, directory)
-        chosen = fitting_formats(empty, named, ignore, report)
-        share = 0.0 if serving else engine_kwargs.get("gpu_memory_utilization", ENGINE_SHARE)
+        chosen = fitting_formats(empty, schemes, ignore, report)
+        share = engine_kwargs.get("gpu_memory_utilization", ENGINE_SHARE)
         result = Bench(model, workload, too_large=why_too_large(empty, workload, find_device(), share))
         holds = result.too_large is None
         job = Job(
             directory, None, workload, BUDGETS[quick], tuple(ignore), holds_policy=holds, engine_kwargs=arguments
         )
         jobs = [
-            replace(job, scheme=None if name == BASELINE else name, server=serving.get(name), adapter=adapter)
-            for name in serving or (BASELINE, *(scheme.name for scheme in chosen))
-            for adapter in ([False, True] if weight_sync == "adapter" and name != BASELINE else [False])
+            replace(job, scheme=name, adapter=adapter)
+            for name in (None, *(scheme.name for scheme in chosen))
+            for adapter in ([False, True] if weight_sync == "adapter" and name else [False])
         ]
         if result.too_large is None:
             jobs.append(replace(job, part=TRAINING))
@@ -159,29 +155,6 @@ def bench(
                 write_bench(result, output)
     report(f"Measured in {duration(result.seconds)}")
     return result
-
-
-def check_adapter(workload: Workload, servers: Sequence[str]) -> None:
-    """Raise `ValueError` where no engine can be measured with an adapter beside its weights."""
-    if not workload.lora_rank:
-        raise ValueError("--weight-sync adapter measures syncs of an adapter: give its rank (--lora-rank 16).")
-    if servers:
-        raise ValueError(
-            "--weight-sync adapter with --server: a server's adapter would be replaced by one that means nothing. "
-            "Leave --server out, and an engine is started for each format."
-        )
-
-
-def serves(url: str) -> str:
-    """The format that a server of `trl-qurl serve` serves: `BASELINE`, or the name of a scheme."""
-    from trl_qurl.quantization.formats import SCHEMES
-    from trl_qurl.rollout.engine.served import ServedEngine
-
-    served = ServedEngine(url).describe().format
-    names = [BASELINE] if served is None else [s.name for s in SCHEMES.values() if s.served_as == served]
-    if not names:
-        raise ValueError(f"The server at {url} serves {served} weights: start one with `trl-qurl serve`.")
-    return names[0]
 
 
 def save_config(model: str, workload: Workload, directory: str) -> PreTrainedModel:

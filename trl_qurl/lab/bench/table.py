@@ -42,11 +42,11 @@ def build_table(result: Bench) -> Table:
         table.add_row(
             label(scheme),
             f"{measurement.tokens_per_second(workload.completion_len, workload.batch):.0f}",
-            shown(step.sync.middle) if measurement.sync else "-",
+            shown(step.sync.middle),
             *(shown(part.middle) for part in parts),
             *["-"] * (4 - len(parts)),
             speedup(comparison.speedup) if comparison else "",
-            size(measurement.weight_bytes) if measurement.weight_bytes else "-",
+            size(measurement.weight_bytes),
         )
     return table
 
@@ -60,8 +60,6 @@ def sentences(result: Bench) -> list[str]:
             f"Rollouts and their sync take {share:.0%} of a 16-bit step. If they were free, a step would be "
             f"{1 / (1 - share):.1f} times as fast; no format can do better."
         )
-    if any(costs.sync is None for costs in result.measurements.values()):
-        lines.append("A server's sync is not included: measuring it would replace the server's weights.")
     for scheme, comparison in result.comparisons.items():
         lines.append(f"{label(scheme)}: {advice(comparison)} {break_even(comparison, result)}")
     lines += [f"{label(part)}: not measured. {failure}" for part, failure in result.failures.items()]
@@ -92,7 +90,7 @@ def advice(comparison: Comparison) -> str:
 
 def break_even(comparison: Comparison, result: Bench) -> str:
     """From which length on a format saves time, and how much memory it saves."""
-    saved = f"The engine's weights are {size(comparison.bytes_saved)} smaller." if comparison.bytes_saved else ""
+    saved = f"The engine's weights are {size(comparison.bytes_saved)} smaller."
     if comparison.break_even is None:
         return f"It saves no time at any length up to {16 * result.workload.completion_len} tokens. {saved}"
     if comparison.break_even == 1:

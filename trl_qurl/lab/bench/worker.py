@@ -45,8 +45,6 @@ def measure(job: Job) -> EngineCosts | TrainingCosts:
 
     from trl_qurl.lab.bench.training import build_policy, measure_training
 
-    if job.server is not None:
-        return EngineCosts(measure_generation(ask_server(job.server, job), job), None)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     rank = job.workload.lora_rank
     if job.part == "training":
@@ -58,9 +56,9 @@ def measure(job: Job) -> EngineCosts | TrainingCosts:
     start_s = time.perf_counter() - started
     if job.adapter:  # an engine generates with it once it has arrived
         sync, weight_bytes = measure_adapter_sync(llm, policy, job, device)
-        generation = measure_generation(ask_engine(llm, job), job)
+        generation = measure_generation(llm, job)
     else:
-        generation = measure_generation(ask_engine(llm, job), job)
+        generation = measure_generation(llm, job)
         sync, weight_bytes = measure_sync(llm, policy, job, device)
     return EngineCosts(generation, sync, weight_bytes, start_s)
 
@@ -112,39 +110,17 @@ def start_engine(job: Job, policy: Any) -> LLM:
     return engine(**{**arguments, **job.engine_kwargs})
 
 
-def ask_engine(llm: LLM, job: Job) -> Callable[[int], None]:
-    """Completions of an engine in this process."""
-    prompts = [{"prompt_token_ids": tokens} for tokens in make_prompts(job)]
-
-    def complete(tokens: int) -> None:
-        from vllm import SamplingParams
-
-        llm.reset_prefix_cache()  # as every sync does
-        params = SamplingParams(max_tokens=tokens, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False)
-        llm.generate(prompts, params, use_tqdm=False)
-
-    return complete
-
-
-def ask_server(url: str, job: Job) -> Callable[[int], None]:
-    """Completions of a running server, as a trainer asks for them; new prompts each time, because it keeps a cache."""
-    from trl_qurl.rollout.engine.served import ServedEngine
-
-    engine, seeds = ServedEngine(url), itertools.count()
-
-    def complete(tokens: int) -> None:
-        engine.generate(make_prompts(job, next(seeds)), max_tokens=tokens, generation_kwargs={"ignore_eos": True})
-
-    return complete
-
-
-def measure_generation(complete: Callable[[int], None], job: Job) -> list[Timing]:
+def measure_generation(llm: LLM, job: Job) -> list[Timing]:
     """A whole batch of completions of one token, of a few, and of as many as the budget allows."""
-    workload = job.workload
+    from vllm import SamplingParams
+
+    workload, prompts = job.workload, make_prompts(job)
 
     def generate(tokens: int) -> float:
+        llm.reset_prefix_cache()  # as every sync does
+        params = SamplingParams(max_tokens=tokens, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False)
         started = time.perf_counter()
-        complete(tokens)
+        llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - started
 
     generate(min(2, workload.completion_len))  # a warm-up
@@ -161,17 +137,17 @@ def measure_generation(complete: Callable[[int], None], job: Job) -> list[Timing
     return timings
 
 
-def make_prompts(job: Job, seed: int = 0) -> list[list[int]]:
-    """Random tokens, each prompt as often as there are completions of it; another process makes the same."""
+def make_prompts(job: Job) -> list[dict[str, list[int]]]:
+    """Random tokens, each prompt as often as there are completions of it; the same in every process."""
     import torch
     from transformers import AutoConfig
 
     workload = job.workload
     vocabulary = AutoConfig.from_pretrained(job.config_dir).get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     shape = (workload.batch // workload.generations, workload.prompt_len)
     distinct = torch.randint(0, vocabulary, shape, generator=generator).tolist()
-    return [tokens for tokens in distinct for _ in range(workload.generations)]
+    return [{"prompt_token_ids": tokens} for tokens in distinct for _ in range(workload.generations)]
 
 
 def measure_sync(llm: LLM, policy: Any, job: Job, device: torch.device) -> tuple[Timing, int]:

@@ -74,7 +74,6 @@ class Job:
         holds_policy: Whether the engine's process holds the policy, too; otherwise a sync reads one tensor of each
             shape again and again.
         engine_kwargs: Further arguments of `vllm.LLM`.
-        server: URL of a running server that is measured instead of an engine.
     """
 
     config_dir: str
@@ -86,7 +85,6 @@ class Job:
     part: str = "engine"
     holds_policy: bool = True
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    server: str | None = None
 
     @property
     def name(self) -> str:
