@@ -6,32 +6,21 @@ import re
 import socket
 import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import child_environment
 from documents import ROOT
 from test_errors import HIDE
-from test_stream import ends  # noqa: F401
 
 from trl_qurl import cli
-from trl_qurl.lab.doctor import device, driver, examination, machine, packages, servers
+from trl_qurl.lab.doctor import device, driver, examination, machine, packages
 from trl_qurl.lab.doctor.lines import FORMAT, LINES, Status, note
 from trl_qurl.lab.doctor.plan import plan
-from trl_qurl.lab.doctor.policy import build_policy
 from trl_qurl.lab.doctor.report import as_text, skipped_as_text
 from trl_qurl.lab.doctor.trial import try_job
-from trl_qurl.quantization import quantized_layer_names
 from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED
-from trl_qurl.quantization.stream import quantize_weights
-from trl_qurl.quantization.weight_stream import WeightStream
-from trl_qurl.rollout.engine.broadcast import STREAM_VERSION
-from trl_qurl.rollout.errors import SyncError
-from trl_qurl.rollout.settings import RolloutSettings
 
 PRIVATE = {
     "HF_TOKEN": "hf_secret",
@@ -67,7 +56,7 @@ def lines_of(done):
 @pytest.mark.xdist_group("doctor")
 def test_what_works_is_shown_by_trying_it(warm_python, tmp_path):
     formats = ["--formats", "int8"]
-    tried = ["python", "packages", "variables", "gpus", "engine-int8", "train-int8", "probe-int8", "stream"]
+    tried = ["python", "packages", "variables", "gpus", "engine-int8", "train-int8", "probe-int8", "graphs"]
     home = {**PRIVATE, "HOME": str(tmp_path)}
     done = doctor("--json", *formats, "--only", *tried, python=warm_python, VLLM_LOGGING_LEVEL="ERROR", **home)
     found = lines_of(done)
@@ -75,8 +64,7 @@ def test_what_works_is_shown_by_trying_it(warm_python, tmp_path):
     assert json.loads(done.stdout)["works"] and done.returncode == 0, done.stdout
     if not torch.cuda.is_available():
         assert found["engine-int8"]["data"]["kernels"] == ["CPUInt8ScaledMMLinearKernel"]
-    if torch.cuda.device_count() < 2:
-        assert (found["stream"]["status"], found["stream"]["text"]) == ("skipped", "needs two GPUs")
+        assert (found["graphs"]["status"], found["graphs"]["text"]) == ("skipped", "needs a GPU")
     trained, probed = found["train-int8"]["data"], found["probe-int8"]["data"]
     assert len(trained["kl"]) == 3 and all(0 <= kl < 1e-3 for kl in trained["kl"])
     assert len(probed["ratios"]) == 4 and len(set(probed["distances"])) == 4, "the weights did not change"
@@ -199,7 +187,7 @@ print("about to", flush=True)
 )
 def test_a_process_that_crashes_hangs_or_fails_is_a_line(end, text, advice):
     found = []
-    try_job(Trial(end), [], 3.0, found.append)
+    try_job(Trial(end), None, 3.0, found.append)
     statuses = [Status.OK, Status.FAILED, Status.SKIPPED]
     assert [(line.name, line.status) for line in found] == list(zip(Trial.lines, statuses, strict=True))
     assert found[1].text.startswith(text) and advice in found[1].advice
@@ -310,55 +298,11 @@ def test_division_is_compared_bit_for_bit(monkeypatch):
     assert re.search(r"cpu rounds differently from the CPU: [\d.]+% of int8 weight_scale \(float32\)", line.text)
 
 
-@pytest.mark.parametrize("torn", [False, True], ids=["sound", "torn"])
-def test_weights_that_a_stream_tears_are_noticed(torn, ends, monkeypatch):  # noqa: F811
-    """A producer that copied before the change: the digests of both of its ends agree on the old weights."""
-    client, worker = ends
-    policy = build_policy()
-    old = {name: parameter.detach().clone() for name, parameter in policy.named_parameters()}
-    send = client.load_stream
-
-    def send_old(tensors, metadata, update):
-        layers = quantized_layer_names(policy)
-        return send(
-            quantize_weights(iter(old.items()), SCHEMES["int8"], layers, dtype=torch.bfloat16), metadata, update
-        )
-
-    monkeypatch.setattr(client, "describe", lambda: SimpleNamespace(dtype="bfloat16"), raising=False)
-    if torn:
-        monkeypatch.setattr(client, "load_stream", send_old)
-    settings = RolloutSettings(SCHEMES["int8"], is_served=True)
-    trainer = SimpleNamespace(
-        model=policy, vllm_generation=SimpleNamespace(engine=client, weights=WeightStream(policy, settings.scheme))
-    )
-    with pytest.raises(SyncError, match="different") if torn else nullcontext():
-        line = servers.compare_after_change(trainer)
-        assert line.status is Status.OK and re.match(r"\d+ tensors arrived", line.text)
-
-
-def test_several_gpus_are_shared_out():
-    jobs = {name: job for job in plan(["int8", "none"], ["4", "5", "6"]) for name in job.lines}
-    assert jobs["server"].argument == "int8@4" and jobs["stream"].argument == "int8@5"
-    assert jobs["fsdp2-stream"].argument == "int8@6" and jobs["fsdp2"].ranks == 2
-    assert jobs["stream"].obstacle(1, "0.31.0") == jobs["fsdp2"].obstacle(0, "0.26.0") == "needs two GPUs"
-    for name, job in jobs.items():
-        streams = name in ("stream", "stream-order", "stream-fault", "server-memory", "fsdp2-stream")
-        assert job.obstacle(3, "0.27.1") == ("needs vLLM 0.28 or later" if streams else None)
-        assert job.obstacle(3, STREAM_VERSION) is None
-    assert jobs["fsdp2-stream"].obstacle(2, "0.31.0") == "needs three GPUs"
-    assert jobs["server"].obstacle(0, "0.26.0") is None
-
-
-def test_accelerate_takes_the_options_of_fsdp2():
-    from accelerate.commands.launch import launch_command_parser
-
-    [job] = [job for job in plan(["int8"], []) if job.lines == ("fsdp2",)]
-    python, *words = job.command(Path("result"))
-    assert (python, words[:2]) == (sys.executable, ["-m", "accelerate.commands.launch"])
-    options = launch_command_parser().parse_args(words[2:])
-    assert (options.use_fsdp, options.fsdp_version, options.num_processes) == (True, "2", 2)
-    assert options.module and options.training_script == "trl_qurl.lab.doctor.worker"
-    assert options.training_script_args == ["sharded.train_colocated", "int8", "result"]
+def test_a_trainer_sees_the_first_gpu_only(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert (examination.first_gpu(2), examination.first_gpu(0)) == ("4", None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert (examination.first_gpu(8), examination.first_gpu(0)) == ("0", None)
 
 
 def test_vllm_must_fit_torch_and_the_device(monkeypatch):
@@ -391,7 +335,7 @@ def test_every_line_is_explained():
 
 
 def test_every_planned_line_has_a_name():
-    names = [name for job in plan([*SCHEMES, UNQUANTIZED], ["0", "1", "2"]) for name in job.lines]
+    names = [name for job in plan([*SCHEMES, UNQUANTIZED]) for name in job.lines]
     assert len(names) == len(set(names))
     general = {re.sub(rf"-({'|'.join([*SCHEMES, UNQUANTIZED])})$", f"-{FORMAT}", name) for name in names}
     assert general <= LINES.keys()

@@ -1,6 +1,6 @@
 """What only a GPU can show, each by the line of `trl-qurl doctor` that shows it to users.
 
-One report for all tests; lines that need more GPUs than there are are skipped here too.
+One report for all tests.
 """
 
 import json
@@ -50,8 +50,6 @@ def lines():
 @pytest.mark.parametrize("name", NAMES)
 def test_line(name, lines):
     line = lines[name]
-    if line["status"] == "skipped" and line["text"].startswith("needs "):
-        pytest.skip(line["text"])
     assert line["status"] in ("ok", "note"), f"{line['text']} {line['advice']}\n" + "\n".join(
         line["data"].get("log", [])
     )

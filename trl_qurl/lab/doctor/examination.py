@@ -46,9 +46,9 @@ def examine(
         if is_wanted([line.name]):
             report(line)
 
-    def attempt(job: Job, gpus: list[str], limit: float) -> None:
+    def attempt(job: Job, gpu: str | None, limit: float) -> None:
         busy([name for name in job.lines if is_wanted([name])])
-        try_job(job, gpus, limit, add)
+        try_job(job, gpu, limit, add)
 
     for name, look in looks(port).items():
         if is_wanted([name]) or name == "vllm":  # what follows depends on it
@@ -58,19 +58,17 @@ def examine(
                 add(note(name, f"could not be determined ({type(error).__name__}: {error})."))
     if only and not set(only) - looks(port).keys():
         return [found[name] for name in found if name in only]
-    attempt(LOOK, [], IMPORT_SECONDS)
-    count = found["gpus"].data.get("count", 0)
-    gpus = visible_gpus(count)
-    vllm = packages.installed("vllm")[1] or "0"
+    attempt(LOOK, None, IMPORT_SECONDS)
+    gpu = first_gpu(found["gpus"].data.get("count", 0))
     formats = formats or [*found["formats"].data.get("formats", []), UNQUANTIZED]
-    for job in plan(formats, gpus):
+    for job in plan(formats):
         if not is_wanted(job.lines):
             continue
-        if reason := job.obstacle(len(gpus), vllm) or obstacle(found, quick):
+        if reason := "needs a GPU" if job.needs_gpu and gpu is None else obstacle(found, quick):
             for name in job.lines:
                 add(skipped(name, reason))
         else:
-            attempt(job, gpus[: job.ranks], time_limit * job.patience)
+            attempt(job, gpu, time_limit * job.patience)
     return [line for name, line in found.items() if is_wanted([name])]
 
 
@@ -99,7 +97,6 @@ def obstacle(found: dict[str, Line], quick: bool) -> str | None:
     return f"needs what the line {broken[0]} is about" if broken else None
 
 
-def visible_gpus(count: int) -> list[str]:
-    """The GPUs that torch sees, as CUDA_VISIBLE_DEVICES names them."""
-    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return (named or [str(index) for index in range(count)])[:count]
+def first_gpu(count: int) -> str | None:
+    """The first of the GPUs that torch sees, as CUDA_VISIBLE_DEVICES names it; `None` if it sees none."""
+    return (os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0") if count else None

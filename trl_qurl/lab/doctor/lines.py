@@ -36,12 +36,6 @@ LINES = {
     "sleep": "the same with an engine that sleeps between rollouts",
     "kv-cache": "the same with an FP8 key-value cache",
     "server": "training with `trl-qurl serve`, weights by files",
-    "stream": "training with a server on another GPU, weights over NCCL",
-    "stream-order": "weights that change just before they are streamed arrive as they are, not as they were",
-    "stream-fault": "a server that dies while weights are streamed ends the wait",
-    "server-memory": "a server with default settings has room for the first sync of more than a buffer",
-    "fsdp2": "training in two processes with FSDP2, and a saved policy that can be loaded",
-    "fsdp2-stream": "FSDP2 in two processes with a server, weights over NCCL",
 }
 """What each line shows, by name, in the order of the report."""
 

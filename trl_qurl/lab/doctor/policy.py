@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,8 +112,3 @@ def save_policy(policy: PreTrainedModel, directory: Path) -> None:
 
     policy.save_pretrained(directory)
     build_tokenizer().save_pretrained(directory)
-
-
-def is_main() -> bool:
-    """Whether this process speaks for those of its launcher."""
-    return os.environ.get("RANK", "0") == "0"

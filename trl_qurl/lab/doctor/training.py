@@ -91,8 +91,6 @@ def describe_probe(line: str, rows: list[dict[str, float]]) -> Line:
     """The distances of the probe, which the trainer has judged already."""
     distances = [row["sync/probe_distance"] for row in rows if "sync/probe_distance" in row]
     ratios = [row["sync/probe_ratio"] for row in rows if "sync/probe_ratio" in row]
-    if not ratios:
-        return note(line, "was not taken.", "Training in this way has no probe (docs/reliability.md).")
     text = f"{min(distances):.1e} to {max(distances):.1e} nats, at most {max(ratios):.2f} of what rounding explains"
     data = {"distances": distances, "ratios": ratios}
     if max(ratios) > 1:

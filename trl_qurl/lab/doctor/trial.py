@@ -24,12 +24,12 @@ POLL_SECONDS = 0.3
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def try_job(job: Job, gpus: list[str], time_limit: float, report: Callable[[Line], None]) -> None:
+def try_job(job: Job, gpu: str | None, time_limit: float, report: Callable[[Line], None]) -> None:
     """Report each line of a job as it comes; where it ends before the last one, say why.
 
     Args:
         job: What to try.
-        gpus: Those that it may see, as CUDA_VISIBLE_DEVICES names them; none for all.
+        gpu: The only one that it may see, as CUDA_VISIBLE_DEVICES names it; `None` for all.
         time_limit: Seconds that it may take.
         report: Called with each line.
     """
@@ -59,8 +59,8 @@ def try_job(job: Job, gpus: list[str], time_limit: float, report: Callable[[Line
 
         # Files of the trial are removed with the directory, also those of a process that was killed.
         environment = ENGINE_ENVIRONMENT | os.environ | ENVIRONMENT | {"TMPDIR": directory}
-        if gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
         fault = "ended without an answer"
         try:
             run_child(job.command(result), log, watch, POLL_SECONDS, environment)

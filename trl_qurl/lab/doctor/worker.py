@@ -2,7 +2,7 @@
 
     python -m trl_qurl.lab.doctor.worker MODULE.FUNCTION ARGUMENT RESULT
 
-Of the processes of a launcher, the first one writes. An exception becomes a record of its own.
+An exception becomes a record of its own.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
-from trl_qurl.lab.doctor.policy import is_main
-
 
 def main(argv: list[str]) -> int:
     """Run the function; the exit status is 1 if it raised."""
@@ -26,8 +24,7 @@ def main(argv: list[str]) -> int:
     with Path(result).open("a", encoding="utf-8") as file:
         try:
             for line in getattr(import_module(f"trl_qurl.lab.doctor.{module}"), function)(argument):
-                if is_main():
-                    print(json.dumps(asdict(line)), file=file, flush=True)
+                print(json.dumps(asdict(line)), file=file, flush=True)
         except Exception as error:
             traceback.print_exc()
             message = " ".join(str(error).split()) or "no message"
