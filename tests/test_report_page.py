@@ -78,8 +78,10 @@ def written(tmp_path_factory):
 def test_the_page_needs_no_other_file(written):
     page = Page(written.text)
     sources = [attributes["src"] for attributes in page.all("img")]
-    assert len(sources) == len(written.report.pictures) == 3  # reward, KL, seconds
-    assert all(source.startswith("data:image/png;base64,") for source in sources)
+    start = "data:image/png;base64,"
+    assert len(sources) == 3 and all(source.startswith(start) for source in sources)  # reward, KL, seconds
+    assert all(base64.b64decode(source.removeprefix(start)).startswith(b"\x89PNG") for source in sources)
+    assert list(written.report.page.parent.iterdir()) == [written.report.page]
     assert not page.all("link") and not page.all("script") and not page.all("iframe")
     assert not [attributes for _, attributes in page.elements if "href" in attributes or "srcset" in attributes]
     assert "http" not in re.sub(r"base64,[\w+/=]+", "", written.text) and "url(" not in written.text
@@ -94,20 +96,6 @@ def test_the_report_of_one_run_has_its_name_model_settings_and_date(tmp_path):
         text = (tmp_path / "page.html").read_text(encoding="utf-8")
         assert f"<h1>{name}: Tiny-1B, INT8, acr, 2026-11-21</h1>" in text
         assert f"<title>{name}: Tiny-1B, INT8, acr, 2026-11-21 – trl-qurl report</title>" in text
-
-
-def test_the_pictures_beside_the_page_are_those_in_it(written):
-    sources = [attributes["src"] for attributes in Page(written.text).all("img")]
-    folder = written.report.page.parent / "page-pictures"
-    assert [path.name for path in written.report.pictures] == [
-        "01-learning.png",
-        "02-mismatch.png",
-        "03-seconds.png",
-    ]
-    assert sorted(folder.iterdir()) == sorted(written.report.pictures)
-    for source, path in zip(sources, written.report.pictures, strict=True):
-        content = path.read_bytes()
-        assert content.startswith(b"\x89PNG") and base64.b64decode(source.split(",")[1]) == content
 
 
 def test_the_page_can_be_read_by_anyone(written):
@@ -180,17 +168,6 @@ def test_runs_without_rows_are_left_out_and_named(tmp_path):
         write_report([tmp_path / "new"], tmp_path / "page.html")
 
 
-def test_a_new_report_takes_away_the_pictures_of_the_old_one(tmp_path):
-    write_run(tmp_path / "run", ROWS)
-    first = write_report([tmp_path / "run"], tmp_path / "page.html")
-    folder = first.pictures[0].parent
-    (folder / "mine.png").write_bytes(b"not the report's")
-    write_run(tmp_path / "run", rewards([0.5]))
-    second = write_report([tmp_path / "run"], tmp_path / "page.html")
-    assert sorted(path.name for path in folder.iterdir()) == ["01-learning.png", "mine.png"]
-    assert second.pictures == (folder / "01-learning.png",)
-
-
 # What can go wrong ---------------------------------------------------------------------------------------------------
 
 
@@ -207,7 +184,7 @@ def test_errors_name_what_was_given_and_the_way_out(tmp_path):
     before = log.read_bytes()
     with pytest.raises(ValueError, match="would overwrite .*run.jsonl, the log of one of its runs"):
         write_report([tmp_path / "run"], log)
-    assert log.read_bytes() == before and not list(tmp_path.rglob("*.png"))
+    assert log.read_bytes() == before
 
 
 def test_a_missing_library_is_named_with_the_way_to_it(tmp_path, monkeypatch):

@@ -16,13 +16,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page and its figures; the exit status is 0."""
+    """Write the page; the exit status is 0."""
     from trl_qurl.lab.report.page import write_report
 
     report = write_report(args.runs, args.output)
     for note in report.notes:
         print(f"trl-qurl: note: {note}", file=sys.stderr)
     print(f"Report: {report.page}")
-    if report.pictures:
-        print(f"Pictures: {report.pictures[0].parent}")
     return 0

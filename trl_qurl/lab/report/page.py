@@ -1,4 +1,4 @@
-"""`trl-qurl report`: one HTML page that needs no network and no other file, and its figures as PNG files beside it.
+"""`trl-qurl report`: one HTML page that needs no network and no other file.
 
 What can go wrong (a missing library or log, a place that cannot be written) does so before anything slow is done.
 """
@@ -39,7 +39,6 @@ class Report:
     """What was written."""
 
     page: Path  # the HTML file
-    pictures: tuple[Path, ...]  # the same figures as PNG files, in the order of the page
     notes: tuple[str, ...]  # what was left out or could be misread; the page says it too
 
 
@@ -51,15 +50,15 @@ class Table(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A question, its figures as (file name, PNG, description), and the metrics that are drawn."""
+    """A question, its figures as (PNG, description), and the metrics that are drawn."""
 
     question: Question
-    figures: list[tuple[str, bytes, str]]
+    figures: list[tuple[bytes, str]]
     metrics: list[str]
 
 
 def write_report(paths: Sequence[Path], output: Path) -> Report:
-    """Write one HTML page on runs, and its figures into a folder beside it, `<output's stem>-pictures`.
+    """Write one HTML page on runs.
 
     Args:
         paths: Directories of runs, or their `run.jsonl`, which may be gzipped.
@@ -76,28 +75,21 @@ def write_report(paths: Sequence[Path], output: Path) -> Report:
     require("A report", "matplotlib", "jinja2", extra="report")
     output = Path(output)
     runs, notes = load_runs([Path(path) for path in paths])
-    folder = output.with_name(f"{output.stem}-pictures")
-    _check_output(output, folder, runs)
+    _check_output(output, runs)
     groups, group_notes = group_runs(runs)
     notes += group_notes
     logged = {name for run in runs for row in run.rows for name in row}
     questions = ask(logged)
     sections = _draw_sections(questions, logged, groups)
-    page = _render(groups, questions, sections, notes)
-    for earlier in folder.glob("[0-9][0-9]-*.png"):
-        earlier.unlink()
-    pictures = {folder / file: png for section in sections for file, png, _ in section.figures}
-    for place, png in pictures.items():
-        place.write_bytes(png)
-    output.write_text(page, encoding="utf-8")
-    return Report(output, tuple(pictures), tuple(notes))
+    output.write_text(_render(groups, questions, sections, notes), encoding="utf-8")
+    return Report(output, tuple(notes))
 
 
-def _check_output(output: Path, folder: Path, runs: Sequence[Run]) -> None:
+def _check_output(output: Path, runs: Sequence[Run]) -> None:
     if any(output.exists() and output.samefile(run.path) for run in runs):
         raise ValueError(f"The report would overwrite {output}, the log of one of its runs: choose another name.")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        output.parent.mkdir(parents=True, exist_ok=True)
         output.open("a").close()
     except OSError as error:
         message = f"The report cannot be written to {output} ({error.strerror}): name a file that you may write."
@@ -109,11 +101,7 @@ def _draw_sections(questions: Sequence[Question], logged: set[str], groups: Sequ
     sections: list[Section] = []
     for question in questions:
         drawn = draw_lines(question.panels, groups) if question.panels else draw_seconds(groups)
-        stem = f"{len(sections) + 1:02d}-{question.name.replace(' ', '-')}"
-        figures = [
-            (f"{stem}-{number}.png" if len(drawn) > 1 else f"{stem}.png", to_png(figure), text)
-            for number, (figure, text) in enumerate(drawn, start=1)
-        ]
+        figures = [(to_png(figure), text) for figure, text in drawn]
         metrics = [measure.metric for panel in question.panels for measure in panel.measures]
         if figures:
             sections.append(Section(question, figures, [metric for metric in metrics if metric in logged]))

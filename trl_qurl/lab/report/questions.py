@@ -36,7 +36,7 @@ class Panel(NamedTuple):
 class Question(NamedTuple):
     """One section of a report."""
 
-    name: str  # of its figures' files
+    name: str  # in the list of what was not logged
     title: str  # the question itself
     shows: str  # what the plots show
     healthy: str  # what they show of a healthy run
