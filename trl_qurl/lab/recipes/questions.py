@@ -5,13 +5,14 @@ The arguments are TRL's, from the command line or YAML files; each recipe adds i
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from trl_qurl.cli.allocator import keep_freed_memory
 from trl_qurl.cli.noise import quiet
@@ -24,10 +25,7 @@ from trl_qurl.lab.recipes.settings_files import take_settings
 if TYPE_CHECKING:
     from trl import ModelConfig
 
-    from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOTrainer, QuRLRLOOConfig, QuRLRLOOTrainer
-
-    Config = QuRLGRPOConfig | QuRLRLOOConfig
-    Trainer = TypeVar("Trainer", QuRLGRPOTrainer, QuRLPPOTrainer, QuRLRLOOTrainer)
+    from trl_qurl import QuRLGRPOConfig, QuRLRLOOConfig
 
 logger = logging.getLogger(__name__)
 
@@ -80,125 +78,143 @@ class ScriptArguments:
     eval_tasks_by: str = option("actor", "Who answers: 'actor' (the engine, fast) or 'policy' (exact, slow).")
 
 
-def parse_arguments(
-    command: str,
-    argv: Sequence[str] | None,
-    script_arguments: type[ScriptArguments],
-    config: type[Config],
-    defaults: dict[str, Any],
-) -> tuple[Any, Any, ModelConfig]:
-    """Read arguments from a command line and from the YAML files that `--config` names."""
-    quiet()
-    from trl import ModelConfig, TrlParser
+@dataclass(frozen=True)
+class Recipe:
+    """Training with one of our trainers, as a script and `trl-qurl COMMAND` start it.
 
-    @dataclass
-    class ModelArguments(ModelConfig):
-        """TRL's, with the short name of the first of them."""
+    Attributes:
+        command: Name of the subcommand, and of the trainer: `grpo`, `ppo` or `rloo`.
+        defaults: What it changes in TRL's settings.
+        script_arguments: What it is asked beside the settings of trainer and model.
+    """
 
-        model_name_or_path: str | None = field(
-            default=None,
-            metadata={"aliases": ["--model"], "help": "Model to train: a name on the Hub, or a directory."},
+    command: str
+    defaults: dict[str, Any]
+    script_arguments: type[ScriptArguments] = ScriptArguments
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add no options to the subcommand: all of its arguments go to `parse_arguments`."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Train with the arguments of the subcommand."""
+        self.train(*self.parse_arguments(args.further))
+        return 0
+
+    def parse_arguments(self, argv: Sequence[str] | None = None) -> tuple[Any, Any, ModelConfig]:
+        """Read arguments from a command line and from the YAML files that `--config` names."""
+        quiet()
+        from trl import ModelConfig, TrlParser
+
+        import trl_qurl
+
+        @dataclass
+        class ModelArguments(ModelConfig):
+            """TRL's, with the short name of the first of them."""
+
+            model_name_or_path: str | None = field(
+                default=None,
+                metadata={"aliases": ["--model"], "help": "Model to train: a name on the Hub, or a directory."},
+            )
+
+        class Parser(SuggestingParser, TrlParser):
+            """TRL's parser, which suggests what a misspelled value was meant to be."""
+
+        prog = None if argv is None else f"trl-qurl {self.command}"
+        argv = sys.argv[1:] if argv is None else list(argv)
+        config = getattr(trl_qurl, f"QuRL{self.command.upper()}Config")
+        groups = [self.script_arguments, config, ModelArguments]
+        known_names = {setting.name for group in groups for setting in fields(group)}
+        # argparse would print all three hundred options above a message about one of them.
+        usage = "%(prog)s [--config FILE ...] [--OPTION VALUE ...]"
+        parser = Parser(groups, prog=prog, usage=usage, add_help=False)  # type: ignore[arg-type, misc]
+        if "--help-all" in argv:
+            parser.print_help()
+            parser.exit()
+        if "--help" in argv or "-h" in argv:
+            print_help(parser.prog, groups, self.defaults)
+            parser.exit()
+        settings, argv = take_settings(argv, known_names, self.command)
+        os.environ.update({name: str(value) for name, value in settings.pop("env", {}).items()})
+        parser.set_defaults_with_config(**{**cpu_settings(), **self.defaults, **settings})
+        _, unknown = parser.parse_known_args(argv)  # before the settings are checked: a typing error comes first
+        if options := [word.split("=")[0] for word in unknown if word.startswith("--")]:
+            names = [option.removeprefix("--").replace("-", "_") for option in options]
+            guess = did_you_mean([f"--{name}" for name in names], [f"--{name}" for name in sorted(known_names)])
+            advice = f"`trl-qurl {self.command} --help` lists ours, --help-all all."
+            raise ValueError(f"There is no option {' '.join(options)}{guess} {advice}")
+        if unknown:
+            raise ValueError(f"Unexpected argument {' '.join(unknown)}: write settings as --NAME VALUE.")
+        return parser.parse_args_and_config(argv)
+
+    def train(self, script_args: Any, training_args: Any, model_args: ModelConfig) -> Any:
+        """Train on the questions, with the answers as the reward, and save to `output_dir`; the trainer."""
+        quiet()
+        keep_freed_memory()
+        from tqdm.contrib.logging import logging_redirect_tqdm
+        from trl import get_peft_config
+
+        import trl_qurl
+        from trl_qurl.lab.data import load_questions
+        from trl_qurl.lab.progress import use_step_lines
+        from trl_qurl.rewards import answer_reward
+
+        is_first = training_args.process_index == 0
+        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")  # with TRL_QURL_DEBUG=1; else quiet() did it
+        # Slow steps, and the way that weights reach the engine, are logged once.
+        logging.getLogger("trl_qurl").setLevel(logging.INFO if is_first else logging.WARNING)
+        if training_args.use_cpu and cpu_settings():
+            precision = "bfloat16 autocast" if training_args.bf16 else "float32"
+            logger.info("No accelerator found: training on the CPU, in %s (use_cpu, bf16).", precision)
+        if script_args.save_quantized and training_args.rollout_quantization is None:
+            raise ValueError(
+                "save_quantized writes the format of the rollouts, but rollout_quantization is None: set it to a "
+                "format, or use `trl-qurl quantize` on the saved policy."
+            )
+        # Checked first, so that a wrong name is reported before an engine is started.
+        checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint, training_args.output_dir)
+        check_model(model_args.model_name_or_path)
+        further = self.trainer_arguments(script_args, training_args)
+        logger.info("Loading the questions of %s.", script_args.dataset)
+        questions = load_questions(
+            script_args.dataset,
+            script_args.dataset_split,
+            script_args.dataset_config,
+            script_args.dataset_limit,
+            script_args.question_column,
+            script_args.answer_column,
         )
-
-    class Parser(SuggestingParser, TrlParser):
-        """TRL's parser, which suggests what a misspelled value was meant to be."""
-
-    prog = None if argv is None else f"trl-qurl {command}"
-    argv = sys.argv[1:] if argv is None else list(argv)
-    groups = [script_arguments, config, ModelArguments]
-    known_names = {setting.name for group in groups for setting in fields(group)}
-    # argparse would print all three hundred options above a message about one of them.
-    usage = "%(prog)s [--config FILE ...] [--OPTION VALUE ...]"
-    parser = Parser(groups, prog=prog, usage=usage, add_help=False)  # type: ignore[arg-type, misc]
-    if "--help-all" in argv:
-        parser.print_help()
-        parser.exit()
-    if "--help" in argv or "-h" in argv:
-        print_help(parser.prog, groups, defaults)
-        parser.exit()
-    settings, argv = take_settings(argv, known_names, command)
-    os.environ.update({name: str(value) for name, value in settings.pop("env", {}).items()})
-    parser.set_defaults_with_config(**{**cpu_settings(), **defaults, **settings})
-    _, unknown = parser.parse_known_args(argv)  # before the settings are checked: a typing error comes first
-    if options := [word.split("=")[0] for word in unknown if word.startswith("--")]:
-        names = [option.removeprefix("--").replace("-", "_") for option in options]
-        guess = did_you_mean([f"--{name}" for name in names], [f"--{name}" for name in sorted(known_names)])
-        advice = f"`trl-qurl {command} --help` lists ours, --help-all all."
-        raise ValueError(f"There is no option {' '.join(options)}{guess} {advice}")
-    if unknown:
-        raise ValueError(f"Unexpected argument {' '.join(unknown)}: write settings as --NAME VALUE.")
-    return parser.parse_args_and_config(argv)
-
-
-def train(
-    trainer_class: type[Trainer],
-    script_args: ScriptArguments,
-    training_args: Config,
-    model_args: ModelConfig,
-    **further: Any,
-) -> Trainer:
-    """Train on the questions, with the answers as the reward, and save to `output_dir`."""
-    quiet()
-    keep_freed_memory()
-    from tqdm.contrib.logging import logging_redirect_tqdm
-    from trl import get_peft_config
-
-    from trl_qurl.lab.data import load_questions
-    from trl_qurl.lab.progress import use_step_lines
-    from trl_qurl.rewards import answer_reward
-
-    is_first = training_args.process_index == 0
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")  # with TRL_QURL_DEBUG=1; else quiet() did it
-    # Slow steps, and the way that weights reach the engine, are logged once.
-    logging.getLogger("trl_qurl").setLevel(logging.INFO if is_first else logging.WARNING)
-    if training_args.use_cpu and cpu_settings():
-        precision = "bfloat16 autocast" if training_args.bf16 else "float32"
-        logger.info("No accelerator found: training on the CPU, in %s (use_cpu, bf16).", precision)
-    if script_args.save_quantized and training_args.rollout_quantization is None:
-        raise ValueError(
-            "save_quantized writes the format of the rollouts, but rollout_quantization is None: set it to a "
-            "format, or use `trl-qurl quantize` on the saved policy."
+        check_chat_template(model_args.model_name_or_path, model_args.model_revision)
+        training_args.model_init_kwargs = {
+            "revision": model_args.model_revision,
+            "attn_implementation": model_args.attn_implementation,
+            "dtype": model_args.dtype,
+            **(training_args.model_init_kwargs or {}),
+        }
+        logger.info("Loading %s.", model_args.model_name_or_path)
+        trainer = getattr(trl_qurl, f"QuRL{self.command.upper()}Trainer")(
+            model=model_args.model_name_or_path,
+            reward_funcs=[answer_reward, *punishments(script_args.soft_overlong_cache, training_args)],
+            args=training_args,
+            train_dataset=questions,
+            peft_config=get_peft_config(model_args),
+            callbacks=evaluations(script_args),
+            **further,
         )
-    # Checked first, so that a wrong name is reported before an engine is started.
-    checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint, training_args.output_dir)
-    check_model(model_args.model_name_or_path)
-    logger.info("Loading the questions of %s.", script_args.dataset)
-    questions = load_questions(
-        script_args.dataset,
-        script_args.dataset_split,
-        script_args.dataset_config,
-        script_args.dataset_limit,
-        script_args.question_column,
-        script_args.answer_column,
-    )
-    check_chat_template(model_args.model_name_or_path, model_args.model_revision)
-    training_args.model_init_kwargs = {
-        "revision": model_args.model_revision,
-        "attn_implementation": model_args.attn_implementation,
-        "dtype": model_args.dtype,
-        **(training_args.model_init_kwargs or {}),
-    }
-    logger.info("Loading %s.", model_args.model_name_or_path)
-    trainer = trainer_class(
-        model=model_args.model_name_or_path,
-        reward_funcs=[answer_reward, *punishments(script_args.soft_overlong_cache, training_args)],
-        args=training_args,
-        train_dataset=questions,
-        peft_config=get_peft_config(model_args),
-        callbacks=evaluations(script_args),
-        **further,
-    )
-    use_step_lines(trainer)
-    if checkpoint:
-        logger.info("Resuming from %s.", checkpoint)
-    with logging_redirect_tqdm():  # a message goes above the bar
-        trainer.train(resume_from_checkpoint=checkpoint)
-    logger.info("Saving to %s.", training_args.output_dir)
-    trainer.save_model(training_args.output_dir)
-    quantized = trainer.save_quantized() if script_args.save_quantized else None
-    policy = Path(training_args.output_dir)
-    trainer.accelerator.print(next_steps(policy, quantized, model_args, script_args.eval_tasks))
-    return trainer
+        use_step_lines(trainer)
+        if checkpoint:
+            logger.info("Resuming from %s.", checkpoint)
+        with logging_redirect_tqdm():  # a message goes above the bar
+            trainer.train(resume_from_checkpoint=checkpoint)
+        logger.info("Saving to %s.", training_args.output_dir)
+        trainer.save_model(training_args.output_dir)
+        quantized = trainer.save_quantized() if script_args.save_quantized else None
+        policy = Path(training_args.output_dir)
+        trainer.accelerator.print(next_steps(policy, quantized, model_args, script_args.eval_tasks))
+        return trainer
+
+    def trainer_arguments(self, script_args: Any, training_args: Any) -> dict[str, Any]:
+        """Arguments of the trainer that others do not have."""
+        return {}
 
 
 def next_steps(policy: Path, quantized: Path | None, model_args: ModelConfig, tasks: Sequence[str]) -> str:
@@ -252,7 +268,7 @@ def evaluations(script_args: ScriptArguments) -> list[Any]:
     return [TaskEvaluationCallback(tasks, steps, limit, who)] if (tasks := script_args.eval_tasks) else []
 
 
-def punishments(soft_overlong_cache: int | None, training_args: Config) -> list[Any]:
+def punishments(soft_overlong_cache: int | None, training_args: QuRLGRPOConfig | QuRLRLOOConfig) -> list[Any]:
     """TRL's soft overlong punishment, if it is asked for."""
     from trl.rewards import get_soft_overlong_punishment
 
