@@ -27,7 +27,7 @@ from trl_qurl.lab.evaluation.job import Job, Sampling
 from trl_qurl.lab.evaluation.results import build_table, count, summarize
 from trl_qurl.lab.evaluation.run import evaluate, keep_settings, only_process
 from trl_qurl.lab.evaluation.scores import Z95, average_at_k, paired_difference, pass_at_k
-from trl_qurl.lab.evaluation.tasks import SOURCES, load_task, load_tasks
+from trl_qurl.lab.evaluation.tasks import SOURCES, load_task, load_tasks, needed_context
 from trl_qurl.lab.evaluation.worker import sampling_params, start_engine
 from trl_qurl.rollout.engine import cpu_memory
 
@@ -439,6 +439,15 @@ def test_heads_that_the_engine_has_no_kernel_for_are_named(tmp_path):
     task = load_task(write_questions(tmp_path / "sums.jsonl", 2))
     with pytest.raises(ValueError, match="heads of this model are 16 wide"):
         start_engine(Job("BF16", str(tmp_path), [task], Sampling(max_tokens=8), tmp_path / "answers.jsonl"), [task])
+
+
+def test_answers_must_fit_into_the_context():
+    config = tiny_model().config
+    assert needed_context(config, [[1] * 10, [1] * 30], 98) == 128
+    with pytest.raises(ValueError, match="at most --max-tokens 98"):
+        needed_context(config, [[1] * 10, [1] * 30], 99)
+    with pytest.raises(ValueError, match="shorter questions"):
+        needed_context(config, [[1] * 128], 1)
 
 
 def test_a_context_that_is_too_short_is_named(tmp_path):

@@ -13,7 +13,7 @@ from test_sensitivity import with_outliers
 from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl import cli
-from trl_qurl.lab.mismatch.engines import Sampling, cache_bytes, needed_context
+from trl_qurl.lab.mismatch.engines import Sampling, cache_bytes
 from trl_qurl.lab.mismatch.job import Answer
 from trl_qurl.lab.mismatch.keep import Budget, Group, Kept, keep_layers, within_bytes, within_kl
 from trl_qurl.lab.mismatch.prompts import BUILT_IN, encode, load_prompts
@@ -183,15 +183,6 @@ def test_bad_questions_are_refused(source, limit, error, message, tmp_path, monk
     (tmp_path / "empty.txt").write_text("\n \n")
     with pytest.raises(error, match=message):
         load_prompts(source, limit)
-
-
-def test_answers_must_fit_into_the_context():
-    config = tiny_model().config
-    assert needed_context(config, [[1] * 10, [1] * 30], 98) == 128
-    with pytest.raises(ValueError, match="at most --max-tokens 98"):
-        needed_context(config, [[1] * 10, [1] * 30], 99)
-    with pytest.raises(ValueError, match="shorter questions"):
-        needed_context(config, [[1] * 128], 1)
 
 
 def test_the_cache_holds_all_answers_but_not_all_memory():

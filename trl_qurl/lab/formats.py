@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,11 @@ def candidates(names: Sequence[str] | None) -> list[QuantizationScheme]:
     from trl_qurl.quantization.formats import available_schemes, get_scheme
 
     return available_schemes() if names is None else [get_scheme(name) for name in names]
+
+
+def label(name: str) -> str:
+    """A format as people write it; what follows its name, as in `int8+LoRA`, stays."""
+    return "16 bits" if name == "none" else re.sub(r"^\w+", lambda scheme: scheme[0].upper(), name)
 
 
 def fitting_formats(

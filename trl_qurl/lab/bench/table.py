@@ -7,16 +7,10 @@ from typing import TYPE_CHECKING
 from trl_qurl.lab.bench.costs import Range
 from trl_qurl.lab.bench.prediction import WORTHWHILE, Comparison, predict_step
 from trl_qurl.lab.bench.run import Bench
-from trl_qurl.lab.bench.workload import BASELINE
+from trl_qurl.lab.formats import label
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-
-def label(scheme: str) -> str:
-    """A format as the table names it."""
-    name, plus, adapter = scheme.partition("+")
-    return "16 bits" if scheme == BASELINE else f"{name.upper()}{plus}{adapter}"
 
 
 def build_table(result: Bench) -> Table:

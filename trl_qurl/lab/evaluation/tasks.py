@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,6 +82,21 @@ def encode_prompt(tokenizer: Any, prompt: list[dict[str, str]]) -> list[int]:
     if tokenizer.chat_template is None:
         return list(tokenizer("\n\n".join(message["content"] for message in prompt) + "\n")["input_ids"])
     return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+
+def needed_context(config: Any, prompts: Iterable[Sequence[int]], max_tokens: int) -> int:
+    """Tokens of the longest prompt with its answer; `ValueError` if the model's context is shorter."""
+    longest = max(map(len, prompts))
+    needed = longest + max_tokens
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) or needed
+    if needed > context:
+        room = context - longest
+        advice = f"give at most --max-tokens {room}" if room > 0 else "give shorter questions, or use another model"
+        raise ValueError(
+            f"The longest prompt has {longest} tokens, which with {max_tokens} more do not fit into the model's "
+            f"context of {context}: {advice}."
+        )
+    return needed
 
 
 def _find_source(source: str) -> Source:

@@ -12,13 +12,14 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trl_qurl.cli.noise import quiet, shows_everything
 from trl_qurl.lab.evaluation.answers import GREEDY, Answer, AnswerFile, Request
 from trl_qurl.lab.evaluation.job import Job, Sampling
-from trl_qurl.lab.evaluation.tasks import Task, encode_prompt
+from trl_qurl.lab.evaluation.tasks import Task, encode_prompt, needed_context
 from trl_qurl.lab.processes import die_with_parent
 
 if TYPE_CHECKING:
@@ -64,18 +65,9 @@ def start_engine(job: Job, tasks: list[Task]) -> tuple[dict[str, list[list[int]]
 
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     token_ids = {task.name: [encode_prompt(tokenizer, prompt) for prompt in task.prompts] for task in tasks}
-    longest = max(len(ids) for prompts in token_ids.values() for ids in prompts)
-    needed = longest + job.sampling.max_tokens
     config = AutoConfig.from_pretrained(job.model)
     check_head_size(config)
-    context = getattr(config.get_text_config(), "max_position_embeddings", needed)
-    if needed > context:
-        room = context - longest
-        advice = f"give at most --max-tokens {room}" if room > 0 else "use a model with a longer context"
-        raise ValueError(
-            f"The longest prompt has {longest} tokens, which with {job.sampling.max_tokens} more do not fit into the "
-            f"model's context of {context}: {advice}."
-        )
+    needed = needed_context(config, chain(*token_ids.values()), job.sampling.max_tokens)
     memory = cpu_cache_arguments(weight_bytes(Path(job.model)), job.engine_kwargs)
     from vllm import LLM
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from trl_qurl.lab.formats import fitting_formats
+from trl_qurl.lab.evaluation.tasks import needed_context
+from trl_qurl.lab.formats import fitting_formats, label
 from trl_qurl.lab.mismatch.job import Answer, Job
 from trl_qurl.lab.mismatch.prompts import encode, load_prompts
 from trl_qurl.lab.processes import ENGINE_ENVIRONMENT, call_in_child
@@ -77,6 +77,7 @@ class Engines:
 
         from trl_qurl.lab.device import full_precision
         from trl_qurl.quantization.checkpoint import load_model
+        from trl_qurl.rollout.engine.colocated import check_head_size
         from trl_qurl.rollout.engine.launch import require_vllm, resolve_model
 
         require_vllm()
@@ -86,6 +87,7 @@ class Engines:
         config, tokenizer = (kind.from_pretrained(self.directory) for kind in (AutoConfig, AutoTokenizer))
         self.prompts = token_ids = [encode(tokenizer, prompt) for prompt in prompts]
         self._smooths = smooths
+        check_head_size(config)
         context = needed_context(config, token_ids, sampling.max_tokens)
         _, sixteen_bits = full_precision()
         is_gpu = torch.cuda.is_available()
@@ -173,29 +175,6 @@ class Engines:
             yield str(place.path / "model")
         finally:
             place.remove()
-
-
-def label(name: str) -> str:
-    """A format as people write it."""
-    scheme, *kept = name.partition(",")
-    return "16 bits" if name == BASELINE else "".join([scheme.upper(), *kept])
-
-
-def needed_context(config: PretrainedConfig, token_ids: Sequence[Sequence[int]], max_tokens: int) -> int:
-    """Tokens of the longest prompt with its answer; `ValueError` if the model's context is shorter."""
-    from trl_qurl.rollout.engine.colocated import check_head_size
-
-    check_head_size(config)
-    longest = max(map(len, token_ids))
-    context = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
-    if longest + max_tokens > context:
-        room = context - longest
-        advice = f"give at most --max-tokens {room}" if room > 0 else "give shorter questions"
-        raise ValueError(
-            f"The longest prompt has {longest} tokens, which with {max_tokens} more do not fit into the model's "
-            f"context of {context}: {advice}."
-        )
-    return longest + max_tokens
 
 
 def cache_bytes(config: PretrainedConfig, context: int, answers: int) -> int:

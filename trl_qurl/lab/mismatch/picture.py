@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trl_qurl.lab.mismatch.engines import label
+from trl_qurl.lab.formats import label
 from trl_qurl.lab.mismatch.run import Report
 from trl_qurl.lab.mismatch.statistics import CAP
 from trl_qurl.lab.report.figures import COLORS, DASHES, MARKERS, to_png

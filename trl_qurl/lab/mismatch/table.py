@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trl_qurl.lab.mismatch.engines import BASELINE, label
+from trl_qurl.lab.formats import label
+from trl_qurl.lab.mismatch.engines import BASELINE
 from trl_qurl.lab.mismatch.run import Report
 from trl_qurl.lab.mismatch.statistics import CAP, Mismatch
 
