@@ -57,7 +57,7 @@ def main() -> None:
     entries = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     rows = [
         ("core, lines", total(core), 11_050),
-        ("lab, lines", total(lab), 7_850),
+        ("lab, lines", total(lab), 7_700),
         ("rewards.py, lines", count_lines(grading), 250),
         ("tests, lines", total(python_files(ROOT / "tests")), None),
         (f"files over {LONGEST_FILE} lines", len(long), 0),
