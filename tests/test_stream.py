@@ -39,8 +39,7 @@ def stream(model, scheme, dtype=None):
 
 
 def announced(model, scheme, dtype=None):
-    entries = announce(parameters(model), WeightStream(model, scheme), dtype)
-    return [entry for of_parameter in entries.values() for entry in of_parameter]
+    return announce(parameters(model), WeightStream(model, scheme), dtype)
 
 
 # What is announced ---------------------------------------------------------------------------------------------------
@@ -338,13 +337,13 @@ def test_weights_of_another_model_are_refused_before_anything_is_touched(ends, t
     same = tiny_model(seed=1)
     metadata = announced(same, INT8)
     columns = dict(zip(("names", "_", "shapes"), zip(*metadata, strict=True), strict=True))
-    worker._refuse_other_model(None, columns, partial=False)
+    worker._refuse_other_model(None, columns)
     part = {name: column[:5] for name, column in columns.items()}
-    worker._refuse_other_model(None, part, partial=True)
     with pytest.raises(RuntimeError, match=f"{len(metadata) - 5} tensors differ"):
-        worker._refuse_other_model(None, part, partial=False)
+        worker._refuse_other_model(None, part)
+    more = {"names": [*columns["names"], "elsewhere"], "shapes": [*columns["shapes"], [1]]}
     with pytest.raises(RuntimeError, match="1 tensors differ, first elsewhere"):
-        worker._refuse_other_model(None, {"names": ["elsewhere"], "shapes": [[1]]}, partial=True)
+        worker._refuse_other_model(None, more)
 
 
 def test_a_worker_says_how_its_model_is_quantized(ends):

@@ -757,10 +757,10 @@ def test_experts_are_packed_where_their_kernel_is_new():
         "rollout/engine/cpu.py takes the kernel away for it"
     )
     assert "fused_experts.process_weights_after_loading(layer)" in packs, (
-        "packed_experts in engine/cpu.py waits for it"
+        "drop_expert_kernels in engine/cpu.py has it run again"
     )
     assert "process_weights_after_loading" not in first, (
-        "vLLM repaired it: the workaround packed_experts in trl_qurl/rollout/engine/cpu.py can go."
+        "vLLM repaired it: the workaround drop_expert_kernels in trl_qurl/rollout/engine/cpu.py can go."
     )
 
 

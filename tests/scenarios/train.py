@@ -126,7 +126,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("output_dir")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--lora-targets", default="all-linear")
-    parser.add_argument("--freeze", help="end of the names of parameters that are not trained")
     parser.add_argument("--untied", action="store_true")
     parser.add_argument("--model", help="directory of a saved model, instead of a new one")
     parser.add_argument("--export")
@@ -179,9 +178,6 @@ def run(options: argparse.Namespace) -> dict:
         **critic,
     )
     KEPT.append(trainer)
-    if options.freeze:
-        for name, parameter in trainer.model.named_parameters():
-            parameter.requires_grad_(not name.endswith(options.freeze))
     if options.ppo:
         critic_start = {name: p.detach().clone() for name, p in trainer.critic.model.named_parameters()}
     first_engine = weakref.ref(getattr(trainer.vllm_generation, "llm", trainer))

@@ -123,14 +123,12 @@ class Smoothing:
         self.scales, self._inputs, self._columns = state["scales"], state["inputs"], state["columns"]
         self.collects, self._syncs = state["collects"], state["syncs"]
 
-    def begin_sync(self) -> bool:
-        """Fit the scales to the first rollout, and regularly from then on; tell whether it was tried."""
-        is_due = self._syncs >= FIT_INTERVAL
-        if is_due and self.fit():
+    def begin_sync(self) -> None:
+        """Fit the scales to the first rollout, and regularly from then on."""
+        if self._syncs >= FIT_INTERVAL and self.fit():
             self._syncs = 0
         self._syncs += 1
         self.collects = self._syncs >= FIT_INTERVAL
-        return is_due
 
     def fit(self, is_shared: bool = True) -> bool:
         """Choose the scales anew, from the inputs since the last fit and the weights that were sent last.

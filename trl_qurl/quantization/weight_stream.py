@@ -78,7 +78,6 @@ class WeightStream:
         named_parameters: NamedTensors,
         observer: Observer | None = None,
         dtype: torch.dtype | None = None,
-        left_out: Collection[str] = (),
         is_exact: bool = False,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Turn parameters into tensors, one at a time.
@@ -87,19 +86,16 @@ class WeightStream:
             named_parameters: Parameters under their names in the model, without adapters.
             observer: Sees each layer, for measurements.
             dtype: Floating-point type of the tensors that are not quantized; `None` leaves them as they are.
-            left_out: Parameters to leave out.
             is_exact: Whether weights are quantized in float32, whatever dtype they are held in.
 
         Yields:
             `(name, tensor)` pairs in checkpoint format.
         """
-        kept = ((name, tensor) for name, tensor in named_parameters if name not in left_out)
-        missing = {held.removesuffix(".weight") for name in left_out for held in self.form.held.get(name, ())}
-        tensors = self.form.tensors(kept)
+        tensors = self.form.tensors(named_parameters)
         if self.smoothing is not None:
             tensors = self.smoothing.fold(tensors)
         exact = exact_weights(tensors, self.layers) if is_exact else tensors
-        return quantize_weights(exact, self.scheme, self.layers - missing, observer, dtype)
+        return quantize_weights(exact, self.scheme, self.layers, observer, dtype)
 
     def stored(self, parameter: str, dtype: torch.dtype | None = None) -> list[StoredTensor]:
         """What `tensors` yields for one parameter, by its name."""

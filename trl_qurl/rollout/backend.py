@@ -102,9 +102,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.engine = transport.engine
         self._recovery = Recovery(self.rollout.max_recoveries if self.rollout.is_served else 0)
         kind: Any = WeightSync if self.base is None else functools.partial(AdapterSync, base_digests=self.base.digests)
-        self.sync = kind(
-            self.model, self.weights, transport, self.rollout, self._dist, self._global_step, not self._sleeps
-        )
+        self.sync = kind(self.model, self.weights, transport, self.rollout, self._dist, self._global_step)
 
     def _connect(self) -> Transport:
         """Connect the main process to the server; every process learns how weights will travel."""

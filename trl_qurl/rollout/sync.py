@@ -4,7 +4,7 @@ The way of a weight tensor, file by file:
 
 1. `rollout/backend.py`: TRL's backend walks the policy's parameters, each gathered (FSDP, ZeRO-3) and with adapters
    merged.
-2. `rollout/sync.py` (here): leaves out what is frozen, names the update, and takes digests of what is sent.
+2. `rollout/sync.py` (here): names the update, and takes digests of what is sent.
 3. `quantization/weight_stream.py`: cuts each parameter as the model's checkpoint does, under its names
    (`checkpoint_form.py`), and turns each weight into the tensors of its format, one layer at a time (`stream.py`).
 4. `quantization/schemes/`: the format's own rounding.
@@ -30,7 +30,6 @@ from trl.distributed import DistributedBackend
 from trl_qurl.quantization.experts import expert_modules
 from trl_qurl.quantization.kv_cache import FP8_CACHES
 from trl_qurl.quantization.stream import NamedTensors, Observer
-from trl_qurl.quantization.uaq import recorded_scale
 from trl_qurl.quantization.weight_stream import WeightStream
 from trl_qurl.rollout.adapter import adapter_tensors
 from trl_qurl.rollout.checks.probe import STEPS, ProbeJudge, probe_prompts, run_probe
@@ -38,7 +37,6 @@ from trl_qurl.rollout.checks.routing import RoutedTokens, routing_metrics
 from trl_qurl.rollout.checks.tensors import DigestRecorder, compare_digests, find_not_finite, require_finite
 from trl_qurl.rollout.engine.interface import FRESH, Continuation, Digests, TensorMetadata, WeightUpdate
 from trl_qurl.rollout.errors import ServerError, SyncError
-from trl_qurl.rollout.frozen import frozen_parameters
 from trl_qurl.rollout.recovery import agreed
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.transports import Parameters, Shipment, Transport
@@ -71,7 +69,6 @@ class WeightSync:
         settings: RolloutSettings,
         sharding: DistributedBackend,  # how the launcher shards the policy
         global_step: Callable[[], int],  # optimizer steps done
-        keeps_weights: bool = True,  # an engine that sleeps does not, between two syncs
     ) -> None:
         self.version = "none"
         self._model = model
@@ -81,12 +78,9 @@ class WeightSync:
         self._settings = settings
         self._sharding = sharding
         self._global_step = global_step
-        self._keeps_weights = keeps_weights
         self._run = uuid.uuid4().hex[:8]
         self._count = 0
-        self._frozen: frozenset[str] = frozenset()  # at the last sync
-        self._frozen_at_scale = 1.0
-        self._announced: dict[str, TensorMetadata] | None = None
+        self._announced: TensorMetadata | None = None
         self._not_finite: list[str] = []  # tensors of the policy that hold NaN or infinity
         is_main = PartialState().is_main_process
         self._tracker = WeightChangeTracker(
@@ -99,25 +93,24 @@ class WeightSync:
 
         What it costs is added to `cost`. Returns metrics of the weights and the probe, where this sync was measured or
         probed. Raises `SyncError` if the engine does not hold what was sent, and `RuntimeError` if it could not load
-        it (`ServerError` from a server). One that `is_repeated` for a server that failed sends and checks everything,
-        whatever the interval, and measures nothing anew.
+        it (`ServerError` from a server). One that `is_repeated` for a server that failed is checked whatever the
+        interval, and measures nothing.
         """
         started = time.perf_counter()
         if not is_repeated:
             self._tracker.begin_sync()
-        smoothing = self._weights.smoothing
-        is_refitted = not is_repeated and smoothing is not None and smoothing.begin_sync()
+            if self._weights.smoothing is not None:
+                self._weights.smoothing.begin_sync()
         interval = self._settings.sync_check_interval
         checked = is_repeated or (interval > 0 and self._count % interval == 0)
-        left_out = self._unchanged(checked or is_refitted)
         self._count += 1
         self._not_finite.clear()
         self.version = f"{self._run}-step{self._global_step()}-sync{self._count}"
-        update = WeightUpdate(self.version, digest=checked, partial=bool(left_out))
+        update = WeightUpdate(self.version, digest=checked)
         compared = checked and self._transport.is_source
         observer = None if is_repeated else self._tracker.observe
-        sent = DigestRecorder(self._tensors(parameters, left_out, cost, observer), enabled=compared)
-        shipment = Shipment(sent, update, parameters, lambda: self._announce(parameters, left_out))
+        sent = DigestRecorder(self._tensors(parameters, cost, observer), enabled=compared)
+        shipment = Shipment(sent, update, parameters, lambda: self._announce(parameters))
         received = self._transport.deliver(shipment)
 
         def verify() -> None:
@@ -156,26 +149,11 @@ class WeightSync:
                 "it. Give every run a server of its own, and resume from the last checkpoint."
             )
 
-    def _unchanged(self, checked: bool) -> frozenset[str]:
-        """Parameters that this sync leaves out: they were frozen at the last sync already, and still are.
-
-        A sync that is checked or measured sends everything, so that whatever changes a frozen parameter after all
-        reaches the engine then.
-        """
-        scale = recorded_scale(self._base)  # UAQ scales norms whether they are trained or not
-        before = self._frozen if scale == self._frozen_at_scale else frozenset()
-        self._frozen_at_scale = scale
-        self._frozen = frozen_parameters(self._model) if self._sharding.fsdp_version != 1 else frozenset()
-        is_whole = self._settings.weight_sync == "llmcompressor"
-        if checked or is_whole or self._tracker.observes or not self._keeps_weights:
-            return frozenset()
-        return before & self._frozen
-
     def _tensors(
-        self, parameters: Parameters, left_out: frozenset[str], cost: RolloutCost, observer: Observer | None
+        self, parameters: Parameters, cost: RolloutCost, observer: Observer | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """What is sent, with its cost counted."""
-        tensors = self._made(parameters, left_out, observer)
+        tensors = self._made(parameters, observer)
         while True:
             started = time.perf_counter()
             item = next(tensors, None)
@@ -185,26 +163,23 @@ class WeightSync:
             cost.sent_bytes += item[1].nbytes
             yield item
 
-    def _made(
-        self, parameters: Parameters, left_out: frozenset[str], observer: Observer | None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _made(self, parameters: Parameters, observer: Observer | None) -> Iterator[tuple[str, torch.Tensor]]:
         """What is sent, made from a pass over the parameters."""
         tensors = self._weights.tensors(
-            find_not_finite(parameters(), self._not_finite), observer, self._transport.sent_dtype, left_out
+            find_not_finite(parameters(), self._not_finite), observer, self._transport.sent_dtype
         )
         if is_peft_model(self._model):
             # vLLM may hold a tensor until its layer is complete; by then the adapter is unmerged from the parameter.
             tensors = ((name, tensor.clone()) for name, tensor in tensors)
         return tensors
 
-    def _announce(self, parameters: Parameters, left_out: frozenset[str]) -> TensorMetadata:
+    def _announce(self, parameters: Parameters) -> TensorMetadata:
         """What the stream will hold, for a server that must know it beforehand; the parameters are walked once."""
         if not self._settings.is_served:
             return []
         if self._announced is None:
             self._announced = announce(parameters(), self._weights, self._transport.sent_dtype)
-        announced = self._announced.items()
-        return [entry for name, entries in announced if name not in left_out for entry in entries]
+        return self._announced
 
     def _check_probe(self) -> dict[str, float]:
         """Compare the engine with the trainer's own quantized forward pass, where the trainer can make one."""
@@ -267,21 +242,14 @@ class AdapterSync(WeightSync):
         if self._transport.engine is not None and self._base_digests is not None:
             self._transport.engine.check_base(self._base_digests)
 
-    def _unchanged(self, checked: bool) -> frozenset[str]:
-        return frozenset()
-
     def _made(self, *args: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return find_not_finite(adapter_tensors(self._model, self._transport.sent_dtype), self._not_finite)
 
 
-def announce(
-    named_parameters: NamedTensors, weights: WeightStream, dtype: torch.dtype | None
-) -> dict[str, TensorMetadata]:
-    """What the stream will yield for each parameter, by the parameter's name and in their order, without rounding."""
-    return {
-        name: [
-            (stored.name, str(stored.dtype).removeprefix("torch."), list(stored.shape))
-            for stored in weights.stored(name, dtype)
-        ]
+def announce(named_parameters: NamedTensors, weights: WeightStream, dtype: torch.dtype | None) -> TensorMetadata:
+    """Return the metadata of the tensors that the stream will yield, in their order, without rounding any."""
+    return [
+        (stored.name, str(stored.dtype).removeprefix("torch."), list(stored.shape))
         for name, _ in named_parameters
-    }
+        for stored in weights.stored(name, dtype)
+    ]

@@ -41,7 +41,7 @@ class WeightChangeTracker:
     Args:
         every: Syncs N between measurements (the paper uses 16); 0 measures nothing.
         scheme: Format of the layers; `None` where they are not quantized.
-        measures: Whether this process keeps weights; the others only tell when it does.
+        measures: Whether this process keeps weights; the others measure nothing.
         smoothing: What is folded into the weights that are observed. Updates are those of the policy's own weights.
     """
 
@@ -57,7 +57,7 @@ class WeightChangeTracker:
         self._scheme = scheme
         self._is_keeper = measures
         self._sync = -1
-        self._measures = self._precedes_measurement = self.observes = False
+        self._measures = self._precedes_measurement = False
         self._weights: dict[str, KeptWeight] = {}
         self._codes: dict[str, torch.Tensor] = {}
         self._sums: dict[str, float] = {}
@@ -73,7 +73,6 @@ class WeightChangeTracker:
         self._sync += 1
         self._measures = self.every > 0 and self._sync % self.every == 0
         self._precedes_measurement = self.every > 0 and (self._sync + 1) % self.every == 0
-        self.observes = self._measures or self._precedes_measurement  # whether sync must send everything
         self._sums = dict.fromkeys(("update", "old_norm", "error", "norm", "flipped", "codes"), 0.0)
 
     @torch.no_grad()

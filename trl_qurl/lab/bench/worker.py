@@ -157,19 +157,12 @@ def measure_sync(llm: LLM, policy: Any, job: Job, device: torch.device) -> tuple
     from trl_qurl.lab.bench.training import seconds
     from trl_qurl.quantization.checkpoint_form import parameter_name
     from trl_qurl.quantization.formats import get_scheme
-    from trl_qurl.quantization.layers import linear_layer_names
     from trl_qurl.quantization.weight_stream import WeightStream
     from trl_qurl.rollout.engine.colocated import ColocatedEngine
     from trl_qurl.rollout.engine.interface import WeightUpdate
 
     weights = WeightStream(policy, get_scheme(job.scheme) if job.scheme else None, job.ignore)
-    engine, adapted = ColocatedEngine(llm), linear_layer_names(policy)
-    held_still = frozenset(
-        name
-        for name, held in weights.form.held.items()
-        if not any(tensor.rpartition(".")[0] in adapted for tensor in held)
-    )
-
+    engine = ColocatedEngine(llm)
     is_peft = job.holds_policy and job.workload.lora_rank > 0
     shapes = {} if job.holds_policy else {p.shape: torch.rand(p.shape, device=device) for p in policy.parameters()}
 
@@ -178,17 +171,16 @@ def measure_sync(llm: LLM, policy: Any, job: Job, device: torch.device) -> tuple
             if ".lora_" not in name:
                 yield parameter_name(name), parameter.data if job.holds_policy else shapes[parameter.shape]
 
-    def sync(partial: bool = job.workload.lora_rank > 0) -> float:
+    def sync() -> float:
         started = seconds(device)
         if is_peft:
             policy.merge_adapter()
-        sent = weights.tensors(parameters(), left_out=held_still if partial else ())
-        engine.load_stream(sent, [], WeightUpdate("bench", partial=partial))
+        engine.load_stream(weights.tensors(parameters()), [], WeightUpdate("bench"))
         if is_peft:
             policy.unmerge_adapter()
         return seconds(device) - started
 
-    sync(partial=False)
+    sync()
     return Timing(1, repeat(sync)), weight_bytes(policy, job)
 
 

@@ -1,19 +1,16 @@
-"""Five things that the CPU build of vLLM 0.31 does incorrectly, fixed with vLLM's own functions. At a reload:
+"""Four things that the CPU build of vLLM 0.31 does incorrectly, fixed with vLLM's own functions. At a reload:
 
 - The oneDNN INT8 kernel (CPUs without AMX) keeps a pointer to scales that a reload frees: its outputs become noise.
 - A tied output head multiplies with a packed copy of the embedding that a reload does not update: it keeps the weights
   that the engine started with.
 - Experts in 16 bits are packed for their kernel at the first load only: later ones leave them unpacked, and the kernel
   reads noise.
-- A layer that a partial reload skips loses the placeholder of the weight that its kernel has packed: it fails.
 
 At the start: layers for adapters ask the weight of the layer below for its device, and the INT8 kernel has left none.
 
 Imported only where vLLM runs on CPU.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -54,21 +51,12 @@ def use_reloadable_int8_kernels(model: torch.nn.Module) -> None:
             scheme.kernel = ReloadableCPUInt8Kernel(scheme.kernel.config, scheme.kernel.layer_param_names)
 
 
-@contextmanager
-def packed_experts(model: torch.nn.Module) -> Iterator[None]:
-    """Let experts that are loaded inside the block be packed for their kernel, by building it anew."""
-    methods = [layer.quant_method for layer in model.modules() if hasattr(layer, "quant_method")]
-    kernels = [
-        (method, method.moe_kernel)
-        for method in methods
-        if isinstance(method, UnquantizedFusedMoEMethod) and method.moe_kernel is not None
-    ]
-    for method, _ in kernels:
-        method.moe_kernel = None
-    yield
-    for method, kernel in kernels:
-        if method.moe_kernel is None:  # a partial reload skipped the layer
-            method.moe_kernel = kernel
+def drop_expert_kernels(model: torch.nn.Module) -> None:
+    """Drop the kernels of experts in 16 bits before a reload, which then builds new ones and packs the weights."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            method.moe_kernel = None
 
 
 def repack_output_head(model: torch.nn.Module) -> None:
@@ -87,13 +75,6 @@ def repack_output_head(model: torch.nn.Module) -> None:
                 layer.cpu_linear = packed[id(layer.weight)]
             else:
                 layer.quant_method.process_weights_after_loading(layer)
-
-
-def restore_released_weights(model: torch.nn.Module) -> None:
-    """Restore the empty weight of layers whose kernel holds the real one, where a partial reload removed it."""
-    for layer in model.modules():
-        if isinstance(getattr(layer, "scheme", None), CompressedTensorsW8A8Int8) and not hasattr(layer, "weight"):
-            layer.register_parameter("weight", None)
 
 
 @register_model_loader(CPU_LOAD_FORMAT)

@@ -46,7 +46,6 @@ class WeightUpdate(NamedTuple):
 
     version: str  # name of the weights, which the engine reports from then on
     digest: bool = False  # whether each worker reports a digest of every tensor it receives
-    partial: bool = False  # whether layers that receive nothing keep what they hold; otherwise that is an error
 
 
 class EngineDescription(NamedTuple):

@@ -59,13 +59,13 @@ class RolloutWorker:
         in for it, these are another model's weights, or an earlier load failed.
         """
         wanted = WeightUpdate(**update)
-        self._refuse_other_model(weights_path, announced, wanted.partial)
+        self._refuse_other_model(weights_path, announced)
         if getattr(self, "rollout_load_failed", False):
             raise RuntimeError("An earlier load of weights failed halfway: start the server again.")
         self.rollout_load_failed = True
         received = ReceivedTensors(self.get_model(), enabled=wanted.digest)
         self.rollout_digests = received.digests
-        with _watched_reload(wanted.partial, _computed_values(self.get_model())):
+        with _watched_reload(_computed_values(self.get_model())):
             if announced is not None:
                 self._receive(announced, received)
             elif weights_path is not None:
@@ -137,10 +137,9 @@ class RolloutWorker:
             return
         model = self.get_model()
         cpu.use_reloadable_int8_kernels(model)
-        with cpu.packed_experts(model):
-            self.reload_weights(weights_iterator=named_tensors)
+        cpu.drop_expert_kernels(model)
+        self.reload_weights(weights_iterator=named_tensors)
         cpu.repack_output_head(model)
-        cpu.restore_released_weights(model)
 
     def _receive(self, announced: dict[str, list], received: ReceivedTensors) -> None:
         """Receive one update from vLLM's weight transfer."""
@@ -153,7 +152,7 @@ class RolloutWorker:
         engine.reset_weight_update_target()
         self.finish_weight_update()
 
-    def _refuse_other_model(self, weights_path: str | None, announced: dict[str, list] | None, partial: bool) -> None:
+    def _refuse_other_model(self, weights_path: str | None, announced: dict[str, list] | None) -> None:
         """Raise `RuntimeError` for weights of another model, before any layer is touched.
 
         Names and shapes are compared with those of the checkpoint that the server started from, if it is quantized: a
@@ -169,8 +168,7 @@ class RolloutWorker:
         else:
             return  # the trainer's own engine, started from the trainer's own model
         served = tensor_shapes(start)
-        expected = sent.keys() if partial else sent.keys() | served.keys()
-        differing = sorted(name for name in expected if sent.get(name) != served.get(name))
+        differing = sorted(name for name in sent.keys() | served.keys() if sent.get(name) != served.get(name))
         if differing:
             name = differing[0]
             raise RuntimeError(
@@ -230,12 +228,11 @@ def _computed_values(model: torch.nn.Module) -> dict[str, int]:
 
 
 @contextmanager
-def _watched_reload(partial: bool, computed: Mapping[str, int]) -> Iterator[None]:
+def _watched_reload(computed: Mapping[str, int]) -> Iterator[None]:
     """Raise `RuntimeError` where vLLM only logs that a layer is not what it should be after a reload.
 
-    - A layer got no new weights, unless the update is `partial`. Layers with buffers alone compute them and a tied
-      head shares the embedding's weight, so the line about these is dropped; about other layers that need none, it
-      stays.
+    - A layer got no new weights. Layers with buffers alone compute them and a tied head shares the embedding's
+      weight, so the line about these is dropped; about other layers that need none, it stays.
     - A layer got fewer values than it has ("delayed"), and vLLM leaves the others uninitialized. The vocabulary's are
       set to zero by their loader, and those that are `computed` are kept.
     - A layer seemed full before all its values had come, and vLLM dropped the rest ("excessive"). Linear layers that
@@ -275,7 +272,7 @@ def _watched_reload(partial: bool, computed: Mapping[str, int]) -> Iterator[None
             f"A part of these layers' values is undefined after a reload: {', '.join(sorted(set(undefined)))}. A "
             "tensor was missing, or this vLLM cannot reload such layers: use a model without them, or another version."
         )
-    if stale and not partial:
+    if stale:
         raise RuntimeError(
             f"The engine got no new weights for {len(stale)} of its layers ({', '.join(sorted(set(stale)))}): what "
             "was sent does not belong to the model that it serves."
