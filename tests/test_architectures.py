@@ -34,14 +34,6 @@ def test_two_steps_with_digests(family, texts):
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("architectures")
-def test_experts_of_engine_and_policy_are_compared(texts):
-    (first, second), other = ([row for row in texts[f]["history"] if "grad_norm" in row] for f in ("mixtral", "phi3"))
-    assert 0 <= first["sync/routing_disagreement"] <= 0.2 and 0 <= second["sync/routing_disagreement"] <= 0.2
-    assert "sync/routing_disagreement" not in other[0]
-
-
-@pytest.mark.vllm
-@pytest.mark.xdist_group("architectures")
 def test_experts_stay_whole_where_they_are_ignored(texts):
     assert len(texts["mixtral"]["layers"]) == 8 and not [x for x in texts["mixtral"]["layers"] if "experts" in x]
 
@@ -103,8 +95,6 @@ def test_a_server_takes_them_too(family, run_scenario, tmp_path):
     finally:
         server.kill()
     assert_sound(record)
-    rows = [row for row in record["history"] if "grad_norm" in row]
-    assert [0 <= row.get("sync/routing_disagreement", -1) <= 0.2 for row in rows] == [family == "mixtral"] * 2
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llava_next"])

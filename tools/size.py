@@ -4,12 +4,11 @@ Lines are those of Python files, blank ones and docstrings included. The core is
 except rewards.py, which grades answers and has a goal of its own.
 
 The core's goal was 7,000 lines, and it had 6,804, before it learned to survive a server, to guard one with a key, and
-what GPUs ask for; 7,700 before training learned the engine's forward pass and adapters traveled by themselves; 10,000
-before engine and trainer compared their experts; 10,150 before weights were mixed by one coefficient per rollout,
-sampling settings were checked, a guard watched the mismatch and activations were smoothed. The lab's was 5,000 before
-the doctor came, and 6,500 before `trl-qurl mismatch`. 26 settings were the limit before the guard, which needs what to
-do and from which KL on, and smoothing, which needs how often. The package had 12 entries before the functions of the
-importance ratio got a file of their own.
+what GPUs ask for; 7,700 before training learned the engine's forward pass and adapters traveled by themselves; 10,150
+before weights were mixed by one coefficient per rollout, sampling settings were checked, a guard watched the mismatch
+and activations were smoothed. The lab's was 5,000 before the doctor came, and 6,500 before `trl-qurl mismatch`. 26
+settings were the limit before the guard, which needs what to do and from which KL on, and smoothing, which needs how
+often. The package had 12 entries before the functions of the importance ratio got a file of their own.
 """
 
 import dataclasses

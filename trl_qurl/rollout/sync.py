@@ -27,13 +27,11 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.distributed import DistributedBackend
 
-from trl_qurl.quantization.experts import expert_modules
 from trl_qurl.quantization.kv_cache import FP8_CACHES
 from trl_qurl.quantization.stream import NamedTensors, Observer
 from trl_qurl.quantization.weight_stream import WeightStream
 from trl_qurl.rollout.adapter import adapter_tensors
 from trl_qurl.rollout.checks.probe import STEPS, ProbeJudge, probe_prompts, run_probe
-from trl_qurl.rollout.checks.routing import RoutedTokens, routing_metrics
 from trl_qurl.rollout.checks.tensors import DigestRecorder, compare_digests, find_not_finite, require_finite
 from trl_qurl.rollout.engine.interface import FRESH, Continuation, Digests, TensorMetadata, WeightUpdate
 from trl_qurl.rollout.errors import ServerError, SyncError
@@ -190,30 +188,24 @@ class WeightSync:
             broadcast_object_list(probe, from_process=0)  # each process holds a part of the weights
         if probe[0] is None:
             return {}
-        prompts, continuations, routed, cache = probe[0]
+        prompts, continuations, cache = probe[0]
         layers, scheme, rounds_cache = self._weights.layers, self._settings.scheme, cache in FP8_CACHES
         adapted, smoothing = self._merges_adapter, self._weights.smoothing
         with smoothing.paused() if smoothing else nullcontext():  # arbitrary tokens, and disturbed
             given = (prompts, continuations, layers, scheme, adapted, rounds_cache, smoothing, self._weights.grid)
             result = run_probe(self._model, *given)
         self._probe.judge(result)
-        metrics = {"sync/probe_distance": result.distance, "sync/probe_ratio": result.ratio}
-        return metrics | routing_metrics(self._base, routed)
+        return {"sync/probe_distance": result.distance, "sync/probe_ratio": result.ratio}
 
-    def _ask_engine(self) -> tuple[list[list[int]], list[Continuation], list[RoutedTokens], str] | None:
-        """The prompts of a probe, the engine's continuations and experts, and the format of its key-value cache."""
+    def _ask_engine(self) -> tuple[list[list[int]], list[Continuation], str] | None:
+        """The prompts of a probe, the engine's continuations, and the format of its key-value cache."""
         engine = self._transport.engine
         if engine is None:
             return None
         described = engine.describe()
         vocabulary_size = self._base.config.get_text_config().vocab_size
         prompts = probe_prompts(vocabulary_size, described.block_size, described.max_model_len)
-        continuations = engine.continue_greedily(prompts, STEPS)
-        routed: list[RoutedTokens] = []
-        if any(expert_modules(self._base)):
-            sequences = [prompt + found.tokens[:-1] for prompt, found in zip(prompts, continuations, strict=True)]
-            routed = [(tokens, engine.route(tokens)) for tokens in sequences]
-        return prompts, continuations, routed, described.kv_cache_dtype
+        return prompts, engine.continue_greedily(prompts, STEPS), described.kv_cache_dtype
 
 
 class AdapterSync(WeightSync):

@@ -23,7 +23,6 @@ from trl_qurl.rollout.engine.interface import (
     Continuation,
     Digests,
     Engine,
-    Routing,
     TensorMetadata,
     WeightUpdate,
 )
@@ -35,7 +34,6 @@ from trl_qurl.rollout.errors import SyncError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
     from vllm import LLM
-    from vllm.outputs import CompletionOutput
 
     from trl_qurl.quantization.scheme import QuantizationScheme
     from trl_qurl.rollout.settings import RolloutSettings
@@ -101,15 +99,9 @@ class ColocatedEngine(Engine):
             Continuation(
                 list(completion.token_ids),
                 [{token: entry.logprob for token, entry in entries.items()} for entries in completion.logprobs],
-                _reported_routing(completion),
             )
             for completion in completions
         ]
-
-
-def _reported_routing(completion: "CompletionOutput") -> Routing:
-    reported = completion.routed_experts  # (tokens, layers, k), of prompt and completion without its last token
-    return {} if reported is None else dict(enumerate(reported.swapaxes(0, 1).tolist()))
 
 
 def with_adapter(engine: type["LLM"]) -> type["LLM"]:

@@ -34,9 +34,6 @@ PROBE_TOP = 20
 Digests = dict[str, str]
 """Digests of the tensors that one worker has just received, by tensor name; empty if none were asked for."""
 
-Routing = dict[int, list[list[int]]]
-"""The experts that each layer chose for the last of a sequence's tokens, (tokens, k), by the layer's number."""
-
 TensorMetadata = list[tuple[str, str, list[int]]]
 """Name, dtype (as vLLM writes it, `"bfloat16"`) and shape of each tensor of a stream, in order."""
 
@@ -70,7 +67,6 @@ class Continuation(NamedTuple):
 
     tokens: list[int]
     logps: list[dict[int, float]]  # at each token, the log-probabilities of the likeliest ones, in nats
-    routing: Routing = {}  # as vLLM reports it with `enable_return_routed_experts`
 
 
 class Engine(ABC):
@@ -116,15 +112,3 @@ class Engine(ABC):
     def describe(self) -> EngineDescription:
         """What the engine says about itself."""
         return EngineDescription(**self.call_workers("describe_rollouts")[0])
-
-    def route(self, tokens: list[int]) -> Routing:
-        """The experts that the engine chooses for tokens; fewer than given if the others are cached.
-
-        Empty where vLLM does not tell: of a dense model, and of several engines behind a server. In CUDA graphs it
-        tells only in this process, with `enable_return_routed_experts`.
-        """
-        self.call_workers("record_routing")
-        (continuation,) = self.continue_greedily([tokens], steps=1)
-        recorded = self.call_workers("recorded_routing")[0]
-        # As JSON, numbers that are keys come as strings.
-        return {int(layer): chosen for layer, chosen in recorded.items()} or continuation.routing

@@ -5,7 +5,6 @@ it imports needs TRL, so the engine may run in an environment without it. On CUD
 CPU, `cpu` adds fixes to it.
 """
 
-import functools
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +22,7 @@ from vllm.platforms import current_platform
 from trl_qurl.quantization.storage import read_tensors, tensor_shapes
 from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.checks.tensors import ReceivedTensors, base_digests, compare_digests, tensor_digest
-from trl_qurl.rollout.engine.interface import FRESH, NOT_RECEIVED, REFUSED, Digests, Routing, WeightUpdate
+from trl_qurl.rollout.engine.interface import FRESH, NOT_RECEIVED, REFUSED, Digests, WeightUpdate
 from trl_qurl.rollout.errors import SyncError
 
 if current_platform.is_cpu():
@@ -43,8 +42,6 @@ class RolloutWorker:
     finish_weight_update: Callable[[], None]
     rollout_digests: Digests  # of the latest load
     loaded_version = FRESH
-    rollout_routing: Routing
-    recording_routers: list[Any]
 
     def load_rollout_weights(
         self,
@@ -108,28 +105,6 @@ class RolloutWorker:
     def rollout_version(self) -> str:
         """Name of the weights that were loaded last. vLLM keeps one by itself only in its newer versions."""
         return self.loaded_version
-
-    def record_routing(self) -> None:
-        """Record which experts are chosen from now on, where vLLM tells."""
-        self.rollout_routing = {}
-        self.recording_routers = []
-        if self.vllm_config.parallel_config.data_parallel_size > 1:
-            return  # engines without a request run along on tokens of no meaning
-        layer: Any
-        for layer in self.get_model().modules():
-            router: Any = getattr(layer, "router", None)
-            if getattr(router, "capture_fn", self) is None:  # otherwise vLLM records by itself
-                router.set_capture_fn(functools.partial(self._record_choice, layer.layer_id))
-                self.recording_routers.append(router)
-
-    def _record_choice(self, layer: int, chosen: torch.Tensor) -> None:
-        self.rollout_routing.setdefault(layer, []).extend(chosen.tolist())
-
-    def recorded_routing(self) -> Routing:
-        """What was recorded since `record_routing`; ends the recording."""
-        for router in self.recording_routers:
-            router.set_capture_fn(None)
-        return self.rollout_routing
 
     def _reload(self, named_tensors: NamedTensors) -> None:
         if not current_platform.is_cpu():
