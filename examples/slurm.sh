@@ -93,10 +93,13 @@ rollouts=$OUTPUT.rollouts # weights on their way to the server, where they do no
 mkdir -p "$rollouts"
 echo "Run ${SLURM_RESTART_COUNT:-0} of job $SLURM_JOB_ID: server on $server_node ($SERVER_ADDRESS), training on ${trainer_nodes[*]}${resume[*]:+, from ${resume[1]}}"
 
-srun --nodes=1 --ntasks=1 --nodelist="$server_node" --output="slurm-$SLURM_JOB_ID-server.log" --open-mode=append \
-    trl-qurl serve "$MODEL" --scheme "$SCHEME" --host "$SERVER_ADDRESS" --port "$SERVER_PORT" \
-    --tensor-parallel-size "$TENSOR_PARALLEL" --data-parallel-size "$DATA_PARALLEL" --restart &
-server=$!
+start_server() {
+    srun --nodes=1 --ntasks=1 --nodelist="$server_node" --output="slurm-$SLURM_JOB_ID-server.log" --open-mode=append \
+        trl-qurl serve "$MODEL" --scheme "$SCHEME" --host "$SERVER_ADDRESS" --port "$SERVER_PORT" \
+        --tensor-parallel-size "$TENSOR_PARALLEL" --data-parallel-size "$DATA_PARALLEL" &
+    server=$!
+}
+start_server
 
 # One task per node starts one process per GPU; SLURM_PROCID is the task's own.
 # shellcheck disable=SC2016
@@ -111,11 +114,16 @@ srun --nodes="${#trainer_nodes[@]}" --ntasks="${#trainer_nodes[@]}" --ntasks-per
     --rollout_checkpoint_dir "$rollouts" "${resume[@]}" "$@" &
 trainer=$!
 
-# It is started again when it dies. One that ends for good takes the training with it, which would only wait for it.
+# A server that ends is started again, as a new step: Slurm has then removed all processes of the old one. The training
+# waits for it. After ten starts the job fails.
+starts=1
 while kill -0 "$trainer" 2>/dev/null; do
     if ! kill -0 "$server" 2>/dev/null; then
-        echo "The server ended before the training: see slurm-$SLURM_JOB_ID-server.log." >&2
-        exit 1
+        if ((++starts > 10)); then
+            echo "The server ended ten times: see slurm-$SLURM_JOB_ID-server.log." >&2
+            exit 1
+        fi
+        start_server
     fi
     sleep 0.5 & wait $! # in the background, so that signals are answered at once
 done

@@ -24,8 +24,7 @@ def deployment(warm_python, tmp_path_factory):
     options = ("--scheme", "w4a16", "--enable-lora", "--max-lora-rank", "8")
     deployment = Deployment(tmp_path_factory.mktemp("deployment"), warm_python, *options)
     yield deployment
-    if deployment.server:
-        deployment.server.kill()
+    deployment.close()
 
 
 @pytest.fixture

@@ -6,16 +6,15 @@ docs/reliability.md tells users the same, fault by fault.
 
 import functools
 import json
-import os
 import re
 import signal
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import psutil
 import pytest
 import requests
 from conftest import SCENARIOS, Server, child_environment, free_port, group_members, kill_group
@@ -59,9 +58,17 @@ class Deployment:
         self.end = threading.Timer(0, lambda: None)
 
     def start(self) -> Server:
-        options = (*self.options, "--restart")
-        self.server = Server(self.model, self.directory, *options, port=self.port, python=self.python)
+        self.server = Server(self.model, self.directory, *self.options, port=self.port, python=self.python)
+        threading.Thread(target=self._restart, args=[self.server], daemon=True).start()
         return self.server
+
+    def _restart(self, server: Server) -> None:
+        """Start another server when this one ends, as a user's loop or service manager does."""
+        server.process.wait()
+        with suppress(ProcessLookupError):
+            server.send(signal.SIGKILL)  # vLLM's engine survives a server that is killed alone
+        if self.server is server:
+            self.start()
 
     def up(self) -> Server:
         """The server, once it has come back if a test has lost it."""
@@ -69,32 +76,34 @@ class Deployment:
             self.end.join()
         return (self.server or self.start()).wait_until_healthy()
 
-    def vllm(self) -> int:
-        """vLLM's process, which leads a group of its own."""
-        members = group_members(self.server.process.pid)
-        (process,) = [child.pid for member in members for child in psutil.Process(member).children()]
-        return process
+    def close(self) -> None:
+        """End the server for good."""
+        server, self.server = self.server, None
+        if server:
+            server.stop()
 
-    def send(self, number: int) -> None:
-        """To vLLM, and every process that it started; not to what would start it again."""
-        os.killpg(self.vllm(), number)
+    def replace(self) -> None:
+        """Kill the server, and return when another one has been started."""
+        lost = self.server
+        lost.kill()
+        while self.server is lost:
+            time.sleep(0.05)
 
     def lose(self) -> None:
         """Stop the server from answering what is on its way, and kill it a second later."""
-        self.send(signal.SIGSTOP)
-        self.end = threading.Timer(1.0, self.send, [signal.SIGKILL])
+        self.server.send(signal.SIGSTOP)
+        self.end = threading.Timer(1.0, self.replace)
         self.end.start()
 
     def lose_and_wait(self) -> None:
         """Kill the server, and go on when another one has taken its place."""
-        self.send(signal.SIGKILL)
-        time.sleep(0.5)
+        self.replace()
         self.server.wait_until_healthy()
 
     def hang(self, seconds: float) -> None:
         """Stop the server for a while."""
-        self.send(signal.SIGSTOP)
-        self.end = threading.Timer(seconds, self.send, [signal.SIGCONT])
+        self.server.send(signal.SIGSTOP)
+        self.end = threading.Timer(seconds, self.server.send, [signal.SIGCONT])
         self.end.start()
 
     def config(self, **settings):
@@ -133,8 +142,7 @@ class Deployment:
 def deployment(warm_python, tmp_path_factory):
     deployment = Deployment(tmp_path_factory.mktemp("deployment"), warm_python)
     yield deployment
-    if deployment.server:
-        deployment.server.kill()
+    deployment.close()
 
 
 def before(call, act):
@@ -329,10 +337,10 @@ def test_dies(deployment, undisturbed, method, caplog):
 
 
 def test_two_processes_recover_together(deployment, train, tmp_path):
-    deployment.up()
     config = {name: value for name, value in deployment.config().items() if name != "max_steps"}
     arguments = [tmp_path, "--model", deployment.model, "--config", json.dumps(config)]
-    undisturbed, disturbed = train(arguments, [*arguments, "--kill-before-generation", deployment.vllm()], processes=2)
+    server = deployment.up().process.pid
+    undisturbed, disturbed = train(arguments, [*arguments, "--kill-before-generation", server], processes=2)
     assert disturbed["processes"] == 2
     rows = [[row for row in record["history"] if "loss" in row] for record in (undisturbed, disturbed)]
     computed = [[[row.get(name) for name in COMPUTED] for row in run] for run in rows]
@@ -378,11 +386,10 @@ def test_answers_500_three_times(deployment, undisturbed):
 def test_is_gone_for_good(deployment):
     server = deployment.up()
     trainer = deployment.trainer(vllm_server_timeout=3.0)
-    trainer.add_callback(at_step(2, server.stop))
+    trainer.add_callback(at_step(2, deployment.close))
     with pytest.raises(ServerLostError, match=f"No vLLM server answers at {server.url} after 3 s.*Before that: "):
         trainer.train()
     assert trainer.state.global_step == 2
-    deployment.server = None
 
 
 def test_answers_500():

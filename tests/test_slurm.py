@@ -43,12 +43,12 @@ exit $status""",
     "hostname": 'echo "127.0.0.1 fe80::1 10.0.0.${NODE#n} 192.168.0.${NODE#n}"',
     "trl-qurl": """
 echo "server on $NODE" >> "$LOG"; printf '%s\\n' "$@" > "$LOG.server"
-[ -z "${SERVER_DIES-}" ] || exit 0
+[ "$(grep -c "server on" "$LOG")" -gt "${SERVER_DIES-0}" ] || exit 0
 trap 'echo "server ended" >> "$LOG"; exit 0' TERM
 while :; do sleep 0.05; done""",
     "accelerate": """
 echo "rank $SLURM_PROCID on $NODE" >> "$LOG"; printf '%s\\n' "$@" > "$LOG.rank$SLURM_PROCID"
-[ -n "${TRAINS_ON-}" ] || { sleep 0.3; exit "${STATUS-0}"; }
+[ -n "${TRAINS_ON-}" ] || { sleep "${TRAINS_FOR-0.3}"; exit "${STATUS-0}"; }
 trap 'echo "training ended" >> "$LOG"; exit 143' TERM
 while :; do sleep 0.05; done""",
 }
@@ -151,10 +151,18 @@ def test_near_the_time_limit_it_is_put_back_and_goes_on_from_the_last_complete_c
     assert value_of("--resume_from_checkpoint", again.words("rank0")) == str(tmp_path / "policy" / "checkpoint-10")
 
 
-def test_a_server_that_ends_takes_the_training_with_it(start):
-    job = start(TRAINS_ON="yes", SERVER_DIES="yes")
-    assert "The server ended before the training" in job.end()
-    assert job.process.returncode == 1
+def test_a_server_that_ends_is_started_again(start):
+    job = start(nodes="n1 n2", TRAINS_FOR="3", SERVER_DIES="2")
+    job.end()
+    lines = job.log.read_text().splitlines()
+    assert lines.count("server on n2") == 3 and lines.count("server ended") == 1 and job.process.returncode == 0
+
+
+def test_a_server_that_ends_ten_times_takes_the_training_with_it(start):
+    job = start(TRAINS_ON="yes", SERVER_DIES="100")
+    assert "The server ended ten times" in job.end()
+    lines = job.log.read_text().splitlines()
+    assert lines.count("server on n3") == 10 and "training ended" in lines and job.process.returncode == 1
 
 
 def test_one_node_is_not_enough(start):

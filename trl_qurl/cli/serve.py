@@ -30,11 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="key that every request needs (default: $VLLM_API_KEY, or a random one for trainers on this machine)",
     )
-    parser.add_argument(
-        "--restart",
-        action="store_true",
-        help="start the server again when it dies; training waits for it and sends its weights again",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,4 +57,4 @@ def run(args: argparse.Namespace) -> int:
             )
         )
     command = launch.server_command(model, args.host, args.port, args.further, show_warnings=shows_everything())
-    return launch.run_server(command, environment, args.restart)
+    return launch.run_server(command, environment)

@@ -1,7 +1,7 @@
 """Starting a vLLM server for training: the quantized checkpoint it begins with, and the command with every flag.
 
 The server is vLLM's own. This process prepares a checkpoint, prints the command, then execs it, so that signals, logs
-and exit codes are vLLM's and no parent process stays behind; unless it is to start the server again when it dies.
+and exit codes are vLLM's and no parent process stays behind.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -37,7 +38,6 @@ from trl_qurl.rollout.engine.key import (
     new_key,
 )
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION
-from trl_qurl.rollout.engine.supervisor import supervise
 
 SEPARATE_SERVERS = re.compile(r"--data-parallel-((hybrid|(multi-port-)?external)-lb|rank|start-rank)|-dp[ehmnr]")
 
@@ -212,11 +212,8 @@ def server_environment(host: str, port: int, key: str | None, scheme: str | None
     return ours | kernel_environment(None if scheme is None else get_scheme(scheme))
 
 
-def run_server(command: Sequence[str], environment: Mapping[str, str], restart: bool = False) -> int:
-    """Print the command, without the key, then exec it; or stay, to `restart` the server when it dies.
-
-    Returns the last server's exit status.
-    """
+def run_server(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Print the command, without the key, then exec it."""
     print('Starting vLLM; the server is ready when it says "Application startup complete".')
     if "--gpu-memory-utilization" in command and torch.cuda.is_available():
         share = command[command.index("--gpu-memory-utilization") + 1]
@@ -228,7 +225,4 @@ def run_server(command: Sequence[str], environment: Mapping[str, str], restart: 
     if "--enable-lora" in command:
         switches["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     print(*(f"{name}={value}" for name, value in switches.items()), shlex.join(command), flush=True)
-    environment = {**os.environ, **environment, **switches}
-    if restart:
-        return supervise(command, environment)
-    os.execve(command[0], list(command), environment)
+    os.execve(command[0], list(command), {**os.environ, **environment, **switches})
