@@ -189,6 +189,8 @@ def test_ppo_from_the_first_cell_to_the_last(start, warm_python, tmp_path):
     assert [row[:2] for row in rows] == [(policy, format) for policy in policies for format in formats]
 
 
+@pytest.mark.vllm
+@pytest.mark.xdist_group("colocated")
 def test_understanding_from_the_first_cell_to_the_last(tmp_path):
     pytest.importorskip("matplotlib")
     model = STORIES
@@ -196,7 +198,11 @@ def test_understanding_from_the_first_cell_to_the_last(tmp_path):
         model = tmp_path / "model"
         tiny_model(initializer_range=0.15).save_pretrained(model)
         tiny_tokenizer().save_pretrained(model)
-    sizes = {"model": str(model), "continuations": 16, "tokens": 12}
+    tiny_model("llama", max_position_embeddings=256).save_pretrained(tmp_path / "chat model")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "chat model")
+    sizes = {"model": str(model), "continuations": 16, "tokens": 12, "chat_model": "'chat model'", "rollouts": 1}
     notebook = execute(ROOT / "notebooks" / "understanding_qurl.ipynb", tmp_path, sizes, sys.executable)
 
     drawn = [cell for cell in notebook.cells if cell.cell_type == "code" and "plt.show()" in cell.source]
@@ -215,6 +221,10 @@ def test_understanding_from_the_first_cell_to_the_last(tmp_path):
     adamw, descent = map(float, re.search(r"s = 2 +\S+ +(\S+) +(\S+)", lifts).groups())
     assert adamw == pytest.approx(2, rel=0.02) and descent == pytest.approx(4, rel=0.02)
     assert re.search(r"s = 2\.0 .* differ 0\.0000 %", shown(the_cell(notebook, "scale_model_"), "stdout"))
+    # A chat model learns from an engine's rollouts.
+    demo = the_cell(notebook, "trl_qurl demo")
+    printed = " ".join(re.sub(r"\x1b\[[\d;]*m", "", shown(demo, "stdout")).split())  # a terminal's colors
+    assert "0.00 before, 0.00 after 1 rollouts" in printed and shown(demo, "image/png")
 
 
 # What is in the repository -----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ The way of a weight tensor, file by file:
 2. `rollout/sync.py` (here): names the update, and takes digests of what is sent.
 3. `quantization/weight_stream.py`: cuts each parameter as the model's checkpoint does, under its names
    (`checkpoint_form.py`), and turns each weight into the tensors of its format, one layer at a time (`stream.py`).
-4. `quantization/schemes/`: the format's own rounding.
+4. `quantization/scheme.py`, `quantization/packing.py`: rounding and packing, by compressed-tensors.
 5. `rollout/transports.py`: in this process, over NCCL, or as checkpoint files
    (6. `quantization/storage.py`, which writes and reads them).
 7. `rollout/engine/colocated.py` or `served.py`: one call to the engine's workers.
