@@ -57,18 +57,19 @@ test-all: setup ## run every test, including the slow ones
 test-versions: setup ## test with other releases of TRL, vLLM and transformers; ROWS="newest" selects some
 	$(PYTHON) tools/versions.py --uv $(UV) --torch="$(TORCH_CPU)" --workers $(WORKERS) --rows $(ROWS)
 
-lint: setup ## run ruff, mypy, the import contracts and shellcheck
+lint: setup ## run ruff, mypy, the import contracts, shellcheck and the limits on size
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/shellcheck examples/*.sh .ci/run
+	$(BIN)/python tools/size.py
 
 format: setup ## let ruff fix and format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-size: setup ## how large the project is: lines, long files, settings
+size: setup ## count lines, long files and settings, and compare them with their limits
 	@$(BIN)/python tools/size.py
 
 # The CPU lock leaves out three packages that vLLM lists but does not need, and whose CUDA builds break a CPU torch.

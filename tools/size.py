@@ -1,14 +1,7 @@
-"""`make size`: how large the project is, and what is larger than it should be.
+"""`make size`: print how large the project is, and fail if it exceeds a limit.
 
-Lines are those of Python files, blank ones and docstrings included. The core is everything in trl_qurl/ outside lab/,
-except rewards.py, which grades answers and has a goal of its own.
-
-The core's goal was 7,000 lines, and it had 6,804, before it learned to survive a server, to guard one with a key, and
-what GPUs ask for; 7,700 before training learned the engine's forward pass and adapters traveled by themselves; 10,150
-before weights were mixed by one coefficient per rollout, sampling settings were checked, a guard watched the mismatch
-and activations were smoothed. The lab's was 5,000 before the doctor came, and 6,500 before `trl-qurl mismatch`. 26
-settings were the limit before the guard, which needs what to do and from which KL on, and smoothing, which needs how
-often. The package had 12 entries before the functions of the importance ratio got a file of their own.
+Lines are those of Python files, including blank lines and docstrings. The core is everything in trl_qurl/ except lab/
+and rewards.py, which grades answers. Limits only go down: a feature that needs more lines has to replace others.
 """
 
 import dataclasses
@@ -47,20 +40,20 @@ def added_fields() -> list[str]:
     return sorted({field.name for cls in ours for field in dataclasses.fields(cls)} - inherited)
 
 
-def main() -> None:
-    """Print one line per figure, with the goal where there is one."""
+def main() -> int:
+    """Print one line per figure; return 1 if one exceeds its limit."""
     lab = python_files(PACKAGE / "lab")
     grading = PACKAGE / "rewards.py"
     core = [path for path in python_files(PACKAGE) if path not in {*lab, grading}]
     long = [path for path in (*core, grading, *lab) if count_lines(path) > LONGEST_FILE]
     entries = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     rows = [
-        ("core, lines", total(core), 11_050),
+        ("core, lines", total(core), 11_000),
         ("lab, lines", total(lab), 7_700),
         ("rewards.py, lines", count_lines(grading), 250),
         ("tests, lines", total(python_files(ROOT / "tests")), None),
         (f"files over {LONGEST_FILE} lines", len(long), 0),
-        ("settings added to TRL's", len(added_fields()), 29),
+        ("settings added to TRL's", len(added_fields()), 27),
         ("entries in trl_qurl/", len(entries), 13),
     ]
     for name, found, goal in rows:
@@ -68,8 +61,9 @@ def main() -> None:
         print(f"{name:<24} {found:>7,}{limit}")
     for path in long:
         print(f"  {path.relative_to(ROOT)}: {count_lines(path)}")
+    return int(any(goal is not None and found > goal for _, found, goal in rows))
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    main()
+    raise SystemExit(main())
