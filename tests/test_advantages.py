@@ -86,7 +86,7 @@ def test_rewards_lie_on_the_last_learned_token_and_the_penalty_on_all():
 
 @pytest.mark.parametrize("rewards", [torch.zeros(3), torch.zeros(2, 4)])
 def test_rewards_of_another_shape_are_refused(rewards):
-    with pytest.raises(ValueError, match="one per sequence"):
+    with pytest.raises(ValueError, match="one reward per sequence"):
         token_rewards(rewards, torch.ones(2, 4))
 
 

@@ -308,7 +308,7 @@ def test_formats_that_do_not_fit_the_model_are_left_out_unless_they_were_named(h
     assert [job.name for job in jobs] == ["none", "int8", "training"]
     assert said == [
         "W4A16 is left out: it cannot quantize 10 of the 14 layers, first model.layers.0.self_attn.q_proj: it has 576 "
-        "inputs, which groups of 128 do not divide.",
+        "inputs, not a multiple of the group size 128.",
         "Measuring 16-bit rollouts (1 of 3; 0 s so far, about 6:00 left)",  # twice 60 s each
         "Measuring INT8 rollouts (2 of 3; 10 s so far, about 20 s left)",
         "Measuring scoring and updates (3 of 3; 20 s so far, about 10 s left)",

@@ -49,7 +49,7 @@ def test_the_form_is_that_of_the_models_own_checkpoint(family, tmp_path):
     form = CheckpointForm(model, splits_experts=False)
     sent = dict(form.tensors(model_parameters(model)))
     assert_same(sent, saved(model, tmp_path))
-    assert {name: (t.shape, t.dtype) for held in form.held.values() for name, t in held.items()} == {
+    assert {name: (t.shape, t.dtype) for held in form.layout.values() for name, t in held.items()} == {
         name: (t.shape, t.dtype) for name, t in sent.items()
     }
 
@@ -75,7 +75,7 @@ def test_a_quantized_mixture_is_that_of_llmcompressor(family, ignore, tmp_path):
 def test_what_routes_tokens_stays_whole(family):
     model = tiny_mixture(family)
     layers = quantized_layer_names(model)
-    kept = {name.rpartition(".")[0] for name in WeightStream(model, get_scheme("int8")).form.held} - layers
+    kept = {name.rpartition(".")[0] for name in WeightStream(model, get_scheme("int8")).form.layout} - layers
     routers = {name for name in kept if name.rpartition(".")[2] in ("gate", "router", "shared_expert_gate")}
     assert len(routers) == {"qwen2_moe": 4, "glm4_moe": 1}.get(family, 2)
     for name in routers:  # and vLLM is told so, by patterns that match its own names as well

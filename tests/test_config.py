@@ -90,7 +90,7 @@ def test_every_added_field_has_its_sentence_on_the_command_line():
     helps = {field.name: field.metadata.get("help", "") for field in fields(QuRLPPOConfig)}
     added = helps.keys() - {field.name for field in fields(GRPOConfig)}
     assert not [name for name in added if not helps[name] or "`" in helps[name] or "%" in helps[name]]
-    assert helps["critic_warmup_steps"] == "Optimizer steps at the start in which only the critic learns."
+    assert helps["critic_warmup_steps"] == "Number of initial optimizer steps in which only the critic learns."
     assert helps["vllm_importance_sampling_clip_max"] == "Cap C of the importance ratio (a ratio, not a log)."
     assert all(len(helps[name]) < 200 for name in added)
 

@@ -146,7 +146,7 @@ def test_unknown_scheme(train):
     message = train("--rollout_quantization", "int4")
     assert message == (
         f"Unknown quantization scheme 'int4'; did you mean 'int8'? Choose one of {', '.join(map(repr, SCHEMES))}, or "
-        "None ('none' on the command line) for rollouts that are not quantized."
+        "None ('none' on the command line) for unquantized rollouts."
     )
 
 
@@ -197,7 +197,7 @@ def test_recurrent_layers(train, tmp_path_factory, capfd):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(model)
-    sentence = "MambaForCausalLM has recurrent layers (Mamba, linear attention, convolutions), which no sync is known"
+    sentence = "MambaForCausalLM has recurrent layers (Mamba, linear attention, convolutions), and no sync is known"
     assert train("--model_name_or_path", model).startswith(sentence)
     assert cli.main(["serve", str(model)]) == 2
     assert sentence in capfd.readouterr().err

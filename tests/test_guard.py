@@ -100,7 +100,7 @@ def test_a_restored_guard_goes_on_where_it_was(seen):
         ({"mismatch_guard_kl": math.inf}, "mismatch_guard_kl is inf"),
         ({"mismatch_guard_kl": math.nan}, "mismatch_guard_kl is nan"),
         ({"mismatch_guard": "fallback", "vllm_mode": "server"}, "mismatch_guard='stop'.*serve MODEL --scheme none"),
-        ({"mismatch_guard": "fallback", "rollout_quantization": None}, "in 16 bits: .* no mismatch.*'warn' or 'stop'"),
+        ({"mismatch_guard": "fallback", "rollout_quantization": None}, "in 16 bits: .* not reduce .*'warn' or 'stop'"),
         ({"mismatch_guard": "fallback", "training_forward": "quantized"}, "training_forward='quantized'.*'warn'"),
         ({"mismatch_guard": "fallback", "round_base": True}, "round_base=True.*'warn' or 'stop'"),
     ],

@@ -48,12 +48,12 @@ def test_every_objective_that_bounds_no_single_token(objective, tmp_path):
             "of 'tis', 'decoupled', 'quantized_ratio', 'naive', 'icepop', 'geometric_mask', 'trl', or QuRLGRPOTrainer",
         ),
         ({"objective": "rloo"}, "objective is 'rloo', but must be one of 'acr', 'tis'"),
-        ({"vllm_importance_sampling_clip_max": None}, "is None: give a positive cap C (the paper: 2.0), or use"),
+        ({"vllm_importance_sampling_clip_max": None}, "is None: give a positive cap C (the paper uses 2.0), or use"),
         ({"vllm_importance_sampling_clip_max": 0.0}, "objective='tis' limits the ratio, but"),
         (
             {"objective": "icepop", "vllm_importance_sampling_clip_min": 3.0},
-            "vllm_importance_sampling_clip_min is 3.0, but must be from 0 to vllm_importance_sampling_clip_max, which "
-            "is 2.0; None means none",
+            "vllm_importance_sampling_clip_min is 3.0, but must lie between 0 and vllm_importance_sampling_clip_max="
+            "2.0; None means no floor",
         ),
         ({"vllm_importance_sampling_clip_min": -0.1}, "vllm_importance_sampling_clip_min is -0.1"),
         ({"weight_sync": "nccl"}, "weight_sync is 'nccl', but must be one of"),
@@ -91,7 +91,7 @@ def started(args):
 def test_an_rloo_config_is_taken_as_it_is(tmp_path):
     theirs = RLOOConfig(str(tmp_path), num_generations=2, per_device_train_batch_size=4, **PLAIN)
     with (
-        pytest.warns(UserWarning, match="TRL's defaults, .* replaced: use_vllm=False by True"),
+        pytest.warns(UserWarning, match="Replaced TRL's defaults that .*: use_vllm=False -> True"),
         pytest.raises(ValueError, match="train_dataset has 1 prompts and a rollout takes 2"),
     ):
         started(theirs)

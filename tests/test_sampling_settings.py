@@ -58,7 +58,7 @@ def test_settings_are_named_with_the_way_out(kind, settings, named):
     assert "Set top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0" in message
 
 
-WEIGHED, MEASURED = "weighs or clips tokens wrongly", "so only the metrics mismatch/* are off"
+WEIGHED, MEASURED = "weighs or clips tokens wrongly", "so only the mismatch/* metrics are wrong"
 
 
 @pytest.mark.parametrize("objective", [*OBJECTIVES, "trl"])
@@ -78,5 +78,5 @@ def test_a_config_without_an_objective_is_warned_as_well():
     class Other(QuantizedRolloutsConfig, GMPOConfig):
         """As a project of somebody else may have it."""
 
-    with pytest.warns(UserWarning, match="mismatch/. are off, and so is every correction by it"):
+    with pytest.warns(UserWarning, match="mismatch/. metrics are wrong, and so is every correction based on it"):
         Other("out", **PLAIN | SEVERAL_UPDATES | {"top_p": 0.9})

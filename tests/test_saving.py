@@ -221,7 +221,7 @@ def test_new_empty_and_quantized_directories_are_written(make, tmp_path):
 def test_other_directories_are_left_alone(contents, named, tmp_path):
     for name, text in contents.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(FileExistsError, match=rf"{named}.*not a quantized checkpoint: name a directory"):
+    with pytest.raises(FileExistsError, match=rf"{named}.*not a quantized checkpoint: choose a directory"):
         check_place(tmp_path, tmp_path.parent / "run")
     with pytest.raises(FileExistsError, match=named):
         write_checkpoint(tiny_model(), None, "int8", tmp_path, quantizer="streaming")

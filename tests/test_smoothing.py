@@ -147,8 +147,8 @@ def test_a_fit_without_a_pass_in_between_leaves_the_scales():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rollout_quantization": None}, "rollout_quantization=None, for it is for INT8"),
-        ({"rollout_quantization": "fp8"}, "rollout_quantization='fp8', for it is for INT8"),
+        ({"rollout_quantization": None}, "rollout_quantization=None .smoothing is for INT8.: leave it out"),
+        ({"rollout_quantization": "fp8"}, "rollout_quantization='fp8' .smoothing is for INT8.: leave it out"),
         ({"weight_sync": "llmcompressor"}, "weight_sync='llmcompressor'"),
         ({"weight_sync": "adapter"}, "weight_sync='adapter'"),
         ({"round_base": True}, "round_base=True"),

@@ -61,7 +61,7 @@ def test_a_grpo_config_is_taken_as_it_is(trainer, settings, tmp_path):
         **settings,
     )
     with (
-        pytest.warns(UserWarning, match=r"TRL's defaults, .* replaced: use_vllm=False by True, "),
+        pytest.warns(UserWarning, match=r"Replaced TRL's defaults that .*: use_vllm=False -> True, "),
         pytest.raises(ValueError, match="train_dataset has 1 prompts and a rollout takes 2"),
     ):
         trainer(

@@ -287,7 +287,7 @@ def test_no_layer_found_is_an_error():
     model = tiny_model()
     for layer in model.model.layers:
         drop_the_norm(layer)
-    with pytest.raises(ValueError, match="no layer of it holds input_layernorm"):
+    with pytest.raises(ValueError, match="no layer has all of input_layernorm"):
         scale_model_(model, 1.5)
 
 

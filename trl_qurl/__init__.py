@@ -1,13 +1,13 @@
-"""Reinforcement learning of language models with quantized rollouts, as an extension of TRL.
+"""Reinforcement learning for language models with quantized rollouts, built on TRL.
 
-Names are imported when they are first used, so that `import trl_qurl` costs nothing.
+Names are imported on first use, so `import trl_qurl` costs nothing.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-"""The version, which `setup.cfg` reads as well."""
+"""Package version, also read by `setup.cfg`."""
 
 if TYPE_CHECKING:
     from trl_qurl.cli.noise import quiet
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trl_qurl.trainers.ppo import QuRLPPOTrainer
     from trl_qurl.trainers.rloo import QuRLRLOOTrainer
 
-_HOMES = {
+_LAZY_IMPORTS = {
     "QuRLGRPOConfig": "trl_qurl.config",
     "QuRLGRPOTrainer": "trl_qurl.trainers.grpo",
     "QuRLPPOConfig": "trl_qurl.config",
@@ -42,9 +42,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _LAZY_IMPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_LAZY_IMPORTS[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""`python -m trl_qurl`: the command `trl-qurl`."""
+"""`python -m trl_qurl`, the same as the command `trl-qurl`."""
 
 import sys
 

@@ -1,11 +1,11 @@
-"""From rewards to advantages with a critic: per-token rewards, generalized advantage estimation, the value loss.
+"""Training with a critic: per-token rewards, generalized advantage estimation (GAE), and the value loss.
 
-Pure functions of tensors and floats; nothing here knows a trainer, a config or a process group. Where a mean runs over
-all processes, the caller passes in how to sum over them.
+Pure functions of tensors and floats, independent of trainers, configs and process groups. For a mean over all
+processes, the caller passes a function that sums over them.
 
-Shapes: `B` sequences, `T` completion tokens. `mask` is true on the *learned* tokens, which the policy produced itself;
-padding and what tools returned are no actions of the policy: time does not pass there, and what these functions
-return is 0 there. `values[:, t]` is the critic's estimate before token `t` is chosen.
+Shapes: `B` sequences, `T` completion tokens. `mask` is true on the *learned* tokens, which the policy itself produced.
+Padding and tool output are not actions: GAE skips them, and these functions return 0 there. `values[:, t]` is the
+critic's estimate before token `t` is chosen.
 """
 
 from collections.abc import Callable, Collection
@@ -18,7 +18,7 @@ SumOverProcesses = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Advantages(NamedTuple):
-    """What the policy and the critic learn from; both 0 where the mask is false."""
+    """Learning signals of the policy and the critic; both 0 where the mask is false."""
 
     advantages: torch.Tensor  # `(B, T)`, in units of reward
     returns: torch.Tensor  # `(B, T)`, the critic's targets, in units of reward
@@ -29,18 +29,18 @@ class Moments(NamedTuple):
 
     mean: torch.Tensor  # scalar
     variance: torch.Tensor  # scalar, unbiased
-    elements: torch.Tensor  # scalar, how many there are
+    elements: torch.Tensor  # scalar, their number
 
 
 class ValueLoss(NamedTuple):
-    """The critic's loss before it is averaged."""
+    """The critic's loss per token, not yet averaged."""
 
     loss: torch.Tensor  # `(B, T)`, in squared units of reward
-    clipped: torch.Tensor  # `(B, T)`, bool: the clipped term is the larger one, and passes no gradient
+    clipped: torch.Tensor  # `(B, T)`, bool: the clipped term is larger, so no gradient flows
 
 
 def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, penalty: torch.Tensor | None = None) -> torch.Tensor:
-    """Spread the rewards of whole sequences over their tokens.
+    """Convert one reward per sequence into per-token rewards.
 
         r_t = R · [t is the last learned token] − penalty_t
 
@@ -49,22 +49,23 @@ def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, penalty: torch.Tens
     Args:
         rewards: R, `(B,)`.
         mask: `(B, T)`.
-        penalty: `(B, T)`, in units of reward; `None` for none.
+        penalty: `(B, T)`, in units of reward; `None` for no penalty.
 
     Returns:
-        R, `(B, T)`. A sequence without learned tokens has no place for its reward and gets none.
+        r, `(B, T)`. A sequence without learned tokens gets no reward.
 
     Raises:
-        ValueError: The shapes do not fit.
+        ValueError: If the shapes do not match.
     """
     mask = mask.bool()
     if rewards.shape != mask.shape[:1]:
-        raise ValueError(f"Got rewards {tuple(rewards.shape)} for a mask {tuple(mask.shape)}: one per sequence.")
+        shapes = f"rewards of shape {tuple(rewards.shape)} for a mask of shape {tuple(mask.shape)}"
+        raise ValueError(f"Got {shapes}: pass one reward per sequence.")
     positions = torch.arange(mask.size(1), device=mask.device)  # (T,)
-    last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True)  # (B, 1), -1 if there is none
-    # `where`, not a product: an undefined reward (NaN) must not spread over the whole sequence.
-    spread = torch.where(positions == last, rewards.unsqueeze(1), 0.0)  # (B, T)
-    return spread if penalty is None else spread - torch.where(mask, penalty, 0.0)
+    last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True)  # (B, 1), -1 if no token is learned
+    # `where` instead of a product, so an undefined reward (NaN) does not spread over the whole sequence.
+    per_token = torch.where(positions == last, rewards.unsqueeze(1), 0.0)  # (B, T)
+    return per_token if penalty is None else per_token - torch.where(mask, penalty, 0.0)
 
 
 def generalized_advantages(
@@ -75,17 +76,17 @@ def generalized_advantages(
     gamma: float,
     gae_lambda: float,
 ) -> Advantages:
-    """Generalized advantage estimation over the learned tokens.
+    """Compute generalized advantage estimates over the learned tokens.
 
         δ_t = r_t + γ·V_{t+1} − V_t,    A_t = δ_t + γ·λ·A_{t+1},    returns_t = A_t + V_t
 
-    Where t+1 is the next *learned* token, and behind the last one V is `bootstrap` and A is 0. Source: Schulman et al.
+    Where t+1 is the next *learned* token. After the last one, V is `bootstrap` and A is 0. Source: Schulman et al.
     2016, arXiv:1506.02438, Eq. 11-16.
 
     Args:
-        rewards: R, `(B, T)`; see `token_rewards`.
+        rewards: r, `(B, T)`; see `token_rewards`.
         values: V, `(B, T)`.
-        bootstrap: `(B,)`: the value after the last token where a completion was cut, 0 where it ended.
+        bootstrap: `(B,)`: the value after the last token of a truncated completion, 0 for one that ended.
         mask: `(B, T)`.
         gamma: γ in [0, 1], the discount per token.
         gae_lambda: λ in [0, 1]: 0 trusts the critic, 1 the rewards.
@@ -94,12 +95,12 @@ def generalized_advantages(
         Advantages and returns, each `(B, T)`.
 
     Raises:
-        ValueError: The shapes do not fit.
+        ValueError: If the shapes do not match.
     """
     if not rewards.shape == values.shape == mask.shape or bootstrap.shape != mask.shape[:1]:
         raise ValueError(
             f"Got rewards {tuple(rewards.shape)}, values {tuple(values.shape)}, mask {tuple(mask.shape)} and "
-            f"bootstrap {tuple(bootstrap.shape)}: the first three must have one shape (B, T), the last (B,)."
+            f"bootstrap {tuple(bootstrap.shape)}: the first three must have the same shape (B, T), the last (B,)."
         )
     mask = mask.bool()
     advantages = torch.zeros_like(values)
@@ -116,13 +117,13 @@ def generalized_advantages(
 def bootstrap_values(
     values: torch.Tensor, completion_ids: torch.Tensor, completion_mask: torch.Tensor, ends: Collection[int]
 ) -> torch.Tensor:
-    """What the critic expects after a completion: nothing where it ended by itself, its estimate where it was cut.
+    """Return the critic's estimate after each truncated completion, and 0 after each one that ended.
 
     Args:
-        values: `(B, T + 1)`: before each token and, in the last column, after them all.
+        values: `(B, T + 1)`: before each token and, in the last column, after all of them.
         completion_ids: `(B, T)`.
         completion_mask: `(B, T)`, 1 for tokens of the completion, which come first.
-        ends: Tokens that end a completion.
+        ends: IDs of the tokens that end a completion.
 
     Returns:
         `(B,)`, the value after the last token, or 0.
@@ -136,23 +137,23 @@ def bootstrap_values(
 def masked_moments(
     tensor: torch.Tensor, mask: torch.Tensor, sum_over_processes: SumOverProcesses = torch.clone
 ) -> Moments:
-    """Mean and unbiased variance of the masked elements of all processes.
+    """Compute the mean and unbiased variance of the masked elements of all processes.
 
         mean = Σ x / n,    variance = Σ (x − mean)² / (n − 1)
 
     Args:
         tensor: Any shape.
         mask: The same shape.
-        sum_over_processes: How to add up a tensor over the processes; default: there is one.
+        sum_over_processes: How to sum a tensor over the processes; by default there is only one.
 
     Returns:
-        Scalars; NaN where there are no elements, and for the variance of a single one, which has none.
+        Scalars. The mean of no elements is NaN, and so is the variance of fewer than two.
     """
-    # In two passes: Σ x² − n·mean² would lose all digits where the spread is small compared with the mean.
-    kept = tensor.detach().float()[mask.bool()]
-    total, count = sum_over_processes(torch.stack([kept.sum(), kept.new_tensor(float(kept.numel()))]))
+    # Two passes, because Σ x² − n·mean² loses all digits if the spread is small compared with the mean.
+    elements = tensor.detach().float()[mask.bool()]
+    total, count = sum_over_processes(torch.stack([elements.sum(), elements.new_tensor(float(elements.numel()))]))
     mean = total / count
-    squares = sum_over_processes((kept - mean).square().sum())
+    squares = sum_over_processes((elements - mean).square().sum())
     return Moments(mean, squares / (count - 1).clamp(min=0.0), count)
 
 
@@ -166,10 +167,10 @@ def whiten(tensor: torch.Tensor, mask: torch.Tensor, moments: Moments) -> torch.
     Args:
         tensor: `(B, T)`.
         mask: `(B, T)`.
-        moments: Of the whole batch; see `masked_moments`.
+        moments: Those of the whole batch; see `masked_moments`.
 
     Returns:
-        `(B, T)`, 0 where the mask is false. A single element has no spread and is only shifted.
+        `(B, T)`, 0 where the mask is false. A single element has no variance and is only shifted.
     """
     variance = torch.where(moments.elements > 1, moments.variance, 1.0)
     return torch.where(mask.bool(), (tensor - moments.mean) * torch.rsqrt(variance + 1e-8), 0.0)
@@ -178,38 +179,38 @@ def whiten(tensor: torch.Tensor, mask: torch.Tensor, moments: Moments) -> torch.
 def value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip_range: float | None
 ) -> ValueLoss:
-    """Squared error of the critic, clipped like the policy's ratio.
+    """Compute the squared error of the critic, clipped like the policy's ratio.
 
         ½ · max((V − R)², (clip(V, V_old − c, V_old + c) − R)²)
 
-    So a value that has already moved by c towards its target is not pushed further by the same rollout. Source:
-    `baselines/ppo2` of OpenAI, kept by TRL's former PPO trainer and by verl.
+    Once a value has moved by c toward its target, the same rollout stops pushing it. Source: OpenAI's
+    `baselines/ppo2`, adopted by TRL's former PPO trainer and by verl.
 
     Args:
-        values: V, `(B, T)`, the only input that gets a gradient.
+        values: V, `(B, T)`, the only input that receives a gradient.
         old_values: V_old, `(B, T)`, at the time of the rollout.
         returns: R, `(B, T)`.
         clip_range: Distance c, in units of reward; `None` for no clipping.
 
     Returns:
-        Loss and what was clipped, each `(B, T)`.
+        The loss and where it is clipped, each `(B, T)`.
     """
     errors = (values - returns).square()
     if clip_range is None:
         return ValueLoss(0.5 * errors, torch.zeros_like(errors, dtype=torch.bool))
-    near = values.clamp(old_values - clip_range, old_values + clip_range)
-    clipped_errors = (near - returns).square()
+    clipped_values = values.clamp(old_values - clip_range, old_values + clip_range)
+    clipped_errors = (clipped_values - returns).square()
     return ValueLoss(0.5 * torch.maximum(errors, clipped_errors), clipped_errors > errors)
 
 
 def explained_variance(
     values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor, sum_over_processes: SumOverProcesses = torch.clone
 ) -> float:
-    """Share of the returns' variance that the critic accounts for.
+    """Compute the share of the returns' variance that the critic explains.
 
         1 − Var(returns − values) / Var(returns)
 
-    1 is a perfect critic, 0 one that knows no more than a constant; below 0 it is worse than that.
+    1 is a perfect critic. 0 is no better than a constant, and below 0 is worse.
 
     Args:
         values: `(B, T)`.
@@ -218,8 +219,8 @@ def explained_variance(
         sum_over_processes: See `masked_moments`.
 
     Returns:
-        At most 1; NaN where all returns are equal, because there is nothing to explain.
+        At most 1; NaN if all returns are equal, because there is nothing to explain.
     """
-    spread = masked_moments(returns, mask, sum_over_processes).variance
-    error = masked_moments(returns - values, mask, sum_over_processes).variance
-    return (1 - error / spread).item() if spread > 0 else float("nan")
+    total = masked_moments(returns, mask, sum_over_processes).variance
+    residual = masked_moments(returns - values, mask, sum_over_processes).variance
+    return (1 - residual / total).item() if total > 0 else float("nan")

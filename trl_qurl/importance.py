@@ -1,10 +1,10 @@
-"""The importance ratio of each token, and what is made of it: a clip range, a mask.
+"""Per-token importance ratios, and the clip range and mask derived from them.
 
-Pure functions of tensors and floats, of which `objective.py` builds the objectives.
+Pure functions of tensors and floats; `objective.py` builds the objectives from them.
 
-Shapes: `B` sequences, `T` completion tokens. Equation numbers: QuRL, arXiv:2602.13953. Log-probabilities, in nats:
-`behavior_logps` of the quantized policy that sampled the tokens, `proximal_logps` of the full-precision policy at that
-moment.
+Shapes: `B` sequences, `T` completion tokens. Equation numbers: QuRL, arXiv:2602.13953. Log-probabilities are in nats:
+`behavior_logps` from the quantized policy that sampled the tokens, `proximal_logps` from the full-precision policy at
+rollout time.
 """
 
 import math
@@ -21,7 +21,7 @@ class ClipRange(NamedTuple):
 
 
 def importance_ratio(proximal_logps: torch.Tensor, behavior_logps: torch.Tensor) -> torch.Tensor:
-    """Ratio of the full-precision to the quantized policy at the moment of the rollout.
+    """Compute the ratio of the full-precision to the quantized policy at rollout time.
 
         ρ = π_prox / π_behav = exp(proximal_logps − behavior_logps)
 
@@ -32,25 +32,25 @@ def importance_ratio(proximal_logps: torch.Tensor, behavior_logps: torch.Tensor)
         behavior_logps: `(B, T)`; NaN where the engine returned none.
 
     Returns:
-        ρ, `(B, T)`; 1 where there is nothing to correct by (NaN).
+        ρ, `(B, T)`; 1 where `behavior_logps` is NaN.
 
     Raises:
-        ValueError: The shapes differ or are not two-dimensional.
+        ValueError: If the shapes differ or are not two-dimensional.
     """
     if proximal_logps.shape != behavior_logps.shape or proximal_logps.dim() != 2:
         raise ValueError(
             f"Got proximal_logps {tuple(proximal_logps.shape)}, behavior_logps {tuple(behavior_logps.shape)}: "
-            "pad both to one shape (B, T)."
+            "pad both to the same shape (B, T)."
         )
     return (proximal_logps - behavior_logps).masked_fill(behavior_logps.isnan(), 0.0).exp()
 
 
 def kept_share(rho: torch.Tensor, cap: float) -> torch.Tensor:
-    """Share of the behavior ratio that a cap on ρ keeps.
+    """Compute the share of ρ that remains when it is capped at C.
 
         r = min(1, C / ρ) = π_behav / max(π_behav, π_prox / C)
 
-    Capping ρ at C is lifting π_behav to π_prox / C. Source: Eq. 6-7.
+    Capping ρ at C is equivalent to lifting π_behav to π_prox / C. Source: Eq. 6-7.
 
     Args:
         rho: ρ, `(B, T)`.
@@ -60,19 +60,19 @@ def kept_share(rho: torch.Tensor, cap: float) -> torch.Tensor:
         r in [0, 1], `(B, T)`, exactly 1 where ρ ≤ C.
 
     Raises:
-        ValueError: `cap` is out of range.
+        ValueError: If `cap` is out of range.
     """
     checked_cap(cap)
-    # `where`, not `clamp`: C / ρ rounds, and must not come out just below 1 where nothing was cut.
+    # `where` instead of `clamp`: C / ρ rounds, and must not end up just below 1 where ρ was not capped.
     return torch.where(rho > cap, cap / rho, 1.0)
 
 
 def adaptive_clip_range(rho: torch.Tensor, cap: float, epsilon_low: float, epsilon_high: float) -> ClipRange:
-    """Clip range whose upper bound rises where the cap cuts ρ, and whose lower bound never moves.
+    """Lift the upper clip bound where ρ exceeds the cap; the lower bound never moves.
 
         1 − ε_low' = 1 − ε_low,    1 + ε_high' = (1 + ε_high) / r
 
-    Where r is `kept_share(rho, cap)`. Source: Eq. 9, with DAPO's ε_low and ε_high in the place of its single ε.
+    Where r is `kept_share(rho, cap)`. Source: Eq. 9, with DAPO's ε_low and ε_high instead of its single ε.
 
     Args:
         rho: ρ, `(B, T)`.
@@ -84,28 +84,28 @@ def adaptive_clip_range(rho: torch.Tensor, cap: float, epsilon_low: float, epsil
         Both distances, each `(B, T)`; exactly `epsilon_low` and `epsilon_high` where ρ ≤ C.
 
     Raises:
-        ValueError: `cap` is out of range.
+        ValueError: If `cap` is out of range.
     """
-    lifted = (1.0 + epsilon_high) / kept_share(rho, cap) - 1.0  # (B, T)
-    # (1 + ε) − 1 is not ε in floating point, so a bound that is not lifted does not come from the formula.
-    return ClipRange(torch.full_like(rho, epsilon_low), torch.where(rho > cap, lifted, epsilon_high))
+    lifted_epsilon = (1.0 + epsilon_high) / kept_share(rho, cap) - 1.0  # (B, T)
+    # (1 + ε) − 1 is not ε in floating point, so bounds that are not lifted bypass the formula.
+    return ClipRange(torch.full_like(rho, epsilon_low), torch.where(rho > cap, lifted_epsilon, epsilon_high))
 
 
 def geometric_mask(
     proximal_logps: torch.Tensor, behavior_logps: torch.Tensor, floor: float, cap: float
 ) -> torch.Tensor:
-    """1 for completions on which the two policies agree on average, and 0 for all others.
+    """Return 1 for completions on which the two policies agree on average, and 0 for all others.
 
         M = 1 if floor ≤ (∏ ρ_t)^(1/n) ≤ cap, else 0
 
-    With the geometric mean of ρ over the n tokens that the engine scored; unlike their product it does not grow with
-    the length. Source: Liu et al. 2025, "When Speed Kills Stability", part 3 (richardli.xyz/rl-collapse-3).
+    The geometric mean is over the n tokens that the engine scored. Unlike the product, it does not grow with the
+    length. Source: Liu et al. 2025, "When Speed Kills Stability", part 3 (richardli.xyz/rl-collapse-3).
 
     Args:
         proximal_logps: `(B, T)`.
-        behavior_logps: `(B, T)`; NaN where a token is not learned from, or the engine returned nothing.
-        floor: Smallest mean ratio that is kept.
-        cap: Largest mean ratio that is kept.
+        behavior_logps: `(B, T)`; NaN on tokens that are not learned or that the engine did not score.
+        floor: Smallest mean ratio to keep.
+        cap: Largest mean ratio to keep.
 
     Returns:
         The weights, `(B, 1)`; 1 where no token was scored.
@@ -117,17 +117,17 @@ def geometric_mask(
 
 
 def checked_cap(cap: float | None, floor: float | None = None) -> float:
-    """The cap C of a ratio, if it can limit one.
+    """Validate the cap C of a ratio, and its floor.
 
     Args:
         cap: C, a ratio.
-        floor: The smallest ratio, None for none.
+        floor: Smallest ratio; `None` for no floor.
 
     Returns:
-        `cap`.
+        `cap`, unchanged.
 
     Raises:
-        ValueError: `cap` is not finite and above 0, or `floor` is not in [0, cap].
+        ValueError: If `cap` is not finite and above 0, or `floor` is not in [0, cap].
     """
     if cap is None or not 0 < cap < math.inf:
         raise ValueError(f"Got cap={cap}: give a cap finite and above 0 (2 is usual), or use objective 'decoupled'.")

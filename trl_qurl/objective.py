@@ -1,12 +1,12 @@
-"""The objectives by name, and what a trainer hands to TRL's own loss to compute one.
+"""The objectives by name, and the inputs that make TRL's own loss compute them.
 
-Pure functions of tensors and floats. TRL computes the clipped surrogate, and `surrogate_terms` chooses its inputs so
-that it is the objective asked for, with weights and bounds from `importance.py`. `tests/reference_loss.py` has the
-equations as the papers print them.
+Pure functions of tensors and floats. TRL computes the clipped surrogate; `surrogate_terms` returns the inputs that
+turn it into the requested objective, with weights and bounds from `importance.py`. `tests/reference_loss.py` has the
+equations as printed in the papers.
 
-Shapes: `B` sequences, `T` completion tokens. Equation numbers: QuRL, arXiv:2602.13953. Log-probabilities, in nats:
-`behavior_logps` of the quantized policy that sampled the tokens, `proximal_logps` of the full-precision policy at that
-moment, `policy_logps` of the full-precision policy being updated.
+Shapes: `B` sequences, `T` completion tokens. Equation numbers: QuRL, arXiv:2602.13953. Log-probabilities are in nats:
+`behavior_logps` from the quantized policy that sampled the tokens, `proximal_logps` from the full-precision policy at
+rollout time, `policy_logps` from the full-precision policy being updated.
 """
 
 from dataclasses import dataclass
@@ -23,45 +23,45 @@ from trl_qurl.importance import (
 )
 
 Correction = Literal["none", "full", "truncated", "masked", "masked_sequence"]
-"""The weight: 1, ρ, min(ρ, C), ρ from floor to C and 0 elsewhere, or `geometric_mask`'s."""
+"""Token weight: 1, ρ, min(ρ, C), ρ in [floor, C] and 0 outside, or the output of `geometric_mask`."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """One row of the paper's comparison, one that others use, or one that `register_objective` adds to them."""
+    """An objective of the paper, of related work, or added by `register_objective`."""
 
     name: str  # what users write (`objective="acr"`)
-    source: str  # where it is stated, such as `"Eq. 9 of QuRL"`
-    description: str  # what it does, for model cards; the end of a sentence
-    denominator: Literal["proximal", "behavior"] = "proximal"  # the policy below the clipped ratio
-    correction: Correction = "none"  # the weight on a token, by `Correction`
-    lifts_upper_bound: bool = False  # whether the upper clip bound is divided by the kept share r ("truncated" only)
+    source: str  # where it is defined, such as `"Eq. 9 of QuRL"`
+    description: str  # for model cards; completes a sentence
+    denominator: Literal["proximal", "behavior"] = "proximal"  # denominator of the clipped ratio
+    correction: Correction = "none"  # token weight; see `Correction`
+    lifts_upper_bound: bool = False  # whether to divide the upper clip bound by `kept_share` ("truncated" only)
 
     def __post_init__(self) -> None:
         if self.lifts_upper_bound and self.correction != "truncated":
             raise ValueError(
-                f"Objective {self.name!r} has lifts_upper_bound=True with correction={self.correction!r}: without a "
-                "cap nothing is cut, so set correction='truncated', or leave lifts_upper_bound out."
+                f"Objective {self.name!r} has lifts_upper_bound=True with correction={self.correction!r}: only a "
+                "cap can lift the bound. Set correction='truncated', or leave lifts_upper_bound out."
             )
 
 
-TRL_LOSS = "trl"  # TRL's own loss and correction, which no `Objective` describes
+TRL_LOSS = "trl"  # TRL's own loss and correction, not an `Objective`
 
 OBJECTIVES: dict[str, Objective] = {}
-"""The objectives by name, with those that were added since."""
+"""All objectives by name, including those added by `register_objective`."""
 
 
 def register_objective(objective: Objective) -> None:
-    """Make an objective known under its name, to configs, trainers and model cards.
+    """Make an objective available by name to configs, trainers and model cards.
 
     Args:
         objective: An objective with a new name.
 
     Raises:
-        ValueError: There is one of that name already.
+        ValueError: If the name is taken.
     """
     if objective.name in (*OBJECTIVES, TRL_LOSS):
-        raise ValueError(f"There is an objective {objective.name!r} already: give this one another name.")
+        raise ValueError(f"An objective named {objective.name!r} is already registered: choose another name.")
     OBJECTIVES[objective.name] = objective
 
 
@@ -69,41 +69,41 @@ for _objective in (
     Objective(
         "acr",
         "Eq. 9 of QuRL",
-        "the ratio to the full-precision policy, clipped; each token weighted by the truncated importance ratio, "
-        "which lifts the upper clip bound where it is cut (adaptive clipping range)",
+        "the clipped ratio to the full-precision policy; each token is weighted by the truncated importance ratio, "
+        "and the upper clip bound is lifted where that ratio is truncated (adaptive clipping range)",
         correction="truncated",
         lifts_upper_bound=True,
     ),
     Objective(
         "tis",
         "Eq. 5 of QuRL",
-        "the ratio to the full-precision policy, clipped; each token weighted by the truncated importance ratio",
+        "the clipped ratio to the full-precision policy; each token is weighted by the truncated importance ratio",
         correction="truncated",
     ),
     Objective(
         "decoupled",
         "Eq. 4 of QuRL",
-        "the ratio to the full-precision policy, clipped; each token weighted by the whole importance ratio",
+        "the clipped ratio to the full-precision policy; each token is weighted by the full importance ratio",
         correction="full",
     ),
-    Objective("quantized_ratio", "Eq. 3 of QuRL", "the ratio to the quantized policy, clipped", "behavior"),
+    Objective("quantized_ratio", "Eq. 3 of QuRL", "the clipped ratio to the quantized policy", "behavior"),
     Objective(
         "naive",
         "Eq. 1 of QuRL",
-        "the ratio to the full-precision policy, clipped; the difference to the quantized one is not corrected",
+        "the clipped ratio to the full-precision policy, without a correction for the quantized one",
     ),
     Objective(
         "icepop",
         "IcePop, arXiv 2510.18855",
-        "the ratio to the full-precision policy, clipped; each token weighted by the importance ratio, or left out "
-        "where that is outside of a range",
+        "the clipped ratio to the full-precision policy; each token is weighted by the importance ratio, or dropped "
+        "if that is out of range",
         correction="masked",
     ),
     Objective(
         "geometric_mask",
         "the geometric mask of Liu et al. 2025, richardli.xyz/rl-collapse",
-        "the ratio to the full-precision policy, clipped; completions are left out whose mean importance ratio per "
-        "token is outside of a range",
+        "the clipped ratio to the full-precision policy; completions with a mean importance ratio per token out of "
+        "range are dropped",
         correction="masked_sequence",
     ),
 ):
@@ -111,16 +111,16 @@ for _objective in (
 
 
 class SurrogateTerms(NamedTuple):
-    """What turns the clipped surrogate into one of `OBJECTIVES`; see `surrogate_terms`. All are detached."""
+    """Inputs that turn the clipped surrogate into one of `OBJECTIVES`; see `surrogate_terms`. All are detached."""
 
-    old_logps: torch.Tensor  # `(B, T)`, log-probabilities below the clipped ratio, in nats
+    old_logps: torch.Tensor  # `(B, T)`, log-probabilities in the denominator of the clipped ratio, in nats
     weight: torch.Tensor  # `(B, T)`, factor on each token's surrogate
     epsilon_low: torch.Tensor  # `(B, T)`, distance of the lower clip bound below 1
     epsilon_high: torch.Tensor  # `(B, T)`, distance of the upper clip bound above 1
 
 
 def get_objective(name: str) -> Objective:
-    """Look an objective up by name.
+    """Look up an objective by name.
 
     Args:
         name: A name in `OBJECTIVES`.
@@ -129,10 +129,10 @@ def get_objective(name: str) -> Objective:
         The objective.
 
     Raises:
-        ValueError: There is none of that name; the message lists those there are.
+        ValueError: If the objective is unknown; the message lists the valid names.
     """
     if name not in OBJECTIVES:
-        raise ValueError(f"There is no objective {name!r}. Choose one of: {', '.join(OBJECTIVES)}.")
+        raise ValueError(f"Unknown objective {name!r}. Choose one of: {', '.join(OBJECTIVES)}.")
     return OBJECTIVES[name]
 
 
@@ -146,20 +146,20 @@ def surrogate_terms(
     epsilon_low: float,
     epsilon_high: float,
 ) -> SurrogateTerms:
-    """Inputs with which the plain clipped surrogate computes an objective.
+    """Compute the inputs that turn the plain clipped surrogate into an objective.
 
         weight · min(R·A, clip(R, 1 − ε_low, 1 + ε_high)·A),    R = exp(policy_logps − old_logps)
 
-    Where old_logps, weight, ε_low and ε_high are returned. Source: as `OBJECTIVES` says.
+    Where old_logps, weight, ε_low and ε_high are the results. Source: see `Objective.source`.
 
     Args:
         objective: A name in `OBJECTIVES`.
         proximal_logps: `(B, T)`.
-        behavior_logps: `(B, T)`, may hold NaN: ρ = 1 there, with π_prox instead of π_behav below the ratio.
-        cap: C, a ratio: the largest weight, or the largest ratio that a mask keeps. Finite and above 0 for all but
-            decoupled, quantized_ratio and naive, which do not read it.
-        floor: The smallest weight of acr and tis, a ratio; None for none (the paper has none).
-            For icepop and geometric_mask the smallest ratio that is kept; None for 1 / C.
+        behavior_logps: `(B, T)`, may contain NaN: there ρ is 1, and π_prox replaces π_behav in the denominator.
+        cap: C, a ratio: the largest weight, or the largest ratio that a mask keeps. Must be finite and above 0, but is
+            ignored by decoupled, quantized_ratio and naive.
+        floor: The smallest weight of acr and tis, a ratio; `None` for no floor, as in the paper. For icepop and
+            geometric_mask the smallest ratio to keep; `None` for 1 / C.
         epsilon_low: Distance of the lower clip bound below 1.
         epsilon_high: Distance of the upper clip bound above 1.
 
@@ -167,7 +167,7 @@ def surrogate_terms(
         Four tensors `(B, T)`, detached: no gradient flows through sampling.
 
     Raises:
-        ValueError: Unknown objective, shapes that differ, or a cap or floor out of range.
+        ValueError: If the objective is unknown, the shapes differ, or the cap or floor is out of range.
     """
     preset = get_objective(objective)
     proximal_logps, behavior_logps = proximal_logps.detach(), behavior_logps.detach()

@@ -1,12 +1,12 @@
 r"""Verifiable rewards: does the final answer of a completion equal the reference?
 
-This module finds the answer in the completion (the last `\boxed{}`, else what follows `####`, else what math-verify
-finds in the end of the text); math-verify parses and compares it. The comparison runs in a worker process that is
-started with the first question. SymPy can compute for hours on an answer of ten characters, and only a process can be
-ended at any time and from any thread. The worker is a fresh interpreter, not a fork: it shares neither CUDA nor locks
-with the training process, does not import torch, and does not run the user's script again.
+This module extracts the answer (the last `\boxed{}`, else what follows `####`, else what math-verify finds at the end
+of the text); math-verify parses and compares it. Comparisons run in a worker process that starts with the first one.
+SymPy can spend hours on an answer of ten characters, and only a process can be killed at any time and from any thread.
+The worker is a fresh interpreter, not a fork: it shares neither CUDA nor locks with the training process, does not
+import torch, and does not rerun the user's script.
 
-Not considered: the steps of a solution and its style, unit conversion, rounding, and the question itself.
+Out of scope: the steps and style of a solution, unit conversion, rounding, and the question itself.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from typing import Any
 Completion = str | list[dict[str, str]]
 
 GRADING_TIMEOUT = 15.0
-"""Seconds on the clock after which a comparison is ended; the first one also waits for the worker to start."""
+"""Wall-clock seconds that a comparison may take; the first one also waits for the worker to start."""
 
 CPU_SECONDS = 2.0
-"""Seconds of processor time that a comparison may take, whatever else the machine is doing."""
+"""CPU seconds that a comparison may take, regardless of the load on the machine."""
 
 EXTRA_MEMORY = 1 << 30
-"""Bytes that the worker may use on top of the libraries."""
+"""Bytes that the worker may use on top of its libraries."""
 
 LONGEST_ANSWER, SEARCHED_END = 1000, 2000
-"""Characters of the longest answer, and of the end of a completion in which an answer without a box is looked for."""
+"""Characters of the longest answer, and of the end of a completion that is searched for an answer without a box."""
 
 STARTUP_TIMEOUT = 120
-COMPARISONS_PER_WORKER = 5000  # then a new one, because the libraries cache what they parsed
+COMPARISONS_PER_WORKER = 5000  # then restart it, because the libraries cache what they parse
 READY, EQUAL, DIFFERENT, UNREADABLE = b"ready", b"equal", b"different", b"unreadable"
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -50,48 +50,48 @@ _MARKED = re.compile(r"####[ \t]*([^\n]+)\s*\Z")
 
 
 def answer_reward(completions: list[Completion], answer: list[str], **kwargs: Any) -> list[float | None]:
-    r"""Score each completion 1.0 if its final answer equals the reference, 0.0 if not.
+    r"""Score each completion 1.0 if its final answer equals the reference, else 0.0.
 
     Args:
-        completions: Texts, or conversations whose last message holds the text.
+        completions: Texts, or conversations with the text in the last message.
         answer: Reference answers, one per completion, as LaTeX or plain numbers.
-        **kwargs: Further columns of the data set, which TRL passes and this reward does not use.
+        **kwargs: Other columns of the data set, which TRL passes; ignored.
 
     Returns:
-        One reward per completion; `None`, which TRL leaves out of the mean, where the reference cannot be parsed.
+        One reward per completion; `None` if the reference cannot be parsed. TRL leaves `None` out of the mean.
 
     Raises:
         ImportError: If math-verify is not installed.
     """
-    _require_math_verify()  # before the first answer: a run must not end at its hundredth step
+    _require_math_verify()  # fail fast, not at step 100
     texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
     verdicts = [_verdict(text, str(reference)) for text, reference in zip(texts, answer, strict=True)]
     return [None if verdict == UNREADABLE else float(verdict == EQUAL) for verdict in verdicts]
 
 
 def is_correct(completion: str, answer: str) -> bool:
-    r"""Say whether the final answer of a completion equals the reference.
+    r"""Return whether the final answer of a completion equals the reference.
 
-    The last `\boxed{}` counts, even if an earlier one was right. Text before `</think>` does not count.
+    The last `\boxed{}` counts, even if an earlier one was right. Text before `</think>` is ignored.
 
     Args:
-        completion: All that the model wrote.
+        completion: Everything that the model wrote.
         answer: The reference, as LaTeX, a plain number or words.
 
     Returns:
-        `False` also for a completion without an answer, for one that ends inside its box or its thoughts, for a
-        reference that cannot be parsed, and for a comparison that takes more than `CPU_SECONDS` of a processor,
-        `GRADING_TIMEOUT` seconds or `EXTRA_MEMORY` bytes.
+        Whether they are equal. `False` also if the completion has no answer or ends inside its box or its thoughts,
+        if the reference cannot be parsed, or if the comparison exceeds `CPU_SECONDS`, `GRADING_TIMEOUT` or
+        `EXTRA_MEMORY`.
 
     Raises:
         ImportError: If math-verify is not installed.
-        RuntimeError: If the worker process cannot start, which no answer can cause.
+        RuntimeError: If the worker process cannot start. No answer can cause this.
     """
     return _verdict(completion, answer) == EQUAL
 
 
 def _final_answer(completion: str) -> str:
-    """The part of a completion that math-verify reads: a box, or the end of the text; empty if it is cut off."""
+    """Return what math-verify should read: a box, or the end of the text; empty if the completion is cut off."""
     _, _, spoken = completion.rpartition("</think>")
     if "<think>" in spoken:
         return ""
@@ -137,12 +137,12 @@ def _verdict(completion: str, reference: str) -> bytes:
                 return verdict
             if _end_worker() in (-signal.SIGPROF, -signal.SIGALRM):
                 break
-            # Ended by its age or from outside, which says nothing about the answer: ask once more.
+            # The worker retired or was killed from outside, not because of the answer: ask once more.
         return DIFFERENT
 
 
 def _ask(question: bytes) -> bytes:
-    """The worker's verdict; empty if it ended without one."""
+    """Return the worker's verdict; empty if it died without one."""
     global _worker
     try:
         if _worker is None:
@@ -152,46 +152,46 @@ def _ask(question: bytes) -> bytes:
             _worker.stdin.write(question)
         return _worker.stdout.readline().strip()
     except BaseException:
-        _end_worker()  # after an interrupt, the verdict still to come must not answer the next question
+        _end_worker()  # after an interrupt, a late verdict must not be read as the next answer
         raise
 
 
 def _start_worker() -> subprocess.Popen[bytes]:
     _require_math_verify()
-    # -P and this process's path: import what this process would, and nothing from the current directory.
+    # With -P and this process's path, the worker imports what we would, but nothing from the current directory.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     worker = subprocess.Popen(
         [sys.executable, "-P", "-c", f"from {__name__} import _serve; _serve()"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        bufsize=0,  # no buffers, and so no locks that a fork could copy while they are held
-        env=os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "0"},  # SymPy's steps depend on the order of sets
-        start_new_session=True,  # Ctrl-C is not for the worker
+        bufsize=0,  # no buffers means no locks that a fork could copy while they are held
+        env=os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "0"},  # SymPy depends on the order of sets
+        start_new_session=True,  # Ctrl-C must not reach the worker
     )
     assert worker.stdout is not None
     if worker.stdout.readline().strip() != READY:
         with worker:
             worker.kill()
         raise RuntimeError(
-            f"The process that grades answers ended with status {worker.returncode} before its first question; its "
-            "standard error says why. Check the limits on memory and processes (`ulimit -a`)."
+            f"The worker that grades answers exited with status {worker.returncode} before its first question; see "
+            "its standard error. Check the limits on memory and processes (`ulimit -a`)."
         )
     return worker
 
 
 def _end_worker() -> int | None:
-    """End the worker, if there is one, and return its exit status; the next question starts another."""
+    """Kill the worker, if there is one, and return its exit status; the next question starts a new one."""
     global _worker
-    ended, _worker = _worker, None
-    if ended is None:
+    worker, _worker = _worker, None
+    if worker is None:
         return None
-    with ended:
-        ended.kill()
-    return ended.returncode
+    with worker:
+        worker.kill()
+    return worker.returncode
 
 
 def _after_fork() -> None:
-    """Let a forked child start a worker of its own; no thread of its parent will unlock its copy of the lock."""
+    """Reset a forked child to start its own worker; no thread will ever release its copy of the parent's lock."""
     global _lock, _worker
     for pipe in (_worker.stdin, _worker.stdout) if _worker else ():
         assert pipe is not None
@@ -209,13 +209,13 @@ atexit.register(_end_worker)
 
 
 def _serve() -> None:
-    """Answer questions, one a line, until the input ends. The kernel ends the process when a timer runs out."""
+    """Answer questions, one per line, until the input ends. The kernel kills the process when a timer expires."""
     for number in (signal.SIGALRM, signal.SIGPROF):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     signal.alarm(STARTUP_TIMEOUT)
     replies, null = os.dup(1), os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 1)  # what a library prints is no verdict
+    os.dup2(null, 1)  # output of the libraries must not be read as a verdict
     logging.disable(logging.CRITICAL)
     _compare("\\boxed{\\frac{\\sqrt{3}}{2}+x^2}", "x^2+\\sqrt{3}/2")  # imports the libraries
     os.dup2(null, 2)
@@ -235,15 +235,15 @@ def _serve() -> None:
         os.write(replies, verdict + b"\n")
 
 
-def _compare(given: str, reference: str) -> bytes:
+def _compare(answer: str, reference: str) -> bytes:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
     from sympy.core.random import seed
 
     seed(0)
     latex = LatexExtractionConfig(boxed_match_priority=0)
-    # Without math-verify's own timers, which cannot end a single long multiplication; `_serve` sets the kernel's.
+    # math-verify's own timers are off: they cannot interrupt a single long multiplication. `_serve` sets the kernel's.
     expected = parse(f"\\boxed{{{reference}}}", [latex], parsing_timeout=None)
-    found = parse(given, [latex, ExprExtractionConfig()], parsing_timeout=None)
+    actual = parse(answer, [latex, ExprExtractionConfig()], parsing_timeout=None)
     if not expected:
         return UNREADABLE
-    return EQUAL if verify(expected, found, timeout_seconds=None) else DIFFERENT
+    return EQUAL if verify(expected, actual, timeout_seconds=None) else DIFFERENT

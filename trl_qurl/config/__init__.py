@@ -1,4 +1,4 @@
-"""Configuration of the trainers: TRL's, plus what quantized rollouts and the critic add."""
+"""Trainer configurations: TRL's, plus the settings of quantized rollouts and the critic."""
 
 from trl_qurl.config.grpo import CLIPPED_LOSS_TYPES, DynamicSamplingSettings, QuRLGRPOConfig
 from trl_qurl.config.ppo import QuRLPPOConfig

@@ -1,4 +1,4 @@
-"""Checks that the configurations share."""
+"""Checks shared by the configurations."""
 
 from collections.abc import Callable, Collection
 from difflib import get_close_matches
@@ -9,32 +9,32 @@ from trl_qurl.objective import Objective
 
 
 def check_choice(name: str, value: str | None, choices: Collection[str]) -> None:
-    """Refuse a value that is not one of `choices`; the message lists them, and names one that is spelled like it."""
+    """Raise `ValueError` for a value not in `choices`; the message lists them and suggests the closest match."""
     if value not in choices:
         near = get_close_matches(str(value), choices, 1)
         guess = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(f"{name} is {value!r}, but must be one of {', '.join(map(repr, choices))}{guess}")
 
 
-def check_numbers(config: object, names: Collection[str], is_allowed: Callable[[Any], bool], wanted: str) -> None:
-    """Refuse numbers that are not allowed; the message says what each of these settings must be."""
+def check_numbers(config: object, names: Collection[str], is_allowed: Callable[[Any], bool], requirement: str) -> None:
+    """Raise `ValueError` for settings with a number that is not allowed; `requirement` says what each must be."""
     for name in names:
         value = getattr(config, name)
         if not is_allowed(value):
-            raise ValueError(f"{name} is {value}, but must be {wanted}.")
+            raise ValueError(f"{name} is {value}, but must be {requirement}.")
 
 
 def check_cap(objective: Objective, cap: float | None, floor: float | None) -> None:
-    """Refuse a cap C, or a smallest ratio, with which an objective cannot limit the importance ratio."""
+    """Raise `ValueError` for a cap C or a smallest ratio that cannot limit the importance ratio."""
     if objective.correction in ("none", "full"):
         return
     if cap is None or not 0 < cap < inf:
         raise ValueError(
             f"objective={objective.name!r} limits the ratio, but vllm_importance_sampling_clip_max is {cap}: "
-            "give a positive cap C (the paper: 2.0), or use objective='decoupled' for none."
+            "give a positive cap C (the paper uses 2.0), or use objective='decoupled' for no cap."
         )
     if floor is not None and not 0 <= floor <= cap:
         raise ValueError(
-            f"vllm_importance_sampling_clip_min is {floor}, but must be from 0 to vllm_importance_sampling_clip_max, "
-            f"which is {cap}; None means none."
+            f"vllm_importance_sampling_clip_min is {floor}, but must lie between 0 and "
+            f"vllm_importance_sampling_clip_max={cap}; None means no floor."
         )

@@ -1,6 +1,6 @@
 """Configuration of GRPO on quantized rollouts: TRL's, plus rollouts, objective and dynamic sampling.
 
-Everything that cannot work together is refused here, before a model is loaded.
+Conflicting settings are rejected here, before a model is loaded.
 """
 
 import warnings
@@ -15,34 +15,34 @@ from trl_qurl.config.rollout import QuantizedRolloutsConfig
 from trl_qurl.objective import OBJECTIVES, TRL_LOSS, Objective, get_objective
 
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
-"""TRL's losses that clamp the ratio on both sides and average over tokens: the ones whose bounds ACR can lift."""
+"""TRL's losses that clamp the ratio on both sides and average over tokens, so ACR can lift their upper bound."""
 
-TRLS_DEFAULTS = {field.name: field.default for field in fields(GRPOConfig)}
-
-
-class PapersCap(float):
-    """The default cap C of the paper's objectives, to be told from one that was given."""
+TRL_DEFAULTS = {field.name: field.default for field in fields(GRPOConfig)}
 
 
-PAPERS_CAP = PapersCap(2.0)
+class DefaultCap(float):
+    """Sentinel that distinguishes the default cap C, the paper's, from an explicit 2.0."""
+
+
+DEFAULT_CAP = DefaultCap(2.0)
 
 
 @with_help
 @dataclass
 class DynamicSamplingSettings:
-    """A mixin for a config of TRL: the settings of dynamic sampling.
+    """Mixin for TRL configs: the settings of dynamic sampling.
 
-    Groups whose rewards are all equal have no advantage and teach nothing. With dynamic sampling they are replaced by
-    groups of other prompts until the batch is full, as in DAPO (arXiv:2503.14476, Eq. 11).
+    A group in which all rewards are equal has no advantage and teaches nothing. With dynamic sampling, groups of other
+    prompts replace such groups until the batch is full, as in DAPO (arXiv:2503.14476, Eq. 11).
 
     > Dynamic sampling
 
     Args:
-        dynamic_sampling: Whether groups whose rewards are all equal are replaced by groups of other prompts.
-        dynamic_sampling_max_rounds: Rounds of generation for one batch, the first one included. If they do not fill
-            it, it is used as it is.
-        dynamic_sampling_reward: Name of the reward function that decides; by default the weighted sum of all. Name one
-            where another would always make a difference, as a penalty for length does.
+        dynamic_sampling: Whether to replace groups in which all rewards are equal with groups of other prompts.
+        dynamic_sampling_max_rounds: Generation rounds per batch, including the first. If they do not fill the batch,
+            it is used as is.
+        dynamic_sampling_reward: Name of the reward function that decides; by default the weighted sum of all. Set it
+            if another reward, such as a length penalty, would always make a difference.
     """
 
     dynamic_sampling: bool = False
@@ -53,41 +53,41 @@ class DynamicSamplingSettings:
         super().__post_init__()  # type: ignore[misc]  # TRL's config, which comes after this class
         check_numbers(self, ["dynamic_sampling_max_rounds"], lambda n: n >= 1, "1 or more (10 is usual)")
         if self.dynamic_sampling_reward is not None and not self.dynamic_sampling:
-            raise ValueError("dynamic_sampling_reward judges nothing without dynamic_sampling=True.")
+            raise ValueError("dynamic_sampling_reward has no effect unless dynamic_sampling=True.")
 
 
 @with_help
 @dataclass
 class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfig):
-    """[`~trl.GRPOConfig`] plus the settings of quantized rollouts ([`QuantizedRolloutsConfig`]), of the objective, and
-    of dynamic sampling ([`DynamicSamplingSettings`]). Only new fields, and those whose default changes, are listed.
+    """[`~trl.GRPOConfig`] plus the settings of quantized rollouts ([`QuantizedRolloutsConfig`]), the objective, and
+    dynamic sampling ([`DynamicSamplingSettings`]). Only new fields and fields with a new default are listed.
 
     > Objective
 
     Args:
         objective: `acr` (QuRL, Eq. 9), `tis` (FlashRL, Eq. 5), `decoupled` (Eq. 4), `quantized_ratio` (Eq. 3) or
-            `naive` (Eq. 1). The cap C is `vllm_importance_sampling_clip_max`. `icepop` leaves out tokens, and
-            `geometric_mask` completions, whose ratio is above C or below `vllm_importance_sampling_clip_min` (by
-            default 1/C). `trl` is TRL's own loss with TRL's own correction, as its settings say. By default `acr`, or
-            `tis` with a loss that `acr` does not fit (GSPO, CISPO, ...).
+            `naive` (Eq. 1). The cap C is `vllm_importance_sampling_clip_max`. `icepop` drops tokens, and
+            `geometric_mask` completions, with a ratio above C or below `vllm_importance_sampling_clip_min` (by default
+            1/C). `trl` is TRL's own loss and correction, with TRL's settings. Defaults to `acr`, or to `tis` with a
+            loss that `acr` does not support (GSPO, CISPO, ...).
 
     > Changed defaults
 
-        vllm_importance_sampling_mode: How TRL forms the importance ratio. By default `token_truncate`, or TRL's own
-            default with `objective="trl"`; the other objectives are per token.
-        vllm_importance_sampling_clip_max: Cap C of the importance ratio (a ratio, not a log). By default 2.0, or TRL's
-            own default with `objective="trl"`.
+        vllm_importance_sampling_mode: How TRL computes the importance ratio. Defaults to `token_truncate`, because our
+            objectives are per token; with `objective="trl"`, to TRL's own default.
+        vllm_importance_sampling_clip_max: Cap C of the importance ratio (a ratio, not a log). Defaults to 2.0; with
+            `objective="trl"`, to TRL's own default.
 
     Raises:
-        ValueError: Settings that cannot work together; the message names them and says what to change.
+        ValueError: If settings conflict; the message names them and says what to change.
     """
 
     vllm_importance_sampling_mode: str | None = None
-    vllm_importance_sampling_clip_max: float | None = PAPERS_CAP
+    vllm_importance_sampling_clip_max: float | None = DEFAULT_CAP
     objective: str | None = None
 
     def __post_init__(self) -> None:
-        misfit, is_named = self._misfit_of_lifted_bounds(), self.objective is not None
+        misfit, is_explicit = self._misfit_of_lifted_bounds(), self.objective is not None
         if self.objective is None:
             self.objective = "tis" if misfit else "acr"
         check_choice("objective", self.objective, (*OBJECTIVES, TRL_LOSS))
@@ -97,35 +97,35 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
         objective = get_objective(self.objective)
         self._check_objective(objective)
         if objective.lifts_upper_bound and misfit:
-            setting, way_out = misfit
+            setting, fix = misfit
             raise ValueError(
-                f"{setting} does not fit objective={self.objective!r}, which lifts the upper one of two clip bounds "
-                f"of single tokens: {way_out}, or use objective='tis', which takes any loss, or 'trl'."
+                f"{setting} does not fit objective={self.objective!r}, which lifts the upper of two clip bounds per "
+                f"token: {fix}, or use objective='tis', which works with any loss, or 'trl'."
             )
-        if misfit and not is_named:
+        if misfit and not is_explicit:
             warnings.warn(
                 f"{misfit[0]} does not fit the default objective 'acr', so 'tis' is used. Set objective='tis' to "
                 "avoid this warning.",
                 stacklevel=3,
             )
-        if is_named and objective.lifts_upper_bound and self.updates_per_rollout <= 1:
+        if is_explicit and objective.lifts_upper_bound and self.updates_per_rollout <= 1:
             warnings.warn(
-                "With one optimizer update per rollout the policy ratio is 1 and no clip bound can bind, so "
+                "With one optimizer update per rollout the policy ratio is 1 and clipping never applies, so "
                 f"objective={self.objective!r} is the same as 'tis'. To make several updates per rollout, as the "
                 "paper does, set steps_per_generation above gradient_accumulation_steps, or num_iterations above 1.",
                 stacklevel=3,
             )
 
-    def _replace_trls_defaults(self) -> list[str]:
-        replaced, is_trls = super()._replace_trls_defaults(), self.objective == TRL_LOSS
+    def _replace_trl_defaults(self) -> list[str]:
+        replaced, is_trls = super()._replace_trl_defaults(), self.objective == TRL_LOSS
         mode, cap = "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"
-        defaults = TRLS_DEFAULTS if is_trls else {mode: "token_truncate", cap: float(PAPERS_CAP)}
-        unset = {mode: getattr(self, mode) is None, cap: isinstance(getattr(self, cap), PapersCap)}
-        is_written_out = not is_trls and getattr(self, mode) == TRLS_DEFAULTS[mode]
+        defaults = TRL_DEFAULTS if is_trls else {mode: "token_truncate", cap: float(DEFAULT_CAP)}
+        unset = {mode: getattr(self, mode) is None, cap: isinstance(getattr(self, cap), DefaultCap)}
+        repeats_trl_default = not is_trls and getattr(self, mode) == TRL_DEFAULTS[mode]
         for name, is_unset in unset.items():
             value = getattr(self, name)
-            if is_written_out and value == TRLS_DEFAULTS[name]:
-                replaced.append(f"{name}={value!r} by {defaults[name]!r}")
+            if repeats_trl_default and value == TRL_DEFAULTS[name]:
+                replaced.append(f"{name}={value!r} -> {defaults[name]!r}")
                 is_unset = True
             if is_unset:
                 setattr(self, name, defaults[name])
@@ -135,7 +135,7 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
         if not self.vllm_importance_sampling_correction:
             raise ValueError(
                 "vllm_importance_sampling_correction=False would hide the engine's log-probabilities: leave it True, "
-                "and set objective='naive' for training without correction, or 'trl' for TRL's own loss."
+                "and set objective='naive' to train without a correction, or 'trl' for TRL's own loss."
             )
         if self.vllm_importance_sampling_mode != "token_truncate":
             raise ValueError(
@@ -145,7 +145,7 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
         check_cap(objective, self.vllm_importance_sampling_clip_max, self.vllm_importance_sampling_clip_min)
 
     def _misfit_of_lifted_bounds(self) -> tuple[str, str] | None:
-        """A setting whose loss does not have one upper clip bound per token, and what to set instead."""
+        """Return the setting that rules out one upper clip bound per token, and what to set instead."""
         if self.importance_sampling_level != "token":
             return f"importance_sampling_level={self.importance_sampling_level!r}", "use 'token'"
         if self.loss_type not in CLIPPED_LOSS_TYPES:

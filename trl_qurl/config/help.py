@@ -1,4 +1,4 @@
-"""Help on the command line from the docstring of a configuration, so that each setting is described once."""
+"""Command-line help from the docstrings of configurations, so each setting is described only once."""
 
 import dataclasses
 import inspect
@@ -13,10 +13,10 @@ Config = TypeVar("Config", bound=type)
 
 
 def with_help(config: Config) -> Config:
-    """Give each field the first sentence of its entry in the docstring as help, unless it has its own."""
-    known = {field.name: field for field in dataclasses.fields(config)}
+    """Set each field's help to the first sentence of its docstring entry, unless the field already has help."""
+    fields = {field.name: field for field in dataclasses.fields(config)}
     for entry in ENTRY.finditer(inspect.getdoc(config) or ""):
-        field = known.get(entry["name"])
+        field = fields.get(entry["name"])
         if field is not None and "help" not in field.metadata:
             sentence = SENTENCE.split(" ".join(entry["text"].split()), 1)[0]
             field.metadata = MappingProxyType({**field.metadata, "help": sentence.replace("`", "")})

@@ -1,4 +1,4 @@
-"""Configuration of PPO: that of GRPO on quantized rollouts, plus advantages from a critic."""
+"""Configuration of PPO: GRPO's on quantized rollouts, plus advantages from a critic."""
 
 from dataclasses import dataclass
 from math import inf
@@ -9,7 +9,7 @@ from trl_qurl.config.help import with_help
 
 
 class _Ungrouped(int):
-    """Completions per prompt, of which 1 is enough for a critic: a group needs 2, and only that check uses `<`."""
+    """Completions per prompt that pass TRL's check for a group of 2, the only one that uses `<`: a critic needs 1."""
 
     def __lt__(self, other: object) -> bool:
         return False
@@ -18,36 +18,36 @@ class _Ungrouped(int):
 @with_help
 @dataclass
 class QuRLPPOConfig(QuRLGRPOConfig):
-    """[`QuRLGRPOConfig`] plus the settings of the critic. Only new fields, and those whose default or meaning changes,
-    are listed.
+    """[`QuRLGRPOConfig`] plus the settings of the critic. Only new fields and fields with a new default or meaning are
+    listed.
 
-    Defaults are those of verl, the framework of the paper's PPO run, where it has the setting (marked "verl").
+    Defaults marked "verl" come from verl, the framework of the paper's PPO run.
 
     > Advantages
 
     Args:
         gamma: Discount γ per token, in [0, 1] (verl). Below 1, early tokens of a long answer see little of its reward.
         gae_lambda: λ of generalized advantage estimation (verl): 1 trusts the rewards, 0 the critic.
-        whiten_advantages: Whether advantages get mean 0 and variance 1 over the tokens of the whole rollout, on all
-            processes (verl).
-        kl_in_reward: Whether `beta` weighs a penalty in each token's reward, β·(log π − log π_ref), in place of the KL
+        whiten_advantages: Whether to normalize advantages to mean 0 and variance 1 over all tokens of the rollout, on
+            all processes (verl).
+        kl_in_reward: Whether `beta` weighs a penalty in each token's reward, β·(log π − log π_ref), instead of the KL
             term in the loss (Ziegler et al. 2019).
 
     > Critic
 
-        value_clip_range: How far a value may move from its estimate at rollout time before its loss is clipped, in
-            units of reward (verl). `None` for no clipping.
-        critic_warmup_steps: Optimizer steps at the start in which only the critic learns. The policy's schedule counts
-            them.
-        critic_learning_rate: Learning rate of the critic, constant as in verl (the paper's GSM8K run and verl). For a
+        value_clip_range: How far a value may move from its rollout-time estimate before its loss is clipped, in units
+            of reward (verl). `None` for no clipping.
+        critic_warmup_steps: Number of initial optimizer steps in which only the critic learns. The policy's schedule
+            counts them.
+        critic_learning_rate: Constant learning rate of the critic, as in the paper's GSM8K run and verl. For a
             schedule, override `QuRLPPOTrainer.create_critic_scheduler`.
 
     > Changed defaults
 
-        num_generations: Completions per prompt, from 1 up: a critic needs no group.
-        scale_rewards: TRL's scaling of rewards within groups; only `none` fits a critic.
+        num_generations: Completions per prompt, at least 1: a critic needs no group.
+        scale_rewards: TRL's scaling of rewards within groups; only `none` works with a critic.
 
-    Everything else of the critic follows the policy: optimizer, betas, weight decay (`optim`, `adam_beta1`, ...),
+    The critic shares all other settings with the policy: optimizer, betas, weight decay (`optim`, `adam_beta1`, ...),
     `max_grad_norm`, `gradient_checkpointing`, `model_init_kwargs`.
     """
 
@@ -80,11 +80,11 @@ class QuRLPPOConfig(QuRLGRPOConfig):
         if self.loss_type not in CLIPPED_LOSS_TYPES or self.importance_sampling_level != "token":
             raise ValueError(
                 f"loss_type={self.loss_type!r} with importance_sampling_level={self.importance_sampling_level!r} does "
-                "not fit PPO, whose ratio and advantages are those of single tokens, clipped on both sides: use "
-                f"'token', and one of {', '.join(map(repr, CLIPPED_LOSS_TYPES))}."
+                "not fit PPO, which has one ratio and one advantage per token and clips on both sides: use 'token' "
+                f"and one of {', '.join(map(repr, CLIPPED_LOSS_TYPES))}."
             )
         if self.kl_in_reward and self.beta == 0:
-            raise ValueError("kl_in_reward=True with beta=0 penalizes nothing: give beta a weight (0.001 is usual).")
+            raise ValueError("kl_in_reward=True with beta=0 penalizes nothing: set beta above 0 (0.001 is usual).")
         if self.dynamic_sampling:
             raise ValueError("dynamic_sampling=True replaces groups, and a critic has none: set it to False.")
         if self.scale_rewards not in ("none", False):

@@ -13,22 +13,22 @@ from trl_qurl.objective import OBJECTIVES, TRL_LOSS, get_objective
 @with_help
 @dataclass
 class QuRLRLOOConfig(QuantizedRolloutsConfig, RLOOConfig):
-    """[`~trl.RLOOConfig`] plus the settings of quantized rollouts ([`QuantizedRolloutsConfig`]) and of the objective.
+    """[`~trl.RLOOConfig`] plus the settings of quantized rollouts ([`QuantizedRolloutsConfig`]) and the objective.
     Only new fields are listed.
 
     > Objective
 
     Args:
         objective: `tis` (FlashRL, Eq. 5), `decoupled` (Eq. 4), `quantized_ratio` (Eq. 3) or `naive` (Eq. 1), as for
-            GRPO. `icepop` leaves out tokens, and `geometric_mask` completions, whose ratio is above C or below
-            `vllm_importance_sampling_clip_min`. `trl` is TRL's own loss, which corrects nothing. `acr` is refused: it
-            lifts the clip bounds of single tokens, and RLOO clips one ratio per completion.
+            GRPO. `icepop` drops tokens, and `geometric_mask` completions, with a ratio above C or below
+            `vllm_importance_sampling_clip_min`. `trl` is TRL's own loss without a correction. `acr` is rejected: it
+            lifts the clip bounds of single tokens, but RLOO clips one ratio per completion.
         vllm_importance_sampling_clip_max: Cap C of the importance ratio of a token (a ratio, not a log).
-        vllm_importance_sampling_clip_min: Smallest weight of `tis`, by default none; smallest ratio that the
-            masks keep, by default 1/C.
+        vllm_importance_sampling_clip_min: Smallest weight of `tis`, with no floor by default; or smallest ratio that
+            the masks keep, by default 1/C.
 
     Raises:
-        ValueError: Settings that cannot work together; the message names them and says what to change.
+        ValueError: If settings conflict; the message names them and says what to change.
     """
 
     objective: str = "tis"
@@ -42,9 +42,9 @@ class QuRLRLOOConfig(QuantizedRolloutsConfig, RLOOConfig):
             return
         objective = get_objective(self.objective)
         if objective.lifts_upper_bound:
-            fitting = [name for name, other in OBJECTIVES.items() if not other.lifts_upper_bound]
+            supported = [name for name, other in OBJECTIVES.items() if not other.lifts_upper_bound]
             raise ValueError(
                 f"objective={self.objective!r} lifts the clip bounds of single tokens, and RLOO clips one ratio per "
-                f"completion: use one of {', '.join(map(repr, [*fitting, TRL_LOSS]))}, or QuRLGRPOTrainer."
+                f"completion: use one of {', '.join(map(repr, [*supported, TRL_LOSS]))}, or QuRLGRPOTrainer."
             )
         check_cap(objective, self.vllm_importance_sampling_clip_max, self.vllm_importance_sampling_clip_min)

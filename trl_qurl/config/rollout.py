@@ -1,7 +1,7 @@
-"""Settings of quantized rollouts: what any trainer that takes them needs, whatever its algorithm.
+"""Settings of quantized rollouts, for trainers of any algorithm.
 
 A mixin: `class MyConfig(QuantizedRolloutsConfig, trl.RLOOConfig)` is a dataclass with TRL's fields and these. It reads
-a few of TRL's fields, which all of TRL's trainers with vLLM have (`vllm_mode`, `sync_ref_model`, ...).
+a few fields that all of TRL's trainers with vLLM have (`vllm_mode`, `sync_ref_model`, ...).
 """
 
 import json
@@ -34,79 +34,79 @@ TAKEN_ENGINE_ARGUMENTS = {
     "trust_remote_code": "trust_remote_code",
     "enable_lora": "weight_sync",
     "max_lora_rank": "peft_config",
-    "worker_extension_cls": "trl-qurl, whose worker loads the weights",
+    "worker_extension_cls": "trl-qurl (its worker loads the weights)",
 }
-"""Arguments of the colocated engine that are already taken, and what sets them instead."""
+"""Arguments of the colocated engine that users cannot set, and what governs them."""
 
 
 @with_help
 @dataclass
 class QuantizedRolloutsConfig:
-    """A mixin for a config of TRL: the settings of quantized rollouts.
+    """Mixin for TRL configs: the settings of quantized rollouts.
 
     > Rollout format
 
     Args:
         rollout_quantization: Format of the rollout policy: a name in [`~trl_qurl.quantization.SCHEMES`], or `None` for
-            rollouts that are not quantized, in the engine's own dtype. On the command line, `none` means `None`.
+            unquantized rollouts in the engine's own dtype. On the command line, `none` means `None`.
         quantization_ignore: Modules kept in full precision, in llm-compressor's pattern syntax (`re:.*down_proj`).
-            `auto` among them adds the layers that rounding hurts most, up to a tenth of the bytes; they are chosen by
-            the first prompts before the engine starts, and replace `auto` in logs and checkpoints.
-        uaq_scale: Update-Aware Quantization's s (Sec. 4.3), which rescales the weights of the policy once, before
+            `auto` in the list adds the layers that rounding hurts most, up to a tenth of the bytes. They are chosen
+            with the first prompts before the engine starts, and replace `auto` in logs and checkpoints.
+        uaq_scale: Scale s of update-aware quantization (Sec. 4.3), applied to the policy's weights once, before
             training. 1.0 is off; 1.5 is the best value of Table 4, at a learning rate of 1e-6.
-        smooth_activations: Whether large activations are made smaller before the engine rounds them, and the columns
-            that read them larger (`quantization/smoothing.py`, after SmoothQuant). By default yes, where the format is
-            INT8, the model's architecture is known, and whole weights are sent. The policy's own stay as they are.
-        training_forward: The trainer's forward pass, in scoring and update: `full_precision`, or `quantized`, with
-            weights and activations rounded as the engine does it. The gradient passes straight through the rounding.
-            What is trained is then the quantized policy: evaluate and serve it in the rollouts' format.
+        smooth_activations: Whether to shrink large activations before the engine rounds them, and enlarge the columns
+            that read them (`quantization/smoothing.py`, after SmoothQuant). On by default if the format is INT8, the
+            model's architecture is supported, and whole weights are sent. The policy's own weights do not change.
+        training_forward: The trainer's forward pass, for scoring and updates: `full_precision`, or `quantized`, which
+            rounds weights and activations as the engine does. The gradient passes straight through the rounding.
+            This trains the quantized policy: evaluate and serve it in the rollouts' format.
 
     > Weight sync
 
         weight_sync: How weights reach the engine: `auto`, `stream`, `checkpoint`, `adapter` or `llmcompressor`.
             `stream` sends tensors (in process or over NCCL), `checkpoint` writes them for the engine to reload.
-            `adapter` sends a LoRA adapter alone, to an engine that has the frozen base, quantized once; the other ways
-            merge it into the weights that they send. `auto` sends the adapter to a server that takes adapters, streams
-            where both sides can, and otherwise writes checkpoints; the choice and its reason are logged.
-            `llmcompressor` lets llm-compressor write the checkpoint at every sync: the reference, and slow.
-        round_base: Whether the frozen base below a LoRA adapter becomes, in the trainer, what the engine's codes stand
-            for, so that both policies have the same weights. It implies `weight_sync="adapter"`.
-        rollout_checkpoint_dir: Directory for checkpoints that the engine loads; a server must see it too. By default
-            memory (`/dev/shm`) where there is room, else the system's temporary directory. Removed after the run.
+            `adapter` sends only the LoRA adapter, to an engine that has the frozen base, quantized once; the other
+            methods merge the adapter into the weights they send. `auto` sends the adapter to a server that accepts
+            adapters, streams where both sides can, and otherwise writes checkpoints; the log states the choice and its
+            reason. `llmcompressor` writes a checkpoint with llm-compressor at every sync: the slow reference.
+        round_base: Whether the trainer replaces the frozen base below a LoRA adapter with the values that the engine's
+            codes represent, so both policies have the same weights. Implies `weight_sync="adapter"`.
+        rollout_checkpoint_dir: Directory for checkpoints that the engine loads; a server must see it too. Defaults to
+            memory (`/dev/shm`) if there is room, else to the system's temporary directory. Removed after the run.
         vllm_request_timeout: Seconds a request to the vLLM server may take before it counts as failed.
-        max_server_recoveries: How often in a row a run continues after its vLLM server has failed: it waits for the
-            server for up to `vllm_server_timeout` seconds, sends the weights again, and repeats what failed. With 0
-            the first failure ends training.
-        vllm_engine_kwargs: Further arguments of the colocated `vllm.LLM` (`enforce_eager`, `block_size`, ...), as
-            a dictionary.
+        max_server_recoveries: How many times in a row a run survives a failure of its vLLM server. It waits up to
+            `vllm_server_timeout` seconds for the server, resends the weights, and repeats the failed operation. With
+            0, the first failure ends training.
+        vllm_engine_kwargs: Extra arguments of the colocated `vllm.LLM` (`enforce_eager`, `block_size`, ...), as a
+            dictionary.
 
     > Checks and measurements
 
         sync_check_interval: Syncs between checks of the engine by digests and probe; 0 for none. Digests compare all
             tensors on both sides. The first sync is always checked, unless this is 0.
         sync_probe: Whether checks of the engine include the probe. It compares the engine's log-probabilities of fixed
-            prompts with the trainer's own quantized forward pass; left out under FSDP 1 and ZeRO-3, whose layers are
-            never whole.
+            prompts with the trainer's own quantized forward pass. It is skipped under FSDP 1 and ZeRO-3, because they
+            never hold whole layers.
         weight_metrics_interval: Syncs between measurements of the weights (Eqs. 13 and 14); 0 for none. Appendix A
-            uses 16. They need a copy of the quantized layers' weights in the main process' host memory, 2 to 3 bytes
-            each.
+            uses 16. They keep a copy of the quantized layers' weights in the main process's host memory, at 2 to 3
+            bytes per weight.
 
     > Guard
 
-        mismatch_guard: What to do once the policy that samples has drifted from the policy that learns: `off`, `warn`,
-            `stop` or `fallback`. `warn` says so once per alarm, `stop` leaves a checkpoint and ends training, and
-            `fallback` starts the colocated engine again without quantization and goes on.
-        mismatch_guard_kl: KL (`mismatch/kl_k3`, nats per token) from which the guard acts. The median of five rollouts
-            decides. The guard also watches the tail of the importance ratio and the effective sample size, whose
-            thresholds are fixed.
+        mismatch_guard: What to do when the sampling policy has drifted from the learning policy: `off`, `warn`, `stop`
+            or `fallback`. `warn` warns once per alarm, `stop` saves a checkpoint and ends training, and `fallback`
+            restarts the colocated engine without quantization and continues.
+        mismatch_guard_kl: KL (`mismatch/kl_k3`, nats per token) at which the guard acts. The median of five rollouts
+            decides. The guard also watches the tail of the importance ratio and the effective sample size, with fixed
+            thresholds.
 
     > Changed default
 
-        use_vllm: Whether to generate with vLLM. There is no quantized rollout without it.
+        use_vllm: Whether to generate with vLLM. Quantized rollouts require it.
 
     Raises:
-        ValueError: Settings that cannot work together; the message names them and says what to change.
-        ImportError: `weight_sync="llmcompressor"` without llm-compressor.
+        ValueError: If settings conflict; the message names them and says what to change.
+        ImportError: If `weight_sync="llmcompressor"` and llm-compressor is not installed.
     """
 
     use_vllm: bool = True
@@ -139,16 +139,16 @@ class QuantizedRolloutsConfig:
     mismatch_guard_kl: float = 0.1
 
     def __post_init__(self: Any) -> None:
-        replaced = self._replace_trls_defaults()
+        replaced = self._replace_trl_defaults()
         if replaced:
             warnings.warn(
-                f"Settings with TRL's defaults, which do not work here, are replaced: {', '.join(replaced)}. "
-                "Leave them out to avoid this warning.",
+                f"Replaced TRL's defaults that do not work with quantized rollouts: {', '.join(replaced)}. "
+                "Leave these settings out to avoid this warning.",
                 stacklevel=4,
             )
-        super().__post_init__()  # type: ignore[misc]  # TRL's config, which comes after this class
+        super().__post_init__()  # type: ignore[misc]  # TRL's config comes after this class
         self.rollout_quantization = parse_scheme(self.rollout_quantization)
-        if isinstance(self.quantization_ignore, str):  # one pattern, as YAML may give it
+        if isinstance(self.quantization_ignore, str):  # one pattern, as YAML allows
             self.quantization_ignore = [self.quantization_ignore]
         self._check_format()
         self._check_uaq()
@@ -159,39 +159,39 @@ class QuantizedRolloutsConfig:
 
     @property
     def engine_kwargs(self) -> dict[str, Any]:
-        """`vllm_engine_kwargs` as a dictionary, which the command line gives as JSON."""
-        given = self.vllm_engine_kwargs
+        """`vllm_engine_kwargs` as a dictionary; the command line passes JSON."""
+        kwargs = self.vllm_engine_kwargs
         try:
-            return {**json.loads(given)} if isinstance(given, str) else dict(given or {})
+            return {**json.loads(kwargs)} if isinstance(kwargs, str) else dict(kwargs or {})
         except (TypeError, ValueError):
             raise ValueError(
-                f'vllm_engine_kwargs is {given!r}: write a JSON dictionary, such as {{"enforce_eager": true}}.'
+                f'vllm_engine_kwargs is {kwargs!r}: write a JSON dictionary, such as {{"enforce_eager": true}}.'
             ) from None
 
     @property
     def updates_per_rollout(self: Any) -> float:
-        """Optimizer updates made with the tokens of one rollout."""
+        """Optimizer updates per rollout."""
         return self.num_iterations * self.steps_per_generation / self.gradient_accumulation_steps
 
-    def _replace_trls_defaults(self) -> list[str]:
-        """Replace settings that have TRL's default and do not work here; returns the replacements, for a warning."""
+    def _replace_trl_defaults(self) -> list[str]:
+        """Replace TRL's defaults that do not work here; return the replacements, for a warning."""
         if self.use_vllm:
             return []
         self.use_vllm = True
-        return ["use_vllm=False by True"]
+        return ["use_vllm=False -> True"]
 
     def _check_format(self: Any) -> None:
         check_choice("training_forward", self.training_forward, ("full_precision", "quantized"))
         if self.training_forward == "quantized" and self.rollout_quantization is None:
             raise ValueError(
-                "training_forward='quantized' with rollout_quantization=None has nothing to round: name a format, or "
-                "use training_forward='full_precision'."
+                "training_forward='quantized' with rollout_quantization=None has nothing to round: choose a format "
+                "or use training_forward='full_precision'."
             )
         check_choice("weight_sync", self.weight_sync, ("auto", "stream", "checkpoint", "adapter", "llmcompressor"))
         if self.round_base and (self.weight_sync not in ("auto", "adapter") or self.rollout_quantization is None):
             raise ValueError(
-                "round_base=True needs a format and an adapter that is sent by itself, but rollout_quantization is "
-                f"{self.rollout_quantization!r} and weight_sync is {self.weight_sync!r}: name a format, with "
+                "round_base=True needs a format and an adapter that is not merged, but rollout_quantization is "
+                f"{self.rollout_quantization!r} and weight_sync is {self.weight_sync!r}: choose a format and "
                 "weight_sync='adapter', or set round_base=False."
             )
         if self.weight_sync != "llmcompressor":
@@ -200,17 +200,17 @@ class QuantizedRolloutsConfig:
         if self.rollout_quantization is None:
             raise ValueError(
                 "weight_sync='llmcompressor' with rollout_quantization=None quantizes nothing: use weight_sync='auto' "
-                "or name a format."
+                "or choose a format."
             )
         if self.world_size > 1:
             raise ValueError(
                 f"weight_sync='llmcompressor' works in one process, and this run has {self.world_size}. Use "
-                "weight_sync='auto', which makes the same codes and scales."
+                "weight_sync='auto', which produces the same codes and scales."
             )
 
     def _check_uaq(self: Any) -> None:
-        wanted = "positive and finite (the paper uses 1.5; 1.0 turns UAQ off)"
-        check_numbers(self, ["uaq_scale"], lambda scale: scale is not None and 0 < scale < inf, wanted)
+        requirement = "positive and finite (the paper uses 1.5; 1.0 turns UAQ off)"
+        check_numbers(self, ["uaq_scale"], lambda scale: scale is not None and 0 < scale < inf, requirement)
         if self.sync_ref_model and self.uaq_scale != 1.0:
             raise ValueError(
                 f"sync_ref_model=True mixes the policy's weights, which uaq_scale={self.uaq_scale} rescales, into a "
@@ -219,35 +219,35 @@ class QuantizedRolloutsConfig:
 
     @property
     def smooths(self: Any) -> bool | None:
-        """`smooth_activations`, or `None` where the model decides."""
+        """`smooth_activations`, or `None` if the model decides."""
         return self.smooth_activations if self._unsmoothable() is None else False
 
     def _unsmoothable(self: Any) -> str | None:
-        """The setting that does not let activations be smoothed."""
+        """Return the setting that rules out smoothing, if there is one."""
         name = self.rollout_quantization
         if name is None or not get_scheme(name).is_smoothed:
-            return f"rollout_quantization={name!r}, for it is for INT8"
+            return f"rollout_quantization={name!r} (smoothing is for INT8)"
         if self.weight_sync in ("adapter", "llmcompressor"):
-            return f"weight_sync={self.weight_sync!r}, for it is folded into whole weights on their way"
+            return f"weight_sync={self.weight_sync!r} (smoothing is folded into whole weights as they are sent)"
         if self.round_base:
-            return "round_base=True, which sends no whole weights"
+            return "round_base=True (no whole weights are sent)"
         return "training_forward='quantized'" if self.training_forward == "quantized" else None
 
     def _check_layers(self: Any) -> None:
         if self.smooth_activations and (setting := self._unsmoothable()):
-            raise ValueError(f"smooth_activations=True does not go with {setting}: leave it out.")
+            raise ValueError(f"smooth_activations=True does not work with {setting}: leave it out.")
         if AUTO in self.quantization_ignore and (self.vllm_mode == "server" or self.training_forward == "quantized"):
             raise ValueError(
                 "quantization_ignore='auto' chooses layers when the engine starts in this process, but vllm_mode is "
                 f"{self.vllm_mode!r} and training_forward is {self.training_forward!r}: run `trl-qurl mismatch MODEL "
-                "--kl 5e-3` and give the list that it writes, also to `trl-qurl serve --ignore`."
+                "--kl 5e-3` and set the list that it writes, also as `trl-qurl serve --ignore`."
             )
 
     def _check_engine(self: Any) -> None:
         check_choice("vllm_mode", self.vllm_mode, ("colocate", "server"))
         if self.use_transformers_continuous_batching:
             raise ValueError(
-                "use_transformers_continuous_batching=True asks transformers to generate, which has no quantized "
+                "use_transformers_continuous_batching=True asks transformers to generate, without quantized "
                 "rollouts: set it to False, or use TRL's own trainer with use_vllm=False."
             )
         check_numbers(self, ["vllm_request_timeout"], lambda x: x > 0, "a positive number of seconds")
@@ -269,24 +269,24 @@ class QuantizedRolloutsConfig:
 
     def _check_guard(self: Any) -> None:
         check_choice("mismatch_guard", self.mismatch_guard, ("off", "warn", "stop", "fallback"))
-        wanted = "positive and finite (nats per token; the default is 0.1)"
-        check_numbers(self, ["mismatch_guard_kl"], lambda kl: 0 < kl < inf, wanted)
+        requirement = "positive and finite (nats per token; the default is 0.1)"
+        check_numbers(self, ["mismatch_guard_kl"], lambda kl: 0 < kl < inf, requirement)
         if self.mismatch_guard != "fallback":
             return
         if self.vllm_mode == "server":
             raise ValueError(
-                "mismatch_guard='fallback' with vllm_mode='server': a trainer cannot start a server again in another "
-                "format. Use mismatch_guard='stop'; after a stop start `trl-qurl serve MODEL --scheme none`, and "
+                "mismatch_guard='fallback' with vllm_mode='server': a trainer cannot restart a server in another "
+                "format. Use mismatch_guard='stop'; after a stop, start `trl-qurl serve MODEL --scheme none` and "
                 "resume with rollout_quantization=None."
             )
-        nothing_left = {
-            "rollout_quantization=None, whose rollouts are in 16 bits": self.rollout_quantization is None,
+        futile = {
+            "rollout_quantization=None, with rollouts already in 16 bits": self.rollout_quantization is None,
             "training_forward='quantized', which learns in the rollouts' format": self.training_forward == "quantized",
-            "round_base=True, whose trainer has the engine's weights": self.round_base,
+            "round_base=True, which gives the trainer the engine's weights": self.round_base,
         }
-        for setting, is_set in nothing_left.items():
+        for setting, is_set in futile.items():
             if is_set:
                 raise ValueError(
-                    f"mismatch_guard='fallback' with {setting}: 16 bits would remove no mismatch. Use "
+                    f"mismatch_guard='fallback' with {setting}: 16 bits would not reduce the mismatch. Use "
                     "mismatch_guard='warn' or 'stop'."
                 )

@@ -1,4 +1,4 @@
-"""A warning about sampling settings of which the trainer's log-probabilities know nothing."""
+"""Warn about sampling settings that the trainer's log-probabilities do not account for."""
 
 import warnings
 from typing import Any
@@ -6,48 +6,48 @@ from typing import Any
 from trl_qurl.objective import OBJECTIVES, TRL_LOSS
 
 NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""The sampling settings that change the engine's log-probabilities, with the values at which they do not."""
+"""Sampling settings that change the engine's log-probabilities, with the values that turn them off."""
 
-NONE_OF_IT = {"top_k": (0, -1)}  # vLLM's two ways to say that all tokens are kept
+DISABLED = {"top_k": (0, -1)}  # vLLM has two ways to keep all tokens
 
 
 def warn_of_biased_ratio(args: Any, stacklevel: int) -> None:
-    """Warn where sampling makes the importance ratio wrong, and say for what that matters.
+    """Warn if sampling settings make the importance ratio wrong, and state what is affected.
 
-    The engine returns log-probabilities as it sampled: of a distribution that was cut and scaled up, or penalized. The
-    trainer's are of the whole vocabulary (with `temperature`, which it knows). Where tokens are cut, ρ is too small by
-    the factor S, the probability of what was kept: log ρ is off by log S at each position. See
+    The engine reports log-probabilities of the distribution it sampled from: truncated and renormalized, or penalized.
+    The trainer's cover the whole vocabulary, at the same `temperature`. If tokens are cut, ρ is too small by the
+    factor S, the probability mass that remains: log ρ is off by log S at each position. See
     https://github.com/huggingface/trl/issues/6789 and https://github.com/vllm-project/vllm/issues/42259.
 
     Args:
-        args: A config of TRL, checked by TRL, with or without an `objective`.
-        stacklevel: That of the caller, as `warnings.warn` takes it.
+        args: A config that TRL has validated, with or without an `objective`.
+        stacklevel: The caller's, as for `warnings.warn`.
     """
-    given = biasing_settings(args)
-    if not given:
+    biasing = biasing_settings(args)
+    if not biasing:
         return
-    named = ", ".join(f"{name}={value}" for name, value in given.items())
-    wanted = ", ".join(f"{name}={value}" for name, value in {**NEUTRAL, "min_p": None}.items())
+    settings = ", ".join(f"{name}={value}" for name, value in biasing.items())
+    neutral = ", ".join(f"{name}={value}" for name, value in {**NEUTRAL, "min_p": None}.items())
     warnings.warn(
-        f"{named}: the engine's log-probabilities are those of the distribution that is left, the trainer's are of "
-        "the whole vocabulary. So the importance ratio is wrong (too small, where tokens are cut): "
-        f"{_harm(args)}. Set {wanted}, also in generation_kwargs. The setting temperature does no harm.",
+        f"{settings}: the engine's log-probabilities account for this, but the trainer's cover the unmodified "
+        "distribution over the whole vocabulary. The importance ratio is therefore wrong (too small if tokens are "
+        f"cut): {_harm(args)}. Set {neutral}, also in generation_kwargs. The temperature setting does no harm.",
         stacklevel=stacklevel + 1,
     )
 
 
 def biasing_settings(args: Any) -> dict[str, Any]:
-    """The settings that make the importance ratio wrong, with their values; `generation_kwargs` override fields."""
+    """Return the settings that make the importance ratio wrong, by name; `generation_kwargs` override fields."""
     overrides = args.generation_kwargs or {}
-    given = {}
+    biasing = {}
     for name, neutral in NEUTRAL.items():
         label = f"generation_kwargs[{name!r}]" if name in overrides else name
         value = overrides.get(name, getattr(args, name))
-        if value is not None and value not in NONE_OF_IT.get(name, (neutral,)):
-            given[label] = value
-    if overrides.get("temperature", args.temperature) != args.temperature:  # the trainer reads the field alone
-        given["generation_kwargs['temperature']"] = overrides["temperature"]
-    return given
+        if value is not None and value not in DISABLED.get(name, (neutral,)):
+            biasing[label] = value
+    if overrides.get("temperature", args.temperature) != args.temperature:  # the trainer reads only the field
+        biasing["generation_kwargs['temperature']"] = overrides["temperature"]
+    return biasing
 
 
 def _harm(args: Any) -> str:
@@ -57,7 +57,7 @@ def _harm(args: Any) -> str:
     elif name in OBJECTIVES:
         uses_ratio = OBJECTIVES[name].correction != "none" or OBJECTIVES[name].denominator == "behavior"
     else:
-        return "the metrics mismatch/* are off, and so is every correction by it"
+        return "the mismatch/* metrics are wrong, and so is every correction based on it"
     if uses_ratio:
-        return f"objective={name!r} weighs or clips tokens wrongly, and the metrics mismatch/* are off"
-    return f"objective={name!r} does not use it, so only the metrics mismatch/* are off"
+        return f"objective={name!r} weighs or clips tokens wrongly, and the mismatch/* metrics are wrong"
+    return f"objective={name!r} does not use it, so only the mismatch/* metrics are wrong"

@@ -1,6 +1,6 @@
-"""Quantization: formats (`formats`), which layers (`layers`), as a stream (`stream`) or on disk (`checkpoint`).
+"""Quantization: formats (`formats`), layer selection (`layers`), as a stream (`stream`) or on disk (`checkpoint`).
 
-`uaq` prepares a model so that its updates survive rounding (UAQ).
+`uaq` prepares a model for update-aware quantization, which helps its updates survive rounding.
 """
 
 from trl_qurl.quantization.checkpoint import write_checkpoint

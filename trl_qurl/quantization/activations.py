@@ -1,7 +1,7 @@
-"""Round a layer's inputs as vLLM's kernels do, and back.
+"""Quantize and dequantize a layer's inputs as vLLM's kernels do.
 
-They differ from compressed-tensors: INT8 kernels map a token's largest input to 127, not 127.5. MXFP8 kernels raise a
-shared exponent only if the largest input would exceed 448.
+The kernels differ from compressed-tensors: for INT8 they map a token's largest input to 127, not 127.5. For MXFP8 they
+raise a shared exponent only if the largest input would exceed 448.
 """
 
 import torch
@@ -12,7 +12,7 @@ SMALLEST_GROUP_ABSMAX = 1e-10
 
 MANTISSA_BITS, LARGEST_FP8_EXPONENT = 23, 8  # of float32 and E4M3
 BELOW_QUARTER = (1 << (MANTISSA_BITS - 2)) - 1
-"""Added to a float32's bits, it raises the exponent if the mantissa exceeds 1.75; E4M3 ends at 1.75 * 2^8."""
+"""Adding this to a float32's bits raises the exponent if the mantissa exceeds 1.75; E4M3 ends at 1.75 * 2^8."""
 
 
 def int8_per_token(inputs: torch.Tensor) -> torch.Tensor:

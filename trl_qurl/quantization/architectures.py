@@ -1,13 +1,13 @@
-"""Which norm feeds which linear layers, by `model_type`: all that is known about models to rescale them."""
+"""Map from norms to the linear layers they feed, by `model_type`: all that rescaling needs to know about a model."""
 
 from typing import NamedTuple
 
 
 class Architecture(NamedTuple):
-    """Which norm feeds which linear layers, inside one decoder layer.
+    """Norms and the linear layers they feed, inside one decoder layer.
 
     Attributes:
-        feeds: Linear layers by the norm that feeds them; names are those inside the decoder layer.
+        feeds: Linear layers by the norm that feeds them; names are relative to the decoder layer.
         gain_offset: The norm multiplies by gain_offset + weight: 0, or 1 in the Gemma family.
     """
 
@@ -19,8 +19,8 @@ ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 MLP = ("mlp.gate_proj", "mlp.up_proj")
 FUSED_MLP = ("mlp.gate_up_proj",)
 
-# Which layers: Fig. 5. In Gemma 2 and 3 `post_attention_layernorm` normalizes what attention gives back; another feeds
-# the MLP. In Cohere's models attention and MLP read the same norm.
+# Layers as in Fig. 5. In Gemma 2 and 3 `post_attention_layernorm` normalizes the output of attention; another norm
+# feeds the MLP. In Cohere's models attention and MLP read the same norm.
 LLAMA = Architecture({"input_layernorm": ATTENTION, "post_attention_layernorm": MLP})
 GLM = Architecture({"input_layernorm": ATTENTION, "post_attention_layernorm": FUSED_MLP})
 PHI3 = Architecture({"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": FUSED_MLP})
@@ -36,5 +36,5 @@ ARCHITECTURES = {
     "gemma": Architecture(LLAMA.feeds, gain_offset=1.0),
     **dict.fromkeys(("gemma2", "gemma3_text"), GEMMA2),
 }
-"""By `model_type`. Not here: models whose norms come after their blocks (OLMo 2 and 3, EXAONE 4), so that no norm
-feeds a layer, and those whose norms have biases (StarCoder 2, Nemotron)."""
+"""Architectures by `model_type`. Unsupported are models with norms after their blocks (OLMo 2 and 3, EXAONE 4), where
+no norm feeds a layer, and models with biases in their norms (StarCoder 2, Nemotron)."""

@@ -1,4 +1,4 @@
-"""What is kept between runs: quantized checkpoints that servers start from, the demo's pretrained policy."""
+"""Files kept between runs: quantized checkpoints that servers start from, and the demo's pretrained policy."""
 
 import os
 from collections.abc import Callable
@@ -10,19 +10,19 @@ CACHE_VARIABLE = "TRL_QURL_CACHE"
 
 
 def cache_directory() -> Path:
-    """The cache: `$TRL_QURL_CACHE`, or `trl-qurl` in the user's cache directory."""
-    if chosen := os.environ.get(CACHE_VARIABLE):
-        return Path(chosen)
+    """Return the cache: `$TRL_QURL_CACHE`, or `trl-qurl` in the user's cache directory."""
+    if override := os.environ.get(CACHE_VARIABLE):
+        return Path(override)
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "trl-qurl"
 
 
-def cached(place: Path, make: Callable[[Path], None]) -> Path:
-    """Let `make` create a directory, atomically, if it is missing; one process makes it and the others wait.
+def cached(path: Path, make: Callable[[Path], None]) -> Path:
+    """Create a directory with `make` if it is missing; one process makes it while the others wait.
 
-    Its name must contain everything that its contents depend on.
+    `make` must be atomic, and the name must encode everything that the contents depend on.
     """
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{place}.lock"):
-        if not place.exists():
-            make(place)
-    return place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            make(path)
+    return path

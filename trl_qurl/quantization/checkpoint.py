@@ -1,7 +1,7 @@
 """Whole quantized checkpoints: weights, config and tokenizer, as vLLM loads them.
 
-llm-compressor is the reference for what a checkpoint in each format is. Our stream writes the same tensors without it
-(pip cannot install it beside vLLM) and without a second model in memory. Only this file imports llm-compressor.
+llm-compressor is the reference for every format. Our stream writes the same tensors without it (pip cannot install it
+beside vLLM) and without a second model in memory. Only this file imports llm-compressor.
 """
 
 import contextlib
@@ -49,22 +49,22 @@ def write_checkpoint(
         output_dir: Directory to create; an earlier quantized checkpoint is replaced once the new one is complete.
         ignore: Modules kept in full precision, in llm-compressor's pattern syntax.
         quantizer: `"streaming"`, or `"llmcompressor"`, which writes the same tensors from a copy of the model.
-        show_progress: Show a bar on a terminal; llm-compressor has none.
+        show_progress: Show a progress bar on a terminal; not with llm-compressor.
 
     Raises:
-        ValueError: Unknown scheme or quantizer, or nothing left to quantize.
-        ImportError: llm-compressor is asked for and missing.
-        FileExistsError: The directory holds something other than a quantized checkpoint.
-        OSError: The directory cannot be written; nothing is left behind.
+        ValueError: If the scheme or quantizer is unknown, or there is nothing to quantize.
+        ImportError: If llm-compressor is requested but not installed.
+        FileExistsError: If the directory holds something other than a quantized checkpoint.
+        OSError: If the directory cannot be written; nothing is left behind.
     """
     check_quantizer(quantizer)
-    chosen = get_scheme(scheme)
-    quantized_layer_names(model, ignore, chosen)  # refuses what the format cannot store, whoever quantizes
+    target = get_scheme(scheme)
+    quantized_layer_names(model, ignore, target)  # raises for unsupported layers, with either quantizer
     check_replaceable(output_dir)
     parameters: NamedTensors = list(model_parameters(model))
     if show_progress and quantizer == "streaming":
-        parameters = tqdm(parameters, f"Rounding to {chosen.label}", disable=None)
-    CheckpointWriter(model, tokenizer, chosen, ignore).quantize(parameters, output_dir, quantizer)
+        parameters = tqdm(parameters, f"Rounding to {target.label}", disable=None)
+    CheckpointWriter(model, tokenizer, target, ignore).quantize(parameters, output_dir, quantizer)
 
 
 def check_quantizer(name: str, setting: str = "quantizer", instead: str = "streaming") -> None:
@@ -73,7 +73,7 @@ def check_quantizer(name: str, setting: str = "quantizer", instead: str = "strea
         raise ValueError(f"Unknown quantizer {name!r}: choose one of {', '.join(map(repr, QUANTIZERS))}.")
     if name == "llmcompressor" and importlib.util.find_spec("llmcompressor") is None:
         raise ImportError(
-            f"{setting}='llmcompressor' needs llm-compressor, which is not installed: run "
+            f"{setting}='llmcompressor' needs llm-compressor, but it is not installed: run "
             f"`pip install 'trl-qurl[llmcompressor]'`, or use {setting}={instead!r}, which writes the same codes."
         )
 
@@ -81,22 +81,22 @@ def check_quantizer(name: str, setting: str = "quantizer", instead: str = "strea
 def load_model(
     name_or_path: str, trust_remote_code: bool = False
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """Load a model of the architecture that its config names, and its tokenizer, or processor if it sees pictures."""
+    """Load a model with the architecture in its config, and its tokenizer, or its processor if it accepts images."""
     import transformers
 
     trust = {"trust_remote_code": trust_remote_code}
     config = transformers.AutoConfig.from_pretrained(name_or_path, **trust)
-    named = (config.architectures or [""])[0]
-    kind = getattr(transformers, named, transformers.AutoModelForCausalLM)
-    sees = getattr(config, "vision_config", None) is not None
-    tokenizer = transformers.AutoProcessor if sees else transformers.AutoTokenizer
-    model = kind.from_pretrained(name_or_path, dtype="auto", **trust)
+    architecture = (config.architectures or [""])[0]
+    cls = getattr(transformers, architecture, transformers.AutoModelForCausalLM)
+    has_vision = getattr(config, "vision_config", None) is not None
+    tokenizer = transformers.AutoProcessor if has_vision else transformers.AutoTokenizer
+    model = cls.from_pretrained(name_or_path, dtype="auto", **trust)
     return model, tokenizer.from_pretrained(name_or_path, **trust)
 
 
 @dataclass(frozen=True)
 class CheckpointWriter:
-    """Writes checkpoints of one model in one format; with no scheme, they are not quantized."""
+    """Writer for checkpoints of one model in one format; with no scheme, they are not quantized."""
 
     model: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase | None"
@@ -109,14 +109,14 @@ class CheckpointWriter:
         output_dir: str | os.PathLike[str],
         write_beside: Callable[[Path], None] | None = None,
     ) -> None:
-        """Write tensors that are already in checkpoint format; `write_beside` adds further files to the directory."""
+        """Write tensors that are already in checkpoint format; `write_beside` adds other files to the directory."""
         quantization = None if self.scheme is None else self.scheme.quantization_config(self._ignored())
-        with new_directory(output_dir) as draft:
-            write_tensors(named_tensors, draft)
-            self._write_companions(draft)
-            write_config(self.model, draft, quantization)
+        with new_directory(output_dir) as tmp:
+            write_tensors(named_tensors, tmp)
+            self._write_extra_files(tmp)
+            write_config(self.model, tmp, quantization)
             if write_beside is not None:
-                write_beside(draft)
+                write_beside(tmp)
 
     def quantize(
         self,
@@ -125,9 +125,9 @@ class CheckpointWriter:
         quantizer: str = "streaming",
         is_exact: bool = False,
     ) -> None:
-        """Quantize full-precision parameters and write the result, with a quantizer that was checked beforehand.
+        """Quantize full-precision parameters and write the result; `check_quantizer` must have accepted the quantizer.
 
-        Streaming, weights that are not held in float32 are quantized in it where `is_exact` says so.
+        With `is_exact`, streaming converts weights to float32 before it quantizes them.
         """
         if quantizer == "streaming":
             weights = WeightStream(self.model, self.scheme, tuple(self.ignore))
@@ -138,8 +138,8 @@ class CheckpointWriter:
         try:
             self._run_llmcompressor(_duplicate(parameters, self.model), output_dir)
         finally:
-            # llm-compressor keeps its last model, which is part of cycles. With a process group the copy is in shared
-            # memory, and a run would fill it with another model at every step.
+            # llm-compressor keeps its last model in reference cycles. With a process group the copy is in shared
+            # memory, and every step of a run would add another model.
             with _quiet_llmcompressor():
                 reset_session()
             gc.collect()
@@ -149,21 +149,21 @@ class CheckpointWriter:
         from llmcompressor.modifiers.quantization import QuantizationModifier
 
         assert self.scheme is not None, "llm-compressor has nothing to do without a format"
-        with new_directory(output_dir) as draft:
-            self._write_companions(draft)
-            # llm-compressor looks its model up by name, on the Hub unless the name is a directory: give it this one.
-            self.model.config.save_pretrained(draft)
-            duplicate.name_or_path = duplicate.config._name_or_path = str(draft)
+        with new_directory(output_dir) as tmp:
+            self._write_extra_files(tmp)
+            # llm-compressor looks up its model by name, on the Hub unless the name is a directory, so point it here.
+            self.model.config.save_pretrained(tmp)
+            duplicate.name_or_path = duplicate.config._name_or_path = str(tmp)
             ignore = self._ignored()
             recipe = QuantizationModifier(targets=quantized_targets(ignore), scheme=self.scheme.preset, ignore=ignore)
             with _quiet_llmcompressor():
                 oneshot(model=duplicate, recipe=recipe)
-                duplicate.save_pretrained(draft, save_compressed=True)
+                duplicate.save_pretrained(tmp, save_compressed=True)
 
     def _ignored(self) -> list[str]:
         return ignored_modules(self.model, self.ignore)
 
-    def _write_companions(self, directory: os.PathLike[str]) -> None:
+    def _write_extra_files(self, directory: os.PathLike[str]) -> None:
         if self.model.generation_config is not None:
             self.model.generation_config.save_pretrained(directory)
         if self.tokenizer is not None:
@@ -172,12 +172,12 @@ class CheckpointWriter:
 
 @contextlib.contextmanager
 def _quiet_llmcompressor() -> Iterator[None]:
-    """Hide its progress bars and messages, which would be repeated at every step."""
+    """Hide its progress bars and messages, which it would otherwise repeat at every step."""
     from llmcompressor.logger import LOGGER_CONFIG
     from loguru import logger
 
-    # In a process with a process group (an engine makes one), oneshot configures its logger from this again.
-    wanted, LOGGER_CONFIG.disabled = LOGGER_CONFIG.disabled, True
+    # With a process group (an engine creates one), oneshot reconfigures its logger from this.
+    was_disabled, LOGGER_CONFIG.disabled = LOGGER_CONFIG.disabled, True
     for package in ("llmcompressor", "compressed_tensors"):
         logger.disable(package)
     try:
@@ -186,17 +186,17 @@ def _quiet_llmcompressor() -> Iterator[None]:
             warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
             yield
     finally:
-        LOGGER_CONFIG.disabled = wanted
+        LOGGER_CONFIG.disabled = was_disabled
         for package in ("llmcompressor", "compressed_tensors"):
             logger.enable(package)
 
 
 def _duplicate(named_tensors: NamedTensors, model: "PreTrainedModel") -> "PreTrainedModel":
-    """A copy of `model` in host memory that holds the given tensors, each in its own dtype."""
+    """Copy `model` to host memory with these tensors, each in its own dtype."""
     from transformers.initialization import no_init_weights
 
     config = type(model.config).from_dict(model.config.to_dict())
-    config.get_text_config().dtype = model.dtype  # in which llm-compressor makes experts
+    config.get_text_config().dtype = model.dtype  # the dtype in which llm-compressor creates experts
     with no_init_weights():
         duplicate = type(model)(config)
     state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named_tensors}

@@ -1,6 +1,6 @@
-"""The experts of a layer: one three-dimensional parameter in transformers, matrices of each expert in a checkpoint.
+"""The experts of a layer: three-dimensional parameters in transformers, one matrix per expert in a checkpoint.
 
-The names and the cuts are those of llm-compressor, which turns experts into linear layers before it quantizes them.
+Names and splits follow llm-compressor, which converts experts to linear layers before it quantizes them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,29 +10,29 @@ import torch
 from torch import nn
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
-"""What transformers calls experts' weights; their biases are called so with `_bias`."""
+"""Names of experts' weights in transformers; biases append `_bias`."""
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules of a model that hold experts in three-dimensional parameters, with their names."""
+    """Yield the modules that hold experts in three-dimensional parameters, with their names."""
     for name, module in model.named_modules():
         weight = getattr(module, "down_proj", None)
-        # The flags are those of transformers' `use_experts_implementation`, which say how weights are to be read.
+        # transformers' `use_experts_implementation` sets flags such as this one, which describe the weights' layout.
         if isinstance(weight, nn.Parameter) and hasattr(module, "is_transposed"):
             yield name, module
 
 
 def expert_layers(layers: Iterable[str]) -> list[str]:
-    """Those of the named layers that are parts of experts."""
+    """Return the layers that belong to experts."""
     return [layer for layer in layers if ".experts." in layer]
 
 
 def split_experts(experts: Any, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Cut one parameter of an experts module into each expert's parts, as views.
+    """Split one parameter of an experts module into each expert's parts, as views.
 
     Args:
         experts: The module.
-        name: The parameter's name in it.
+        name: The parameter's name in the module.
         tensor: The parameter, (experts, out, in) or (experts, in, out), or a bias, (experts, out).
 
     Yields:

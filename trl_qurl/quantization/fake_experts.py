@@ -1,4 +1,4 @@
-"""Experts that compute with rounded weights and inputs, as `fake_quantization` lets linear layers do."""
+"""Experts that compute with rounded weights and inputs, like the linear layers of `fake_quantization`."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -14,21 +14,21 @@ from trl_qurl.quantization.scheme import QuantizationScheme
 
 
 class QuantizedExperts(nn.Module):
-    """A forward pass for experts of transformers, one after the other, without a gradient.
+    """Quantized forward pass of transformers' experts, one after the other, without a gradient.
 
-    An existing module gets it by its class alone, as `QuantizedLinear` does.
+    As with `QuantizedLinear`, an existing module only changes its class.
     """
 
     scheme: QuantizationScheme
-    rounds_inputs: bool  # whether the engine's kernels do
+    rounds_inputs: bool  # whether the engine's kernels round them
     exact_class: type[nn.Module]
 
-    def forward(self: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """Sum what the chosen experts make of each token.
+    def forward(self: Any, hidden_states: torch.Tensor, selected: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """Compute the weighted sum of the selected experts' outputs for each token.
 
         Args:
             hidden_states: Inputs, (T, in).
-            chosen: Experts of each token, (T, k).
+            selected: Experts of each token, (T, k).
             shares: Their weights in the sum, (T, k).
 
         Returns:
@@ -36,7 +36,7 @@ class QuantizedExperts(nn.Module):
         """
         result = torch.zeros_like(hidden_states)
         for index, parts in enumerate(self._matrices()):
-            tokens, place = torch.where(chosen == index)
+            tokens, slots = torch.where(selected == index)
             if not len(tokens):
                 continue
             hidden = self._rounded_inputs(hidden_states[tokens])
@@ -49,21 +49,21 @@ class QuantizedExperts(nn.Module):
                 inner = self.act_fn(up)
             inner = self._rounded_inputs(inner)
             out = nn.functional.linear(inner, parts["down_proj.weight"], parts.get("down_proj.bias"))
-            result.index_add_(0, tokens, (out * shares[tokens, place, None]).to(result.dtype))
+            result.index_add_(0, tokens, (out * shares[tokens, slots, None]).to(result.dtype))
         return result
 
     def _rounded_inputs(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.scheme.quantize_activations(inputs) if self.rounds_inputs else inputs
 
     def _matrices(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Each expert's parts, its weights rounded."""
+        """Yield each expert's parts, with rounded weights."""
         parts = [
             dict(split_experts(self, name, parameter.detach()))
             for name, parameter in self.named_parameters(recurse=False)
         ]
-        named = {name: tensor for entries in parts for name, tensor in entries.items()}
+        tensors = {name: tensor for entries in parts for name, tensor in entries.items()}
         for index in range(len(self.down_proj)):  # type: ignore[arg-type]
-            own = {name.partition(".")[2]: t for name, t in named.items() if name.startswith(f"{index}.")}
+            own = {name.partition(".")[2]: t for name, t in tensors.items() if name.startswith(f"{index}.")}
             yield {name: self._rounded(name, own) if name.endswith("weight") else t for name, t in own.items()}
 
     def _rounded(self, name: str, parts: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -76,16 +76,16 @@ class QuantizedExperts(nn.Module):
 
 @contextmanager
 def quantized_experts(model: nn.Module, layers: Collection[str], scheme: QuantizationScheme) -> Iterator[None]:
-    """Let experts that are among the layers compute so inside the block."""
+    """Run the listed experts quantized inside the context."""
     form = CheckpointForm(model)
     changed: list[Any] = []
     for path, experts in expert_modules(model):
-        held = form.held[f"{parameter_name(path)}.down_proj"]
-        if next(iter(held)).removesuffix(".weight") in layers:
+        stored = form.layout[f"{parameter_name(path)}.down_proj"]
+        if next(iter(stored)).removesuffix(".weight") in layers:
             changed.append(experts)
-            experts.scheme, kind = scheme, type(experts)
+            experts.scheme, cls = scheme, type(experts)
             experts.rounds_inputs = scheme.rounds_activations(gpu_capability())
-            experts.__class__ = type(f"Quantized{kind.__name__}", (QuantizedExperts, kind), {"exact_class": kind})
+            experts.__class__ = type(f"Quantized{cls.__name__}", (QuantizedExperts, cls), {"exact_class": cls})
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
-"""The quantized policy's forward pass, computed by the trainer: what the engine should say.
+"""The quantized policy's forward pass in the trainer, which the engine should reproduce.
 
-Layers round their weights and inputs as the scheme says and multiply in the trainer's own dtype. The gradient passes
-straight through the rounding, to the weights in full precision. The probe checks the engine with such a pass; with
+Layers round their weights and inputs by the scheme and multiply in the trainer's own dtype. The gradient passes
+straight through the rounding to the full-precision weights. The probe checks the engine against this pass; with
 `training_forward="quantized"` the policy trains in it.
 """
 
@@ -23,26 +23,26 @@ from trl_qurl.quantization.smoothing import Smoothing
 class QuantizedLinear(nn.Linear):
     """[`torch.nn.Linear`] that computes with rounded weights and inputs.
 
-    An existing layer becomes one by its class alone (`quantize_layers`): its parameters, their names and whatever
-    wraps it stay as they are.
+    An existing layer only changes its class (`quantize_layers`): its parameters, their names and its wrappers stay as
+    they are.
     """
 
     scheme: QuantizationScheme
-    rounds_inputs = True  # whether the engine's kernels do
-    exact_class: ClassVar[type[nn.Linear]] = nn.Linear  # what the layer was
-    is_rounded = False  # whether its weight is rounded already (`rounded_base`)
-    companions: tuple[nn.Linear, ...] = ()  # layers that share a scale with it
-    grid: torch.dtype | None = None  # that the engine's codes were made from (`WeightStream.grid`)
-    input_scale: torch.Tensor | None = None  # by what the engine's inputs are smaller and its columns larger, (in,)
-    _keeps = False
-    _kept: tuple[Any, torch.Tensor] | None = None  # the rounded weight, and what it was made from
-    _fingerprints: list[int] | None = None  # of what the kept one was made from
+    rounds_inputs = True  # whether the engine's kernels round them
+    exact_class: ClassVar[type[nn.Linear]] = nn.Linear  # the layer's original class
+    is_rounded = False  # whether the weight is already rounded (`rounded_base`)
+    companions: tuple[nn.Linear, ...] = ()  # layers that share a scale with this one
+    grid: torch.dtype | None = None  # source dtype of the engine's codes (`WeightStream.grid`)
+    input_scale: torch.Tensor | None = None  # smoothing: divides inputs and multiplies columns, (in,)
+    _caches = False
+    _cache: tuple[Any, torch.Tensor] | None = None  # key of the source weights, and the rounded weight
+    _fingerprints: list[int] | None = None  # of the source weights of the cached one
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Multiply rounded inputs with rounded weights, in the dtype in which the layer would multiply exact ones."""
+        """Multiply rounded inputs with rounded weights, in the dtype that the exact layer would use."""
         device = input.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
-        x = input.to(dtype)  # the engine rounds what has its own dtype, too
+        x = input.to(dtype)  # the engine, too, rounds inputs that are in its own dtype
         weight = self.weight
         if self.input_scale is not None:
             scale = self.input_scale.to(x.device)
@@ -54,43 +54,43 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def sources(self) -> list[torch.Tensor]:
-        """The weights that the rounded one is made from: its own first, then those that share a scale with it."""
+        """Weights that determine the rounded one: the layer's own first, then the ones that share its scale."""
         return [self.weight, *(layer.weight for layer in self.companions)]
 
     @property
     def is_whole(self) -> bool:
-        """Whether the weight is not in parts between passes, as FSDP and ZeRO-3 leave it, or a view of one."""
+        """Whether the weight is a whole parameter between passes, neither a shard (FSDP, ZeRO-3) nor a view."""
         weight = self.weight
         is_parameter = isinstance(weight, nn.Parameter) and weight.shape == (self.out_features, self.in_features)
         return is_parameter and not isinstance(weight, DTensor)
 
     def round_again(self) -> None:
-        """Forget the rounded weight, and keep the next one between passes if the weight is whole."""
-        self._kept, self._keeps = None, self.is_whole
+        """Invalidate the cached rounded weight, and cache the next one if the weight is whole."""
+        self._cache, self._caches = None, self.is_whole
 
     def rounded_weight(self, dtype: torch.dtype) -> torch.Tensor:
-        """What the engine's codes stand for (out, in), in a dtype; kept if `round_again` said so."""
+        """Return the weight that the engine's codes represent, (out, in); cached if `round_again` enabled that."""
         if self.is_rounded:
             return self.weight.to(dtype)
         weights = self.sources
-        source = (dtype, *((weight.data_ptr(), weight._version) for weight in weights))
-        if self._kept is not None and self._kept[0] == source:
-            return self._kept[1]
+        key = (dtype, *((weight.data_ptr(), weight._version) for weight in weights))
+        if self._cache is not None and self._cache[0] == key:
+            return self._cache[1]
         with torch.inference_mode(False), torch.no_grad():
             weights = [weight if self.grid is None else weight.to(self.grid).to(weight.dtype) for weight in weights]
             if self.input_scale is not None:
                 weights[0] = (weights[0] * self.input_scale.to(weights[0].device)).to(weights[0].dtype)
             tensors = self.scheme.in_engine(self.scheme.quantize(weights[0], weights[1:]), dtype)
             rounded = self.scheme.dequantize(tensors).to(dtype)
-        self._kept = (source, rounded) if self._keeps else None
+        self._cache = (key, rounded) if self._caches else None
         return rounded
 
 
 def forget_outdated(module: nn.Module, inputs: Any = None) -> None:
-    """Forget rounded weights below a module if the exact ones have changed, by whatever means. A forward pre-hook.
+    """Invalidate cached rounded weights below a module if the exact ones have changed. A forward pre-hook.
 
-    Torch does not count every change (`weight.data`, kernels behind pointers), so fingerprints are compared. They read
-    each weight once; rounding reads and writes it several times.
+    Torch's version counter misses some changes (`weight.data`, kernels behind pointers), so compare fingerprints. They
+    read each weight once; rounding reads and writes it several times.
     """
     quantized = (layer for layer in module.modules() if isinstance(layer, QuantizedLinear))
     layers = [layer for layer in quantized if layer.is_whole and not layer.is_rounded]
@@ -103,7 +103,7 @@ def forget_outdated(module: nn.Module, inputs: Any = None) -> None:
 
 
 def fingerprint(weight: torch.Tensor) -> torch.Tensor:
-    """The sum of a weight's bits, read as 64-bit integers, (): it differs after any change but a contrived one."""
+    """Sum a weight's bits as 64-bit integers, (). The sum differs after any change but a contrived one."""
     weight, width = weight.detach(), 8 // weight.element_size()
     if not weight.is_contiguous() or weight.shape[-1] % width or weight.storage_offset() % width:
         weight = weight.double()
@@ -111,7 +111,7 @@ def fingerprint(weight: torch.Tensor) -> torch.Tensor:
 
 
 class StraightThrough(torch.autograd.Function):
-    """Has the value of its second argument, and hands its gradient to the first."""
+    """Straight-through estimator: the value of `rounded`, with the gradient going to `exact`."""
 
     @staticmethod
     def forward(ctx: Any, exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:  # noqa: D102
@@ -123,19 +123,19 @@ class StraightThrough(torch.autograd.Function):
 
 
 def quantize_layers(model: nn.Module, layers: Collection[str], scheme: QuantizationScheme) -> list[QuantizedLinear]:
-    """Let the named linear layers compute with rounded weights and inputs from here on; return those that did not."""
-    named: dict[str, Any] = dict(linear_layers(model, layers))
+    """Switch linear layers to rounded weights and inputs; return the ones that were not switched before."""
+    modules: dict[str, Any] = dict(linear_layers(model, layers))
     changed: list[Any] = []
-    for name, layer in named.items():
+    for name, layer in modules.items():
         if isinstance(layer, QuantizedLinear):
             continue
         changed.append(layer)
-        layer.companions = tuple(named[other] for other in scheme.companions(name, layers))
-        kind = type(layer)
+        layer.companions = tuple(modules[other] for other in scheme.companions(name, layers))
+        cls = type(layer)
         layer.__class__ = (
             QuantizedLinear
-            if kind is nn.Linear
-            else type(f"Quantized{kind.__name__}", (QuantizedLinear, kind), {"exact_class": kind})
+            if cls is nn.Linear
+            else type(f"Quantized{cls.__name__}", (QuantizedLinear, cls), {"exact_class": cls})
         )
         layer.scheme, layer.rounds_inputs = scheme, scheme.rounds_activations(gpu_capability())
     return changed
@@ -149,16 +149,16 @@ def quantized_forward(
     smoothing: Smoothing | None = None,
     grid: torch.dtype | None = None,
 ) -> Iterator[None]:
-    """Let the named linear layers and experts compute so inside the block, smoothed and on a grid if the engine is."""
+    """Run linear layers and experts quantized inside the context, with the engine's smoothing and grid, if any."""
     changed: list[Any] = list(quantize_layers(model, layers, scheme))
-    adapted = [(name, cast(QuantizedLinear, layer)) for name, layer in linear_layers(model, layers)]
-    for name, layer in adapted:
+    quantized = [(name, cast(QuantizedLinear, layer)) for name, layer in linear_layers(model, layers)]
+    for name, layer in quantized:
         layer.input_scale, layer.grid = smoothing.input_scale(name) if smoothing else None, grid
     try:
         with quantized_experts(model, layers, scheme):
             yield
     finally:
-        for _, layer in adapted:
+        for _, layer in quantized:
             layer.input_scale = layer.grid = None
         for layer in changed:
             layer.__class__ = layer.exact_class
@@ -166,14 +166,14 @@ def quantized_forward(
 
 @contextmanager
 def exact_forward(model: nn.Module) -> Iterator[None]:
-    """Let all linear layers compute with exact weights and inputs inside the block."""
-    kinds: list[tuple[Any, Any]] = [
+    """Run all linear layers with exact weights and inputs inside the context."""
+    classes: list[tuple[Any, Any]] = [
         (module, type(module)) for module in model.modules() if isinstance(module, QuantizedLinear)
     ]
-    for layer, kind in kinds:
-        layer.__class__ = kind.exact_class
+    for layer, cls in classes:
+        layer.__class__ = cls.exact_class
     try:
         yield
     finally:
-        for layer, kind in kinds:
-            layer.__class__ = kind
+        for layer, cls in classes:
+            layer.__class__ = cls

@@ -1,4 +1,4 @@
-"""The formats that rollouts can run in, by name.
+"""Formats for rollouts, by name.
 
 To add one here, add an entry to `FORMATS`. To add one from another package, declare it as an entry point of the group
 `trl_qurl.quantization.formats`, or call `register_scheme`.
@@ -13,14 +13,14 @@ from trl_qurl.quantization import activations
 from trl_qurl.quantization.scheme import KernelFault, QuantizationScheme
 
 UNQUANTIZED = "none"
-"""How "no quantization" is written on the command line and in files. In Python it is `None`."""
+"""Name for "no quantization" on the command line and in files. In Python it is `None`."""
 
 SCHEMES: dict[str, QuantizationScheme] = {}
-"""The formats by name."""
+"""All formats by name."""
 
 
 def register_scheme(scheme: QuantizationScheme) -> QuantizationScheme:
-    """Make a scheme known by its name.
+    """Make a scheme available by name.
 
     Args:
         scheme: The scheme.
@@ -29,16 +29,16 @@ def register_scheme(scheme: QuantizationScheme) -> QuantizationScheme:
         The same scheme.
 
     Raises:
-        ValueError: If the name is taken, or stands for no quantization.
+        ValueError: If the name is taken or reserved for no quantization.
     """
     if scheme.name in (UNQUANTIZED, *SCHEMES):
-        raise ValueError(f"There already is a quantization scheme called {scheme.name!r}: choose another name.")
+        raise ValueError(f"A quantization scheme named {scheme.name!r} is already registered: choose another name.")
     SCHEMES[scheme.name] = scheme
     return scheme
 
 
 def get_scheme(name: str) -> QuantizationScheme:
-    """Look a scheme up by name.
+    """Look up a scheme by name.
 
     Args:
         name: A name in `SCHEMES`.
@@ -47,14 +47,14 @@ def get_scheme(name: str) -> QuantizationScheme:
         The scheme.
 
     Raises:
-        ValueError: If there is no such scheme; the message lists those that exist.
+        ValueError: If the scheme is unknown; the message lists the valid names.
     """
     if name not in SCHEMES:
         near = get_close_matches(name, SCHEMES, 1)
         guess = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(
             f"Unknown quantization scheme {name!r}{guess} Choose one of {', '.join(map(repr, SCHEMES))}, or None "
-            f"({UNQUANTIZED!r} on the command line) for rollouts that are not quantized."
+            f"({UNQUANTIZED!r} on the command line) for unquantized rollouts."
         )
     return SCHEMES[name]
 
@@ -66,7 +66,10 @@ def parse_scheme(text: str | None) -> str | None:
         text: A name in `SCHEMES`, or `"none"` in any case.
 
     Returns:
-        The name; `None` for no quantization. An unknown name raises as in `get_scheme`.
+        The name; `None` for no quantization.
+
+    Raises:
+        ValueError: If the scheme is unknown, from `get_scheme`.
     """
     return None if text is None or text.lower() == UNQUANTIZED else get_scheme(text).name
 
@@ -75,7 +78,7 @@ def available_schemes() -> list[QuantizationScheme]:
     """List the schemes that vLLM has kernels for on this machine.
 
     Returns:
-        A part of `SCHEMES`.
+        A subset of `SCHEMES`.
     """
     return [scheme for scheme in SCHEMES.values() if scheme.runs_on(gpu_capability())]
 
@@ -84,7 +87,7 @@ def gpu_capability() -> tuple[int, int] | None:
     """Look up the compute capability of the current GPU.
 
     Returns:
-        Major and minor version; `None` where there is no CUDA.
+        Major and minor version; `None` without CUDA.
     """
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
@@ -99,7 +102,7 @@ FORMATS = (
         cpus=True,
         round_activations=activations.int8_per_token,
         is_smoothed=True,
-        # On Blackwell and later vLLM's CUTLASS kernels are for FP8 only, but the INT8 one fails only when it runs.
+        # On Blackwell and later, vLLM's CUTLASS kernels support only FP8, but the INT8 one fails only when it runs.
         kernel_fault=KernelFault((10, 0), ("CutlassInt8ScaledMMLinearKernel",), "TritonInt8ScaledMMLinearKernel"),
     ),
     QuantizationScheme(
@@ -118,11 +121,11 @@ FORMATS = (
         checkpoint_format="float-quantized",
         description="FP8 (E4M3) weights with a scale per block of 128 x 128, FP8 (E4M3) activations with a scale per "
         "token and group of 128 inputs",
-        gpus=((9, 0), None),  # Hopper and later; on older ones vLLM's kernel leaves activations exact
-        cpus=False,  # kernels for CPUs with AMX only, which leave activations exact or have one scale per token
+        gpus=((9, 0), None),  # Hopper and later; on older GPUs vLLM's kernel leaves activations exact
+        cpus=False,  # needs AMX, and those kernels leave activations exact or use one scale per token
         round_activations=activations.fp8_per_group,
         heads=False,  # vLLM's loader of heads requires a scale per token of the vocabulary
-        # DeepGEMM rounds the weights again, to scales that are powers of two, and activations with such scales.
+        # DeepGEMM rounds the weights again, to power-of-two scales, and activations with such scales.
         kernel_fault=KernelFault(
             (9, 0),
             ("FlashInferFp8DeepGEMMDynamicBlockScaledKernel", "DeepGemmFp8BlockScaledMMKernel"),
@@ -134,7 +137,7 @@ FORMATS = (
         preset="MXFP8",
         checkpoint_format="mxfp8-quantized",
         description="FP8 (E4M3) weights and activations with a power of two per group of 32 inputs (MXFP8)",
-        gpus=((10, 0), None),  # Blackwell and later; on older ones vLLM's kernel leaves activations exact
+        gpus=((10, 0), None),  # Blackwell and later; on older GPUs vLLM's kernel leaves activations exact
         cpus=False,
         round_activations=activations.mxfp8,
     ),
@@ -152,7 +155,7 @@ FORMATS = (
         checkpoint_format="pack-quantized",
         description="INT8 weights with a scale per group of 128 inputs, activations in full precision",
         gpus=((7, 5), None),
-        cpus=False,  # vLLM's CPU kernel for packed weights takes four bits only
+        cpus=False,  # vLLM's CPU kernel for packed weights supports only four bits
     ),
     QuantizationScheme(
         name="nvfp4a16",

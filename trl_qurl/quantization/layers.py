@@ -1,4 +1,4 @@
-"""Which layers of a model are quantized, by their names in its checkpoint."""
+"""Selection of the layers to quantize, by their names in the checkpoint."""
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -12,30 +12,30 @@ from trl_qurl.quantization.experts import expert_modules
 from trl_qurl.quantization.scheme import HEAD, QuantizationScheme
 
 AUTO = "auto"
-"""Among the patterns of modules to keep in full precision: also those that rounding hurts most (`sensitivity`)."""
+"""Ignore pattern that also keeps the layers that rounding hurts most in full precision (`sensitivity`)."""
 
 RELOADABLE = ("qwen3_5_text",)
-"""Recurrent models, as transformers calls them, whose engine was equal to a fresh one after training."""
+"""`model_type` of recurrent models for which an engine after training was equal to a fresh one."""
 
 ROUTER = r"(^|\.)(gate|router|shared_expert_gate)(\.|$)"
-"""Layers of a block with experts that choose among them, or weigh them. vLLM has no quantized ones."""
+"""Layers beside experts that select or weigh them. vLLM cannot quantize these."""
 
-EXPERT = nn.Linear(1, 1, device="meta")  # what a pattern with a class name sees of an expert
+EXPERT = nn.Linear(1, 1, device="meta")  # stand-in module for class-name patterns
 
 
 def linear_layer_names(model: nn.Module, ignore: Iterable[str] = ("lm_head",)) -> frozenset[str]:
-    """Like `quantized_layer_names`, but without checks: the layers may be none, and may fit no format."""
+    """Return the same as `quantized_layer_names`, unchecked: possibly no layers, or layers that fit no format."""
     return frozenset(_layer_shapes(model, ignore))
 
 
 def quantized_layer_names(
     model: nn.Module, ignore: Iterable[str] = ("lm_head",), scheme: QuantizationScheme | None = None
 ) -> frozenset[str]:
-    """Name the layers that are quantized: linear layers and experts that no pattern of `ignored_modules` matches.
+    """Return the layers to quantize: linear layers and experts that no pattern of `ignored_modules` matches.
 
     Args:
         model: A transformers model, or a PEFT model around one. Adapters are left out: a sync merges them.
-        ignore: Patterns as in llm-compressor: a module's full name, `"re:"` and a regular expression that matches the
+        ignore: Patterns as in llm-compressor: a module's full name, `"re:"` plus a regular expression that matches the
             start of the name, or a class name.
         scheme: Format that all of these layers must fit; `None` to skip that check.
 
@@ -43,7 +43,7 @@ def quantized_layer_names(
         Names of layers in the checkpoint without `.weight`, e.g. `"model.layers.0.self_attn.q_proj"`.
 
     Raises:
-        ValueError: If nothing is left to quantize, the scheme cannot store a layer, or an output head to quantize
+        ValueError: If there is nothing to quantize, the scheme cannot store a layer, or an output head to quantize
             shares its weight with the embedding.
     """
     layers = _layer_shapes(model, ignore)
@@ -54,10 +54,10 @@ def quantized_layer_names(
             "rollout_quantization=None."
         )
     _check_head(model, ignore)
-    if scheme and (refusals := _refusals(layers, scheme)):
-        patterns = sorted({f"re:.*{name.rpartition('.')[2]}" for name in refusals})
+    if scheme and (reasons := _why_unsupported(layers, scheme)):
+        patterns = sorted({f"re:.*{name.rpartition('.')[2]}" for name in reasons})
         raise ValueError(
-            f"{scheme.name} {_summary(refusals, len(layers))}. Choose another format, or add "
+            f"{scheme.name} {_summary(reasons, len(layers))}. Choose another format, or add "
             f"{', '.join(map(repr, patterns))} to quantization_ignore (`--ignore` on the command line) to keep them "
             "in full precision."
         )
@@ -65,26 +65,26 @@ def quantized_layer_names(
 
 
 def why_unfit(model: nn.Module, ignore: Iterable[str], scheme: QuantizationScheme) -> str | None:
-    """Tell why a format cannot store a model's layers: how many of them, and the first; `None` if it can."""
+    """Return why a format cannot store a model's layers: how many of them, and the first; `None` if it can."""
     layers = _layer_shapes(model, ignore)
-    refusals = _refusals(layers, scheme)
-    return _summary(refusals, len(layers)) if refusals else None
+    reasons = _why_unsupported(layers, scheme)
+    return _summary(reasons, len(layers)) if reasons else None
 
 
 def ignored_modules(model: Any, ignore: Iterable[str]) -> list[str]:
-    """Add to the patterns of `ignore` those of modules that always stay in full precision.
+    """Extend `ignore` with patterns for the modules that always stay in full precision.
 
-    These are everything beside the language model (vision tower, projector), and what routes tokens to experts.
+    These are all modules outside the language model (vision tower, projector), and the routers of experts.
     """
     base, ignore = plain_model(model), list(ignore)
     paths = [*_paths_beside_language_model(base), *_router_paths(base)]
-    # The last part of a name is the same in transformers, in the checkpoint and in vLLM, the first ones are not.
+    # Only the last part of a name is the same in transformers, in the checkpoint and in vLLM.
     patterns = dict.fromkeys(rf"re:.*\b{re.escape(path.rpartition('.')[2])}(\.|$)" for path in paths)
     return [*ignore, *(pattern for pattern in patterns if pattern not in ignore)]
 
 
 def linear_layers(model: nn.Module, layers: Collection[str]) -> Iterator[tuple[str, nn.Linear]]:
-    """The linear modules among the named layers, in the order of the model, under their names in the checkpoint."""
+    """Yield the linear modules among `layers`, in model order, with their names in the checkpoint."""
     form = CheckpointForm(model)
     for path, module in model.named_modules():
         if _is_linear(path, module) and (name := form.name(parameter_name(path))) in layers:
@@ -92,7 +92,7 @@ def linear_layers(model: nn.Module, layers: Collection[str]) -> Iterator[tuple[s
 
 
 def _check_head(model: Any, ignore: Iterable[str]) -> None:
-    """Raise `ValueError` if an output head is to be quantized that shares its weight with the embedding."""
+    """Raise `ValueError` if an output head to quantize shares its weight with the embedding."""
     from compressed_tensors.utils import is_match
 
     base = plain_model(model)
@@ -102,13 +102,13 @@ def _check_head(model: Any, ignore: Iterable[str]) -> None:
     path = next(path for path, module in base.named_modules() if module is head)
     if not is_match(path, head, tuple(ignore)):
         raise ValueError(
-            f"{path} shares its weight with the embedding, which vLLM keeps in 16 bits to look tokens up: keep "
+            f"{path} shares its weight with the embedding, which vLLM keeps in 16 bits to look up tokens: keep "
             f"'{HEAD}' in quantization_ignore, or untie the model first."
         )
 
 
-def _refusals(layers: Mapping[str, Sequence[int]], scheme: QuantizationScheme) -> dict[str, str]:
-    """Why the scheme cannot store some layers, or vLLM cannot load them, by name."""
+def _why_unsupported(layers: Mapping[str, Sequence[int]], scheme: QuantizationScheme) -> dict[str, str]:
+    """Return why the scheme cannot store some layers, or vLLM cannot load them, by name."""
     head = "vLLM cannot load an output head in this format"
     reasons = {
         name: head if name.endswith(HEAD) and not scheme.heads else scheme.refusal(shape)
@@ -117,19 +117,19 @@ def _refusals(layers: Mapping[str, Sequence[int]], scheme: QuantizationScheme) -
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def _summary(refusals: Mapping[str, str], layers: int) -> str:
-    first, reason = next(iter(refusals.items()))
-    return f"cannot quantize {len(refusals)} of the {layers} layers, first {first}: {reason}"
+def _summary(reasons: Mapping[str, str], layers: int) -> str:
+    first, reason = next(iter(reasons.items()))
+    return f"cannot quantize {len(reasons)} of the {layers} layers, first {first}: {reason}"
 
 
 def check_recurrent_layers(model: Any) -> None:
-    """Raise `ValueError` for layers that keep a state: after vLLM's reload, Mamba 2 computes with other weights."""
+    """Raise `ValueError` for recurrent layers: after vLLM's reload, Mamba 2 computes with other weights."""
     config = model.config.get_text_config()
     is_recurrent = model._is_stateful or "conv" in (getattr(config, "layer_types", None) or ())
     if is_recurrent and config.model_type not in RELOADABLE:
         raise ValueError(
-            f"{type(model).__name__} has recurrent layers (Mamba, linear attention, convolutions), which no sync is "
-            "known to bring up to date: use a model that has none (or Qwen 3.5), or TRL's own trainer with "
+            f"{type(model).__name__} has recurrent layers (Mamba, linear attention, convolutions), and no sync is "
+            "known to update them correctly: use a model without such layers (or Qwen 3.5), or TRL's own trainer with "
             "use_vllm=False."
         )
 
@@ -139,29 +139,29 @@ def _is_linear(path: str, module: nn.Module) -> bool:
 
 
 def _layer_shapes(model: nn.Module, ignore: Iterable[str]) -> dict[str, torch.Size]:
-    """Shapes (out, in) of linear layers and experts, by their names in the checkpoint."""
+    """Return shapes (out, in) of linear layers and experts, by their names in the checkpoint."""
     from compressed_tensors.utils import is_match
 
     patterns, form = ignored_modules(model, ignore), CheckpointForm(model)
     modules: dict[str, nn.Module] = {
         parameter_name(path): module for path, module in model.named_modules() if _is_linear(path, module)
     }
-    of_experts = tuple(f"{parameter_name(path)}." for path, _ in expert_modules(model))
-    found = {}
-    for parameter, held in form.held.items():
+    expert_prefixes = tuple(f"{parameter_name(path)}." for path, _ in expert_modules(model))
+    shapes = {}
+    for parameter, stored in form.layout.items():
         module = modules.get(parameter.removesuffix(".weight"))
-        if module is None and not parameter.startswith(of_experts):
+        if module is None and not parameter.startswith(expert_prefixes):
             continue
-        for name, tensor in held.items():
+        for name, tensor in stored.items():
             layer = name.removesuffix(".weight")
             names = {layer, parameter.removesuffix(".weight")} if module is not None else {layer}
             if layer != name and not any(is_match(n, module or EXPERT, patterns) for n in names):
-                found[layer] = tensor.shape
-    return found
+                shapes[layer] = tensor.shape
+    return shapes
 
 
 def _paths_beside_language_model(model: Any) -> list[str]:
-    """The topmost modules of a vision-language model that are no part of its language model."""
+    """Return the topmost modules of a vision-language model outside its language model."""
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
@@ -183,7 +183,7 @@ def _paths_beside_language_model(model: Any) -> list[str]:
 
 
 def _router_paths(model: nn.Module) -> list[str]:
-    """Layers beside experts that route tokens; transformers has classes of its own for most, vLLM linear layers."""
+    """Return the layers that route tokens to experts: linear in vLLM, but mostly special classes in transformers."""
     blocks = {path.rpartition(".")[0] for path, _ in expert_modules(model)}
     return [
         f"{block}.{name}"

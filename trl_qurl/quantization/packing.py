@@ -1,4 +1,4 @@
-"""Round and pack weights with compressed-tensors, the library whose checkpoints vLLM loads.
+"""Round and pack weights with compressed-tensors, the library behind the checkpoint formats that vLLM loads.
 
 `library_scheme` and `args` are its `QuantizationScheme` and `QuantizationArgs`. Imports are local because they take a
 second.
@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 CACHED, ON_GPU = 512 * 1024, 16 * 1024 * 1024
-"""Weights rounded at a time: on a CPU, 2 MB of float32 fit into the second-level cache; on a GPU, to save memory."""
+"""Weights to round at a time: on a CPU, 2 MB of float32 fit into the L2 cache; on a GPU, the limit saves memory."""
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint, without its values.
+    """Name, dtype and shape of a tensor in a checkpoint.
 
     Attributes:
         name: Its name.
@@ -28,23 +28,23 @@ class StoredTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size of its values, in bytes."""
+        """Size in bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
 
 def pack(
     weight: torch.Tensor, companions: Sequence[torch.Tensor], library_scheme: Any, checkpoint_format: str
 ) -> dict[str, torch.Tensor]:
-    """Round one weight matrix and pack its codes.
+    """Round a weight matrix and pack its codes.
 
     Args:
         weight: Weight, (out, in). Not modified.
         companions: Weights that share its global scale (NVFP4).
         library_scheme: The format.
-        checkpoint_format: The library's name for the way it stores codes.
+        checkpoint_format: The library's name for the storage format of the codes.
 
     Returns:
-        The tensors of a checkpoint by name.
+        The tensors for a checkpoint, by name.
     """
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
@@ -86,7 +86,7 @@ def unpack(tensors: Mapping[str, torch.Tensor], args: Any) -> torch.Tensor:
 
 
 def dequantize(tensors: Mapping[str, torch.Tensor], args: Any) -> torch.Tensor:
-    """Return the weight, (out, in), in the dtype of its scales, or float32 where those have fewer than 16 bits."""
+    """Return the weight, (out, in), in the dtype of its scales, or in float32 if those have fewer than 16 bits."""
     from compressed_tensors.compressors.mx_utils import decompress_mx_scale
     from compressed_tensors.quantization.lifecycle import forward
 
@@ -99,7 +99,7 @@ def dequantize(tensors: Mapping[str, torch.Tensor], args: Any) -> torch.Tensor:
 
 
 def _groups(weight: torch.Tensor, args: Any) -> torch.Tensor:
-    """Return a view whose last dimension has the weights that share a scale."""
+    """Return a view in which the weights that share a scale form the last dimension."""
     if args.block_structure:
         height, width = args.block_structure
         return weight.unflatten(1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2).flatten(2)

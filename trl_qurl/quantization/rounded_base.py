@@ -1,4 +1,4 @@
-"""A frozen base that the trainer rounds as the engine does: below an adapter, both compute with the same weights."""
+"""Round the frozen base below an adapter as the engine does, so trainer and engine compute with the same weights."""
 
 from collections.abc import Collection
 from typing import Any
@@ -11,9 +11,9 @@ from trl_qurl.quantization.scheme import QuantizationScheme
 
 
 def round_base(model: Any, layers: Collection[str], scheme: QuantizationScheme, dtype: torch.dtype) -> None:
-    """Replace weights, in place, by what their codes stand for in an engine of this dtype, and record the format.
+    """Replace weights, in place, with the values of their codes in an engine of this dtype, and record the format.
 
-    Raises `ValueError` for a model whose weights were replaced before: they would make other codes.
+    Raises `ValueError` if the weights are already rounded, because rounding them again would change the codes.
     """
     check_unrounded(model)
     modules: dict[str, Any] = {
@@ -32,9 +32,9 @@ def round_base(model: Any, layers: Collection[str], scheme: QuantizationScheme, 
 
 
 def check_unrounded(model: Any) -> None:
-    """Raise `ValueError` for a model whose weights are what codes stand for."""
+    """Raise `ValueError` for a model with weights that `round_base` has replaced."""
     if (rounded := getattr(model.config, "rounded_base", None)) is not None:
         raise ValueError(
             f"The weights of this model were rounded to {rounded} before (round_base), and rounding them again would "
-            "make other codes: load the original model again."
+            "change the codes: load the original model again."
         )

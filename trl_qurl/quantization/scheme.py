@@ -1,4 +1,4 @@
-"""A quantization scheme: how a format stores weights, rounds activations, and where vLLM can run it."""
+"""Quantization schemes: how a format stores weights and rounds activations, and where vLLM can run it."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,24 +19,24 @@ FUSED = (
     ("w1", "w3"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
-"""Layers that vLLM fuses when one module has all of them, as in llm-compressor."""
+"""Groups of layers that vLLM fuses if one module has all of them, as in llm-compressor."""
 
 
 def quantized_targets(ignore: Sequence[str]) -> list[str]:
-    """Return what is quantized, as compressed-tensors' patterns; vLLM's output head is not a `Linear`."""
+    """Return compressed-tensors' patterns for what is quantized; vLLM's output head is not a `Linear`."""
     from compressed_tensors.utils import is_match
 
-    keeps_head = is_match(HEAD, torch.nn.Linear(1, 1, device="meta"), tuple(ignore))
-    return ["Linear"] if keeps_head else ["Linear", f"re:.*{HEAD}$"]
+    ignores_head = is_match(HEAD, torch.nn.Linear(1, 1, device="meta"), tuple(ignore))
+    return ["Linear"] if ignores_head else ["Linear", f"re:.*{HEAD}$"]
 
 
 class KernelFault(NamedTuple):
-    """Kernels that vLLM chooses although they fail on a GPU or change the weights.
+    """Kernels that vLLM selects even though they fail on a GPU or change the weights.
 
     Attributes:
-        lowest: Lowest CUDA compute capability that is affected.
-        kernels: Names of their classes in vLLM.
-        instead: The class that vLLM chooses once they are disabled.
+        lowest: Lowest affected CUDA compute capability.
+        kernels: Their class names in vLLM.
+        instead: The class that vLLM selects when they are disabled.
     """
 
     lowest: tuple[int, int]
@@ -51,15 +51,15 @@ class QuantizationScheme:
     Attributes:
         name: What users write (`rollout_quantization="int8"`).
         preset: Name of the same format among compressed-tensors' presets.
-        checkpoint_format: compressed-tensors' name for the way it stores weights.
+        checkpoint_format: compressed-tensors' name for the storage format of weights.
         description: The format in a few words, for model cards and help texts.
-        gpus: Lowest CUDA compute capability for which vLLM has kernels, emulation not counted, and the first that is
-            too high (`None` for no limit). Below the lowest, vLLM may still run the weights with exact activations.
+        gpus: Lowest CUDA compute capability for which vLLM has kernels (not counting emulation), and the first one
+            that is too high (`None` for no limit). Below it, vLLM may still run the weights with exact activations.
         cpus: Whether vLLM has kernels for CPUs.
         round_activations: Function that rounds a layer's inputs (..., in) as vLLM's kernels do; `None` if they stay
             exact.
         heads: Whether vLLM can load an output head in this format.
-        is_smoothed: Whether to smooth activations (`smoothing`), which pays for formats with few integer levels.
+        is_smoothed: Whether to smooth activations (`smoothing`), which helps formats with few integer levels.
         kernel_fault: Kernels that an engine must not use on some GPUs.
     """
 
@@ -76,7 +76,7 @@ class QuantizationScheme:
 
     @property
     def label(self) -> str:
-        """The name for titles and tables."""
+        """Name for titles and tables."""
         return self.name.upper()
 
     @property
@@ -91,13 +91,13 @@ class QuantizationScheme:
 
     @property
     def weight_bits(self) -> int:
-        """Bits of one weight."""
+        """Bits per weight."""
         bits: int = self.weight_args.num_bits
         return bits
 
     @property
     def served_as(self) -> str:
-        """How an engine identifies the format: a checkpoint format alone may have several widths or shapes."""
+        """Identifier of the format in an engine: a checkpoint format alone may have several widths or shapes."""
         blocks = " in blocks" if self.weight_args.block_structure else ""
         return f"{self.weight_bits}-bit {self.checkpoint_format}{blocks}"
 
@@ -105,10 +105,10 @@ class QuantizationScheme:
         """Return whether vLLM has kernels for this format.
 
         Args:
-            capability: CUDA compute capability of a GPU; `None` for the CPU of this machine.
+            capability: CUDA compute capability of a GPU; `None` for this machine's CPU.
 
         Returns:
-            Whether rollouts in this format make sense there.
+            True if rollouts in this format make sense on that device.
         """
         if capability is None:
             return self.cpus
@@ -116,39 +116,39 @@ class QuantizationScheme:
         return capability >= lowest and (too_high is None or capability < too_high)
 
     def rounds_activations(self, capability: tuple[int, int] | None) -> bool:
-        """Return whether vLLM's kernels round activations there.
+        """Return whether vLLM's kernels round activations on a device.
 
         Args:
             capability: CUDA compute capability of a GPU; `None` for a CPU.
 
         Returns:
-            Whether they do. On older GPUs vLLM runs FP8 and MXFP8 checkpoints with kernels for weights alone.
+            True if they do. On older GPUs vLLM runs FP8 and MXFP8 checkpoints with weight-only kernels.
         """
         return capability is None or capability >= self.gpus[0]
 
     def layout(self, shape: Sequence[int], dtype: torch.dtype) -> list[StoredTensor]:
-        """Describe the tensors that a weight becomes.
+        """Describe the tensors that `quantize` makes of a weight.
 
         Args:
             shape: Shape of the weight, (out, in).
             dtype: Its dtype.
 
         Returns:
-            One entry per tensor of `quantize`, in the same order; names follow the layer's, such as `"weight_scale"`.
+            One entry per tensor, in the same order; names are relative to the layer, such as `"weight_scale"`.
         """
         return list(_layout(self, tuple(shape), dtype))
 
     def companions(self, layer: str, layers: Collection[str]) -> tuple[str, ...]:
-        """Return the layers whose weights also determine the scales of a layer.
+        """Return the layers that share a scale with this one.
 
-        NVFP4's layers share a number if vLLM fuses them.
+        In NVFP4, layers that vLLM fuses share their global scale.
 
         Args:
             layer: Name of a layer.
             layers: Names of all quantized layers.
 
         Returns:
-            Names in `layers`; each of these has all the others as companions.
+            Names in `layers`; each one has all the others as companions.
         """
         parent, _, own = layer.rpartition(".")
         for names in FUSED if self.weight_args.strategy == "tensor_group" else ():
@@ -160,7 +160,7 @@ class QuantizationScheme:
     def quantize(self, weight: torch.Tensor, companions: Sequence[torch.Tensor] = ()) -> dict[str, torch.Tensor]:
         """Quantize one weight matrix.
 
-        Arithmetic is in the weight's dtype, as in llm-compressor. Pass float32 master weights if there are any:
+        Arithmetic is in the weight's dtype, as in llm-compressor. Pass float32 master weights if available:
         bfloat16 rounds quotients near 127 to multiples of 0.5 before they become codes.
 
         Args:
@@ -168,7 +168,7 @@ class QuantizationScheme:
             companions: Weights of the layers that `companions` returns.
 
         Returns:
-            The tensors of a checkpoint by name, bit for bit as llm-compressor writes them.
+            The tensors for a checkpoint, by name, bit for bit as llm-compressor writes them.
 
         Raises:
             ValueError: If the scheme cannot store this weight; see `refusal`.
@@ -188,12 +188,12 @@ class QuantizationScheme:
             tensors: Result of `quantize`.
 
         Returns:
-            The weight, (out, in), in the dtype of its scales, or float32 where those have fewer than 16 bits.
+            The weight, (out, in), in the dtype of its scales, or in float32 if those have fewer than 16 bits.
         """
         return packing.dequantize(tensors, self.weight_args)
 
     def in_engine(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return what quantized tensors become in an engine, which keeps the scales of packed integers in its dtype.
+        """Return quantized tensors as an engine holds them: scales of packed integers are rounded to its dtype.
 
         Args:
             tensors: Result of `quantize`.
@@ -207,7 +207,7 @@ class QuantizationScheme:
         return {**tensors, **rounded}
 
     def codes(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the codes, to count those that an update changes.
+        """Return the codes, for counting how many an update changes.
 
         Args:
             tensors: Result of `quantize`.
@@ -231,35 +231,35 @@ class QuantizationScheme:
     def refusal(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> str | None:
         """Return why the scheme cannot store a weight.
 
-        llm-compressor pads blocks, which vLLM's kernels refuse.
+        llm-compressor would pad blocks, but vLLM's kernels reject that.
 
         Args:
             shape: Shape of the weight.
             dtype: Its dtype.
 
         Returns:
-            A clause for an error message; `None` if it can.
+            A clause for an error message; `None` if the scheme can.
         """
         if len(shape) != 2:
             return f"its weight has the shape {tuple(shape)}, not (out, in)"
         if not dtype.is_floating_point:
-            return f"its weight is of dtype {dtype}, not a floating-point one"
+            return f"its weight is of dtype {dtype}, not a floating-point dtype"
         (outputs, inputs), args = shape, self.weight_args
         if args.block_structure and (outputs % args.block_structure[0] or inputs % args.block_structure[1]):
             height, width = args.block_structure
             return f"its weight of {outputs} x {inputs} is not made of whole blocks of {height} x {width}"
         if args.group_size and inputs % args.group_size:
-            return f"it has {inputs} inputs, which groups of {args.group_size} do not divide"
+            return f"it has {inputs} inputs, not a multiple of the group size {args.group_size}"
         return None
 
     def quantization_config(self, ignore: Sequence[str]) -> dict[str, Any]:
-        """Make the `quantization_config` of a checkpoint's `config.json`, from which vLLM learns the format.
+        """Build the `quantization_config` of a checkpoint's `config.json`, which tells vLLM the format.
 
         Args:
             ignore: Modules in full precision, as compressed-tensors' patterns.
 
         Returns:
-            What llm-compressor writes, except notes about itself (version, observers).
+            The same as llm-compressor writes, without its metadata (version, observers).
         """
         from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 
@@ -282,7 +282,7 @@ def _layout(scheme: QuantizationScheme, shape: tuple[int, ...], dtype: torch.dty
 
 @functools.cache
 def _preset(name: str) -> Any:
-    """Look up a preset of compressed-tensors, whose import takes a second."""
+    """Look up a preset of compressed-tensors; the import takes a second."""
     from compressed_tensors.quantization import preset_name_to_scheme
 
     return preset_name_to_scheme(name, targets=["Linear"])

@@ -1,10 +1,10 @@
-"""Which layers rounding hurts: an estimate of the KL that each of them causes, from a few tokens.
+"""Sensitivity of layers to rounding: an estimate of the KL that each layer causes, from a few tokens.
 
 For a small change δ of a layer's output, KL(exact ‖ changed) is ½ δᵀFδ, where F is the Fisher information: the mean
-of g gᵀ over tokens y that the model itself samples, with g the gradient of log p(y) at that output. A layer's δ is
-what rounding its weight and inputs does to its exact output; (g·δ)² is added up token by token. So one forward pass
-and a few backward passes rank all layers at once. How errors of several tokens or layers add up is left out: on
-SmolLM2-135M the sum of the estimates was 1.4 times the KL.
+of g gᵀ over tokens y that the model itself samples, with g the gradient of log p(y) at that output. A layer's δ is the
+change of its exact output when its weight and inputs are rounded; (g·δ)² is summed token by token. One forward pass
+and a few backward passes therefore rank all layers. The estimate ignores how errors of several tokens or layers
+combine: on SmolLM2-135M the sum of the estimates was 1.4 times the KL.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,31 +20,31 @@ from trl_qurl.quantization.scheme import FUSED, QuantizationScheme
 from trl_qurl.quantization.weight_stream import WeightStream
 
 DRAWS = 4
-"""Tokens sampled at each position."""
+"""Tokens to sample at each position."""
 
 MOST_TOKENS = 512
 
 LARGEST_SHARE = 0.1
-"""Of the bytes that quantization saves, which `sensitive_layers` gives back at most."""
+"""Largest share of the bytes saved by quantization that `sensitive_layers` gives back."""
 
 SMALL = 1e-3
-"""KL, in nats per token, below which nothing more is gained by keeping layers: 16-bit kernels cause as much."""
+"""KL, in nats per token, below which keeping more layers gains nothing: 16-bit kernels cause as much."""
 
 
 def estimate_kl(model: Any, weights: WeightStream, sequences: Iterable[Sequence[int]]) -> dict[tuple[str, ...], float]:
-    """Estimate the KL that rounding causes, by group of layers that an engine fuses.
+    """Estimate the KL that rounding causes, for each group of layers that an engine fuses.
 
     Args:
         model: The model of the stream, whole and in memory.
-        weights: Its scheme and layers, with the smoothing that the engine will have. Experts are left out.
+        weights: Its scheme and layers, with the engine's smoothing. Experts are left out.
         sequences: Tokens of prompts or answers; the first `MOST_TOKENS` are used.
 
     Returns:
-        Nats per token, each group's alone.
+        Nats per token, for each group rounded alone.
     """
     estimates = dict.fromkeys(weights.layers, 0.0)
     generator, count = torch.Generator(model.device).manual_seed(0), 0
-    with torch.enable_grad(), _evaluated(model), _rounding_errors(model, weights) as errors:
+    with torch.enable_grad(), _evaluation_mode(model), _rounding_errors(model, weights) as errors:
         for tokens in sequences:
             tokens = tokens[: MOST_TOKENS - count]
             if not tokens:
@@ -55,8 +55,8 @@ def estimate_kl(model: Any, weights: WeightStream, sequences: Iterable[Sequence[
             count += len(logps)
             outputs = [output for _, output, _ in errors]
             for _ in range(DRAWS):
-                drawn = torch.multinomial(logps.detach().exp(), 1, generator=generator)
-                gradients = torch.autograd.grad(logps.gather(-1, drawn).sum(), outputs, retain_graph=True)
+                samples = torch.multinomial(logps.detach().exp(), 1, generator=generator)
+                gradients = torch.autograd.grad(logps.gather(-1, samples).sum(), outputs, retain_graph=True)
                 for (layer, _, error), gradient in zip(errors, gradients, strict=True):
                     change = (gradient.float() * error.float()).sum(-1)  # (1, T)
                     estimates[layer] += float(change.square().sum()) / (2 * DRAWS)
@@ -65,9 +65,9 @@ def estimate_kl(model: Any, weights: WeightStream, sequences: Iterable[Sequence[
 
 
 @contextmanager
-def _evaluated(model: Any) -> Iterator[None]:
+def _evaluation_mode(model: Any) -> Iterator[None]:
     was_training = model.training
-    model.eval()  # no dropout, and no gradient checkpoints
+    model.eval()  # no dropout and no gradient checkpointing
     try:
         yield
     finally:
@@ -76,30 +76,30 @@ def _evaluated(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _rounding_errors(model: Any, weights: WeightStream) -> Iterator[list[tuple[str, torch.Tensor, torch.Tensor]]]:
-    """A list to which each pass adds every layer's name, its exact output, and what rounding would add to that."""
-    found: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+    """Collect every layer's name, its exact output, and its rounding error, in each forward pass."""
+    errors: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
     def hook_of(name: str) -> Any:
         def compare(layer: Any, inputs: tuple[torch.Tensor, ...], rounded: torch.Tensor) -> torch.Tensor:
             exact = cast(QuantizedLinear, layer).exact_class.forward(layer, inputs[0])
             exact = exact if exact.requires_grad else exact.requires_grad_()
-            found.append((name, exact, rounded.detach() - exact.detach()))
-            return exact  # the layers after it see what they would without rounding
+            errors.append((name, exact, rounded.detach() - exact.detach()))
+            return exact  # later layers see the exact output
 
         return compare
 
-    assert weights.scheme is not None, "a stream that quantizes"
+    assert weights.scheme is not None, "the stream must quantize"
     with quantized_forward(model, weights.layers, weights.scheme, weights.smoothing):
         hooks = [layer.register_forward_hook(hook_of(name)) for name, layer in linear_layers(model, weights.layers)]
         try:
-            yield found
+            yield errors
         finally:
             for hook in hooks:
                 hook.remove()
 
 
 def sensitive_layers(model: Any, weights: WeightStream, sequences: Iterable[Sequence[int]]) -> tuple[str, ...]:
-    """Name the layers to keep in 16 bits: those with most KL per byte, up to a tenth of the bytes.
+    """Return the layers to keep in 16 bits: the ones with the most KL per byte, up to a tenth of the bytes.
 
     Args:
         model: As for `estimate_kl`.
@@ -107,27 +107,27 @@ def sensitive_layers(model: Any, weights: WeightStream, sequences: Iterable[Sequ
         sequences: As for `estimate_kl`.
 
     Returns:
-        Names, those with most KL per byte first.
+        Names, sorted by KL per byte, largest first.
     """
-    assert weights.scheme is not None, "a stream that quantizes"
+    assert weights.scheme is not None, "the stream must quantize"
     estimates, sizes = estimate_kl(model, weights, sequences), extra_bytes(model, weights.scheme, weights.layers)
-    kept: list[str] = []
-    left, room = sum(estimates.values()), LARGEST_SHARE * sum(sizes.values())
+    selected: list[str] = []
+    remaining_kl, room = sum(estimates.values()), LARGEST_SHARE * sum(sizes.values())
     for group in by_worth(estimates, sizes):
         size = sum(sizes[layer] for layer in group)
-        if left > SMALL and size <= room:
-            kept += group
-            left, room = left - estimates[group], room - size
-    return tuple(kept)
+        if remaining_kl > SMALL and size <= room:
+            selected += group
+            remaining_kl, room = remaining_kl - estimates[group], room - size
+    return tuple(selected)
 
 
 def by_worth(estimates: Mapping[tuple[str, ...], float], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """Groups in the order of their KL per byte, the largest first."""
+    """Sort groups by their KL per byte, largest first."""
     return sorted(estimates, key=lambda group: estimates[group] / sum(sizes[layer] for layer in group), reverse=True)
 
 
 def fused_groups(layers: Iterable[str]) -> list[tuple[str, ...]]:
-    """Groups of layers that an engine fuses, in order: projections with one input, and all experts of a block."""
+    """Group the layers that an engine fuses, in order: projections with one input, and all experts of a block."""
     fused = {name: names[0] for names in FUSED for name in names}
     groups: dict[str, list[str]] = {}
     for layer in sorted(layers, key=_by_depth):
@@ -138,19 +138,19 @@ def fused_groups(layers: Iterable[str]) -> list[tuple[str, ...]]:
 
 
 def extra_bytes(model: torch.nn.Module, scheme: QuantizationScheme, layers: Collection[str]) -> dict[str, int]:
-    """What each layer takes more in 16 bits than quantized, in bytes."""
+    """Return the extra bytes that each layer takes in 16 bits rather than quantized."""
     shapes = {
         name.removesuffix(".weight"): tensor.shape
-        for held in CheckpointForm(model, splits_experts=True).held.values()
-        for name, tensor in held.items()
+        for stored in CheckpointForm(model, splits_experts=True).layout.values()
+        for name, tensor in stored.items()
     }
     sizes = {}
     for layer in layers:
-        quantized = sum(stored.nbytes for stored in scheme.layout(shapes[layer], torch.bfloat16))
+        quantized = sum(tensor.nbytes for tensor in scheme.layout(shapes[layer], torch.bfloat16))
         sizes[layer] = 2 * shapes[layer].numel() - quantized
     return sizes
 
 
 def _by_depth(layer: str) -> list[Any]:
-    """Sorts `layers.10` behind `layers.9`."""
+    """Return a sort key that puts `layers.10` after `layers.9`."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in layer.split(".")]

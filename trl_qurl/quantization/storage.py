@@ -1,4 +1,4 @@
-"""Checkpoint directories that are either complete or absent, so that no reader ever sees half of one.
+"""Checkpoint directories that are either complete or absent, so readers never see a partial one.
 
 Tensors come from a stream and are written in shards; memory holds one shard at a time.
 """
@@ -26,48 +26,48 @@ if TYPE_CHECKING:
 INDEX_NAME = "model.safetensors.index.json"
 
 UNWRITABLE = ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "ENOTDIR", "EFBIG", "EIO")
-"""Errors of the system that mean that a directory cannot be written."""
+"""System errors that mean a directory cannot be written."""
 
 
 @contextmanager
 def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Create a directory atomically: the block fills a temporary one, which replaces `path` if the block succeeds.
 
-    If it fails, nothing is left behind, and an existing `path` stays as it was. Whichever library noticed that the
-    system refuses to write, one `OSError` says so; other errors pass unchanged.
+    If it fails, nothing is left behind, and an existing `path` stays as it was. If the system refuses to write, raises
+    `OSError`, no matter which library noticed. Other errors pass unchanged.
     """
     final = Path(path)
-    draft = final.parent / f".{final.name}-{uuid.uuid4().hex[:8]}"
-    replaced = draft.with_name(f"{draft.name}-replaced")
+    tmp = final.parent / f".{final.name}-{uuid.uuid4().hex[:8]}"
+    old = tmp.with_name(f"{tmp.name}-replaced")
     try:
-        draft.mkdir(parents=True)
-        yield draft
+        tmp.mkdir(parents=True)
+        yield tmp
         if final.exists():
-            os.replace(final, replaced)
-        os.replace(draft, final)
+            os.replace(final, old)
+        os.replace(tmp, final)
     except Exception as error:
-        reason = _refusal(error)
+        reason = _write_failure(error)
         if reason is None:
             raise
         raise OSError(
-            f"The checkpoint directory {final} cannot be written ({reason}): free space there, or name a writable "
+            f"The checkpoint directory {final} cannot be written ({reason}): free space there, or choose a writable "
             "directory with enough room (rollout_checkpoint_dir in the config, output_dir of save_quantized, OUT on "
             "the command line)."
         ) from error
     finally:
-        for left in (draft, replaced):
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in (tmp, old):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def check_replaceable(path: str | os.PathLike[str]) -> None:
-    """Raise `FileExistsError` unless a path is free, an empty directory, or an earlier quantized checkpoint."""
-    place = Path(path)
-    if not place.exists() or (place.is_dir() and (not any(place.iterdir()) or _is_quantized_checkpoint(place))):
+    """Raise `FileExistsError` unless `path` does not exist, is an empty directory, or holds a quantized checkpoint."""
+    path = Path(path)
+    if not path.exists() or (path.is_dir() and (not any(path.iterdir()) or _is_quantized_checkpoint(path))):
         return
-    found = f"holds {', '.join(sorted(os.listdir(place))[:3])}, ..." if place.is_dir() else "is a file"
+    contents = f"holds {', '.join(sorted(os.listdir(path))[:3])}, ..." if path.is_dir() else "is a file"
     raise FileExistsError(
-        f"{place} {found} and would be replaced, but it is not a quantized checkpoint: name a directory that does not "
-        "exist yet, an empty one, or an earlier quantized checkpoint."
+        f"{path} {contents} and would be replaced, but it is not a quantized checkpoint: choose a directory that does "
+        "not exist yet, an empty one, or an earlier quantized checkpoint."
     )
 
 
@@ -80,7 +80,7 @@ def _is_quantized_checkpoint(directory: Path) -> bool:
 
 
 def write_tensors(named_tensors: NamedTensors, directory: Path, shard_bytes: int = 2 * 1024**3) -> None:
-    """Write tensors as `model.safetensors`, or as shards with an index; about `shard_bytes` of memory is used."""
+    """Write tensors as `model.safetensors`, or as shards with an index; this uses about `shard_bytes` of memory."""
     weight_map: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}
     filled = total = 0
@@ -92,7 +92,7 @@ def write_tensors(named_tensors: NamedTensors, directory: Path, shard_bytes: int
         shard.clear()
 
     for name, tensor in named_tensors:
-        # A copy, because adapters may be unmerged from the parameter, or its shards freed, before it is written.
+        # Copy now: before this is written, an adapter may be unmerged from the parameter, or its shards freed.
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
         filled += tensor.nbytes
         total += tensor.nbytes
@@ -109,18 +109,18 @@ def write_tensors(named_tensors: NamedTensors, directory: Path, shard_bytes: int
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Read the tensors of a checkpoint, one at a time; one without weights is a `FileNotFoundError`."""
+    """Yield the tensors of a checkpoint one at a time; raises `FileNotFoundError` if it has none."""
     shards = sorted(directory.glob("*.safetensors"))
     if not shards:
-        raise FileNotFoundError(f"{directory} holds no .safetensors file that this process can see.")
+        raise FileNotFoundError(f"{directory} contains no .safetensors file that this process can see.")
     for shard in shards:
         with safe_open(shard, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118, safetensors' handle is no dictionary
+            for name in file.keys():  # noqa: SIM118, safetensors' handle is not a dictionary
                 yield name, file.get_tensor(name)
 
 
 def tensor_shapes(directory: Path) -> dict[str, list[int]]:
-    """The shapes of a checkpoint's tensors by name, from the headers of its files."""
+    """Read the shapes of a checkpoint's tensors, by name, from the headers of its files."""
     shapes = {}
     for shard in directory.glob("*.safetensors"):
         with safe_open(shard, framework="pt") as file:
@@ -131,15 +131,15 @@ def tensor_shapes(directory: Path) -> dict[str, list[int]]:
 def write_config(model: "PreTrainedModel", directory: Path, quantization: dict | None) -> None:
     """Write the model's `config.json` with a `quantization_config` entry, without touching its config object.
 
-    Classes that came with the checkpoint (`trust_remote_code`) are copied beside it, where `auto_map` refers to them.
+    Copies classes that came with the checkpoint (`trust_remote_code`) next to it, where `auto_map` refers to them.
     """
     from transformers.dynamic_module_utils import custom_object_save
 
     contents = model.config.to_dict()
-    customs = [custom for custom in (model.config, model) if custom.is_remote_code()]
-    for custom in customs:
-        custom_object_save(custom, directory, contents)
-    if not customs:  # transformers' own class was loaded, and its name is enough
+    remote_objects = [item for item in (model.config, model) if item.is_remote_code()]
+    for item in remote_objects:
+        custom_object_save(item, directory, contents)
+    if not remote_objects:  # the class is transformers' own, so its name is enough
         contents.pop("auto_map", None)
     contents.pop("_name_or_path", None)
     contents["architectures"] = model.config.architectures or [type(model).__name__]
@@ -149,10 +149,10 @@ def write_config(model: "PreTrainedModel", directory: Path, quantization: dict |
     (directory / "config.json").write_text(text + "\n")
 
 
-def _refusal(error: Exception) -> str | None:
-    """The system's reason for not writing, unless the error is about something else."""
+def _write_failure(error: Exception) -> str | None:
+    """Return the system's reason for not writing; `None` if the error is about something else."""
     number = error.errno if isinstance(error, OSError) else None
-    if number is None:  # safetensors and tokenizers raise errors of their own around the system's
-        found = re.search(r"\(os error (\d+)\)|code: (\d+)", str(error))
-        number = int(found[1] or found[2]) if found else None
+    if number is None:  # safetensors and tokenizers wrap system errors
+        match = re.search(r"\(os error (\d+)\)|code: (\d+)", str(error))
+        number = int(match[1] or match[2]) if match else None
     return os.strerror(number).lower() if number and errno.errorcode.get(number) in UNWRITABLE else None

@@ -1,8 +1,7 @@
 """Full-precision tensors in, checkpoint-format tensors out, one at a time.
 
-This is all of the quantization that happens at each step of training. It calibrates nothing and keeps nothing, so
-memory holds one layer at a time, with those that share a scale with it. Which tensors a weight becomes is up to its
-scheme.
+This is all the quantization that happens at each training step. It needs no calibration and keeps nothing, so memory
+holds one layer at a time, plus the layers that share its scale. The scheme decides which tensors a weight becomes.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -16,7 +15,7 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 """Parameters under their checkpoint names."""
 
 Observer = Callable[[str, torch.Tensor, Mapping[str, torch.Tensor]], None]
-"""Called with a layer's name, its weight (out, in), and the tensors that the scheme made of it, if any."""
+"""Callback for a layer's name, its weight (out, in), and the tensors that the scheme made of it, if any."""
 
 
 def stored_tensors(
@@ -26,8 +25,8 @@ def stored_tensors(
     layers: Collection[str],
     dtype: torch.dtype | None = None,
 ) -> list[StoredTensor]:
-    """What `quantize_weights` would yield for one parameter."""
-    shape = getattr(tensor, "ds_shape", tensor.shape)  # the whole of what ZeRO-3 shards
+    """Describe the tensors that `quantize_weights` would yield for one parameter."""
+    shape = getattr(tensor, "ds_shape", tensor.shape)  # the full shape if ZeRO-3 shards it
     layer = _layer(name, layers)
     if scheme is None or layer is None:
         return [StoredTensor(name, _sent_dtype(tensor.dtype, dtype), shape)]
@@ -41,7 +40,7 @@ def quantize_weights(
     observer: Observer | None = None,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Turn a stream of parameters into the tensors of a quantized checkpoint.
+    """Convert a stream of parameters into the tensors of a quantized checkpoint.
 
     `<layer>.weight` becomes the tensors of the scheme's layout, each under the layer's name; every other tensor passes
     through. The input is not modified.
@@ -50,15 +49,15 @@ def quantize_weights(
         named_tensors: Parameters under their checkpoint names.
         scheme: Target format; `None` quantizes nothing.
         layers: Names of the layers to quantize, from `quantized_layer_names`.
-        observer: Sees each of those layers, for measurements.
+        observer: Called with each of these layers, for measurements.
         dtype: Floating-point type of the tensors that are not quantized; `None` leaves them as they are. An engine
-            would cast them to the same bits, so this only saves bytes in transit.
+            would cast them to the same bits, so this only saves bandwidth.
 
     Yields:
-        `(name, tensor)` pairs in checkpoint format. Only the tensors of the current layer and its companions are held.
+        `(name, tensor)` pairs in checkpoint format. Memory holds the tensors of one layer and its companions.
 
     Raises:
-        ValueError: If the scheme refuses a layer, or, after the last tensor, if a layer of `layers` never came.
+        ValueError: If the scheme cannot store a layer, or, after the last tensor, if a layer of `layers` is missing.
     """
     missing = set(layers)
     for name, tensor, companions in _with_companions(named_tensors, scheme, layers):
@@ -74,7 +73,7 @@ def quantize_weights(
             yield name, tensor.to(_sent_dtype(tensor.dtype, dtype))
     if missing and scheme is not None:
         raise ValueError(
-            f"{len(missing)} of {len(layers)} layers to quantize were not among the tensors given, first "
+            f"{len(missing)} of {len(layers)} layers to quantize were not among the tensors, first "
             f"{min(missing)!r}: pass the names that quantized_layer_names() returns for the same model."
         )
 
@@ -82,8 +81,8 @@ def quantize_weights(
 def _with_companions(
     named_tensors: NamedTensors, scheme: QuantizationScheme | None, layers: Collection[str]
 ) -> Iterator[tuple[str, torch.Tensor, list[torch.Tensor]]]:
-    """Each parameter with the weights of its layer's companions; what comes before the last of them is held back."""
-    held: list[tuple[str, torch.Tensor]] = []
+    """Yield each parameter with its companions' weights; buffers parameters until the last companion arrives."""
+    buffered: list[tuple[str, torch.Tensor]] = []
     awaited: set[str] = set()
 
     def companions(name: str) -> list[str]:
@@ -95,20 +94,20 @@ def _with_companions(
             awaited.remove(name)
         else:
             awaited.update(companions(name))
-        # ZeRO-3 takes a parameter back when the next one is asked for.
-        held.append((name, tensor.clone() if awaited else tensor))
+        # ZeRO-3 releases a parameter when the next one is requested.
+        buffered.append((name, tensor.clone() if awaited else tensor))
         if not awaited:
-            weights = dict(held)
-            yield from ((other, t, [weights[x] for x in companions(other)]) for other, t in held)
-            held = []
-    yield from ((name, tensor, []) for name, tensor in held)  # some never came, which is an error
+            weights = dict(buffered)
+            yield from ((other, t, [weights[x] for x in companions(other)]) for other, t in buffered)
+            buffered = []
+    yield from ((name, tensor, []) for name, tensor in buffered)  # companions are missing; the caller raises
 
 
 def _layer(name: str, layers: Collection[str]) -> str | None:
-    """The layer of `layers` whose weight has this name."""
+    """Return the layer of `layers` to which a weight of this name belongs."""
     layer = name.removesuffix(".weight")
     return layer if layer != name and layer in layers else None
 
 
-def _sent_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return own if wanted is None or not own.is_floating_point else wanted
+def _sent_dtype(own: torch.dtype, target: torch.dtype | None) -> torch.dtype:
+    return own if target is None or not own.is_floating_point else target

@@ -1,9 +1,9 @@
-"""Update-aware quantization (UAQ): the same function with smaller weights, so that updates are relatively larger.
+"""Update-aware quantization (UAQ): the same function with smaller weights, which makes updates relatively larger.
 
-Once, before training: the linear layers that a normalization feeds are divided by s, the norm's gain is multiplied by
-s. The output is what it was, x (W / s)ᵀ + b with x grown s-fold; the rounding step of the quantized weights is s times
-finer, and so is what an update must exceed to change a code. Layers with no norm before them (o_proj, down_proj), the
-embedding and the head are left alone. What UAQ knows about models is a table (`architectures`).
+Once, before training, divide the linear layers that a norm feeds by s, and multiply the norm's gain by s. The output
+x (W / s)ᵀ + b does not change, because x is s times larger. The rounding step of the quantized weights is s times
+finer, and so is the threshold that an update must exceed to change a code. Layers without a norm before them (o_proj,
+down_proj), the embedding and the head stay as they are. Supported models are listed in `architectures`.
 """
 
 import logging
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 
 def recorded_scale(model: PreTrainedModel) -> float:
-    """Read the scale that a model's config records.
+    """Return the scale recorded in a model's config.
 
     Args:
-        model: Scaled or not.
+        model: A model, scaled or not.
 
     Returns:
-        The factor s; 1.0 for a model that was not scaled.
+        The factor s; 1.0 for an unscaled model.
     """
     return getattr(model.config, "uaq_scale", 1.0)
 
@@ -39,9 +39,9 @@ def scale_model_(model: PreTrainedModel, scale: float) -> bool:
 
         W ← W / s,    g ← s · g
 
-    Where g is the gain of the norm that feeds W. Biases stay: (W / s)(s x) + b = W x + b. `save_pretrained` keeps the
-    record, so a saved model is not scaled twice. Models that share a config object share the record. In float32 the
-    function is unchanged up to rounding; in bfloat16 and float16 that rounding is not small, and a warning says so.
+    Where g is the gain of the norm that feeds W. Biases do not change: (W / s)(s x) + b = W x + b. `save_pretrained`
+    keeps the record, so a saved model is not scaled twice. Models that share a config object share the record. In
+    float32 the function is unchanged up to rounding. In bfloat16 and float16 the rounding is not small: this warns.
 
     Source: Eq. 10-12, Fig. 5.
 
@@ -50,21 +50,21 @@ def scale_model_(model: PreTrainedModel, scale: float) -> bool:
         scale: The factor s; the paper's best is 1.5 (Table 4).
 
     Returns:
-        True if the model was scaled, False if it already carried this scale.
+        True if the model was scaled, False if it already had this scale.
 
     Raises:
-        ValueError: The scale is not finite and above 0, the model carries another scale, its type is not in the table,
-            or its layers are not the plain linear layers in memory that the table names. Nothing was changed then.
+        ValueError: If the scale is not finite and above 0, the model has another scale, its type is not in the table,
+            or its layers are not plain linear layers in memory, as listed in the table. Nothing is changed then.
     """
     if not (0 < scale < math.inf):
         raise ValueError(f"Got UAQ scale {scale}. It must be finite and above 0; 1.0 turns UAQ off.")
     recorded = recorded_scale(model)
     if recorded == scale:
-        logger.info("The model already carries UAQ scale %s; left as it is.", scale)
+        logger.info("The model already has UAQ scale %s; left unchanged.", scale)
         return False
     if recorded != 1.0:
         raise ValueError(
-            f"Asked for UAQ scale {scale}, but the model was already scaled by {recorded} (its config.uaq_scale). "
+            f"Got UAQ scale {scale}, but the model was already scaled by {recorded} (config.uaq_scale). "
             f"Keep uaq_scale={recorded}, or undo it first: trl_qurl.quantization.uaq.restore(model)."
         )
     for norm, linears, offset in _scalable_weights(model, scale):
@@ -81,25 +81,25 @@ def restore(model: PreTrainedModel) -> bool:
 
         W ← s · W,    g ← g / s
 
-    No inverse is exact to the last bit for s = 1.5: dividing by 1.5 maps the floats of [1.5, 2) onto fewer of them in
-    [1, 4/3), so two weights share one quotient. On CPU, powers of two come back exactly and everything else within one
-    unit in the last place of the weight. In the Gemma family the unit is that of the gain 1 + w, not of w, and powers
-    of two round as well.
+    For s = 1.5 no inverse is exact to the last bit: dividing by 1.5 maps the floats of [1.5, 2) onto fewer floats in
+    [1, 4/3), so two weights share one quotient. On CPU, powers of two are restored exactly, and everything else within
+    one unit in the last place of the weight. In the Gemma family the unit is that of the gain 1 + w, not of w, and
+    powers of two round, too.
 
     Source: Eq. 10-12, inverted.
 
     Args:
-        model: A model, trained since or not.
+        model: A model; it may have been trained since.
 
     Returns:
-        True if the model was restored, False if it carries no scale.
+        True if the model was restored, False if it has no scale.
 
     Raises:
-        ValueError: As in `scale_model_`.
+        ValueError: As for `scale_model_`.
     """
     scale = recorded_scale(model)
     if scale == 1.0:
-        logger.info("The model carries no UAQ scale; left as it is.")
+        logger.info("The model has no UAQ scale; left unchanged.")
         return False
     for norm, linears, offset in _scalable_weights(model, scale):
         with torch.no_grad(), whole([norm, *linears]):
@@ -113,7 +113,7 @@ def restore(model: PreTrainedModel) -> bool:
 def _scalable_weights(
     model: PreTrainedModel, scale: float
 ) -> list[tuple[torch.Tensor, tuple[torch.Tensor, ...], float]]:
-    """Each norm's weight, the weights that it feeds and the gain's offset; all are checked before any is changed."""
+    """Return each norm's weight, the weights it feeds, and the gain's offset, after checking all of them."""
     feeds, offset = _architecture(model)
     layers = [
         (name, module)
@@ -122,7 +122,7 @@ def _scalable_weights(
     ]
     if not layers:
         raise ValueError(
-            f"The model says it is a {model.config.model_type!r}, but no layer of it holds "
+            f"The model type is {model.config.model_type!r}, but no layer has all of "
             f"{', '.join(sorted(feeds))}. UAQ cannot scale it; set uaq_scale=1.0."
         )
     groups = [
@@ -138,8 +138,8 @@ def _scalable_weights(
     if halves and (offset or math.frexp(scale)[0] != 0.5):
         warnings.warn(
             f"UAQ with scale {scale} rounds {', '.join(sorted(map(str, halves)))} weights: the model is no longer "
-            'quite the same function. Load it in float32 (model_init_kwargs={"dtype": "float32"}); where the norms '
-            "multiply by their plain weight, a power of two is exact too.",
+            'exactly the same function. Load it in float32 (model_init_kwargs={"dtype": "float32"}). If its norms '
+            "multiply by their plain weight, a power of two is exact, too.",
             stacklevel=3,
         )
     return groups
@@ -148,7 +148,7 @@ def _scalable_weights(
 def _architecture(model: PreTrainedModel) -> Architecture:
     if is_peft_model(model):
         raise ValueError(
-            "Got a PEFT model. An adapter trained on the scaled base does not fit the unscaled one that it is later "
+            "Got a PEFT model. An adapter trained on the scaled base does not fit the unscaled base that it is later "
             "loaded on. Set uaq_scale=1.0, or scale and save the base first and train the adapter on that copy."
         )
     model_type = model.config.model_type
@@ -160,21 +160,21 @@ def _architecture(model: PreTrainedModel) -> Architecture:
     return ARCHITECTURES[model_type]
 
 
-def _weight(layer: nn.Module, layer_name: str, name: str, kind: type[nn.Module]) -> torch.Tensor:
+def _weight(layer: nn.Module, layer_name: str, name: str, cls: type[nn.Module]) -> torch.Tensor:
     module = dict(layer.named_modules()).get(name)
     weight = getattr(module, "weight", None)
-    if not isinstance(module, kind) or not isinstance(weight, nn.Parameter) or not weight.is_floating_point():
-        found = f"a {type(module).__name__} of {weight.dtype}" if isinstance(weight, nn.Parameter) else "none"
+    if not isinstance(module, cls) or not isinstance(weight, nn.Parameter) or not weight.is_floating_point():
+        actual = f"a {type(module).__name__} of {weight.dtype}" if isinstance(weight, nn.Parameter) else "none"
         raise ValueError(
-            f"UAQ needs a plain floating-point layer {layer_name}.{name} and found {found}: load the model without "
+            f"UAQ needs a plain floating-point layer {layer_name}.{name} and found {actual}: load the model without "
             "adapters, fused or quantized layers, or set uaq_scale=1.0."
         )
-    # ZeRO-3's parts are gathered; FSDP, loading to the first process only, sends the others its scaled weights.
-    comes_later = is_deepspeed_zero3_enabled() or is_fsdp_enabled()
-    if (weight.is_meta or weight.numel() == 0) and not comes_later:
+    # ZeRO-3 gathers its shards later. FSDP may load only on the first process, which sends its scaled weights.
+    arrives_later = is_deepspeed_zero3_enabled() or is_fsdp_enabled()
+    if (weight.is_meta or weight.numel() == 0) and not arrives_later:
         raise ValueError(
             f"The weight of {layer_name}.{name} is not in memory here: shape {tuple(weight.shape)}, device "
-            f"{weight.device}. Scale the checkpoint beforehand, in one process: from_pretrained, scale_model_, "
+            f"{weight.device}. Scale the checkpoint in advance, in one process: from_pretrained, scale_model_, "
             "save_pretrained. Or set uaq_scale=1.0."
         )
     return weight

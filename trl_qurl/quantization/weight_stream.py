@@ -1,6 +1,6 @@
-"""From a model's parameters to the tensors of its quantized checkpoint: form, layers and scheme of one model together.
+"""Conversion of a model's parameters to the tensors of its quantized checkpoint.
 
-`checkpoint_form` cuts and names, `layers` says what is quantized, and `stream` quantizes.
+`checkpoint_form` splits and renames tensors, `layers` selects what to quantize, and `stream` quantizes.
 """
 
 import itertools
@@ -19,20 +19,20 @@ from trl_qurl.quantization.stream import NamedTensors, Observer, quantize_weight
 
 
 class WeightStream:
-    """Turns parameters of one model into tensors of its checkpoint, any number of times.
+    """Converter from the parameters of one model to the tensors of its checkpoint; reusable.
 
     Args:
         model: A transformers model, or a PEFT model around one.
         scheme: Target format; `None` quantizes nothing.
-        ignore: Modules kept in full precision, as `quantized_layer_names` takes them.
-        smooths: Whether `smoothing` is folded into the weights.
+        ignore: Modules kept in full precision, as for `quantized_layer_names`.
+        smooths: Whether to fold `smoothing` into the weights.
 
     Attributes:
-        grid: Type to which the trainer's autocast rounds float32 weights before it computes with them, and to which
-            `on_grid` has rounded them before they come here; `None` for none.
+        grid: Dtype to which the trainer's autocast rounds float32 weights before it computes with them. `on_grid` has
+            already rounded the parameters to it. `None` for none.
 
     Raises:
-        ValueError: As `quantized_layer_names`, `CheckpointForm` and `Smoothing` do.
+        ValueError: As for `quantized_layer_names`, `CheckpointForm` and `Smoothing`.
     """
 
     grid: torch.dtype | None = None
@@ -51,13 +51,13 @@ class WeightStream:
         self.smoothing = Smoothing(model, self.layers) if smooths else None
 
     def fit_smoothing(self, model: Any, sequences: Iterable[Sequence[int]]) -> None:
-        """Fit the scales, in this process, to what the model computes on some tokens before there are rollouts.
+        """Fit the scales to a few sequences before there are rollouts, in this process only.
 
         Args:
-            model: The stream's, whole and in memory.
-            sequences: Tokens, each a list.
+            model: The stream's model, whole and in memory.
+            sequences: Token IDs of each sequence.
         """
-        assert self.smoothing is not None, "a stream that smooths"
+        assert self.smoothing is not None, "the stream must smooth"
         was_training, self.smoothing.collects = model.training, True
         deque(self.smoothing.fold(self.form.tensors(model_parameters(model))), maxlen=0)
         model.eval()
@@ -69,7 +69,7 @@ class WeightStream:
         self.smoothing.fit(is_shared=False)
 
     def keep(self, layers: Iterable[str]) -> None:
-        """Leave these layers in full precision from here on."""
+        """Keep these layers in full precision from now on."""
         self.ignore += tuple(layers)
         self.layers = self.layers.difference(layers)
 
@@ -80,13 +80,13 @@ class WeightStream:
         dtype: torch.dtype | None = None,
         is_exact: bool = False,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Turn parameters into tensors, one at a time.
+        """Convert parameters to tensors, one at a time.
 
         Args:
             named_parameters: Parameters under their names in the model, without adapters.
-            observer: Sees each layer, for measurements.
+            observer: Called with each layer, for measurements.
             dtype: Floating-point type of the tensors that are not quantized; `None` leaves them as they are.
-            is_exact: Whether weights are quantized in float32, whatever dtype they are held in.
+            is_exact: Whether to quantize weights in float32, regardless of their dtype.
 
         Yields:
             `(name, tensor)` pairs in checkpoint format.
@@ -98,28 +98,29 @@ class WeightStream:
         return quantize_weights(exact, self.scheme, self.layers, observer, dtype)
 
     def stored(self, parameter: str, dtype: torch.dtype | None = None) -> list[StoredTensor]:
-        """What `tensors` yields for one parameter, by its name."""
-        held = self.form.held[parameter].items()
+        """Describe the tensors that `tensors` yields for the parameter of this name."""
         return [
-            stored for name, tensor in held for stored in stored_tensors(name, tensor, self.scheme, self.layers, dtype)
+            stored
+            for name, tensor in self.form.layout[parameter].items()
+            for stored in stored_tensors(name, tensor, self.scheme, self.layers, dtype)
         ]
 
     def nbytes(self, dtype: torch.dtype | None = None) -> int:
-        """Bytes of all that `tensors` yields."""
-        return sum(stored.nbytes for parameter in self.form.held for stored in self.stored(parameter, dtype))
+        """Return the size of everything that `tensors` yields, in bytes."""
+        return sum(stored.nbytes for parameter in self.form.layout for stored in self.stored(parameter, dtype))
 
 
 def on_grid(tensor: torch.Tensor, grid: torch.dtype | None) -> torch.Tensor:
-    """What autocast computes with in the place of a matrix in float32, in float32; anything else as it is."""
+    """Round a float32 matrix to the values that autocast uses, still in float32; return other tensors unchanged."""
     return tensor if grid is None or tensor.dim() < 2 or tensor.dtype != torch.float32 else tensor.to(grid).float()
 
 
 def exact_weights(parameters: NamedTensors, layers: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters with the weights to quantize in float32: whoever holds them, in any dtype, makes the same codes."""
+    """Convert the weights to quantize to float32, so the codes do not depend on the dtype of the parameters."""
     return ((name, t.float() if name.removesuffix(".weight") in layers else t) for name, t in parameters)
 
 
 def model_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters of a model that is whole and in memory, without adapters, for `WeightStream.tensors`."""
-    named = itertools.chain(model.named_parameters(), persistent_buffers(model))
-    return ((parameter_name(path), tensor.data) for path, tensor in named if ".lora_" not in path)
+    """Yield the parameters of a whole model in memory, without adapters, for `WeightStream.tensors`."""
+    parameters = itertools.chain(model.named_parameters(), persistent_buffers(model))
+    return ((parameter_name(path), tensor.data) for path, tensor in parameters if ".lora_" not in path)
