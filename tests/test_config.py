@@ -227,7 +227,7 @@ REFUSED = [
     *(
         (
             {"vllm_engine_kwargs": {argument: None}},
-            rf"vllm_engine_kwargs sets '{argument}', which is already set: it is governed by .*\. Remove it from",
+            rf"vllm_engine_kwargs sets '{argument}', but that is governed by .*\. Remove it from",
         )
         for argument in TAKEN_ENGINE_ARGUMENTS
     ),

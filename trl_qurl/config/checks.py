@@ -25,7 +25,7 @@ def check_numbers(config: object, names: Collection[str], is_allowed: Callable[[
 
 
 def check_cap(objective: Objective, cap: float | None, floor: float | None) -> None:
-    """Raise `ValueError` for a cap C or a smallest ratio that cannot limit the importance ratio."""
+    """Raise `ValueError` for a cap C or a floor that cannot limit the importance ratio."""
     if objective.correction in ("none", "full"):
         return
     if cap is None or not 0 < cap < inf:

@@ -50,7 +50,7 @@ class DynamicSamplingSettings:
     dynamic_sampling_reward: str | None = None
 
     def __post_init__(self: Any) -> None:
-        super().__post_init__()  # type: ignore[misc]  # TRL's config, which comes after this class
+        super().__post_init__()  # type: ignore[misc]  # TRL's config comes after this class
         check_numbers(self, ["dynamic_sampling_max_rounds"], lambda n: n >= 1, "1 or more (10 is usual)")
         if self.dynamic_sampling_reward is not None and not self.dynamic_sampling:
             raise ValueError("dynamic_sampling_reward has no effect unless dynamic_sampling=True.")

@@ -28,8 +28,8 @@ TAKEN_ENGINE_ARGUMENTS = {
     "model_impl": "vllm_model_impl",
     "distributed_executor_backend": "the launcher (TRL fixes it)",
     "seed": "seed (TRL gives every engine its own)",
-    "max_num_batched_tokens": "nothing: TRL fixes it at 4096",
-    "logprobs_mode": "nothing: the importance ratio needs 'processed_logprobs'",
+    "max_num_batched_tokens": "TRL, which fixes it at 4096",
+    "logprobs_mode": "trl-qurl (the importance ratio needs 'processed_logprobs')",
     "quantization": "rollout_quantization",
     "trust_remote_code": "trust_remote_code",
     "enable_lora": "weight_sync",
@@ -240,7 +240,7 @@ class QuantizedRolloutsConfig:
             raise ValueError(
                 "quantization_ignore='auto' chooses layers when the engine starts in this process, but vllm_mode is "
                 f"{self.vllm_mode!r} and training_forward is {self.training_forward!r}: run `trl-qurl mismatch MODEL "
-                "--kl 5e-3` and set the list that it writes, also as `trl-qurl serve --ignore`."
+                "--kl 5e-3` and use the list that it writes, also for `trl-qurl serve --ignore`."
             )
 
     def _check_engine(self: Any) -> None:
@@ -262,7 +262,7 @@ class QuantizedRolloutsConfig:
             )
         for argument in engine_kwargs.keys() & TAKEN_ENGINE_ARGUMENTS.keys():
             raise ValueError(
-                f"vllm_engine_kwargs sets {argument!r}, which is already set: it is governed by "
+                f"vllm_engine_kwargs sets {argument!r}, but that is governed by "
                 f"{TAKEN_ENGINE_ARGUMENTS[argument]}. Remove it from vllm_engine_kwargs."
             )
         check_kv_cache(engine_kwargs.get("kv_cache_dtype", "auto"), "kv_cache_dtype of vllm_engine_kwargs")

@@ -34,15 +34,15 @@ class QuantizedLinear(nn.Linear):
     companions: tuple[nn.Linear, ...] = ()  # layers that share a scale with this one
     grid: torch.dtype | None = None  # source dtype of the engine's codes (`WeightStream.grid`)
     input_scale: torch.Tensor | None = None  # smoothing: divides inputs and multiplies columns, (in,)
-    _caches = False
-    _cache: tuple[Any, torch.Tensor] | None = None  # key of the source weights, and the rounded weight
-    _fingerprints: list[int] | None = None  # of the source weights of the cached one
+    _caches_weight = False
+    _cached_weight: tuple[Any, torch.Tensor] | None = None  # key of its sources, and the rounded weight
+    _fingerprints: list[int] | None = None  # of the sources of the cached weight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Multiply rounded inputs with rounded weights, in the dtype that the exact layer would use."""
         device = input.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
-        x = input.to(dtype)  # the engine, too, rounds inputs that are in its own dtype
+        x = input.to(dtype)  # the engine also rounds inputs in its compute dtype
         weight = self.weight
         if self.input_scale is not None:
             scale = self.input_scale.to(x.device)
@@ -66,7 +66,7 @@ class QuantizedLinear(nn.Linear):
 
     def round_again(self) -> None:
         """Invalidate the cached rounded weight, and cache the next one if the weight is whole."""
-        self._cache, self._caches = None, self.is_whole
+        self._cached_weight, self._caches_weight = None, self.is_whole
 
     def rounded_weight(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight that the engine's codes represent, (out, in); cached if `round_again` enabled that."""
@@ -74,15 +74,15 @@ class QuantizedLinear(nn.Linear):
             return self.weight.to(dtype)
         weights = self.sources
         key = (dtype, *((weight.data_ptr(), weight._version) for weight in weights))
-        if self._cache is not None and self._cache[0] == key:
-            return self._cache[1]
+        if self._cached_weight is not None and self._cached_weight[0] == key:
+            return self._cached_weight[1]
         with torch.inference_mode(False), torch.no_grad():
             weights = [weight if self.grid is None else weight.to(self.grid).to(weight.dtype) for weight in weights]
             if self.input_scale is not None:
                 weights[0] = (weights[0] * self.input_scale.to(weights[0].device)).to(weights[0].dtype)
             tensors = self.scheme.in_engine(self.scheme.quantize(weights[0], weights[1:]), dtype)
             rounded = self.scheme.dequantize(tensors).to(dtype)
-        self._cache = (key, rounded) if self._caches else None
+        self._cached_weight = (key, rounded) if self._caches_weight else None
         return rounded
 
 

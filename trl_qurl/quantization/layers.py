@@ -15,7 +15,7 @@ AUTO = "auto"
 """Ignore pattern that also keeps the layers that rounding hurts most in full precision (`sensitivity`)."""
 
 RELOADABLE = ("qwen3_5_text",)
-"""`model_type` of recurrent models for which an engine after training was equal to a fresh one."""
+"""Recurrent models (`model_type`) for which an engine after training matched a fresh one."""
 
 ROUTER = r"(^|\.)(gate|router|shared_expert_gate)(\.|$)"
 """Layers beside experts that select or weigh them. vLLM cannot quantize these."""
@@ -24,7 +24,7 @@ EXPERT = nn.Linear(1, 1, device="meta")  # stand-in module for class-name patter
 
 
 def linear_layer_names(model: nn.Module, ignore: Iterable[str] = ("lm_head",)) -> frozenset[str]:
-    """Return the same as `quantized_layer_names`, unchecked: possibly no layers, or layers that fit no format."""
+    """Return the result of `quantized_layer_names` without its checks: maybe no layers, or some that fit no format."""
     return frozenset(_layer_shapes(model, ignore))
 
 

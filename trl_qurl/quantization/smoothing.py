@@ -1,4 +1,4 @@
-"""Smoothing of activations in the weights sent to the engine: the same function with smaller activations.
+"""Smoothing, applied to the weights sent to the engine: the same function with smaller activations.
 
 An INT8 engine rounds all inputs of a layer for one token with one scale, so a few large channels use up the range of
 all others. Each channel j is divided by s_j at its source (the gain of a norm, the rows of `up_proj`), and the columns
@@ -79,9 +79,7 @@ class Smoothing:
         # Sums of squares by channel and, last, the number of squares in each, (channels + 1,).
         self._inputs: dict[str, torch.Tensor] = {}  # by source, since the last fit
         self._columns: dict[str, torch.Tensor] = {}  # by layer, at the last sync
-        readers = {
-            source.layers[0]: name for name, source in self._sources.items()
-        }  # all layers of a source read the same
+        readers = {source.layers[0]: name for name, source in self._sources.items()}  # one sees what all read
         self._hooks = [
             module.register_forward_pre_hook(self._hook(readers[layer]))
             for layer, module in linear_layers(model, readers.keys())

@@ -15,7 +15,7 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 """Parameters under their checkpoint names."""
 
 Observer = Callable[[str, torch.Tensor, Mapping[str, torch.Tensor]], None]
-"""Callback for a layer's name, its weight (out, in), and the tensors that the scheme made of it, if any."""
+"""Callback for a layer's name, its weight (out, in), and the tensors it was quantized to, if any."""
 
 
 def stored_tensors(

@@ -1,9 +1,9 @@
 """Update-aware quantization (UAQ): the same function with smaller weights, which makes updates relatively larger.
 
-Once, before training, divide the linear layers that a norm feeds by s, and multiply the norm's gain by s. The output
-x (W / s)ᵀ + b does not change, because x is s times larger. The rounding step of the quantized weights is s times
-finer, and so is the threshold that an update must exceed to change a code. Layers without a norm before them (o_proj,
-down_proj), the embedding and the head stay as they are. Supported models are listed in `architectures`.
+Once, before training, the linear layers that a norm feeds are divided by s, and the norm's gain is multiplied by s.
+The output x (W / s)ᵀ + b does not change, because x is s times larger. The rounding step of the quantized weights is s
+times finer, and so is the threshold that an update must exceed to change a code. Layers without a norm before them
+(o_proj, down_proj), the embedding and the head stay as they are. Supported models are listed in `architectures`.
 """
 
 import logging

@@ -19,7 +19,7 @@ from trl_qurl.quantization.stream import NamedTensors, Observer, quantize_weight
 
 
 class WeightStream:
-    """Converter from the parameters of one model to the tensors of its checkpoint; reusable.
+    """Reusable converter from a model's parameters to the tensors of its checkpoint.
 
     Args:
         model: A transformers model, or a PEFT model around one.
