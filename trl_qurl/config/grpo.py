@@ -87,24 +87,24 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
     objective: str | None = None
 
     def __post_init__(self) -> None:
-        misfit, is_explicit = self._misfit_of_lifted_bounds(), self.objective is not None
+        conflict, is_explicit = self._lifted_bounds_conflict(), self.objective is not None
         if self.objective is None:
-            self.objective = "tis" if misfit else "acr"
+            self.objective = "tis" if conflict else "acr"
         check_choice("objective", self.objective, (*OBJECTIVES, TRL_LOSS))
         super().__post_init__()
         if self.objective == TRL_LOSS:
             return
         objective = get_objective(self.objective)
         self._check_objective(objective)
-        if objective.lifts_upper_bound and misfit:
-            setting, fix = misfit
+        if objective.lifts_upper_bound and conflict:
+            setting, fix = conflict
             raise ValueError(
                 f"{setting} does not fit objective={self.objective!r}, which lifts the upper of two clip bounds per "
                 f"token: {fix}, or use objective='tis', which works with any loss, or 'trl'."
             )
-        if misfit and not is_explicit:
+        if conflict and not is_explicit:
             warnings.warn(
-                f"{misfit[0]} does not fit the default objective 'acr', so 'tis' is used. Set objective='tis' to "
+                f"{conflict[0]} does not fit the default objective 'acr', so 'tis' is used. Set objective='tis' to "
                 "avoid this warning.",
                 stacklevel=3,
             )
@@ -144,7 +144,7 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
             )
         check_cap(objective, self.vllm_importance_sampling_clip_max, self.vllm_importance_sampling_clip_min)
 
-    def _misfit_of_lifted_bounds(self) -> tuple[str, str] | None:
+    def _lifted_bounds_conflict(self) -> tuple[str, str] | None:
         """Return the setting that rules out one upper clip bound per token, and what to set instead."""
         if self.importance_sampling_level != "token":
             return f"importance_sampling_level={self.importance_sampling_level!r}", "use 'token'"

@@ -220,9 +220,9 @@ class QuantizedRolloutsConfig:
     @property
     def smooths(self: Any) -> bool | None:
         """`smooth_activations`, or `None` if the model decides."""
-        return self.smooth_activations if self._unsmoothable() is None else False
+        return self.smooth_activations if self._smoothing_conflict() is None else False
 
-    def _unsmoothable(self: Any) -> str | None:
+    def _smoothing_conflict(self: Any) -> str | None:
         """Return the setting that rules out smoothing, if there is one."""
         name = self.rollout_quantization
         if name is None or not get_scheme(name).is_smoothed:
@@ -234,7 +234,7 @@ class QuantizedRolloutsConfig:
         return "training_forward='quantized'" if self.training_forward == "quantized" else None
 
     def _check_layers(self: Any) -> None:
-        if self.smooth_activations and (setting := self._unsmoothable()):
+        if self.smooth_activations and (setting := self._smoothing_conflict()):
             raise ValueError(f"smooth_activations=True does not work with {setting}: leave it out.")
         if AUTO in self.quantization_ignore and (self.vllm_mode == "server" or self.training_forward == "quantized"):
             raise ValueError(

@@ -78,8 +78,8 @@ class Smoothing:
         self._feeder = {layer: source.name for source in self._sources.values() for layer in source.layers}
         # Sums of squares by channel and, last, the number of squares in each, (channels + 1,).
         self._inputs: dict[str, torch.Tensor] = {}  # by source, since the last fit
-        self._columns: dict[str, torch.Tensor] = {}  # by layer, at the last sync
-        readers = {source.layers[0]: name for name, source in self._sources.items()}  # one sees what all read
+        self._columns: dict[str, torch.Tensor] = {}  # by layer, as last sent
+        readers = {source.layers[0]: name for name, source in self._sources.items()}  # its layers share one input
         self._hooks = [
             module.register_forward_pre_hook(self._hook(readers[layer]))
             for layer, module in linear_layers(model, readers.keys())
@@ -132,7 +132,7 @@ class Smoothing:
         self.collects = self._syncs >= FIT_INTERVAL
 
     def fit(self, is_shared: bool = True) -> bool:
-        """Refit the scales to the inputs since the last fit and the weights of the last sync.
+        """Refit the scales to the inputs since the last fit and the weights as last sent.
 
         Args:
             is_shared: Whether all processes fit the same scales to the inputs of all. This is a collective operation.
