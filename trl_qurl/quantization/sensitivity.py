@@ -48,7 +48,7 @@ def estimate_kl(model: Any, weights: WeightStream, sequences: Iterable[Sequence[
         for tokens in sequences:
             tokens = tokens[: MOST_TOKENS - count]
             if not tokens:
-                break
+                continue
             errors.clear()
             logits = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0].float()
             logps = logits.log_softmax(-1)  # (T, V)
