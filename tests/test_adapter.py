@@ -62,7 +62,7 @@ def with_two_active_adapters():
 
 OBSTACLES = {
     "no PEFT": (tiny_model, "the policy has no adapter"),
-    "DoRA": (lambda: adapted(use_dora=True), "vLLM has no DoRA"),
+    "DoRA": (lambda: adapted(use_dora=True), "vLLM does not support DoRA"),
     "biases": (lambda: adapted(bias="lora_only"), "it trains biases (bias='lora_only', lora_bias=False)"),
     "LoRA's biases": (lambda: adapted(lora_bias=True), "it trains biases (bias='none', lora_bias=True)"),
     "whole modules": (
@@ -71,28 +71,28 @@ OBSTACLES = {
     ),
     "parameters": (
         lambda: adapted(target_parameters=["mlp.down_proj.weight"]),
-        "it adapts parameters that are no linear layer (target_parameters)",
+        "it adapts parameters that are not linear layers (target_parameters)",
     ),
-    "tokens": (lambda: adapted(trainable_token_indices=[5]), "it trains embeddings of some tokens"),
+    "tokens": (lambda: adapted(trainable_token_indices=[5]), "it trains the embeddings of some tokens"),
     "head": (
         lambda: adapted(tiny_model(tie_word_embeddings=False), target_modules=["q_proj", "lm_head"]),
-        "it adapts lm_head, which is not a linear layer inside of the model",
+        "it adapts lm_head, which is not a linear layer inside the model",
     ),
     "embedding": (
         lambda: adapted(tiny_model(tie_word_embeddings=False), target_modules=["embed_tokens"]),
-        "it adapts model.embed_tokens, which is not a linear layer inside of the model",
+        "it adapts model.embed_tokens, which is not a linear layer inside the model",
     ),
     "two at once": (with_two_active_adapters, "2 adapters are active"),
     "another method": (
         lambda: get_peft_model(tiny_model(), IA3Config(target_modules=["q_proj"], feedforward_modules=[])),
-        "it is IA3, and vLLM takes LoRA only",
+        "it is IA3, but vLLM supports only LoRA",
     ),
-    "rank": (lambda: adapted(r=513), "its rank 513 is above vLLM's highest, 512"),
+    "rank": (lambda: adapted(r=513), "its rank 513 exceeds vLLM's maximum of 512"),
     "rank of one layer": (
         lambda: adapted(rank_pattern={"layers.1.self_attn.q_proj": 600}),
-        "its rank 600 is above vLLM's highest, 512",
+        "its rank 600 exceeds vLLM's maximum of 512",
     ),
-    "trained beside it": (with_a_trained_norm, "model.norm.weight is trained beside it"),
+    "trained beside it": (with_a_trained_norm, "model.norm.weight is trained as well"),
 }
 
 
@@ -176,17 +176,17 @@ def test_engines_are_started_for_the_configs_rank_or_that_of_the_largest_layer()
 DECISIONS = [
     # requested, obstacle, rank, the server's rank; whether it is sent by itself, and why
     (("auto", None, 4, None), False, "vLLM generates faster without one"),
-    (("auto", "vLLM has no DoRA", 0, None), False, "vLLM has no DoRA"),
-    (("adapter", None, 4, None), True, "weight_sync='adapter' asks for it"),
+    (("auto", "vLLM does not support DoRA", 0, None), False, "vLLM does not support DoRA"),
+    (("adapter", None, 4, None), True, "weight_sync='adapter' requests it"),
     (("stream", None, 4, None), False, "vLLM generates faster without one"),
-    (("auto", None, 4, 16), True, "the server takes adapters"),
-    (("adapter", None, 16, 16), True, "weight_sync='adapter' asks for it"),
+    (("auto", None, 4, 16), True, "the server accepts adapters"),
+    (("adapter", None, 16, 16), True, "weight_sync='adapter' requests it"),
     (
         ("auto", None, 4, 0, "START"),
         False,
-        "the server takes no adapters, and this one has rank 4: start it with START",
+        "the server accepts no adapters, but this one has rank 4: start it with START",
     ),
-    (("checkpoint", None, 4, 0, "START"), False, "the server takes no adapters"),
+    (("checkpoint", None, 4, 0, "START"), False, "the server accepts no adapters"),
 ]
 
 
@@ -199,16 +199,22 @@ def test_adapters_are_sent_where_they_can_be(given, takes, reason):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("adapter", "vLLM has no DoRA", 0, None), r"'adapter' is not possible: vLLM has no DoRA\. Or set .*'auto'"),
+        (
+            ("adapter", "vLLM does not support DoRA", 0, None),
+            r"'adapter' is not possible: vLLM does not support DoRA\. Or set .*'auto'",
+        ),
         (
             ("adapter", None, 4, 0, "START"),
-            "the server takes no adapters, and this one has rank 4: start it with START",
+            "the server accepts no adapters, but this one has rank 4: start it with START",
         ),
         (
             ("adapter", None, 32, 16, "START"),
-            "takes adapters up to rank 16, and this one has rank 32: start it with ST",
+            "accepts only adapters up to rank 16, but this one has rank 32: start it with ST",
         ),
-        (("auto", None, 32, 16, "START"), r"whole weights \(the server takes adapters up to rank 16, .* without --en"),
+        (
+            ("auto", None, 32, 16, "START"),
+            r"whole weights \(the server accepts only adapters up to rank 16, .* without --en",
+        ),
         (
             ("auto", "the policy has no adapter", 0, 16),
             r"whole weights \(the policy has no adapter\): start it without",

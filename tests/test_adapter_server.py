@@ -68,7 +68,7 @@ def test_it_holds_the_trained_adapter(trainer, run_scenario, tmp_path):
 @pytest.mark.parametrize("settings", [{}, {"round_base": True}], ids=["exact", "rounded"])
 def test_another_base_is_refused_before_anything_is_sent(settings, trainer, deployment):
     other = trainer(model=tiny_model(seed=1), **settings)
-    with pytest.raises(SyncError, match=r"is on another base .*of 54 tensors, 40 different"):
+    with pytest.raises(SyncError, match=r"has a different base .*of 54 tensors, 40 different"):
         other.train()
     assert other.state.global_step == 0
     trainer(max_steps=1).train()  # the right one goes on

@@ -177,7 +177,7 @@ def test_heads_that_the_engine_has_no_kernel_for(train, tmp_path_factory):
     tokenizer.save_pretrained(model)
     message = train("--model_name_or_path", model)
     assert message.startswith(
-        "The attention heads of this model are 16 wide, and vLLM's CPU build has kernels for 32,"
+        "The attention heads of this model are 16 wide, but vLLM's CPU build has kernels only for 32,"
     )
 
 
@@ -185,9 +185,9 @@ def test_heads_that_the_engine_has_no_kernel_for(train, tmp_path_factory):
 def test_speculative_decoding_on_a_cpu(train, model, capfd):
     speculation = json.dumps({"method": "ngram", "num_speculative_tokens": 2})
     message = train("--vllm_engine_kwargs", json.dumps({"speculative_config": json.loads(speculation)}))
-    assert message.startswith("vllm_engine_kwargs sets 'speculative_config', with which vLLM's CPU build samples at")
+    assert message.startswith("vllm_engine_kwargs sets 'speculative_config', but with it vLLM's CPU build samples at")
     assert cli.main(["serve", str(model), "--speculative-config", speculation]) == 2
-    assert "--speculative-config: vLLM's CPU build then samples at temperatures" in capfd.readouterr().err
+    assert "With --speculative-config, vLLM's CPU build samples at temperatures" in capfd.readouterr().err
 
 
 def test_recurrent_layers(train, tmp_path_factory, capfd):
@@ -393,7 +393,7 @@ def test_server_with_a_cache_that_no_check_knows(train):
 
 
 START = "start it with `trl-qurl serve MODEL --scheme w4a16 --enable-lora --max-lora-rank"
-WHOLE = "The server takes adapters (--enable-lora), and this run would send it whole weights"
+WHOLE = "The server accepts adapters (--enable-lora), but this run would send whole weights"
 RANK_9 = ("--use_peft", "--lora_r", "9", "--lora_target_modules", "all-linear")
 
 
@@ -403,15 +403,15 @@ RANK_9 = ("--use_peft", "--lora_r", "9", "--lora_target_modules", "all-linear")
         (
             0,
             (*RANK_9, "--weight_sync", "adapter"),
-            ("the server takes no adapters, and this one has rank 9", f"{START} 16`"),
+            ("the server accepts no adapters, but this one has rank 9", f"{START} 16`"),
         ),
         (
             0,
             (*RANK_9, "--round_base", "true"),
-            ("the server takes no adapters, and this one has rank 9", f"{START} 16`"),
+            ("the server accepts no adapters, but this one has rank 9", f"{START} 16`"),
         ),
-        (8, (*RANK_9, "--weight_sync", "adapter"), ("adapters up to rank 8, and this one has rank 9", f"{START} 16`")),
-        (8, RANK_9, (WHOLE, "adapters up to rank 8, and this one has rank 9", "start it without --enable-lora")),
+        (8, (*RANK_9, "--weight_sync", "adapter"), ("adapters up to rank 8, but this one has rank 9", f"{START} 16`")),
+        (8, RANK_9, (WHOLE, "adapters up to rank 8, but this one has rank 9", "start it without --enable-lora")),
         (16, (*RANK_9, "--weight_sync", "checkpoint"), (WHOLE, "(weight_sync='checkpoint')", "without --enable-lora")),
         (16, (), (WHOLE, "(the policy has no adapter (peft_config))", "start it without --enable-lora")),
     ],
@@ -431,7 +431,7 @@ def test_server_on_another_base():
         client = ServedEngine(base_url=url)
         client.check_base({"a": "1", "b": "2"})
         with pytest.raises(
-            SyncError, match=f"server at {url} is on another base .*: of 2 tensors, 1 different .first b"
+            SyncError, match=f"server at {url} has a different base .*: of 2 tensors, 1 different .first b"
         ):
             client.check_base({"a": "1", "b": "3"})
 
@@ -476,7 +476,7 @@ def test_trl_does_not_wait_for_the_server_without_a_limit():
 def test_server_that_wants_a_key():
     with answering(None, statuses={"/collective_rpc": 401}) as url:
         client = ServedEngine(base_url=url)
-        with pytest.raises(ServerError, match=f"{url} wants its API key: set VLLM_API_KEY for the trainer"):
+        with pytest.raises(ServerError, match=f"{url} requires an API key: set VLLM_API_KEY for the trainer"):
             client.version()
 
 
@@ -489,7 +489,7 @@ def test_streaming_needs_versions_that_agree_on_how_tensors_come(versions, monke
         client.init_communicator()
         with pytest.raises(ValueError, match="a stream needs vLLM 0.28"):  # as after a recovery
             client.open_stream(torch.device("cuda"))
-    obstacle = f"a stream needs vLLM 0.28 or later at both ends, the server has {server} and the trainer {here}"
+    obstacle = f"a stream needs vLLM 0.28 or later on both ends, but the server has {server} and the trainer {here}"
     assert client.stream_obstacle == obstacle
     assert choose_route("auto", torch.device("cuda"), obstacle) == ("checkpoint", obstacle)
 

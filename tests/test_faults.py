@@ -238,7 +238,7 @@ def test_two_trainers_on_one_server(deployment):
     # The second's weights come between a sync of the first and the generation that relies on it.
     generation = first.vllm_generation
     generation.generate = before(generation.generate, second.vllm_generation.sync_weights)
-    with pytest.raises(SyncError, match="another run uses it. Give every run a server of its own"):
+    with pytest.raises(SyncError, match="another run uses it. Use one server per run"):
         first.train()
     second.train()  # the other goes on
 
@@ -414,7 +414,7 @@ def test_answers_500():
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as stub:
         threading.Thread(target=stub.serve_forever, daemon=True).start()
         client = ServedEngine(base_url=f"http://127.0.0.1:{stub.server_port}")
-        with pytest.raises(ServerError, match="answered /v1/completions with HTTP 500: look at the .*EngineDeadError"):
+        with pytest.raises(ServerError, match="answered /v1/completions with HTTP 500: check the .*EngineDeadError"):
             client.generate([[1, 2]] * 500)
         assert len(asked) <= 64, "requests went on after one had failed"
         stub.shutdown()

@@ -176,7 +176,7 @@ def test_where_layers_cannot_be_chosen_the_way_out_is_named(settings, tmp_path):
 
 def test_auto_without_prompts_is_an_error():
     settings = RolloutSettings(get_scheme("int8"), ignore=("lm_head", "auto"))
-    with pytest.raises(ValueError, match=r"quantization_ignore='auto' needs .* prompts have pictures or environments"):
+    with pytest.raises(ValueError, match=r"quantization_ignore='auto' needs .* prompts have images or environments"):
         prepare_weights(tiny_model("llama"), settings, Accelerator(cpu=True), lambda: [])
 
 

@@ -17,12 +17,12 @@ from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl.quantization import SCHEMES, quantize_weights, quantized_layer_names, write_checkpoint
 from trl_qurl.quantization.weight_stream import WeightStream
-from trl_qurl.rollout.checks.tensors import DigestRecorder, as_announced, compare_digests
+from trl_qurl.rollout.checks.tensors import DigestRecorder, check_metadata, compare_digests
 from trl_qurl.rollout.engine import broadcast, served
 from trl_qurl.rollout.engine.interface import EngineDescription, WeightUpdate
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
-from trl_qurl.rollout.sync import announce
+from trl_qurl.rollout.sync import stream_metadata
 from trl_qurl.rollout.transports import choose_route
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op`:FutureWarning")
@@ -39,7 +39,7 @@ def stream(model, scheme, dtype=None):
 
 
 def announced(model, scheme, dtype=None):
-    return announce(parameters(model), WeightStream(model, scheme), dtype)
+    return stream_metadata(parameters(model), WeightStream(model, scheme), dtype)
 
 
 # What is announced ---------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def test_what_is_announced_is_what_comes(scheme, dtype):
     metadata = announced(model, scheme)
     sent = list(stream(model, scheme))
     assert metadata == [(name, str(t.dtype).split(".")[1], list(t.shape)) for name, t in sent]
-    assert [name for name, _ in as_announced(sent, metadata)] == [name for name, _ in sent]
+    assert [name for name, _ in check_metadata(sent, metadata)] == [name for name, _ in sent]
     if scheme is INT8:
         layer = metadata.index(("model.layers.0.mlp.up_proj.weight", "int8", [128, 128]))
         assert metadata[layer + 1] == (
@@ -80,12 +80,12 @@ def test_what_is_not_quantized_is_sent_in_the_engines_dtype(scheme):
 def test_a_stream_that_is_not_as_announced_is_stopped():
     one, other = ("a", torch.zeros(2)), ("b", torch.zeros(3))
     metadata = [("a", "float32", [2]), ("b", "float32", [3])]
-    with pytest.raises(SyncError, match=r"Tensor 0 of the stream is \('b'.*where \('a'"):
-        list(as_announced([other, one], metadata))
-    with pytest.raises(SyncError, match=r"Tensor 1 of the stream is None, where \('b'"):
-        list(as_announced([one], metadata))
-    with pytest.raises(SyncError, match=r"Tensor 2 of the stream is \('a'.*where None was announced"):
-        list(as_announced([one, other, one], metadata))
+    with pytest.raises(SyncError, match=r"Tensor 0 of the stream is \('b'.*says \('a'"):
+        list(check_metadata([other, one], metadata))
+    with pytest.raises(SyncError, match=r"Tensor 1 of the stream is None, but its metadata says \('b'"):
+        list(check_metadata([one], metadata))
+    with pytest.raises(SyncError, match=r"Tensor 2 of the stream is \('a'.*its metadata says None"):
+        list(check_metadata([one, other, one], metadata))
 
 
 # From end to end -----------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def test_a_server_that_refuses_says_why_and_nobody_hangs(ends):
             outcome.result(timeout=20)
     assert client._broadcast.wait(5.0), "a run that recovers opens another one"
     # Half loaded, vLLM cannot be loaded again; whoever tries is told.
-    with pytest.raises(RuntimeError, match="An earlier load of weights failed halfway.*start the server again"):
+    with pytest.raises(RuntimeError, match="An earlier load of weights failed halfway.*restart the server"):
         worker.load_rollout_weights({"version": "v2"}, weights_iterator=iter(()))
 
 
@@ -327,11 +327,11 @@ def test_weights_of_another_model_are_refused_before_anything_is_touched(ends, t
     deeper = tiny_model(num_hidden_layers=3)
     metadata = announced(deeper, INT8)
     with pytest.raises(
-        ServerError, match=r"of another model.*: 19 tensors differ, first model.layers.2.input_layernorm"
+        ServerError, match=r"to a different model.*: 19 tensors differ, first model.layers.2.input_layernorm"
     ):
         client.load_stream(stream(deeper, INT8), metadata, WeightUpdate("v1", digest=True))
     write_checkpoint(deeper, tiny_tokenizer(), "int8", tmp_path / "deeper", quantizer="streaming")
-    with pytest.raises(RuntimeError, match="another model than the one served"):
+    with pytest.raises(RuntimeError, match="a different model than the server's"):
         worker.load_rollout_weights({"version": "v1"}, weights_path=str(tmp_path / "deeper"))
     assert worker.session == [], "the reload was begun"
     same = tiny_model(seed=1)
@@ -385,9 +385,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
         ("auto", CUDA, None, "stream", "both have NCCL"),
         ("auto", CUDA, "a reason", "checkpoint", "a reason"),
         ("auto", CPU, None, "checkpoint", "the trainer's is 'cpu'"),
-        ("checkpoint", CUDA, None, "checkpoint", "weight_sync='checkpoint' asks for it"),
-        ("llmcompressor", CUDA, None, "checkpoint", "weight_sync='llmcompressor' asks for it"),
-        ("stream", CUDA, None, "stream", "weight_sync='stream' asks for it"),
+        ("checkpoint", CUDA, None, "checkpoint", "weight_sync='checkpoint' requests it"),
+        ("llmcompressor", CUDA, None, "checkpoint", "weight_sync='llmcompressor' requests it"),
+        ("stream", CUDA, None, "stream", "weight_sync='stream' requests it"),
     ],
 )
 def test_how_weights_travel(requested, device, obstacle, name, reason):

@@ -1,8 +1,8 @@
-"""TRL's generation backend on quantized weights: it starts the engine, syncs it, and generates.
+"""TRL's generation backend with quantized weights: it starts the engine, syncs it, and generates.
 
 Three things differ from the parent: the engine starts from a quantized checkpoint, every sync sends quantized tensors
-(`sync`), and they enter vLLM through its own reload, which takes checkpoint-format tensors any number of times. How
-parameters are gathered (FSDP, ZeRO-3, PEFT) and how completions are generated stays the parent's code.
+(`sync`), and vLLM loads them with its own reload, which accepts checkpoint-format tensors any number of times. The
+parent's code still gathers parameters (FSDP, ZeRO-3, PEFT) and generates completions.
 """
 
 import functools
@@ -40,7 +40,7 @@ from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError
 from trl_qurl.rollout.pictures import PicturePrompts, check_seen
 from trl_qurl.rollout.preparation import prepare_weights
-from trl_qurl.rollout.recovery import Recovery, agreed
+from trl_qurl.rollout.recovery import Recovery, raise_everywhere
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.sync import AdapterSync, RolloutCost, WeightSync
@@ -50,12 +50,12 @@ logger = get_logger(__name__)  # of the main process
 
 
 class QuantizedVLLMGeneration(VLLMGeneration):
-    """[`VLLMGeneration`] whose engine holds a quantized copy of the model."""
+    """[`VLLMGeneration`] with an engine that holds a quantized copy of the model."""
 
-    engine: Engine | None  # `None` in the processes that leave a server to the main one
-    sync: WeightSync  # keeps it at the policy's weights
-    base: FrozenBase | None = None  # of an adapter that is sent by itself
-    kept: tuple[str, ...]  # layers that `AUTO` leaves in full precision
+    engine: Engine | None  # `None` in processes that leave a server to the main one
+    sync: WeightSync  # keeps the engine at the policy's weights
+    base: FrozenBase | None = None  # of an adapter that is sent alone
+    kept: tuple[str, ...]  # layers that `AUTO` keeps in full precision
 
     def __init__(
         self,
@@ -66,24 +66,24 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         **kwargs: Any,
     ) -> None:
         self.rollout = rollout
-        self._prompts = prompts  # tokens of a few
-        self._global_step = global_step  # optimizer steps done; part of the name of the weights
+        self._prompts = prompts  # returns the tokens of a few
+        self._global_step = global_step  # optimizer steps so far; part of each version name
         self._metrics: dict[str, float] = {}
         self._cost = RolloutCost()
         self._seconds_in_syncs = 0.0
         self.pictures = PicturePrompts()
-        self.sampled_logps: list[list[list[float | None]]] | None = None  # kept for RLOO, where TRL drops them
-        # RLOO asks for none; without them there is no mismatch to measure. 0 means those of the sampled token alone.
+        self.sampled_logps: list[list[list[float | None]]] | None = None  # for RLOO, where TRL drops them
+        # RLOO requests none, but measuring the mismatch needs them. 0 returns only the sampled token's.
         super().__init__(*args, **{**kwargs, "logprobs": kwargs.get("logprobs") or 0})
 
     def pop_cost(self) -> RolloutCost:
-        """Cost of rollouts since the last call."""
+        """Return the cost of rollouts since the last call."""
         cost, self._cost = self._cost, RolloutCost()
         cost.recoveries = self._recovery.pop_count()
         return cost
 
     def pop_weight_metrics(self) -> dict[str, float]:
-        """Metrics of the last sync, once."""
+        """Return the metrics of the last sync, and clear them."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
@@ -101,11 +101,11 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         transport = self._connect() if self.rollout.is_served else self._start_colocated()
         self.engine = transport.engine
         self._recovery = Recovery(self.rollout.max_recoveries if self.rollout.is_served else 0)
-        kind: Any = WeightSync if self.base is None else functools.partial(AdapterSync, base_digests=self.base.digests)
-        self.sync = kind(self.model, self.weights, transport, self.rollout, self._dist, self._global_step)
+        cls: Any = WeightSync if self.base is None else functools.partial(AdapterSync, base_digests=self.base.digests)
+        self.sync = cls(self.model, self.weights, transport, self.rollout, self._dist, self._global_step)
 
     def _connect(self) -> Transport:
-        """Connect the main process to the server; every process learns how weights will travel."""
+        """Connect the main process to the server, and tell every process how weights will be sent."""
         rollout, device = self.rollout, self.accelerator.device
         client = functools.partial(
             ServedEngine, scheme=rollout.scheme, ignore=rollout.ignore, request_timeout=rollout.request_timeout
@@ -113,22 +113,22 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         with substitute(vllm_generation, "VLLMClient", client):
             super()._init_vllm()
         engine: ServedEngine | None = None
-        decided: list[Any] = [None, None]
+        decision: list[Any] = [None, None]
         if self.accelerator.is_main_process:
             engine = self.vllm_client
-            in_parts = self._dist.is_fsdp or self._dist.is_zero3
-            described = engine.describe()
-            if self._takes_adapter(described.max_lora_rank, engine):
+            is_sharded = self._dist.is_fsdp or self._dist.is_zero3
+            description = engine.describe()
+            if self._sends_adapter(description.max_lora_rank, engine):
                 route = "adapter"
             else:
-                route, reason = choose_route(rollout.weight_sync, device, engine.stream_obstacle, in_parts)
-                logger.info("Weights travel to %s by %s: %s.", engine.base_url, route, reason)
+                route, reason = choose_route(rollout.weight_sync, device, engine.stream_obstacle, is_sharded)
+                logger.info("Sending weights to %s by %s: %s.", engine.base_url, route, reason)
             if route == "stream":
                 engine.open_stream(device)
-            decided = [route, described.dtype]
-        broadcast_object_list(decided, from_process=0)
-        route, dtype = decided
-        sent_dtype = torch_dtype(dtype)  # casting for the engine saves bytes on the way
+            decision = [route, description.dtype]
+        broadcast_object_list(decision, from_process=0)
+        route, dtype = decision
+        sent_dtype = torch_dtype(dtype)  # casting to the engine's dtype here saves bytes on the way
         if route == "stream":
             return Stream(engine, True, sent_dtype)
         if route == "adapter":
@@ -136,23 +136,23 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         # Two checkpoints at most: the one being written and the one that the engine may still be reading.
         return CheckpointFiles(engine, True, self._open_folder(checkpoints=2), sent_dtype)
 
-    def _takes_adapter(self, served_rank: int | None = None, server: ServedEngine | None = None) -> bool:
-        """Whether the adapter is sent by itself, to an engine that has the base."""
+    def _sends_adapter(self, served_rank: int | None = None, server: ServedEngine | None = None) -> bool:
+        """Return whether to send the adapter alone, to an engine that has the base."""
         obstacle = adapter_obstacle(self.model)
         rank = 0 if obstacle else adapter_rank(self.model)
         if obstacle is None and self._dist.fsdp_version == 1:
-            obstacle = "FSDP 1 does not give single matrices (use FSDP 2)"
+            obstacle = "FSDP 1 does not expose single matrices (use FSDP 2)"
         if obstacle is None and self.weights.smoothing is not None:
-            obstacle = "smooth_activations has scales folded into whole weights at every sync (leave it out)"
+            obstacle = "smooth_activations folds scales into whole weights at every sync (remove it)"
         requested = "adapter" if self.rollout.round_base else self.rollout.weight_sync
         restart = server.command(engine_rank(rank)) if server and rank else ""
-        takes, reason = choose_adapter(requested, obstacle, rank, served_rank, restart)
+        sends, reason = choose_adapter(requested, obstacle, rank, served_rank, restart)
         if is_peft_model(self.model):
-            logger.info("%s: %s.", "The adapter is sent by itself" if takes else "The adapter is merged", reason)
-        return takes
+            logger.info("%s: %s.", "The adapter is sent alone" if sends else "The adapter is merged", reason)
+        return sends
 
     def _adapt(self, engine: Engine | None, dtype: torch.dtype | None, folder: CheckpointFolder) -> Transport:
-        """Send an adapter to an engine, which has the base, or a server that should have it."""
+        """Return the transport of an adapter to an engine that has the base, or a server that should have it."""
         if self.base is None:
             self.base = FrozenBase(self.model, self.weights, self.rollout)
             if self.rollout.round_base:
@@ -163,15 +163,15 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         return AdapterFiles(engine, self.rollout.is_served, folder, dtype, write)
 
     def _start_colocated(self) -> Transport:
-        """Start an engine in this process, on a checkpoint that says how its layers are quantized."""
+        """Start an engine in this process, from a checkpoint that describes how its layers are quantized."""
         processes = self.accelerator.num_processes
         prepare_process(self.base_model, self.weights.layers, self.rollout, self.model_impl, processes)
         label = self.rollout.scheme.label if self.rollout.scheme else "full-precision"
-        self.base = FrozenBase(self.model, self.weights, self.rollout) if self._takes_adapter() else None
+        self.base = FrozenBase(self.model, self.weights, self.rollout) if self._sends_adapter() else None
         by_files = self.rollout.weight_sync in ("checkpoint", "llmcompressor")
         needs_start = self.rollout.scheme is not None or not self.model.name_or_path or self.base is not None
         folder = self._open_folder(checkpoints=2 if by_files else 1) if by_files or needs_start else None
-        start, kind, further = None, vllm_generation.LLM, self.rollout.engine_kwargs
+        start, cls, extra_kwargs = None, vllm_generation.LLM, self.rollout.engine_kwargs
         if folder is not None and needs_start:
             logger.info("Writing %s weights for vLLM to %s.", label, folder.path)
             start = (
@@ -180,15 +180,15 @@ class QuantizedVLLMGeneration(VLLMGeneration):
                 else folder.write("start", self.weights.tensors(self.policy_parameters()))
             )
         if self.base is not None:
-            kind, further = with_adapter(kind), adapter_arguments(adapter_rank(self.model)) | further
-        build = functools.partial(build_engine, kind, start, further)
-        logger.info("Starting vLLM (%s). If it has to compile, that takes a minute.", label)
+            cls, extra_kwargs = with_adapter(cls), adapter_arguments(adapter_rank(self.model)) | extra_kwargs
+        build = functools.partial(build_engine, cls, start, extra_kwargs)
+        logger.info("Starting vLLM (%s). If it has to compile, this takes a minute.", label)
         with substitute(vllm_generation, "LLM", build):
             super()._init_vllm()
         logger.info("vLLM is ready.")
         if folder is not None and not (self.base and self.base.checkpoint):
             folder.drop_weights("start")
-        self._folder = folder  # for as long as the engine lives, whose worker reads the headers of its start
+        self._folder = folder  # keep alive: the worker re-reads the starting checkpoint's headers
         self._release = release_when_deleted(self.llm)
         engine = ColocatedEngine(self.llm, self._sleeps)
         if self.base is not None and folder is not None:
@@ -205,15 +205,15 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         return CheckpointFolder(self.accelerator, rollout, writer, checkpoints * self.weights.nbytes())
 
     def restart(self, rollout: RolloutSettings) -> None:
-        """Free the engine in this process, then start one on other settings; the next sync is its first.
+        """Free the engine in this process, and start one with other settings. The next sync is its first.
 
         A collective operation.
         """
         if self._sleeps:
-            self.llm.wake_up()  # freeing memory that is unmapped crashes on some devices
+            self.llm.wake_up()  # freeing unmapped memory crashes on some devices
         if self.weights.smoothing is not None:
             self.weights.smoothing.close()
-        # All that leads to the engine, or to its checkpoint.
+        # Drop every reference to the engine and its checkpoint.
         del self.llm, self.engine, self.sync, self.base, self._folder
         self._release()
         vllm_generation.empty_cache()
@@ -223,7 +223,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     # Weight sync -----------------------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
-        """Bring the engine to the policy's current weights (`WeightSync.push`). A collective operation."""
+        """Send the policy's current weights to the engine (`WeightSync.push`). A collective operation."""
         if self._sleeps:  # as the parent does: loading into unmapped memory crashes on some devices
             vllm_generation.empty_cache()
             self.llm.wake_up(tags=["weights"])
@@ -234,26 +234,26 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._seconds_in_syncs += time.perf_counter() - started
 
     def policy_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The policy's parameters and buffers, each whole while it is read, adapters merged in.
+        """Yield the policy's parameters and buffers, with adapters merged, each whole while it is read.
 
-        A collective operation: every process reads all of them, to the end, where adapters are taken out again.
+        A collective operation: every process must read to the end, where adapters are unmerged again.
         """
-        parts = [each for each in self.model.modules() if isinstance(each, (FSDPModule, FullyShardedDataParallel))]
-        for module in parts:
-            # A pass without a backward leaves the outermost parameters whole, where the parent expects shards.
+        shards = [each for each in self.model.modules() if isinstance(each, (FSDPModule, FullyShardedDataParallel))]
+        for module in shards:
+            # A forward pass without a backward leaves the outermost parameters whole, but the parent expects shards.
             if isinstance(module, FSDPModule):
                 module.reshard()
-        # TRL looks at the configured version alone, but accelerate shards the model only after the engine has started.
-        version = self._dist.fsdp_version if parts else None
+        # TRL checks only the configured version, but accelerate shards the model only after the engine has started.
+        version = self._dist.fsdp_version if shards else None
         with substitute(self._dist, "fsdp_version", version):
-            # The engine gets the policy that the trainer scores with: what autocast makes of the weights.
+            # The engine gets the policy that the trainer scores with: the weights as autocast rounds them.
             yield from ((name, on_grid(whole, self.weights.grid)) for name, whole in super()._iter_named_params())
         yield from ((parameter_name(path), buffer) for path, buffer in persistent_buffers(self.base_model))
 
     # Generation ------------------------------------------------------------------------------------------------------
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
-        """The parent's generation, from the weights of this run's last sync, with its seconds and tokens counted."""
+        """Generate as the parent does, from the weights of this run's last sync, and count seconds and tokens."""
         return self._recovery.run(functools.partial(self._generate, args, kwargs), self._reconnect)
 
     def _generate(self, args: tuple, kwargs: dict[str, Any], is_repeated: bool) -> tuple:
@@ -262,8 +262,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.sync.require_version()
         synced_before = self._seconds_in_syncs
         started = time.perf_counter()
-        output = agreed(lambda: self._sample(*args, **kwargs), self.rollout.is_served)
-        self.sync.require_version()  # a server that restarted meanwhile answers from other weights
+        output = raise_everywhere(lambda: self._sample(*args, **kwargs), self.rollout.is_served)
+        self.sync.require_version()  # a server that restarted in the meantime answers from other weights
         self._cost.generate_s += time.perf_counter() - started - (self._seconds_in_syncs - synced_before)  # sleep mode
         self._cost.tokens += sum(len(completion) for completion in output[1])
         self.sampled_logps = output[2]
@@ -271,7 +271,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _sample(self, *args: Any, **kwargs: Any) -> tuple:
         if kwargs.get("images") is not None and not self.rollout.is_served:
-            return self._sample_with_pictures(*args, **kwargs)
+            return self._sample_with_images(*args, **kwargs)
         try:
             return super().generate(*args, **kwargs)
         except ServerError:
@@ -279,7 +279,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             broadcast_object_list([([], [], None, None)], from_process=0)
             raise
 
-    def _sample_with_pictures(self, *args: Any, **kwargs: Any) -> tuple:
+    def _sample_with_images(self, *args: Any, **kwargs: Any) -> tuple:
         prompts = kwargs.pop("prompts")
         output = super().generate(*args, prompts=[self.pictures.plain(prompt) for prompt in prompts], **kwargs)
         check_seen(prompts, output[0])
@@ -291,8 +291,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
 
 def quantized_generation(module: ModuleType, **arguments: Any) -> AbstractContextManager[None]:
-    """Let the trainer in a module of TRL build a `QuantizedVLLMGeneration` with these arguments inside the block.
+    """Inside the block, make the trainer in a TRL module build a `QuantizedVLLMGeneration` with these arguments.
 
-    What `global_step` and `prompts` refer to must not keep the trainer alive, or no engine is ever freed.
+    `global_step` and `prompts` must not keep the trainer alive, or the engine is never freed.
     """
     return substitute(module, "VLLMGeneration", functools.partial(QuantizedVLLMGeneration, **arguments))

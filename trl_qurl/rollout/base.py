@@ -1,4 +1,4 @@
-"""The frozen base below an adapter: quantized once, for an engine to start from or to compare with a server's."""
+"""The frozen base of an adapter: quantized once, to start an engine from or to compare with a server's base."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -22,11 +22,11 @@ from trl_qurl.rollout.settings import RolloutSettings
 
 
 class FrozenBase:
-    """The base of a PEFT model."""
+    """The frozen base of a PEFT model."""
 
     def __init__(self, model: Any, weights: WeightStream, settings: RolloutSettings) -> None:
-        self.checkpoint: Path | None = None  # kept where the trainer's own weights are no longer what it was made from
-        self.digests: Digests | None = None  # what a server must have started from; in the main process
+        self.checkpoint: Path | None = None  # set by `round_base`, which overwrites the weights it was made from
+        self.digests: Digests | None = None  # a server must have started from these; main process only
         self._model = model
         self._weights = weights
         self._settings = settings
@@ -34,19 +34,19 @@ class FrozenBase:
             check_unrounded(model)
             if expert_layers(weights.layers):
                 raise ValueError(
-                    "round_base=True does not round experts in the trainer, which the engine would: add "
+                    "round_base=True does not round experts in the trainer, but the engine would: add "
                     "'re:.*\\.experts\\.' to quantization_ignore, or set round_base=False."
                 )
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Full-precision parameters, no adapters among them. A collective operation."""
+        """Yield the full-precision parameters without adapters. A collective operation."""
         for name, parameter in self._model.named_parameters():
             if ".lora_" not in name:
                 with whole([parameter]):
                     yield parameter_name(plain_name(name)), gathered(parameter)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of its quantized checkpoint. A collective operation.
+        """Iterate over the tensors of the quantized checkpoint. A collective operation.
 
         Raises `FileNotFoundError` in the main process if the run's own checkpoint is gone.
         """
@@ -54,28 +54,28 @@ class FrozenBase:
             return read_tensors(self.checkpoint)
         if self.checkpoint is not None and PartialState().is_main_process:
             raise FileNotFoundError(
-                f"The quantized base of this run is gone from {self.checkpoint}: keep rollout_checkpoint_dir for the "
-                "length of the run, or save with merge=True."
+                f"The quantized base of this run is gone from {self.checkpoint}: keep rollout_checkpoint_dir "
+                "until the run ends, or save with merge=True."
             )
         if self.checkpoint is not None:
-            return iter(())  # this process may not see it, and needs nothing of it
+            return iter(())  # this process may not see the file and does not need it
         return self._weights.tensors(self.parameters(), is_exact=True)
 
     def write(self, folder: CheckpointFolder) -> Path:
-        """Write its quantized checkpoint. A collective operation."""
+        """Write the quantized checkpoint. A collective operation."""
         path = folder.write("start", self.tensors())
         self.checkpoint = path if self._settings.round_base else None
         return path
 
     def digest(self, dtype: torch.dtype, is_main: bool) -> None:
-        """Take the digests that the checkpoint of a server of this dtype must have. A collective operation."""
+        """Record the digests that a server of this dtype must have for its base. A collective operation."""
         tensors = self.tensors()
         if is_main:
             self.digests = base_digests(tensors, dtype)
         deque(tensors, maxlen=0)
 
     def round(self, dtype: torch.dtype) -> None:
-        """Where the settings ask for it: compute with what its codes stand for in an engine of this dtype."""
+        """With `round_base`, round the weights to the values that an engine of this dtype computes with."""
         if self._settings.round_base:
-            assert self._settings.scheme is not None, "the config asks for a format"
+            assert self._settings.scheme is not None, "the config requires a format"
             round_base(self._model.get_base_model(), self._weights.layers, self._settings.scheme, dtype)

@@ -1,13 +1,13 @@
-"""The directory through which a run hands checkpoints to its engine.
+"""The directory through which a run passes checkpoints to its engine.
 
-It lives as long as the run: in memory where there is room, readable by this user only, removed at the end.
+It exists as long as the run: in memory if there is room, readable only by this user, and removed at the end.
 
-A run takes the lowest number whose lock file it can lock (`0.lock` for `0`), and only who holds that lock creates or
-removes the directory. Lock files are never removed, so a path always means the same lock, and the system unlocks it
-when a run is killed: the next run removes what that one left. A few empty lock files are all that stays.
+A run takes the lowest number whose lock file it can lock (`0.lock` for `0`), and only the holder of that lock creates
+or removes the directory. Lock files are never removed, so a path always means the same lock. The system releases it
+when a run is killed, and the next run then removes the leftovers. Only a few empty lock files remain.
 
-Numbers keep the paths the same from run to run. vLLM makes the path of a model part of the key of its cache of
-compiled graphs, so a new name at each start would compile again.
+Numbers keep the paths the same from run to run. vLLM includes a model's path in the key of its cache of compiled
+graphs, so a new name at each start would trigger another compilation.
 """
 
 import errno
@@ -38,9 +38,9 @@ LOCK_SUFFIX = ".lock"
 class CheckpointDirectory:
     """A new directory for this run's checkpoints, removed with the object, by `remove`, or when the process ends.
 
-    Memory (`/dev/shm`) is preferred, since these files are written and read at every sync; where it is missing or too
+    Memory (`/dev/shm`) is preferred, because these files are written and read at every sync. If it is missing or too
     small (containers often give it 64 MB), the system's temporary directory is used, unless another parent is
-    requested. One that cannot be written or has too little space is an `OSError`.
+    requested. Raises `OSError` if the directory is not writable or too small.
     """
 
     def __init__(self, requested: str | None, bytes_needed: int) -> None:
@@ -49,9 +49,9 @@ class CheckpointDirectory:
 
 
 class CheckpointFolder:
-    """The directory as every process of a run uses it: one process writes, all know the path and wait for each other.
+    """The directory as all processes of a run share it: one process writes, and all know the path and wait for it.
 
-    One process writes for a server, and one on each node for its own engines.
+    One process writes for a server; for colocated engines, one process on each node writes.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class CheckpointFolder:
         self._writer = writer
         self.uses_llmcompressor = settings.weight_sync == "llmcompressor"
         self.is_writer = accelerator.is_main_process if settings.is_served else accelerator.is_local_main_process
-        self._owned = CheckpointDirectory(settings.checkpoint_dir, bytes_needed) if self.is_writer else None
+        self._directory = CheckpointDirectory(settings.checkpoint_dir, bytes_needed) if self.is_writer else None
         source = 0 if settings.is_served else accelerator.process_index - accelerator.local_process_index
-        self.path: Path = gather_object([self._owned and self._owned.path])[source]
+        self.path: Path = gather_object([self._directory and self._directory.path])[source]
 
     def write(self, name: str, rollout_tensors: NamedTensors, write: Write | None = None) -> Path:
-        """Write a checkpoint of tensors that are in its format already. A collective operation.
+        """Write a checkpoint from tensors that are already in its format. A collective operation.
 
-        What is no checkpoint of the model's is written by `write`, which is given the tensors and the directory.
+        `write(tensors, directory)` overrides how the directory is written (adapters).
         """
         path = self.path / name
         if self.is_writer:
@@ -79,25 +79,25 @@ class CheckpointFolder:
         return path
 
     def write_with_llmcompressor(self, name: str, parameters: NamedTensors) -> Path:
-        """Let llm-compressor make a checkpoint from full-precision parameters."""
+        """Write a checkpoint that llm-compressor makes from full-precision parameters."""
         self._writer.quantize(parameters, self.path / name, "llmcompressor")
         return self.path / name
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint, if there is one, once no process reads it any more. A collective operation."""
+        """Remove a checkpoint, if it exists, once no process reads it anymore. A collective operation."""
         self._accelerator.wait_for_everyone()
         if self.is_writer:
             shutil.rmtree(self.path / name, ignore_errors=True)
 
     def drop_weights(self, name: str) -> None:
-        """Remove the weights of a checkpoint that the engine has loaded: the directory may be in memory."""
+        """Remove a checkpoint's weights once the engine has loaded them: the directory may be in memory."""
         if self.is_writer:
             for weights in (self.path / name).glob("*.safetensors"):
                 weights.unlink()
 
 
 def _create(requested: str | None, bytes_needed: int) -> tuple[Path, int | None]:
-    """Create a directory in the first parent that has room. Returns it and the open lock file of its owner."""
+    """Create a directory in the first parent that has room. Return it and the open lock file of its owner."""
     parents = [Path(requested)] if requested else [Path("/dev/shm"), Path(tempfile.gettempdir())]
     reason = ""
     for parent in parents:
@@ -120,14 +120,14 @@ def _create(requested: str | None, bytes_needed: int) -> tuple[Path, int | None]
 
 
 def _claim(home: Path) -> tuple[Path, int | None]:
-    """Create the directory with the lowest number that no run has, and return it with its lock."""
+    """Create the directory with the lowest number not in use, and return it with its lock."""
     home.mkdir(mode=0o700, exist_ok=True)
     for number in itertools.count():
         path = home / str(number)
         try:
             lock = _lock(path)
         except BlockingIOError:
-            continue  # another run has it
+            continue  # in use by another run
         if lock is None:
             return Path(tempfile.mkdtemp(dir=home)), None
         shutil.rmtree(path, ignore_errors=True)
@@ -137,7 +137,7 @@ def _claim(home: Path) -> tuple[Path, int | None]:
 
 
 def _lock(directory: Path) -> int | None:
-    """Lock a directory's lock file: `BlockingIOError` while a run holds it, `None` if the file system has no locks."""
+    """Lock a directory's lock file. Raises `BlockingIOError` if a run holds it; `None` means no file locks here."""
     lock = os.open(f"{directory}{LOCK_SUFFIX}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         if os.fstat(lock).st_uid != directory.parent.lstat().st_uid:
@@ -153,7 +153,7 @@ def _lock(directory: Path) -> int | None:
 
 
 def _remove_abandoned(home: Path) -> None:
-    """Remove what killed runs of this user left. Best effort: never a reason not to start."""
+    """Remove the directories of this user's killed runs. Best effort; failures are ignored."""
     for lock_file in home.glob(f"*{LOCK_SUFFIX}"):
         with suppress(OSError):
             directory = lock_file.with_suffix("")
@@ -162,7 +162,7 @@ def _remove_abandoned(home: Path) -> None:
 
 
 def _remove(directory: Path, lock: int | None, owner: int) -> None:
-    if os.getpid() != owner:  # a fork of the owner that ends
+    if os.getpid() != owner:  # a fork of the owner is exiting
         return
     shutil.rmtree(directory, ignore_errors=True)
     if lock is not None:

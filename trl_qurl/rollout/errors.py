@@ -1,8 +1,8 @@
-"""What can go wrong between the trainer and its engine. Training never goes on with an engine in doubt."""
+"""Errors between the trainer and its engine. Training never continues with an engine in doubt."""
 
 
 class RolloutError(RuntimeError):
-    """The engine cannot be used; the message says what happened and how to go on."""
+    """The engine cannot be used; the message says what happened and how to continue."""
 
 
 class SyncError(RolloutError):
@@ -10,8 +10,8 @@ class SyncError(RolloutError):
 
 
 class ServerError(RolloutError):
-    """The vLLM server does not answer, answers that it failed, or was restarted. `Recovery` repeats what failed."""
+    """The vLLM server did not answer, reported a failure, or was restarted. `Recovery` retries what failed."""
 
 
 class ServerLostError(ServerError):
-    """The vLLM server did not come back, or waiting for it is no use."""
+    """The vLLM server did not come back, or waiting will not help."""

@@ -1,7 +1,7 @@
-"""How far the policy that sampled (behavior) is from the policy that learns (proximal).
+"""Measure how far the policy that sampled (behavior) is from the policy that learns (proximal).
 
-Everything is computed from the ratio before it is capped. Sums are added up over the parts of a rollout and over
-processes (`MismatchTally`), then become metrics (`mismatch_metrics`). `B` sequences, `T` completion tokens.
+All metrics are computed from the ratio before it is capped. Sums are accumulated over the parts of a rollout and over
+processes (`MismatchTally`), then turned into metrics (`mismatch_metrics`). `B` sequences, `T` completion tokens.
 """
 
 import math
@@ -13,23 +13,23 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 INVALID_LIMIT = 0.01
-"""Largest share of tokens without a valid log-probability from the engine."""
+"""Maximum share of tokens without a valid log-probability from the engine."""
 
 SERVED_MINUS_INFINITY = -9999.0
-"""What a vLLM server answers instead of -inf."""
+"""Stand-in for -inf in the responses of a vLLM server."""
 
 LARGEST_LOG_RATIO = 20.0
-"""Log ρ is cut here: no token outweighs more than that, and its ρ² fits into float32."""
+"""Upper bound of log ρ: it limits the weight of a single token, and keeps ρ² within float32."""
 
 
 def valid_logps(logps: list[list[float | None]]) -> list[list[float | None]]:
-    """Replace log-probabilities that no sampled token can have by `None`, which TRL and the objectives leave out.
+    """Replace log-probabilities that no sampled token can have with `None`, which TRL and the objectives skip.
 
     Args:
         logps: The engine's log-probability of each token of each completion, in nats.
 
     Returns:
-        The same with `None` for NaN, infinities, and what a server answers instead of one.
+        The same values, with `None` for NaN, infinities, and a server's stand-in for -inf.
     """
     return [
         [logp if logp is not None and SERVED_MINUS_INFINITY < logp < math.inf else None for logp in row]
@@ -38,10 +38,10 @@ def valid_logps(logps: list[list[float | None]]) -> list[list[float | None]]:
 
 
 class MismatchTally:
-    """The mismatch of a rollout, added up over the parts in which its log-probabilities are computed.
+    """Accumulates the mismatch of a rollout over the parts in which its log-probabilities are computed.
 
     Args:
-        accelerator: Of the processes that share the rollout.
+        accelerator: Accelerator of the processes that share the rollout.
     """
 
     def __init__(self, accelerator: "Accelerator") -> None:
@@ -53,24 +53,24 @@ class MismatchTally:
 
         Args:
             proximal_logps: `(B, T)`, in nats.
-            behavior_logps: `(B, T)`, in nats; NaN where the engine gave none that is valid.
-            mask: `(B, T)`, bool: the tokens that are learned from.
+            behavior_logps: `(B, T)`, in nats; NaN where the engine returned no valid value.
+            mask: `(B, T)`, bool: the tokens to learn from.
             cap: C, a ratio.
         """
         sums, ratio_max = mismatch_sums(proximal_logps, behavior_logps, mask, cap)
         self._parts.append(torch.stack([*sums, ratio_max]))
 
     def pop(self) -> dict[str, float]:
-        """Metrics of the whole rollout, once. A collective operation.
+        """Return the metrics of the whole rollout, and start over. A collective operation.
 
         Returns:
-            Metrics by name, as `mismatch_metrics` has them; none if there was no token to learn from.
+            Metrics by name, from `mismatch_metrics`; empty if there were no tokens to learn from.
 
         Raises:
             RuntimeError: More than `INVALID_LIMIT` of the tokens have no valid log-probability from the engine.
         """
         parts, self._parts = torch.stack(self._parts), []  # (parts, 8)
-        # Accelerators without float64 exist. Each sum has terms of one size, so float32 keeps its digits.
+        # Some accelerators lack float64. The terms of a sum are of similar size, so float32 keeps its digits.
         sums = self._accelerator.reduce(parts[:, :-1].sum(0).float(), reduction="sum")
         metrics = mismatch_metrics(sums, self._accelerator.gather(parts[:, -1].max().float()).max().item())
         share = metrics.get("mismatch/invalid_share", 0.0)
@@ -87,12 +87,12 @@ class MismatchTally:
 def mismatch_sums(
     proximal_logps: torch.Tensor, behavior_logps: torch.Tensor, mask: torch.Tensor, cap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""Sums over the tokens that are learned from, to be added up over processes.
+    r"""Return sums over the tokens to learn from, which can be added up over processes.
 
     Args:
         proximal_logps: `(B, T)`, log-probabilities under the full-precision policy at rollout time, in nats.
-        behavior_logps: `(B, T)`, log-probabilities under the quantized actor, in nats; NaN where it gave none.
-        mask: `(B, T)`, 1 for completion tokens that the model produced, 0 for padding and tool output.
+        behavior_logps: `(B, T)`, log-probabilities under the quantized actor, in nats; NaN where it returned none.
+        mask: `(B, T)`, 1 for completion tokens that the model generated, 0 for padding and tool output.
         cap: C; a larger ratio counts as capped.
 
     Returns:
@@ -102,7 +102,7 @@ def mismatch_sums(
     scored = mask.bool() & behavior_logps.isfinite()
     log_ratio = (proximal_logps.double() - behavior_logps.double())[scored].clamp(max=LARGEST_LOG_RATIO)
     ratio = log_ratio.exp()  # (tokens,)
-    # The third term has a sum, because a difference of the other sums loses its digits near ρ = 1.
+    # The third term is summed directly, because a difference of the other sums loses its digits near ρ = 1.
     terms = [torch.ones_like(ratio), log_ratio, log_ratio.expm1() - log_ratio]
     terms += [ratio, ratio.square(), (ratio > cap).double()]
     sums = [term.sum() for term in terms] + [(mask.bool() & ~scored).sum().double()]
@@ -110,7 +110,7 @@ def mismatch_sums(
 
 
 def mismatch_metrics(sums: torch.Tensor, ratio_max: float) -> dict[str, float]:
-    r"""Metrics from reduced sums.
+    r"""Compute metrics from reduced sums.
 
     $$k_1 = -\overline{\log\rho}, \quad k_3 = \overline{\rho - 1 - \log\rho}, \quad
       \mathrm{ESS} = \frac{(\sum\rho)^2}{n \sum\rho^2}$$
@@ -119,11 +119,11 @@ def mismatch_metrics(sums: torch.Tensor, ratio_max: float) -> dict[str, float]:
     and ESS is the effective sample size as a share of the n tokens.
 
     Args:
-        sums: First result of `mismatch_sums`, added up over processes, (5,).
+        sums: First result of `mismatch_sums`, added up over processes, (7,).
         ratio_max: Largest ρ over processes.
 
     Returns:
-        Metric name to value; empty without tokens, and only the invalid share if none was scored.
+        Metrics by name; empty without tokens, and only the invalid share if no token was scored.
     """
     count, log_ratio, k3, ratio, ratio_squared, capped, invalid = sums.tolist()
     if count + invalid == 0:

@@ -1,8 +1,8 @@
-"""Prompts with pictures for an engine in the trainer's process.
+"""Image prompts for an engine in the trainer's process.
 
-The trainer's token ids hold as many image tokens as a picture has features. vLLM puts them in by itself, wherever it
-finds a placeholder, so TRL's colocated engine answers a prompt with image tokens to spare. Here it is sent the
-placeholders alone, and has to answer the prompt that the trainer scores. A server is sent the features themselves.
+The trainer's token ids contain one image token per image feature. vLLM expands every placeholder into such tokens too,
+so TRL's colocated engine answers a prompt with too many of them. Here the engine receives only the placeholders, and
+its expanded prompt must match the one that the trainer scores. A server receives the image features instead.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ Tokens = list[int]
 
 
 class PicturePrompts:
-    """The prompts of one rollout that have pictures, with their placeholders."""
+    """The image prompts of one rollout, with their unexpanded placeholders."""
 
     def __init__(self) -> None:
         self._plain: dict[tuple[int, ...], Tokens] = {}
@@ -20,13 +20,13 @@ class PicturePrompts:
     def tokenize(
         self, processor: Any, conversations: Sequence[Any], prompts: Sequence[Tokens], **template: Any
     ) -> None:
-        """Remember the prompts of conversations without what the processor puts in for pictures.
+        """Tokenize conversations without the image tokens that the processor inserts, and remember them.
 
         Args:
-            processor: The trainer's.
-            conversations: Messages of each prompt.
-            prompts: Token ids of each, as the trainer scores them.
-            **template: Further arguments of `apply_chat_template`.
+            processor: The trainer's processor.
+            conversations: The messages of each prompt.
+            prompts: The token ids of each prompt, as the trainer scores them.
+            **template: Extra arguments for `apply_chat_template`.
         """
         tokenizer = processor.tokenizer
         texts = processor.apply_chat_template(
@@ -38,18 +38,18 @@ class PicturePrompts:
             self._plain[tuple(prompt)] = tokenizer(text, add_special_tokens=not starts)["input_ids"]
 
     def plain(self, prompt: Tokens) -> Tokens:
-        """A prompt as the engine takes it; what an agent has added to one stays."""
-        begun = [known for known in self._plain if tuple(prompt[: len(known)]) == known]
-        known = max(begun, key=len, default=())
-        return [*self._plain.get(known, ()), *prompt[len(known) :]]
+        """Return a prompt with unexpanded placeholders. Tokens that an agent has appended are kept."""
+        prefixes = [prefix for prefix in self._plain if tuple(prompt[: len(prefix)]) == prefix]
+        prefix = max(prefixes, key=len, default=())
+        return [*self._plain.get(prefix, ()), *prompt[len(prefix) :]]
 
 
-def check_seen(sent: Sequence[Tokens], seen: Sequence[Tokens]) -> None:
-    """Raise `ValueError` if an engine answered other prompts than the trainer scores."""
-    for prompt, answered in zip(sent, seen, strict=True):
-        if list(prompt) != list(answered):
+def check_seen(prompts: Sequence[Tokens], engine_prompts: Sequence[Tokens]) -> None:
+    """Raise `ValueError` if the engine answered different prompts from those the trainer scores."""
+    for prompt, engine_prompt in zip(prompts, engine_prompts, strict=True):
+        if list(prompt) != list(engine_prompt):
             raise ValueError(
-                f"The engine answered a prompt of {len(answered)} tokens where the trainer scores one of "
-                f"{len(prompt)}: they put pictures into prompts in different ways. Use vllm_mode='server', to which "
-                "features of pictures are sent."
+                f"The engine answered a prompt of {len(engine_prompt)} tokens where the trainer scores one of "
+                f"{len(prompt)}: they insert image tokens differently. Use vllm_mode='server', which receives image "
+                "features."
             )

@@ -1,8 +1,8 @@
-"""What a fault of a vLLM server interrupts is repeated once the server is back, in all processes together.
+"""Retry what a vLLM server's fault interrupted once the server is back, in all processes together.
 
-Only the main process talks to the server, so only it meets the fault; the others are inside a collective operation
-with it. `agreed` ends that operation in every process with the same error, and `Recovery` then repeats it everywhere.
-Nothing is repeated by halves: before a generation is repeated, all weights are sent and checked again.
+Only the main process talks to the server, so only it sees the fault; the others are in a collective operation with it.
+`raise_everywhere` ends that operation in every process with the same error, and `Recovery` then retries it everywhere.
+A retry always starts from scratch: before a generation is retried, all weights are sent and checked again.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,10 @@ logger = get_logger(__name__)  # of the main process
 Result = TypeVar("Result")
 
 
-def agreed(act: Callable[[], Result], is_served: bool = True) -> Result:
-    """What `act` returns here, unless the main process's fails: then its `RolloutError`, in every process.
+def raise_everywhere(act: Callable[[], Result], is_served: bool = True) -> Result:
+    """Return the result of `act`. If it fails in the main process, raise its `RolloutError` in every process.
 
-    A collective operation where a server serves all processes; an engine of one's own needs no agreement.
+    A collective operation if a server serves all processes; a colocated engine needs no synchronization.
     """
     if not is_served:
         return act()
@@ -38,9 +38,9 @@ def agreed(act: Callable[[], Result], is_served: bool = True) -> Result:
 
 
 class Recovery:
-    """Repeats operations that a server's fault interrupted.
+    """Retries operations that a server fault interrupted.
 
-    After `limit` recoveries without a success between them, the fault is raised; with 0, at once.
+    After `limit` recoveries without a success in between, the fault is raised; with 0, immediately.
     """
 
     def __init__(self, limit: int) -> None:
@@ -48,20 +48,20 @@ class Recovery:
         self._count = self._in_a_row = 0
 
     def pop_count(self) -> int:
-        """Recoveries since the last call."""
+        """Return the number of recoveries since the last call."""
         count, self._count = self._count, 0
         return count
 
     def run(self, operation: Callable[[bool], Result], reconnect: Callable[[], None]) -> Result:
-        """The operation's result. It is told whether it is repeated. A collective operation.
+        """Run an operation, retry it after faults, and return its result. A collective operation.
 
-        `reconnect` waits for the server, in the main process.
+        `operation` is called with `True` on a retry. `reconnect` waits for the server, in the main process.
         """
         is_repeated = False
         while True:
             try:
                 if is_repeated:
-                    agreed(reconnect)
+                    raise_everywhere(reconnect)
                 result = operation(is_repeated)
             except ServerLostError:
                 raise

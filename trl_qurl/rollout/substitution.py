@@ -1,7 +1,7 @@
-"""The one place where a name inside TRL is replaced by ours.
+"""The only place where this package replaces a name inside TRL.
 
-TRL looks up its vLLM classes by module name, and settings on the trainer, without an argument for them. A context
-manager replaces one for the length of a call and always restores it, so TRL itself never stays changed.
+TRL looks up its vLLM classes by module name and some settings on the trainer; neither can be passed as an argument. A
+context manager replaces one for the duration of a call and always restores it, so TRL never stays patched.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def substitute(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """Let `owner.name` be `replacement` inside the block; a name that TRL no longer has is an `AttributeError`."""
+    """Replace `owner.name` inside the block. Raises `AttributeError` if TRL no longer defines the name."""
     original = getattr(owner, name)
     setattr(owner, name, replacement)
     try:

@@ -1,9 +1,9 @@
-"""How much of an update survives quantization: Eqs. 13 and 14 of the paper, and the share of codes that changed.
+"""Measure how much of an update survives quantization: Eqs. 13 and 14 of the paper, and the share of changed codes.
 
-The comparison needs the weights of some syncs ago. One process keeps them, in host memory, and compares every few
-syncs. Of float32 weights it keeps 16 bits, rounded at random and not to the nearest: an update is smaller than the
-rounding error, which would hide it (at a learning rate of 1e-6, an error of +540 %). A random error has nothing to do
-with the update, so its own square is taken off again (an error of 0.6 % at most for a layer of 16 million weights).
+The comparison needs the weights of an earlier sync. One process keeps them in host memory and compares every few
+syncs. It stores float32 weights in 16 bits with stochastic rounding. The error of rounding to nearest exceeds an
+update and would hide it (at a learning rate of 1e-6, an error of +540 %). A random error is independent of the update,
+so its square can be subtracted (an error of 0.6 % at most for a layer of 16 million weights).
 """
 
 import logging
@@ -17,32 +17,32 @@ from trl_qurl.quantization.smoothing import Smoothing
 
 logger = logging.getLogger(__name__)
 
-EXACT_BELOW = 2**18  # weights of a layer: the chances even out in large ones only, and small ones take little memory
+EXACT_BELOW = 2**18  # weights; random errors average out only in large layers, and small ones take little memory
 
 
-class KeptWeight(NamedTuple):
-    """A weight of an earlier sync."""
+class WeightSnapshot(NamedTuple):
+    """A weight at an earlier sync."""
 
     values: torch.Tensor  # in host memory
-    norm: float  # squared, before it was rounded
-    error: float  # squared norm of what rounding changed
+    norm: float  # squared, before rounding
+    error: float  # squared norm of the rounding error
 
 
 class WeightChangeTracker:
     r"""
-    Observes quantized layers on their way to the engine.
+    Tracks how quantized layers change between syncs.
 
     $$\frac{\lVert\theta^{t} - \theta^{t-N}\rVert^2}{\lVert\theta^{t-N}\rVert^2} \text{ (Eq. 13)}, \qquad
       \frac{\lVert Q(\theta^t) - \theta^t\rVert^2}{\lVert\theta^t\rVert^2} \text{ (Eq. 14)}$$
 
-    Where $\theta$ are the weights of the quantized layers. The share of changed codes compares a sync with the one
-    before it.
+    Where $\theta$ are the weights of the quantized layers. The share of changed codes compares a sync with the
+    previous one.
 
     Args:
-        every: Syncs N between measurements (the paper uses 16); 0 measures nothing.
-        scheme: Format of the layers; `None` where they are not quantized.
-        measures: Whether this process keeps weights; the others measure nothing.
-        smoothing: What is folded into the weights that are observed. Updates are those of the policy's own weights.
+        every: Syncs N between measurements (the paper uses 16); 0 disables them.
+        scheme: Format of the layers; `None` if they are not quantized.
+        measures: Whether this process keeps and compares weights; other ranks only track the schedule.
+        smoothing: Scales folded into the observed weights. Updates are measured on the policy's own weights.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class WeightChangeTracker:
         self._is_keeper = measures
         self._sync = -1
         self._measures = self._precedes_measurement = False
-        self._weights: dict[str, KeptWeight] = {}
+        self._weights: dict[str, WeightSnapshot] = {}
         self._codes: dict[str, torch.Tensor] = {}
         self._sums: dict[str, float] = {}
         self._generators: dict[torch.device, torch.Generator] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that are kept."""
-        return sum(kept.values.nbytes for kept in self._weights.values()) + sum(c.nbytes for c in self._codes.values())
+        """Bytes of host memory in use."""
+        return sum(old.values.nbytes for old in self._weights.values()) + sum(c.nbytes for c in self._codes.values())
 
     def begin_sync(self) -> None:
         """Start a new pass over the weights."""
@@ -77,12 +77,12 @@ class WeightChangeTracker:
 
     @torch.no_grad()
     def observe(self, layer: str, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Observe one layer. Nothing is modified.
+        """Observe one layer without modifying it.
 
         Args:
-            layer: Its name.
+            layer: Name of the layer.
             weight: Full-precision weight, (out, in).
-            tensors: What the scheme made of it; none in unquantized rollouts.
+            tensors: Its quantized tensors; empty in unquantized rollouts.
         """
         scheme, sums = self._scheme, self._sums
         if not self._is_keeper:
@@ -104,20 +104,20 @@ class WeightChangeTracker:
             old = self._weights[layer]
             self._sums["old_norm"] += old.norm
             self._sums["update"] += max(0.0, _squared_norm(weight - old.values.to(weight.device)) - old.error)
-        self._weights[layer] = self._keep(weight)
+        self._weights[layer] = self._snapshot(weight)
 
-    def _keep(self, weight: torch.Tensor) -> KeptWeight:
+    def _snapshot(self, weight: torch.Tensor) -> WeightSnapshot:
         if weight.dtype != torch.float32 or weight.numel() < EXACT_BELOW:
-            return KeptWeight(weight.to("cpu", copy=True), _squared_norm(weight), 0.0)
+            return WeightSnapshot(weight.to("cpu", copy=True), _squared_norm(weight), 0.0)
         device = weight.device
         generator = self._generators.setdefault(device, torch.Generator(device).manual_seed(0))
         noise = torch.randint(2**16, weight.shape, generator=generator, device=device, dtype=torch.int32)
-        # A float32 whose last 16 bits are zero is a bfloat16; adding below 2^16 first rounds up as often as it should.
+        # A float32 with 16 trailing zero bits is a bfloat16. Noise below 2^16 makes the rounding unbiased.
         rounded = weight.contiguous().view(torch.int32).add(noise).bitwise_and_(-(2**16)).view(torch.float32)
-        return KeptWeight(rounded.bfloat16().cpu(), _squared_norm(weight), _squared_norm(weight - rounded))
+        return WeightSnapshot(rounded.bfloat16().cpu(), _squared_norm(weight), _squared_norm(weight - rounded))
 
     def end_sync(self) -> dict[str, float]:
-        """Metrics of the sync that has just ended; empty if it was not measured.
+        """Return the metrics of the sync that just ended; empty if it was not measured.
 
         Returns:
             `weights/normalized_quantization_error` at every measurement; after the first, also
@@ -126,7 +126,7 @@ class WeightChangeTracker:
         sums = self._sums
         if self._sync == 0 and self._weights:
             logger.info(
-                "The metrics of weights keep %.3g GB in host memory; weight_metrics_interval=0 keeps nothing.",
+                "Weight metrics keep %.3g GB in host memory; weight_metrics_interval=0 turns them off.",
                 self.nbytes / 1e9,
             )
         ratios = {
@@ -138,5 +138,5 @@ class WeightChangeTracker:
 
 
 def _squared_norm(tensor: torch.Tensor) -> float:
-    # In float64 where differences of squares are taken: the error of rounding may be a hundred times the update.
+    # float64, because squares are subtracted: the rounding error may be a hundred times the update.
     return torch.linalg.vector_norm(tensor, dtype=torch.float64).item() ** 2

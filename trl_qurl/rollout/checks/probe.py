@@ -1,23 +1,22 @@
-r"""A few fixed prompts whose continuations the trainer scores itself, to check what the engine computes.
+r"""Check what the engine computes: the trainer scores the engine's continuations of a few fixed prompts.
 
-The engine continues each prompt greedily and reports the log-probabilities of the likeliest tokens at every step; the
-trainer scores the same tokens with its own quantized forward pass. The two never agree exactly. How far rounding alone
-takes them apart depends on the model, so it is measured: the trainer runs its pass a second time with every layer's
-output disturbed as rounding to bfloat16 would. Each step gives a distance over the engine's likeliest next tokens k,
+The engine continues each prompt greedily and reports the log-probabilities of the likeliest tokens at every step. The
+trainer scores the same tokens with its own quantized forward pass. The two never agree exactly. How far apart rounding
+alone puts them depends on the model, so it is measured: the trainer runs its pass a second time, with every layer's
+output disturbed as rounding to bfloat16 would. Each step has a distance over the engine's likeliest next tokens k,
 
-$$d(p, q) = \sum_k p_k \, |\log p_k - \log q_k|,$$
+$$d(p, q) = \sum_k p_k \, |\log p_k - \log q_k|.$$
 
-of which the median over steps counts, because a few steps on the edge between two continuations would dominate a
-mean. The *ratio* of the probe is
+The median over steps counts, because a few near-tie steps would dominate the mean. The *ratio* of the probe is
 
 $$\mathrm{median}\; d(engine, policy) \;/\; (3 \; \mathrm{median}\; d(disturbed, policy) + 0.002)$$
 
 Up to 1, rounding explains the distance. Measured on CPUs without AMX: of 110 probes of sound engines (INT8, FP8 and
 BF16; float32 and bfloat16 policies; random weights, and a trained policy at four stages; ten sets of prompts) none had
-a ratio above 0.71. Other kernels round differently: a sound engine on a CPU with AMX had 1.5. So a ratio above 1 is a
-warning, and an error only above `FAULT_RATIO` or, once the run's own first check has shown what is normal on this
-machine, above `GROWTH` times that. A projection swapped with another layer's had ratios of 4 to 170, doubled scales
-mostly 2 to 30. Scales of query and key projections, which a sharp policy hardly notices, are caught by the digests.
+a ratio above 0.71. Other kernels round differently: a sound engine on a CPU with AMX had 1.5. So a ratio above 1 is
+only a warning. It is an error above `FAULT_RATIO` or, once the run's first check has shown what is normal on this
+machine, above `GROWTH` times that ratio. A projection swapped with another layer's had ratios of 4 to 170, doubled
+scales mostly 2 to 30. Scales of query and key projections barely affect a sharp policy; digests catch those.
 """
 
 import logging
@@ -43,54 +42,55 @@ logger = logging.getLogger(__name__)
 SHORT_LENGTH = 7  # tokens
 STEPS = 8  # tokens by which each prompt is continued
 
-ROUNDING = 2.0**-8  # the largest relative error of one rounding to bfloat16, doubled for input and output
-FACTOR, FLOOR = 3.0, 0.002  # see above; the floor (nats) is for passes in which nothing is rounded
-FAULT_RATIO = 6.0  # no rounding explains it, on any machine: four times the largest ever seen of a sound engine
-GROWTH, LEAST_LIMIT = 4.0, 2.0  # after the first check, the limit is `GROWTH` times its ratio, or `LEAST_LIMIT`
+ROUNDING = 2.0**-8  # largest relative error of one rounding to bfloat16, doubled for input and output
+FACTOR, FLOOR = 3.0, 0.002  # see above; the floor (nats) is for passes that round nothing
+FAULT_RATIO = 6.0  # no rounding explains it on any machine: four times the largest ratio of a sound engine
+GROWTH, MIN_LIMIT = 4.0, 2.0  # after the first check, the limit is `GROWTH` times its ratio, at least `MIN_LIMIT`
 
 
 class ProbeResult(NamedTuple):
-    """What a probe measured, in nats."""
+    """The result of a probe, in nats."""
 
-    distance: float  # between engine and policy; NaN where the engine's log-probabilities are not numbers
-    tolerance: float  # what rounding explains of it
+    distance: float  # between engine and policy; NaN if the engine's log-probabilities are
+    tolerance: float  # the distance that rounding explains
 
     @property
     def ratio(self) -> float:
-        """Distance in units of the tolerance."""
+        """The distance in units of the tolerance."""
         return self.distance / self.tolerance
 
 
 class ProbeJudge:
-    """Decides whether a probe is sound, worth a warning, or a fault; calibrated by the run's own first check."""
+    """Decides whether a probe is sound, worth a warning, or a fault, calibrated by the run's first check."""
 
     def __init__(self) -> None:
         self._limit: float | None = None  # after the first check
 
     def judge(self, result: ProbeResult) -> None:
-        """Pass a result, warn about it, or raise `SyncError` if it is out of all proportion or not a number."""
+        """Accept the result, warn, or raise `SyncError` if it exceeds the limit or is NaN."""
         limit = self._limit or FAULT_RATIO
-        found = (
+        problem = (
             "The engine's log-probabilities of the probe differ from the policy's own quantized forward pass by "
             f"{result.distance:.3g} nats, {result.ratio:.2g} times what rounding explains (limit {limit:.2g})"
         )
-        if not result.ratio <= limit:  # NaN as well
+        if not result.ratio <= limit:  # also catches NaN
             raise SyncError(
-                f"{found}: it does not compute with the weights that were sent, or keeps a cache from older ones. "
-                "Resume from the last checkpoint. If the engine is right and this check is not, set sync_probe=False."
+                f"{problem}: it does not use the weights that were sent, or keeps a cache from older ones. Resume "
+                "from the last checkpoint. If the engine is right and this check is wrong, set sync_probe=False."
             )
         if result.ratio > 1:
             logger.warning(
-                "%s. Kernels may round differently here: mismatch/kl_k3 and sync/probe_ratio should stay level.", found
+                "%s. Kernels may round differently here: mismatch/kl_k3 and sync/probe_ratio should stay level.",
+                problem,
             )
         if self._limit is None:
-            self._limit = max(LEAST_LIMIT, min(FAULT_RATIO, GROWTH * result.ratio))
+            self._limit = max(MIN_LIMIT, min(FAULT_RATIO, GROWTH * result.ratio))
 
 
 def probe_prompts(vocabulary_size: int, block_size: int, max_model_len: int) -> list[list[int]]:
-    """Prompts of arbitrary tokens, the same at every call, without both ends of the vocabulary (special tokens).
+    """Return fixed prompts of arbitrary tokens, without both ends of the vocabulary (special tokens).
 
-    Most fill a block of the key-value cache, which the engine would use again had it not been emptied.
+    Most fill a block of the key-value cache, which the engine would reuse if it had not been cleared.
     """
     generator = torch.Generator().manual_seed(0)
     first, last = vocabulary_size // 20, max(1, vocabulary_size * 9 // 10)
@@ -113,11 +113,11 @@ def run_probe(
 ) -> ProbeResult:
     """Compare the engine's log-probabilities with the policy's own, computed with fake quantization.
 
-    An adapter is merged for the length of this call, unless the engine has it beside the base. Keys and values are
-    rounded if the engine `rounds_cache`, inputs smoothed as its weights were, and weights put on their grid.
+    An adapter is merged during this call, unless the engine holds it separately (`merges=False`). Keys and values are
+    rounded if the engine's are (`rounds_cache`), inputs smoothed as its weights were, and weights rounded to `grid`.
     """
-    adapted = merges and is_peft_model(model)
-    if adapted:
+    merges = merges and is_peft_model(model)
+    if merges:
         model.merge_adapter()
     base: PreTrainedModel = model.get_base_model() if is_peft_model(model) else model
     training = base.training
@@ -129,14 +129,14 @@ def run_probe(
                 disturbed = _score(base, prompts, continuations, rounds_cache)
     finally:
         base.train(training)
-        if adapted:
+        if merges:
             model.unmerge_adapter()
     scored = [logps for continuation in continuations for logps in continuation.logps]
     return compare_probe(scored, policy, disturbed)
 
 
 def compare_probe(scored: list[dict[int, float]], policy: torch.Tensor, disturbed: torch.Tensor) -> ProbeResult:
-    """Compare the engine's likeliest tokens of each step with all of the policy's, plain and disturbed, (steps, V)."""
+    """Compare the engine's likeliest tokens at each step with the policy's, plain and disturbed, (steps, V)."""
     distances, explained = [], []
     for row, tokens in enumerate(scored):
         chosen = list(tokens)
@@ -151,24 +151,24 @@ def compare_probe(scored: list[dict[int, float]], policy: torch.Tensor, disturbe
 def _score(
     model: PreTrainedModel, prompts: list[list[int]], continuations: list[Continuation], rounds_cache: bool
 ) -> torch.Tensor:
-    """Log-probabilities of all tokens at each step of each continuation, (steps, V), float32."""
-    found = []
+    """Return log-probabilities of all tokens at each step of each continuation, (steps, V), float32."""
+    logps = []
     for prompt, continuation in zip(prompts, continuations, strict=True):
         tokens = torch.tensor([prompt + continuation.tokens], device=model.device)  # (1, T)
         cache = {"past_key_values": FP8Cache(config=model.config), "use_cache": True} if rounds_cache else {}
         logits = model(input_ids=tokens, **cache).logits[0, len(prompt) - 1 : -1]  # after each token but the last
-        found.append(logits.float().log_softmax(-1).cpu())
-    return torch.cat(found)
+        logps.append(logits.float().log_softmax(-1).cpu())
+    return torch.cat(logps)
 
 
 @contextmanager
 def _disturbed(model: nn.Module) -> Iterator[None]:
-    """Let every layer with weights add a relative error of up to `ROUNDING` to its output inside the block."""
+    """Inside the block, add a relative error of up to `ROUNDING` to the output of every layer with weights."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def disturb(module: nn.Module, inputs: Any, output: Any) -> Any:
         if not isinstance(output, torch.Tensor):
-            return output  # a router, whose input is disturbed already
+            return output  # a router; its input is already disturbed
         device = output.device
         generator = generators.setdefault(device, torch.Generator(device).manual_seed(0))
         error = torch.rand(output.shape, generator=generator, device=device).mul_(2).sub_(1)

@@ -1,10 +1,10 @@
-"""Tensors on their way to an engine, checked at both ends.
+"""Check tensors at both ends of their way to an engine.
 
-The worst bugs of the field are silent: an engine that samples from stale or half-loaded weights. Digests compare every
-tensor as it left the trainer with the tensor as it entered the engine, and `ReceivedTensors` compares what entered
-with what layers hold afterwards. Kernels may repack the weights of a layer that multiplies, even within the same
-shape, so that is only possible for the other layers: norms, and the embedding (except for rows that the engine adds to
-the vocabulary). The probe (`probe`) shares no code with these checks and covers the rest.
+The worst bugs in this field are silent: an engine that samples from stale or half-loaded weights. Digests compare each
+tensor as it left the trainer with the tensor as it entered the engine, and `ReceivedTensors` compares the latter with
+the values that layers hold afterward. Kernels may repack the weights of a layer that multiplies, even within the same
+shape, so this second check covers only the other layers: norms, and the embedding (except for rows that the engine
+adds to the vocabulary). The probe (`probe`) shares no code with these checks and covers the rest.
 """
 
 import hashlib
@@ -20,16 +20,16 @@ from trl_qurl.rollout.engine.interface import NOT_RECEIVED, TensorMetadata
 from trl_qurl.rollout.errors import SyncError
 
 
-def find_not_finite(named_tensors: NamedTensors, found: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass tensors through, and append the names of those that hold NaN or infinity to `found`.
+def find_not_finite(named_tensors: NamedTensors, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass tensors through, and add to `names` each one that contains NaN or infinity.
 
-    The stream does not stop at one: a server's workers would wait for the rest forever.
+    The stream does not stop there, because a server's workers would wait for the rest forever.
     """
     for name, tensor in named_tensors:
-        # A sum is one fast read. It can also overflow, so it only tells which tensors to look at closely.
+        # A sum is one fast read. It can overflow, so it only selects the tensors to check element by element.
         is_suspect = tensor.is_floating_point() and not math.isfinite(tensor.detach().sum(dtype=torch.float32))
         if is_suspect and not tensor.isfinite().all():
-            found.append(name)
+            names.append(name)
         yield name, tensor
 
 
@@ -43,7 +43,7 @@ def require_finite(names: list[str]) -> None:
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """Digest of a tensor's dtype, shape and bytes, the same on every device and in every process."""
+    """Return a digest of a tensor's dtype, shape, and bytes, the same on every device and in every process."""
     data = tensor.detach().to("cpu").contiguous()
     digest = hashlib.blake2b(f"{data.dtype}{tuple(data.shape)}".encode(), digest_size=16)
     if data.numel():
@@ -52,13 +52,13 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def base_digests(named_tensors: NamedTensors, dtype: torch.dtype) -> dict[str, str]:
-    """Digests of a checkpoint's tensors as an engine of this dtype has them; codes stay as they are."""
+    """Return digests of a checkpoint's tensors as an engine of this dtype holds them; codes are not cast."""
     sixteen_bits = (torch.float32, torch.bfloat16, torch.float16)
     return {name: tensor_digest(t.to(dtype) if t.dtype in sixteen_bits else t) for name, t in named_tensors}
 
 
 class DigestRecorder:
-    """A stream of named tensors that keeps the digest of each tensor that has passed, where `enabled`."""
+    """A stream of named tensors that records the digest of each tensor read from it, if `enabled`."""
 
     def __init__(self, named_tensors: NamedTensors, enabled: bool = True) -> None:
         self._named_tensors = named_tensors
@@ -78,43 +78,43 @@ class DigestRecorder:
 
 
 def compare_digests(sent: Mapping[str, str], received: Mapping[str, str]) -> None:
-    """Raise `SyncError` with the names of the tensors that are missing, unexpected or different, if there are any."""
-    if found := differences(sent, received):
-        raise SyncError(f"{NOT_RECEIVED}: {found}. Resume from the last checkpoint.")
+    """Raise `SyncError` with the missing, unexpected, and different tensors, if there are any."""
+    if clause := differences(sent, received):
+        raise SyncError(f"{NOT_RECEIVED}: {clause}. Resume from the last checkpoint.")
 
 
 def differences(sent: Mapping[str, str], received: Mapping[str, str]) -> str:
-    """The tensors that are missing, unexpected or different, as a clause for a message; empty if there are none."""
+    """Describe the missing, unexpected, and different tensors in a clause for a message; empty if there are none."""
     faults = {
         "missing": sent.keys() - received.keys(),
         "unexpected": received.keys() - sent.keys(),
         "different": {name for name in sent.keys() & received.keys() if sent[name] != received[name]},
     }
-    found = [f"{len(names)} {fault} (first {min(names)})" for fault, names in faults.items() if names]
-    return f"of {len(sent)} tensors, {', '.join(found)}" if found else ""
+    parts = [f"{len(names)} {fault} (first {min(names)})" for fault, names in faults.items() if names]
+    return f"of {len(sent)} tensors, {', '.join(parts)}" if parts else ""
 
 
-def as_announced(named_tensors: NamedTensors, metadata: TensorMetadata) -> Iterator[tuple[str, torch.Tensor]]:
-    """The stream, which the workers cut up by what was announced. The first tensor that differs is a `SyncError`."""
-    for index, (item, announced) in enumerate(zip_longest(named_tensors, metadata)):
-        found = item and (item[0], str(item[1].dtype).removeprefix("torch."), list(item[1].shape))
-        if found != announced:
-            raise SyncError(f"Tensor {index} of the stream is {found}, where {announced} was announced.")
+def check_metadata(named_tensors: NamedTensors, metadata: TensorMetadata) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass the stream through; raise `SyncError` at a tensor that differs from the metadata sent to the workers."""
+    for index, (item, expected) in enumerate(zip_longest(named_tensors, metadata)):
+        actual = item and (item[0], str(item[1].dtype).removeprefix("torch."), list(item[1].shape))
+        if actual != expected:
+            raise SyncError(f"Tensor {index} of the stream is {actual}, but its metadata says {expected}.")
         yield item
 
 
 class ReceivedTensors:
-    """Keeps digests of what comes in for a model, where `enabled`, and compares them afterwards with what it holds."""
+    """Records digests of the tensors loaded into a model, if `enabled`, and compares them with what it then holds."""
 
     def __init__(self, model: torch.nn.Module, enabled: bool = True) -> None:
         self._model = model
         self._enabled = enabled
         self._dtypes = {name: parameter.dtype for name, parameter in self._comparable().items()}
-        self.digests: dict[str, str] = {}  # by name, over all streams watched
+        self.digests: dict[str, str] = {}  # by name, over all watched streams
         self._expected: dict[str, tuple[torch.Size, str]] = {}
 
     def watch(self, named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass tensors on, and keep their digests."""
+        """Pass tensors through, and record their digests."""
         for name, tensor in named_tensors:
             if self._enabled:
                 self.digests[name] = tensor_digest(tensor)
@@ -123,16 +123,16 @@ class ReceivedTensors:
             yield name, tensor
 
     def compare(self) -> list[str]:
-        """Names of the parameters that could be compared. One that does not hold what came in is a `RuntimeError`."""
+        """Return the names of comparable parameters; raise `RuntimeError` if one does not hold the received values."""
         parameters = self._comparable()
         compared, differing = [], []
         for name, (shape, digest) in self._expected.items():
-            held = added = parameters[name]
-            if shape and held.dim():
-                held, added = held[: shape[0]], held[shape[0] :]  # an embedding may have more rows, of zeros
-            if held.shape == shape:
+            value = padding = parameters[name]
+            if shape and value.dim():
+                value, padding = value[: shape[0]], value[shape[0] :]  # an embedding may have extra rows of zeros
+            if value.shape == shape:
                 compared.append(name)
-                if tensor_digest(held) != digest or (held is not added and added.count_nonzero()):
+                if tensor_digest(value) != digest or (value is not padding and padding.count_nonzero()):
                     differing.append(name)
         if differing:
             raise RuntimeError(
@@ -144,7 +144,7 @@ class ReceivedTensors:
         return compared
 
     def _comparable(self) -> dict[str, torch.Tensor]:
-        """Parameters, by name, that vLLM keeps as it loads them: those of layers that do not multiply."""
+        """Return, by name, the parameters that vLLM does not repack: those in layers that do not multiply."""
         return {
             f"{layer}.{name}": parameter
             for layer, module in self._model.named_modules()

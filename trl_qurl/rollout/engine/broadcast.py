@@ -1,9 +1,9 @@
-"""A stream of tensors on its way to a server's workers over NCCL, by vLLM's packed broadcast.
+"""Send tensors to a server's workers over NCCL, with vLLM's packed broadcast.
 
-The broadcast runs on a thread and on streams of its own, because one to a dead worker never ends. The caller's thread
-makes the tensors: gathering a parameter is a collective operation, which every process must start in one order and on
-one stream. So a tensor is handed over when the stream it was made on has finished, and its memory is not used again
-before the broadcast's stream has read it.
+The broadcast runs on a separate thread and separate streams, because a broadcast to a dead worker never ends. The
+caller's thread makes the tensors: gathering a parameter is a collective operation, which every process must start in
+the same order and on the same stream. So a tensor is handed over only after the stream that made it has finished, and
+its memory is not reused before the broadcast's stream has read it.
 """
 
 import queue
@@ -21,10 +21,11 @@ from trl_qurl.rollout.errors import SyncError
 
 Item = tuple[str, torch.Tensor]
 
-STREAM_VERSION = "0.28"  # oldest vLLM whose NCCL weight transfer understands what we announce
+STREAM_VERSION = "0.28"  # oldest vLLM whose NCCL weight transfer understands our metadata
 
 BUFFER_BYTES = 2**28
-"""Bytes after which a buffer is sent. Both ends hold two, and vLLM's own 1 GiB would not fit beside a full cache."""
+"""Bytes after which a buffer is sent. Both ends hold two, and vLLM's default of 1 GiB would not fit beside a full
+cache."""
 
 
 def in_background(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
@@ -42,7 +43,7 @@ def in_background(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future
 
 
 class Broadcast:
-    """One broadcast in progress, on a thread of its own, to which `send` hands all tensors."""
+    """One broadcast in progress on a separate thread, to which `send` hands all tensors."""
 
     def __init__(self, communicator: Any) -> None:
         self._ready: queue.Queue[Item | BaseException | None] = queue.Queue(maxsize=1)
@@ -55,21 +56,21 @@ class Broadcast:
         if device is not None:
             torch.accelerator.set_device_index(device)  # each thread has its own
         packed_nccl_broadcast_producer(
-            self._received(),
+            self._queued_tensors(),
             communicator,
             src=0,
             post_iter_func=_keep_for_this_stream,
             buffer_size_bytes=BUFFER_BYTES,
         )
 
-    def _received(self) -> Iterator[Item]:
+    def _queued_tensors(self) -> Iterator[Item]:
         while (item := self._ready.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
             yield item
 
     def send(self, named_tensors: NamedTensors, request: Future) -> None:
-        """Hand over all tensors. Raises what ended the workers' `request` to receive them, if it ends before."""
+        """Hand over all tensors. If the workers' `request` to receive them ends early, raise its error."""
         try:
             for name, tensor in named_tensors:
                 if torch.accelerator.is_available():
@@ -77,7 +78,7 @@ class Broadcast:
                 self._put((name, tensor), request)
             self._put(None, request)
         except BaseException as error:
-            with suppress(queue.Full):  # full where the thread waits inside NCCL, from where nothing brings it back
+            with suppress(queue.Full):  # full if the thread waits inside NCCL, which nothing can interrupt
                 self._ready.put(error, timeout=1.0)
             raise
 
@@ -87,13 +88,13 @@ class Broadcast:
                 self._outcome.result()
             if request.done():
                 raise request.exception() or SyncError(
-                    "The server's workers answered before the last tensor was sent."
+                    "The server's workers stopped receiving before the last tensor was sent."
                 )
             with suppress(queue.Full):
                 return self._ready.put(item, timeout=0.1)
 
     def wait(self, seconds: float) -> bool:
-        """Whether its thread ends within this time."""
+        """Wait for the thread this many seconds, and return whether it has ended."""
         with suppress(BaseException):
             self._outcome.exception(seconds)
         return self._outcome.done()
@@ -106,16 +107,16 @@ def _keep_for_this_stream(item: Item) -> torch.Tensor:
 
 
 def version_obstacle(server: str) -> str | None:
-    """Why weights cannot be streamed, if the vLLM of the server or ours is older than `STREAM_VERSION`.
+    """Explain why weights cannot be streamed, if the server's vLLM or ours is older than `STREAM_VERSION`.
 
-    Older workers learn with each update whether tensors come packed into buffers, newer ones when the group is opened.
-    An end that expects the other form waits for ever.
+    Older workers learn from each update whether tensors are packed into buffers, newer ones when the group is opened.
+    An end that expects the other layout deadlocks.
     """
     import vllm
 
     if min(map(Version, (server, vllm.__version__))) >= Version(STREAM_VERSION):
         return None
     return (
-        f"a stream needs vLLM {STREAM_VERSION} or later at both ends, the server has {server} and the trainer "
+        f"a stream needs vLLM {STREAM_VERSION} or later on both ends, but the server has {server} and the trainer "
         f"{vllm.__version__}"
     )

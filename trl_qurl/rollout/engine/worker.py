@@ -1,8 +1,8 @@
-"""What runs inside vLLM's workers: how new weights enter a layer.
+"""The extension of vLLM's workers that loads new weights into the layers.
 
-vLLM takes this class by name (`--worker-extension-cls`, its official way to add a worker method). Neither it nor what
-it imports needs TRL, so the engine may run in an environment without it. On CUDA, vLLM's own reload does the work. On
-CPU, `cpu` adds fixes to it.
+vLLM imports this class by name (`--worker-extension-cls`, its official way to add worker methods). Neither the class
+nor its imports need TRL, so the engine may run in an environment without it. On CUDA, vLLM's own reload does the work.
+On CPU, `cpu` adds fixes to it.
 """
 
 import logging
@@ -30,7 +30,7 @@ if current_platform.is_cpu():
 
 
 class RolloutWorker:
-    """Methods that vLLM mixes into its worker class, whose attributes these are."""
+    """Methods that vLLM mixes into its worker class, which has most of these attributes."""
 
     reload_weights: Callable[..., None]
     get_model: Callable[[], torch.nn.Module]
@@ -46,64 +46,64 @@ class RolloutWorker:
     def load_rollout_weights(
         self,
         update: Mapping[str, Any],  # the fields of a `WeightUpdate`
-        weights_iterator: NamedTensors | None = None,  # only inside the trainer's own process
+        weights_iterator: NamedTensors | None = None,  # only in the trainer's process
         weights_path: str | None = None,  # a checkpoint on a file system that this worker sees
-        announced: dict[str, list] | None = None,  # `names`, `dtype_names`, `shapes` of a transfer by vLLM's own means
+        metadata: dict[str, list] | None = None,  # `names`, `dtype_names`, `shapes` of a transfer by vLLM itself
     ) -> Digests:
-        """Replace weights in place by checkpoint-format tensors from one of three sources.
+        """Replace weights in place with checkpoint-format tensors from one of three sources.
 
-        `RuntimeError`: a layer kept its old weights or does not hold what came
-        in for it, these are another model's weights, or an earlier load failed.
+        Raises `RuntimeError` if a layer kept its old weights or does not hold the new ones, if the weights belong to
+        another model, or if an earlier load failed.
         """
-        wanted = WeightUpdate(**update)
-        self._refuse_other_model(weights_path, announced)
+        request = WeightUpdate(**update)
+        self._refuse_other_model(weights_path, metadata)
         if getattr(self, "rollout_load_failed", False):
-            raise RuntimeError("An earlier load of weights failed halfway: start the server again.")
+            raise RuntimeError("An earlier load of weights failed halfway: restart the server.")
         self.rollout_load_failed = True
-        received = ReceivedTensors(self.get_model(), enabled=wanted.digest)
+        received = ReceivedTensors(self.get_model(), enabled=request.digest)
         self.rollout_digests = received.digests
         with _watched_reload(_computed_values(self.get_model())):
-            if announced is not None:
-                self._receive(announced, received)
+            if metadata is not None:
+                self._receive(metadata, received)
             elif weights_path is not None:
                 self._reload(received.watch(read_tensors(Path(weights_path))))
             else:
                 self._reload(received.watch(weights_iterator or ()))
-            self.rollout_load_failed = False  # vLLM can load again, whatever a layer lacks
+            self.rollout_load_failed = False  # vLLM can reload even if a layer is incomplete
         received.compare()
-        self.loaded_version = wanted.version
+        self.loaded_version = request.version
         return received.digests
 
     def compare_rollout_digests(self, sent: Digests) -> None:
-        """Raise `SyncError` if the latest load, with digests, brought something else than was sent."""
+        """Raise `SyncError` if the latest load, with digests, received anything but the weights that were sent."""
         compare_digests(sent, self.rollout_digests)
 
     def accept_rollout_adapter(self, update: Mapping[str, Any], path: str) -> Digests:
-        """Name the weights after an adapter that vLLM has just loaded from a directory.
+        """Record the version of an adapter that vLLM has just loaded from a directory.
 
-        Returns the digests of what is in the directory. `SyncError`: the engine holds another adapter.
+        Returns the digests of the files. Raises `SyncError` if the engine holds another adapter.
         """
         manager = self.model_runner.lora_manager._adapter_manager
         dtype = self.vllm_config.lora_config.lora_dtype
         tensors = dict(read_tensors(Path(path)))
-        wanted = sorted(tensor_digest(tensor.to(dtype)) for tensor in tensors.values())
-        if wanted not in [_held_digests(adapter) for adapter in manager.list_adapters().values()]:
-            other = f"it computes with another adapter than the one in {path}"
-            raise SyncError(f"{NOT_RECEIVED}: {other}. Resume from the last checkpoint.")
+        digests = sorted(tensor_digest(tensor.to(dtype)) for tensor in tensors.values())
+        if digests not in [_loaded_digests(adapter) for adapter in manager.list_adapters().values()]:
+            reason = f"it uses a different adapter than the one in {path}"
+            raise SyncError(f"{NOT_RECEIVED}: {reason}. Resume from the last checkpoint.")
         self.rollout_digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
         self.loaded_version = WeightUpdate(**update).version
         return self.rollout_digests
 
     def digest_rollout_base(self) -> Digests:
-        """Digests of the checkpoint that the engine started from, in its own dtype."""
+        """Return digests of the checkpoint that the engine started from, in the engine's dtype."""
         config = self.vllm_config.model_config
-        place = config.model
-        if not Path(place).is_dir():
-            place = snapshot_download(place, local_files_only=True, allow_patterns="*.safetensors")
-        return base_digests(read_tensors(Path(place)), config.dtype)
+        path = config.model
+        if not Path(path).is_dir():
+            path = snapshot_download(path, local_files_only=True, allow_patterns="*.safetensors")
+        return base_digests(read_tensors(Path(path)), config.dtype)
 
     def rollout_version(self) -> str:
-        """Name of the weights that were loaded last. vLLM keeps one by itself only in its newer versions."""
+        """Return the version of the weights loaded last. Only newer versions of vLLM record one themselves."""
         return self.loaded_version
 
     def _reload(self, named_tensors: NamedTensors) -> None:
@@ -116,43 +116,43 @@ class RolloutWorker:
         self.reload_weights(weights_iterator=named_tensors)
         cpu.repack_output_head(model)
 
-    def _receive(self, announced: dict[str, list], received: ReceivedTensors) -> None:
-        """Receive one update from vLLM's weight transfer."""
+    def _receive(self, metadata: dict[str, list], received: ReceivedTensors) -> None:
+        """Receive one update through vLLM's weight transfer."""
         self.start_weight_update()
         engine, model = self.weight_transfer_engine, self.weight_transfer_engine.model
-        # All that the engine asks of a model is this method.
+        # The transfer engine uses only this method of a model.
         watched = SimpleNamespace(load_weights=lambda weights: model.load_weights(received.watch(weights)))
         engine.set_weight_update_target(watched, engine.model_config)
-        self.update_weights(announced)
+        self.update_weights(metadata)
         engine.reset_weight_update_target()
         self.finish_weight_update()
 
-    def _refuse_other_model(self, weights_path: str | None, announced: dict[str, list] | None) -> None:
-        """Raise `RuntimeError` for weights of another model, before any layer is touched.
+    def _refuse_other_model(self, weights_path: str | None, metadata: dict[str, list] | None) -> None:
+        """Raise `RuntimeError` for weights of another model, before any layer changes.
 
-        Names and shapes are compared with those of the checkpoint that the server started from, if it is quantized: a
-        model's own checkpoint may name its tensors otherwise than its parameters.
+        Compares names and shapes with the checkpoint that the server started from, but only if that is quantized: in a
+        model's own checkpoint, tensor names may differ from parameter names.
         """
         start = Path(self.vllm_config.model_config.model)
         if self.vllm_config.quant_config is None or not any(start.glob("*.safetensors")):
             return
-        if announced is not None:
-            sent = dict(zip(announced["names"], announced["shapes"], strict=True))
+        if metadata is not None:
+            sent = dict(zip(metadata["names"], metadata["shapes"], strict=True))
         elif weights_path is not None:
             sent = tensor_shapes(Path(weights_path))
         else:
-            return  # the trainer's own engine, started from the trainer's own model
+            return  # a colocated engine, started from the trainer's own model
         served = tensor_shapes(start)
         differing = sorted(name for name in sent.keys() | served.keys() if sent.get(name) != served.get(name))
         if differing:
             name = differing[0]
             raise RuntimeError(
-                f"These are weights of another model than the one served: {len(differing)} tensors differ, first "
+                f"These weights belong to a different model than the server's: {len(differing)} tensors differ, first "
                 f"{name} (shape {sent.get(name)} instead of {served.get(name)}). {REFUSED}"
             )
 
     def describe_rollouts(self) -> dict[str, object]:
-        """The fields of an `EngineDescription`; `format` is the method's name where it is not compressed-tensors."""
+        """Return the fields of an `EngineDescription`; `format` is the method's name if not compressed-tensors."""
         quantization = self.vllm_config.quant_config
         form, ignore = quantization and quantization.get_name(), []
         if isinstance(quantization, CompressedTensorsConfig):
@@ -178,54 +178,54 @@ class RolloutWorker:
         }
 
 
-def _held_digests(adapter: Any) -> list[str]:
-    """Digests of the matrices of an adapter of vLLM, which packs those of layers that it fuses."""
+def _loaded_digests(adapter: Any) -> list[str]:
+    """Return digests of the matrices of a loaded adapter, in which vLLM packs those of fused layers."""
     parts = [part for layer in adapter.loras.values() for part in (layer.lora_a, layer.lora_b)]
     matrices = [matrix for part in parts for matrix in (part if isinstance(part, list) else [part])]
     return sorted(tensor_digest(matrix) for matrix in matrices if matrix is not None)
 
 
 def _computed_values(model: torch.nn.Module) -> dict[str, int]:
-    """Number of values that a layer computes once and no checkpoint holds (positions), by the name of its class.
+    """Count, by class name, the values that a layer computes once and no checkpoint contains (positions).
 
-    vLLM counts them among those that it waits for, and keeps them. Layers with buffers alone are among the names.
+    vLLM counts them among the values to load, and keeps them. Layers that have only buffers are included.
     """
-    numbers: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for module in model.modules():
         if not hasattr(module, "quant_method"):
-            kept = module._non_persistent_buffers_set
+            computed = module._non_persistent_buffers_set
             elements = sum(
-                buffer.numel() for name, buffer in module._buffers.items() if buffer is not None and name in kept
+                buffer.numel() for name, buffer in module._buffers.items() if buffer is not None and name in computed
             )
             if elements or (module._buffers and not module._parameters):
-                numbers[type(module).__name__] = elements
-    return numbers
+                counts[type(module).__name__] = elements
+    return counts
 
 
 @contextmanager
 def _watched_reload(computed: Mapping[str, int]) -> Iterator[None]:
-    """Raise `RuntimeError` where vLLM only logs that a layer is not what it should be after a reload.
+    """Raise `RuntimeError` where vLLM only logs that a layer is incorrect after a reload.
 
-    - A layer got no new weights. Layers with buffers alone compute them and a tied head shares the embedding's
-      weight, so the line about these is dropped; about other layers that need none, it stays.
-    - A layer got fewer values than it has ("delayed"), and vLLM leaves the others uninitialized. The vocabulary's are
-      set to zero by their loader, and those that are `computed` are kept.
-    - A layer seemed full before all its values had come, and vLLM dropped the rest ("excessive"). Linear layers that
-      fuse several have a shape for each, of which one is enough.
+    - A layer received no new weights. Layers with only buffers compute theirs and a tied head shares the embedding's
+      weight, so their log line is dropped; it stays for other layers that need no weights.
+    - A layer received fewer values than it holds ("delayed"), and vLLM leaves the others uninitialized. The loader
+      sets the vocabulary's to zero, and vLLM keeps the `computed` ones.
+    - A layer seemed full before all its values had arrived, and vLLM dropped the rest ("excessive"). Fused linear
+      layers have one shape per part, and a single one is enough.
     """
     always_loaded = ("Linear", "VocabParallelEmbedding", "Norm")
     weightless = ("ParallelLMHead", *computed)
     allowed = {"Delayed processing": ("VocabParallelEmbedding", "ParallelLMHead"), "Excessive loading": ("Linear",)}
     stale: list[str] = []
     undefined: list[str] = []
-    missing: dict[str, int] = {}  # values that the layer which was loaded last still lacks, by class
+    missing: dict[str, int] = {}  # values that the last loaded layer still lacks, by class
 
-    def is_worth_a_line(record: logging.LogRecord) -> bool:
+    def should_log(record: logging.LogRecord) -> bool:
         layer, _, event = record.getMessage().partition(": ")
         if progress := re.fullmatch(r"(\d+) / (\d+)", event):
             missing[layer] = int(progress[2]) - int(progress[1])
-        is_kept = event == "Delayed processing" and missing.get(layer) == computed.get(layer)
-        if event in allowed and not layer.endswith(allowed[event]) and not is_kept:
+        is_computed = event == "Delayed processing" and missing.get(layer) == computed.get(layer)
+        if event in allowed and not layer.endswith(allowed[event]) and not is_computed:
             undefined.append(layer)
         if event != "Failed to load weights":
             return record.levelno >= visible
@@ -235,20 +235,20 @@ def _watched_reload(computed: Mapping[str, int]) -> Iterator[None]:
 
     reload_logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     level, visible = reload_logger.level, reload_logger.getEffectiveLevel()
-    reload_logger.setLevel(logging.DEBUG)  # where it tells about the last two
-    reload_logger.addFilter(is_worth_a_line)
+    reload_logger.setLevel(logging.DEBUG)  # the level of the last two
+    reload_logger.addFilter(should_log)
     try:
         yield
     finally:
-        reload_logger.removeFilter(is_worth_a_line)
+        reload_logger.removeFilter(should_log)
         reload_logger.setLevel(level)
     if undefined:
         raise RuntimeError(
             f"A part of these layers' values is undefined after a reload: {', '.join(sorted(set(undefined)))}. A "
-            "tensor was missing, or this vLLM cannot reload such layers: use a model without them, or another version."
+            "tensor was missing, or this vLLM cannot reload such layers: use a model without them, or another vLLM."
         )
     if stale:
         raise RuntimeError(
-            f"The engine got no new weights for {len(stale)} of its layers ({', '.join(sorted(set(stale)))}): what "
-            "was sent does not belong to the model that it serves."
+            f"The engine got no new weights for {len(stale)} of its layers ({', '.join(sorted(set(stale)))}): the "
+            "weights that were sent do not belong to the model that it serves."
         )
