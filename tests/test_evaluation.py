@@ -542,5 +542,5 @@ def test_a_share_of_memory_that_is_not_free_is_one_line(warm_python, tmp_path):
     )
     why, end = [line for line in done.stderr.splitlines() if line]
     assert done.returncode == 2 and why.startswith("trl-qurl: error: Of "), done.stderr[-3000:]
-    assert "gpu_memory_utilization=1.0, on a CPU a share of the machine's memory, asks for" in why
+    assert "gpu_memory_utilization=1.0 (on a CPU, a share of the machine's memory) requires" in why
     assert "the lines above say why" in end

@@ -161,11 +161,11 @@ def test_a_cpu_takes_memory_that_is_free(cpu, monkeypatch):
 @pytest.mark.parametrize(
     ("free", "given", "message"),
     [
-        (2, [], "Of 24.0 GB of memory 2.0 GB are free, and an engine of this model needs more: 1.0 GB for weights"),
+        (2, [], "Of 24.0 GB of memory 2.0 GB are free, but an engine of this model needs more: 1.0 GB for weights"),
         (
             12,
             ["--gpu-memory-utilization", "0.9"],
-            "12.0 GB are free, and gpu_memory_utilization=0.9, .* 21.6 GB: leave",
+            "12.0 GB are free, but gpu_memory_utilization=0.9 .* 21.6 GB: remove",
         ),
     ],
 )

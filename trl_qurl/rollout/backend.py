@@ -73,7 +73,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._seconds_in_syncs = 0.0
         self.pictures = PicturePrompts()
         self.sampled_logps: list[list[list[float | None]]] | None = None  # for RLOO, where TRL drops them
-        # RLOO requests none, but measuring the mismatch needs them. 0 returns only the sampled token's.
+        # RLOO requests no log-probabilities, but the mismatch metrics need them. 0 returns only the sampled token's.
         super().__init__(*args, **{**kwargs, "logprobs": kwargs.get("logprobs") or 0})
 
     def pop_cost(self) -> RolloutCost:

@@ -137,7 +137,7 @@ def _claim(home: Path) -> tuple[Path, int | None]:
 
 
 def _lock(directory: Path) -> int | None:
-    """Lock a directory's lock file. Raises `BlockingIOError` if a run holds it; `None` means no file locks here."""
+    """Lock a directory's lock file. Raises `BlockingIOError` while a run holds it; `None` if locks are unsupported."""
     lock = os.open(f"{directory}{LOCK_SUFFIX}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         if os.fstat(lock).st_uid != directory.parent.lstat().st_uid:

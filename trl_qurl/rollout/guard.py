@@ -48,7 +48,7 @@ class Limit(NamedTuple):
         return (value - self.ideal) / (self.threshold - self.ideal) if math.isfinite(value) else math.inf
 
     def value(self, fraction: float) -> float:
-        """Return the value at this fraction."""
+        """Return the value at this fraction of the distance."""
         return self.ideal + fraction * (self.threshold - self.ideal)
 
 

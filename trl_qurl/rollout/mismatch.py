@@ -87,7 +87,7 @@ class MismatchTally:
 def mismatch_sums(
     proximal_logps: torch.Tensor, behavior_logps: torch.Tensor, mask: torch.Tensor, cap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""Return sums over the tokens to learn from, which can be added up over processes.
+    r"""Return sums over the tokens to learn from, to be added up over processes.
 
     Args:
         proximal_logps: `(B, T)`, log-probabilities under the full-precision policy at rollout time, in nats.

@@ -50,7 +50,7 @@ def prepare_weights(
     if weights.smoothing is None and not is_auto:
         return weights, ()
     sequences = [] if DistributedBackend(accelerator).is_zero3 else prompts()
-    if is_auto and not sequences:  # smoothing alone would begin with the second rollout
+    if is_auto and not sequences:  # smoothing alone could begin with the second rollout
         raise ValueError(
             "quantization_ignore='auto' needs whole weights and text prompts when the engine starts, but here "
             "ZeRO-3 shards the weights, or prompts have images or environments: run `trl-qurl mismatch MODEL "

@@ -1,4 +1,4 @@
-"""Retry what a vLLM server's fault interrupted once the server is back, in all processes together.
+"""Retry operations that a vLLM server fault interrupted, in all processes together, once the server is back.
 
 Only the main process talks to the server, so only it sees the fault; the others are in a collective operation with it.
 `raise_everywhere` ends that operation in every process with the same error, and `Recovery` then retries it everywhere.
@@ -40,7 +40,7 @@ def raise_everywhere(act: Callable[[], Result], is_served: bool = True) -> Resul
 class Recovery:
     """Retries operations that a server fault interrupted.
 
-    After `limit` recoveries without a success in between, the fault is raised; with 0, immediately.
+    After `limit` recoveries without a success in between, the fault is raised; a limit of 0 raises it immediately.
     """
 
     def __init__(self, limit: int) -> None:

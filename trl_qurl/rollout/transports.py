@@ -35,7 +35,7 @@ class WeightUpdateStream(NamedTuple):
 
 
 class Transport(ABC):
-    """A way to send weights to an engine, which is `None` in processes that leave a server to the main one."""
+    """A way to send weights to an engine. `engine` is `None` in processes that leave a server to the main one."""
 
     def __init__(self, engine: Engine | None, is_served: bool, sent_dtype: torch.dtype | None = None) -> None:
         self.engine = engine
@@ -136,8 +136,9 @@ def choose_route(
 ) -> tuple[str, str]:
     """Choose how to send weights to a server, `"stream"` or `"checkpoint"`, and give the reason.
 
-    `requested` is the config's `weight_sync`, `device` the trainer's, `obstacle` why the server accepts no stream.
-    Raises `ValueError` if a requested stream is not possible.
+    `requested` is the config's `weight_sync`, `device` the trainer's, `obstacle` why the server accepts no stream,
+    and `is_sharded` whether several processes hold parts of the policy. Raises `ValueError` if a requested stream is
+    not possible.
     """
     if device.type != "cuda":
         obstacle = f"NCCL needs a CUDA device, and the trainer's is {device.type!r}"

@@ -17,7 +17,7 @@ from trl_qurl.quantization.smoothing import Smoothing
 
 logger = logging.getLogger(__name__)
 
-EXACT_BELOW = 2**18  # weights; random errors average out only in large layers, and small ones take little memory
+EXACT_BELOW = 2**18  # weights per layer: random errors average out in large ones, and small ones need little memory
 
 
 class WeightSnapshot(NamedTuple):

@@ -24,8 +24,7 @@ Item = tuple[str, torch.Tensor]
 STREAM_VERSION = "0.28"  # oldest vLLM whose NCCL weight transfer understands our metadata
 
 BUFFER_BYTES = 2**28
-"""Bytes after which a buffer is sent. Both ends hold two, and vLLM's default of 1 GiB would not fit beside a full
-cache."""
+"""Bytes after which a buffer is sent. Both ends hold two; vLLM's default, 1 GiB, would not fit beside a full cache."""
 
 
 def in_background(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:

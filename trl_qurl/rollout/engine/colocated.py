@@ -45,7 +45,7 @@ BACKENDS = [f"Transformers{kind}ForCausalLM" for kind in ("", "MoE", "MultiModal
 """vLLM's model classes that run transformers' code."""
 
 UNCOMPILED = {"_decorate_for_torch_compile": lambda model: None}
-"""Attributes of a subclass of them that is not compiled."""
+"""Attributes of a subclass that is never compiled."""
 
 TRL_MEMORY_SHARE = 0.3  # TRL's default for vllm_gpu_memory_utilization
 
@@ -55,7 +55,7 @@ class ColocatedEngine(Engine):
 
     def __init__(self, llm: "LLM", sleeps: bool = False) -> None:
         self._llm = llm
-        self._sleeps = sleeps  # between rollouts; then the key-value cache has to be woken first
+        self._sleeps = sleeps  # between rollouts; then the key-value cache must be woken first
 
     def load_stream(  # noqa: D102
         self, named_tensors: NamedTensors, metadata: TensorMetadata, update: WeightUpdate
@@ -105,7 +105,7 @@ class ColocatedEngine(Engine):
 
 
 def with_adapter(engine: type["LLM"]) -> type["LLM"]:
-    """Return a subclass of vLLM's `LLM` that generates with its `adapter`, and keeps its base in host memory asleep.
+    """Subclass vLLM's `LLM` to generate with its `adapter`, and to keep its base in host memory while it sleeps.
 
     TRL passes no adapter to `generate`, and uses a sleep level that discards all weights.
     """
@@ -133,8 +133,7 @@ def adapter_arguments(rank: int) -> dict[str, Any]:
 def check_head_size(config: "PretrainedConfig") -> None:
     """Raise `ValueError` if vLLM's CPU build has no kernel for the model's attention heads.
 
-    Tiny test models usually have heads that are too small. vLLM itself would fail only at the first token, minutes
-    later.
+    Tiny test models usually have heads that are too small. vLLM itself would fail minutes later, at the first token.
     """
     from vllm.platforms import current_platform
 

@@ -1,7 +1,7 @@
 """Size an engine's key-value cache on a CPU by the memory that is free.
 
-vLLM's CPU build plans with 92 % of the machine's memory by default (which its `gpu_memory_utilization` is a share of
-on CPUs), and does not start if less is free. A size in bytes for keys and values replaces that plan.
+vLLM's CPU build plans with 92 % of the machine's memory by default (`gpu_memory_utilization` is a share of that
+memory there), and does not start if less is free. A size in bytes for keys and values replaces that plan.
 """
 
 import os
@@ -34,7 +34,7 @@ def cpu_cache_arguments(weights: int, user_arguments: Mapping[str, Any], share: 
     if torch.cuda.is_available() or user_size:
         return {}
     total, free = cpu_memory()
-    state = f"Of {total / 1e9:.1f} GB of memory {free / 1e9:.1f} GB are free, and"
+    state = f"Of {total / 1e9:.1f} GB of memory {free / 1e9:.1f} GB are free, but"
     if (utilization := user_arguments.get("gpu_memory_utilization")) is not None:
         if float(utilization) * total > free:
             raise ValueError(

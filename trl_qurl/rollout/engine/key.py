@@ -1,8 +1,7 @@
 """A server's API key: creating it, requiring it in every request, and finding it for a trainer of the same user.
 
-vLLM's own `--api-key` protects only some paths, and not the ones that replace weights. `KeyGuard` runs inside the
-server, in front of all paths. It gets the key from the environment, which other users cannot read, unlike a command
-line.
+vLLM's own `--api-key` protects only some paths, not those that replace weights. `KeyGuard` runs inside the server, in
+front of all paths. It reads the key from the environment, which is hidden from other users, unlike a command line.
 """
 
 import hmac

@@ -157,7 +157,7 @@ def check_load_balancing(extra_args: Sequence[str]) -> None:
     if separate:
         raise ValueError(
             f"{separate} starts a separate server for each copy of the model, but new weights would reach only one of "
-            "them: use only --data-parallel-size, with which one server distributes the requests."
+            "them: use --data-parallel-size alone, with which one server distributes the requests."
         )
 
 
@@ -190,8 +190,7 @@ def check_speculation(extra_args: Sequence[str]) -> None:
 def server_environment(host: str, port: int, key: str | None, scheme: str | None = None) -> dict[str, str]:
     """Return a server's environment: its key (the user's or a random one) and where it stores the key.
 
-    Some formats need more on some GPUs. Raises `ValueError` if others can reach the address and the user has set no
-    key.
+    Some formats need more on some GPUs. Raises `ValueError` if others can reach the address but no key is set.
     """
     key = key or user_key()
     if key is None and not is_loopback(host):

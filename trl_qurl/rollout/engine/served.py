@@ -126,7 +126,7 @@ class ServedEngine(VLLMClient, Engine):
             )
 
     def get_server_info(self) -> dict[str, Any]:
-        """Return the server's configuration, with a time limit. TRL has and calls such a method since 1.16."""
+        """Return the server's configuration, with a time limit. TRL added (and calls) this method in 1.16."""
         return self._get(f"{self.base_url}/server_info", params={"config_format": "json"})["vllm_config"]
 
     def open_stream(self, device: torch.device) -> None:
@@ -159,7 +159,7 @@ class ServedEngine(VLLMClient, Engine):
             raise ServerLostError(f"{error} Before that: {failure}") from None
 
     def command(self, adapter_rank: int = 0) -> str:
-        """Return the command that starts a server for this run, and for an adapter of this rank if it is not 0."""
+        """Return the command that starts a server for this run, with adapters of this rank unless it is 0."""
         extra_args = f" --enable-lora --max-lora-rank {adapter_rank}" if adapter_rank else ""
         return f"`trl-qurl serve MODEL --scheme {self.scheme.name if self.scheme else UNQUANTIZED}{extra_args}`"
 

@@ -1,4 +1,4 @@
-"""The extension of vLLM's workers that loads new weights into the layers.
+"""The vLLM worker extension that loads new weights into the layers.
 
 vLLM imports this class by name (`--worker-extension-cls`, its official way to add worker methods). Neither the class
 nor its imports need TRL, so the engine may run in an environment without it. On CUDA, vLLM's own reload does the work.
@@ -30,7 +30,7 @@ if current_platform.is_cpu():
 
 
 class RolloutWorker:
-    """Methods that vLLM mixes into its worker class, which has most of these attributes."""
+    """Methods that vLLM mixes into its worker class. Most of these attributes are that class's own."""
 
     reload_weights: Callable[..., None]
     get_model: Callable[[], torch.nn.Module]
@@ -179,7 +179,7 @@ class RolloutWorker:
 
 
 def _loaded_digests(adapter: Any) -> list[str]:
-    """Return digests of the matrices of a loaded adapter, in which vLLM packs those of fused layers."""
+    """Return digests of a loaded adapter's matrices. vLLM packs the matrices of fused layers together."""
     parts = [part for layer in adapter.loras.values() for part in (layer.lora_a, layer.lora_b)]
     matrices = [matrix for part in parts for matrix in (part if isinstance(part, list) else [part])]
     return sorted(tensor_digest(matrix) for matrix in matrices if matrix is not None)
@@ -210,8 +210,8 @@ def _watched_reload(computed: Mapping[str, int]) -> Iterator[None]:
       weight, so their log line is dropped; it stays for other layers that need no weights.
     - A layer received fewer values than it holds ("delayed"), and vLLM leaves the others uninitialized. The loader
       sets the vocabulary's to zero, and vLLM keeps the `computed` ones.
-    - A layer seemed full before all its values had arrived, and vLLM dropped the rest ("excessive"). Fused linear
-      layers have one shape per part, and a single one is enough.
+    - A layer seemed full before all its values had arrived, and vLLM dropped the rest ("excessive"). Linear layers
+      are exempt: fused ones have a shape for each part, and one is enough.
     """
     always_loaded = ("Linear", "VocabParallelEmbedding", "Norm")
     weightless = ("ParallelLMHead", *computed)
@@ -235,7 +235,7 @@ def _watched_reload(computed: Mapping[str, int]) -> Iterator[None]:
 
     reload_logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     level, visible = reload_logger.level, reload_logger.getEffectiveLevel()
-    reload_logger.setLevel(logging.DEBUG)  # the level of the last two
+    reload_logger.setLevel(logging.DEBUG)  # vLLM logs the last two at this level
     reload_logger.addFilter(should_log)
     try:
         yield
@@ -245,7 +245,8 @@ def _watched_reload(computed: Mapping[str, int]) -> Iterator[None]:
     if undefined:
         raise RuntimeError(
             f"A part of these layers' values is undefined after a reload: {', '.join(sorted(set(undefined)))}. A "
-            "tensor was missing, or this vLLM cannot reload such layers: use a model without them, or another vLLM."
+            "tensor was missing, or this vLLM cannot reload such layers: use a model without them, or another "
+            "version of vLLM."
         )
     if stale:
         raise RuntimeError(
