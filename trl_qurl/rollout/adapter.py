@@ -1,8 +1,7 @@
 """A LoRA adapter that is sent alone: the engine needs the frozen base once, and the adapter at every sync.
 
-An adapter is sent as PEFT saves it, with one difference: B is already multiplied by the adapter's scaling, and the
-config sets the scaling to 1. vLLM reads a single scaling for all layers from the config, which would be wrong for an
-adapter with rank or alpha patterns.
+An adapter is sent as PEFT saves it, except that B is already multiplied by the adapter's scaling, and the config sets
+that to 1. vLLM reads one scaling for all layers from the config: that would be wrong for rank or alpha patterns.
 """
 
 import copy

@@ -100,22 +100,22 @@ class WeightSync:
             if self._weights.smoothing is not None:
                 self._weights.smoothing.begin_sync()
         interval = self._settings.sync_check_interval
-        checked = is_repeated or (interval > 0 and self._count % interval == 0)
+        is_checked = is_repeated or (interval > 0 and self._count % interval == 0)
         self._count += 1
         self._not_finite.clear()
         self.version = f"{self._run}-step{self._global_step()}-sync{self._count}"
-        update = WeightUpdate(self.version, digest=checked)
-        compared = checked and self._transport.is_source
+        update = WeightUpdate(self.version, digest=is_checked)
+        is_compared = is_checked and self._transport.is_source
         observer = None if is_repeated else self._tracker.observe
-        recorder = DigestRecorder(self._tensors(parameters, cost, observer), enabled=compared)
+        recorder = DigestRecorder(self._tensors(parameters, cost, observer), enabled=is_compared)
         stream = WeightUpdateStream(recorder, update, parameters, lambda: self._stream_metadata(parameters))
         worker_digests = self._transport.deliver(stream)
 
         def verify() -> None:
             require_finite(self._not_finite)
-            for digests in worker_digests if compared else ():
+            for digests in worker_digests if is_compared else ():
                 compare_digests(recorder.digests, digests)
-            if compared and self._transport.engine:
+            if is_compared and self._transport.engine:
                 self._transport.engine.compare_digests(recorder.digests)
             self._require_version()
 
@@ -123,7 +123,7 @@ class WeightSync:
         metrics = self._tracker.end_sync()
         cost.sync_s += time.perf_counter() - started
         cost.check_s += recorder.seconds
-        if checked and self._settings.sync_probe:
+        if is_checked and self._settings.sync_probe:
             started = time.perf_counter()
             metrics |= self._check_probe()
             cost.check_s += time.perf_counter() - started
@@ -151,7 +151,7 @@ class WeightSync:
         self, parameters: Parameters, cost: RolloutCost, observer: Observer | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors to send, and count their cost."""
-        tensors = self._rollout_tensors(parameters, observer)
+        tensors = self._produce(parameters, observer)
         while True:
             started = time.perf_counter()
             item = next(tensors, None)
@@ -161,9 +161,7 @@ class WeightSync:
             cost.sent_bytes += item[1].nbytes
             yield item
 
-    def _rollout_tensors(
-        self, parameters: Parameters, observer: Observer | None
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _produce(self, parameters: Parameters, observer: Observer | None) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the tensors to send, from one pass over the parameters."""
         tensors = self._weights.tensors(
             find_not_finite(parameters(), self._not_finite), observer, self._transport.sent_dtype
@@ -236,7 +234,7 @@ class AdapterSync(WeightSync):
         if self._transport.engine is not None and self._base_digests is not None:
             self._transport.engine.check_base(self._base_digests)
 
-    def _rollout_tensors(self, *args: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def _produce(self, *args: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return find_not_finite(adapter_tensors(self._model, self._transport.sent_dtype), self._not_finite)
 
 

@@ -136,9 +136,8 @@ def choose_route(
 ) -> tuple[str, str]:
     """Choose how to send weights to a server, `"stream"` or `"checkpoint"`, and give the reason.
 
-    `requested` is the config's `weight_sync`, `device` the trainer's, `obstacle` why the server accepts no stream,
-    and `is_sharded` whether several processes hold parts of the policy. Raises `ValueError` if a requested stream is
-    not possible.
+    `requested` is the config's `weight_sync`, `device` the trainer's, `obstacle` why the server accepts no stream, and
+    `is_sharded` whether processes hold parts of the policy. Raises `ValueError` if a requested stream is not possible.
     """
     if device.type != "cuda":
         obstacle = f"NCCL needs a CUDA device, and the trainer's is {device.type!r}"

@@ -69,19 +69,19 @@ class ProbeJudge:
     def judge(self, result: ProbeResult) -> None:
         """Accept the result, warn, or raise `SyncError` if it exceeds the limit or is NaN."""
         limit = self._limit or FAULT_RATIO
-        problem = (
+        clause = (
             "The engine's log-probabilities of the probe differ from the policy's own quantized forward pass by "
             f"{result.distance:.3g} nats, {result.ratio:.2g} times what rounding explains (limit {limit:.2g})"
         )
         if not result.ratio <= limit:  # also catches NaN
             raise SyncError(
-                f"{problem}: it does not use the weights that were sent, or keeps a cache from older ones. Resume "
+                f"{clause}: it does not use the weights that were sent, or keeps a cache from older ones. Resume "
                 "from the last checkpoint. If the engine is right and this check is wrong, set sync_probe=False."
             )
         if result.ratio > 1:
             logger.warning(
                 "%s. Kernels may round differently here: mismatch/kl_k3 and sync/probe_ratio should stay level.",
-                problem,
+                clause,
             )
         if self._limit is None:
             self._limit = max(MIN_LIMIT, min(FAULT_RATIO, GROWTH * result.ratio))

@@ -125,23 +125,23 @@ class ReceivedTensors:
     def compare(self) -> list[str]:
         """Return the names of comparable parameters; raise `RuntimeError` if one does not hold the received values."""
         parameters = self._comparable()
-        compared, differing = [], []
+        comparable, differing = [], []
         for name, (shape, digest) in self._expected.items():
             value = padding = parameters[name]
             if shape and value.dim():
                 value, padding = value[: shape[0]], value[shape[0] :]  # an embedding may have extra rows of zeros
             if value.shape == shape:
-                compared.append(name)
+                comparable.append(name)
                 if tensor_digest(value) != digest or (value is not padding and padding.count_nonzero()):
                     differing.append(name)
         if differing:
             raise RuntimeError(
-                f"The engine received the right weights, but {len(differing)} of the {len(compared)} parameters that "
-                f"can be compared do not hold them, first {differing[0]}: the engine's loader changed them. Open an "
-                "issue with the model's name and the output of `trl-qurl doctor --json`, and try "
+                f"The engine received the right weights, but {len(differing)} of the {len(comparable)} parameters "
+                f"that can be compared do not hold them, first {differing[0]}: the engine's loader changed them. "
+                "Open an issue with the model's name and the output of `trl-qurl doctor --json`, and try "
                 "rollout_quantization=None."
             )
-        return compared
+        return comparable
 
     def _comparable(self) -> dict[str, torch.Tensor]:
         """Return, by name, the parameters that vLLM does not repack: those in layers that do not multiply."""

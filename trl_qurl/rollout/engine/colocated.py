@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)  # of the main process
 
-BACKENDS = [f"Transformers{kind}ForCausalLM" for kind in ("", "MoE", "MultiModal", "MultiModalMoE")]
+BACKENDS = [f"Transformers{variant}ForCausalLM" for variant in ("", "MoE", "MultiModal", "MultiModalMoE")]
 """vLLM's model classes that run transformers' code."""
 
 UNCOMPILED = {"_decorate_for_torch_compile": lambda model: None}
@@ -249,9 +249,9 @@ def release_when_deleted(llm: "LLM") -> Callable[[], None]:
     """
     _destroy_process_groups_at_exit()
     client = llm.llm_engine.engine_core
-    theirs = getattr(client, "_finalizer", None)  # vLLM below 0.31 has none
-    if theirs is not None:
-        theirs.detach()
+    vllm_finalizer = getattr(client, "_finalizer", None)  # vLLM below 0.31 has none
+    if vllm_finalizer is not None:
+        vllm_finalizer.detach()
     finalizer = weakref.finalize(client, _release, client.engine_core)
     return functools.partial(_release_now, finalizer, weakref.ref(llm))
 

@@ -58,11 +58,11 @@ def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str], trust_re
 
     def make(path: Path) -> None:
         print(f"Quantizing {model} to {scheme} (cached in {path})", flush=True)
-        loaded, tokenizer = load_model(model, trust_remote_code)
-        check_recurrent_layers(loaded)
-        writer = CheckpointWriter(loaded, tokenizer, get_scheme(scheme), ignore)
+        full_model, tokenizer = load_model(model, trust_remote_code)
+        check_recurrent_layers(full_model)
+        writer = CheckpointWriter(full_model, tokenizer, get_scheme(scheme), ignore)
         # A trainer makes the same codes from weights of any dtype, and compares an adapter's base with them.
-        writer.quantize(model_parameters(loaded), path, is_exact=True)
+        writer.quantize(model_parameters(full_model), path, is_exact=True)
 
     return cached(cache_directory() / f"{Path(model).name}-{scheme}-{key.hexdigest()}", make)
 

@@ -112,14 +112,14 @@ class ServedEngine(VLLMClient, Engine):
             self.stream_obstacle = "the server was started without --weight-transfer-config"
         else:
             self.stream_obstacle = version_obstacle(self._get("/version")["version"])
-        served = self.describe()
-        check_kv_cache(served.kv_cache_dtype, f"--kv-cache-dtype of the vLLM server at {self.base_url}")
+        description = self.describe()
+        check_kv_cache(description.kv_cache_dtype, f"--kv-cache-dtype of the vLLM server at {self.base_url}")
         expected_format, expected_ignore = (self.scheme.served_as, self.ignore) if self.scheme else (None, ())
         # vLLM may have renamed the ignored modules to its own names, so only their number is compared.
-        if served.format != expected_format or len(served.ignore) != len(expected_ignore):
+        if description.format != expected_format or len(description.ignore) != len(expected_ignore):
             raise ValueError(
                 f"The vLLM server at {self.base_url} serves {self.model!r} with "
-                f"{_in_words(served.format, served.ignore)}, but "
+                f"{_in_words(description.format, description.ignore)}, but "
                 f"rollout_quantization={self.scheme.name if self.scheme else None!r} sends "
                 f"{_in_words(expected_format, expected_ignore)}. Restart it with {self.command()} (and the same "
                 "--ignore), or change rollout_quantization or quantization_ignore."

@@ -137,18 +137,19 @@ class RolloutWorker:
         if self.vllm_config.quant_config is None or not any(start.glob("*.safetensors")):
             return
         if metadata is not None:
-            sent = dict(zip(metadata["names"], metadata["shapes"], strict=True))
+            sent_shapes = dict(zip(metadata["names"], metadata["shapes"], strict=True))
         elif weights_path is not None:
-            sent = tensor_shapes(Path(weights_path))
+            sent_shapes = tensor_shapes(Path(weights_path))
         else:
             return  # a colocated engine, started from the trainer's own model
-        served = tensor_shapes(start)
-        differing = sorted(name for name in sent.keys() | served.keys() if sent.get(name) != served.get(name))
+        server_shapes = tensor_shapes(start)
+        names = sent_shapes.keys() | server_shapes.keys()
+        differing = sorted(name for name in names if sent_shapes.get(name) != server_shapes.get(name))
         if differing:
             name = differing[0]
             raise RuntimeError(
                 f"These weights belong to a different model than the server's: {len(differing)} tensors differ, first "
-                f"{name} (shape {sent.get(name)} instead of {served.get(name)}). {REFUSED}"
+                f"{name} (shape {sent_shapes.get(name)} instead of {server_shapes.get(name)}). {REFUSED}"
             )
 
     def describe_rollouts(self) -> dict[str, object]:
