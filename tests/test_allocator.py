@@ -23,7 +23,7 @@ print(page_faults())
 
 def run(code, **variables):
     """What a new Python prints, in which nobody has set anything."""
-    known = {*allocator.OF_THE_USER, "GLIBC_TUNABLES", "LD_PRELOAD"}
+    known = {*allocator.USER_VARIABLES, "GLIBC_TUNABLES", "LD_PRELOAD"}
     environment = {name: value for name, value in os.environ.items() if name not in known} | variables
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     return done.stdout.split()
@@ -38,7 +38,7 @@ def returned():
 @pytest.fixture
 def untouched(monkeypatch):
     """The environment of a process that has set nothing, and what it calls malloc to do."""
-    for name in (*allocator.OF_THE_USER, "GLIBC_TUNABLES", "CUDA_VISIBLE_DEVICES"):
+    for name in (*allocator.USER_VARIABLES, "GLIBC_TUNABLES", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "")  # noted, so that it comes back
         monkeypatch.delenv(name)
     monkeypatch.setattr(allocator, "GPU_FILES", ())
@@ -80,7 +80,7 @@ def test_what_the_user_has_set_stays(untouched, name, value):
     untouched.setenv(name, value)
     assert not allocator.keep_freed_memory()
     assert allocator.describe_allocator() == f"malloc is left as it is: {name} is set"
-    assert {n: os.environ[n] for n in allocator.OF_THE_USER if n in os.environ} == (
+    assert {n: os.environ[n] for n in allocator.USER_VARIABLES if n in os.environ} == (
         {name: value} if name.startswith("MALLOC") else {}
     )
 

@@ -92,16 +92,19 @@ def test_a_command_imports_its_own_module_and_nothing_heavy():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["gpro"], "there is no command 'gpro'; did you mean grpo? Choose one of grpo, ppo, rloo, quantize, serve"),
-        (["train"], "there is no command 'train'. Choose one of grpo"),
-        (["demo", "--sheme", "int8"], "there is no option --sheme; did you mean --scheme?"),
-        (["quantize", "model", "out", "--sheme=int8"], "there is no option --sheme; did you mean --scheme?"),
-        (["serve", "model", "--sheme", "int8"], "there is no option --sheme; did you mean --scheme?"),
+        (["gpro"], "unknown command 'gpro'; did you mean grpo? Choose one of grpo, ppo, rloo, quantize, serve"),
+        (["train"], "unknown command 'train'. Choose one of grpo"),
+        (["demo", "--sheme", "int8"], "unknown option --sheme; did you mean --scheme?"),
+        (["quantize", "model", "out", "--sheme=int8"], "unknown option --sheme; did you mean --scheme?"),
+        (["serve", "model", "--sheme", "int8"], "unknown option --sheme; did you mean --scheme?"),
         (
             ["quantize", "model", "out", "--scheme", "in8"],
-            "--scheme: there is no 'in8'; did you mean int8? Choose one",
+            "--scheme: unknown value 'in8'; did you mean int8? Choose one",
         ),
-        (["serve", "model", "--scheme", "fp-8"], "--scheme: there is no 'fp-8'; did you mean fp8? Choose one of int8"),
+        (
+            ["serve", "model", "--scheme", "fp-8"],
+            "--scheme: unknown value 'fp-8'; did you mean fp8? Choose one of int8",
+        ),
         (["quantize", "model", "out", "more", "--scheme", "int8"], "unexpected argument more"),
     ],
 )
@@ -115,7 +118,7 @@ def test_a_typing_error_is_called_one_and_what_was_meant_is_named(capsys, argume
 
 def test_options_of_vllm_are_no_typing_errors(monkeypatch):
     calls = []
-    monkeypatch.setattr("trl_qurl.cli.serve.run", lambda args: calls.append(args.further) or 0)
+    monkeypatch.setattr("trl_qurl.cli.serve.run", lambda args: calls.append(args.extra_args) or 0)
     further = ["--max-model-len", "64", "--ignore-patterns", "*.bin", "--quantization=fp8", "--ssl-keyfile", "key"]
     assert cli.main(["serve", "model", *further]) == 0
     assert calls == [further]
@@ -134,7 +137,7 @@ def test_ignore_takes_one_pattern_each_time_and_leaves_the_rest_alone(monkeypatc
 
 def test_two_patterns_after_one_ignore_are_not_handed_to_vllm(capsys):
     assert cli.main(["serve", "MODEL", "--ignore", "lm_head", "re:.*down_proj"]) == 2
-    assert "Unexpected argument re:.*down_proj: give one MODEL, and one pattern" in capsys.readouterr().err
+    assert "Unexpected argument re:.*down_proj: pass one MODEL, and one pattern" in capsys.readouterr().err
 
 
 def test_control_c_is_one_line(tmp_path):
@@ -185,7 +188,7 @@ def test_faults_of_our_own_are_not_hidden(monkeypatch):
 @pytest.mark.parametrize("recipe", ["grpo", "ppo", "rloo"])
 def test_everything_after_a_recipe_goes_to_trl(monkeypatch, recipe):
     seen = []
-    monkeypatch.setattr(f"trl_qurl.lab.recipes.{recipe}.run", lambda args: seen.append(args.further) or 0)
+    monkeypatch.setattr(f"trl_qurl.lab.recipes.{recipe}.run", lambda args: seen.append(args.extra_args) or 0)
     cli.main([recipe, "--config", "run.yaml", "--learning_rate", "1e-6", "--help"])
     assert seen == [["--config", "run.yaml", "--learning_rate", "1e-6", "--help"]]
 
@@ -275,7 +278,7 @@ def test_settings_files_that_can(tmp_path):
 
 def test_a_directory_without_a_model_is_not_taken_for_a_hub_name(tmp_path):
     check_model("Qwen/Qwen2.5-0.5B-Instruct")
-    with pytest.raises(FileNotFoundError, match="There is no model in"):
+    with pytest.raises(FileNotFoundError, match="does not contain a model"):
         check_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     check_model(str(tmp_path))
@@ -370,7 +373,7 @@ def test_a_mistake_is_not_answered_with_three_hundred_options(capsys):
     ]
     with pytest.raises(SystemExit):
         cli.main(["grpo", "--lr_scheduler_type", "cosin"])
-    assert "there is no 'cosin'; did you mean cosine?" in capsys.readouterr().err
+    assert "unknown value 'cosin'; did you mean cosine?" in capsys.readouterr().err
 
 
 def test_templates_for_issues_are_forms():

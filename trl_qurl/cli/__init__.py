@@ -1,8 +1,8 @@
-"""The command `trl-qurl`: parse the arguments, run one subcommand, report its errors.
+"""The `trl-qurl` command: parses arguments, runs one subcommand and reports its errors.
 
-Only the module of the subcommand that was given is imported (`parser.COMMANDS`), so `--help` answers at once. An error
-that a user can cause (a missing file, settings that do not fit together, a package that is not installed) is printed
-as one line; with `TRL_QURL_DEBUG=1` the traceback is shown instead.
+Only the module of the requested subcommand is imported (`parser.COMMANDS`), so `--help` is fast. Errors that users can
+cause (a missing file, conflicting settings, a missing package) are printed on one line; `TRL_QURL_DEBUG=1` shows the
+traceback instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ USER_ERRORS = (ValueError, ImportError, OSError, RolloutError)  # OSError covers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand."""
+    """Run a subcommand, and return its exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if "_ARGCOMPLETE" in os.environ:  # set by the shell function of `register-python-argcomplete`
         import argcomplete
@@ -32,11 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     quiet()  # before a subcommand's options import torch, which reads its log level only once
     try:
         parser = build_parser(argv)
-        args, further = parser.parse_known_args(argv)
+        args, extra_args = parser.parse_known_args(argv)
         if COMMANDS[args.command].passes_on:
-            args.further = further
-        elif further:
-            args.subparser.error(f"unexpected argument {' '.join(further)}")
+            args.extra_args = extra_args
+        elif extra_args:
+            args.subparser.error(f"unexpected argument {' '.join(extra_args)}")
         keep_freed_memory()
         return args.run(args)
     except KeyboardInterrupt:

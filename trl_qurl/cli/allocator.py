@@ -1,53 +1,53 @@
-"""Lets glibc keep freed memory in processes that train or generate on a CPU, which saves the page faults of a step.
+"""Makes glibc keep freed memory in processes that train or generate on a CPU, to save page faults in every step.
 
-A step allocates and frees gigabytes. By default glibc returns every freed block above 32 MB to the system, and pays a
-page fault for every 4 KB when it asks for it again. Our commands, notebooks and tests call this at their start;
-importing the package changes nothing. The user's settings and another allocator take precedence.
+A step allocates and frees gigabytes. By default, glibc returns every freed block above 32 MB to the system, and pays a
+page fault for every 4 KB when it needs the memory again. Our commands, notebooks and tests call this on startup;
+importing the package changes nothing. User settings and other allocators take precedence.
 """
 
 import ctypes
 import os
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-LARGEST = 2**31 - 1  # that mallopt takes
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+LARGEST = 2**31 - 1  # maximum that mallopt accepts
 
-KEPT = {"MALLOC_MMAP_THRESHOLD_": str(LARGEST), "MALLOC_TRIM_THRESHOLD_": str(LARGEST)}
-"""The same for child processes; glibc reads it only when a process starts."""
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(LARGEST), "MALLOC_TRIM_THRESHOLD_": str(LARGEST)}
+"""The same setting for child processes; glibc reads it only when a process starts."""
 
-OF_THE_USER = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
+USER_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 TUNABLES = ("glibc.malloc.mmap_threshold", "glibc.malloc.trim_threshold", "glibc.malloc.mmap_max")
-GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # drivers of NVIDIA and AMD, and WSL's
+GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # drivers of NVIDIA, AMD and WSL
 
 
 def keep_freed_memory() -> bool:
-    """Let malloc keep freed memory, in this process and its children, if it is glibc's and the user has not set it.
+    """Make malloc keep freed memory in this process and its children, unless it is user-configured or not glibc's.
 
-    Memory stays bounded by the process's own peak: what is freed is used again.
+    Memory stays bounded by the process's peak, because freed memory is reused.
 
     Returns:
-        Whether it does now.
+        True if malloc keeps freed memory now.
     """
     if _obstacle() is not None:
         return False
-    if os.environ.items() >= KEPT.items():
+    if os.environ.items() >= ENVIRONMENT.items():
         return True
     libc = ctypes.CDLL(None)
-    # An older glibc refuses such a threshold and leaves the process as it was.
+    # Older versions of glibc reject this threshold and change nothing.
     if not (libc.mallopt(M_MMAP_THRESHOLD, LARGEST) and libc.mallopt(M_TRIM_THRESHOLD, LARGEST)):
         return False
-    os.environ.update(KEPT)
+    os.environ.update(ENVIRONMENT)
     return True
 
 
 def describe_allocator() -> str:
-    """What malloc does with freed memory in this process, in one line for a report."""
+    """Describe in one line, for a report, what malloc does with freed memory in this process."""
     if (obstacle := _obstacle()) is not None:
         return f"malloc is left as it is: {obstacle}"
-    return f"malloc {'keeps' if os.environ.items() >= KEPT.items() else 'returns'} freed memory (glibc)"
+    return f"malloc {'keeps' if os.environ.items() >= ENVIRONMENT.items() else 'returns'} freed memory (glibc)"
 
 
 def _obstacle() -> str | None:
-    """Why malloc is left as it is, or `None`."""
+    """Return why malloc must be left as it is, or `None`."""
     try:
         os.confstr("CS_GNU_LIBC_VERSION")
         glibc = ctypes.CDLL("libc.so.6")
@@ -55,8 +55,8 @@ def _obstacle() -> str | None:
         return "the C library is not glibc"
     if _address(glibc.malloc) != _address(ctypes.CDLL(None).malloc):
         return "another allocator is loaded"
-    for name in OF_THE_USER:
-        if os.environ.get(name, KEPT.get(name)) != KEPT.get(name):
+    for name in USER_VARIABLES:
+        if os.environ.get(name, ENVIRONMENT.get(name)) != ENVIRONMENT.get(name):
             return f"{name} is set"
     if any(name in os.environ.get("GLIBC_TUNABLES", "") for name in TUNABLES):
         return "GLIBC_TUNABLES is set"

@@ -1,4 +1,4 @@
-"""Options and checks that several subcommands share."""
+"""Options and checks shared by several subcommands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class PatternAction(argparse.Action):
-    """Collects the values of an option that is given several times; the first one replaces the default."""
+    """Action that collects the values of a repeated option; the first value replaces the default."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, value: Any, option: str | None = None) -> None:
         """Add one value."""
@@ -18,19 +18,19 @@ class PatternAction(argparse.Action):
 
 
 def add_ignore(parser: argparse.ArgumentParser) -> None:
-    """Add `--ignore PATTERN`, which takes one value each time it is given, so that it cannot swallow positionals."""
+    """Add `--ignore PATTERN`, which takes one value per use and so cannot swallow positional arguments."""
     parser.add_argument(
         "--ignore",
         action=PatternAction,
         default=["lm_head"],
         metavar="PATTERN",
-        help="modules kept in full precision: a name, or re: and a regular expression; repeat the option for more "
-        "(default: lm_head)",
+        help="modules to keep in full precision: a name, or re: followed by a regular expression; repeat the option "
+        "for more (default: lm_head)",
     )
 
 
 def json_dictionary(text: str) -> dict[str, Any]:
-    """An argument as a JSON dictionary."""
+    """Parse an argument as a JSON dictionary."""
     try:
         return {**json.loads(text)}
     except (TypeError, ValueError):
@@ -40,18 +40,18 @@ def json_dictionary(text: str) -> dict[str, Any]:
 
 
 def check_model(name_or_path: str) -> None:
-    """Refuse a local directory without a model, which the libraries below would look up as a name on the Hub."""
+    """Raise if a local directory holds no model; transformers and vLLM would look it up on the Hub."""
     is_local = name_or_path.startswith((".", "/", "~")) or Path(name_or_path).is_dir()
     directory = Path(name_or_path).expanduser()
     if not is_local or (directory / "config.json").is_file():
         return
     if (directory / "adapter_config.json").is_file():
         raise FileNotFoundError(
-            f"{name_or_path} holds an adapter, but a whole model is needed: merge them first with "
+            f"{name_or_path} holds an adapter, but a complete model is needed: merge it first with "
             f"peft.AutoPeftModelForCausalLM.from_pretrained({name_or_path!r}).merge_and_unload().save_pretrained("
             "'merged'), or train with --save_quantized."
         )
     raise FileNotFoundError(
-        f"There is no model in {name_or_path}: give a directory with a config.json, or a name on the Hub such as "
+        f"{name_or_path} does not contain a model: pass a directory with a config.json, or a name on the Hub such as "
         "Qwen/Qwen2.5-0.5B-Instruct."
     )

@@ -1,7 +1,7 @@
-"""The subcommands of `trl-qurl`, and a parser that suggests what a misspelled argument was meant to be.
+"""The subcommands of `trl-qurl`, and a parser that suggests corrections for misspelled arguments.
 
-`COMMANDS` names the module of each subcommand. A module is imported only when its subcommand is used, so the command
-line can start the lab's tools although the core never imports the lab.
+`COMMANDS` lists the module of each subcommand. A module is imported only when its subcommand is used, so the command
+line can start the lab's tools even though the core never imports the lab.
 """
 
 from __future__ import annotations
@@ -18,61 +18,61 @@ from trl_qurl import __version__
 class Command(NamedTuple):
     """A subcommand."""
 
-    module: str  # name of its module, which offers `add_arguments(parser)` and `run(args) -> int`
+    module: str  # name of a module with `add_arguments(parser)` and `run(args) -> int`
     summary: str  # one line for `trl-qurl --help`
-    passes_on: bool = False  # whether arguments its parser does not know are allowed; they arrive as `args.further`
-    adds_help: bool = True  # whether argparse answers `--help`; otherwise it is passed on as well
+    passes_on: bool = False  # whether unknown arguments are allowed; they arrive as `args.extra_args`
+    adds_help: bool = True  # whether argparse answers `--help`; otherwise it is passed on, too
 
 
 COMMANDS = {
     "grpo": Command("trl_qurl.lab.recipes.grpo", "train on questions with checkable answers (GSM8K)", True, False),
     "ppo": Command("trl_qurl.lab.recipes.ppo", "the same with a critic (the paper's first experiment)", True, False),
-    "rloo": Command("trl_qurl.lab.recipes.rloo", "the same by RLOO, whose ratio is one per answer", True, False),
-    "quantize": Command("trl_qurl.cli.quantize", "write the quantized checkpoint of a model"),
-    "serve": Command("trl_qurl.cli.serve", "start a vLLM server for training; other options go to vLLM", True),
+    "rloo": Command("trl_qurl.lab.recipes.rloo", "the same with RLOO, which uses one ratio per answer", True, False),
+    "quantize": Command("trl_qurl.cli.quantize", "write a quantized checkpoint of a model"),
+    "serve": Command("trl_qurl.cli.serve", "start a vLLM server for training; other options are passed to vLLM", True),
     "eval": Command("trl_qurl.lab.evaluation.command", "answer and grade benchmarks, in one or several formats"),
     "bench": Command("trl_qurl.lab.bench.command", "measure whether quantized rollouts pay off on this machine"),
-    "mismatch": Command("trl_qurl.lab.mismatch.command", "measure what rounding does to a model, before training"),
+    "mismatch": Command("trl_qurl.lab.mismatch.command", "measure the effect of rounding on a model, before training"),
     "report": Command("trl_qurl.lab.report.command", "draw the paper's figures from run logs, on one page"),
-    "demo": Command("trl_qurl.lab.demo.command", "train a tiny model on three-digit addition, in minutes, on a CPU"),
+    "demo": Command("trl_qurl.lab.demo.command", "train a tiny model on three-digit addition, in minutes on a CPU"),
     "doctor": Command(
-        "trl_qurl.lab.doctor.command", "try what works on this machine; for a new machine or a bug report"
+        "trl_qurl.lab.doctor.command", "check what works on this machine, for a new machine or a bug report"
     ),
 }
 
 
 class SuggestingParser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser` whose errors about misspelled options and values name what was probably meant."""
+    """`argparse.ArgumentParser` that suggests corrections for misspelled options and values."""
 
-    misspelled = 1.0  # how similar to one of its options an unknown one must be to be refused first; 1 refuses none
+    similarity = 1.0  # how similar an unknown option must be to a known one to be rejected early; 1 rejects none
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Check the options first: argparse would report a missing option before a misspelled one."""
-        known = [name for action in self._actions for name in action.option_strings]
-        given = [argument.split("=")[0] for argument in args or () if argument.startswith("--")]
-        for option in given:
-            guess = did_you_mean([option], known, self.misspelled)
-            if guess != "." and not any(name.startswith(option) for name in known):
-                self.error(f"there is no option {option}{guess}")
+        names = [name for action in self._actions for name in action.option_strings]
+        options = [argument.split("=")[0] for argument in args or () if argument.startswith("--")]
+        for option in options:
+            guess = did_you_mean([option], names, self.similarity)
+            if guess != "." and not any(name.startswith(option) for name in names):
+                self.error(f"unknown option {option}{guess}")
         return super().parse_known_args(args, namespace)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
         names = [str(choice) for choice in action.choices]
-        kind = "command " if action.nargs == argparse.PARSER else ""
+        kind = "command" if action.nargs == argparse.PARSER else "value"
         raise argparse.ArgumentError(
-            action, f"there is no {kind}{value!r}{did_you_mean([str(value)], names)} Choose one of {', '.join(names)}."
+            action, f"unknown {kind} {value!r}{did_you_mean([str(value)], names)} Choose one of {', '.join(names)}."
         )
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the message, and exit with status 2."""
-        # argparse puts the name of the positional argument in front, which nobody typed.
+        # argparse puts the positional argument's name in front, but nobody typed it.
         super().error(message.removeprefix("argument COMMAND: "))
 
 
 def build_parser(argv: Sequence[str] = ()) -> SuggestingParser:
-    """The parser of `trl-qurl`; of the modules, only that of the subcommand in `argv` is imported and adds options."""
+    """Build the parser of `trl-qurl`; only the module of the subcommand in `argv` is imported, for its options."""
     parser = SuggestingParser(
         prog="trl-qurl",
         description="Reinforcement learning of language models with quantized rollouts.",
@@ -80,7 +80,7 @@ def build_parser(argv: Sequence[str] = ()) -> SuggestingParser:
     )
     parser.add_argument("--version", action="version", version=f"trl-qurl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
-    named = next((argument for argument in argv if not argument.startswith("-")), None)
+    requested = next((argument for argument in argv if not argument.startswith("-")), None)
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(
             name,
@@ -88,15 +88,15 @@ def build_parser(argv: Sequence[str] = ()) -> SuggestingParser:
             description=f"{command.summary[0].upper()}{command.summary[1:]}.",
             add_help=command.adds_help,
         )
-        if name == named:
+        if name == requested:
             module = import_module(command.module)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run, subparser=subparser)
-            subparser.misspelled = 0.8 if command.passes_on else 0.6
+            subparser.similarity = 0.8 if command.passes_on else 0.6
     return parser
 
 
-def did_you_mean(given: Iterable[str], names: Sequence[str], similarity: float = 0.6) -> str:
-    """`"; did you mean NAME?"`, or `"."` if nothing that exists is spelled alike (similarity from 0 to 1)."""
-    near = [name for word in given for name in get_close_matches(word, names, 1, similarity)]
-    return f"; did you mean {' '.join(near)}?" if near else "."
+def did_you_mean(words: Iterable[str], names: Sequence[str], similarity: float = 0.6) -> str:
+    """Return `"; did you mean NAME?"`, or `"."` if no name is similar enough (similarity from 0 to 1)."""
+    matches = [name for word in words for name in get_close_matches(word, names, 1, similarity)]
+    return f"; did you mean {' '.join(matches)}?" if matches else "."

@@ -1,4 +1,4 @@
-"""`trl-qurl quantize`: write the quantized checkpoint of a model, ready for `vllm serve`."""
+"""`trl-qurl quantize`: write a quantized checkpoint of a model, ready for `vllm serve`."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from trl_qurl.quantization.checkpoint import QUANTIZERS
 
     parser.add_argument("model", metavar="MODEL", help="name on the Hub, or a local directory")
-    parser.add_argument("output_dir", metavar="OUT", type=Path, help="directory of the checkpoint")
+    parser.add_argument("output_dir", metavar="OUT", type=Path, help="directory to write the checkpoint to")
     parser.add_argument("--scheme", choices=list(SCHEMES), required=True, help="format of the quantized layers")
     add_ignore(parser)
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code that comes with the model")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that ships with the model")
     parser.add_argument(
         "--quantizer",
         choices=QUANTIZERS,
         default="streaming",
-        help="who makes the weights: our own code, layer by layer, or llm-compressor, which must be installed and "
-        "holds the model twice; the result is the same (default: %(default)s)",
+        help="quantize with our own code, layer by layer, or with llm-compressor, which must be installed and holds "
+        "two copies of the model; the result is the same (default: %(default)s)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the model and write its checkpoint."""
+    """Load the model and write its quantized checkpoint."""
     check_model(args.model)
     from trl_qurl.quantization.checkpoint import check_quantizer, load_model, write_checkpoint
     from trl_qurl.quantization.storage import check_replaceable
 
-    check_quantizer(args.quantizer)  # what is missing or in the way is reported before the model is loaded
+    check_quantizer(args.quantizer)  # fail before the model is loaded
     check_replaceable(args.output_dir)
 
     print(f"Loading {args.model}", flush=True)

@@ -97,7 +97,7 @@ class Recipe:
 
     def run(self, args: argparse.Namespace) -> int:
         """Train with the arguments of the subcommand."""
-        self.train(*self.parse_arguments(args.further))
+        self.train(*self.parse_arguments(args.extra_args))
         return 0
 
     def parse_arguments(self, argv: Sequence[str] | None = None) -> tuple[Any, Any, ModelConfig]:
