@@ -341,7 +341,9 @@ def test_a_rounded_base_needs_a_format_and_an_adapter_of_its_own(settings, messa
 def test_the_quantized_forward_below_an_adapter_needs_a_rounded_base():
     forward = {"training_forward": "quantized", "rollout_quantization": "w4a16"} | PLAIN
     merged = QuRLGRPOConfig("out", **forward)
-    with pytest.raises(ValueError, match=r"with an adapter needs round_base=True: .* training_forward='full_precisi"):
+    with pytest.raises(
+        ValueError, match=r"with an adapter requires round_base=True, .* training_forward='full_precisi"
+    ):
         _forward_callbacks(merged, adapted=True)
     assert len(_forward_callbacks(merged, adapted=False)) == 1
     assert len(_forward_callbacks(QuRLGRPOConfig("out", round_base=True, **forward), adapted=True)) == 1

@@ -159,7 +159,7 @@ def test_what_a_rollout_function_adds_may_be_asked_for(tmp_path):
     ids=["prompt", "prefix", "aLoRA"],
 )
 def test_an_adapter_that_cannot_be_merged_is_refused(kind, config, method, name, tmp_path):
-    message = rf"{name} is a method of PEFT that cannot be merged into the weights, .*: use LoRA"
+    message = rf"{name} is a PEFT method that cannot be merged into the weights, .*: use LoRA"
     with pytest.raises(ValueError, match=message):
         build(kind, config, tmp_path, peft_config=method)
     with pytest.raises(ValueError, match=message):

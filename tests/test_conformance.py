@@ -355,7 +355,9 @@ def test_colocated_runs_choose_their_own_ports(tmp_path, monkeypatch):
 
 def test_no_critic_sees(tmp_path):
     tiny_model().save_pretrained(tmp_path / "policy")
-    with pytest.raises(ValueError, match="LlavaNextProcessor, .* which no critic reads: use QuRLGRPOTrainer"):
+    with pytest.raises(
+        ValueError, match="LlavaNextProcessor, but the critic does not support images .*: use QuRLGRPOTrainer"
+    ):
         build(
             tmp_path,
             str(tmp_path / "policy"),

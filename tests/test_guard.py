@@ -126,7 +126,7 @@ def callback(**settings):
 def test_one_warning_per_alarm_says_what_to_do(caplog):
     guard = callback(mismatch_guard_kl=0.05)
     with caplog.at_level("WARNING"):
-        logged = [guard.look(QUIET | {KL: kl})["mismatch/guard"] for kl in [0.06] * 7 + [0.01] * 3 + [0.07] * 5]
+        logged = [guard.observe(QUIET | {KL: kl})["mismatch/guard"] for kl in [0.06] * 7 + [0.01] * 3 + [0.07] * 5]
     # Off with the third small KL, on again with the third large one.
     assert logged == [0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 1, 1, 1]
     first, second = (record.getMessage() for record in caplog.records if record.name == "trl_qurl.trainers.guard")
@@ -142,7 +142,7 @@ def test_one_warning_per_alarm_says_what_to_do(caplog):
 def test_rounding_is_not_blamed_where_there_is_none(settings, caplog):
     guard = callback(**settings)
     for _ in range(WINDOW):
-        guard.look(QUIET | {KL: 1.0})
+        guard.observe(QUIET | {KL: 1.0})
     assert "top_p" in caplog.text and "finer" not in caplog.text
 
 
@@ -151,7 +151,7 @@ def test_a_stop_saves_also_where_an_evaluation_would_decide():
     for _ in range(WINDOW):
         guard.on_step_end(QuRLRLOOConfig("out", use_cpu=True, bf16=False), TrainerState(), control)
         assert not control.should_training_stop
-        guard.look(QUIET | {KL: 1.0})
+        guard.observe(QUIET | {KL: 1.0})
     guard.on_step_end(QuRLRLOOConfig("out", use_cpu=True, bf16=False), TrainerState(), control)
     assert control.should_training_stop and control.should_save and not control.should_evaluate
 
@@ -159,28 +159,28 @@ def test_a_stop_saves_also_where_an_evaluation_would_decide():
 def test_no_engine_is_started_after_the_last_step():
     guard = callback(mismatch_guard="fallback")
     for _ in range(WINDOW):
-        guard.look(QUIET | {KL: 1.0})
+        guard.observe(QUIET | {KL: 1.0})
     guard.on_step_end(None, TrainerState(), TrainerControl(should_training_stop=True))
-    assert guard.fallen_back_at is None
+    assert guard.fallback_step is None
     with pytest.raises(RuntimeError, match="has no trainer"):  # with steps to come it turns to the trainer's engine
-        guard.look(QUIET | {KL: 1.0})
+        guard.observe(QUIET | {KL: 1.0})
         guard.on_step_end(None, TrainerState(), TrainerControl())
 
 
 def test_what_was_judged_under_other_settings_does_not_count():
     seen = callback(mismatch_guard="stop")
     for _ in range(WINDOW):
-        seen.look(QUIET | {KL: 1.0})
+        seen.observe(QUIET | {KL: 1.0})
     state = seen.state_dict()
     for changed in ({"rollout_quantization": "fp8"}, {"objective": "tis"}, {"mismatch_guard_kl": 2.0}):
         other = callback(**{"mismatch_guard": "stop"} | changed)
         other.load_state_dict(state)
-        assert other.look(QUIET | {KL: 1.0}) == {"mismatch/guard": 0}
+        assert other.observe(QUIET | {KL: 1.0}) == {"mismatch/guard": 0}
     same = callback(mismatch_guard="stop")
     same.load_state_dict(None)
-    assert same.look(QUIET) == {"mismatch/guard": 0}
+    assert same.observe(QUIET) == {"mismatch/guard": 0}
     same.load_state_dict(state)
-    assert same.look(QUIET | {KL: 1.0}) == {"mismatch/guard": 1}
+    assert same.observe(QUIET | {KL: 1.0}) == {"mismatch/guard": 1}
 
 
 # Training ------------------------------------------------------------------------------------------------------------

@@ -249,7 +249,7 @@ def test_only_the_critic_learns_in_its_warmup(one_process, policy):
 def test_a_checkpoint_without_a_critic_says_so(tmp_path):
     args = QuRLPPOConfig(str(tmp_path), use_cpu=True, bf16=False, steps_per_generation=2)
     critic = Critic(tiny_model(), args, Accelerator(cpu=True))
-    with pytest.raises(FileNotFoundError, match=r"There is no critic_state in .*Resume from an earlier checkpoint"):
+    with pytest.raises(FileNotFoundError, match=r"has no critic_state: .*Resume from an earlier checkpoint"):
         critic.load_state(tmp_path)
 
 

@@ -312,6 +312,6 @@ class TestRuns:
         config = json.loads((runs[0] / "quantized" / "config.json").read_text())
         assert config["training_forward"] == {"scheme": "int8", "ignore": ["lm_head"]}
         card = (runs[0] / "quantized" / "README.md").read_text()
-        assert "what was trained is the int8 policy. Quantize these weights" in card
+        assert "the trained policy is the int8 one. Quantize these weights" in card
         assert "| `training_forward` | quantized |" in card
         assert "training_forward" not in json.loads((runs[0] / "full precision" / "config.json").read_text())

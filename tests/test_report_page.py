@@ -174,7 +174,7 @@ def test_runs_without_rows_are_left_out_and_named(tmp_path):
 def test_errors_name_what_was_given_and_the_way_out(tmp_path):
     with pytest.raises(ValueError, match="No run was given: name the output_dir"):
         write_report([], tmp_path / "page.html")
-    with pytest.raises(FileNotFoundError, match="give the output_dir of a run"):
+    with pytest.raises(FileNotFoundError, match="pass the output_dir of a run"):
         write_report([tmp_path / "absent"], tmp_path / "page.html")
     log = write_run(tmp_path / "run")
     with pytest.raises(OSError, match=r"\(Is a directory\): name a file"):

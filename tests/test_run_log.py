@@ -87,9 +87,9 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "first line holds the settings"),
-        ('{"step": 1}\n', "first line holds the settings"),
-        ('{"settings": {}}\n{"reward": 1}\n', "all others have a step"),
+        ("", "first line must hold the settings"),
+        ('{"step": 1}\n', "first line must hold the settings"),
+        ('{"settings": {}}\n{"reward": 1}\n', "all others a step"),
         ('{"settings": {}}\nnonsense\n{"step": 1}\n', "Line 2 .* is not JSON"),
         ('{"settings": {}}\n[1]\n', "Line 2 .* JSON list"),
     ],
@@ -103,7 +103,7 @@ def test_other_files_are_refused(content, message, tmp_path):
 def test_a_missing_log_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="output_dir of a run"):
         read_run(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no run log"):
+    with pytest.raises(FileNotFoundError, match="run log .* does not exist"):
         read_run(tmp_path / "absent.jsonl")
 
 

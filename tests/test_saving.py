@@ -153,7 +153,7 @@ class TestFiles:
         card = ModelCard.load(saved[0] / kind / "README.md")
         assert {"trl", "qurl", "grpo" if kind == "full" else "ppo"} <= set(card.data.tags)
         assert card.data.library_name == "transformers"
-        algorithm = "The algorithm is GRPO." if kind == "full" else "A critic takes the place of groups."
+        algorithm = "The algorithm is GRPO." if kind == "full" else "A critic replaces the groups."
         for part in (
             algorithm,
             "| `objective` | acr |",
@@ -297,7 +297,7 @@ def test_an_adapter_lies_beside_its_base_and_the_card_serves_both(trainer):
     }
     card = ModelCard.load(directory / "README.md").text
     options = "--enable-lora --max-lora-rank 16 --lora-modules policy=run-w4a16/adapter"
-    assert f"\nvllm serve run-w4a16 {options}\n" in card and "ask the server for the model `policy`" in card
+    assert f"\nvllm serve run-w4a16 {options}\n" in card and "request the model `policy` from the server" in card
     merged = PeftModel.from_pretrained(tiny_model(), directory / "adapter").merge_and_unload().state_dict()
     for name, weight in trainer.vllm_generation.policy_parameters():
         torch.testing.assert_close(merged[name], weight)

@@ -110,7 +110,9 @@ def other_tokenizer():
 
 def test_another_tokenizer_is_refused(tmp_path):
     path = save(tmp_path, tiny_model(), other_tokenizer())
-    with pytest.raises(ValueError, match=r"another tokenizer .*2 differ: 'F' is 40 for the policy and 41 for the"):
+    with pytest.raises(
+        ValueError, match=r"different tokenizer .*2 tokens differ: 'F' is 40 for the policy and 41 for the"
+    ):
         build(path)
 
 
@@ -121,7 +123,9 @@ def test_a_larger_vocabulary_with_the_same_tokens_is_fine(tmp_path):
 
 
 def test_too_few_tokens_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="The critic knows 50 tokens, but the policy's tokenizer makes 97"):
+    with pytest.raises(
+        ValueError, match="The critic has 50 token embeddings, but the policy's tokenizer has 97 tokens"
+    ):
         build(save(tmp_path, tiny_model(vocab_size=50)))
 
 
@@ -149,7 +153,7 @@ def test_a_backbone_with_holes_is_refused(tmp_path):
     ],
 )
 def test_a_model_without_a_value_per_token_is_refused(model, what):
-    with pytest.raises(TypeError, match=f"value_model is a .*{what}.*no value per token"):
+    with pytest.raises(TypeError, match=f"value_model is a .*{what}.*one value per token"):
         build(model())
 
 
@@ -185,12 +189,14 @@ def test_the_config_of_grpo_is_refused(tmp_path):
 
 def test_a_critic_of_another_tokenizer_is_refused_before_an_engine_starts(tmp_path):
     path = save(tmp_path / "critic", tiny_model(), other_tokenizer())
-    with pytest.raises(ValueError, match="has another tokenizer than the policy"):
+    with pytest.raises(ValueError, match="uses a different tokenizer than the policy"):
         trainer(tmp_path, value_model=path)
 
 
 def test_a_policy_from_memory_leaves_the_critic_without_a_start(tmp_path):
-    with pytest.raises(ValueError, match=re.escape("value_model=None has no start for the critic: save the policy")):
+    with pytest.raises(
+        ValueError, match=re.escape("value_model=None cannot load the critic from it: save the policy")
+    ):
         trainer(tmp_path, tiny_model(), processing_class=tiny_tokenizer())
 
 

@@ -1,1 +1,1 @@
-"""Trainers and callbacks: TRL's, with quantized rollouts."""
+"""TRL's trainers with quantized rollouts, and their callbacks."""

@@ -1,4 +1,4 @@
-"""Callbacks of the trainers."""
+"""Trainer callbacks."""
 
 import weakref
 from pathlib import Path
@@ -23,34 +23,34 @@ class UpdateAwareQuantizationCallback(TrainerCallback):
 
     Source: Eq. 10-12 of QuRL, arXiv:2602.13953; s = 1.5 is best in its Table 4.
 
-    No model is scaled twice: its config records the scale, and a resumed run loads the checkpoint's scaled weights
-    over those that were scaled at init.
+    No model is scaled twice: its config records the scale, and a resumed run overwrites weights scaled at init with
+    the checkpoint's scaled weights.
 
     Args:
-        scale: The factor s on the norms' gains.
+        scale: The factor s applied to the norms' gains.
     """
 
     def __init__(self, scale: float = 1.5) -> None:
         self.scale = scale
 
     def on_init_end(self, *args: Any, model: PreTrainedModel, **kwargs: Any) -> None:
-        """Scale the model, before it is wrapped, put into an optimizer or overwritten by a checkpoint."""
+        """Scale the model before it is wrapped, added to an optimizer or overwritten by a checkpoint."""
         scale_model_(model, self.scale)
 
     def on_train_begin(self, *args: Any, model: PreTrainedModel, **kwargs: Any) -> None:
-        """Refuse to train a model that was never scaled."""
+        """Raise `RuntimeError` if the model was never scaled."""
         if recorded_scale(model) != self.scale:
             raise RuntimeError(
-                f"UAQ scale {self.scale} was asked for, but the model in training carries "
-                f"{recorded_scale(model)}. The callback acts when the trainer is built: pass it in callbacks=[...], "
+                f"UAQ scale {self.scale} was requested, but the model being trained has scale "
+                f"{recorded_scale(model)}. The callback runs when the trainer is built: pass it in callbacks=[...], "
                 "and pass a model, not model_init."
             )
 
 
 class QuantizedForwardCallback(TrainerCallback):
-    """Lets models compute their forward pass as the engine does, and round their weights again when they change.
+    """A `TrainerCallback` that switches models to the engine's quantized forward pass.
 
-    The policy's config records the format, as `training_forward`.
+    Weights are rounded again whenever they change. The policy's config records the format as `training_forward`.
 
     Args:
         scheme: The rollouts' format.
@@ -61,7 +61,7 @@ class QuantizedForwardCallback(TrainerCallback):
         self._scheme, self._ignore = scheme, ignore
 
     def on_init_end(self, *args: Any, model: PreTrainedModel, **kwargs: Any) -> None:
-        """Change the policy, before it is wrapped."""
+        """Switch the policy before it is wrapped."""
         state = AcceleratorState()
         if is_deepspeed_zero3_enabled() or (state.distributed_type == DistributedType.FSDP and not state.is_fsdp2):
             raise ValueError(
@@ -71,13 +71,13 @@ class QuantizedForwardCallback(TrainerCallback):
         model.config.training_forward = {"scheme": self._scheme.name, "ignore": self._ignore}
 
     def change(self, model: PreTrainedModel) -> None:
-        """Let a model compute so.
+        """Switch a model to the quantized forward pass.
 
         Args:
             model: The policy, or its reference model.
 
         Raises:
-            ValueError: A layer cannot be stored in the format, or is the output head.
+            ValueError: A layer is an expert or the output head, or cannot be stored in the format.
         """
         names = quantized_layer_names(model, self._ignore, self._scheme)
         if expert_layers(names):
@@ -88,17 +88,17 @@ class QuantizedForwardCallback(TrainerCallback):
         layers = quantize_layers(model, names, self._scheme)
         if model.get_output_embeddings() in layers:
             raise ValueError(
-                "training_forward='quantized' cannot round the output head, whose weight TRL's loss multiplies by "
-                "itself: keep 'lm_head' in quantization_ignore."
+                "training_forward='quantized' cannot round the output head, because TRL's loss uses its weight "
+                "directly: keep 'lm_head' in quantization_ignore."
             )
-        # The decoder, because TRL's losses do not all call the model around it.
+        # Hook the decoder, because not all of TRL's losses call the model around it.
         model.get_decoder().register_forward_pre_hook(forget_outdated)
 
 
 class TrainerAwareCallback(TrainerCallback):
-    """A base for callbacks that need their trainer, which transformers does not hand to them.
+    """Base class for callbacks that need their trainer, which transformers does not pass to them.
 
-    The trainers of trl-qurl set `trainer`. The reference is weak, so that a deleted trainer frees its engine.
+    trl-qurl's trainers set `trainer`. The reference is weak, so deleting a trainer frees its engine.
     """
 
     _trainer: weakref.ref | None = None
@@ -108,12 +108,12 @@ class TrainerAwareCallback(TrainerCallback):
         """The trainer that this callback was passed to.
 
         Raises:
-            RuntimeError: No trainer took it, or that trainer is gone.
+            RuntimeError: The callback was not passed to a trainer, or that trainer was deleted.
         """
         trainer = None if self._trainer is None else self._trainer()
         if trainer is None:
             name = type(self).__name__
-            raise RuntimeError(f"{name} has no trainer: pass it in callbacks=[...] to a trainer of trl-qurl.")
+            raise RuntimeError(f"{name} has no trainer: pass it in callbacks=[...] to a trl-qurl trainer.")
         return trainer
 
     @trainer.setter
@@ -122,10 +122,10 @@ class TrainerAwareCallback(TrainerCallback):
 
 
 class CriticWarmupCallback(TrainerCallback):
-    """Keeps the policy as it is for the first optimizer steps, so that its critic can learn first.
+    """A `TrainerCallback` that freezes the policy for the first optimizer steps, to let its critic learn first.
 
-    The optimizer runs without gradients, so it changes no weight, keeps no momentum and decays nothing. DeepSpeed
-    steps by itself, before a callback is asked: there the trainer's zero loss keeps the policy, but for weight decay.
+    The optimizer runs without gradients, so it changes no weights, builds no momentum and applies no weight decay.
+    DeepSpeed steps before callbacks run. There, the trainer's zero loss freezes the policy, except for weight decay.
 
     Args:
         steps: Optimizer steps at the start of training.
@@ -137,16 +137,16 @@ class CriticWarmupCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: Any, state: TrainerState, control: Any, *, optimizer: Optimizer, **kwargs: Any
     ) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         if state.global_step < self.steps:
             optimizer.zero_grad()
 
 
 class RunLogCallback(TrainerCallback):
-    """Writes `run.jsonl` into the output directory, in the first process: what `trl-qurl report` reads.
+    """A `TrainerCallback` that writes `run.jsonl`, which `trl-qurl report` reads, in the main process.
 
     Args:
-        settings: What is written in addition to the trainer's arguments, by name.
+        settings: Settings to write in addition to the trainer's arguments, by name.
     """
 
     def __init__(self, settings: dict[str, object] | None = None) -> None:
@@ -156,7 +156,7 @@ class RunLogCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: Any, *, model: PreTrainedModel, **kwargs: Any
     ) -> None:
-        """Start the file, or go on with it after the step that training resumes from."""
+        """Start the file in the output directory, or continue it after the step that training resumes from."""
         if state.is_world_process_zero:
             settings = {
                 "model": getattr(model.config, "_name_or_path", None),
@@ -168,6 +168,6 @@ class RunLogCallback(TrainerCallback):
             self._log.begin(settings, state.global_step)
 
     def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, float], **kwargs: Any) -> None:
-        """Add the row, unless the trainer evaluates without ever having trained."""
+        """Append the row, unless the trainer evaluates without having trained."""
         if self._log is not None:
             self._log.append({"step": state.global_step, **logs})

@@ -1,13 +1,13 @@
-"""`QuRLGRPOTrainer`: TRL's `GRPOTrainer` on quantized rollouts, with the paper's objectives.
+"""`QuRLGRPOTrainer`: TRL's `GRPOTrainer` with quantized rollouts and the paper's objectives.
 
-The rollouts are `QuantizedRolloutsMixin`'s. This file corrects for the mismatch between the quantized policy that
-sampled and the full-precision policy that learns: the objective's inputs are computed once per rollout and added to
-the batch, where TRL's own loss reads them (`old_per_token_logps`, `importance_sampling_ratio`, clip bounds per token).
+`QuantizedRolloutsMixin` provides the rollouts. This file corrects for the mismatch between the quantized policy that
+sampled and the full-precision policy being trained. It computes the objective's inputs once per rollout and adds them
+to the batch, where TRL's loss reads them (`old_per_token_logps`, `importance_sampling_ratio`, clip bounds per token).
 
-With `objective="trl"` TRL's loss and correction are left as they are, and the mismatch is measured beside them.
+With `objective="trl"`, TRL's loss and correction stay unchanged, and the mismatch is only measured.
 
-With one update per rollout the log-probabilities "at rollout time" are those of the update itself. No pass computes
-them beforehand, and the inputs are completed inside of TRL's loss, after its forward pass (not with `"trl"`).
+With one update per rollout, the log-probabilities "at rollout time" are those of the update. No pass computes them in
+advance: the inputs are completed inside TRL's loss, after its forward pass (except with `"trl"`).
 """
 
 from typing import Any
@@ -26,22 +26,22 @@ from trl_qurl.trainers.rollouts import QuantizedRolloutsMixin
 
 
 class QuRLGRPOTrainer(QuantizedRolloutsMixin, DynamicSamplingTrainer):
-    """[`~trl.GRPOTrainer`] whose rollouts come from a quantized copy of the policy, made before every generation.
+    """[`~trl.GRPOTrainer`] with rollouts from a quantized copy of the policy, updated before every generation.
 
-    Training stays in full precision; the objective (`args.objective`) corrects for the difference. Method and defaults
-    are those of QuRL (arXiv 2602.13953).
+    Training stays in full precision, and the objective (`args.objective`) corrects for the difference. The method and
+    its defaults follow QuRL (arXiv 2602.13953).
 
     Args:
-        model: As for [`~trl.GRPOTrainer`].
-        reward_funcs: As for [`~trl.GRPOTrainer`].
-        args: A [`QuRLGRPOConfig`], or a [`~trl.GRPOConfig`]; `None` for the defaults.
-        positional: What follows in [`~trl.GRPOTrainer`], in its order (`train_dataset`, `eval_dataset`, ...).
-        kwargs: The same by name (`train_dataset`, `peft_config`, ...).
+        model: See [`~trl.GRPOTrainer`].
+        reward_funcs: See [`~trl.GRPOTrainer`].
+        args: A [`QuRLGRPOConfig`] or a [`~trl.GRPOConfig`]; `None` for the defaults.
+        positional: Remaining arguments of [`~trl.GRPOTrainer`], in its order (`train_dataset`, `eval_dataset`, ...).
+        kwargs: The same arguments by name (`train_dataset`, `peft_config`, ...).
 
     Raises:
         TypeError: `args` is neither a `QuRLGRPOConfig` nor a `GRPOConfig`, or TRL cannot call a reward function.
-        ValueError: The data set, the model or the adapter cannot be used.
-        ImportError: vLLM is missing.
+        ValueError: The dataset, model or adapter is not supported.
+        ImportError: vLLM is not installed.
 
     Example:
 
@@ -86,7 +86,7 @@ Y. K. Li and Y. Wu and Daya Guo},
         **kwargs: Any,
     ) -> None:
         self._policy_logps: torch.Tensor | None = None  # of the latest forward pass, (B, T)
-        self._unscored_inputs: dict[str, Any] | None = None  # of a loss whose rollout was not scored beforehand
+        self._unscored_inputs: dict[str, Any] | None = None  # loss inputs still waiting for their objective terms
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
 
     # Rollout ---------------------------------------------------------------------------------------------------------
@@ -95,15 +95,15 @@ Y. K. Li and Y. Wu and Daya Guo},
         generated = super()._generate(prompts)
         if generated[4] is None and self.vllm_importance_sampling_correction:
             raise ValueError(
-                "rollout_func returned logprobs=None, which the objective needs: return a list for each completion, "
+                "rollout_func returned logprobs=None, but the objective needs them: return a list for each completion "
                 "with the log-probability of each token (the third result of trainer.vllm_generation.generate)."
             )
         logps = None if generated[4] is None else valid_logps(generated[4])
         return (*generated[:4], logps, *generated[5:])
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        # Keeps TRL from scoring a rollout beforehand where the update does it: TRL needs the scores for the importance
-        # ratio, which is formed in the loss then.
+        # TRL would score the rollout in advance, for the importance ratio. If the update scores it, the loss computes
+        # the ratio instead.
         corrects = self.vllm_importance_sampling_correction and not self._scores_in_update
         with substitute(self, "vllm_importance_sampling_correction", corrects):
             batch = super()._generate_and_score_completions(inputs)
@@ -119,13 +119,13 @@ Y. K. Li and Y. Wu and Daya Guo},
 
     @property
     def _scores_in_update(self) -> bool:
-        """Whether every token of a rollout meets the policy that was in force when it was made."""
+        """True if every token of a rollout is trained on before the policy changes."""
         if self._uses_trls_loss:
             return False
         return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
 
     def _objective_inputs(self, batch: dict[str, Any], proximal_logps: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What TRL's loss reads to compute the objective, (B, T) each; adds up the mismatch, too."""
+        """Return the inputs of TRL's loss that make it compute the objective, (B, T) each, and tally the mismatch."""
         learned = learned_tokens(batch)
         behavior_logps = batch.get("sampling_per_token_logps")
         cap = self.vllm_importance_sampling_clip_max
@@ -136,11 +136,11 @@ Y. K. Li and Y. Wu and Daya Guo},
             return {"proximal_logps": proximal_logps}
         if behavior_logps is None:
             raise ValueError(
-                f"objective={self.args.objective!r} compares the policy with the one that sampled, and the batch has "
-                "no 'sampling_per_token_logps' (the engine's log-probabilities, (B, T)): keep what "
-                "_generate_and_score_completions returns, or set objective='trl'."
+                f"objective={self.args.objective!r} needs the engine's log-probabilities, but the batch has no "
+                "'sampling_per_token_logps', (B, T): keep those that _generate_and_score_completions returns, or set "
+                "objective='trl'."
             )
-        # A token that is not learned from has no ratio; NaN says so, and keeps its padding out of exp().
+        # Masked tokens have no ratio: mark them with NaN, which also keeps their padding out of exp().
         behavior_logps = behavior_logps.masked_fill(~learned, torch.nan)
         terms = surrogate_terms(
             self.args.objective,
@@ -156,7 +156,7 @@ Y. K. Li and Y. Wu and Daya Guo},
             "importance_sampling_ratio": terms.weight,
             "proximal_logps": proximal_logps,
         }
-        if get_objective(self.args.objective).lifts_upper_bound:  # TRL's scalar bounds fit ratios of sequences as well
+        if get_objective(self.args.objective).lifts_upper_bound:  # TRL's scalar bounds also fit ratios of sequences
             inputs |= {"epsilon_low": terms.epsilon_low, "epsilon_high": terms.epsilon_high}
         return inputs
 
@@ -166,7 +166,7 @@ Y. K. Li and Y. Wu and Daya Guo},
         is_complete = self._uses_trls_loss or "proximal_logps" in inputs
         inputs = dict(inputs)
         is_scored = is_complete or "old_per_token_logps" in inputs
-        if is_scored and not is_complete:  # a batch of TRL's, not of `_generate_and_score_completions` here
+        if is_scored and not is_complete:  # TRL's batch, not from our `_generate_and_score_completions`
             inputs |= self._objective_inputs(inputs, inputs["old_per_token_logps"])
         with (
             substitute(self, "epsilon_low", inputs.get("epsilon_low", self.epsilon_low)),
@@ -174,11 +174,11 @@ Y. K. Li and Y. Wu and Daya Guo},
             substitute(self, "_unscored_inputs", None if is_scored else inputs),
         ):
             loss = super()._compute_loss(model, inputs)
-        assert self._policy_logps is not None  # the loss makes one forward pass
+        assert self._policy_logps is not None  # the loss runs one forward pass
         if "proximal_logps" in inputs:
             learned, epsilon_high = learned_tokens(inputs), float(self.epsilon_high)
             self._record(loss_metrics(self._policy_logps, inputs, learned, epsilon_high, self._sum_over_processes))
-        # The last micro-batch of a rollout (TRL counts it in `_step` after its loss); in evaluation each is one.
+        # The rollout's last micro-batch (TRL increments `_step` after the loss); in evaluation, each one is.
         is_last = self._mode == "eval" or (self._step + 1) % self.args.steps_per_generation == 0
         if is_last and not is_complete:
             self._record_mismatch()
@@ -188,7 +188,7 @@ Y. K. Li and Y. Wu and Daya Guo},
         result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
         self._policy_logps = result[0].detach()
         if self._unscored_inputs is not None:
-            # TRL's loss runs its forward pass first, and reads all of this only afterwards.
+            # TRL's loss reads all of these only after its forward pass.
             self._unscored_inputs |= self._objective_inputs(self._unscored_inputs, self._policy_logps)
             self.epsilon_low = self._unscored_inputs.get("epsilon_low", self.epsilon_low)
             self.epsilon_high = self._unscored_inputs.get("epsilon_high", self.epsilon_high)
@@ -214,7 +214,7 @@ Y. K. Li and Y. Wu and Daya Guo},
 
 
 def learned_tokens(inputs: dict[str, Any]) -> torch.Tensor:
-    """Completion tokens that the model produced and learns from, bool (B, T): no padding, no tool output."""
+    """Mask the completion tokens that the model generated and learns from, bool (B, T): no padding or tool output."""
     mask = inputs["completion_mask"]
     if "tool_mask" in inputs:
         mask = mask * inputs["tool_mask"]

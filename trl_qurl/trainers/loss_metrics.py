@@ -1,4 +1,4 @@
-"""What happened to the tokens of one update: how far the policy has moved since the rollout, what ACR let through."""
+"""Token metrics of one update: how far the policy has moved since the rollout, and what ACR let through."""
 
 from collections.abc import Callable, Mapping
 
@@ -8,15 +8,15 @@ import torch
 def loss_metrics(
     policy_logps: torch.Tensor,  # of the policy being updated, (B, T)
     inputs: Mapping[str, torch.Tensor],  # of the loss
-    learned: torch.Tensor,  # tokens learned from, bool (B, T)
+    learned: torch.Tensor,  # mask of the tokens learned from, bool (B, T)
     epsilon_high: float,  # the upper clip bound above 1, before ACR lifts it
     sum_over_processes: Callable[[torch.Tensor], torch.Tensor],
 ) -> dict[str, float]:
-    """Metrics of an update of B sequences of T completion tokens; `acr/*` only if `inputs` have lifted bounds.
+    """Return metrics of an update on B sequences of T completion tokens; `acr/*` only if `inputs` has lifted bounds.
 
     `policy/approx_kl` estimates KL(π_prox ‖ π_θ) in nats per token by k3, R − 1 − log R with R = π_θ/π_prox (Schulman
-    2020, "Approximating KL Divergence"). `acr/*` are shares of tokens: those whose upper bound ACR lifted, and, among
-    these, those that TIS would have clipped.
+    2020, "Approximating KL Divergence"). `acr/*` are shares of all tokens learned from: those whose upper bound ACR
+    lifted, and the subset of these that TIS would have clipped.
     """
     log_ratio = (policy_logps - inputs["proximal_logps"]).masked_fill(~learned, 0.0).double()  # (B, T)
     parts = {"policy/approx_kl": log_ratio.expm1() - log_ratio}  # (B, T) each

@@ -1,6 +1,6 @@
-"""Model cards: TRL's, with how the rollouts were made; and one for a quantized checkpoint.
+"""Model cards: a section about the rollouts for TRL's card, and the card of a quantized checkpoint.
 
-TRL writes the card of a run (`create_model_card`). This adds a section to it, and the algorithm's citation.
+TRL writes the card of a run (`create_model_card`). This module adds a section and the algorithm's citation to it.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from trl_qurl import __version__
 from trl_qurl.objective import get_objective
 from trl_qurl.quantization.scheme import QuantizationScheme
 
-PACKAGES = ("vllm", "compressed_tensors", "trl", "transformers", "torch")  # whose versions a run depends on
+PACKAGES = ("vllm", "compressed_tensors", "trl", "transformers", "torch")  # a run depends on their versions
 
 QURL = {
     "title": "QuRL: Efficient Reinforcement Learning with Quantized Rollout",
@@ -24,17 +24,17 @@ QURL = {
     eprint       = {arXiv:2602.13953},
 }""",
 }
-"""The paper, as TRL's cards take one (`_paper`)."""
+"""The paper, in the format of TRL's cards (`_paper`)."""
 
 
 def describe_objective(name: str) -> str:
-    """A sentence about an objective."""
+    """Return a sentence that describes an objective."""
     objective = get_objective(name)
     return f"The objective is `{objective.name}` ({objective.source}): {objective.description}."
 
 
 def name_local_models(card: ModelCard, start: str, trained: str) -> None:
-    """Put names into TRL's card, in place, where it writes "None": of models that are not on the Hub."""
+    """Replace "None" in TRL's card, in place, by the names of models that are not on the Hub."""
     source = f"a fine-tuned version of `{start}`" if start else "a fine-tuned language model"
     card.text = card.text.replace("a fine-tuned version of [None](https://huggingface.co/None)", source)
     card.text = card.text.replace('model="None"', f'model="{trained}"')
@@ -65,9 +65,9 @@ def quantized_card(
     tags: list[str],
     adapter_rank: int = 0,
 ) -> ModelCard:
-    """The card of a quantized checkpoint, of a policy and what it was fine-tuned from by their names on the Hub.
+    """Return the model card of a quantized checkpoint, linking the policy and its base model on the Hub.
 
-    An engine must be started for the rank of an adapter in its subdirectory `adapter`, if there is one.
+    A checkpoint with an adapter in its subdirectory `adapter` must be served with `--max-lora-rank adapter_rank`.
     """
     data = ModelCardData(
         base_model=full_precision or base_model,
@@ -77,29 +77,29 @@ def quantized_card(
         tags=[*tags, scheme.name, "compressed-tensors", "vllm"],
     )
     source = full_precision or base_model
-    of = f" of [{source}](https://huggingface.co/{source})" if source else ""
+    link = f" of [{source}](https://huggingface.co/{source})" if source else ""
     copy = "quantized copy" if full_precision or not base_model else "quantized fine-tune"
-    kept = ", ".join(f"`{pattern}`" for pattern in ignore) or "none"
+    ignored = ", ".join(f"`{pattern}`" for pattern in ignore) or "none"
     options = f" --enable-lora --max-lora-rank {adapter_rank} --lora-modules policy={name}/adapter"
-    beside = (
-        "\n\nThe policy is this base with the adapter in `adapter`: ask the server for the model `policy`."
+    adapter_note = (
+        "\n\nThe policy is this base with the adapter in `adapter`: request the model `policy` from the server."
         if adapter_rank
         else ""
     )
     return ModelCard(
         f"---\n{data.to_yaml()}\n---\n\n"
         f"# {name}\n\n"
-        f"This is a {scheme.weight_bits}-bit {copy}{of}, in the format of compressed-tensors: {scheme.description}. "
-        f"Kept in full precision: {kept}. No calibration data was used.\n\n"
+        f"This is a {scheme.weight_bits}-bit {copy}{link}, in the format of compressed-tensors: {scheme.description}. "
+        f"Kept in full precision: {ignored}. No calibration data was used.\n\n"
         "## Serving\n\n"
-        f"```bash\nvllm serve {name}{options if adapter_rank else ''}\n```{beside}\n\n"
+        f"```bash\nvllm serve {name}{options if adapter_rank else ''}\n```{adapter_note}\n\n"
         f"Written by {made_with()} with `save_quantized`, which rounds "
-        "the weights as the rollouts of [QuRL](https://huggingface.co/papers/2602.13953) do.\n"
+        "the weights as in the rollouts of [QuRL](https://huggingface.co/papers/2602.13953).\n"
     )
 
 
 def made_with() -> str:
-    """Versions of this package and of `PACKAGES`."""
-    names = packages_distributions()  # vLLM's CPU build is distributed under a name of its own
+    """Return the versions of this package and of `PACKAGES` as text."""
+    names = packages_distributions()  # vLLM's CPU build has a different distribution name
     versions = [f"{name.replace('_', '-')} {version(names[name][0])}" for name in PACKAGES if name in names]
     return f"trl-qurl {__version__} ({', '.join(versions)})"

@@ -1,8 +1,8 @@
-"""`QuRLPPOTrainer`: PPO with a critic on quantized rollouts.
+"""`QuRLPPOTrainer`: PPO with a critic, on quantized rollouts.
 
-Each override calls `QuRLGRPOTrainer`'s and adds the critic to it: scoring (values, advantages), the loss (what the
-critic learns from), a training step (its update), and checkpoints. TRL's own loss takes one advantage per token, so
-the policy's side of PPO is TRL's.
+Each override calls `QuRLGRPOTrainer`'s and adds the critic: to scoring (values, advantages), the loss (the batch to
+learn from), the training step (its update) and checkpoints. TRL's loss accepts one advantage per token, so the policy
+side of PPO is TRL's.
 """
 
 import time
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
 
 
 class QuRLPPOTrainer(QuRLGRPOTrainer):
-    """Proximal policy optimization with a critic, on rollouts of a quantized copy of the policy.
+    """Proximal policy optimization with a critic, on rollouts from a quantized copy of the policy.
 
     Args:
-        model: As for [`~trl.GRPOTrainer`].
-        reward_funcs: As for [`~trl.GRPOTrainer`].
-        args: A [`QuRLPPOConfig`], or a [`~trl.GRPOConfig`]; `None` for the defaults.
-        value_model: The critic's start: a name, a path, or a token classifier with one label; `None` for the policy's
-            own start.
-        value_peft_config: For a critic that trains an adapter and its head only.
-        positional: What follows in [`~trl.GRPOTrainer`], in its order (`train_dataset`, `eval_dataset`, ...).
-        kwargs: The same by name (`train_dataset`, `peft_config`, ...).
+        model: See [`~trl.GRPOTrainer`].
+        reward_funcs: See [`~trl.GRPOTrainer`].
+        args: A [`QuRLPPOConfig`] or a [`~trl.GRPOConfig`]; `None` for the defaults.
+        value_model: The critic's initial model: a name, a path, or a token classifier with one label; `None` for the
+            policy's initial model.
+        value_peft_config: PEFT config for a critic that trains only an adapter and its head.
+        positional: Remaining arguments of [`~trl.GRPOTrainer`], in its order (`train_dataset`, `eval_dataset`, ...).
+        kwargs: The same arguments by name (`train_dataset`, `peft_config`, ...).
 
     Raises:
         TypeError: `args` is neither a `QuRLPPOConfig` nor a `GRPOConfig`, or `value_model` has no value per token.
-        ValueError: The critic has another tokenizer, or no token classifier.
-        ImportError: vLLM is missing.
+        ValueError: The critic's tokenizer differs from the policy's, or its architecture has no token classifier.
+        ImportError: vLLM is not installed.
 
     Example:
 
@@ -90,18 +90,18 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         value_peft_config: "PeftConfig | None" = None,
         **kwargs: Any,
     ) -> None:
-        given = self._checked_arguments(model, reward_funcs, args, *positional, **kwargs)
-        args = given["args"]
-        # The critic comes first: what is wrong with it should not cost the time in which an engine starts.
-        tokenizer = given.get("processing_class")
+        arguments = self._checked_arguments(model, reward_funcs, args, *positional, **kwargs)
+        args = arguments["args"]
+        # Load the critic first: its errors should surface before the engine's slow start.
+        tokenizer = arguments.get("processing_class")
         critic_model = load_critic_model(args, model, tokenizer, value_model, value_peft_config)
         if args.critic_warmup_steps:
             warmup = CriticWarmupCallback(args.critic_warmup_steps)
-            given["callbacks"] = [*(given.get("callbacks") or []), warmup]
+            arguments["callbacks"] = [*(arguments.get("callbacks") or []), warmup]
         self._rewards_per_func = torch.empty(0)  # of the latest rollout, on all processes: (B · processes, functions)
         self._micro_batch: dict[str, Any] = {}
         self._critic_seconds = 0.0
-        super().__init__(**given)
+        super().__init__(**arguments)
         self.critic = Critic(critic_model, args, self.accelerator)
 
     # Rollout ---------------------------------------------------------------------------------------------------------
@@ -121,14 +121,14 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
 
     @property
     def _scores_in_update(self) -> bool:
-        """Never: the penalty in the rewards needs log-probabilities of a fresh rollout."""
+        """Always False: the KL penalty in the rewards needs log-probabilities before the first update."""
         return False
 
     def _add_advantages(self, batch: dict[str, Any], values: torch.Tensor) -> None:
-        """Replace the group's advantages by the critic's, and keep what it learns from, as of this rollout."""
-        rewards = self._local_rewards(batch)  # (B,), NaN where no reward function had one
+        """Replace the groups' advantages by the critic's, and add what the critic learns from to the batch."""
+        rewards = self._local_rewards(batch)  # (B,), NaN if no reward function returned one
         mask = learned_tokens(batch) & ~rewards.isnan().unsqueeze(1)  # (B, T)
-        ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]  # as TRL tells completions that were cut
+        ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]  # as TRL detects truncated completions
         advantages, returns = generalized_advantages(
             token_rewards(rewards, mask, self._kl_penalty(batch, mask)),
             values[:, :-1],
@@ -165,7 +165,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         return self.args.beta * log_ratio
 
     def _log_advantages(self, advantages: torch.Tensor, mask: torch.Tensor) -> None:
-        """Replace a group's advantage by the mean over the tokens, in the table of completions."""
+        """Replace the groups' advantages in the table of completions by means over the tokens."""
         means = advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
         everywhere = self.accelerator.gather(means).tolist()
         logged = self._logs["advantages"]
@@ -173,7 +173,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
             logged.pop()
         logged.extend(everywhere)
         if self.num_generations == 1:
-            self._metrics[self._mode].pop("frac_reward_zero_std", None)  # of groups of one, so it would always be 1
+            self._metrics[self._mode].pop("frac_reward_zero_std", None)  # always 1 for groups of one
 
     # Loss and update -------------------------------------------------------------------------------------------------
 
@@ -183,17 +183,17 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
                 f"The batch has no {', '.join(sorted(missing))}, which this trainer's critic adds: pass on what "
                 "_generate_and_score_completions returns, with every key."
             )
-        # A penalty in the rewards stays out of TRL's loss.
+        # A KL penalty in the rewards must not be counted again in TRL's loss.
         with substitute(self, "beta", 0.0 if self.args.kl_in_reward else self.beta):
             loss = super()._compute_loss(model, inputs)
         if not self.model.training:
             return loss
         self._micro_batch = inputs
-        # Only the critic learns during its warm-up; the callback makes sure that the optimizer changes nothing.
+        # During its warmup only the critic learns; the callback keeps the optimizer from changing the policy.
         return loss * 0.0 if self.state.global_step < self.args.critic_warmup_steps else loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The policy's forward and backward pass, and then the critic's, one after the other to spare memory."""
+        """Run the policy's forward and backward pass, then the critic's: one after the other saves memory."""
         loss = super().training_step(*args, **kwargs)
         started = time.perf_counter()
         self.critic.learn(self._micro_batch, self._value_loss)
@@ -206,7 +206,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         return loss
 
     def _value_loss(self, values: torch.Tensor) -> torch.Tensor:
-        """Mean over the learned tokens of a whole optimizer step: this micro-batch's share of it, from (B, T + 1)."""
+        """Return this micro-batch's share of the mean loss over an optimizer step's tokens; `values` is (B, T + 1)."""
         batch = self._micro_batch
         mask = batch["critic_mask"]
         loss, clipped = value_loss(values[:, :-1], batch["values"], batch["returns"], self.args.value_clip_range)
@@ -215,14 +215,14 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         total, clipped_count, count = self._sum_over_processes(counts).tolist()
         count = max(count, 1.0)
         self._record({"critic/value_loss": total / count, "critic/value_clip_share": clipped_count / count})
-        # The number of tokens spans the whole rollout and all processes; as in the parent's token-level losses.
+        # `num_items_in_batch` covers the whole rollout and all processes, as in the parent's token-level losses.
         steps = self.args.steps_per_generation / self.current_gradient_accumulation_steps
         return summed * steps * self.accelerator.num_processes / batch["num_items_in_batch"].clamp(min=1.0)
 
     # Optimizer and checkpoints ---------------------------------------------------------------------------------------
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Create the policy's schedule, and the critic's optimizer and schedule with it."""
+        """Create the policy's schedule and the critic's optimizer and schedule."""
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         self.critic.prepare(
             lambda model: build_optimizer(model, self.args, decayed=set(self.get_decay_parameter_names(model))),
@@ -231,14 +231,14 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         return scheduler
 
     def create_critic_scheduler(self, optimizer: torch.optim.Optimizer, num_training_steps: int) -> Any:
-        """Create the schedule of the critic's learning rate: constant, unless a subclass overrides this method.
+        """Create the critic's learning rate schedule, which is constant unless a subclass overrides this method.
 
         Args:
-            optimizer: The critic's.
-            num_training_steps: Optimizer steps of the whole run.
+            optimizer: The critic's optimizer.
+            num_training_steps: Number of optimizer steps in the whole run.
 
         Returns:
-            A scheduler of torch.
+            A torch scheduler.
         """
         return get_scheduler("constant", optimizer)
 
@@ -252,10 +252,10 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
             self.critic.load_state(Path(checkpoint))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the policy as any model of transformers, and the critic in its subdirectory `critic/`.
+        """Save the policy as a transformers model, and the critic in its subdirectory `critic/`.
 
         Args:
-            output_dir: Directory; the run's own by default.
+            output_dir: Directory; defaults to the run's output directory.
         """
         self.critic.save_pretrained(Path(output_dir or self.args.output_dir) / CRITIC_DIRECTORY, self._tokenizer)
         super().save_model(output_dir, _internal_call)
@@ -266,4 +266,4 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
             "`gamma`, `gae_lambda`": f"{self.args.gamma}, {self.args.gae_lambda}",
             "`critic_learning_rate`": self.args.critic_learning_rate,
         }
-        return [*sentences, "A critic takes the place of groups."], settings
+        return [*sentences, "A critic replaces the groups."], settings

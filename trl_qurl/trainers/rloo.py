@@ -1,9 +1,9 @@
-"""`QuRLRLOOTrainer`: TRL's `RLOOTrainer` on quantized rollouts, with a correction for the mismatch.
+"""`QuRLRLOOTrainer`: TRL's `RLOOTrainer` with quantized rollouts and a correction for the mismatch.
 
-The rollouts are `QuantizedRolloutsMixin`'s; baseline, advantages, KL penalty and loss stay TRL's. TRL's RLOO drops the
-engine's log-probabilities, so they come from the backend, and are compared with those of TRL's scoring pass, which
-RLOO always makes. The objective's weights, one per token, join the batch and act inside of TRL's loss on the gradient
-of its forward pass: the value of the loss, its ratio and its clipping are those of TRL.
+`QuantizedRolloutsMixin` provides the rollouts; baseline, advantages, KL penalty and loss stay TRL's. TRL's RLOO drops
+the engine's log-probabilities, so this file takes them from the backend and compares them with TRL's scoring pass,
+which RLOO always runs. The objective's weights, one per token, join the batch. Inside TRL's loss, they scale the
+gradient of the forward pass; the value of the loss, its ratio and its clipping do not change.
 """
 
 from typing import Any
@@ -23,36 +23,36 @@ from trl_qurl.trainers.rollouts import QuantizedRolloutsMixin
 
 
 class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
-    """[`~trl.RLOOTrainer`] whose rollouts come from a quantized copy of the policy, made before every generation.
+    """[`~trl.RLOOTrainer`] with rollouts from a quantized copy of the policy, updated before every generation.
 
-    RLOO clips the ratio R of a whole completion y. The objective (`args.objective`) weighs each token's share of the
-    gradient, for `"tis"` by its truncated importance ratio:
+    RLOO clips the ratio R of a whole completion y. The objective (`args.objective`) weights each token's contribution
+    to the gradient, with `"tis"` by its truncated importance ratio:
 
         ∇J = A · R · Σ_t w_t · ∇log π_θ(y_t) where R is not clipped,    R = ∏_t π_θ(y_t) / π_prox(y_t),
         w_t = min(ρ_t, C),    ρ_t = π_prox(y_t) / π_behav(y_t)
 
     Where π_prox and π_behav are the full-precision and the quantized policy at rollout time. Sources: the weight is
-    FlashRL's (Eq. 5 of QuRL, arXiv 2602.13953); GSPO-token has weights of tokens beside a ratio of completions, too
+    FlashRL's (Eq. 5 of QuRL, arXiv 2602.13953); GSPO-token also combines token weights with a ratio of completions
     (arXiv 2507.18071).
 
-    One weight per completion, ∏_t ρ_t, would be exact, but it degenerates with the length. Over T tokens at a
-    divergence of k nats each, its logarithm is close to normal, with mean −T·k and variance 2·T·k, so the effective
-    sample size is a share exp(−2·T·k) of the completions. With T = 500, INT8's k = 0.0007 leaves one half, and INT4's
-    0.01 one in twenty thousand; a cap cuts the largest weights, but the median stays at exp(−T·k), there 1/150. A
-    weight per token leaves exp(−2·k) at any length. Its price is a bias: each token is weighed as if what precedes and
-    follows it came from the policy that learns.
+    One weight per completion, ∏_t ρ_t, would be exact, but it degenerates with length. Over T tokens at a divergence
+    of k nats each, its logarithm is close to normal with mean −T·k and variance 2·T·k, so the effective sample size is
+    exp(−2·T·k) of the completions. With T = 500, that is one half at INT8's k = 0.0007, and one in twenty thousand at
+    INT4's k = 0.01. A cap cuts the largest weights, but the median stays at exp(−T·k), 1/150 for INT4. One weight per
+    token leaves exp(−2·k) at any length. The price is a bias: each token is weighted as if the tokens before and after
+    it came from the policy being trained.
 
     Args:
-        model: As for [`~trl.RLOOTrainer`].
-        reward_funcs: As for [`~trl.RLOOTrainer`].
-        args: A [`QuRLRLOOConfig`], or a [`~trl.RLOOConfig`]; `None` for the defaults.
-        positional: What follows in [`~trl.RLOOTrainer`], in its order (`train_dataset`, `eval_dataset`, ...).
-        kwargs: The same by name (`train_dataset`, `peft_config`, ...).
+        model: See [`~trl.RLOOTrainer`].
+        reward_funcs: See [`~trl.RLOOTrainer`].
+        args: A [`QuRLRLOOConfig`] or a [`~trl.RLOOConfig`]; `None` for the defaults.
+        positional: Remaining arguments of [`~trl.RLOOTrainer`], in its order (`train_dataset`, `eval_dataset`, ...).
+        kwargs: The same arguments by name (`train_dataset`, `peft_config`, ...).
 
     Raises:
         TypeError: `args` is neither a `QuRLRLOOConfig` nor an `RLOOConfig`, or TRL cannot call a reward function.
-        ValueError: The data set, the model or the adapter cannot be used.
-        ImportError: vLLM is missing.
+        ValueError: The dataset, model or adapter is not supported.
+        ImportError: vLLM is not installed.
 
     Example:
 
@@ -87,20 +87,20 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
         **kwargs: Any,
     ) -> None:
         self._passes: list[torch.Tensor] = []  # log-probabilities of the latest forward passes, (B, T) each
-        self._token_weights: torch.Tensor | None = None  # of the loss that is being computed, (B, T)
+        self._token_weights: torch.Tensor | None = None  # of the loss being computed, (B, T)
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         self._passes.clear()
         batch = super()._generate_and_score_completions(inputs)
-        proximal_logps = self._passes[0]  # (B, T); of the policy, and a second pass of the reference model
+        proximal_logps = self._passes[0]  # (B, T), the policy's; the reference model's would be second
         self._passes.clear()
         batch |= self._objective_inputs(batch, proximal_logps, self._behavior_logps())
         self._record_mismatch()
         return batch
 
     def _behavior_logps(self) -> torch.Tensor:
-        """Log-probabilities of the rollout's tokens as the engine gave them, (B, T); NaN where it gave none."""
+        """Return the engine's log-probabilities of the rollout's tokens, (B, T); NaN if it returned none."""
         logps = valid_logps([[logp for (logp,) in tokens] for tokens in self.vllm_generation.sampled_logps])
         rows = [torch.tensor([torch.nan if logp is None else logp for logp in row]) for row in logps]
         return pad(rows, pad_to_multiple_of=self.pad_to_multiple_of).to(self.accelerator.device)
@@ -108,14 +108,14 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
     def _objective_inputs(
         self, batch: dict[str, Any], proximal_logps: torch.Tensor, behavior_logps: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """What the loss reads to compute the objective; adds up the mismatch, too."""
+        """Return the inputs of the loss that make it compute the objective, and tally the mismatch."""
         learned = batch["completion_mask"].bool()  # (B, T)
         cap = self.args.vllm_importance_sampling_clip_max
         cap = float("inf") if cap is None else cap
         self._mismatch.add(proximal_logps, behavior_logps, learned, cap)
         if self.args.objective == TRL_LOSS:
             return {"proximal_logps": proximal_logps}
-        # A token that is not learned from has no ratio; NaN says so, and keeps its padding out of exp().
+        # Masked tokens have no ratio: mark them with NaN, which also keeps their padding out of exp().
         behavior_logps = behavior_logps.masked_fill(~learned, torch.nan)
         terms = surrogate_terms(
             self.args.objective,
@@ -135,13 +135,13 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         if "proximal_logps" not in inputs:
             raise ValueError(
-                "The batch has no 'proximal_logps', which this trainer adds to TRL's batch from the engine's "
-                "log-probabilities: keep what _generate_and_score_completions returns."
+                "The batch has no 'proximal_logps', the log-probabilities that this trainer adds to TRL's batch: keep "
+                "every key that _generate_and_score_completions returns."
             )
         self._passes.clear()
         with substitute(self, "_token_weights", inputs.get("token_weights")):
             loss = super()._compute_loss(model, inputs)
-        (policy_logps,) = self._passes  # the loss makes one
+        (policy_logps,) = self._passes  # the loss runs one forward pass
         self._passes.clear()
         learned = inputs["completion_mask"].bool()
         self._record(loss_metrics(policy_logps, inputs, learned, self.epsilon_high, self._sum_over_processes))
@@ -163,23 +163,23 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
             "`epsilon`, `epsilon_high`": f"{self.epsilon_low}, {self.epsilon_high}",
         }
         if args.objective == TRL_LOSS:
-            return [*sentences, "The loss is TRL's own, which does not correct for the quantization."], settings
-        return [*sentences, describe_objective(args.objective), "Ratio and clipping are of completions."], settings
+            return [*sentences, "The loss is TRL's own and does not correct for the quantization."], settings
+        return [*sentences, describe_objective(args.objective), "Ratio and clipping are per completion."], settings
 
 
 def weigh_gradient(logps: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The same log-probabilities, with a factor on the gradient of each token.
+    """Multiply the gradient of each token's log-probability by a weight, without changing its value.
 
         log π_t → sg(log π_t) + w_t · (log π_t − sg(log π_t))
 
-    Where sg stops the gradient, so that a function f of the result has the gradient Σ_t w_t · ∂f/∂log π_t · ∇log π_t.
+    Where sg stops the gradient. A function f of the result has the gradient Σ_t w_t · ∂f/∂log π_t · ∇log π_t.
 
     Args:
         logps: `(B, T)`, in nats.
         weights: w, `(B, T)`, finite.
 
     Returns:
-        `(B, T)`, equal to `logps` bit for bit.
+        `(B, T)`, bitwise equal to `logps`.
     """
     fixed = logps.detach()
     return fixed + weights * (logps - fixed)

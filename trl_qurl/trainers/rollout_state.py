@@ -1,12 +1,12 @@
-"""Checkpoints that keep a run's position in its rollout and in its data, so that a resumed run continues there.
+"""Checkpoints with a run's position in its rollout and in its data, where a resumed run continues.
 
-The history of the mismatch guard and the scales of smoothing are kept beside it.
+They also store the mismatch guard's history and the smoothing scales.
 
-One rollout serves several optimizer updates. TRL keeps its tokens in memory only: a run that stops between two of
+One rollout serves several optimizer updates, but TRL keeps its tokens only in memory. A run that stops between two of
 those updates would sample again on resuming and lose its place in the data. One small file per process prevents that.
 
-Each epoch has an order of its own, drawn from one generator, which is seeded again in the resumed process, so
-the orders of the epochs that are over must be drawn again there.
+Each epoch draws a new order from the same generator. A resumed process seeds it again, so it must redraw the orders of
+completed epochs.
 """
 
 import os
@@ -27,17 +27,17 @@ else:
 
 
 class RolloutStateMixin(TRLTrainer):
-    """A mixin for a trainer of TRL: its checkpoints hold the rollout in progress, and it resumes inside of it."""
+    """Mixin for TRL trainers that saves the rollout in progress in checkpoints and resumes inside it."""
 
     _train_sampler: RepeatSampler | None = None
-    _guard: MismatchGuardCallback | None = None  # `None` if it is off
+    _guard: MismatchGuardCallback | None = None  # `None` if the guard is off
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         checkpoint = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        # Micro-batches done so far, and the batches that are left of the rollout.
         guard = self._guard and self._guard.state_dict()
         smoothing = self.vllm_generation.weights.smoothing
+        # TRL's count of micro-batches so far, and the batches of its rollout.
         state = {"step": self._step, "batches": self._buffered_inputs, "guard": guard}
         state["smoothing"] = smoothing and smoothing.state_dict()
         save_rollout_state(state, checkpoint, self.accelerator.process_index)
@@ -50,7 +50,7 @@ class RolloutStateMixin(TRLTrainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None:
             return
-        skip_epochs(self._train_sampler, self.state.epoch)  # the state is the checkpoint's by now
+        skip_epochs(self._train_sampler, self.state.epoch)  # `self.state` is the checkpoint's by now
         state = load_rollout_state(Path(checkpoint), self.accelerator.process_index, self.accelerator.device)
         if state is not None:
             self._step, self._buffered_inputs = state["step"], state["batches"]
@@ -58,32 +58,32 @@ class RolloutStateMixin(TRLTrainer):
             if smoothing is not None and state.get("smoothing"):
                 smoothing.load_state_dict(state["smoothing"])
         if self._guard is not None:
-            # All processes fall back together, also those that the checkpoint has no file of.
-            kept = [state and state["guard"]]
-            broadcast_object_list(kept, from_process=0)
-            self._guard.load_state_dict(kept[0])
+            # All processes must fall back together, including those without a file in the checkpoint.
+            guard_state = [state and state["guard"]]
+            broadcast_object_list(guard_state, from_process=0)
+            self._guard.load_state_dict(guard_state[0])
 
 
 def save_rollout_state(state: dict[str, Any], checkpoint: Path, process_index: int) -> None:
-    """Write one process's state into a checkpoint directory; a half-written file never has the final name."""
+    """Write one process's state into a checkpoint directory, atomically."""
     path = _path(checkpoint, process_index)
     checkpoint.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    torch.save(state, draft)
-    os.replace(draft, path)
+    tmp = path.with_suffix(".tmp")
+    torch.save(state, tmp)
+    os.replace(tmp, path)
 
 
 def load_rollout_state(checkpoint: Path, process_index: int, device: torch.device) -> dict[str, Any] | None:
-    """Read it back; `None` for a checkpoint without one (made by another trainer, or by fewer processes)."""
+    """Read one process's state; `None` if the checkpoint has none (another trainer, or fewer processes)."""
     path = _path(checkpoint, process_index)
     if not path.exists():
         return None
-    # Via the CPU: torch cannot load straight to "cpu:0", the device of one process among several on CPU.
+    # Load via the CPU: torch cannot load directly to "cpu:0", the device of processes in a distributed CPU run.
     return send_to_device(torch.load(path, map_location="cpu", weights_only=True), device)
 
 
 def skip_epochs(sampler: RepeatSampler | None, epoch: float | None) -> None:
-    """Let a sampler draw and forget the orders of epochs that are over; nothing without a sampler, or a shuffle."""
+    """Advance a shuffling sampler past the epochs already completed; other samplers need no change."""
     if sampler is not None and sampler.shuffle:
         for _ in range(int(epoch or 0)):
             next(iter(sampler))

@@ -1,13 +1,13 @@
-"""Quantized rollouts for a trainer of TRL, whatever its algorithm.
+"""Quantized rollouts for any TRL trainer.
 
     class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
         _config_class = QuRLRLOOConfig     # (QuantizedRolloutsConfig, RLOOConfig)
         _generation_module = rloo_trainer  # where TRL's trainer looks up `VLLMGeneration`
         _algorithm = "RLOO"
 
-The mixin starts TRL's trainer on an engine that holds a quantized copy of the policy, applies update-aware
-quantization, logs what rollouts cost, saves quantized checkpoints and resumes inside a rollout. The trainer's loss
-corrects for the mismatch of the two policies (`grpo.py`, `rloo.py`).
+The mixin starts TRL's trainer with an engine that holds a quantized copy of the policy, applies update-aware
+quantization, logs the cost of rollouts, saves quantized checkpoints and resumes inside a rollout. The trainer's loss
+corrects for the mismatch between the two policies (`grpo.py`, `rloo.py`).
 """
 
 import dataclasses
@@ -40,19 +40,19 @@ from trl_qurl.trainers.rollout_state import RolloutStateMixin
 from trl_qurl.trainers.saving import SavingMixin
 
 CALIBRATION_PROMPTS, LONGEST_PROMPT = 8, 512
-"""How many prompts, of how many tokens each, smoothing and `quantization_ignore="auto"` look at."""
+"""Number of prompts, and maximum tokens of each, for smoothing and `quantization_ignore="auto"`."""
 
 
 class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
-    """A mixin for a trainer of TRL: its rollouts come from a quantized copy of the policy, made at every sync.
+    """Mixin for TRL trainers that takes rollouts from a quantized copy of the policy, updated at every sync.
 
-    Put it before the trainer among the bases, and set the four class attributes.
+    List it before the trainer in the bases, and set the four class attributes.
 
     Attributes:
-        _config_class: Config of the trainer, with the fields of [`QuantizedRolloutsConfig`].
-        _generation_module: TRL's module whose `VLLMGeneration` the trainer starts.
+        _config_class: The trainer's config class, with the fields of [`QuantizedRolloutsConfig`].
+        _generation_module: The TRL module whose `VLLMGeneration` the trainer starts.
         _algorithm: Name of the algorithm, for model cards and logs.
-        _algorithm_citation: Its BibTeX entry, for model cards; empty for none.
+        _algorithm_citation: BibTeX entry of the algorithm, for model cards; may be empty.
     """
 
     _config_class: ClassVar[type]
@@ -64,14 +64,14 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         self._step_timer = StepTimer()
         self._scoring_seconds = 0.0
         run_log = RunLogCallback({"updates_per_rollout": args.updates_per_rollout, "algorithm": self._algorithm})
-        # Before the user's callbacks, whose rows belong in the log and whose seconds belong to no step.
+        # Ours go first: rows logged by user callbacks belong in run.jsonl, their time in no step.
         adapted = kwargs.get("peft_config") is not None or (not isinstance(model, str) and is_peft_model(model))
         forward = _forward_callbacks(args, adapted)
         self._guard = None if args.mismatch_guard == "off" else MismatchGuardCallback(args)
         guard = [] if self._guard is None else [self._guard]
         callbacks = [*_uaq_callbacks(args, adapted), *forward, self._step_timer, run_log, *guard]
         kwargs["callbacks"] = [LengthCheckCallback(), *callbacks, *(kwargs.get("callbacks") or [])]
-        # Nothing below may hold the trainer: vLLM freezes the garbage collector, after which no cycle is ever freed,
+        # Nothing below may hold the trainer: vLLM freezes the garbage collector, so reference cycles are never freed,
         # and a deleted trainer would keep its engine.
         trainer = weakref.proxy(self)
         settings = _rollout_settings(args)
@@ -82,66 +82,67 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
             prompts=lambda: trainer._first_prompts(),
         ):
             super().__init__(**kwargs)
-        # What `auto` stands for is known now, and goes into the log, the model card and the checkpoints.
+        # Replace `auto` with the layers it selected, for the log, the model card and the checkpoints.
         patterns = [pattern for pattern in args.quantization_ignore if pattern != AUTO]
         args.quantization_ignore = [*patterns, *self.vllm_generation.kept]
         for callback in forward if self.ref_model is not None else []:
-            # Else the penalty would pull the policy towards one that the engine cannot run, from the first step on.
+            # Otherwise the KL penalty would pull toward a policy the engine cannot run, from the first step on.
             callback.change(self.accelerator.unwrap_model(self.ref_model))
         if not forward and (record := vars(self.model.config).pop("training_forward", None)):
             warnings.warn(
-                f"This model was trained in the forward pass of {record['scheme']}, and training goes on without: set "
+                f"This model was trained in the forward pass of {record['scheme']}, but this run does not use it: set "
                 "training_forward='quantized' to train the same policy.",
                 stacklevel=2,
             )
         self._mismatch = MismatchTally(self.accelerator)
         for callback in self.callback_handler.callbacks:
-            self._introduce_to(callback)
+            self._set_trainer(callback)
 
     @classmethod
     def _checked_arguments(cls, model: Any, *positional: Any, **named: Any) -> dict[str, Any]:
-        """The arguments by TRL's names for them, with a config of this trainer; refused if they cannot be used."""
-        given = arguments_by_name(cls, (model, *positional), named)
-        given["args"] = cls._checked_config(given.get("args"), model)
-        check_arguments(given["args"], given)
-        return given
+        """Return the arguments by TRL's names, with a config of this trainer; raise if they cannot be used."""
+        arguments = arguments_by_name(cls, (model, *positional), named)
+        arguments["args"] = cls._checked_config(arguments.get("args"), model)
+        check_arguments(arguments["args"], arguments)
+        return arguments
 
     @classmethod
     def _checked_config(cls, config: Any, model: Any) -> Any:
-        """The config of this trainer; the default one if none is given."""
+        """Return a config of this trainer; the default one if `config` is `None`."""
         if not is_vllm_available():
             raise ImportError(
                 "Quantized rollouts need vLLM, which is not installed: run `pip install 'trl-qurl[vllm]'` (TRL "
                 "imports it here even if a server generates), or train with TRL's own trainer and use_vllm=False."
             )
-        kind = cls._config_class
+        config_class = cls._config_class
         if config is None:
             name = model if isinstance(model, str) else model.config._name_or_path
-            return kind(f"{name.split('/')[-1] or 'model'}-QuRL-{cls._algorithm}")
-        if type(config) in kind.__mro__ and type(config).__module__.startswith("trl."):  # GRPOConfig for ours
-            given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
-            # TRL has computed it from steps_per_generation, and refuses to be given both.
-            return kind(**{name: value for name, value in given.items() if name != "generation_batch_size"})
-        if not isinstance(config, kind):
+            return config_class(f"{name.split('/')[-1] or 'model'}-QuRL-{cls._algorithm}")
+        if type(config) in config_class.__mro__ and type(config).__module__.startswith("trl."):  # GRPOConfig for ours
+            fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
+            # TRL has derived it from steps_per_generation, and rejects a config with both.
+            return config_class(**{name: value for name, value in fields.items() if name != "generation_batch_size"})
+        if not isinstance(config, config_class):
+            package = config_class.__module__.partition(".")[0]
             raise TypeError(
-                f"args is a {type(config).__name__}, which lacks settings of {cls.__name__}: pass a "
-                f"{kind.__module__.partition('.')[0]}.{kind.__name__} (it takes the same fields and adds its own)."
+                f"args is a {type(config).__name__}, which lacks settings of {cls.__name__}: pass a {package}."
+                f"{config_class.__name__} (it takes the same fields and adds its own)."
             )
         return config
 
     def add_callback(self, callback: Any) -> None:
-        """Add a callback, and tell it its trainer if it needs to know."""
+        """Add a callback, and set its trainer if it needs one."""
         super().add_callback(callback)
-        self._introduce_to(self.callback_handler.callbacks[-1])
+        self._set_trainer(self.callback_handler.callbacks[-1])
 
-    def _introduce_to(self, callback: Any) -> None:
+    def _set_trainer(self, callback: Any) -> None:
         if isinstance(callback, TrainerAwareCallback):
             callback.trainer = self
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         started = time.perf_counter()
         inputs = super()._prepare_inputs(generation_batch)
-        self._step_timer.leave_out(time.perf_counter() - started)
+        self._step_timer.exclude(time.perf_counter() - started)
         return inputs
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
@@ -151,7 +152,7 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         return batch
 
     def _first_prompts(self) -> list[list[int]]:
-        """Tokens of the first prompts of the training data; none where more than a text decides about them."""
+        """Return the tokens of the first training prompts; none for multimodal policies and environments."""
         if self._is_vlm or getattr(self, "environment_factories", None) is not None:
             return []
         prompts = [row["prompt"] for row in itertools.islice(self.train_dataset, CALIBRATION_PROMPTS)]
@@ -160,7 +161,7 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
     def _tokenize_prompts(self, prompts: list) -> tuple:
         prompt_ids, images, fields = super()._tokenize_prompts(prompts)
         if images is not None and self.args.vllm_mode == "colocate":
-            # TRL's RLOO has no template of its own, which is for tools.
+            # TRL's RLOO trainer lacks `chat_template`, which is for tools.
             template = {"chat_template": vars(self).get("chat_template"), **self.chat_template_kwargs}
             conversations = [prepare_multimodal_messages(prompt) for prompt in prompts]
             self.vllm_generation.pictures.tokenize(self.processing_class, conversations, prompt_ids, **template)
@@ -173,10 +174,10 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         return result
 
     def _record_mismatch(self) -> None:
-        """Log the mismatch of the rollout that was just scored, and show it to the guard. A collective operation."""
+        """Log the mismatch of the rollout just scored, and pass it to the guard. Every process must call this."""
         metrics = self._mismatch.pop()
         if self._guard is not None and self._mode == "train":
-            metrics |= self._guard.look(metrics)
+            metrics |= self._guard.observe(metrics)
         self._record(metrics)
 
     def _rollout_cost(self) -> dict[str, float]:
@@ -207,12 +208,12 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
 
 
 class StepTimer(TrainerAwareCallback):
-    """Measures each optimizer step (forward, backward, clipping, update) without the rollouts inside it."""
+    """Callback that times each optimizer step (forward, backward, clipping, update) without rollouts inside it."""
 
     _started = 0.0
 
-    def leave_out(self, seconds: float) -> None:
-        """Do not count these seconds of the running step."""
+    def exclude(self, seconds: float) -> None:
+        """Exclude these seconds from the current step."""
         self._started += seconds
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -220,7 +221,7 @@ class StepTimer(TrainerAwareCallback):
         self._started = time.perf_counter()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Record the seconds of the step, which include the optimizer's update."""
+        """Record the duration of the step in seconds, including the optimizer's update."""
         self.trainer._record({"time/update_s": time.perf_counter() - self._started})
 
 
@@ -242,8 +243,8 @@ def _forward_callbacks(args: Any, adapted: bool) -> list[QuantizedForwardCallbac
         return []
     if adapted and not args.round_base:
         raise ValueError(
-            "training_forward='quantized' with an adapter needs round_base=True: otherwise the engine may round the "
-            "adapter with its layer, and the trainer does not. Or use training_forward='full_precision'."
+            "training_forward='quantized' with an adapter requires round_base=True, because the engine may otherwise "
+            "round the adapter with its layer and the trainer does not. Or use training_forward='full_precision'."
         )
     return [QuantizedForwardCallback(get_scheme(args.rollout_quantization), args.quantization_ignore)]
 

@@ -1,7 +1,7 @@
-"""A run as one file, `run.jsonl` in its output directory: the settings first, then every row that was logged.
+"""The run log, `run.jsonl` in the output directory: one line of settings, then one line per logged row.
 
-`trl-qurl report` reads it. It exists after every run, whatever else the trainer logs to, and grows line by line, so
-that a run that is killed loses only the line it was writing.
+`trl-qurl report` reads it. Every run writes one, in addition to other loggers. It grows line by line, so a killed run
+loses only the line it was writing.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 RUN_LOG = "run.jsonl"
 SETTINGS_KEY = "settings"
 
-# Names of settings whose text is secret; `max_tokens` and `eos_token_id` are not among them.
+# Names of settings with secret values; `max_tokens` and `eos_token_id` do not match.
 _SECRET = re.compile(r"(^|_|-)(token|api_?key|password|passwd|secret|authorization|credentials?)$", re.IGNORECASE)
-_CREDENTIALS = re.compile(r"(?<=:)//[^/@\s]+@")  # user and password in an address
+_CREDENTIALS = re.compile(r"(?<=:)//[^/@\s]+@")  # user and password in a URL
 _MASK = "<hidden>"
 
 Row = dict[str, Any]
@@ -30,12 +30,12 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """What a run log holds.
+    """The contents of a run log.
 
     Attributes:
-        path: The file.
-        settings: What the run was asked to do, by name.
-        rows: What it logged, in the order it was written, each with its `step`.
+        path: The log file.
+        settings: The run's settings, by name.
+        rows: The logged rows in the order they were written, each with its `step`.
     """
 
     path: Path
@@ -43,55 +43,55 @@ class Run:
     rows: list[Row]
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """A metric over the run.
+        """Return the values of a metric over the run.
 
         Args:
-            name: As it was logged, such as `mismatch/kl_k3`.
+            name: Name under which the metric was logged, such as `mismatch/kl_k3`.
 
         Returns:
-            `(step, value)` wherever it has a finite value; the last one where a step has several.
+            `(step, value)` for every step with a finite value; the last value if a step has several.
         """
         values = {row["step"]: row[name] for row in self.rows if isinstance(row.get(name), int | float)}
         return sorted(values.items())
 
 
 class RunLog:
-    """Writes the log of one run.
+    """Writer of one run's log.
 
     Args:
-        path: The file.
+        path: The log file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     def begin(self, settings: dict[str, Any], step: int) -> None:
-        """Start the file, or continue it.
+        """Start the file, or continue it after a resume.
 
-        A run that starts at step 0 renames the file of an earlier run to the next free `run-1.jsonl`. A resumed one
-        keeps the rows up to its checkpoint and drops the later ones, whose steps are made again.
+        A run that starts at step 0 renames an earlier run's file to the next free `run-1.jsonl`. A resumed run keeps
+        the rows up to its checkpoint and drops later ones, whose steps will be repeated.
 
         Args:
-            settings: What the run was asked to do. What JSON cannot hold becomes text; secrets are not written.
-            step: Optimizer updates already made.
+            settings: The run's settings. Values that JSON cannot represent become text; secrets are masked.
+            step: Number of optimizer updates already done.
         """
-        kept: list[Row] = []
+        rows: list[Row] = []
         if step > 0 and self.path.exists():
-            kept = [row for row in read_run(self.path).rows if row["step"] <= step]
+            rows = [row for row in read_run(self.path).rows if row["step"] <= step]
         elif self.path.exists():
-            places = (self.path.with_name(f"{self.path.stem}-{number}{self.path.suffix}") for number in count(1))
-            os.replace(self.path, next(place for place in places if not place.exists()))
+            backups = (self.path.with_name(f"{self.path.stem}-{number}{self.path.suffix}") for number in count(1))
+            os.replace(self.path, next(backup for backup in backups if not backup.exists()))
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self.path.with_suffix(".tmp")
-        contents = [{SETTINGS_KEY: _without_secrets(settings)}, *kept]
-        draft.write_text("".join(map(_line, contents)), encoding="utf-8")
-        os.replace(draft, self.path)
+        tmp = self.path.with_suffix(".tmp")
+        contents = [{SETTINGS_KEY: _without_secrets(settings)}, *rows]
+        tmp.write_text("".join(map(_line, contents)), encoding="utf-8")
+        os.replace(tmp, self.path)
 
     def append(self, row: Row) -> None:
-        """Add one row.
+        """Append one row.
 
         Args:
-            row: Values by name, `step` among them.
+            row: Values by name, including `step`.
         """
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(_line(row))
@@ -101,33 +101,32 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     """Read the log of a run.
 
     Args:
-        path: The run's output directory, or the file itself, which may be gzipped.
+        path: The run's output directory or its log file, which may be gzipped.
 
     Returns:
-        Its settings and rows.
+        The run's settings and rows, without an incomplete last line left by a killed run.
 
     Raises:
-        FileNotFoundError: There is no log.
-        ValueError: The file is not one, or is gzipped and damaged. A half-written last line, of a run that was
-            killed, is left out.
+        FileNotFoundError: The log does not exist.
+        ValueError: The file is not a run log, or is a damaged gzip file.
     """
     file = Path(path)
     if file.is_dir():
         packed = file / f"{RUN_LOG}.gz"
         file = packed if packed.is_file() and not (file / RUN_LOG).is_file() else file / RUN_LOG
     if not file.is_file():
-        raise FileNotFoundError(f"There is no run log {file}: give the output_dir of a run, or its {RUN_LOG}.")
+        raise FileNotFoundError(f"The run log {file} does not exist: pass the output_dir of a run, or its {RUN_LOG}.")
     contents = _read_lines(file)
     first, rows = (contents or [{}])[0], contents[1:]
     if set(first) != {SETTINGS_KEY} or not all(isinstance(row.get("step"), int) for row in rows):
-        raise ValueError(f"{file} is not a run log: its first line holds the settings, and all others have a step.")
+        raise ValueError(f"{file} is not a run log: its first line must hold the settings, and all others a step.")
     return Run(file, first[SETTINGS_KEY], rows)
 
 
 def _read_lines(file: Path) -> list[dict[str, Any]]:
-    opened = gzip.open if file.suffix == ".gz" else open
+    open_file = gzip.open if file.suffix == ".gz" else open
     try:
-        with opened(file, "rt", encoding="utf-8") as stream:
+        with open_file(file, "rt", encoding="utf-8") as stream:
             lines = stream.read().splitlines(keepends=True)
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"{file} cannot be read as a run log: {error}.") from error
@@ -137,7 +136,7 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
             contents.append(json.loads(line))
         except json.JSONDecodeError as error:
             if number == len(lines) and not line.endswith("\n"):
-                break  # the run was killed while it wrote this line
+                break  # the run was killed while writing this line
             raise ValueError(f"Line {number} of {file} is not JSON: {error}.") from error
         if not isinstance(contents[-1], dict):
             raise ValueError(f"Line {number} of {file} is a JSON {type(contents[-1]).__name__}, not a row.")
@@ -145,7 +144,7 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _without_secrets(value: Any) -> Any:
-    """Hide texts under the name of a secret, in nested settings and in JSON text too, and passwords in addresses."""
+    """Mask secrets in nested settings, including those in JSON text, and passwords in URLs."""
     if isinstance(value, dict):
         return {
             name: _MASK if isinstance(entry, str) and _SECRET.search(str(name)) else _without_secrets(entry)
@@ -162,6 +161,6 @@ def _without_secrets(value: Any) -> Any:
 
 
 def _line(content: dict[str, Any]) -> str:
-    """A line of JSON, with `null` for numbers that JSON does not have, such as NaN."""
+    """Return a line of JSON, with `null` for numbers that JSON cannot represent, such as NaN."""
     numbers = json.loads(json.dumps(content, default=str), parse_constant=lambda name: None)
     return json.dumps(numbers) + "\n"

@@ -1,8 +1,8 @@
-"""The trained policy on disk: whole, as a quantized checkpoint ready for `vllm serve`, and its model cards.
+"""Saving the trained policy: as a whole model, as a quantized checkpoint for `vllm serve`, and with model cards.
 
-For a quantized checkpoint, parameters come from where every sync gets them (TRL's backend: FSDP and ZeRO-3 gather,
-adapters are merged and come out again) and go to the writer behind `trl-qurl quantize`. The engine and its weights are
-not touched.
+For a quantized checkpoint, parameters come from the same source as for a sync (TRL's backend, which gathers FSDP and
+ZeRO-3 shards and merges adapters temporarily) and go to the writer behind `trl-qurl quantize`. The engine and its
+weights are not touched.
 """
 
 import itertools
@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 else:
     TRLTrainer = object
 
-ADAPTER_DIRECTORY = "adapter"  # in a quantized checkpoint
+ADAPTER_DIRECTORY = "adapter"  # subdirectory of a quantized checkpoint
 
-# Fields of TRL's config that a model card shows.
-SHOWN = ("learning_rate", "num_generations", "max_completion_length", "temperature", "beta", "vllm_mode", "seed")
+# Fields of TRL's config that model cards list.
+CARD_FIELDS = ("learning_rate", "num_generations", "max_completion_length", "temperature", "beta", "vllm_mode", "seed")
 
 
 class SavingMixin(TRLTrainer):
-    """A mixin for a trainer of TRL on quantized rollouts: it saves policies, quantized checkpoints, model cards."""
+    """Mixin for TRL trainers with quantized rollouts: saves policies, quantized checkpoints and model cards."""
 
     _algorithm: ClassVar[str]
     _algorithm_citation: ClassVar[str] = ""
@@ -56,123 +56,121 @@ class SavingMixin(TRLTrainer):
         quantizer: str = "streaming",
         merge: bool | None = None,
     ) -> Path:
-        """Write a quantized checkpoint of the policy as it is now, without a critic, for `vllm serve DIRECTORY`.
+        """Write a quantized checkpoint of the current policy, without a critic, for `vllm serve DIRECTORY`.
 
-        No calibration data is needed. With PEFT the merged weights are written; where rollouts had the adapter beside
-        the quantized base (`weight_sync="adapter"`), so has the checkpoint, in its subdirectory `adapter`. Weights
-        that UAQ has rescaled compute the same function, and the config keeps the scale. Weights that are not quantized
-        keep the dtype they are trained in. Training can go on afterwards. In a run of several processes, all of them
-        must call it.
+        No calibration data is needed. PEFT adapters are merged into the weights. If rollouts kept the adapter separate
+        from the quantized base (`weight_sync="adapter"`), so does the checkpoint, in its subdirectory `adapter`.
+        Weights rescaled by UAQ compute the same function, and the config records the scale. Unquantized weights keep
+        their training dtype. Training can continue afterwards. In a distributed run, every process must call this.
 
         Args:
-            output_dir: Directory to create, by default `{args.output_dir}-{scheme}`, which `push_to_hub` does not
-                upload. An earlier quantized checkpoint is replaced once the new one is complete.
-            scheme: Name of a format; by default that of the rollouts, `args.rollout_quantization`.
-            ignore: Modules kept in full precision; by default those of the rollouts, `args.quantization_ignore`.
-            quantizer: `"streaming"`, or `"llmcompressor"`: the same codes and scales from llm-compressor, which takes
-                a second copy of the model in host memory.
-            merge: Whether an adapter is merged into the weights; by default as the rollouts had it. After a
-                fallback to 16 bits (`mismatch_guard`) it is.
+            output_dir: Directory to create; defaults to `{args.output_dir}-{scheme}`, which `push_to_hub` does not
+                upload. An existing quantized checkpoint is replaced once the new one is complete.
+            scheme: Name of a format; defaults to the rollouts' format, `args.rollout_quantization`.
+            ignore: Modules to keep in full precision; defaults to those of the rollouts, `args.quantization_ignore`.
+            quantizer: `"streaming"` or `"llmcompressor"`. Both produce the same codes and scales, but llm-compressor
+                needs a second copy of the model in host memory.
+            merge: Whether to merge an adapter into the weights; defaults to what the rollouts did, and to `True` after
+                a fallback to 16 bits (`mismatch_guard`).
 
         Returns:
-            The directory.
+            The checkpoint directory.
 
         Raises:
-            ValueError: No scheme, an unknown scheme or quantizer, nothing left to quantize, llm-compressor in several
-                processes, the run's own directory, or `merge=False` with another format or quantizer than the
-                rollouts', or without an adapter that is sent by itself.
-            ImportError: `quantizer="llmcompressor"` without llm-compressor.
-            FileExistsError: The directory holds something else than a quantized checkpoint.
-            OSError: It cannot be written; nothing is left behind.
-            RuntimeError: In the other processes, if the main one failed.
+            ValueError: The scheme or quantizer is missing or unknown, no layer is left to quantize, llm-compressor is
+                used with several processes, the checkpoint would replace the run, or `merge=False` is combined with
+                settings other than the rollouts' or with rollouts that did not keep the adapter separate.
+            ImportError: `quantizer="llmcompressor"`, but llm-compressor is not installed.
+            FileExistsError: The directory holds something other than a quantized checkpoint.
+            OSError: The checkpoint cannot be written; no partial checkpoint remains.
+            RuntimeError: In the other processes, if the main process failed.
         """
         generation = self.vllm_generation
         name = scheme or self.args.rollout_quantization
         if name is None:
             raise ValueError(
-                "This run's rollouts are not quantized (rollout_quantization=None): name a format, as in "
-                f"save_quantized(scheme=...), of {', '.join(map(repr, SCHEMES))}."
+                "This run's rollouts are not quantized (rollout_quantization=None): pass "
+                f"save_quantized(scheme=...) one of {', '.join(map(repr, SCHEMES))}."
             )
-        chosen = get_scheme(name)
+        target = get_scheme(name)
         check_quantizer(quantizer)
         if quantizer == "llmcompressor" and self.accelerator.num_processes > 1:
             raise ValueError(
-                f"quantizer='llmcompressor' works in one process, and this run has {self.accelerator.num_processes}: "
-                "use 'streaming', which makes the same codes and scales."
+                f"quantizer='llmcompressor' needs one process, but this run has {self.accelerator.num_processes}: "
+                "use 'streaming', which produces the same codes and scales."
             )
         ignore = self.args.quantization_ignore if ignore is None else list(ignore)
-        quantized_layer_names(generation.model, ignore, chosen)  # refused in every process, or in none
+        quantized_layer_names(generation.model, ignore, target)  # raises in every process or in none
         run = Path(self.args.output_dir).absolute()
-        path = run.with_name(f"{run.name}-{chosen.name}") if output_dir is None else Path(output_dir)
+        path = run.with_name(f"{run.name}-{target.name}") if output_dir is None else Path(output_dir)
         self._by_main_process(lambda: check_place(path, run))
-        held = generation.rollout.scheme  # none after a fallback to 16 bits
-        same = (chosen.name, list(ignore), quantizer) == (
-            held and held.name,
+        rollout_scheme = generation.rollout.scheme  # `None` after a fallback to 16 bits
+        matches_rollouts = (target.name, list(ignore), quantizer) == (
+            rollout_scheme and rollout_scheme.name,
             list(self.args.quantization_ignore),
             "streaming",
         )
-        if merge is False and (generation.base is None or not same):
+        if merge is False and (generation.base is None or not matches_rollouts):
             raise ValueError(
-                "merge=False keeps an adapter beside the base that rollouts used: it needs weight_sync='adapter', the "
-                "rollouts' format and ignored modules, and quantizer='streaming'."
+                "merge=False keeps the adapter separate from the rollouts' base: it requires weight_sync='adapter', "
+                "the rollouts' format and ignored modules, and quantizer='streaming'."
             )
-        if not merge and generation.base is not None and same:
-            self._save_beside_adapter(generation.base, path, chosen)
+        if not merge and generation.base is not None and matches_rollouts:
+            self._save_with_adapter(generation.base, path, target)
             return path
         parameters = generation.policy_parameters()
 
         def write() -> None:
-            writer = CheckpointWriter(generation.base_model, self.processing_class, chosen, ignore)
+            writer = CheckpointWriter(generation.base_model, self.processing_class, target, ignore)
             writer.quantize(parameters, path, quantizer)
-            self._quantized_card(path.name, chosen, ignore).save(path / "README.md")
+            self._quantized_card(path.name, target, ignore).save(path / "README.md")
 
         with exact_base(generation.model):
             self._by_main_process(write, parameters)
         return path
 
-    def _save_beside_adapter(self, base: FrozenBase, path: Path, scheme: QuantizationScheme) -> None:
+    def _save_with_adapter(self, base: FrozenBase, path: Path, scheme: QuantizationScheme) -> None:
         generation, ignore = self.vllm_generation, list(self.args.quantization_ignore)
         tensors, adapter = base.tensors(), adapter_tensors(generation.model)
 
         def write() -> None:
-            def write_beside(draft: Path) -> None:
-                write_adapter(generation.model, adapter, draft / ADAPTER_DIRECTORY)
+            def add_adapter(tmp: Path) -> None:
+                write_adapter(generation.model, adapter, tmp / ADAPTER_DIRECTORY)
                 rank = engine_rank(adapter_rank(generation.model))
-                self._quantized_card(path.name, scheme, ignore, rank).save(draft / "README.md")
+                self._quantized_card(path.name, scheme, ignore, rank).save(tmp / "README.md")
 
             writer = CheckpointWriter(generation.base_model, self.processing_class, scheme, ignore)
-            writer.write(tensors, path, write_beside)
+            writer.write(tensors, path, add_adapter)
 
         self._by_main_process(write, itertools.chain(tensors, adapter))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole policy, as the parent does.
 
-        Where FSDP keeps checkpoints in shards (`SHARDED_STATE_DICT`), the parent writes no weights at all, so it is
-        told otherwise for the length of this call. A collective operation.
+        With sharded FSDP checkpoints (`SHARDED_STATE_DICT`), the parent would not write any weights, so this call
+        temporarily switches to `FULL_STATE_DICT`. Every process must call it.
 
         Args:
-            output_dir: Directory; the run's own by default.
+            output_dir: Directory; defaults to the run's output directory.
 
         Raises:
-            OSError: Nothing was written that can be loaded.
+            OSError: The parent did not write weights that can be loaded.
         """
         plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
-        chosen = plugin and plugin.state_dict_type
+        state_dict_type = plugin and plugin.state_dict_type
         if plugin is not None:
             plugin.set_state_dict_type("FULL_STATE_DICT")
         try:
             super().save_model(output_dir, _internal_call)
         finally:
             if plugin is not None:
-                plugin.set_state_dict_type(chosen)
-        if (
-            self.args.should_save and not _internal_call
-        ):  # a checkpoint to resume from may be in DeepSpeed's own format
+                plugin.set_state_dict_type(state_dict_type)
+        # An `_internal_call` saves a checkpoint to resume from, which may be in DeepSpeed's own format.
+        if self.args.should_save and not _internal_call:
             check_weights(Path(output_dir or self.args.output_dir))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write TRL's model card, with how the rollouts were made."""
+        """Write TRL's model card, with a section about the rollouts."""
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
             path = Path(self.args.output_dir) / "README.md"
@@ -184,26 +182,28 @@ class SavingMixin(TRLTrainer):
             card.save(path)
 
     def _describe_run(self) -> tuple[list[str], dict[str, object]]:
-        """Sentences and settings of the run for its model card; a trainer adds what its algorithm has."""
+        """Return sentences and settings for the model card; each trainer adds those of its algorithm."""
         args, name = self.args, self.args.rollout_quantization
         rollouts = (
             "The rollouts were not quantized: vLLM generated from the policy in its own dtype."
             if name is None
-            else f"The rollouts came from a quantized copy of the policy ({get_scheme(name).description}), made again "
-            "before each generation and run by vLLM; the policy was trained, and is saved here, in full precision."
+            else f"The rollouts came from a quantized copy of the policy ({get_scheme(name).description}), updated "
+            "before each generation and run by vLLM. The policy was trained and saved in full precision."
         )
         if self.vllm_generation.base is not None:
-            of = "in its own dtype" if name is None else f"quantized once ({get_scheme(name).description})"
-            rollouts = f"The rollouts came from the frozen base {of}, with the adapter beside it, run by vLLM."
+            base = "in its own dtype" if name is None else f"quantized once ({get_scheme(name).description})"
+            rollouts = f"The rollouts came from the frozen base, {base}, with the unmerged adapter, run by vLLM."
         if name is not None and self.vllm_generation.rollout.scheme is None:
-            rollouts += " Then their mismatch was too large, and the last ones were not quantized (`mismatch_guard`)."
+            rollouts += " Their mismatch grew too large, so the last ones were not quantized (`mismatch_guard`)."
         if args.round_base:
             rollouts += (
-                " The adapter was trained on a base whose weights were rounded to what these codes stand for, and "
-                "belongs to it: on the original weights, or merged into them, it makes another policy."
+                " The adapter was trained on a base whose weights were rounded to the values of these codes, and only "
+                "works with that base: on the original weights, or merged into them, it is a different policy."
             )
         if args.training_forward == "quantized":
-            rollouts += f" Training computed its forward pass as vLLM does: what was trained is the {name} policy."
+            rollouts += (
+                f" Training used the same quantized forward pass as vLLM, so the trained policy is the {name} one."
+            )
             if not args.round_base:
                 rollouts += f" Quantize these weights to use it: `trl-qurl quantize MODEL OUT --scheme {name}`."
         settings = {
@@ -214,7 +214,7 @@ class SavingMixin(TRLTrainer):
             "UAQ's s (`uaq_scale`)": recorded_scale(self.model),
             "updates per rollout": f"{args.updates_per_rollout:g}",
         }
-        settings |= {f"`{name}`": getattr(args, name) for name in SHOWN}
+        settings |= {f"`{name}`": getattr(args, name) for name in CARD_FIELDS}
         return [f"The algorithm is {self._algorithm}.", rollouts], settings
 
     def _quantized_card(
@@ -226,7 +226,7 @@ class SavingMixin(TRLTrainer):
         return quantized_card(name, scheme, ignore, pushed, start, self._tag_names, adapter_rank)
 
     def _by_main_process(self, act: Callable[[], None], parameters: Iterable[Any] = ()) -> None:
-        """Let the main process act; if it fails, all processes raise. All go through `parameters` in any case."""
+        """Run `act` in the main process, and raise in all if it fails. All processes exhaust `parameters`."""
         error: Exception | None = None
         try:
             if self.accelerator.is_main_process:
@@ -234,7 +234,7 @@ class SavingMixin(TRLTrainer):
         except Exception as failure:
             error = failure
         finally:
-            # Gathering takes every process, and at the end adapters come out.
+            # Gathering is collective, and the end of the iterator unmerges adapters.
             deque(parameters, maxlen=0)
         outcome = [None if error is None else f"{type(error).__name__}: {error}"]
         broadcast_object_list(outcome, from_process=0)
@@ -245,12 +245,12 @@ class SavingMixin(TRLTrainer):
 
 
 def check_weights(directory: Path) -> None:
-    """Raise `OSError` if a directory that a policy or an adapter was saved to holds no weights that can be read."""
+    """Raise `OSError` unless a saved policy or adapter has weights that can be read."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise OSError(
             f"No weights were written to {directory}. With DeepSpeed, set zero3_save_16bit_model: true in "
-            "accelerate's configuration; the last checkpoint of the run still holds them in its own format."
+            "accelerate's configuration; the run's last checkpoint still holds them in DeepSpeed's own format."
         )
     for file in files:
         try:
@@ -261,20 +261,20 @@ def check_weights(directory: Path) -> None:
 
 
 def check_place(path: Path, run: Path) -> None:
-    """Refuse a path for the checkpoint that would replace the run in `output_dir`, or anything else of value."""
+    """Raise if a checkpoint at `path` would replace the run's output directory or anything else of value."""
     if path.resolve() in (run.resolve(), *run.resolve().parents):
-        raise ValueError(f"{path} holds this run and would be replaced: name another, such as {run}-quantized.")
+        raise ValueError(f"{path} holds this run and would be replaced: choose another, such as {run}-quantized.")
     check_replaceable(path)
 
 
 @contextmanager
 def exact_base(model: torch.nn.Module) -> Iterator[None]:
-    """Restore the weights below adapters after the block, from a copy in host memory: merging rounds them."""
-    below = [parameter.detach() for name, parameter in model.named_parameters() if ".base_layer." in name]
-    below = [part.to_local() if isinstance(part, DTensor) else part for part in below]
-    kept = [part.to("cpu", copy=True) for part in below]
+    """Restore the base weights of adapters on exit, from a copy in host memory, because merging rounds them."""
+    weights = [parameter.detach() for name, parameter in model.named_parameters() if ".base_layer." in name]
+    weights = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
+    copies = [weight.to("cpu", copy=True) for weight in weights]
     try:
         yield
     finally:
-        for part, bits in zip(below, kept, strict=True):
-            part.copy_(bits)
+        for weight, copy in zip(weights, copies, strict=True):
+            weight.copy_(copy)

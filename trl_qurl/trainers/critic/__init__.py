@@ -1,1 +1,1 @@
-"""The critic of PPO, and the model that it starts from."""
+"""PPO's critic and the loading of its model."""

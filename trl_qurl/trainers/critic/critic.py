@@ -1,7 +1,7 @@
-"""The critic of PPO: a value model that learns along with the policy, and its optimizer.
+"""PPO's critic: a value model that trains along with the policy, and its optimizer.
 
-It has a separate `Accelerator`: both share the process group and every setting, and each keeps its own models and
-optimizers, so that DDP, FSDP2 and ZeRO-3 prepare, clip and save the two models apart.
+It has a separate `Accelerator`. The two share the process group and every setting, but each has its own models and
+optimizers, so DDP, FSDP2 and ZeRO-3 prepare, clip and save the policy and the critic separately.
 
 Shapes: `B` sequences, `P` prompt tokens, `T` completion tokens.
 """
@@ -24,29 +24,29 @@ from trl_qurl.config import QuRLPPOConfig
 from trl_qurl.quantization.storage import new_directory
 
 CRITIC_DIRECTORY = "critic"
-"""Subdirectory for the critic in the directory that `save_model` writes the policy to."""
+"""Subdirectory for the critic, in the directory where `save_model` writes the policy."""
 
 STATE_DIRECTORY = "critic_state"
-"""Subdirectory of a checkpoint with the critic, its optimizer and its schedule."""
+"""Subdirectory for the critic, its optimizer and its schedule, in a checkpoint."""
 
 OptimizerFactory = Callable[[torch.nn.Module], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
 
 ValueLossFunction = Callable[[torch.Tensor], torch.Tensor]
-"""From a micro-batch's values, `(B, T + 1)`, to its share of the loss of an optimizer step."""
+"""Maps a micro-batch's values, `(B, T + 1)`, to its share of an optimizer step's loss."""
 
 
 class Critic:
     """A value model that learns after each backward pass of the policy.
 
-    A trainer calls `rollout_values` at each rollout, `learn` at each micro-batch, and `step` at each optimizer step.
+    The trainer calls `rollout_values` per rollout, `learn` per micro-batch and `step` per optimizer step.
     `model(input_ids, attention_mask).logits` is `(B, P + T, 1)`.
     """
 
     def __init__(self, model: PreTrainedModel, args: QuRLPPOConfig, policy_accelerator: Accelerator) -> None:
-        # `GradientState` is one for all accelerators of a process: a plugin with other settings would change both.
+        # Accelerators of a process share one `GradientState`: a plugin with other settings would change the policy's.
         plugin = GradientAccumulationPlugin(**policy_accelerator.gradient_state.plugin_kwargs)
-        # The trainer's schedules count optimizer steps, whatever the number of processes; so does this one.
+        # Count optimizer steps, regardless of the number of processes, as the trainer's schedules do.
         accelerator = Accelerator(gradient_accumulation_plugin=plugin, step_scheduler_with_optimizer=False)
         self.model: Any = model  # `prepare` may wrap it for the launcher
         self.accelerator = accelerator
@@ -56,12 +56,12 @@ class Critic:
         if args.gradient_checkpointing:
             model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
             if is_peft_model(model):
-                model.enable_input_require_grads()  # else reentrant checkpointing finds nothing to train
+                model.enable_input_require_grads()  # otherwise reentrant checkpointing would compute no gradients
         if accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
             model.to(accelerator.device)
 
     def prepare(self, make_optimizer: OptimizerFactory, make_scheduler: SchedulerFactory) -> None:
-        """Build optimizer and schedule; once, however often training starts."""
+        """Build the optimizer and schedule, unless an earlier start of training has done so."""
         if self._optimizer is None:
             optimizer = make_optimizer(self.model)
             parts = self.accelerator.prepare(self.model, optimizer, make_scheduler(optimizer))
@@ -75,27 +75,27 @@ class Critic:
         return torch.cat([self.values(*chunk, batch["completion_ids"].size(1)) for chunk in chunks])
 
     def learn(self, batch: dict[str, Any], value_loss: ValueLossFunction) -> None:
-        """Forward and backward pass on a micro-batch, after the policy's, whose activations are gone by then."""
+        """Run forward and backward on a micro-batch, once the policy's pass has freed its activations."""
         self.backward(value_loss(self.values(*prompts_and_completions(batch), batch["completion_ids"].size(1))))
 
     def values(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_length: int) -> torch.Tensor:
-        """Values before each of `T` completion tokens and after them, `(B, T + 1)`, from ids of `(B, P + T)`."""
-        self.model.train(torch.is_grad_enabled())  # checkpointing works in this mode only; there is no dropout
+        """Return values before each of `T` completion tokens and after the last, `(B, T + 1)`; ids: `(B, P + T)`."""
+        self.model.train(torch.is_grad_enabled())  # gradient checkpointing needs train mode; dropout is off
         logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
         return logits.squeeze(-1)[:, -(completion_length + 1) :].float()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the loss's gradients; they are summed over processes with the last micro-batch of a step only."""
+        """Accumulate gradients, and sum them over processes only at the last micro-batch of a step."""
         accelerator = self.accelerator
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
-            accelerator.backward(loss, scale_wrt_gas=False)  # the loss is a mean over the whole step already
+            accelerator.backward(loss, scale_wrt_gas=False)  # the loss is already a mean over the whole step
             return
         with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(self.model):
             accelerator.backward(loss)
 
     def step(self) -> dict[str, float]:
-        """Clip, update and forget the gradients; the norm before clipping, and the learning rate used."""
-        norm = self._clip(self._args.max_grad_norm or math.inf)  # 0 turns clipping off, as for the policy
+        """Clip, update and clear gradients; return the norm before clipping and the learning rate used."""
+        norm = self._clip(self._args.max_grad_norm or math.inf)  # 0 disables clipping, as for the policy
         learning_rate = self._scheduler.get_last_lr()[0]
         self._optimizer.step()
         self._scheduler.step()
@@ -106,53 +106,53 @@ class Critic:
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), largest)
         if norm is None:
             return float("nan")
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # FSDP2 keeps it in parts
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # FSDP2 shards it
 
     def save_pretrained(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write a token classifier that transformers loads."""
+        """Write a token classifier that transformers can load."""
         state = self.accelerator.get_state_dict(self.model)
         if self.accelerator.is_main_process:
-            with new_directory(directory) as draft:
-                self.accelerator.unwrap_model(self.model).save_pretrained(draft, state_dict=state)
-                tokenizer.save_pretrained(draft)
+            with new_directory(directory) as tmp:
+                self.accelerator.unwrap_model(self.model).save_pretrained(tmp, state_dict=state)
+                tokenizer.save_pretrained(tmp)
 
     def save_state(self, checkpoint: Path) -> None:
-        """Add model, optimizer and schedule to a checkpoint; they get their name when they are complete."""
-        final, draft = checkpoint / STATE_DIRECTORY, checkpoint / f".{STATE_DIRECTORY}"
-        self.accelerator.save_state(str(draft))
+        """Add the model, optimizer and schedule to a checkpoint, renamed into place once complete."""
+        final, tmp = checkpoint / STATE_DIRECTORY, checkpoint / f".{STATE_DIRECTORY}"
+        self.accelerator.save_state(str(tmp))
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
-            if final.exists():  # of an earlier run that came to this step in the same directory
+            if final.exists():  # left by an earlier run that reached this step in the same directory
                 shutil.rmtree(final)
-            os.replace(draft, final)
+            os.replace(tmp, final)
         self.accelerator.wait_for_everyone()
 
     def load_state(self, checkpoint: Path) -> None:
-        """Read what `save_state` wrote.
+        """Load what `save_state` wrote.
 
         Raises:
-            FileNotFoundError: If the checkpoint has no critic.
+            FileNotFoundError: The checkpoint does not contain a critic.
         """
         state = checkpoint / STATE_DIRECTORY
         if not state.exists():
             raise FileNotFoundError(
-                f"There is no {state.name} in {checkpoint}: it is incomplete, or was written by another trainer. "
+                f"The checkpoint {checkpoint} has no {state.name}: it is incomplete or from another trainer. "
                 "Resume from an earlier checkpoint, or start a new run from its model."
             )
-        # Via the CPU: torch cannot load straight to "cpu:0", the device of one process among several on CPU.
+        # Load via the CPU: torch cannot load directly to "cpu:0", the device of processes in a distributed CPU run.
         self.accelerator.load_state(str(state), map_location="cpu")
 
 
 def prompts_and_completions(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and attention mask of a trainer's batch, both `(B, P + T)`."""
+    """Return token ids and attention mask of a trainer's batch, both `(B, P + T)`."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     return ids, torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
 
 
 def build_optimizer(model: torch.nn.Module, args: QuRLPPOConfig, decayed: set[str]) -> torch.optim.Optimizer:
-    """The policy's kind of optimizer (`optim`, betas, weight decay) with the critic's learning rate.
+    """Build an optimizer with the policy's settings (`optim`, betas, weight decay) and the critic's learning rate.
 
-    Weight decay applies to the parameters whose names are in `decayed`.
+    Weight decay applies to the parameters named in `decayed`.
     """
     optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -165,12 +165,12 @@ def build_optimizer(model: torch.nn.Module, args: QuRLPPOConfig, decayed: set[st
 
 
 def check_optimizer(args: QuRLPPOConfig, model: torch.nn.Module) -> None:
-    """Refuse an optimizer that cannot be built for a second model, because it chooses its parameters itself."""
-    refusal = f"optim={args.optim!r} does not work with a critic: use 'adamw_torch_fused'."
+    """Raise `ValueError` for optimizers that choose their own parameters, which rules out a second model."""
+    message = f"optim={args.optim!r} does not work with a critic: use 'adamw_torch_fused'."
     try:
         optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
-    except ValueError as error:  # no layer of a head is among those it should train
-        raise ValueError(f"{refusal} transformers says: {error}") from error
+    except ValueError as error:  # none of its target modules is in the critic
+        raise ValueError(f"{message} transformers reports: {error}") from error
     is_class = isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)
     if not is_class or kwargs.keys() & {"params", "model", "optimizer_dict"}:
-        raise ValueError(refusal)
+        raise ValueError(message)

@@ -1,1 +1,1 @@
-"""DAPO's dynamic sampling: groups whose rewards are all equal are replaced by groups of other prompts."""
+"""DAPO's dynamic sampling: replaces groups whose rewards are all equal with groups of other prompts."""

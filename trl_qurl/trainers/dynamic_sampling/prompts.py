@@ -1,4 +1,4 @@
-"""Further prompts for dynamic sampling, the same in every process; a resumed run continues with the next one."""
+"""Extra prompts for dynamic sampling, the same in every process; a resumed run continues with the next one."""
 
 import hashlib
 import json
@@ -7,20 +7,20 @@ from typing import Any, NamedTuple
 import torch
 
 
-class Drawn(NamedTuple):
-    """A prompt from the stream."""
+class StreamPrompt(NamedTuple):
+    """A prompt drawn from the stream."""
 
     row: dict[str, Any]
-    drawn: int  # prompts that the stream had given with this one
+    position: int  # prompts drawn so far, including this one
 
 
 class PromptStream:
-    """The data set in one random order after another; set `drawn`, the prompts drawn so far, to go on after them."""
+    """The dataset's prompts, reshuffled every epoch; set `drawn`, the prompts drawn so far, to continue after them."""
 
     def __init__(self, dataset: Any, seed: int, drawn: int = 0) -> None:
         if not hasattr(dataset, "__len__"):
             raise ValueError(
-                "dynamic_sampling=True cannot draw further prompts from a streamed data set: load it with "
+                "dynamic_sampling=True cannot draw extra prompts from a streaming dataset: load it with "
                 "streaming=False, or set dynamic_sampling=False."
             )
         self._dataset = dataset
@@ -28,28 +28,28 @@ class PromptStream:
         self._epoch, self._order = -1, torch.empty(0)
         self.drawn = drawn
 
-    def draw(self, count: int, tried: set[str]) -> list[Drawn]:
-        """The next prompts that are not among those tried, which they join; fewer if the data set has no more."""
-        found: list[Drawn] = []
-        for _ in range(2 * len(self._dataset)):  # two orders: what is left of this one, and one whole
-            if len(found) == count:
+    def draw(self, count: int, tried: set[str]) -> list[StreamPrompt]:
+        """Draw the next `count` prompts that are not in `tried`, and add them to it; fewer if none are left."""
+        prompts: list[StreamPrompt] = []
+        for _ in range(2 * len(self._dataset)):  # the rest of this epoch plus one full epoch
+            if len(prompts) == count:
                 break
-            row = self._dataset[self._number()]
+            row = self._dataset[self._next_index()]
             self.drawn += 1
-            name = prompt_digest(row)
-            if name not in tried:
-                tried.add(name)
-                found.append(Drawn(row, self.drawn))
-        return found
+            digest = prompt_digest(row)
+            if digest not in tried:
+                tried.add(digest)
+                prompts.append(StreamPrompt(row, self.drawn))
+        return prompts
 
-    def _number(self) -> int:
-        epoch, place = divmod(self.drawn, len(self._dataset))
+    def _next_index(self) -> int:
+        epoch, position = divmod(self.drawn, len(self._dataset))
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
             self._epoch, self._order = epoch, torch.randperm(len(self._dataset), generator=generator)
-        return int(self._order[place])
+        return int(self._order[position])
 
 
 def prompt_digest(row: dict[str, Any]) -> str:
-    """Short name of a row's prompt, which processes exchange."""
+    """Return a short hash of a row's prompt that processes can exchange."""
     return hashlib.blake2b(json.dumps(row["prompt"], default=str).encode(), digest_size=8).hexdigest()

@@ -1,7 +1,7 @@
-"""`DynamicSamplingTrainer`: TRL's `GRPOTrainer` on batches that dynamic sampling fills.
+"""`DynamicSamplingTrainer`: TRL's `GRPOTrainer` with batches filled by dynamic sampling.
 
-The parent generates and scores as usual. Where dynamic sampling has already done both, the two methods that the parent
-calls for it return what was kept.
+The parent calls two methods to generate and score. If dynamic sampling has already filled the batch, these return its
+completions and rewards.
 """
 
 import functools
@@ -17,7 +17,7 @@ from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.dynamic_sampling.prompts import PromptStream
 from trl_qurl.trainers.dynamic_sampling.sampler import Batch, DynamicSampler, RolloutFunctions, weighted_sum
 
-STATE_FILE = "dynamic_sampling_state.json"  # in a checkpoint: how many prompts were drawn, in all processes alike
+STATE_FILE = "dynamic_sampling_state.json"  # in a checkpoint: number of prompts drawn, the same in all processes
 
 
 class DynamicSamplingTrainer(GRPOTrainer):
@@ -59,32 +59,32 @@ class DynamicSamplingTrainer(GRPOTrainer):
         return super()._calculate_rewards(*args, **kwargs) if self._filled is None else self._filled.rewards
 
     def _take_extras(self) -> dict[str, list]:
-        taken = dict(self._pending_extra_logs)
+        extras = dict(self._pending_extra_logs)
         self._pending_extra_logs.clear()
-        return taken
+        return extras
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         if self._dynamic_sampler is not None and self.args.should_save:
             checkpoint = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-            draft = checkpoint / f".{STATE_FILE}"
-            draft.write_text(json.dumps({"prompts_drawn": self._dynamic_sampler.prompts.drawn}))
-            draft.replace(checkpoint / STATE_FILE)  # so that nobody reads half of it
+            tmp = checkpoint / f".{STATE_FILE}"
+            tmp.write_text(json.dumps({"prompts_drawn": self._dynamic_sampler.prompts.drawn}))
+            tmp.replace(checkpoint / STATE_FILE)  # readers never see a partial file
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if self._dynamic_sampler is not None and checkpoint is not None:
             state = Path(checkpoint, STATE_FILE)
-            if state.exists():  # a run may turn dynamic sampling on when it resumes
+            if state.exists():  # missing if dynamic sampling was turned on at resume
                 self._dynamic_sampler.prompts.drawn = json.loads(state.read_text())["prompts_drawn"]
 
 
 def check_arguments(arguments: dict[str, Any], reward_name: str | None) -> None:
-    """Refuse arguments of the trainer that dynamic sampling cannot work with, before an engine starts."""
+    """Raise `ValueError` for trainer arguments that dynamic sampling does not support, before an engine starts."""
     PromptStream(arguments.get("train_dataset"), seed=0)
     for name in ("tools", "rollout_func", "environment_factory"):
         if arguments.get(name):
-            raise ValueError(f"dynamic_sampling=True does not work with {name}: leave one of them out.")
+            raise ValueError(f"dynamic_sampling=True does not work with {name}: remove one of them.")
     if {"image", "images"} & set(getattr(arguments["train_dataset"], "column_names", None) or ()):
         raise ValueError("dynamic_sampling=True does not work with images: set it to False.")
     functions = arguments["reward_funcs"]
@@ -92,6 +92,6 @@ def check_arguments(arguments: dict[str, Any], reward_name: str | None) -> None:
     names = [getattr(function, "__name__", None) for function in functions]
     if reward_name is not None and None not in names and reward_name not in names:
         raise ValueError(
-            f"dynamic_sampling_reward={reward_name!r} is not the name of a reward function; they are called "
+            f"dynamic_sampling_reward={reward_name!r} is not the name of a reward function: use one of "
             f"{', '.join(map(repr, names))}."
         )
