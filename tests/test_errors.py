@@ -237,7 +237,7 @@ def test_questions_without_answers(train, tmp_path):
 def test_questions_that_do_not_fill_a_rollout(train, tmp_path):
     (tmp_path / "few.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 31)
     message = train("--dataset", tmp_path / "few.jsonl")
-    assert message.startswith("train_dataset has 31 prompts, a rollout needs 32 (per_device_train_batch_size x")
+    assert message.startswith("train_dataset has 31 prompts, but a rollout needs 32 (per_device_train_batch_size x")
 
 
 def test_the_example_ends_with_the_sentence(warm_python, tmp_path):

@@ -92,7 +92,7 @@ def test_an_rloo_config_is_taken_as_it_is(tmp_path):
     theirs = RLOOConfig(str(tmp_path), num_generations=2, per_device_train_batch_size=4, **PLAIN)
     with (
         pytest.warns(UserWarning, match="Replaced TRL's defaults that .*: use_vllm=False -> True"),
-        pytest.raises(ValueError, match="train_dataset has 1 prompts, a rollout needs 2"),
+        pytest.raises(ValueError, match="train_dataset has 1 prompts, but a rollout needs 2"),
     ):
         started(theirs)
 

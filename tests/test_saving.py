@@ -335,6 +335,6 @@ def test_an_adapter_stays_beside_no_base_but_that_of_the_rollouts(choice, traine
         pytest.importorskip("llmcompressor", reason="needs llm-compressor (trl-qurl[llmcompressor])")
     if not choice:
         trainer.vllm_generation.base = None  # rollouts had it merged
-    with pytest.raises(ValueError, match=r"merge=False .* it needs weight_sync='adapter', the rollouts' format"):
+    with pytest.raises(ValueError, match=r"merge=False .* it requires weight_sync='adapter', the rollouts' format"):
         trainer.save_quantized(merge=False, **choice)
     assert not list(Path(trainer.args.output_dir).parent.iterdir())

@@ -62,7 +62,7 @@ def test_a_grpo_config_is_taken_as_it_is(trainer, settings, tmp_path):
     )
     with (
         pytest.warns(UserWarning, match=r"Replaced TRL's defaults that .*: use_vllm=False -> True, "),
-        pytest.raises(ValueError, match="train_dataset has 1 prompts, a rollout needs 2"),
+        pytest.raises(ValueError, match="train_dataset has 1 prompts, but a rollout needs 2"),
     ):
         trainer(
             str(tmp_path / "policy"),

@@ -20,7 +20,7 @@ GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # drivers of NVIDIA, AMD
 
 
 def keep_freed_memory() -> bool:
-    """Make malloc keep freed memory in this process and its children, unless it is user-configured or not glibc's.
+    """Make glibc's malloc keep freed memory in this process and its children, unless the user has configured it.
 
     Memory stays bounded by the process's peak, because freed memory is reused.
 

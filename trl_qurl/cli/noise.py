@@ -1,7 +1,7 @@
 """Hides harmless startup messages of our dependencies: `trl_qurl.quiet()`.
 
-Our commands call it, and scripts and notebooks may. Importing the package or using a trainer does not, so scripts that
-do not call it keep their logging and warnings. User settings take precedence: `PYTHONWARNINGS` and `-W` come
+Our commands call it, and scripts and notebooks can, too. Importing the package or using a trainer does not, so scripts
+that do not call it keep their logging and warnings. User settings take precedence: `PYTHONWARNINGS` and `-W` come
 first, setting `VLLM_LOGGING_LEVEL` shows vLLM's messages, and `TRL_QURL_DEBUG=1` shows everything.
 """
 
@@ -23,7 +23,7 @@ def shows_everything() -> bool:
 
 
 class MessageFormatter(logging.Formatter):
-    """Formatter that reduces a log message to its text, with its level in front for warnings and above.
+    """Formatter that prints only the message, prefixed with its level for warnings and above.
 
     It omits the module name and, if there is only one process, the rank that accelerate puts in front.
     """

@@ -47,7 +47,7 @@ def check_model(name_or_path: str) -> None:
         return
     if (directory / "adapter_config.json").is_file():
         raise FileNotFoundError(
-            f"{name_or_path} holds an adapter, but a complete model is needed: merge it first with "
+            f"{name_or_path} holds an adapter, but a complete model is needed: merge the two first with "
             f"peft.AutoPeftModelForCausalLM.from_pretrained({name_or_path!r}).merge_and_unload().save_pretrained("
             "'merged'), or train with --save_quantized."
         )

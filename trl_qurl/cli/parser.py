@@ -72,7 +72,7 @@ class SuggestingParser(argparse.ArgumentParser):
 
 
 def build_parser(argv: Sequence[str] = ()) -> SuggestingParser:
-    """Build the parser of `trl-qurl`; only the module of the subcommand in `argv` is imported, for its options."""
+    """Build the parser of `trl-qurl`, importing only the module of the subcommand in `argv`, for its options."""
     parser = SuggestingParser(
         prog="trl-qurl",
         description="Reinforcement learning of language models with quantized rollouts.",

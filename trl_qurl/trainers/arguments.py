@@ -47,7 +47,7 @@ def arguments_by_name(trainer: type, positional: tuple[Any, ...], named: Mapping
 
 
 def check_arguments(args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raise for arguments that do not work: datasets without prompts, reward functions, models and adapters.
+    """Raise for datasets, reward functions, models and adapters that training cannot use.
 
     Args:
         args: The trainer's config.
@@ -83,16 +83,17 @@ def check_prompt_column(name: str, dataset: Any) -> None:
 
 
 def check_prompts(dataset: Any, per_rollout: int) -> None:
-    """Raise `ValueError` if a dataset, unless streaming, is too small for a rollout: TRL would end without a step."""
+    """Raise `ValueError` if a non-streaming dataset is too small for a rollout; TRL would end without a step."""
     if hasattr(dataset, "__len__") and len(dataset) < per_rollout:
         raise ValueError(
-            f"train_dataset has {len(dataset)} prompts, a rollout needs {per_rollout} (per_device_train_batch_size "
-            "x processes x steps_per_generation / num_generations): add prompts, or make rollouts smaller."
+            f"train_dataset has {len(dataset)} prompts, but a rollout needs {per_rollout} "
+            "(per_device_train_batch_size x processes x steps_per_generation / num_generations): add prompts, or make "
+            "rollouts smaller."
         )
 
 
 def check_reward(function: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raise `TypeError` for a reward function that TRL cannot call; accept models and hidden signatures."""
+    """Raise `TypeError` for a reward function that TRL cannot call; models and unknown signatures pass."""
     if isinstance(function, nn.Module) or not callable(function):
         return
     try:
@@ -111,7 +112,7 @@ def check_reward(function: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         name = getattr(function, "__name__", type(function).__name__)
         raise TypeError(
             f"TRL cannot call the reward function {name!r} ({error}): it passes {', '.join(names)} by name. Accept "
-            "those that you need, and **kwargs for the rest."
+            "the ones you need, and **kwargs for the rest."
         ) from None
 
 
@@ -129,7 +130,7 @@ def check_adapter(model: Any, peft_config: Any) -> None:
 
 
 def check_full_precision(model: Any, arguments: list[Any]) -> None:
-    """Raise `ValueError` for a model that is, or would be loaded, quantized for training; syncs cannot read it."""
+    """Raise `ValueError` if the model is, or would be loaded, quantized: a sync needs full-precision weights."""
     configs = [value for value in arguments if isinstance(value, QuantizationConfigMixin)]
     causes = [type(config).__name__ for config in configs if not vars(config).get("dequantize")]
     if not isinstance(model, str) and vars(model.config).get("quantization_config"):

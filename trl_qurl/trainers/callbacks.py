@@ -143,7 +143,7 @@ class CriticWarmupCallback(TrainerCallback):
 
 
 class RunLogCallback(TrainerCallback):
-    """A `TrainerCallback` that writes `run.jsonl`, which `trl-qurl report` reads, in the main process.
+    """A `TrainerCallback` that writes `run.jsonl`, the input of `trl-qurl report`, in the main process.
 
     Args:
         settings: Settings to write in addition to the trainer's arguments, by name.

@@ -125,7 +125,7 @@ Y. K. Li and Y. Wu and Daya Guo},
         return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
 
     def _objective_inputs(self, batch: dict[str, Any], proximal_logps: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the inputs of TRL's loss that make it compute the objective, (B, T) each, and tally the mismatch."""
+        """Return the inputs, (B, T) each, from which TRL's loss computes the objective, and tally the mismatch."""
         learned = learned_tokens(batch)
         behavior_logps = batch.get("sampling_per_token_logps")
         cap = self.vllm_importance_sampling_clip_max
@@ -137,8 +137,8 @@ Y. K. Li and Y. Wu and Daya Guo},
         if behavior_logps is None:
             raise ValueError(
                 f"objective={self.args.objective!r} needs the engine's log-probabilities, but the batch has no "
-                "'sampling_per_token_logps', (B, T): keep those that _generate_and_score_completions returns, or set "
-                "objective='trl'."
+                "'sampling_per_token_logps', (B, T): keep every key that _generate_and_score_completions returns, or "
+                "set objective='trl'."
             )
         # Masked tokens have no ratio: mark them with NaN, which also keeps their padding out of exp().
         behavior_logps = behavior_logps.masked_fill(~learned, torch.nan)

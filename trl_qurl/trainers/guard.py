@@ -55,7 +55,7 @@ class MismatchGuardCallback(TrainerAwareCallback):
         self._is_due = False  # whether to act before the next step
 
     def observe(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Check a rollout.
+        """Check a rollout for drift.
 
         Args:
             metrics: The rollout's mismatch, the same in all processes.

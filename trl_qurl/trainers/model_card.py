@@ -34,7 +34,7 @@ def describe_objective(name: str) -> str:
 
 
 def name_local_models(card: ModelCard, start: str, trained: str) -> None:
-    """Replace "None" in TRL's card, in place, by the names of models that are not on the Hub."""
+    """Replace "None" in TRL's card, in place, with the names of models that are not on the Hub."""
     source = f"a fine-tuned version of `{start}`" if start else "a fine-tuned language model"
     card.text = card.text.replace("a fine-tuned version of [None](https://huggingface.co/None)", source)
     card.text = card.text.replace('model="None"', f'model="{trained}"')

@@ -125,7 +125,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         return False
 
     def _add_advantages(self, batch: dict[str, Any], values: torch.Tensor) -> None:
-        """Replace the groups' advantages by the critic's, and add what the critic learns from to the batch."""
+        """Replace the groups' advantages with the critic's, and add what the critic learns from to the batch."""
         rewards = self._local_rewards(batch)  # (B,), NaN if no reward function returned one
         mask = learned_tokens(batch) & ~rewards.isnan().unsqueeze(1)  # (B, T)
         ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]  # as TRL detects truncated completions
@@ -165,7 +165,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         return self.args.beta * log_ratio
 
     def _log_advantages(self, advantages: torch.Tensor, mask: torch.Tensor) -> None:
-        """Replace the groups' advantages in the table of completions by means over the tokens."""
+        """Replace the groups' advantages in the table of completions with means over the tokens."""
         means = advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
         everywhere = self.accelerator.gather(means).tolist()
         logged = self._logs["advantages"]
@@ -193,7 +193,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         return loss * 0.0 if self.state.global_step < self.args.critic_warmup_steps else loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the policy's forward and backward pass, then the critic's: one after the other saves memory."""
+        """Run the policy's forward and backward pass, then the critic's, one after the other to save memory."""
         loss = super().training_step(*args, **kwargs)
         started = time.perf_counter()
         self.critic.learn(self._micro_batch, self._value_loss)

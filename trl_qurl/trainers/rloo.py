@@ -108,7 +108,7 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
     def _objective_inputs(
         self, batch: dict[str, Any], proximal_logps: torch.Tensor, behavior_logps: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """Return the inputs of the loss that make it compute the objective, and tally the mismatch."""
+        """Return the inputs from which the loss computes the objective, and tally the mismatch."""
         learned = batch["completion_mask"].bool()  # (B, T)
         cap = self.args.vllm_importance_sampling_clip_max
         cap = float("inf") if cap is None else cap

@@ -1,4 +1,4 @@
-"""Checkpoints with a run's position in its rollout and in its data, where a resumed run continues.
+"""Checkpoints that store a run's position in its rollout and in its data, to resume exactly there.
 
 They also store the mismatch guard's history and the smoothing scales.
 

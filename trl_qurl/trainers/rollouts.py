@@ -44,7 +44,7 @@ CALIBRATION_PROMPTS, LONGEST_PROMPT = 8, 512
 
 
 class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
-    """Mixin for TRL trainers that takes rollouts from a quantized copy of the policy, updated at every sync.
+    """Mixin for TRL trainers that generates rollouts with a quantized copy of the policy, updated at every sync.
 
     List it before the trainer in the bases, and set the four class attributes.
 

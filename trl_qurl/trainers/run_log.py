@@ -1,6 +1,6 @@
 """The run log, `run.jsonl` in the output directory: one line of settings, then one line per logged row.
 
-`trl-qurl report` reads it. Every run writes one, in addition to other loggers. It grows line by line, so a killed run
+`trl-qurl report` reads it. Every run writes one, regardless of other loggers. It grows line by line, so a killed run
 loses only the line it was writing.
 """
 

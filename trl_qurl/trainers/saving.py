@@ -201,9 +201,7 @@ class SavingMixin(TRLTrainer):
                 "works with that base: on the original weights, or merged into them, it is a different policy."
             )
         if args.training_forward == "quantized":
-            rollouts += (
-                f" Training used the same quantized forward pass as vLLM, so the trained policy is the {name} one."
-            )
+            rollouts += f" Training used vLLM's quantized forward pass, so the trained policy is the {name} one."
             if not args.round_base:
                 rollouts += f" Quantize these weights to use it: `trl-qurl quantize MODEL OUT --scheme {name}`."
         settings = {
@@ -226,7 +224,7 @@ class SavingMixin(TRLTrainer):
         return quantized_card(name, scheme, ignore, pushed, start, self._tag_names, adapter_rank)
 
     def _by_main_process(self, act: Callable[[], None], parameters: Iterable[Any] = ()) -> None:
-        """Run `act` in the main process, and raise in all if it fails. All processes exhaust `parameters`."""
+        """Run `act` in the main process, and raise everywhere if it fails; all processes exhaust `parameters`."""
         error: Exception | None = None
         try:
             if self.accelerator.is_main_process:

@@ -61,7 +61,7 @@ class Critic:
             model.to(accelerator.device)
 
     def prepare(self, make_optimizer: OptimizerFactory, make_scheduler: SchedulerFactory) -> None:
-        """Build the optimizer and schedule, unless an earlier start of training has done so."""
+        """Build the optimizer and schedule on the first call; training may start several times."""
         if self._optimizer is None:
             optimizer = make_optimizer(self.model)
             parts = self.accelerator.prepare(self.model, optimizer, make_scheduler(optimizer))
@@ -165,7 +165,7 @@ def build_optimizer(model: torch.nn.Module, args: QuRLPPOConfig, decayed: set[st
 
 
 def check_optimizer(args: QuRLPPOConfig, model: torch.nn.Module) -> None:
-    """Raise `ValueError` for optimizers that choose their own parameters, which rules out a second model."""
+    """Raise `ValueError` for optimizers that choose their own parameters and so cannot serve a second model."""
     message = f"optim={args.optim!r} does not work with a critic: use 'adamw_torch_fused'."
     try:
         optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)

@@ -97,7 +97,7 @@ def build_value_model(
 
 
 def check_same_tokens(tokenizer: PreTrainedTokenizerBase, source: str, init_kwargs: Mapping[str, Any]) -> None:
-    """Raise if the critic's tokenizer, if it has one, lacks a token of the policy or gives it another id."""
+    """Raise if the critic's tokenizer, if it has one, lacks a token of the policy or gives it a different id."""
     revision = init_kwargs.get("revision")
     # Without this file, AutoTokenizer may return an empty tokenizer of the architecture's class.
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}

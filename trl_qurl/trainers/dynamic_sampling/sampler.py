@@ -54,7 +54,7 @@ class Batch:
 
 
 class RolloutFunctions(NamedTuple):
-    """A trainer's methods for generation and scoring, passed with each batch: the sampler must not hold a trainer."""
+    """A trainer's methods for generation and scoring, passed per batch so the sampler holds no trainer."""
 
     generate: Callable[[list], tuple]  # the trainer's `_generate`; returns the same as `Batch.generated`
     score: Callable[..., torch.Tensor]  # its `_calculate_rewards`; returns the rewards of all processes
@@ -73,7 +73,7 @@ class DynamicSampler:
     _warned: bool = False
 
     def fill(self, rows: list[dict[str, Any]], functions: RolloutFunctions) -> Batch:
-        """Generate a batch, and replace groups with equal rewards by groups of other prompts.
+        """Generate a batch, and replace groups whose rewards are equal with groups of other prompts.
 
         Every process must call this with its own rows of the batch, one per completion.
         """
