@@ -253,7 +253,7 @@ def test_without_an_accelerator_training_is_put_on_the_cpu(monkeypatch, tmp_path
         ("- learning_rate", "has no `name: value` lines"),
         (
             "learning_rte: 1.0e-6",
-            "sets learning_rte, but there is no such setting; did you mean learning_rate\\? `trl-",
+            "has unknown settings: learning_rte; did you mean learning_rate\\? `trl-",
         ),
         (None, "does not exist"),
     ],
@@ -272,7 +272,7 @@ def test_settings_files_that_can(tmp_path):
     path.write_text("learning_rate: 1.0e-6\nenv:\n  NAME: value\n")
     take_settings(["--seed", "1", "--config", str(path)], known_names={"learning_rate"}, command="ppo")
     take_settings(["--seed", "1"], known_names=(), command="ppo")
-    with pytest.raises(ValueError, match="needs the name"):
+    with pytest.raises(ValueError, match="requires the name"):
         take_settings(["--config"], known_names=(), command="ppo")
 
 
@@ -340,9 +340,12 @@ def test_quantize_passes_its_arguments_on(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--learning_rte", "1e-6"], r"There is no option --learning_rte; did you mean --learning_rate\? `trl-qurl"),
-        (["--learning-rte=1e-6"], r"There is no option --learning-rte; did you mean --learning_rate\?"),
-        (["--qqq=3"], r"There is no option --qqq. `trl-qurl grpo --help` lists ours, --help-all all"),
+        (["--learning_rte", "1e-6"], r"Unknown option --learning_rte; did you mean --learning_rate\? `trl-qurl"),
+        (["--learning-rte=1e-6"], r"Unknown option --learning-rte; did you mean --learning_rate\?"),
+        (
+            ["--qqq=3"],
+            r"Unknown option --qqq. `trl-qurl grpo --help` lists the main options, and --help-all lists all",
+        ),
         (["positional"], r"Unexpected argument positional: write settings as --NAME VALUE"),
     ],
 )

@@ -74,9 +74,9 @@ def test_a_hub_name_is_not_looked_for_on_disk(monkeypatch):
         ([{"prompt": [], "answer": "a"}], r"row 1 of .* is neither a text nor a conversation"),
         (
             [{"prompt": [{"role": "assistant", "content": "q"}], "answer": "a"}],
-            r"row 1 of .* the last one with the role \"user\"",
+            r"row 1 of .* that ends with the role \"user\"",
         ),
-        ([], "holds no questions"),
+        ([], "contains no questions"),
     ],
 )
 def test_a_bad_file_is_named_with_its_fault(tmp_path, rows, message):
@@ -120,7 +120,7 @@ def test_a_named_column_must_be_there(tmp_path):
 @pytest.mark.parametrize("name", ["no.jsonl", "no.jsonl.gz", "./no"])
 def test_a_missing_file_is_not_mistaken_for_a_hub_name(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match="does not exist; give a .json"):
+    with pytest.raises(FileNotFoundError, match="does not exist: give a .json"):
         load_questions(name)
 
 
@@ -132,7 +132,7 @@ def test_files_that_are_not_what_their_name_says(tmp_path):
     for name, message in [
         ("broken.jsonl", "cannot be read as jsonl"),
         ("plain.jsonl.gz", "cannot be read as jsonl.gz"),
-        ("one.json", "holds one JSON dict"),
+        ("one.json", "contains a JSON dict"),
         ("table.csv", "is not a .json"),
     ]:
         with pytest.raises(ValueError, match=message):

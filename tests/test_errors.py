@@ -231,7 +231,7 @@ def test_which_models_have_recurrent_layers(kind, refused):
 def test_questions_without_answers(train, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"question": "1 + 1?", "solution": "2"}\n')
     message = train("--dataset", tmp_path / "bad.jsonl")
-    assert "has no answer or final_answer; its columns are question, solution: say with question_column" in message
+    assert "has no answer or final_answer; its columns are question, solution: set question_column" in message
 
 
 def test_questions_that_do_not_fill_a_rollout(train, tmp_path):
@@ -248,7 +248,7 @@ def test_the_example_ends_with_the_sentence(warm_python, tmp_path):
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
-        "FileNotFoundError: The data set file missing.jsonl does not exist; give a .json"
+        "FileNotFoundError: The data set file missing.jsonl does not exist: give a .json"
     )
     frames = [line for line in done.stderr.splitlines() if line.startswith("  File ")]
     assert not [line for line in frames if "site-packages" in line], "the traceback shows libraries below"

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tiny import ENGINE, tiny_model, tiny_tokenizer
 
 from trl_qurl.lab.evaluation import run as evaluation_run
-from trl_qurl.lab.evaluation.answers import GREEDY, SAMPLED, Answer, AnswerFile, Request, graded
+from trl_qurl.lab.evaluation.answers import GREEDY, SAMPLED, Answer, AnswerFile, Request, correct_by_question
 from trl_qurl.lab.evaluation.callback import TaskEvaluationCallback
 from trl_qurl.lab.evaluation.job import Job, Sampling
 from trl_qurl.lab.evaluation.results import build_table, count, summarize
@@ -117,7 +117,7 @@ def test_differences_cover_the_truth():
 
 @pytest.mark.parametrize("sheet", [[], [[]], [[True], []]])
 def test_nothing_to_count_is_refused(sheet):
-    with pytest.raises(ValueError, match="no answers to count"):
+    with pytest.raises(ValueError, match="Answers are missing"):
         average_at_k(sheet)
 
 
@@ -147,9 +147,9 @@ def test_unknown_tasks_name_the_known_ones(spec):
 
 def test_two_tasks_need_two_names(tmp_path):
     path = write_questions(tmp_path / "q.jsonl")
-    with pytest.raises(ValueError, match="Two tasks are called q"):
+    with pytest.raises(ValueError, match="Several tasks are named q"):
         load_tasks([path, path])
-    with pytest.raises(ValueError, match="No task is named"):
+    with pytest.raises(ValueError, match="list of tasks is empty"):
         load_tasks([])
 
 
@@ -192,7 +192,7 @@ def test_answers_are_read_back_and_not_made_again(tmp_path):
     assert again.answers == file.answers
     wanted = [Request("sums", SAMPLED, question, sample) for question in range(2) for sample in range(2)]
     assert again.missing(wanted) == [Request("sums", SAMPLED, 1, 1)]
-    assert graded(again.of("sums", SAMPLED)) == [[True, False], [True]]
+    assert correct_by_question(again.of("sums", SAMPLED)) == [[True, False], [True]]
     assert again.of("sums", GREEDY) == again.of("other", SAMPLED) == []
 
 
@@ -213,10 +213,10 @@ def test_files_that_something_else_wrote_to_are_refused(tmp_path):
     file.add(answer(0))
     line = file.path.read_text()
     file.path.write_text(line + line)
-    with pytest.raises(ValueError, match="Line 2 .* for the second time"):
+    with pytest.raises(ValueError, match="Line 2 .* duplicates the answer"):
         AnswerFile(file.path)
     file.path.write_text("nonsense\n" + line)
-    with pytest.raises(ValueError, match="Line 1 .* is not an answer"):
+    with pytest.raises(ValueError, match="Line 1 .* is not a valid answer"):
         AnswerFile(file.path)
 
 
@@ -227,7 +227,7 @@ def test_files_that_something_else_wrote_to_are_refused(tmp_path):
     ("changed", "message"),
     [
         ({"samples": -1}, "samples=-1"),
-        ({"greedy": False}, "asks for no answer"),
+        ({"greedy": False}, "requests no answers"),
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_p": 1.5}, "top_p=1.5"),
@@ -242,7 +242,7 @@ def test_sampling_that_makes_no_sense_is_refused(changed, message):
 def test_a_directory_belongs_to_one_evaluation(tmp_path):
     keep_settings({"model": "a", "tasks": {"x": "1"}}, tmp_path)
     keep_settings({"model": "a", "tasks": {"x": "1"}}, tmp_path)
-    with pytest.raises(ValueError, match="differs in tasks"):
+    with pytest.raises(ValueError, match=r"different settings \(tasks\)"):
         keep_settings({"model": "a", "tasks": {"x": "2"}}, tmp_path)
     with only_process(tmp_path), pytest.raises(ValueError, match="Another evaluation"):
         subprocess_lock(tmp_path)
@@ -425,10 +425,10 @@ def test_a_finished_evaluation_starts_no_engine(evaluated, monkeypatch):
     assert [result.format for result in results[:2]] == ["INT8", "BF16"]
     assert vars(results[1].modes[GREEDY].average) == before[0]["modes"][GREEDY]["average"]
     assert results[0].modes[GREEDY].difference is None and results[1].modes[GREEDY].difference is not None
-    with pytest.raises(ValueError, match="differs in sampling"):
+    with pytest.raises(ValueError, match=r"different settings \(sampling\)"):
         evaluate(**asked, sampling=Sampling(samples=4, max_tokens=48, seed=1))
     write_questions(directory / "sums.jsonl", 6, answer="8")
-    with pytest.raises(ValueError, match="differs in tasks"):
+    with pytest.raises(ValueError, match=r"different settings \(tasks\)"):
         evaluate(**asked, sampling=sampling)
 
 
@@ -455,7 +455,7 @@ def test_a_context_that_is_too_short_is_named(tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path)
     task = load_task(write_questions(tmp_path / "sums.jsonl", 2))
     job = Job("BF16", str(tmp_path), [task], Sampling(max_tokens=200), tmp_path / "answers.jsonl")
-    with pytest.raises(ValueError, match=r"context of 256: give at most --max-tokens \d+"):
+    with pytest.raises(ValueError, match=r"context of 256: use at most --max-tokens \d+"):
         start_engine(job, [task])
 
 
@@ -488,7 +488,7 @@ def test_the_table_fits_what_it_shows(tmp_path):
         ({"every": 0}, "every is 0: give a positive number of optimizer steps"),
         ({"limit": 0}, "limit=0 leaves no questions"),
         ({"who": "engine"}, "who is 'engine', but must be one of 'actor', 'policy'"),
-        ({"tasks": "gsm9k"}, "There is no task 'gsm9k'"),
+        ({"tasks": "gsm9k"}, "Unknown task 'gsm9k'"),
     ],
 )
 def test_a_callback_that_cannot_work_is_refused_when_it_is_made(settings, message, tmp_path):
@@ -543,4 +543,4 @@ def test_a_share_of_memory_that_is_not_free_is_one_line(warm_python, tmp_path):
     why, end = [line for line in done.stderr.splitlines() if line]
     assert done.returncode == 2 and why.startswith("trl-qurl: error: Of "), done.stderr[-3000:]
     assert "gpu_memory_utilization=1.0 (on a CPU, a share of the machine's memory) requires" in why
-    assert "the lines above say why" in end
+    assert "see the output above" in end

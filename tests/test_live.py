@@ -104,13 +104,13 @@ def test_metrics_can_be_chosen(notebook, tmp_path):
 
 
 def test_a_command_that_trains_elsewhere_is_an_error(notebook, tmp_path):
-    with pytest.raises(FileNotFoundError, match="left no run.jsonl.*give watch.. the trainer's output_dir"):
+    with pytest.raises(FileNotFoundError, match="did not write run.jsonl.*pass the trainer's output_dir"):
         live.watch(trainer(tmp_path), tmp_path / "other")
 
 
 def test_without_a_notebook_nothing_is_started(monkeypatch, tmp_path):
     monkeypatch.setattr("IPython.display.display", lambda html, display_id: None)  # as in a plain Python
-    with pytest.raises(RuntimeError, match="no notebook to draw in"):
+    with pytest.raises(RuntimeError, match="needs a notebook"):
         live.watch(trainer(tmp_path), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -132,12 +132,12 @@ def test_a_failure_ends_with_what_was_printed_last(notebook, tmp_path):
     with pytest.raises(ChildProcessError) as error:
         live.watch([sys.executable, "-c", code], tmp_path)
     message = str(error.value)
-    assert "ended with exit status 1" in message and f"in {tmp_path / 'output.log'}" in message
+    assert "failed with exit status 1" in message and f"in {tmp_path / 'output.log'}" in message
     assert message.endswith("line 98\n50%\nno model") and "line 70" not in message
 
 
 def test_a_program_that_does_not_exist(tmp_path):
-    with pytest.raises(ChildProcessError, match="no-such-program cannot be started: No such file"):
+    with pytest.raises(ChildProcessError, match="Cannot start no-such-program: No such file"):
         run_child(["no-such-program"], tmp_path / "log")
 
 
@@ -184,4 +184,4 @@ def test_the_last_lines_are_as_a_terminal_leaves_them(tmp_path):
 def test_becoming_a_command_that_is_not_there(capsys, monkeypatch):
     monkeypatch.setattr(processes, "die_with_parent", lambda: None)
     assert processes.main(["no-such-program"]) == 127
-    assert "no-such-program cannot be started" in capsys.readouterr().err
+    assert "Cannot start no-such-program" in capsys.readouterr().err

@@ -90,7 +90,7 @@ def test_what_is_not_finite_is_shown_first():
 def test_rows_that_are_no_steps():
     task = {"eval_gsm8k/actor_avg@1": 0.4567, "eval_gsm8k/actor_tokens": 180.4, "eval_gsm8k/actor_finished": 0.987}
     line = step_line(task | {"eval_gsm8k/seconds": 75.2, "epoch": 0}, 0, 20)
-    assert line == " 0/20  gsm8k (actor)  45.7% right  length 180  99% finished  1:15"
+    assert line == " 0/20  gsm8k (actor)  45.7% correct  length 180  99% finished  1:15"
     evaluation = {"eval_loss": 0.0, "eval_reward": 0.25, "eval_completions/mean_length": 12.0, "eval_runtime": 3.25}
     assert step_line(evaluation, 4, 20) == " 4/20  eval  reward 0.250  length 12  3.25 s"
     assert step_line({"eval_loss": 0.5, "eval_runtime": 3.25}, 4, 20) == " 4/20  eval  loss 0.5  3.25 s"

@@ -202,9 +202,7 @@ def test_an_evaluation_in_another_format_warns(tmp_path):
     model = tiny_model()
     model.config.training_forward = {"scheme": "int8", "ignore": ["lm_head"]}
     model.save_pretrained(tmp_path)
-    with pytest.warns(
-        UserWarning, match="trained in the forward pass of int8 .* worse in none, fp8: .*--schemes int8"
-    ):
+    with pytest.warns(UserWarning, match="trained with int8's forward pass .* worse in none, fp8: .*--schemes int8"):
         warn_of_other_formats(tmp_path, ["none", "int8", "fp8"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -184,7 +184,7 @@ def test_seeds_are_one_group_and_repetitions_are_not_seeds():
     groups, notes = group_runs(runs)
     assert [group.label for group in groups] == ["INT8, acr", "INT8, acr, repetition 2", "INT8, acr, repetition 3"]
     assert [[run.rows[0]["reward"] for run in group.runs] for group in groups] == [[1, 2], [9], [8]]
-    assert len(notes) == 2 and "more than one run with seed 0" in notes[0] and "“INT8, acr, repetition 2”" in notes[0]
+    assert len(notes) == 2 and "several runs have seed 0" in notes[0] and "“INT8, acr, repetition 2”" in notes[0]
 
 
 def test_the_16_bit_format_is_named():

@@ -150,7 +150,7 @@ def test_zipped_logs_and_killed_runs(tmp_path):
         file.write('{"step": 12, "rew')
     runs, notes = load_runs([zipped, killed, tmp_path / "killed"])
     assert [[row["reward"] for row in run.rows] for run in runs] == [[0.1, 0.2], [0.3, 0.4]]
-    assert notes == [f"{tmp_path / 'killed'} was given more than once and is counted once."]
+    assert notes == [f"{tmp_path / 'killed'} was given more than once, but counts once."]
     again = write_run(tmp_path / "again", rewards([0.5]), seed=1)
     (note,) = write_report([zipped, killed, again], tmp_path / "page.html").notes
     assert "repetition 2" in note
@@ -160,11 +160,9 @@ def test_runs_without_rows_are_left_out_and_named(tmp_path):
     write_run(tmp_path / "good", rewards([0.5]))
     write_run(tmp_path / "new", [])
     report = write_report([tmp_path / "good", tmp_path / "new"], tmp_path / "page.html")
-    assert report.notes == (f"{tmp_path / 'new'} is left out: it has logged nothing yet.",)
+    assert report.notes == (f"{tmp_path / 'new'} is left out: it has not logged anything yet.",)
     assert report.notes[0] in Page(report.page.read_text()).visible
-    with pytest.raises(
-        ValueError, match=r"None of the runs given .*new\) has logged anything.*Wait for the first row"
-    ):
+    with pytest.raises(ValueError, match=r"None of the runs .*new\) has logged anything yet.*The first row appears"):
         write_report([tmp_path / "new"], tmp_path / "page.html")
 
 
@@ -172,14 +170,16 @@ def test_runs_without_rows_are_left_out_and_named(tmp_path):
 
 
 def test_errors_name_what_was_given_and_the_way_out(tmp_path):
-    with pytest.raises(ValueError, match="No run was given: name the output_dir"):
+    with pytest.raises(ValueError, match="No runs to read: give the output_dir"):
         write_report([], tmp_path / "page.html")
     with pytest.raises(FileNotFoundError, match="pass the output_dir of a run"):
         write_report([tmp_path / "absent"], tmp_path / "page.html")
     log = write_run(tmp_path / "run")
-    with pytest.raises(OSError, match=r"\(Is a directory\): name a file"):
+    with pytest.raises(OSError, match=r"\(Is a directory\): choose a writable file"):
         write_report([log], tmp_path)
-    with pytest.raises(OSError, match=r"cannot be written to .*run\.jsonl/page\.html \(.+\): name a file"):
+    with pytest.raises(
+        OSError, match=r"Cannot write the report to .*run\.jsonl/page\.html \(.+\): choose a writable file"
+    ):
         write_report([log], log / "page.html")
     before = log.read_bytes()
     with pytest.raises(ValueError, match="would overwrite .*run.jsonl, the log of one of its runs"):

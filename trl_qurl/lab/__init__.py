@@ -1,1 +1,1 @@
-"""The lab: evaluation, benchmarks, reports, recipes and the demo. The core never imports it."""
+"""Evaluation, benchmarks, reports, recipes and the demo. The core never imports this package."""

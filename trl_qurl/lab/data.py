@@ -1,7 +1,7 @@
-"""Questions with checkable answers, as TRL's trainers want them.
+"""Load questions with checkable answers in the format of TRL's trainers.
 
-Reads a data set of the Hub or a local `.json`, `.jsonl` or gzipped file with a column of questions and one of answers.
-Every check runs here, before a model is loaded or an engine started. Chat templates are left to TRL.
+Reads a Hub data set or a local `.json`, `.jsonl` or gzipped file with a column of questions and a column of answers.
+All checks run here, before loading a model or starting an engine. TRL applies the chat template.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ def load_questions(
     """Load questions as a data set with the columns `prompt` (a conversation) and `answer` (str).
 
     Args:
-        name_or_path: A name on the Hub (`openai/gsm8k`), or a local `.json`, `.jsonl`, `.json.gz` or `.jsonl.gz`.
-        split: Split of a Hub data set; a local file is one split and ignores it.
-        config: Configuration of a Hub data set (`main` for GSM8K); a local file ignores it.
+        name_or_path: Hub name (`openai/gsm8k`), or a local `.json`, `.jsonl`, `.json.gz` or `.jsonl.gz` file.
+        split: Split of a Hub data set; ignored for local files.
+        config: Configuration of a Hub data set (`main` for GSM8K); ignored for local files.
         limit: Keep only the first `limit` questions; `None` keeps all.
-        question_column: By default, the first of `QUESTION_COLUMNS` that exists. It has texts, or conversations that
-            end with a message of the user; `INSTRUCTION` is added to that message.
-        answer_column: By default, the first of `ANSWER_COLUMNS` that exists. A list of answers is joined by commas.
+        question_column: Defaults to the first of `QUESTION_COLUMNS` that exists. Contains texts, or conversations that
+            end with a user message; `INSTRUCTION` is appended to that message.
+        answer_column: Defaults to the first of `ANSWER_COLUMNS` that exists. Lists of answers are joined with commas.
 
     Returns:
-        One row per question, in the file's order.
+        One row per question, in the original order.
 
     Raises:
-        FileNotFoundError: If `name_or_path` looks like a local file and there is none.
-        ValueError: If a column is missing, there are no questions, a question is no text or conversation, or the file
-            is not JSON.
+        FileNotFoundError: If `name_or_path` looks like a local file that does not exist.
+        ValueError: If there are no questions, a column is missing, a question is neither a text nor a conversation, or
+            the file is not valid JSON.
     """
     from datasets import Dataset, load_dataset
 
     if limit is not None and limit < 1:
-        raise ValueError(f"limit={limit} leaves no questions; give a positive number, or None for all of them.")
+        raise ValueError(f"limit={limit} leaves no questions: give a positive number, or None for all questions.")
     if _is_local(name_or_path):
         rows: Collection[dict[str, Any]] = _read_local(Path(name_or_path))
     else:
         rows = load_dataset(name_or_path, config, split=split)
     if len(rows) == 0:
-        raise ValueError(f"{name_or_path} holds no questions.")
+        raise ValueError(f"{name_or_path} contains no questions.")
     questions, answers = [], []
     question_columns = QUESTION_COLUMNS if question_column is None else (question_column,)
     answer_columns = ANSWER_COLUMNS if answer_column is None else (answer_column,)
@@ -71,20 +71,20 @@ def load_questions(
 
 
 def final_answer(answer: str) -> str:
-    """The answer itself: of GSM8K's worked solutions, the number after `####` without thousands separators.
+    """Extract the final answer: from GSM8K's solutions, the number after `####` without thousands separators.
 
     Args:
-        answer: A column's text.
+        answer: Text from the answer column.
 
     Returns:
-        The stripped text, all of it where it has no `####`.
+        The final answer, or the whole stripped text if there is no `####`.
     """
     _, marker, after = answer.rpartition("####")
     return after.strip().replace(",", "") if marker else answer.strip()
 
 
 def _instructed(question: Any, source: str, number: int) -> list[dict[str, str]]:
-    """A question as a conversation, which ends with the instruction."""
+    """Turn a question into a conversation that ends with the instruction."""
     messages = question if isinstance(question, list) else [{"role": "user", "content": str(question)}]
     try:
         *earlier, last = [{"role": message["role"], "content": message["content"]} for message in messages]
@@ -93,8 +93,8 @@ def _instructed(question: Any, source: str, number: int) -> list[dict[str, str]]
         is_conversation = False
     if not is_conversation:
         raise ValueError(
-            f"The question in row {number} of {source} is neither a text nor a conversation: a conversation is a list "
-            'of messages {"role": ..., "content": a text}, the last one with the role "user".'
+            f"The question in row {number} of {source} is neither a text nor a conversation. A conversation is a list "
+            'of messages {"role": ..., "content": a text} that ends with the role "user".'
         )
     return [*earlier, {"role": "user", "content": f"{last['content']}\n\n{INSTRUCTION}"}]
 
@@ -108,10 +108,10 @@ def _read_local(path: Path) -> list[dict[str, Any]]:
     path = path.expanduser()
     if not path.is_file():
         raise FileNotFoundError(
-            f"The data set file {path} does not exist; give a .json or .jsonl file, or a Hub name."
+            f"The data set file {path} does not exist: give a .json or .jsonl file, or a Hub name."
         )
     if not path.name.endswith(LOCAL_SUFFIXES):
-        raise ValueError(f"{path} is not a {', '.join(LOCAL_SUFFIXES)} file; convert it, or give a name on the Hub.")
+        raise ValueError(f"{path} is not a {', '.join(LOCAL_SUFFIXES)} file: convert it, or give a Hub name.")
     is_list = path.name.removesuffix(".gz").endswith(".json")
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
         try:
@@ -119,19 +119,19 @@ def _read_local(path: Path) -> list[dict[str, Any]]:
         except (json.JSONDecodeError, UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
             raise ValueError(f"{path} cannot be read as {path.name.split('.', 1)[-1]}: {error}.") from error
     if not isinstance(rows, list):
-        raise ValueError(f"{path} holds one JSON {type(rows).__name__}; give a list of objects, or a .jsonl file.")
+        raise ValueError(f"{path} contains a JSON {type(rows).__name__}: give a list of objects, or a .jsonl file.")
     return rows
 
 
 def _pick(row: Any, columns: tuple[tuple[str, ...], ...], source: str, number: int) -> list[Any]:
-    """The value of the first column that the row has, for each group of columns."""
+    """Return the first value that the row has in each group of columns."""
     if not isinstance(row, dict):
-        raise ValueError(f"Row {number} of {source} is a JSON {type(row).__name__}; every row must be an object.")
-    found = [[row[name] for name in names if row.get(name) is not None] for names in columns]
-    missing = [" or ".join(names) for names, values in zip(columns, found, strict=True) if not values]
+        raise ValueError(f"Row {number} of {source} is a JSON {type(row).__name__}, but every row must be an object.")
+    candidates = [[row[name] for name in names if row.get(name) is not None] for names in columns]
+    missing = [" or ".join(names) for names, values in zip(columns, candidates, strict=True) if not values]
     if missing:
         raise ValueError(
             f"Row {number} of {source} has no {' and no '.join(missing)}; its columns are {', '.join(row) or 'none'}: "
-            "say with question_column and answer_column which they are, or rename them."
+            "set question_column and answer_column, or rename the columns."
         )
-    return [values[0] for values in found]
+    return [values[0] for values in candidates]

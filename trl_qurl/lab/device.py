@@ -1,13 +1,13 @@
-"""What this machine's device decides: the 16-bit type, and settings where TRL's defaults stop with an error."""
+"""Settings that depend on this machine's device: the 16-bit type, and fixes for TRL defaults that fail on a CPU."""
 
 from __future__ import annotations
 
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
-"""torch's names of the instructions that multiply bfloat16 (x86, x86, ARM). Without them bfloat16 is emulated."""
+"""Torch's names of instructions that multiply bfloat16 (x86, x86, ARM). Without them, bfloat16 is emulated."""
 
 
 def cpu_settings() -> dict[str, bool]:
-    """`use_cpu` and `bf16` for a machine without an accelerator; nothing where there is one."""
+    """Return `use_cpu` and `bf16` for a machine without an accelerator; empty if there is one."""
     import torch
 
     if torch.accelerator.is_available():
@@ -17,9 +17,9 @@ def cpu_settings() -> dict[str, bool]:
 
 
 def full_precision() -> tuple[str, str]:
-    """The 16-bit format of this machine, as shown and as vLLM and torch call it.
+    """Return the display name of this machine's 16-bit format, and its name in vLLM and torch.
 
-    Not vLLM's own choice, which would be FP16 for the float32 weights that training saves.
+    We do not leave the choice to vLLM: for float32 weights, which training saves, it would choose FP16.
     """
     import torch
 

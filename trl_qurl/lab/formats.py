@@ -1,4 +1,4 @@
-"""The formats that a command compares: those that were named, or all that this machine and the model allow."""
+"""The formats that a command compares: the requested ones, or all that this machine and the model support."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ if TYPE_CHECKING:
 
 
 def candidates(names: Sequence[str] | None) -> list[QuantizationScheme]:
-    """The formats of these names; without any, those that this machine has kernels for."""
+    """Return the named formats; without names, all with kernels on this machine."""
     from trl_qurl.quantization.formats import available_schemes, get_scheme
 
     return available_schemes() if names is None else [get_scheme(name) for name in names]
 
 
 def label(name: str) -> str:
-    """A format as people write it; what follows its name, as in `int8+LoRA`, stays."""
+    """Return a format's display name, keeping suffixes as in `int8+LoRA`."""
     return "16 bits" if name == "none" else re.sub(r"^\w+", lambda scheme: scheme[0].upper(), name)
 
 
 def fitting_formats(
     model: Any, names: Sequence[str] | None, ignore: Sequence[str], say: Callable[[str], None]
 ) -> list[QuantizationScheme]:
-    """The formats to compare. What was named must fit the model; what was not is left out with a line, if it does not.
+    """Return the formats to compare. Without `names`, formats that do not fit the model are left out with a message.
 
     Args:
         model: A transformers model; its weights are not needed.
-        names: Those that were named, if any were.
-        ignore: Modules kept in full precision.
-        say: Called with a line for each format that is left out.
+        names: Requested formats, which must all fit the model; `None` for all that do.
+        ignore: Modules to keep in full precision.
+        say: Called with a message for each format that is left out.
 
     Raises:
-        ValueError: If a format that was named does not fit, or there is nothing to quantize.
+        ValueError: If a requested format does not fit, or there is nothing to quantize.
     """
     from trl_qurl.quantization.layers import quantized_layer_names, why_unfit
 

@@ -1,4 +1,4 @@
-"""Optional packages, which the extras of this project bring."""
+"""Optional packages, which are installed by this project's extras."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from importlib.util import find_spec
 
 
 def require(purpose: str, *packages: str, extra: str) -> None:
-    """Fail at once, with the way to install them, if packages are missing."""
+    """Raise `ImportError` with install instructions if any of the packages is missing."""
     if missing := [name for name in packages if find_spec(name) is None]:
         raise ImportError(f"{purpose} needs {' and '.join(missing)}: run `pip install 'trl-qurl[{extra}]'`.")

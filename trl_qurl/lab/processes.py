@@ -1,8 +1,8 @@
-"""Commands that run in processes of their own and do not outlive whoever started them.
+"""Run commands in separate processes that do not outlive their parent.
 
     python -m trl_qurl.lab.processes COMMAND...
 
-execs any command, which then dies with its parent.
+execs a command that will die with its parent.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux' prctl
+PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 ENGINE_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TOKENIZERS_PARALLELISM": "false",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine dies with its process, and that with the command
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in this process, which dies with the command
 }
-"""Environment of a process that starts an engine, where the user has not set it otherwise."""
+"""Default environment for processes that start an engine; the user's variables take precedence."""
 
 
 class ChildFailure(ChildProcessError):
-    """A command that failed; `status` is its exit status, or the negative number of the signal that ended it."""
+    """A failed command; `status` is its exit status, or the negative number of the signal that killed it."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -43,36 +43,36 @@ def die_with_parent() -> None:
     """Ask the system to kill this process when its parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() == 1:  # the parent was killed before this line
+        if os.getppid() == 1:  # the parent has already died
             os._exit(1)
 
 
 def main(command: list[str]) -> int:
-    """Exec the command; the request to the system stays in force."""
+    """Exec the command, which inherits the request to die with its parent."""
     die_with_parent()
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        print(f"{command[0]} cannot be started: {error.strerror}.", file=sys.stderr)
+        print(f"Cannot start {command[0]}: {error.strerror}.", file=sys.stderr)
         return 127
 
 
 def run_child(
     command: Sequence[str | PathLike[str]],
     log: Path,
-    meanwhile: Callable[[str], None] = lambda printed: None,
+    meanwhile: Callable[[str], None] = lambda last_line: None,
     every: float = 60.0,
     environment: Mapping[str, str] = os.environ,
 ) -> None:
-    """Run a command to its end, in a process group of its own, with its output in a file, which is replaced.
+    """Run a command to completion in a separate process group, and write its output to `log`.
 
-    While it runs, `meanwhile` is called every so many seconds, with the last line that was printed. A command that
-    fails raises a `ChildFailure`, with the last lines that it printed.
+    While it runs, `meanwhile` is called with the last output line, once per `every` seconds. If the command fails,
+    raises `ChildFailure` with its last output lines.
     """
     words = [os.fspath(word) for word in command]
     log.parent.mkdir(parents=True, exist_ok=True)
-    # This Python execs the command, which then dies with this process: a kernel that is restarted must not leave an
-    # engine behind that holds the GPU's memory.
+    # The wrapper makes the command die with this process: a restarted notebook kernel must not leave an engine behind
+    # that occupies GPU memory.
     wrapped = [sys.executable, "-m", __name__, *words]
     variables = {**environment, "PYTHONUNBUFFERED": "1", "COLUMNS": "110"}
     with log.open("wb") as output:
@@ -90,22 +90,22 @@ def run_child(
             os.killpg(process.pid, signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(10)
-        with suppress(ProcessLookupError):  # its group is empty already
+        with suppress(ProcessLookupError):  # all processes of the group have ended
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if process.returncode:
         raise ChildFailure(
-            f"{' '.join(words)} ended with exit status {process.returncode}. All it printed is in {log}; its last "
+            f"{' '.join(words)} failed with exit status {process.returncode}. Its output is in {log}; the last "
             f"lines:\n{last_lines(log, 25)}",
             process.returncode,
         )
 
 
 def call_in_child(module: str, job: Any, failure: str, environment: Mapping[str, str] = os.environ) -> Any:
-    """What `python -m MODULE JOB RESULT` makes of a job; both are pickled.
+    """Run `python -m MODULE JOB RESULT` on a pickled job, and return its unpickled result.
 
-    `ChildProcessError` with the message `failure` if it fails; the last lines that it printed are on the standard
-    error then.
+    If it fails, prints its last output lines to standard error and raises `ChildProcessError` with the message
+    `failure`.
     """
     with tempfile.TemporaryDirectory() as directory:
         source, result, log = (Path(directory) / name for name in ("job", "result", "log"))
@@ -119,12 +119,12 @@ def call_in_child(module: str, job: Any, failure: str, environment: Mapping[str,
 
 
 def last_lines(log: Path, count: int) -> str:
-    """The last lines of a file that are not empty, as a terminal would leave them."""
+    """Return the last nonempty lines of a file, as they would appear in a terminal."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 20_000))
         text = file.read().decode("utf-8", errors="replace")
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)  # escape sequences
-    # A progress bar writes over its line again and again.
+    # Progress bars overwrite their line; keep only the last version.
     lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
     return "\n".join([line.rstrip() for line in lines if line.strip()][-count:])
 

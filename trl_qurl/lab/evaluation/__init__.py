@@ -1,1 +1,1 @@
-"""How good is a model at questions with checkable answers: generation by vLLM, grading by math-verify, intervals."""
+"""Evaluate models on questions with checkable answers: generation with vLLM, grading with math-verify, intervals."""

@@ -1,4 +1,4 @@
-"""Graded answers on disk, one per line, so that an interrupted evaluation continues where it stopped."""
+"""Graded answers on disk, one per line, so an interrupted evaluation can resume."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ SAMPLED = "sampled"
 
 @dataclass(frozen=True)
 class Request:
-    """One answer that is wanted."""
+    """A request for one answer."""
 
     task: str
     mode: str  # GREEDY or SAMPLED
-    question: int  # from 0
-    sample: int  # which of the answers to it, from 0
+    question: int  # index, from 0
+    sample: int  # index among the answers to the question, from 0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer that was given and graded."""
+    """A graded answer."""
 
     request: Request
     correct: bool
     tokens: int
-    finished: bool  # by itself, and not at the limit of tokens
-    seconds: float  # since the previous answer of the same process; their sum is the time of the whole
+    finished: bool  # ended with a stop token, not at the token limit
+    seconds: float  # since the previous answer of the same process; they add up to the total time
     text: str
 
 
 class AnswerFile:
-    """Answers in the order in which they came.
+    """Append-only file of answers, in order of arrival.
 
-    A line that was cut off when its process was killed is dropped, and its answer generated again. Any other broken
-    line, or an answer that is there twice, is an error: something else wrote to the file.
+    A last line cut off by a killed process is dropped, and its answer generated again. Any other malformed line or
+    duplicate answer is an error, because something else must have written to the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -48,23 +48,23 @@ class AnswerFile:
             self._read()
 
     def add(self, answer: Answer) -> None:
-        """Write an answer; when this returns, it survives the end of this process."""
+        """Append an answer; once this returns, the answer survives the end of this process."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(answer)) + "\n")
         self.answers[answer.request] = answer
 
     def missing(self, requests: Iterable[Request]) -> list[Request]:
-        """Those of the requests that have no answer yet."""
+        """Return the requests that do not have an answer yet."""
         return [request for request in requests if request not in self.answers]
 
     def of(self, task: str, mode: str) -> list[Answer]:
-        """All answers of one kind."""
+        """Return all answers for a task and mode."""
         return [answer for request, answer in self.answers.items() if (request.task, request.mode) == (task, mode)]
 
     def _read(self) -> None:
         lines = self.path.read_bytes().splitlines(keepends=True)
-        whole = 0
+        complete = 0  # bytes
         for number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n"):
                 break
@@ -73,18 +73,18 @@ class AnswerFile:
                 answer = Answer(**{**content, "request": Request(**content["request"])})
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
-                    f"Line {number} of {self.path} is not an answer ({error}): move the file away to start again."
+                    f"Line {number} of {self.path} is not a valid answer ({error}): move the file away to start over."
                 ) from error
             if answer.request in self.answers:
-                raise ValueError(f"Line {number} of {self.path} answers {answer.request} for the second time.")
+                raise ValueError(f"Line {number} of {self.path} duplicates the answer to {answer.request}.")
             self.answers[answer.request] = answer
-            whole += len(line)
-        if whole < self.path.stat().st_size:
-            os.truncate(self.path, whole)
+            complete += len(line)
+        if complete < self.path.stat().st_size:
+            os.truncate(self.path, complete)
 
 
-def graded(answers: Iterable[Answer]) -> list[list[bool]]:
-    """Whether each answer is right, by question and sample, (Q, k)."""
+def correct_by_question(answers: Iterable[Answer]) -> list[list[bool]]:
+    """Return the correctness of each answer, by question and sample, (Q, k)."""
     by_question: dict[int, dict[int, bool]] = {}
     for answer in answers:
         by_question.setdefault(answer.request.question, {})[answer.request.sample] = answer.correct

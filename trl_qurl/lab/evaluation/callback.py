@@ -1,4 +1,4 @@
-"""Benchmarks during training: answered greedily by the engine or by the policy, graded, and logged as `eval_*`."""
+"""Benchmarks during training, answered greedily by the engine or the policy, graded, and logged as `eval_*`."""
 
 import logging
 import time
@@ -23,20 +23,20 @@ TokenIds = list[list[int]]
 
 
 class TaskEvaluationCallback(TrainerAwareCallback):
-    """Answers benchmarks before the first optimizer step and every N steps; pass it in `callbacks=[...]`.
+    """Callback that runs benchmarks before the first optimizer step and every N steps; pass it in `callbacks=[...]`.
 
-    Logs `eval_<task>/<who>_avg@1`, `..._tokens` (mean length) and `..._finished` (share that ended before the limit of
-    tokens), and `eval_<task>/seconds`, where who is `actor` or `policy`.
+    Logs `eval_<task>/<who>_avg@1`, `..._tokens` (mean length) and `..._finished` (share of answers that ended before
+    the token limit), and `eval_<task>/seconds`, where who is `actor` or `policy`.
 
     Args:
         tasks: Benchmarks as for `trl-qurl eval`: `gsm8k`, `math500`, ..., a local file, `name=source`.
-        every: Optimizer steps between evaluations. A multiple of the updates per rollout needs no sync of its own.
-        limit: Only the first N questions of each.
-        who: Who answers: `"actor"`, the quantized copy in the engine, which is fast and measures that copy; or
-            `"policy"`, the model in training, generating without vLLM, which is slow and what counts.
+        every: Optimizer steps between evaluations. Multiples of the updates per rollout avoid an extra sync.
+        limit: Use only the first N questions of each benchmark.
+        who: Model that answers. `"actor"` is the quantized copy in the engine: fast, but measures only that copy.
+            `"policy"` is the model in training, which generates without vLLM: slow, but it is the model you train.
 
     Raises:
-        ValueError: If a number is not positive, or the answerer or a benchmark does not exist.
+        ValueError: If a number is not positive, or `who` or a benchmark does not exist.
         FileNotFoundError: If a file does not exist.
     """
 
@@ -52,19 +52,19 @@ class TaskEvaluationCallback(TrainerAwareCallback):
         self._who = who
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Measure where training starts, unless it resumes."""
+        """Evaluate the initial policy, unless training resumes."""
         trainer = self.trainer
         if self._who == "policy" and (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-            raise ValueError("who='policy' needs the whole model in one process: use 'actor', or `trl-qurl eval`.")
+            raise ValueError("who='policy' requires the whole model in one process: use 'actor', or `trl-qurl eval`.")
         if state.global_step == 0:
             self._evaluate()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Measure every N steps."""
+        """Evaluate every N steps."""
         if state.global_step % self._every == 0:
             should_log = control.should_log
             self._evaluate()
-            control.should_log = should_log  # writing a row of our own has taken this step's as written
+            control.should_log = should_log  # logging our row cleared it, but this step's row is still due
 
     def _evaluate(self) -> None:
         trainer = self.trainer
@@ -74,33 +74,33 @@ class TaskEvaluationCallback(TrainerAwareCallback):
             started = time.perf_counter()
             metrics = evaluate_task(trainer, task, self._who)
             metrics[f"eval_{task.name}/seconds"] = time.perf_counter() - started
-            # transformers' own: TRL's would take the metrics of the rollout in progress along.
+            # Bypass TRL's `log`, which would flush the metrics of the current rollout.
             Trainer.log(trainer, metrics)
 
 
 def evaluate_task(trainer: "QuantizedRolloutsMixin", task: Task, who: str) -> dict[str, float]:
-    """Answer all questions of a task, shared among the processes, and count; every process must call it."""
+    """Answer all questions of a task, split across processes, and compute metrics; every process must call this."""
     accelerator = trainer.accelerator
     share = -(-len(task.prompts) // accelerator.num_processes)
     first = accelerator.process_index * share
-    # A server takes as many prompts from each process, so the last one's share is made up with the last question.
-    mine = [min(number, len(task.prompts) - 1) for number in range(first, first + share)]
-    prompts = [encode_prompt(trainer._tokenizer, task.prompts[number]) for number in mine]
+    # A server requires the same number of prompts from each process, so pad with the last question.
+    indices = [min(index, len(task.prompts) - 1) for index in range(first, first + share)]
+    prompts = [encode_prompt(trainer._tokenizer, task.prompts[index]) for index in indices]
     completions = ANSWERERS[who](trainer, prompts)
     texts = trainer.processing_class.batch_decode(completions, skip_special_tokens=True)
-    counted = [
-        (is_correct(text, task.answers[number]), len(tokens), bool(tokens) and tokens[-1] in trainer.eos_token_ids)
-        for number, text, tokens in zip(mine, texts, completions, strict=True)
+    rows = [
+        (is_correct(text, task.answers[index]), len(tokens), bool(tokens) and tokens[-1] in trainer.eos_token_ids)
+        for index, text, tokens in zip(indices, texts, completions, strict=True)
     ]
-    counted = gather_object(counted)[: len(task.prompts)]
+    rows = gather_object(rows)[: len(task.prompts)]
     return {
-        f"eval_{task.name}/{who}_{metric}": sum(column) / len(counted)
-        for metric, column in zip(("avg@1", "tokens", "finished"), zip(*counted, strict=True), strict=True)
+        f"eval_{task.name}/{who}_{metric}": sum(column) / len(rows)
+        for metric, column in zip(("avg@1", "tokens", "finished"), zip(*rows, strict=True), strict=True)
     }
 
 
 def answer_by_actor(trainer: "QuantizedRolloutsMixin", prompts: TokenIds) -> TokenIds:
-    """Greedy completions of the engine, which holds the weights of this step afterwards."""
+    """Generate greedy completions with the engine, syncing the weights of this step first if needed."""
     generation = trainer.vllm_generation
     if trainer.state.global_step != trainer._last_loaded_step:
         generation.sync_weights()
@@ -110,12 +110,12 @@ def answer_by_actor(trainer: "QuantizedRolloutsMixin", prompts: TokenIds) -> Tok
         completions = generation.generate(prompts=prompts, images=None, num_generations=1)[1]
     finally:
         generation.temperature = temperature
-    generation.pop_cost()  # not a rollout's
+    generation.pop_cost()  # discard: this was not a rollout
     return [list(completion) for completion in completions]
 
 
 def answer_by_policy(trainer: "QuantizedRolloutsMixin", prompts: TokenIds) -> TokenIds:
-    """Greedy completions of the model in training."""
+    """Generate greedy completions with the model in training."""
     tokenizer, size = trainer._tokenizer, trainer.args.per_device_eval_batch_size
     completions: TokenIds = []
     was_training = trainer.model.training
@@ -141,8 +141,8 @@ def answer_by_policy(trainer: "QuantizedRolloutsMixin", prompts: TokenIds) -> To
 
 
 def _until_end(tokens: list[int], eos_token_ids: Sequence[int]) -> list[int]:
-    """The tokens up to the first end token, which is kept as vLLM keeps it."""
-    ends = [place for place, token in enumerate(tokens) if token in eos_token_ids]
+    """Cut after the first end token, which stays included as in vLLM."""
+    ends = [index for index, token in enumerate(tokens) if token in eos_token_ids]
     return tokens[: ends[0] + 1] if ends else tokens
 
 

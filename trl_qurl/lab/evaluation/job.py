@@ -1,4 +1,4 @@
-"""What one process of an evaluation is asked to do."""
+"""Sampling settings, and the job of one evaluation process."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from trl_qurl.lab.evaluation.tasks import Task
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn.
+    """Number of answers and sampling settings.
 
     Attributes:
         samples: Sampled answers per question (k); 0 for none.
-        greedy: Whether each question also gets a greedy answer.
-        temperature: Of the sampled answers.
-        top_p: Probability mass that they are drawn from.
-        max_tokens: Longest completion.
-        seed: Every answer has a seed of its own, derived from this one, so that it does not depend on the others.
+        greedy: Also generate a greedy answer to each question.
+        temperature: Sampling temperature.
+        top_p: Probability mass to sample from.
+        max_tokens: Longest completion, in tokens.
+        seed: Each answer derives a separate seed from this one, so it does not depend on the other answers.
     """
 
     samples: int = 0
@@ -33,18 +33,18 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.samples < 0 or (self.samples == 0 and not self.greedy):
             raise ValueError(
-                f"samples={self.samples} with greedy={self.greedy} asks for no answer: give a positive number of "
+                f"samples={self.samples} with greedy={self.greedy} requests no answers: give a positive number of "
                 "samples, or keep the greedy answer."
             )
         if not self.temperature > 0:
-            raise ValueError(f"temperature={self.temperature}: give a positive one; greedy answers do not use it.")
+            raise ValueError(f"temperature={self.temperature} must be positive; greedy answers do not use it.")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1 (the paper's is 0.7).")
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1 (the paper uses 0.7).")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens}: give a positive number of tokens.")
 
     def requests(self, task: Task) -> dict[str, list[Request]]:
-        """The answers wanted for a task, by mode."""
+        """Return the requests for a task, by mode."""
         counts = {mode: count for mode, count in ((GREEDY, int(self.greedy)), (SAMPLED, self.samples)) if count}
         questions = range(len(task.prompts))
         return {
@@ -55,18 +55,18 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Job:
-    """Evaluate one checkpoint."""
+    """Evaluation of one checkpoint."""
 
-    label: str  # of the number format, for progress bars
+    label: str  # number format, for progress bars
     model: str  # directory of the checkpoint that vLLM loads
     tasks: list[Task]
     sampling: Sampling
     answers: Path  # file for the answers
-    engine_kwargs: dict[str, Any] = field(default_factory=dict)  # of `vllm.LLM`
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)  # for `vllm.LLM`
 
     @property
     def requests(self) -> list[tuple[Task, str, list[Request]]]:
-        """All answers wanted, by task and mode."""
+        """All requests, by task and mode."""
         return [
             (task, mode, requests) for task in self.tasks for mode, requests in self.sampling.requests(task).items()
         ]

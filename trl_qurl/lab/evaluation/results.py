@@ -1,4 +1,4 @@
-"""The figures of an evaluation, and the table that shows them."""
+"""The results of an evaluation, and a table of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
-from trl_qurl.lab.evaluation.answers import GREEDY, Answer, AnswerFile, graded
+from trl_qurl.lab.evaluation.answers import GREEDY, Answer, AnswerFile, correct_by_question
 from trl_qurl.lab.evaluation.job import Sampling
 from trl_qurl.lab.evaluation.scores import Estimate, average_at_k, paired_difference, pass_at_k
 from trl_qurl.lab.evaluation.tasks import Task
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mode:
-    """Figures of the answers of one kind, greedy or sampled."""
+    """Results of greedy or of sampled answers."""
 
     average: Estimate  # Avg@k; Avg@1 for greedy answers
-    pass_at: dict[int, float]  # by k, pass@k of the sampled answers
-    difference: Estimate | None  # of `average` from the first format's, question by question
+    pass_at: dict[int, float]  # pass@k of the sampled answers, by k
+    difference: Estimate | None  # from the first format's `average`, paired by question
     tokens: float  # mean length of an answer
-    finished: float  # share of answers that ended before the limit of tokens
-    seconds: float  # of all of them together
+    finished: float  # share of answers that ended before the token limit
+    seconds: float  # total time
     tokens_per_second: float
 
 
 @dataclass(frozen=True)
 class Result:
-    """One task in one format."""
+    """Results of one task in one format."""
 
     task: str
     format: str
@@ -40,7 +40,7 @@ class Result:
 
 
 def summarize(files: Mapping[str, AnswerFile], tasks: Sequence[Task], sampling: Sampling) -> list[Result]:
-    """Figures of every task in every format; differences are from the first format."""
+    """Compute the results of every task in every format; differences are from the first format."""
     (_, first), *_ = files.items()
     results = []
     for task, (label, file) in product(tasks, files.items()):
@@ -53,15 +53,15 @@ def summarize(files: Mapping[str, AnswerFile], tasks: Sequence[Task], sampling: 
 
 
 def count(answers: Sequence[Answer], baseline: Sequence[Answer] | None) -> Mode:
-    """Figures of the answers of one kind."""
-    right = graded(answers)
+    """Compute the results of one mode's answers."""
+    right = correct_by_question(answers)
     samples = min(map(len, right))
     powers = [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k < samples]
     tokens, seconds = sum(answer.tokens for answer in answers), sum(answer.seconds for answer in answers)
     return Mode(
         average=average_at_k(right),
         pass_at={k: pass_at_k(right, k) for k in [*powers, samples]} if samples > 1 else {},
-        difference=None if baseline is None else paired_difference(right, graded(baseline)),
+        difference=None if baseline is None else paired_difference(right, correct_by_question(baseline)),
         tokens=tokens / len(answers),
         finished=sum(answer.finished for answer in answers) / len(answers),
         seconds=seconds,
@@ -70,7 +70,7 @@ def count(answers: Sequence[Answer], baseline: Sequence[Answer] | None) -> Mode:
 
 
 def build_table(results: Sequence[Result], model: str) -> Table:
-    """The figures as a table in percent, with 95 % intervals in brackets, within 100 columns."""
+    """Build a table in percent, with 95 % intervals in brackets, within 100 columns."""
     from rich import box
     from rich.table import Table
 
@@ -83,26 +83,26 @@ def build_table(results: Sequence[Result], model: str) -> Table:
         table.add_column(heading, no_wrap=True, min_width=max(len(heading), 6))
     for heading in ["right", *(["difference"] if several else []), "pass@k", "tokens", "cut off", "s"]:
         table.add_column(heading, justify="right", min_width=len(heading))
-    shown = ""
+    previous_task = ""
     for result in results:
         for mode, figures in result.modes.items():
             k = max(figures.pass_at, default=1)
-            difference = "" if figures.difference is None else _shown(figures.difference, "+.1f")
+            difference = "" if figures.difference is None else _with_interval(figures.difference, "+.1f")
             table.add_row(
-                "" if result.task == shown else f"{result.task} ({result.questions})",
+                "" if result.task == previous_task else f"{result.task} ({result.questions})",
                 result.format,
                 "greedy" if mode == GREEDY else f"Avg@{k}",
-                _shown(figures.average, ".1f"),
+                _with_interval(figures.average, ".1f"),
                 *([difference] if several else []),
                 f"{100 * figures.pass_at[k]:.1f}" if figures.pass_at else "",
                 f"{figures.tokens:.0f}",
                 f"{100 * (1 - figures.finished):.1f}",
                 f"{figures.seconds:.0f}",
             )
-            shown = result.task
+            previous_task = result.task
     return table
 
 
-def _shown(estimate: Estimate, form: str) -> str:
-    value, low, high = (format(100 * share, form) for share in (estimate.value, estimate.low, estimate.high))
+def _with_interval(estimate: Estimate, spec: str) -> str:
+    value, low, high = (format(100 * share, spec) for share in (estimate.value, estimate.low, estimate.high))
     return f"{value} [{low}, {high}]"

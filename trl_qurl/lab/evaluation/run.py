@@ -1,7 +1,7 @@
-"""An evaluation from start to end: check, let one process per number format answer, count.
+"""The whole evaluation: validate, answer with one process per number format, compute results.
 
-Everything is in one directory: `eval.json` says what was asked, `<format>.jsonl` holds every answer with its grade,
-`results.json` the figures. Run again with the same arguments, it generates only what is missing.
+All files are in one directory: `eval.json` has the settings, `<format>.jsonl` the graded answers, and `results.json`
+the results. Running again with the same arguments generates only the missing answers.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ def evaluate(
     ignore: Sequence[str] = ("lm_head",),
     engine_kwargs: dict[str, Any] | None = None,
 ) -> list[Result]:
-    """Answer, grade and count; writes `results.json` to `output_dir`.
+    """Generate and grade answers, compute the results, and write `results.json` to `output_dir`.
 
     Args:
-        model: Name on the Hub, or directory of a model in full precision (or of a quantized one, for `"none"`).
+        model: Hub name or directory of a full-precision model (or of a quantized one, for `"none"`).
         tasks: Benchmarks, as for `trl-qurl eval`.
-        output_dir: Where answers and results go.
-        sampling: How answers are drawn.
-        schemes: Number formats in which the same weights answer: `"none"` (as they are), or names of formats.
-        limit: Only the first N questions of each task.
-        ignore: Modules kept in full precision by the quantized formats.
-        engine_kwargs: Further arguments of `vllm.LLM`.
+        output_dir: Where to save answers and results.
+        sampling: Number of answers and sampling settings.
+        schemes: Number formats for the same weights: `"none"` (unchanged), or format names.
+        limit: Use only the first N questions of each task.
+        ignore: Modules to keep in full precision in the quantized formats.
+        engine_kwargs: Extra arguments for `vllm.LLM`.
 
     Returns:
         One result per task and format.
 
     Raises:
-        ValueError: If arguments do not fit, or `output_dir` holds answers to other questions.
-        FileNotFoundError: If a model or file does not exist.
+        ValueError: If an argument is invalid, or `output_dir` contains answers from different settings.
+        FileNotFoundError: If the model or a file does not exist.
         ImportError: If vLLM or math-verify is missing.
-        ChildProcessError: If a process of the evaluation failed; what it printed says why.
+        ChildProcessError: If an evaluation process failed; its output says why.
     """
     from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, get_scheme, parse_scheme
     from trl_qurl.rollout.engine.kernels import kernel_environment
@@ -67,11 +67,11 @@ def evaluate(
 
     if not [parse_scheme(scheme) for scheme in schemes] or len(set(schemes)) < len(schemes):
         raise ValueError(
-            f"Name each format once, from {', '.join([UNQUANTIZED, *SCHEMES])}; got {', '.join(schemes)}."
+            f"List each format once, from {', '.join([UNQUANTIZED, *SCHEMES])}; got {', '.join(schemes)}."
         )
     require_vllm()
     require("Evaluating", "math_verify", "rich", extra="eval")
-    loaded = load_tasks(list(tasks), limit)
+    benchmarks = load_tasks(list(tasks), limit)
     sixteen_bit, dtype = full_precision()
     engine_kwargs = {"dtype": dtype, **(engine_kwargs or {})}
     environments = {
@@ -83,7 +83,7 @@ def evaluate(
     settings = {
         "model": model,
         "model_digest": content_digest(Path(directory)),
-        "tasks": {task.name: task.digest for task in loaded},
+        "tasks": {task.name: task.digest for task in benchmarks},
         "sampling": asdict(sampling),
         "ignore": sorted(ignore),
     }
@@ -94,51 +94,51 @@ def evaluate(
             label, checkpoint, answers = sixteen_bit, directory, output_dir / f"{scheme}.jsonl"
             if scheme != UNQUANTIZED:
                 label, checkpoint = scheme.upper(), str(starting_checkpoint(directory, scheme, ignore))
-            job = Job(label, checkpoint, loaded, sampling, answers, engine_kwargs)
+            job = Job(label, checkpoint, benchmarks, sampling, answers, engine_kwargs)
             run_job(job, environments[scheme])
             files[label] = AnswerFile(answers)
-        results = summarize(files, loaded, sampling)
+        results = summarize(files, benchmarks, sampling)
         write_json({**settings, "results": [asdict(result) for result in results]}, output_dir / RESULTS_NAME)
     return results
 
 
 def warn_of_other_formats(directory: Path, schemes: Sequence[str]) -> None:
-    """Warn that a policy trained in the forward pass of one format is another policy in any other."""
+    """Warn if a policy trained with one format's forward pass is evaluated in another: it differs between them."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    trained = config.get("training_forward", {}).get("scheme")
-    others = [scheme for scheme in schemes if scheme != trained]
-    if trained and others and "quantization_config" not in config:
+    training_scheme = config.get("training_forward", {}).get("scheme")
+    others = [scheme for scheme in schemes if scheme != training_scheme]
+    if training_scheme and others and "quantization_config" not in config:
         warnings.warn(
-            f"This model was trained in the forward pass of {trained} (training_forward='quantized'), and may be much "
-            f"worse in {', '.join(others)}: evaluate it with --schemes {trained}.",
+            f"This model was trained with {training_scheme}'s forward pass (training_forward='quantized') and may be "
+            f"much worse in {', '.join(others)}: evaluate it with --schemes {training_scheme}.",
             stacklevel=3,
         )
 
 
 def only_process(output_dir: Path, patience: float = 10.0) -> BaseFileLock:
-    """Lock the directory against other evaluations; the lock is free again when its process ends."""
+    """Lock the directory against other evaluations; the lock is released when this process ends, if not before."""
     try:
         return FileLock(output_dir / ".lock").acquire(timeout=patience).lock
     except Timeout as error:
-        message = f"Another evaluation is writing to {output_dir}: wait for it, or give another --output-dir."
+        message = f"Another evaluation is writing to {output_dir}: wait for it to finish, or use another --output-dir."
         raise ValueError(message) from error
 
 
 def keep_settings(settings: dict[str, Any], output_dir: Path) -> None:
-    """Write what was asked, or refuse a directory that has answers to something else."""
+    """Save the settings; raise `ValueError` if the directory contains answers from different ones."""
     path = output_dir / "eval.json"
     if not path.exists():
         return write_json(settings, path)
-    before = json.loads(path.read_text(encoding="utf-8"))
-    if differing := [name for name, value in settings.items() if before.get(name) != value]:
+    previous = json.loads(path.read_text(encoding="utf-8"))
+    if changed := [name for name, value in settings.items() if previous.get(name) != value]:
         raise ValueError(
-            f"{output_dir} holds answers of an evaluation that differs in {', '.join(differing)}: give another "
-            "--output-dir, or delete that one to start again."
+            f"{output_dir} contains answers from an evaluation with different settings ({', '.join(changed)}): use "
+            "another --output-dir, or delete the directory to start over."
         )
 
 
 def run_job(job: Job, environment: Mapping[str, str]) -> None:
-    """Let a process of its own, with these further variables, generate what is missing."""
+    """Generate the missing answers in a separate process, with extra environment variables."""
     file = AnswerFile(job.answers)
     if not any(file.missing(requests) for _, _, requests in job.requests):
         return
@@ -149,13 +149,13 @@ def run_job(job: Job, environment: Mapping[str, str]) -> None:
     path.unlink()
     if done.returncode:
         raise ChildProcessError(
-            f"Evaluating with {job.label} ended with exit status {done.returncode}; the lines above say why. The "
-            "answers so far are kept: run the same command again to continue."
+            f"Evaluation with {job.label} failed with exit status {done.returncode}; see the output above. Answers so "
+            "far are saved: run the same command again to continue."
         )
 
 
 def write_json(content: dict[str, Any], path: Path) -> None:
-    """Write a file that is complete whenever it is there."""
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(draft, path)
+    """Write a JSON file atomically."""
+    tmp = path.with_suffix(".tmp")
+    tmp.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    os.replace(tmp, path)

@@ -1,4 +1,4 @@
-"""From graded answers to figures: Avg@k, pass@k, and their intervals. `Q` questions, `k` answers to each."""
+"""Scores of graded answers: Avg@k, pass@k, and their intervals. `Q` questions with `k` answers each."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ class Estimate:
 
 
 def average_at_k(graded: Sequence[Sequence[bool]]) -> Estimate:
-    r"""Share of right answers, Avg@k; with one answer per question, accuracy.
+    r"""Return the share of correct answers, Avg@k; with one answer per question, the accuracy.
 
     $$p = \frac{1}{Q} \sum_q p_q, \qquad n = \frac{p (1 - p)}{\mathrm{Var}(p_q) / Q}, \qquad
       \frac{p + z^2/2n \pm z \sqrt{p (1 - p) / n + z^2 / 4n^2}}{1 + z^2/n}$$
 
-    Where p_q is a question's own share, n the effective number of independent answers, and the last term the Wilson
-    interval for it. The questions are the sample: more answers to the same ones narrow the interval only as far as
-    the answers to one question differ. For k = 1, n is Q.
+    Where p_q is the share for one question, n the effective number of independent answers, and the last term the
+    Wilson interval. The questions are the sample: more answers to the same questions narrow the interval only as far
+    as the answers to one question differ. For k = 1, n is Q.
 
     Source: E. B. Wilson, "Probable inference" (1927); n is Kish's effective sample size.
 
     Args:
-        graded: Whether each answer is right, (Q, k).
+        graded: Correctness of each answer, (Q, k).
 
     Returns:
-        The share, and Wilson's interval.
+        The share with its Wilson interval.
 
     Raises:
         ValueError: If there are no questions, or a question has no answers.
     """
     if not graded or not all(graded):
-        raise ValueError("There are no answers to count: give at least one question, and an answer to each.")
+        raise ValueError("Answers are missing: give at least one question, and at least one answer to each.")
     shares = [fmean(answers) for answers in graded]  # (Q,)
     value, spread = fmean(shares), pvariance(shares)
-    size = float(len(shares))  # all right or all wrong: there is no scatter, and every question counts once
+    size = float(len(shares))  # if all answers are correct or all wrong, each question counts once
     if 0 < value < 1:
         answers = sum(map(len, graded))
         size = min(answers, value * (1 - value) * len(shares) / spread) if spread > 0 else answers
@@ -54,17 +54,17 @@ def average_at_k(graded: Sequence[Sequence[bool]]) -> Estimate:
 
 
 def pass_at_k(graded: Sequence[Sequence[bool]], k: int) -> float:
-    r"""Share of questions that k answers solve, estimated without bias from n ≥ k answers to each.
+    r"""Return an unbiased estimate of the share of questions that k answers solve, from n ≥ k answers to each.
 
     $$\frac{1}{Q} \sum_q \Big(1 - \binom{n_q - c_q}{k} / \binom{n_q}{k}\Big)$$
 
-    Where c_q of the n_q answers to a question are right.
+    Where c_q of the n_q answers to a question are correct.
 
     Source: Chen et al. 2021 (arXiv:2107.03374), Eq. 1.
 
     Args:
-        graded: Whether each answer is right, (Q, n).
-        k: Answers that are drawn.
+        graded: Correctness of each answer, (Q, n).
+        k: Number of answers to draw.
 
     Returns:
         The share, in [0, 1].
@@ -78,23 +78,23 @@ def pass_at_k(graded: Sequence[Sequence[bool]], k: int) -> float:
 
 
 def paired_difference(graded: Sequence[Sequence[bool]], baseline: Sequence[Sequence[bool]]) -> Estimate:
-    r"""How much better one set of answers is than another to the same questions.
+    r"""Return the difference in accuracy between two sets of answers to the same questions.
 
     $$\tilde{d} \pm z \sqrt{\Big(\frac{1 + \sum_q d_q^2}{Q + 2} - \tilde{d}^2\Big) / (Q + 2)}, \qquad
       \tilde{d} = \frac{\sum_q d_q}{Q + 2}$$
 
-    Where d_q is the difference of a question's two shares of right answers; the value is their plain mean. The
-    two added questions keep the interval from collapsing where no question tells the two apart. Questions that both
-    solve, or neither, add nothing to it: it is narrower than the two separate intervals would suggest.
+    Where d_q is the difference of a question's two shares of correct answers; the value is their plain mean. The two
+    added questions keep the interval from collapsing if the sets do not differ on any question. Questions that both
+    solve, or neither, do not widen the interval, so it is narrower than the two separate intervals suggest.
 
     Source: A. Agresti and Y. Min, "Simple improved confidence intervals for comparing matched proportions" (2005).
 
     Args:
-        graded: Whether each answer is right, (Q, k).
-        baseline: The same for what it is compared with, (Q, k').
+        graded: Correctness of each answer, (Q, k).
+        baseline: The same for the answers to compare with, (Q, k').
 
     Returns:
-        The difference of the two shares, above 0 where `graded` is better.
+        The difference of the two shares, positive if `graded` is better.
 
     Raises:
         ValueError: If the numbers of questions differ.

@@ -1,8 +1,8 @@
-"""One process of an evaluation: it starts an engine, generates the missing answers and grades each as it finishes.
+"""Start an engine in a separate process, generate the missing answers and grade each as it finishes.
 
     python -m trl_qurl.lab.evaluation.worker JOB
 
-A process of its own, because an engine's memory is freed only when its process ends, and each format needs an engine.
+An engine's memory is freed only when its process ends, and each format needs an engine.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 
 
 def answer_all(job: Job) -> None:
-    """Generate, grade and write what is missing, one task and mode after the other, under progress bars."""
+    """Generate, grade and save the missing answers, one task and mode at a time, with progress bars."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from trl_qurl.rewards import is_correct
 
     file = AnswerFile(job.answers)
-    wanted = [(task, mode, file.missing(requests)) for task, mode, requests in job.requests]
+    batches = [(task, mode, file.missing(requests)) for task, mode, requests in job.requests]
     console = Console()
     console.print(f"Starting vLLM with {job.label}")
-    token_ids, llm = start_engine(job, [task for task, _, missing in wanted if missing])
+    token_ids, llm = start_engine(job, [task for task, _, missing in batches if missing])
     right_column = TextColumn("right {task.fields[right]:.1%}")
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), right_column, TimeElapsedColumn()]
     with Progress(*columns, console=console) as progress:
-        for task, mode, missing in wanted:
-            present = file.of(task.name, mode)
-            right, count = sum(answer.correct for answer in present), len(present)
+        for task, mode, missing in batches:
+            previous = file.of(task.name, mode)
+            right, count = sum(answer.correct for answer in previous), len(previous)
             name, share = f"{job.label} {task.name} {mode}", right / count if count else 0.0
             bar = progress.add_task(name, total=count + len(missing), completed=count, right=share)
             last = time.monotonic()
@@ -56,7 +56,7 @@ def answer_all(job: Job) -> None:
 
 
 def start_engine(job: Job, tasks: list[Task]) -> tuple[dict[str, list[list[int]]], LLM]:
-    """Token ids of every prompt, by task, and an engine whose context is long enough for them."""
+    """Return the token ids of all prompts, by task, and an engine with a long enough context."""
     from transformers import AutoConfig, AutoTokenizer
 
     from trl_qurl.rollout.engine.colocated import check_head_size
@@ -77,10 +77,10 @@ def start_engine(job: Job, tasks: list[Task]) -> tuple[dict[str, list[list[int]]
 def generate(
     llm: LLM, requests: list[Request], prompts: list[list[int]], sampling: Sampling
 ) -> Iterator[tuple[Request, str, int, bool]]:
-    """Each request with its text, its tokens and whether it ended by itself, in the order in which they finish.
+    """Yield each request with its text, number of tokens and whether it stopped before the limit, as they finish.
 
-    All requests wait in the engine at once, which keeps it full to the end. `LLM.generate` would return nothing
-    before the last of them is finished, and a killed process would lose them.
+    All requests are queued at once, which keeps the engine full until the end. `LLM.generate` would return nothing
+    until the last one is finished, so a killed process would lose all answers.
     """
     engine = llm.llm_engine
     for number, request in enumerate(requests):
@@ -95,7 +95,7 @@ def generate(
 
 
 def sampling_params(request: Request, sampling: Sampling) -> SamplingParams:
-    """vLLM's settings for one answer."""
+    """Build vLLM's sampling parameters for one answer."""
     from vllm import SamplingParams
 
     if request.mode == GREEDY:
@@ -105,7 +105,7 @@ def sampling_params(request: Request, sampling: Sampling) -> SamplingParams:
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         max_tokens=sampling.max_tokens,
-        seed=zlib.crc32(name.encode()),  # the same on every machine, unlike Python's hash
+        seed=zlib.crc32(name.encode()),  # unlike Python's hash, the same on every machine
     )
 
 
@@ -114,7 +114,7 @@ if __name__ == "__main__":
     quiet()
     try:
         answer_all(pickle.loads(Path(sys.argv[1]).read_bytes()))
-    except (ValueError, OSError) as error:  # what a user can change, as in `trl_qurl.cli.main`
+    except (ValueError, OSError) as error:  # errors that a user can fix, as in `trl_qurl.cli.main`
         if shows_everything():
             raise
         sys.exit(f"trl-qurl: error: {' '.join(str(error).split())}")

@@ -1,1 +1,1 @@
-"""Complete training runs, each one function that a script and the command line share."""
+"""Complete training runs, shared by example scripts and the command line."""

@@ -1,6 +1,6 @@
-"""`trl-qurl grpo --help`: the options that every run needs, then those that this project adds or changes, in groups.
+"""`trl-qurl grpo --help`: print essential options first, then those that this project adds or changes, in groups.
 
-`--help-all` prints all options, those of TRL and transformers too.
+`--help-all` prints all options, including those of TRL and transformers.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ ENTRY = re.compile(r"^ +(?P<names>\w+(?:, \w+)*)(?: \([^)\n]*\))?:", re.MULTILIN
 START = {
     "model_name_or_path": None,
     "dataset": None,
-    "output_dir": "Directory of the trained policy, its checkpoints and its log.",
+    "output_dir": "Directory for the trained policy, its checkpoints and its log.",
     "max_steps": "Optimizer steps; -1 to train for num_train_epochs.",
     "num_train_epochs": "Passes over the questions, if max_steps is -1.",
     "learning_rate": "Peak learning rate.",
     "use_peft": "Train a LoRA adapter (--lora_r, --lora_alpha, --lora_target_modules).",
-    "vllm_mode": "colocate: the engine runs in this process; server: run trl-qurl serve first.",
-    "resume_from_checkpoint": "Checkpoint to continue from; true for the latest in output_dir.",
+    "vllm_mode": "colocate: run the engine in this process; server: requires a running `trl-qurl serve`.",
+    "resume_from_checkpoint": "Checkpoint to resume from; true for the latest in output_dir.",
 }
-"""What every run needs, and its help where it is not our own."""
+"""Essential options, with a help text if the option is not ours."""
 
 
 def print_help(prog: str, classes: Sequence[type], defaults: dict[str, Any]) -> None:
-    """Print the options of a recipe: `classes` are its script arguments, its config and the model's arguments."""
+    """Print the options of a recipe; `classes` are its script arguments, config and model arguments."""
     script_arguments, config, _ = classes
     settings = {setting.name: setting for cls in classes for setting in fields(cls)}
     theirs = next(parent.__name__ for parent in config.__mro__ if parent.__module__.startswith("trl."))
@@ -63,16 +63,16 @@ def print_help(prog: str, classes: Sequence[type], defaults: dict[str, Any]) -> 
 
 
 def groups(config: type) -> Iterator[tuple[str, list[str]]]:
-    """The title and the settings of each group that a configuration and its parents document here (`> Title`)."""
-    seen: set[str] = set()
+    """Yield the title and settings of each group (`> Title`) in this project's config docstrings."""
+    listed: set[str] = set()
     for cls in config.__mro__:
         if not cls.__module__.startswith("trl_qurl.") or not cls.__doc__:
             continue
         _, *parts = GROUP.split(cls.__doc__.split("Raises:")[0])
         for title, text in zip(parts[::2], parts[1::2], strict=True):
             names = [name for entry in ENTRY.finditer(text) for name in entry["names"].split(", ")]
-            new = [name for name in names if name not in seen]
-            seen.update(new)
+            new = [name for name in names if name not in listed]
+            listed.update(new)
             if new:
                 yield title.lower(), new
 

@@ -11,23 +11,23 @@ from trl_qurl.lab.recipes import questions
 
 @dataclass
 class ScriptArguments(questions.ScriptArguments):
-    """The questions to train on, and where the critic starts."""
+    """Training questions, and the critic's initial model."""
 
-    value_model: str | None = questions.option(None, "Model that the critic starts from. By default the policy's.")
+    value_model: str | None = questions.option(None, "Initial model of the critic. Defaults to the policy's.")
 
 
 class PPORecipe(questions.Recipe):
-    """Training with a critic, which may start from another model than the policy."""
+    """Training with a critic, whose initial model may differ from the policy's."""
 
     def trainer_arguments(self, script_args: Any, training_args: Any) -> dict[str, Any]:
-        """The critic's model, which must exist."""
+        """Return the critic's initial model; raise an error if it does not exist."""
         if script_args.value_model is not None:
             check_model(script_args.value_model)
         return {"value_model": script_args.value_model}
 
 
 # The paper's GSM8K run: 256 prompts with one answer of up to 512 tokens each, learning rate 1e-5, 15 epochs = 435
-# rollouts, UAQ off. The number of updates per rollout is not given; verl's example of this run makes four of 64.
+# rollouts, UAQ off. The paper does not state the updates per rollout; verl's example of this run makes four of 64.
 RECIPE = PPORecipe(
     "ppo",
     {

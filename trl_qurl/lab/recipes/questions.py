@@ -1,6 +1,6 @@
-"""Training on questions with checkable answers, with any trainer of this project: the arguments and the run.
+"""Train on questions with checkable answers, with any of this project's trainers.
 
-The arguments are TRL's, from the command line or YAML files; each recipe adds its defaults.
+Arguments are TRL's, from the command line or YAML files; each recipe adds its defaults.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULTS: dict[str, Any] = {
     "model_name_or_path": "Qwen/Qwen2.5-0.5B-Instruct",
-    # A rollout of 256 completions makes four updates of 64; with a single update no clip bound would ever act.
+    # A rollout of 256 completions gives four updates of 64; with a single update, clipping would have no effect.
     "per_device_train_batch_size": 16,
     "gradient_accumulation_steps": 4,
     "steps_per_generation": 16,
@@ -42,50 +42,50 @@ DEFAULTS: dict[str, Any] = {
     "logging_first_step": True,
     "save_steps": 100,
 }
-"""What every recipe changes in TRL's defaults."""
+"""Changes to TRL's defaults in all recipes."""
 
 
 def option(default: Any, text: str) -> Any:
-    """A field of script arguments, with its help."""
+    """Define a script argument with its default and help text."""
     return field(default=default, metadata={"help": text})
 
 
 @dataclass
 class ScriptArguments:
-    """The questions to train on."""
+    """Script arguments: questions, overlong punishment, saving and evaluations."""
 
     dataset: str = option(
-        "openai/gsm8k", "Questions and answers: a name on the Hub, or a local .json or .jsonl file (or .gz)."
+        "openai/gsm8k", "Questions and answers: a Hub name, or a local .json or .jsonl file (or .gz)."
     )
-    dataset_config: str = option("main", "Configuration of a dataset on the Hub.")
-    dataset_split: str = option("train", "Split of a dataset on the Hub.")
-    dataset_limit: int | None = option(None, "Train on the first N questions only.")
-    question_column: str | None = option(None, "Column of the questions; by default question, problem or prompt.")
-    answer_column: str | None = option(None, "Column of the answers. By default `answer` or `final_answer`.")
+    dataset_config: str = option("main", "Configuration of a Hub dataset.")
+    dataset_split: str = option("train", "Split of a Hub dataset.")
+    dataset_limit: int | None = option(None, "Train only on the first N questions.")
+    question_column: str | None = option(None, "Column of the questions. Defaults to question, problem or prompt.")
+    answer_column: str | None = option(None, "Column of the answers. Defaults to answer or final_answer.")
     soft_overlong_cache: int | None = option(
         None,
-        "Soft overlong punishment (DAPO): the reward falls by up to 1 over the last N tokens before "
+        "Soft overlong punishment (DAPO): lowers the reward by up to 1 over the last N tokens before "
         "max_completion_length.",
     )
     save_quantized: bool = option(
-        False, "Also write the policy's quantized checkpoint, for `vllm serve`, to OUTPUT_DIR-FORMAT."
+        False, "Also save the policy's quantized checkpoint for `vllm serve`, to OUTPUT_DIR-FORMAT."
     )
     eval_tasks: list[str] = field(
-        default_factory=list, metadata={"help": "Benchmarks to answer during training: names, files or name=source."}
+        default_factory=list, metadata={"help": "Benchmarks to run during training: names, files or name=source."}
     )
     eval_tasks_steps: int = option(100, "Optimizer steps between these evaluations.")
-    eval_tasks_limit: int | None = option(None, "Only the first N questions of each benchmark.")
-    eval_tasks_by: str = option("actor", "Who answers: 'actor' (the engine, fast) or 'policy' (exact, slow).")
+    eval_tasks_limit: int | None = option(None, "Use only the first N questions of each benchmark.")
+    eval_tasks_by: str = option("actor", "Model that answers: 'actor' (the engine, fast) or 'policy' (exact, slow).")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Training with one of our trainers, as a script and `trl-qurl COMMAND` start it.
+    """Training with one of our trainers, for scripts and `trl-qurl COMMAND`.
 
     Attributes:
-        command: Name of the subcommand, and of the trainer: `grpo`, `ppo` or `rloo`.
-        defaults: What it changes in TRL's settings.
-        script_arguments: What it is asked beside the settings of trainer and model.
+        command: Name of the subcommand and of the trainer: `grpo`, `ppo` or `rloo`.
+        defaults: Changes to TRL's defaults.
+        script_arguments: Arguments besides those of the trainer and the model.
     """
 
     command: str
@@ -93,15 +93,15 @@ class Recipe:
     script_arguments: type[ScriptArguments] = ScriptArguments
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add no options to the subcommand: all of its arguments go to `parse_arguments`."""
+        """Add no options: `parse_arguments` handles all arguments of the subcommand."""
 
     def run(self, args: argparse.Namespace) -> int:
-        """Train with the arguments of the subcommand."""
+        """Train with the subcommand's arguments."""
         self.train(*self.parse_arguments(args.extra_args))
         return 0
 
     def parse_arguments(self, argv: Sequence[str] | None = None) -> tuple[Any, Any, ModelConfig]:
-        """Read arguments from a command line and from the YAML files that `--config` names."""
+        """Parse a command line and the YAML files of its `--config`."""
         quiet()
         from trl import ModelConfig, TrlParser
 
@@ -109,22 +109,22 @@ class Recipe:
 
         @dataclass
         class ModelArguments(ModelConfig):
-            """TRL's, with the short name of the first of them."""
+            """TRL's model arguments, with a short name for the model."""
 
             model_name_or_path: str | None = field(
                 default=None,
-                metadata={"aliases": ["--model"], "help": "Model to train: a name on the Hub, or a directory."},
+                metadata={"aliases": ["--model"], "help": "Model to train: a Hub name or a directory."},
             )
 
         class Parser(SuggestingParser, TrlParser):
-            """TRL's parser, which suggests what a misspelled value was meant to be."""
+            """TRL's parser, with suggestions for misspelled values."""
 
         prog = None if argv is None else f"trl-qurl {self.command}"
         argv = sys.argv[1:] if argv is None else list(argv)
         config = getattr(trl_qurl, f"QuRL{self.command.upper()}Config")
         groups = [self.script_arguments, config, ModelArguments]
         known_names = {setting.name for group in groups for setting in fields(group)}
-        # argparse would print all three hundred options above a message about one of them.
+        # By default, argparse would print all three hundred options above each error message.
         usage = "%(prog)s [--config FILE ...] [--OPTION VALUE ...]"
         parser = Parser(groups, prog=prog, usage=usage, add_help=False)  # type: ignore[arg-type, misc]
         if "--help-all" in argv:
@@ -136,18 +136,18 @@ class Recipe:
         settings, argv = take_settings(argv, known_names, self.command)
         os.environ.update({name: str(value) for name, value in settings.pop("env", {}).items()})
         parser.set_defaults_with_config(**{**cpu_settings(), **self.defaults, **settings})
-        _, unknown = parser.parse_known_args(argv)  # before the settings are checked: a typing error comes first
+        _, unknown = parser.parse_known_args(argv)  # report misspelled options before checking any values
         if options := [word.split("=")[0] for word in unknown if word.startswith("--")]:
             names = [option.removeprefix("--").replace("-", "_") for option in options]
             guess = did_you_mean([f"--{name}" for name in names], [f"--{name}" for name in sorted(known_names)])
-            advice = f"`trl-qurl {self.command} --help` lists ours, --help-all all."
-            raise ValueError(f"There is no option {' '.join(options)}{guess} {advice}")
+            advice = f"`trl-qurl {self.command} --help` lists the main options, and --help-all lists all."
+            raise ValueError(f"Unknown option {' '.join(options)}{guess} {advice}")
         if unknown:
             raise ValueError(f"Unexpected argument {' '.join(unknown)}: write settings as --NAME VALUE.")
         return parser.parse_args_and_config(argv)
 
     def train(self, script_args: Any, training_args: Any, model_args: ModelConfig) -> Any:
-        """Train on the questions, with the answers as the reward, and save to `output_dir`; the trainer."""
+        """Train on the questions with a reward for correct answers, save to `output_dir`, and return the trainer."""
         quiet()
         keep_freed_memory()
         from tqdm.contrib.logging import logging_redirect_tqdm
@@ -159,21 +159,21 @@ class Recipe:
         from trl_qurl.rewards import answer_reward
 
         is_first = training_args.process_index == 0
-        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")  # with TRL_QURL_DEBUG=1; else quiet() did it
-        # Slow steps, and the way that weights reach the engine, are logged once.
+        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")  # only with TRL_QURL_DEBUG=1; see quiet()
+        # Log slow steps and the route of weights to the engine in one process only.
         logging.getLogger("trl_qurl").setLevel(logging.INFO if is_first else logging.WARNING)
         if training_args.use_cpu and cpu_settings():
             precision = "bfloat16 autocast" if training_args.bf16 else "float32"
             logger.info("No accelerator found: training on the CPU, in %s (use_cpu, bf16).", precision)
         if script_args.save_quantized and training_args.rollout_quantization is None:
             raise ValueError(
-                "save_quantized writes the format of the rollouts, but rollout_quantization is None: set it to a "
-                "format, or use `trl-qurl quantize` on the saved policy."
+                "save_quantized uses the rollout format, but rollout_quantization is None: set it to a format, or run "
+                "`trl-qurl quantize` on the saved policy."
             )
-        # Checked first, so that a wrong name is reported before an engine is started.
+        # Report wrong names before starting an engine.
         checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint, training_args.output_dir)
         check_model(model_args.model_name_or_path)
-        further = self.trainer_arguments(script_args, training_args)
+        extra_arguments = self.trainer_arguments(script_args, training_args)
         logger.info("Loading the questions of %s.", script_args.dataset)
         questions = load_questions(
             script_args.dataset,
@@ -198,12 +198,12 @@ class Recipe:
             train_dataset=questions,
             peft_config=get_peft_config(model_args),
             callbacks=evaluations(script_args),
-            **further,
+            **extra_arguments,
         )
         use_step_lines(trainer)
         if checkpoint:
             logger.info("Resuming from %s.", checkpoint)
-        with logging_redirect_tqdm():  # a message goes above the bar
+        with logging_redirect_tqdm():  # print messages above the bar
             trainer.train(resume_from_checkpoint=checkpoint)
         logger.info("Saving to %s.", training_args.output_dir)
         trainer.save_model(training_args.output_dir)
@@ -213,14 +213,14 @@ class Recipe:
         return trainer
 
     def trainer_arguments(self, script_args: Any, training_args: Any) -> dict[str, Any]:
-        """Arguments of the trainer that others do not have."""
+        """Return extra arguments for this recipe's trainer."""
         return {}
 
 
 def next_steps(policy: Path, quantized: Path | None, model_args: ModelConfig, tasks: Sequence[str]) -> str:
-    """Where a run has put its policy, and the commands to evaluate and to serve it."""
+    """Describe where the policy was saved, with the commands to evaluate and serve it."""
     lora = f"--enable-lora --max-lora-rank {max(16, model_args.lora_r)} --lora-modules policy="
-    critic = ", its critic to critic/ in it" if (policy / "critic").is_dir() else ""
+    critic = f", and its critic to {policy / 'critic'}" if (policy / "critic").is_dir() else ""
     if (policy / "adapter_config.json").is_file():
         lines = [f"Adapter saved to {policy}{critic}"]
         lines += [f"  serve it:    vllm serve {model_args.model_name_or_path} {lora}{policy}"]
@@ -235,9 +235,9 @@ def next_steps(policy: Path, quantized: Path | None, model_args: ModelConfig, ta
 
 
 def checkpoint_to_resume(requested: str | bool | None, output_dir: str) -> str | None:
-    """The checkpoint that `resume_from_checkpoint` means: a path, or `true` for the latest one in `output_dir`.
+    """Return the checkpoint for `resume_from_checkpoint`: a path, or `true` for the latest one in `output_dir`.
 
-    `true` without a checkpoint is an error: a run that starts over would replace the log and policy in `output_dir`.
+    `true` without a checkpoint is an error, because starting over would replace the log and policy in `output_dir`.
     """
     if requested is None or str(requested).lower() == "false":
         return None
@@ -248,20 +248,20 @@ def checkpoint_to_resume(requested: str | bool | None, output_dir: str) -> str |
     if requested.lower() == "true":
         if not complete:
             raise FileNotFoundError(
-                f"resume_from_checkpoint={requested}: there is no complete checkpoint in {output_dir}. Leave the "
-                "option out to start from the beginning."
+                f"resume_from_checkpoint={requested}: {output_dir} contains no complete checkpoint. To start from the "
+                "beginning, remove the option."
             )
         return complete[-1]
     if not Path(requested, "trainer_state.json").is_file():
         raise FileNotFoundError(
-            f"resume_from_checkpoint={requested} is not a complete checkpoint: it has no trainer_state.json. "
+            f"resume_from_checkpoint={requested} is not a complete checkpoint: trainer_state.json is missing. "
             f"Complete checkpoints in {output_dir}: {', '.join(complete) or 'none'}."
         )
     return requested
 
 
 def evaluations(script_args: ScriptArguments) -> list[Any]:
-    """The callback that answers benchmarks during training, if any are named."""
+    """Build the callback that runs benchmarks during training, if there are any."""
     from trl_qurl.lab.evaluation.callback import TaskEvaluationCallback
 
     steps, limit, who = script_args.eval_tasks_steps, script_args.eval_tasks_limit, script_args.eval_tasks_by
@@ -269,7 +269,7 @@ def evaluations(script_args: ScriptArguments) -> list[Any]:
 
 
 def punishments(soft_overlong_cache: int | None, training_args: QuRLGRPOConfig | QuRLRLOOConfig) -> list[Any]:
-    """TRL's soft overlong punishment, if it is asked for."""
+    """Build TRL's soft overlong punishment, if requested."""
     from trl.rewards import get_soft_overlong_punishment
 
     if soft_overlong_cache is None:
@@ -283,7 +283,7 @@ def punishments(soft_overlong_cache: int | None, training_args: QuRLGRPOConfig |
 
 
 def check_chat_template(name_or_path: str, revision: str | None = None) -> None:
-    """Refuse a model without a chat template, since the recipes ask their questions in a conversation."""
+    """Raise `ValueError` for a model without a chat template, because the recipes use conversations."""
     from transformers import AutoTokenizer
 
     if AutoTokenizer.from_pretrained(name_or_path, revision=revision).chat_template is None:

@@ -1,6 +1,6 @@
-"""The YAML files that `--config` names: a recipe of settings, and variants of it.
+"""YAML files for `--config`: recipes of settings, and their variants.
 
-The paper's runs (`paper/`) and ours (`own/`) come with the package, and are found by their names.
+The paper's runs (`paper/`) and ours (`own/`) come with the package and are available by name.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ HERE = Path(__file__).parent
 
 
 def recipes() -> dict[str, Path]:
-    """The settings files that come with the package, by name: the paper's runs, their variants, ours."""
+    """Return the package's settings files by name: the paper's runs, their variants, and ours."""
     patterns = ("paper/*.yaml", "paper/variants/*.yaml", "own/*.yaml")
     return {path.stem: path for pattern in patterns for path in sorted(HERE.glob(pattern))}
 
 
 def take_settings(argv: Sequence[str], known_names: Collection[str], command: str) -> tuple[dict[str, Any], list[str]]:
-    """Read the YAML files that `--config` names, if there are any; also returns the other arguments.
+    """Read the YAML files of `--config`, and return their settings and the other arguments.
 
-    A file is named by its path, or by its name if it comes with the package. Each file overrides those before it, so a
-    recipe and a variant of it can be given together. A file with `extends: other.yaml` (relative to its own directory,
-    or the name of a recipe) starts with the settings of that file.
+    Files are given by path or, if they come with the package, by name. Each file overrides the previous ones, so you
+    can combine a recipe with a variant. A file with `extends: other.yaml` (relative to the file's directory, or the
+    name of a recipe) starts from the settings of that file.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", nargs="*", action="append", default=[])
-    given, rest = parser.parse_known_args(argv)
-    if [] in given.config:
-        raise ValueError("--config needs the name of a YAML file or a recipe after it.")
+    args, rest = parser.parse_known_args(argv)
+    if [] in args.config:
+        raise ValueError("--config requires the name of a YAML file or a recipe.")
     settings: dict[str, Any] = {}
-    for name in chain(*given.config):
-        settings |= _read_settings(_found(name), known_names, command, ())
+    for name in chain(*args.config):
+        settings |= _read_settings(_find_file(name), known_names, command, ())
     return settings, rest
 
 
-def _found(name: str, extending: Path | None = None) -> Path:
-    """A settings file by its path, or a recipe by its name; `extending` is the file that names it, if one does."""
+def _find_file(name: str, extending: Path | None = None) -> Path:
+    """Find a settings file by path, or a recipe by name; `extending` is the file that extends it, if any."""
     path = Path(name) if extending is None else extending.parent / name
     if path.is_file():
         return path
     if name in recipes():
         return recipes()[name]
-    wanted_by = f" (which {extending} extends)" if extending else ""
+    origin = f" (extended by {extending})" if extending else ""
     raise FileNotFoundError(
-        f"The settings file {path}{wanted_by} does not exist; give a YAML file, or the name of a recipe or a variant: "
+        f"The settings file {path}{origin} does not exist: give a YAML file, or the name of a recipe or variant: "
         f"{', '.join(recipes())}."
     )
 
@@ -57,7 +57,7 @@ def _found(name: str, extending: Path | None = None) -> Path:
 def _read_settings(
     path: Path, known_names: Collection[str], command: str, extending: tuple[Path, ...]
 ) -> dict[str, Any]:
-    """The settings of one file and of those it extends; `extending` are the files that led here."""
+    """Read the settings of a file and the files it extends; `extending` is the chain of files that led here."""
     import yaml
 
     if path.resolve() in extending:
@@ -67,16 +67,16 @@ def _read_settings(
     except yaml.YAMLError as error:
         raise ValueError(f"The settings file {path} is not valid YAML: {error}.") from error
     if not isinstance(settings, dict):
-        raise ValueError(f"The settings file {path} has no `name: value` lines; write one setting per line.")
-    if "model" in settings:  # the short name, as on the command line
+        raise ValueError(f"The settings file {path} has no `name: value` lines: write one setting per line.")
+    if "model" in settings:  # short name, as on the command line
         settings["model_name_or_path"] = settings.pop("model")
     unknown = [str(name) for name in settings if name not in known_names and name not in ("env", "extends")]
     if unknown:
         raise ValueError(
-            f"The settings file {path} sets {', '.join(unknown)}, but there is no such setting"
+            f"The settings file {path} has unknown settings: {', '.join(unknown)}"
             f"{did_you_mean(unknown, list(known_names))} `trl-qurl {command} --help` lists the names."
         )
     base = settings.pop("extends", None)
     if base is None:
         return settings
-    return _read_settings(_found(base, path), known_names, command, (*extending, path.resolve())) | settings
+    return _read_settings(_find_file(base, path), known_names, command, (*extending, path.resolve())) | settings

@@ -1,5 +1,5 @@
-"""`trl-qurl report`: the paper's figures from the logs of runs, in one HTML page that needs no network.
+"""`trl-qurl report`: plot the paper's figures from run logs, in one self-contained HTML page.
 
-`page` reads runs, puts them into `groups`, turns their metrics into `curves` as the list of `questions` asks, and
-these into `figures`. `live` draws them in a notebook, also while the run goes on. Nothing here needs torch or TRL.
+`page` reads runs, sorts them into `groups`, turns their metrics into `curves` for each of the `questions`, and draws
+`figures`. `live` draws them in a notebook, even during a run. Nothing here needs torch or TRL.
 """

@@ -1,4 +1,4 @@
-"""`trl-qurl report`: its options, and what it prints. Nothing heavy is imported before the command runs."""
+"""Options and output of `trl-qurl report`. Heavy imports wait until the command runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trl-qurl report`."""
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="output_dir of a run, or its run.jsonl(.gz)")
     parser.add_argument(
-        "-o", "--output", type=Path, default=Path("report.html"), help="the page (default: %(default)s)"
+        "-o", "--output", type=Path, default=Path("report.html"), help="HTML file to write (default: %(default)s)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page; the exit status is 0."""
+    """Write the page and return exit status 0."""
     from trl_qurl.lab.report.page import write_report
 
     report = write_report(args.runs, args.output)

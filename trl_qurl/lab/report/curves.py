@@ -1,7 +1,7 @@
-"""A metric over rollouts: of one run, smoothed, of a group of seeds; its value at the end; and where the time goes.
+"""Metrics over rollouts: single runs, smoothing, groups of seeds, final values; and the time spent per rollout.
 
-The rollout is the unit of all reports: runs that make different numbers of optimizer updates with the tokens of one
-rollout can then be compared. Between two logged values, a run is taken to be on the straight line that joins them.
+All reports count rollouts, so runs with different numbers of optimizer updates per rollout can be compared. Values
+between two logged ones are interpolated linearly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trl_qurl.trainers.run_log import Run
 Values = NDArray[np.float64]
 
 FINAL_ROLLOUTS = 20
-"""What counts as the end of training: single rollouts are noisy, and the end should not depend on the last one."""
+"""Number of rollouts to average for a final value, because single rollouts are noisy."""
 
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """97.5 % quantile of Student's t for 1 to 10 degrees of freedom."""
@@ -33,18 +33,18 @@ TIMES = {
     "updates": "time/update_s",
     "other": "step_time",
 }
-"""What the seconds of a rollout are spent on, and the metric that each part is made of."""
+"""Parts of a rollout's time, with the metric for each."""
 
 
 class Points(NamedTuple):
-    """A metric of one run, wherever it was logged with a finite value; both (N,), rollouts ascending."""
+    """Finite logged values of a metric in one run; both (N,), rollouts ascending."""
 
     rollouts: Values
     values: Values
 
 
 class Curve(NamedTuple):
-    """A metric of a group; all (N,). Of a single run, `low` and `high` are its `mean`."""
+    """A metric of a group; all (N,). For a single run, `low` and `high` equal `mean`."""
 
     rollouts: Values
     mean: Values
@@ -60,18 +60,18 @@ class Estimate(NamedTuple):
 
 
 def updates_per_rollout(run: Run) -> float:
-    """Optimizer updates made with the tokens of one rollout; 1 where the run's settings do not say."""
+    """Return the optimizer updates per rollout; 1 if the run's settings do not include them."""
     updates = run.settings.get("updates_per_rollout")
     return float(updates) if isinstance(updates, int | float) and updates > 0 else 1.0
 
 
 def rollouts_of(run: Run) -> float:
-    """Length of a run that has rows."""
+    """Return the length of a run in rollouts; the run must have rows."""
     return max(row["step"] for row in run.rows) / updates_per_rollout(run)
 
 
 def points_of(run: Run, metric: str) -> Points:
-    """The metric over rollouts, which are steps where the settings do not say how many make a rollout."""
+    """Return a metric over rollouts, or over steps if the settings do not include the updates per rollout."""
     updates = updates_per_rollout(run)
     logged = [(step / updates, value) for step, value in run.series(metric) if math.isfinite(value)]
     rollouts, values = np.array(logged, dtype=np.float64).reshape(-1, 2).T
@@ -79,12 +79,12 @@ def points_of(run: Run, metric: str) -> Points:
 
 
 def smoothing_window(longest: float) -> int:
-    """Rollouts over which curves are averaged, odd: a twentieth of the longest run; 1, so none, below 40 rollouts."""
+    """Choose the smoothing window in rollouts: odd, 1/20 of the longest run; 1 (no smoothing) below 40 rollouts."""
     return 1 if longest < 40 else int(longest / 20) // 2 * 2 + 1
 
 
 def smooth(points: Points, window: int, largest: bool = False) -> Points:
-    """The mean, or the largest, of the values at most (window − 1) / 2 rollouts away; fewer at either end."""
+    """Replace each value with the mean or maximum within (window − 1) / 2 rollouts; fewer near the ends."""
     reach = (window - 1) / 2
     starts = np.searchsorted(points.rollouts, points.rollouts - reach, side="left")
     ends = np.searchsorted(points.rollouts, points.rollouts + reach, side="right")
@@ -94,7 +94,7 @@ def smooth(points: Points, window: int, largest: bool = False) -> Points:
 
 
 def across_seeds(seeds: Sequence[Points]) -> Curve:
-    """Mean and range over the seeds, wherever one has a value; each counts from its first value to its last."""
+    """Compute mean and range over the seeds; each seed contributes between its first and last value."""
     seeds = [seed for seed in seeds if seed.values.size]
     if not seeds:
         return Curve(*(np.empty(0) for _ in range(4)))
@@ -103,20 +103,20 @@ def across_seeds(seeds: Sequence[Points]) -> Curve:
     values = np.stack(
         [np.interp(rollouts, seed.rollouts, seed.values, left=math.nan, right=math.nan) for seed in seeds]
     )
-    inside = ~np.isnan(values).all(axis=0)  # between two seeds that do not overlap there is nothing
+    inside = ~np.isnan(values).all(axis=0)  # excludes gaps between seeds that do not overlap
     values = values[:, inside]
     return Curve(rollouts[inside], np.nanmean(values, axis=0), np.nanmin(values, axis=0), np.nanmax(values, axis=0))
 
 
 def final_value(points: Points, window: int = FINAL_ROLLOUTS) -> float | None:
-    """Mean of the values of the last `window` rollouts in which the metric was logged."""
+    """Average the metric over the `window` rollouts up to its last logged value."""
     if not points.values.size:
         return None
     return float(points.values[points.rollouts > points.rollouts[-1] - window].mean())
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """Mean and confidence interval (Student's t) of one value per seed; wider than it need be above 11 seeds."""
+    """Compute the mean and a Student-t interval from one value per seed; conservative above 11 seeds."""
     if not values:
         return None
     mean = float(np.mean(values))
@@ -127,11 +127,10 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def seconds_per_rollout(run: Run) -> dict[str, float]:
-    """Mean seconds of each part, of those that were logged; the first rollout, which warms up, is left out.
+    """Average the seconds of each logged part, without the first rollout, which includes the warm-up.
 
-    Most metrics are logged once per rollout, `time/update_s` and `step_time` once per optimizer update. TRL's
-    `step_time` contains the rollout, but neither the optimizer's own step nor a critic's update, so "other" is a lower
-    bound.
+    Most metrics are logged once per rollout, but `time/update_s` and `step_time` once per optimizer update. TRL's
+    `step_time` includes the rollout, but not the optimizer step or a critic's update, so "other" is a lower bound.
     """
     updates = updates_per_rollout(run)
     seconds = {part: mean for part, metric in TIMES.items() if (mean := _mean(run, metric)) is not None}
@@ -141,13 +140,13 @@ def seconds_per_rollout(run: Run) -> dict[str, float]:
     if "updates" in seconds:
         seconds["updates"] *= updates
     if step is not None and "updates" in seconds and "generation" in seconds:
-        known = sum(seconds.values()) - updates * (_mean(run, "time/critic_update_s") or 0.0)
-        seconds["other"] = max(0.0, updates * step - known)
+        covered = sum(seconds.values()) - updates * (_mean(run, "time/critic_update_s") or 0.0)
+        seconds["other"] = max(0.0, updates * step - covered)
     return seconds
 
 
 def mean_seconds(runs: Sequence[Run]) -> dict[str, float]:
-    """The mean over runs of each part that any of them logged."""
+    """Average each part over the runs that logged it."""
     splits = [seconds_per_rollout(run) for run in runs]
     logged = {part: [split[part] for split in splits if part in split] for part in TIMES}
     return {part: float(np.mean(values)) for part, values in logged.items() if values}

@@ -1,7 +1,6 @@
-"""Figures in matplotlib: metrics over rollouts as lines, and the seconds of a rollout as bars.
+"""Matplotlib figures: line plots of metrics over rollouts, and bars of the seconds per rollout.
 
-Lines differ in dashes and markers besides their color, so that they can be told apart in print and by color-blind
-readers.
+Besides colors, lines have different dashes and markers, for print and for color-blind readers.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colors without their yellow, which is too light for a line.
+# Okabe and Ito's colors, except for yellow: it is too light for a line.
 COLORS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "X", "P", "*")
 DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
@@ -44,7 +43,7 @@ class Line(NamedTuple):
     label: str
     style: int
     curve: Curve
-    raw: Points | None  # what its only seed logged before smoothing
+    raw: Points | None  # unsmoothed values, if there is only one seed
 
 
 class Plot(NamedTuple):
@@ -56,12 +55,12 @@ class Plot(NamedTuple):
 
 
 def plots_of(panels: Sequence[Panel], groups: Sequence[Group], window: int) -> list[Plot]:
-    """Choose the lines of each plot: of one group, all measures of a panel; else, of each measure, all groups."""
+    """Choose the lines of each plot: one group shares a plot for all measures; several groups, one per measure."""
     plots = []
     for panel in panels:
         if len(groups) == 1:
-            drawn = _lines([(measure.label, groups[0], measure) for measure in panel.measures], panel, window)
-            plots.append(Plot(drawn[0].label if len(drawn) == 1 else panel.title, panel, drawn))
+            lines = _lines([(measure.label, groups[0], measure) for measure in panel.measures], panel, window)
+            plots.append(Plot(lines[0].label if len(lines) == 1 else panel.title, panel, lines))
         else:
             for measure in panel.measures:
                 pairs = [(_seeded(group, groups), group, measure) for group in groups]
@@ -70,7 +69,7 @@ def plots_of(panels: Sequence[Panel], groups: Sequence[Group], window: int) -> l
 
 
 def draw_lines(panels: Sequence[Panel], groups: Sequence[Group], columns: int = 2) -> list[tuple[Figure, str]]:
-    """Draw metrics over rollouts, as far as logged: one figure and its description per part of the groups."""
+    """Draw the logged metrics over rollouts: one figure with a description per part of the groups."""
     end = max(rollouts_of(run) for group in groups for run in group.runs)
     window = smoothing_window(end)
     figures = []
@@ -85,12 +84,12 @@ def draw_lines(panels: Sequence[Panel], groups: Sequence[Group], columns: int = 
         for index, (title, panel, lines) in enumerate(plots):
             axes = figure.add_subplot(rows, columns_used, index + 1, sharey=first.get(panel))
             first.setdefault(panel, axes)
-            drawn = {line.label: _draw_line(axes, line) for line in lines}
-            handles |= drawn
+            line_handles = {line.label: _draw_line(axes, line) for line in lines}
+            handles |= line_handles
             _label_axes(axes, title, "rollout", panel.unit)
             if len(part) == 1 and len(lines) > 1:
-                axes.legend(drawn.values(), drawn, fontsize=8, frameon=False)
-        for axes, plot in zip(figure.axes, plots, strict=True):  # when every line that shares an axis is there
+                axes.legend(line_handles.values(), line_handles, fontsize=8, frameon=False)
+        for axes, plot in zip(figure.axes, plots, strict=True):  # only once all lines on shared axes are drawn
             _set_scale(axes, plot.panel, end)
         if len(part) > 1:
             _add_legend(figure, handles)
@@ -99,7 +98,7 @@ def draw_lines(panels: Sequence[Panel], groups: Sequence[Group], columns: int = 
 
 
 def draw_seconds(groups: Sequence[Group]) -> list[tuple[Figure, str]]:
-    """Draw the mean seconds of a rollout as stacked bars, one per group; nothing where no times were logged."""
+    """Draw the mean seconds per rollout as stacked bars, one per group that logged times."""
     bars = [(group.label, seconds) for group in groups if (seconds := mean_seconds(group.runs))]
     if not bars:
         return []
@@ -119,21 +118,21 @@ def draw_seconds(groups: Sequence[Group]) -> list[tuple[Figure, str]]:
     axes.invert_yaxis()
     axes.margins(x=0.12)
     axes.set_xlim(left=0)
-    _label_axes(axes, "Seconds of a rollout, with the updates made from it", "seconds", "")
+    _label_axes(axes, "Seconds per rollout, including its updates", "seconds", "")
     _add_legend(figure, handles, columns=4)
     texts = [f"{label} {', '.join(f'{part} {value:.3g} s' for part, value in parts.items())}" for label, parts in bars]
-    return [(figure, f"Stacked bars, seconds of a rollout. {'; '.join(texts)}.")]
+    return [(figure, f"Stacked bars, seconds per rollout. {'; '.join(texts)}.")]
 
 
 def to_png(figure: Figure) -> bytes:
-    """The figure as a file; the same runs give the same bytes."""
+    """Render a figure as PNG; the same runs give the same bytes."""
     buffer = BytesIO()
     figure.savefig(buffer, format="png", dpi=150, metadata={"Software": None})
     return buffer.getvalue()
 
 
 def _lines(pairs: Sequence[tuple[str, Group, Measure]], panel: Panel, window: int) -> list[Line]:
-    """The lines that the panel can show; a label's style depends on its place alone."""
+    """Build the lines that have values for the panel; a line's style depends only on its position."""
     lines = []
     for style, (label, group, measure) in enumerate(pairs):
         logged = [points for run in group.runs if (points := points_of(run, measure.metric)).values.size]
@@ -147,7 +146,7 @@ def _lines(pairs: Sequence[tuple[str, Group, Measure]], panel: Panel, window: in
 
 
 def _seeded(group: Group, groups: Sequence[Group]) -> str:
-    """A group's label, with the number of its seeds if any group has several."""
+    """Return a group's label, with its number of seeds if any group has several."""
     if all(len(other.runs) == 1 for other in groups):
         return group.label
     return f"{group.label} ({len(group.runs)} seed{'s' if len(group.runs) > 1 else ''})"
@@ -161,18 +160,18 @@ def _new_figure(columns: int, height: float) -> Figure:
 
 
 def _draw_line(axes: Axes, line: Line) -> Any:
-    """Draw a line with its band over seeds, or with the values before smoothing behind it."""
+    """Draw a line with a band over seeds, or with the unsmoothed values behind it."""
     color, marker = COLORS[line.style % len(COLORS)], MARKERS[line.style % len(MARKERS)]
     rollouts, mean, low, high = line.curve
     if line.raw is not None:
         axes.plot(*line.raw, color=color, alpha=0.3, linewidth=0.7)
     if (low < high).any():
         axes.fill_between(rollouts, low, high, color=color, alpha=0.13, linewidth=0)
-    # Few points are all marked. Of more, each style marks others, so that lines that run together stay apart.
+    # Mark all points if there are few. Otherwise offset the marks by style to tell overlapping lines apart.
     every = (line.style * 0.15 / len(MARKERS), 0.15) if len(mean) > 20 else None
     look: dict[str, Any] = {"color": color, "linestyle": DASHES[line.style % len(DASHES)], "linewidth": 1.6}
-    (drawn,) = axes.plot(rollouts, mean, **look, marker=marker, markersize=4, markevery=every)
-    return drawn
+    (handle,) = axes.plot(rollouts, mean, **look, marker=marker, markersize=4, markevery=every)
+    return handle
 
 
 def _label_axes(axes: Axes, title: str, x: str, y: str) -> None:
@@ -204,11 +203,11 @@ def _add_legend(figure: Figure, handles: Mapping[str, Any], columns: int = 1) ->
         handles.values(), handles, loc="outside lower left", ncols=columns, fontsize=9, frameon=False, handlelength=3.2
     )
     for text in legend.get_texts():
-        text.set_parse_math(False)  # settings may hold dollar signs, which begin a formula
+        text.set_parse_math(False)  # settings may contain dollar signs, which would start a formula
 
 
 def _describe(plot: Plot) -> str:
-    """What the plot shows, for readers who cannot see it."""
+    """Describe a plot for readers who cannot see it."""
     scale, unit = (100, " %") if plot.panel.percent else (1, "")
     ends = "; ".join(f"{line.label} {scale * float(line.curve.mean[-1]):.3g}{unit}" for line in plot.lines)
     return f"Lines over rollouts, {plot.title} ({plot.panel.unit}). At the end: {ends}."

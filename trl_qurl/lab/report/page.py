@@ -1,6 +1,6 @@
-"""`trl-qurl report`: one HTML page that needs no network and no other file.
+"""`trl-qurl report`: write one self-contained HTML page.
 
-What can go wrong (a missing library or log, a place that cannot be written) does so before anything slow is done.
+Everything that can go wrong (a missing library or log, an output that is not writable) fails before the slow work.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trl_qurl.lab.report.curves import (
     updates_per_rollout,
 )
 from trl_qurl.lab.report.figures import draw_lines, draw_seconds, to_png
-from trl_qurl.lab.report.groups import BOOKKEEPING, WORDED, Group, differing, flatten, group_runs, load_runs, shown
+from trl_qurl.lab.report.groups import BOOKKEEPING, WORDED, Group, as_text, differing, flatten, group_runs, load_runs
 from trl_qurl.lab.report.questions import MEASURES, Measure, Question, ask
 from trl_qurl.trainers.run_log import RUN_LOG, Run
 
@@ -36,21 +36,21 @@ __all__ = ["Report", "write_report"]
 
 @dataclass(frozen=True)
 class Report:
-    """What was written."""
+    """The result of `write_report`."""
 
     page: Path  # the HTML file
-    notes: tuple[str, ...]  # what was left out or could be misread; the page says it too
+    notes: tuple[str, ...]  # omissions and caveats, which are also on the page
 
 
 class Table(NamedTuple):
-    """Texts of a table; the first cell of a row is its heading."""
+    """Cells of a table; the first cell of each row is its heading."""
 
     header: list[str]
     rows: list[list[str]]
 
 
 class Section(NamedTuple):
-    """A question, its figures as (PNG, description), and the metrics that are drawn."""
+    """A question, its figures as (PNG, description), and the metrics in them."""
 
     question: Question
     figures: list[tuple[bytes, str]]
@@ -58,19 +58,19 @@ class Section(NamedTuple):
 
 
 def write_report(paths: Sequence[Path], output: Path) -> Report:
-    """Write one HTML page on runs.
+    """Write an HTML page about runs.
 
     Args:
-        paths: Directories of runs, or their `run.jsonl`, which may be gzipped.
-        output: The page.
+        paths: Output directories of runs, or their `run.jsonl`, which may be gzipped.
+        output: HTML file to write.
 
     Returns:
-        What was written, and what should be said about it.
+        The page, with notes on omissions and caveats.
 
     Raises:
         ImportError: If matplotlib or Jinja is missing.
-        ValueError: If there is nothing to report on, a file is not a run log, or `output` is one of the logs.
-        OSError: If a log is missing (`FileNotFoundError`), or `output` cannot be written.
+        ValueError: If nothing was logged, a file is not a run log, or `output` is one of the logs.
+        OSError: If a log is missing (`FileNotFoundError`), or `output` is not writable.
     """
     require("A report", "matplotlib", "jinja2", extra="report")
     output = Path(output)
@@ -87,21 +87,21 @@ def write_report(paths: Sequence[Path], output: Path) -> Report:
 
 def _check_output(output: Path, runs: Sequence[Run]) -> None:
     if any(output.exists() and output.samefile(run.path) for run in runs):
-        raise ValueError(f"The report would overwrite {output}, the log of one of its runs: choose another name.")
+        raise ValueError(f"The report would overwrite {output}, the log of one of its runs: choose another file.")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.open("a").close()
     except OSError as error:
-        message = f"The report cannot be written to {output} ({error.strerror}): name a file that you may write."
+        message = f"Cannot write the report to {output} ({error.strerror}): choose a writable file."
         raise OSError(message) from error
 
 
 def _draw_sections(questions: Sequence[Question], logged: set[str], groups: Sequence[Group]) -> list[Section]:
-    """The questions that the runs have an answer to."""
+    """Draw the questions that the runs have metrics for."""
     sections: list[Section] = []
     for question in questions:
-        drawn = draw_lines(question.panels, groups) if question.panels else draw_seconds(groups)
-        figures = [(to_png(figure), text) for figure, text in drawn]
+        described = draw_lines(question.panels, groups) if question.panels else draw_seconds(groups)
+        figures = [(to_png(figure), text) for figure, text in described]
         metrics = [measure.metric for panel in question.panels for measure in panel.measures]
         if figures:
             sections.append(Section(question, figures, [metric for metric in metrics if metric in logged]))
@@ -115,18 +115,18 @@ def _render(
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["base64"] = lambda png: base64.b64encode(png).decode("ascii")
-    environment.filters["shown"] = lambda value: shown(value, longest=80)
+    environment.filters["as_text"] = lambda value: as_text(value, longest=80)
     template = environment.from_string(files(__package__).joinpath("template.html").read_text(encoding="utf-8"))
     runs = [(group, run) for group in groups for run in group.runs]
     settings = [flatten(run.settings) for _, run in runs]
-    answered = [section.question for section in sections]
+    answerable = [section.question for section in sections]
     return template.render(
         title=title_of(groups),
         notes=notes,
         summary=summary_table(groups, questions[0].panels[1].measures),
         differences=differences_table(groups),
         sections=sections,
-        unanswered=[question.name for question in questions if question not in answered],
+        unanswered=[question.name for question in questions if question not in answerable],
         final=FINAL_ROLLOUTS,
         window=smoothing_window(max(rollouts_of(run) for _, run in runs)),
         updates=sorted({updates_per_rollout(run) for _, run in runs}),
@@ -141,7 +141,7 @@ def _render(
 
 
 def title_of(groups: Sequence[Group]) -> str:
-    """What the page is about: one run's name, model, settings and date, or how many there are."""
+    """Build the page title: name, model, settings and date of a single run, or the number of runs."""
     count = sum(len(group.runs) for group in groups)
     if count > 1:
         return f"{count} runs in {len(groups)} group{'s' if len(groups) > 1 else ''}"
@@ -151,11 +151,11 @@ def title_of(groups: Sequence[Group]) -> str:
     name = file.parent.name if file.name.startswith(RUN_LOG) else file.name.split(".jsonl")[0]
     model = WORDED["model"](group.settings.get("model") or "")
     day = group.settings.get("date") or date.fromtimestamp(file.stat().st_mtime).isoformat()
-    return f"{name}: {', '.join(shown(text, 80) for text in (model, group.label, day) if text)}"
+    return f"{name}: {', '.join(as_text(text, 80) for text in (model, group.label, day) if text)}"
 
 
 def summary_table(groups: Sequence[Group], scores: Sequence[Measure]) -> Table:
-    """One row per group: means over its seeds with confidence intervals. What was never logged gets no column."""
+    """Build a table of means over seeds with confidence intervals, one row per group, logged metrics only."""
     columns: dict[str, Callable[[Run], float | None]] = {
         measure.label: lambda run, metric=measure.metric: final_value(points_of(run, metric))  # type: ignore[misc]
         for measure in (*scores, MEASURES["reward"], Measure("mismatch/kl_k3", "KL, nats"))
@@ -166,18 +166,19 @@ def summary_table(groups: Sequence[Group], scores: Sequence[Measure]) -> Table:
     header = ["Runs", "Seeds", "Rollouts"]
     rows = [[group.label, str(len(group.runs)), _lengths(group)] for group in groups]
     for heading, value in columns.items():
-        found = [[number for run in group.runs if (number := value(run)) is not None] for group in groups]
-        if any(found):
+        by_group = [[number for run in group.runs if (number := value(run)) is not None] for group in groups]
+        if any(by_group):
             header.append(heading)
-            for row, numbers in zip(rows, found, strict=True):
-                row.append(_stated(Estimate(max(numbers), None) if numbers and "ρ" in heading else estimate(numbers)))
+            for row, numbers in zip(rows, by_group, strict=True):
+                summary = Estimate(max(numbers), None) if numbers and "ρ" in heading else estimate(numbers)
+                row.append(_format_estimate(summary))
     return Table(header, rows)
 
 
 def differences_table(groups: Sequence[Group]) -> Table:
-    """One row per group, one column per setting in which groups differ."""
+    """Build a table with one row per group and one column per setting in which groups differ."""
     names = differing([group.settings for group in groups])
-    cells = [[shown(group.settings.get(name, "not recorded"), 80) for name in names] for group in groups]
+    cells = [[as_text(group.settings.get(name, "not recorded"), 80) for name in names] for group in groups]
     return Table(["Runs", *names], [[group.label, *texts] for group, texts in zip(groups, cells, strict=True)])
 
 
@@ -186,11 +187,11 @@ def _lengths(group: Group) -> str:
     return f"{lengths[0]:g}" if len(lengths) == 1 else f"{lengths[0]:g} to {lengths[-1]:g}"
 
 
-def _stated(found: Estimate | None) -> str:
-    """A mean with its error, both to the error's second digit."""
-    if found is None:
+def _format_estimate(value: Estimate | None) -> str:
+    """Format a mean with its error, both to the error's second digit."""
+    if value is None:
         return "–"
-    mean, error = found
+    mean, error = value
     if not error:
         return f"{mean:.3g}"
     decimals = max(0, 1 - math.floor(math.log10(error)))

@@ -1,6 +1,6 @@
-"""What a report asks of runs: the paper's figures and a few more, each with the metrics that answer it.
+"""The questions of a report: the paper's figures and a few more, each with the metrics that answer it.
 
-The questions themselves are data, in `questions.yaml`; `docs/metrics.md` says how each metric is computed.
+The questions are data, in `questions.yaml`; `docs/metrics.md` explains how each metric is computed.
 """
 
 from __future__ import annotations
@@ -14,47 +14,47 @@ import yaml
 
 
 class Measure(NamedTuple):
-    """A metric and its name in a title or a legend."""
+    """A metric and its label in titles and legends."""
 
     metric: str
     label: str
 
 
 class Panel(NamedTuple):
-    """Measures in one unit. They share a plot where there is one group of runs; else each has a plot of its own."""
+    """Measures in one unit. A single group of runs shares one plot; several groups get one plot per measure."""
 
-    title: str  # of the shared plot
-    unit: str  # of the vertical axis
+    title: str  # title of the shared plot
+    unit: str  # label of the vertical axis
     measures: tuple[Measure, ...]
-    log: bool = False  # the vertical axis is logarithmic; what is not above zero is not drawn
-    percent: bool = False  # values are shares, written as percentages
-    from_zero: bool = False  # the vertical axis starts at zero
-    at_least: float | None = None  # the vertical axis starts no lower than this
-    largest: bool = False  # smoothed by the largest value instead of the mean
+    log: bool = False  # use a logarithmic vertical axis, without values ≤ 0
+    percent: bool = False  # format shares as percentages
+    from_zero: bool = False  # start the vertical axis at zero
+    at_least: float | None = None  # minimum lower limit of the vertical axis
+    largest: bool = False  # smooth with the maximum instead of the mean
 
 
 class Question(NamedTuple):
     """One section of a report."""
 
-    name: str  # in the list of what was not logged
-    title: str  # the question itself
-    shows: str  # what the plots show
-    healthy: str  # what they show of a healthy run
-    paper: str = ""  # the figure of the paper that it corresponds to
-    panels: tuple[Panel, ...] = ()  # without any, it is answered by bars of seconds
+    name: str  # name in the list of questions without logged metrics
+    title: str  # the question
+    shows: str  # description of the plots
+    healthy: str  # what to expect from a healthy run
+    paper: str = ""  # corresponding figure in the paper
+    panels: tuple[Panel, ...] = ()  # if empty, the section has bars of seconds
 
 
 ABOUT_EVALUATION = re.compile(
     r"eval_(loss|runtime|model_preparation_time|.*_per_second|.*/seconds|.*_(tokens|finished))$"
 )
-"""What evaluations log about themselves: those of transformers, and `TaskEvaluationCallback`."""
+"""Metrics that are not scores, from evaluations of transformers and of `TaskEvaluationCallback`."""
 
 TASK_SCORE = re.compile(r"(.+)/(actor|policy)_avg@1$")
 MEAN_REWARD = re.compile(r"reward$|rewards/.*/mean$")
 
 
 def ask(metrics: Iterable[str]) -> list[Question]:
-    """Adapt `QUESTIONS` to runs that logged these metrics: the held-out scores among them join the first question."""
+    """Adapt `QUESTIONS` to the logged metrics by adding their held-out scores to the first question."""
     learning, *others = QUESTIONS
     reward, held_out = learning.panels
     held_out = held_out._replace(measures=(*held_out.measures, *held_out_scores(metrics)))
@@ -62,28 +62,28 @@ def ask(metrics: Iterable[str]) -> list[Question]:
 
 
 def held_out_scores(metrics: Iterable[str]) -> list[Measure]:
-    """What evaluations logged (`eval_*`), except what they log about themselves or about every rollout."""
+    """Return the logged scores of evaluations (`eval_*`), without their own statistics and per-rollout metrics."""
     names = set(metrics)
-    found = []
+    scores = []
     for name in sorted(name for name in names if name.startswith("eval_") and not ABOUT_EVALUATION.match(name)):
         rest = name.removeprefix("eval_")
         if task := TASK_SCORE.match(rest):
-            found.append(Measure(name, task.expand(r"\1, answered by the \2")))
+            scores.append(Measure(name, task.expand(r"\1, answered by the \2")))
         elif rest not in names or MEAN_REWARD.match(rest):
-            found.append(Measure(name, f"{rest}, held out"))
-    return found
+            scores.append(Measure(name, f"{rest}, held out"))
+    return scores
 
 
 def _question(panels: Sequence[dict[str, Any]] = (), **fields: str) -> Question:
-    drawn = (Panel(**{**panel, "measures": tuple(map(Measure._make, panel["measures"].items()))}) for panel in panels)
-    return Question(panels=tuple(drawn), **fields)
+    parsed = (Panel(**{**panel, "measures": tuple(map(Measure._make, panel["measures"].items()))}) for panel in panels)
+    return Question(panels=tuple(parsed), **fields)
 
 
 _CONTENT = files(__package__).joinpath("questions.yaml").read_text(encoding="utf-8")
 QUESTIONS = tuple(_question(**entry) for entry in yaml.safe_load(_CONTENT))
-"""In the order of a report."""
+"""All questions, in report order."""
 
 MEASURES = {
     measure.metric: measure for question in QUESTIONS for panel in question.panels for measure in panel.measures
 }
-"""By the name of the metric."""
+"""Measures by metric name."""
