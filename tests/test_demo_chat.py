@@ -8,7 +8,7 @@ from documents import ROOT
 from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl import cli
-from trl_qurl.lab.demo.chat import conversation, is_right, judged, questions, right_number
+from trl_qurl.lab.demo.chat import conversation, grade, is_right, questions, right_number
 from trl_qurl.trainers.run_log import read_run
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -35,18 +35,18 @@ def test_the_last_number_counts(text, right):
 def test_accuracy_is_a_share_of_the_questions_held_out():
     asked = questions(held_out=True)
     texts = [str(question.answer) for question in asked[:8]] + ["no"] * 24
-    assert judged(texts).accuracy == 0.25
+    assert grade(texts).accuracy == 0.25
 
 
 def test_other_algorithms_are_refused(tmp_path, capsys):
     assert cli.main(["demo", "--model", str(tmp_path), "--algorithm", "ppo"]) == 2
-    assert "--algorithm ppo with --model" in capsys.readouterr().err
+    assert "--algorithm ppo does not work with --model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model", [[], ["--model", "policy"]])
 def test_a_run_without_rollouts_is_refused(model, capsys):
     assert cli.main(["demo", *model, "--rollouts", "0"]) == 2
-    assert "--rollouts 0 trains nothing" in capsys.readouterr().err
+    assert "--rollouts is 0" in capsys.readouterr().err
 
 
 def test_a_model_that_is_missing_is_named(capsys):

@@ -8,7 +8,7 @@ import torch
 
 from trl_qurl.lab.demo import evaluate, task, warm_start
 from trl_qurl.lab.demo.algorithms import ALGORITHMS, build_config, critic_shortfall
-from trl_qurl.lab.demo.run import Measured, find_shortfall
+from trl_qurl.lab.demo.run import Measurement, find_shortfall
 from trl_qurl.trainers.run_log import RunLog
 
 TINY = warm_start.WarmStartSettings(target=0.0, max_updates=2, evaluate_every=1, batch_size=4)
@@ -170,9 +170,11 @@ def test_a_warm_start_that_never_gets_there_says_so(tmp_path):
 
 
 def test_shortfall_names_both_figures():
-    before, after = Measured(0.47, 0.5, 0.5), Measured(0.60, 0.7, 0.7)
+    before, after = Measurement(0.47, 0.5, 0.5), Measurement(0.60, 0.7, 0.7)
     assert find_shortfall(before, after, required_rise=0.1) is None
-    assert "0.470 to 0.600, a change of +0.130 where at least +0.25" in find_shortfall(before, after, 0.25)
+    assert "0.470 to 0.600, a change of +0.130; the demo requires at least +0.25" in find_shortfall(
+        before, after, 0.25
+    )
 
 
 def test_a_critic_must_be_useful_in_the_second_half():

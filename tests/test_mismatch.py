@@ -124,9 +124,9 @@ def test_lengths_that_few_answers_have_are_left_out():
 
 def test_an_engine_that_gives_no_numbers_is_refused():
     broken = Scored(torch.tensor([-1.0, math.nan]), torch.tensor([-1.0, -1.0]), torch.tensor([True, True]), (0,))
-    with pytest.raises(ValueError, match="not numbers"):
+    with pytest.raises(ValueError, match="not finite"):
         measure([broken], cap=2.0)
-    with pytest.raises(ValueError, match="Every answer is empty"):
+    with pytest.raises(ValueError, match="All answers are empty"):
         measure([], cap=2.0)
 
 
@@ -172,10 +172,10 @@ def test_a_plain_text_stays_as_it_is_without_a_chat_template():
 @pytest.mark.parametrize(
     ("source", "limit", "error", "message"),
     [
-        (None, 0, ValueError, "leaves no questions"),
+        (None, 0, ValueError, "--limit is 0"),
         ("missing.txt", 4, FileNotFoundError, "one prompt per line"),
-        ("empty.txt", 4, ValueError, "holds no prompts"),
-        ("no such task", 4, ValueError, "There is no task"),
+        ("empty.txt", 4, ValueError, "contains no prompts"),
+        ("no such task", 4, ValueError, "Unknown task"),
     ],
 )
 def test_bad_questions_are_refused(source, limit, error, message, tmp_path, monkeypatch):
@@ -217,7 +217,10 @@ def test_the_verdict_waits_until_the_interval_is_clear(kl, words):
 
 def test_a_list_that_misses_its_budget_is_not_passed_off_as_one_that_does():
     report = report_with(0.0005, 0.001, 0.0015)
-    for budget, words in ((Budget(kl=0.0009), "above --kl 0.0009: lower --kl"), (Budget(kl=0.0011), "as it is")):
+    for budget, words in (
+        (Budget(kl=0.0009), "above --kl 0.0009: lower --kl"),
+        (Budget(kl=0.0011), "current weights"),
+    ):
         kept = Kept("int8", "int8", ("lm_head",), 0, 0.0, (), budget)
         assert words in sentences(replace(report, kept=kept))[1]
 
@@ -271,7 +274,7 @@ def test_lists_grow_until_an_engine_is_within_the_budget(reached, kept, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("given", "message"), [((None, None), "one budget"), ((1e-3, 5), "one budget"), ((0.0, None), "leaves nothing")]
+    ("given", "message"), [((None, None), "one budget"), ((1e-3, 5), "one budget"), ((0.0, None), "budget is 0.0")]
 )
 def test_a_budget_is_one_positive_number(given, message):
     with pytest.raises(ValueError, match=message):
@@ -290,8 +293,8 @@ def test_a_budget_is_one_positive_number(given, message):
         (["--max-tokens", "4000"], "do not fit into the model's context of 128"),
         (["--questions", "nowhere.txt"], "nowhere.txt does not exist"),
         (["--output", "figures.png"], "--output is figures.png: give the name of a .json file"),
-        (["--kl", "0"], "leaves nothing"),
-        (["--kl", "1e-3", "--schemes", "int8,fp8"], "for one format, not for int8, fp8"),
+        (["--kl", "0"], "budget is 0.0"),
+        (["--kl", "1e-3", "--schemes", "int8,fp8"], "exactly one format, but got int8, fp8"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(arguments, message, tmp_path, capsys):

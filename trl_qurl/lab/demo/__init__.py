@@ -1,5 +1,5 @@
-"""The demonstration: a tiny transformer learns three-digit addition from 8-bit rollouts, on CPU, without a network.
+"""The demo: a tiny transformer learns three-digit addition from 8-bit rollouts, on a CPU and offline.
 
 `task` defines the task, `warm_start` trains a policy to about 47 % accuracy, `run` continues with one of our trainers
-(`algorithms`), `evaluate` measures it, `record` keeps one row per rollout and `figure` draws them.
+(`algorithms`), `evaluate` measures it, `record` logs one row per rollout and `figure` plots them.
 """

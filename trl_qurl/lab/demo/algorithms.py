@@ -1,7 +1,7 @@
-"""The trainers of the demonstration: their settings, and when the critic has learned.
+"""The demo's trainers: their settings, and whether the critic has learned.
 
-All make four updates of 64 completions from a rollout of 256. GRPO's settings are those of a study in which the
-expected accuracy went from .47 to .84 in 120 rollouts.
+Each makes four updates of 64 completions from a rollout of 256. GRPO uses the settings of a study in which the
+expected accuracy rose from .47 to .84 in 120 rollouts.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 ALGORITHMS = ("grpo", "ppo", "rloo")
 
 UPDATES_PER_ROLLOUT = 4
-SHORTEST_JUDGED = 10  # rollouts in the second half of a run, below which the critic has had no time to learn
+MIN_JUDGED_ROLLOUTS = 10  # in the second half of a run; a critic in a shorter run has not had time to learn
 
 
 def build_config(
     algorithm: str, scheme: str | None, output_dir: Path, rollouts: int, seed: int, **changed: Any
 ) -> Config:
-    """Settings of the reinforcement learning; four updates per rollout, so that clipping has something to do.
+    """Build the settings for reinforcement learning, with four updates per rollout so clipping matters.
 
-    `changed` are settings that a study varies, by their names in the config.
+    `changed` overrides settings by name, for studies that vary them.
     """
     import torch
 
@@ -48,12 +48,12 @@ def build_config(
         "warmup_steps": 20,
         "logging_steps": UPDATES_PER_ROLLOUT,
         "weight_metrics_interval": 1,
-        # Digests prove the syncs. vLLM's INT8 kernel for CPUs with AMX rounds more than the probe allows for.
+        # Digests verify the syncs. vLLM's INT8 kernel for CPUs with AMX rounds more than the probe tolerates.
         "sync_probe": False,
         "vllm_mode": "colocate",
         "vllm_max_model_length": 32,
-        "vllm_engine_kwargs": {"enforce_eager": True},  # compiling would take longer than it saves here
-        # The policy is so small that mixed precision and checkpointing only cost time.
+        "vllm_engine_kwargs": {"enforce_eager": True},  # compiling takes longer than it saves here
+        # Mixed precision and checkpointing only slow down such a small policy.
         "bf16": False,
         "gradient_checkpointing": False,
         "use_cpu": not torch.cuda.is_available(),
@@ -63,23 +63,23 @@ def build_config(
         "disable_tqdm": True,
     }
     if algorithm == "ppo":
-        of_ppo = {"objective": "acr", "num_generations": 1, "critic_learning_rate": 5e-4}
-        return QuRLPPOConfig(**{**common, **of_ppo, **changed})
+        ppo = {"objective": "acr", "num_generations": 1, "critic_learning_rate": 5e-4}
+        return QuRLPPOConfig(**{**common, **ppo, **changed})
     if algorithm == "rloo":
         return QuRLRLOOConfig(**{**common, "objective": "tis", "num_generations": 8, **changed})
     return QuRLGRPOConfig(**{**common, "objective": "acr", "num_generations": 8, **changed})
 
 
 def build_trainer(policy_dir: Path, config: Config, peft_config: PeftConfig | None = None) -> Trainer:
-    """The trainer of the config's algorithm with its engine started, on problems that are not held out."""
+    """Build the trainer that matches the config, with its engine started, on problems outside the held-out split."""
     from transformers import PrinterCallback
 
     import trl_qurl
     from trl_qurl.lab.demo.task import build_dataset, build_tokenizer, exact_match, sample_problems
 
     problems = build_dataset(sample_problems(8192, seed=config.seed + 1), build_tokenizer())
-    kind = getattr(trl_qurl, type(config).__name__.replace("Config", "Trainer"))
-    trainer = kind(
+    cls = getattr(trl_qurl, type(config).__name__.replace("Config", "Trainer"))
+    trainer = cls(
         model=str(policy_dir), reward_funcs=exact_match, args=config, train_dataset=problems, peft_config=peft_config
     )
     trainer.remove_callback(PrinterCallback)  # the recorder shows the few metrics that matter here
@@ -87,10 +87,10 @@ def build_trainer(policy_dir: Path, config: Config, peft_config: PeftConfig | No
 
 
 def critic_shortfall(rows: list[Row]) -> str | None:
-    """Why the critic counts as useless, in one sentence, or `None`. Without a critic a run passes."""
+    """Explain in one sentence why the critic failed to learn; return `None` if it learned or there is no critic."""
     shares = [row["critic/explained_variance"] for row in rows if row.get("critic/explained_variance") is not None]
-    later = shares[len(shares) // 2 :]  # it has the first half to learn
-    if len(later) < SHORTEST_JUDGED or sum(later) > 0:
+    later = shares[len(shares) // 2 :]  # the first half is for learning
+    if len(later) < MIN_JUDGED_ROLLOUTS or sum(later) > 0:
         return None
     mean = sum(later) / len(later)
-    return f"the critic's explained variance was {mean:.3f} in the second half of the run, where it should be above 0."
+    return f"the critic's explained variance was {mean:.3f} in the second half of the run, but should be above 0."

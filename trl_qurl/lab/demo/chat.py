@@ -1,4 +1,4 @@
-"""The demonstration on a chat model of the user's: GRPO on one-digit arithmetic, with answers before and after."""
+"""The demo on the user's chat model: GRPO on one-digit arithmetic, with answers before and after."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Question(NamedTuple):
     answer: int
 
 
-class Answered(NamedTuple):
-    """What a policy said to the questions that were held out, greedily."""
+class GradedAnswers(NamedTuple):
+    """A policy's greedy answers to the held-out questions."""
 
     texts: list[str]
     accuracy: float
 
 
 def questions(held_out: bool) -> list[Question]:
-    """The 32 questions that are held out, or the other 96: digits from 2 to 9."""
+    """Return the 32 held-out questions or the other 96, with digits from 2 to 9."""
     return [
         Question(f"What is {a} {name} {b}?", operation(a, b))
         for name, operation in OPERATIONS.items()
@@ -49,24 +49,24 @@ def questions(held_out: bool) -> list[Question]:
 
 
 def conversation(question: Question) -> list[dict[str, str]]:
-    """A question as the model is asked."""
+    """Turn a question into a conversation."""
     return [{"role": "user", "content": f"{question.text} Reply with the number only."}]
 
 
 def is_right(text: str, answer: int) -> bool:
-    """Whether the last number of a completion is the answer."""
+    """Check whether the last number in a completion is the answer."""
     return re.findall(r"\d+", text)[-1:] == [str(answer)]
 
 
 def right_number(completions: list[Any], answer: list[int], **kwargs: Any) -> list[float]:
-    """The reward: 1 if the last number is the right one."""
+    """Reward function: 1 if the last number is correct, else 0."""
     return [float(is_right(turns[0]["content"], right)) for turns, right in zip(completions, answer, strict=True)]
 
 
 def build_chat_config(
     scheme: str | None, output_dir: Path, rollouts: int, seed: int, **changed: Any
 ) -> QuRLGRPOConfig:
-    """Settings of the run: two updates from a rollout of 64 completions. `changed` are what a study varies."""
+    """Build the settings: two updates per rollout of 64 completions. `changed` overrides settings for studies."""
     from trl_qurl import QuRLGRPOConfig
     from trl_qurl.lab.device import cpu_settings
 
@@ -99,24 +99,25 @@ def build_chat_config(
 
 
 def build_chat_trainer(model: str, config: QuRLGRPOConfig) -> QuRLGRPOTrainer:
-    """The trainer with its engine started, on the questions that are not held out."""
+    """Build the trainer, with its engine started, on the questions outside the held-out split."""
     from datasets import Dataset
 
     from trl_qurl import QuRLGRPOTrainer
 
-    asked = questions(held_out=False)
-    data = Dataset.from_dict({"prompt": list(map(conversation, asked)), "answer": [each.answer for each in asked]})
+    training = questions(held_out=False)
+    data = Dataset.from_dict({"prompt": list(map(conversation, training)), "answer": [q.answer for q in training]})
     return QuRLGRPOTrainer(model=model, reward_funcs=right_number, args=config, train_dataset=data)
 
 
-def answer_greedily(trainer: QuRLGRPOTrainer) -> Answered:
-    """What the full-precision policy says to the questions that are held out; the model's mode is put back."""
+def answer_greedily(trainer: QuRLGRPOTrainer) -> GradedAnswers:
+    """Answer the held-out questions with the full-precision policy; restores the model's train/eval mode."""
     import torch
 
-    model, tokenizer, asked = trainer.model, trainer.processing_class, questions(held_out=True)
+    model, tokenizer = trainer.model, trainer.processing_class
+    chats = list(map(conversation, questions(held_out=True)))
     side, tokenizer.padding_side = tokenizer.padding_side, "left"
     inputs = tokenizer.apply_chat_template(
-        list(map(conversation, asked)), add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
     ).to(model.device)
     tokenizer.padding_side = side
     was_training = model.training
@@ -125,30 +126,29 @@ def answer_greedily(trainer: QuRLGRPOTrainer) -> Answered:
         tokens = model.generate(**inputs, max_new_tokens=LONGEST_ANSWER, do_sample=False)
     model.train(was_training)
     texts = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return judged(texts)
+    return grade(texts)
 
 
-def answer_by_engine(trainer: QuRLGRPOTrainer) -> Answered:
-    """The same by the engine that makes the rollouts, after a sync of the weights."""
-    tokenizer, asked = trainer.processing_class, list(map(conversation, questions(held_out=True)))
-    prompts = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+def answer_by_engine(trainer: QuRLGRPOTrainer) -> GradedAnswers:
+    """Sync the weights and answer the held-out questions with the rollout engine."""
+    tokenizer, chats = trainer.processing_class, list(map(conversation, questions(held_out=True)))
+    prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
     completions = complete_greedily(trainer.vllm_generation, prompts)
-    return judged(tokenizer.batch_decode(completions, skip_special_tokens=True))
+    return grade(tokenizer.batch_decode(completions, skip_special_tokens=True))
 
 
-def judged(texts: list[str]) -> Answered:
-    """Answers to the questions that are held out, with the share of them that is right."""
-    asked = questions(held_out=True)
-    right = [is_right(text, question.answer) for text, question in zip(texts, asked, strict=True)]
-    return Answered(texts, sum(right) / len(right))
+def grade(texts: list[str]) -> GradedAnswers:
+    """Grade answers to the held-out questions."""
+    right = [is_right(text, question.answer) for text, question in zip(texts, questions(held_out=True), strict=True)]
+    return GradedAnswers(texts, sum(right) / len(right))
 
 
 def run_chat_demo(model: str, scheme: str | None, output_dir: Path, rollouts: int, seed: int) -> str | None:
-    """Ask, train, ask again; prints answers and a table, writes `run.jsonl` and `demo.png` to `output_dir`.
+    """Train, print answers from before and after, and write `run.jsonl` and `demo.png` to `output_dir`.
 
-    The arguments are the options of `trl-qurl demo`. Returns why the demonstration counts as failed, or `None`.
+    The arguments are the options of `trl-qurl demo`. Returns why the demo failed, or `None`.
     """
-    for name, value in ENVIRONMENT.items():  # before vLLM is imported, which reads them once
+    for name, value in ENVIRONMENT.items():  # vLLM reads these once, at import
         os.environ.setdefault(name, value)
     keep_freed_memory()
     require("The demo", "matplotlib", "rich", extra="demo")
@@ -177,10 +177,10 @@ def run_chat_demo(model: str, scheme: str | None, output_dir: Path, rollouts: in
     kl = [row["mismatch/kl_k3"] for row in read_run(output_dir).rows if row.get("mismatch/kl_k3") is not None]
     name = f"{scheme.upper()} " if scheme else ""
     console.print(
-        f"Accuracy on 32 questions that were held out: {before.accuracy:.2f} before, {after.accuracy:.2f} after "
-        f"{rollouts} rollouts in {seconds / 60:.1f} minutes ({by_engine.accuracy:.2f} by the {name}engine)."
+        f"Accuracy on 32 held-out questions: {before.accuracy:.2f} before, {after.accuracy:.2f} after "
+        f"{rollouts} rollouts in {seconds / 60:.1f} minutes ({by_engine.accuracy:.2f} with the {name}engine)."
     )
-    console.print(f"KL between engine and policy: {kl[0]:.2g} at first, {kl[-1]:.2g} at last, in nats per token.")
+    console.print(f"KL between engine and policy: {kl[0]:.2g} nats per token at the start, {kl[-1]:.2g} at the end.")
     draw_figure(output_dir, output_dir / "demo.png", title="One-digit arithmetic")
     print(f"Log: {output_dir / RUN_LOG}\nFigure: {output_dir / 'demo.png'}")
     if after.accuracy > before.accuracy:
@@ -188,13 +188,13 @@ def run_chat_demo(model: str, scheme: str | None, output_dir: Path, rollouts: in
     return f"accuracy went from {before.accuracy:.2f} to {after.accuracy:.2f}."
 
 
-def print_answers(before: Answered, after: Answered, console: Console, shown: int = 6) -> None:
-    """Print some questions with the answers before and after."""
+def print_answers(before: GradedAnswers, after: GradedAnswers, console: Console, count: int = 6) -> None:
+    """Print some questions with their answers before and after training."""
     from rich import box
     from rich.table import Table
 
     table = Table("question", "before", "after", box=box.SIMPLE_HEAD)
-    asked = questions(held_out=True)
-    for place in range(0, len(asked), len(asked) // shown):
-        table.add_row(asked[place].text, *(" ".join(each.texts[place].split()) for each in (before, after)))
+    held_out = questions(held_out=True)
+    for index in range(0, len(held_out), len(held_out) // count):
+        table.add_row(held_out[index].text, *(" ".join(answers.texts[index].split()) for answers in (before, after)))
     console.print(table)

@@ -1,4 +1,4 @@
-"""`trl-qurl demo`: its options, and what it prints. Nothing heavy is imported before the command runs."""
+"""Options and output of `trl-qurl demo`. Heavy imports wait until the command runs."""
 
 from __future__ import annotations
 
@@ -15,34 +15,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="MODEL",
-        help="a chat model, by its name on the Hub or a directory: trains it on one-digit arithmetic "
-        "(default: a tiny model, made here, on three-digit addition)",
+        help="Hub name or directory of a chat model to train on one-digit arithmetic "
+        "(default: train a tiny model from scratch on three-digit addition)",
     )
     formats = [*SCHEMES, UNQUANTIZED]
-    parser.add_argument("--scheme", choices=formats, default="int8", help="of the rollouts (default: %(default)s)")
-    parser.add_argument("--algorithm", choices=ALGORITHMS, default="grpo", help="ppo: a critic, and no groups")
-    parser.add_argument("--output-dir", type=Path, default=Path("demo-output"), help="for the figure and the log")
-    parser.add_argument("--rollouts", type=int, help="each of some updates (default: 120, with --model 20)")
-    parser.add_argument(
-        "--required-rise", type=float, default=0.25, help="the demo fails if expected accuracy rises by less"
-    )
+    parser.add_argument("--scheme", choices=formats, default="int8", help="rollout format (default: %(default)s)")
+    parser.add_argument("--algorithm", choices=ALGORITHMS, default="grpo", help="ppo has a critic instead of groups")
+    parser.add_argument("--output-dir", type=Path, default=Path("demo-output"), help="directory for plot and log")
+    parser.add_argument("--rollouts", type=int, help="number of rollouts (default: 120; 20 with --model)")
+    parser.add_argument("--required-rise", type=float, default=0.25, help="fail if expected accuracy rises by less")
     parser.add_argument("--seed", type=int, default=0)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, measure, draw; the exit status is 1 if the policy did not learn enough."""
+    """Train, measure and plot; return exit status 1 if the policy did not learn enough."""
     from trl_qurl.lab.demo.run import run_demo
     from trl_qurl.quantization.formats import parse_scheme
 
     scheme = parse_scheme(args.scheme)
     rollouts = args.rollouts if args.rollouts is not None else 120 if args.model is None else 20
     if rollouts < 1:
-        raise ValueError(f"--rollouts {rollouts} trains nothing: give at least 1.")
+        raise ValueError(f"--rollouts is {rollouts}: give at least 1.")
     if args.model is not None:
         from trl_qurl.lab.demo.chat import run_chat_demo
 
         if args.algorithm != "grpo":
-            raise ValueError(f"--algorithm {args.algorithm} with --model: the chat model is trained with grpo only.")
+            raise ValueError(f"--algorithm {args.algorithm} does not work with --model: use --algorithm grpo.")
         shortfall = run_chat_demo(args.model, scheme, args.output_dir, rollouts, args.seed)
     else:
         shortfall = run_demo(scheme, args.output_dir, rollouts, args.required_rise, args.seed, args.algorithm)

@@ -1,7 +1,7 @@
-"""The accuracy of the policy, exactly and without sampling noise, and that of the quantized actor.
+"""Exact accuracy of the policy, without sampling noise, and greedy accuracy of the quantized actor.
 
-The answer has one length, so one teacher-forced pass gives both the probability of sampling it and whether greedy
-decoding finds it: the greedy tokens equal the answer exactly where every answer token is the most likely one.
+All answers have the same length, so one teacher-forced pass gives both the probability of sampling an answer and
+whether greedy decoding finds it: greedy decoding is correct if and only if every answer token is the most likely one.
 `B` problems, `P` prompt tokens, `A` answer tokens, `V` vocabulary.
 """
 
@@ -26,17 +26,19 @@ class Accuracy(NamedTuple):
 
 
 def score_answers(answer_logits: Tensor, answer_ids: Tensor) -> Accuracy:
-    r"""Accuracy of teacher-forced answers (B, A), from the logits (B, A, V) that predict them; the expected one is
+    r"""Compute the accuracy of teacher-forced answers (B, A) from the logits (B, A, V) that predict them.
+
+    The expected accuracy is
 
     $$\frac{1}{B} \sum_b \exp \sum_a \log \pi(y_{b,a} \mid x_b, y_{b,<a})$$
     """
     logps = answer_logits.float().log_softmax(-1).gather(-1, answer_ids.unsqueeze(-1)).squeeze(-1)  # (B, A)
-    found = (answer_logits.argmax(-1) == answer_ids).all(-1)  # (B,)
-    return Accuracy(expected=logps.sum(-1).exp().mean().item(), greedy=found.float().mean().item())
+    correct = (answer_logits.argmax(-1) == answer_ids).all(-1)  # (B,)
+    return Accuracy(expected=logps.sum(-1).exp().mean().item(), greedy=correct.float().mean().item())
 
 
 def measure_policy(model: PreTrainedModel, problem_ids: Tensor) -> Accuracy:
-    """Accuracy of the full-precision policy on encoded problems, shape (B, P + A); the model's mode is put back."""
+    """Measure the full-precision policy on encoded problems (B, P + A); restores the model's train/eval mode."""
     import torch
 
     ids = problem_ids.to(model.device)
@@ -49,19 +51,19 @@ def measure_policy(model: PreTrainedModel, problem_ids: Tensor) -> Accuracy:
 
 
 def measure_actor(generation: QuantizedVLLMGeneration, problem_ids: Tensor) -> float:
-    """Greedy accuracy of the actor that makes the rollouts, as the engine runs it, after a sync of the weights."""
+    """Sync the weights and measure the greedy accuracy of the rollout actor in the engine."""
     prompts, answers = problem_ids[:, :PROMPT_TOKENS].tolist(), problem_ids[:, PROMPT_TOKENS:].tolist()
     completions = complete_greedily(generation, prompts)
-    return sum(list(given) == right for given, right in zip(completions, answers, strict=True)) / len(answers)
+    return sum(list(tokens) == answer for tokens, answer in zip(completions, answers, strict=True)) / len(answers)
 
 
 def complete_greedily(generation: QuantizedVLLMGeneration, prompts: list[list[int]]) -> list[list[int]]:
-    """One completion of each prompt by the engine, after a sync of the weights."""
+    """Sync the weights and generate one completion per prompt with the engine."""
     generation.sync_weights()
     temperature, generation.temperature = generation.temperature, 0.0
     try:
         completions: list[list[int]] = generation.generate(prompts=prompts, images=None, num_generations=1)[1]
     finally:
         generation.temperature = temperature
-        generation.pop_cost()  # else the row of the next rollout would count this one's seconds and tokens
+        generation.pop_cost()  # otherwise the next rollout's row would include these seconds and tokens
     return completions

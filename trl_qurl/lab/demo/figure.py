@@ -1,4 +1,4 @@
-"""The figure of a demo: did the policy learn, did the actor stay close, what was clipped, what did rounding cost."""
+"""The demo's plot: did the policy learn, did the actor stay close, what was clipped, what did rounding cost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PANELS = {
 
 
 def draw_figure(directory: Path, path: Path, algorithm: str = "grpo", title: str = "Three-digit addition") -> None:
-    """Draw the four panels from the log of the run in `directory`; metrics that were never logged are left out."""
+    """Plot the four panels from the log of the run in `directory`, skipping metrics that were never logged."""
     groups, _ = group_runs([read_run(directory)])
     ((figure, _),) = draw_lines(PANELS[algorithm], groups)
     figure.suptitle(f"{title}: {algorithm.upper()}, {groups[0].label}")

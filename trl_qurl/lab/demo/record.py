@@ -1,4 +1,4 @@
-"""One row per rollout: TRL's log and the policy's exact accuracy, shown while it grows and kept in `run.jsonl`."""
+"""One row per rollout, with TRL's log and the policy's exact accuracy: shown live and saved in `run.jsonl`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 
 
-def progress_bar(console: Console, *further: str) -> Progress:
-    """A bar with the count and the elapsed time; `further` are texts in rich's markup."""
+def progress_bar(console: Console, *extra: str) -> Progress:
+    """Build a progress bar with count and elapsed time; `extra` adds columns in rich markup."""
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
-    columns += [TextColumn(text) for text in further]
+    columns += [TextColumn(text) for text in extra]
     return Progress(*columns, TimeElapsedColumn(), TextColumn("elapsed"), console=console)
 
 
 class RolloutRecorder(TrainerCallback):
-    """Adds the expected and the greedy accuracy of the full-precision policy to every row that the trainer logs.
+    """Callback that adds the full-precision policy's expected and greedy accuracy to every logged row.
 
-    Its bar shows inside `with recorder.progress:`.
+    The progress bar is visible inside `with recorder.progress:`.
     """
 
     def __init__(self, problem_ids: Tensor, rollouts: int, console: Console) -> None:
@@ -41,20 +41,20 @@ class RolloutRecorder(TrainerCallback):
         self._bar = self.progress.add_task("Reinforcement learning, rollout", total=rollouts)
 
     def measure(self, model: PreTrainedModel) -> Row:
-        """What a row says of the policy as it is now. A study measures more."""
+        """Return the metrics of the current policy. Studies override this to measure more."""
         accuracy = measure_policy(model, self.problem_ids)
         return {"expected_accuracy": accuracy.expected, "greedy_accuracy": accuracy.greedy}
 
     def on_log(
         self, args: Any, state: TrainerState, *more: Any, logs: Row, model: PreTrainedModel, **kwargs: Any
     ) -> None:
-        """Measure the policy and keep the row; TRL logs once per rollout."""
-        if "reward" not in logs:  # the summary that closes a training run
+        """Measure the policy and store the row; TRL logs once per rollout."""
+        if "reward" not in logs:  # the summary at the end of training
             return
-        measured = self.measure(model)
-        self.rows.append({**measured, **logs})
-        # Beside the row that the trainer has written there by itself.
-        RunLog(Path(args.output_dir or ".") / RUN_LOG).append({"step": state.global_step, **measured})
+        metrics = self.measure(model)
+        self.rows.append({**metrics, **logs})
+        # The trainer has already written its own row for this step.
+        RunLog(Path(args.output_dir or ".") / RUN_LOG).append({"step": state.global_step, **metrics})
         self.progress.advance(self._bar)
         if len(self.rows) % 10 == 0:
             self.progress.console.print(step_line(self.rows[-1], len(self.rows), self._rollouts, width=80))

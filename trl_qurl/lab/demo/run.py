@@ -1,4 +1,4 @@
-"""The demonstration from start to end: warm start, measure, train with quantized rollouts, measure again, draw."""
+"""The whole demo: warm start, measure, train with quantized rollouts, measure again, plot."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ HELD_OUT_PROBLEMS = 512
 
 ENVIRONMENT = {
     **ENGINE_ENVIRONMENT,
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the default takes half the memory of the machine
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the default takes half of the machine's memory
 }
 
 
-class Measured(NamedTuple):
-    """Shares of 512 held-out problems."""
+class Measurement(NamedTuple):
+    """Accuracies on 512 held-out problems."""
 
-    expected: float  # of the full-precision policy, sampling: exact, no noise
-    greedy: float  # of the full-precision policy, greedy decoding
-    actor_greedy: float  # of the actor that makes the rollouts, greedy decoding in the engine
+    expected: float  # full-precision policy, sampling: exact, no noise
+    greedy: float  # full-precision policy, greedy decoding
+    actor_greedy: float  # rollout actor, greedy decoding in the engine
 
 
 def run_demo(
     scheme: str | None, output_dir: Path, rollouts: int, required_rise: float, seed: int, algorithm: str
 ) -> str | None:
-    """Warm-start, train and measure; prints progress and a table, writes `run.jsonl` and `demo.png` to `output_dir`.
+    """Warm-start, train and measure; print progress and a table, write `run.jsonl` and `demo.png` to `output_dir`.
 
-    The arguments are the options of `trl-qurl demo`; `scheme` is `None` for BF16 rollouts. Returns why the
-    demonstration counts as failed, in one sentence, or `None`.
+    The arguments are the options of `trl-qurl demo`; `scheme` is `None` for BF16 rollouts. Returns why the demo
+    failed, in one sentence, or `None`.
     """
-    for name, value in ENVIRONMENT.items():  # before vLLM is imported, which reads them once
+    for name, value in ENVIRONMENT.items():  # vLLM reads these once, at import
         os.environ.setdefault(name, value)
     keep_freed_memory()
     require("The demo", "matplotlib", "rich", extra="demo")
@@ -54,11 +54,11 @@ def run_demo(
     from trl_qurl.trainers.run_log import RUN_LOG
 
     output_dir.mkdir(parents=True, exist_ok=True)
-    transformers_logging.disable_progress_bar()  # its bars for reading and writing a tiny model hide the demo's own
+    transformers_logging.disable_progress_bar()  # bars for loading and saving a tiny model would hide the demo's
     console = Console()
     name = scheme.upper() if scheme else "BF16"
 
-    config = build_config(algorithm, scheme, output_dir, rollouts, seed)  # refuses a bad scheme before the warm start
+    config = build_config(algorithm, scheme, output_dir, rollouts, seed)  # rejects a bad scheme before the warm start
     policy_dir = prepare_policy(console)
     held_out = encode_problems(sample_problems(HELD_OUT_PROBLEMS, seed=0, held_out=True), build_tokenizer())
     console.print(f"Starting vLLM with the {name} actor")
@@ -77,7 +77,7 @@ def run_demo(
 
 
 def prepare_policy(console: Console) -> Path:
-    """Directory of the warm-started policy, trained under a progress bar if it is not cached."""
+    """Return the directory of the warm-started policy, training it with a progress bar if it is not cached."""
     from trl_qurl.lab.demo.record import progress_bar
     from trl_qurl.lab.demo.warm_start import WarmStartSettings, cached_warm_start
     from trl_qurl.quantization.cache import cache_directory
@@ -93,16 +93,16 @@ def prepare_policy(console: Console) -> Path:
     return policy_dir
 
 
-def measure(trainer: Trainer, problem_ids: Tensor) -> Measured:
-    """Accuracy of the policy and of its actor as they are now, on encoded problems of shape (B, P + A)."""
+def measure(trainer: Trainer, problem_ids: Tensor) -> Measurement:
+    """Measure the current policy and its actor on encoded problems of shape (B, P + A)."""
     from trl_qurl.lab.demo.evaluate import measure_actor, measure_policy
 
     policy = measure_policy(trainer.model, problem_ids)
-    return Measured(*policy, actor_greedy=measure_actor(trainer.vllm_generation, problem_ids))
+    return Measurement(*policy, actor_greedy=measure_actor(trainer.vllm_generation, problem_ids))
 
 
-def print_table(before: Measured, after: Measured, name: str, console: Console) -> None:
-    """Print what was measured before and after."""
+def print_table(before: Measurement, after: Measurement, name: str, console: Console) -> None:
+    """Print the accuracies before and after training."""
     from rich.table import Table
 
     table = Table(title=f"Three-digit addition, {HELD_OUT_PROBLEMS} held-out problems")
@@ -115,11 +115,11 @@ def print_table(before: Measured, after: Measured, name: str, console: Console) 
     console.print(table)
 
 
-def find_shortfall(before: Measured, after: Measured, required_rise: float) -> str | None:
-    """Why the policy counts as one that did not learn, in one sentence, or `None`."""
+def find_shortfall(before: Measurement, after: Measurement, required_rise: float) -> str | None:
+    """Explain in one sentence why the policy did not learn enough; return `None` if it did."""
     if (rise := after.expected - before.expected) >= required_rise:
         return None
     return (
         f"the expected accuracy of the full-precision policy went from {before.expected:.3f} to {after.expected:.3f}, "
-        f"a change of {rise:+.3f} where at least +{required_rise:.2f} is required."
+        f"a change of {rise:+.3f}; the demo requires at least +{required_rise:.2f}."
     )

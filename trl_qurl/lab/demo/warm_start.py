@@ -1,6 +1,6 @@
 """Supervised training from scratch to an accuracy of about 47 %, which leaves room for reinforcement learning.
 
-The result is cached under a hash of the settings and the code that produced it, so a stale one is never used.
+The result is cached under a hash of its settings and code, so a stale policy is never used.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-Progress = Callable[[int, float], None]  # called with the number of updates made and the expected accuracy
+Progress = Callable[[int, float], None]  # called with the number of updates so far and the expected accuracy
 
 
 @dataclass(frozen=True)
 class WarmStartSettings:
-    """How the warm start trains, and when it stops."""
+    """Training settings and stopping criterion of the warm start."""
 
-    target: float = 0.45  # expected accuracy on held-out problems; the first evaluation to reach it is kept
+    target: float = 0.45  # expected accuracy on held-out problems; training stops at the first evaluation to reach it
     max_updates: int = 1500
     evaluate_every: int = 10  # updates; the rise from 6 % to 46 % takes about 50
     batch_size: int = 256
@@ -37,20 +37,20 @@ class WarmStartSettings:
 
 
 def cached_warm_start(settings: WarmStartSettings, cache_dir: Path, progress: Progress = lambda *_: None) -> Path:
-    """Directory of the warm-started policy and its tokenizer, trained now if the cache does not have it yet."""
+    """Return the directory of the warm-started policy and its tokenizer, training it if it is not cached."""
 
-    def make(place: Path) -> None:
+    def make(path: Path) -> None:
         tokenizer = task.build_tokenizer()
         policy = train_warm_start(settings, tokenizer, progress)
-        with new_directory(place) as draft:
-            policy.save_pretrained(draft)
-            tokenizer.save_pretrained(draft)
+        with new_directory(path) as tmp:
+            policy.save_pretrained(tmp)
+            tokenizer.save_pretrained(tmp)
 
     return cached(cache_dir / f"warm-start-{fingerprint(settings)}", make)
 
 
 def fingerprint(settings: WarmStartSettings) -> str:
-    """Name of a warm start: a hash of its settings and of the files whose code made it."""
+    """Hash the settings and the source files that determine the result."""
     digest = hashlib.sha256(json.dumps(asdict(settings), sort_keys=True).encode())
     for path in (task.__file__, __file__):
         digest.update(Path(path).read_bytes())
@@ -60,7 +60,7 @@ def fingerprint(settings: WarmStartSettings) -> str:
 def train_warm_start(
     settings: WarmStartSettings, tokenizer: PreTrainedTokenizerFast, progress: Progress
 ) -> Qwen2ForCausalLM:
-    """Train on fresh problems until the expected accuracy on held-out ones reaches the target."""
+    """Train on fresh problems until the expected accuracy on held-out problems reaches the target."""
     import torch
 
     policy = build_model(tokenizer, settings.seed)
@@ -69,7 +69,7 @@ def train_warm_start(
     accuracy = 0.0
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / settings.warm_up_updates, 1, settings.warm_up_updates)
     for update in range(1, settings.max_updates + 1):
-        # Problem seeds of their own per update, so that a draw does not depend on how many were rejected before it.
+        # A separate seed per update makes each batch independent of how many problems were rejected before.
         problems = task.sample_problems(settings.batch_size, seed=settings.seed * 1_000_000 + update)
         loss = answer_loss(policy, task.encode_problems(problems, tokenizer))
         optimizer.zero_grad()
@@ -82,12 +82,12 @@ def train_warm_start(
             progress(update, accuracy)
             if accuracy >= settings.target:
                 return policy
-    reached = f"The warm start reached an accuracy of {accuracy:.2f} in max_updates={settings.max_updates}"
-    raise ValueError(f"{reached}, below target={settings.target}.")
+    outcome = f"The warm start reached an accuracy of {accuracy:.2f} in max_updates={settings.max_updates}"
+    raise ValueError(f"{outcome}, below target={settings.target}.")
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """A fresh float32 Qwen2 with 0.47 million parameters; the same seed gives the same weights."""
+    """Build a random float32 Qwen2 with 0.47 million parameters; the same seed gives the same weights."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -110,7 +110,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausal
 
 
 def answer_loss(policy: Qwen2ForCausalLM, problem_ids: Tensor) -> Tensor:
-    """Mean cross-entropy (nats) of the answer tokens, given encoded problems of shape (B, P + A)."""
+    """Compute the mean cross-entropy (nats) of the answer tokens in encoded problems of shape (B, P + A)."""
     from torch.nn.functional import cross_entropy
 
     logits = policy(input_ids=problem_ids[:, :-1]).logits[:, task.PROMPT_TOKENS - 1 :]  # (B, A, V)

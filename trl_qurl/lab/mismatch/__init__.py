@@ -1,1 +1,1 @@
-"""`trl-qurl mismatch`: how far quantized rollouts of a model are from its full-precision policy."""
+"""`trl-qurl mismatch`: measure how far quantized rollouts drift from the full-precision policy."""

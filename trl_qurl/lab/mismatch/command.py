@@ -1,4 +1,4 @@
-"""`trl-qurl mismatch`: its options, and what it prints. Nothing heavy is imported before the command runs."""
+"""Options and output of `trl-qurl mismatch`. Heavy imports wait until the command runs."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from trl_qurl.cli.options import add_ignore, check_model, json_dictionary
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trl-qurl mismatch`."""
-    parser.epilog = "An engine in each format answers, and the model in full precision scores its answers."
-    parser.add_argument("model", metavar="MODEL", help="full-precision model: name on the Hub, or a local directory")
+    parser.epilog = "Samples answers from one engine per format and scores them with the full-precision model."
+    parser.add_argument("model", metavar="MODEL", help="full-precision model: Hub name or local directory")
     from trl_qurl.quantization.formats import SCHEMES
 
     parser.add_argument(
         "--schemes",
         metavar="FORMAT[,FORMAT...]",
-        help=f"of {', '.join(SCHEMES)} (default: those that fit this machine and the model)",
+        help=f"any of {', '.join(SCHEMES)} (default: all that this machine and the model support)",
     )
     parser.add_argument(
         "--questions",
         metavar="SOURCE",
         help="a task of `trl-qurl eval` (gsm8k, a .jsonl file, ...) or a .txt file with one prompt per line "
-        "(default: 16 of all kinds)",
+        "(default: 16 built-in questions of mixed kinds)",
     )
-    parser.add_argument("--limit", type=int, default=16, metavar="N", help="first questions (default: %(default)s)")
-    parser.add_argument("--samples", type=int, default=4, help="answers to each (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=128, help="longest answer (default: %(default)s)")
+    parser.add_argument("--limit", type=int, default=16, metavar="N", help="first N questions (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=4, help="answers per question (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="longest answer, in tokens (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--kl", type=float, metavar="NATS", help="find layers to keep in 16 bits for a KL of at most NATS per token"
+        "--kl", type=float, metavar="NATS", help="choose layers to keep in 16 bits for a KL of at most NATS per token"
     )
-    parser.add_argument("--megabytes", type=float, metavar="MB", help="the same for at most MB more of weights")
+    parser.add_argument("--megabytes", type=float, metavar="MB", help="like --kl, for at most MB of extra weights")
     parser.add_argument(
-        "--no-smooth", action="store_true", help="as in a run with smooth_activations=False (INT8 is smoothed else)"
+        "--no-smooth", action="store_true", help="measure as with smooth_activations=False (default: INT8 is smoothed)"
     )
     add_ignore(parser)
     parser.add_argument(
-        "--engine-kwargs", type=json_dictionary, default={}, metavar="JSON", help="further arguments of vllm.LLM"
+        "--engine-kwargs", type=json_dictionary, default={}, metavar="JSON", help="extra arguments for vllm.LLM"
     )
     output = Path("mismatch.json")
     parser.add_argument(
@@ -46,19 +46,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         default=output,
-        help="for all figures, with a .png beside it (default: %(default)s)",
+        help="JSON file with all results; the plot is saved next to it as .png (default: %(default)s)",
     )
 
 
 def check_output(path: Path) -> None:
-    """Make the directory of the JSON file; `ValueError` for another kind of file, beside which others are written."""
+    """Create the directory of the output file; raise `ValueError` if it is not a .json file."""
     if path.suffix != ".json":
-        raise ValueError(f"--output is {path}: give the name of a .json file; the others get its name, too.")
+        raise ValueError(f"--output is {path}: give the name of a .json file. Other outputs are named after it.")
     path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print the table and the verdict; the exit status is 0 whatever the verdict is."""
+    """Measure, print the table and the verdict, and return exit status 0 for any verdict."""
     from trl_qurl.lab.packages import require
 
     require("This command", "matplotlib", "rich", extra="mismatch")
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_model(args.model)
     check_output(args.output)
-    disable_progress_bar()  # of weights that are loaded
+    disable_progress_bar()  # hides the bar for loading weights
     sampling = Sampling(args.questions, args.limit, args.samples, args.max_tokens, args.seed)
     schemes = args.schemes.split(",") if args.schemes else None
     budget = None
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         settings = f"Settings for --config: {args.output.with_suffix('.yaml')}. "
     for line in sentences(report):
         console.print(line)
-    picture = args.output.with_suffix(".png")
-    draw_mismatch(report, log_ratios, picture)
-    print(f"{settings}Figures: {args.output}, {picture}")
+    image = args.output.with_suffix(".png")
+    draw_mismatch(report, log_ratios, image)
+    print(f"{settings}Results: {args.output}, {image}")
     return 0

@@ -1,4 +1,4 @@
-"""Engines of one model, in one format after the other, and its policy, which scores what they answer."""
+"""Run one model's engines, one format at a time, and score their answers with the full-precision policy."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ BASELINE = "none"
 
 @dataclass(frozen=True)
 class Sampling:
-    """How much is sampled.
+    """Questions to ask and answers to sample.
 
     Attributes:
-        questions: Where they come from; `None` for those of the package.
-        limit: Largest number of them.
-        samples: Answers to each.
-        max_tokens: Longest answer.
-        seed: Of the sampling.
+        questions: Source of the questions; `None` for the built-in ones.
+        limit: Maximum number of questions.
+        samples: Answers per question.
+        max_tokens: Longest answer, in tokens.
+        seed: Sampling seed.
     """
 
     questions: str | None = None
@@ -49,18 +49,18 @@ class Sampling:
 
 
 class Engines:
-    """Lets an engine per format answer the same prompts, and the policy in full precision score the answers.
+    """One engine per format for the same prompts, and the full-precision policy that scores their answers.
 
     Args:
-        model: Name on the Hub, or directory of a model in full precision.
-        sampling: How much is sampled.
-        engine_kwargs: Further arguments of `vllm.LLM`.
-        say: Called with a line about what is being done.
-        smooths: Whether activations are smoothed where a run smooths them by default.
+        model: Hub name or directory of a full-precision model.
+        sampling: Questions to ask and answers to sample.
+        engine_kwargs: Extra arguments for `vllm.LLM`.
+        say: Called with each progress message.
+        smooths: Smooth activations for the formats that training smooths by default.
 
     Raises:
-        ValueError: If arguments do not fit.
-        FileNotFoundError: If a model or a file does not exist.
+        ValueError: If an argument is invalid.
+        FileNotFoundError: If the model or a file does not exist.
         ImportError: If vLLM is missing.
     """
 
@@ -84,7 +84,7 @@ class Engines:
         prompts = load_prompts(sampling.questions, sampling.limit)
         self._say = say
         self.directory = resolve_model(model)
-        config, tokenizer = (kind.from_pretrained(self.directory) for kind in (AutoConfig, AutoTokenizer))
+        config, tokenizer = (cls.from_pretrained(self.directory) for cls in (AutoConfig, AutoTokenizer))
         self.prompts = token_ids = [encode(tokenizer, prompt) for prompt in prompts]
         self._smooths = smooths
         check_head_size(config)
@@ -95,7 +95,7 @@ class Engines:
         policy, self._tokenizer = load_model(self.directory)
         self._policy = policy.to(getattr(torch, sixteen_bits) if is_gpu else torch.float32).eval()
         arguments: dict[str, Any] = {"dtype": sixteen_bits, "max_model_len": context}
-        if not is_gpu:  # vLLM would compile for minutes, and take nearly all memory for keys and values
+        if not is_gpu:  # otherwise vLLM compiles for minutes and reserves nearly all memory for its KV cache
             cache = cache_bytes(config, context, len(token_ids) * sampling.samples)
             arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": cache}
         repeated = [tokens for tokens in token_ids for _ in range(sampling.samples)]
@@ -103,31 +103,31 @@ class Engines:
 
     @contextmanager
     def policy(self) -> Iterator[PreTrainedModel]:
-        """The policy on its device; outside of the block an engine may take the GPU's memory."""
+        """Yield the policy on its device, then move it to the CPU to free GPU memory for an engine."""
         try:
             yield self._policy.to(self._device)
         finally:
             self._policy.to("cpu")
 
     def formats(self, names: Sequence[str] | None, ignore: Sequence[str]) -> list[QuantizationScheme]:
-        """The formats of these names, or those that fit this machine and the model (`fitting_formats`)."""
+        """Return the named formats, or all that this machine and the model support (`fitting_formats`)."""
         return fitting_formats(self._policy, names, ignore, self._say)
 
     def check(self, scheme: QuantizationScheme, ignore: Sequence[str]) -> frozenset[str]:
-        """The layers that a format quantizes; `ValueError` where it cannot."""
+        """Return the layers that a format quantizes; raise `ValueError` if it cannot quantize one of them."""
         from trl_qurl.quantization.layers import quantized_layer_names
 
         return quantized_layer_names(self._policy, ignore, scheme)
 
     def sample(self, name: str, ignore: Sequence[str]) -> list[Scored]:
-        """Let an engine answer, and score what it says.
+        """Sample answers from an engine and score them.
 
         Args:
-            name: Of its format, `"none"` for 16 bits.
-            ignore: Modules that it keeps in 16 bits.
+            name: Format of the engine, `"none"` for 16 bits.
+            ignore: Modules to keep in 16 bits.
 
         Raises:
-            ChildProcessError: If it failed; the last lines that it printed are on the standard error then.
+            ChildProcessError: If the engine failed. Its last output lines go to standard error.
         """
         from trl_qurl.lab.mismatch.score import score
 
@@ -139,7 +139,7 @@ class Engines:
 
     @contextmanager
     def weights(self, scheme: QuantizationScheme, ignore: Sequence[str]) -> Iterator[WeightStream]:
-        """The policy's weights in a format, smoothed by the prompts as a run does it; the policy is on its device."""
+        """Move the policy to its device and yield its weights in a format, smoothed on the prompts as in training."""
         from trl_qurl.quantization.smoothing import can_smooth
         from trl_qurl.quantization.weight_stream import WeightStream
 
@@ -156,7 +156,7 @@ class Engines:
 
     @contextmanager
     def _checkpoint(self, name: str, ignore: Sequence[str]) -> Iterator[str]:
-        """A directory with the weights in a format, gone after the block."""
+        """Yield a temporary directory with the weights in a format."""
         from trl_qurl.quantization.checkpoint import CheckpointWriter
         from trl_qurl.quantization.formats import get_scheme
         from trl_qurl.quantization.weight_stream import model_parameters
@@ -167,37 +167,37 @@ class Engines:
             return
         scheme = get_scheme(name)
         with self.weights(scheme, ignore) as weights:
-            place = CheckpointDirectory(None, weights.nbytes())
+            checkpoint = CheckpointDirectory(None, weights.nbytes())
             writer = CheckpointWriter(self._policy, self._tokenizer, scheme, ignore)
-            # As a server's: the same codes whatever dtype holds the weights.
-            writer.write(weights.tensors(model_parameters(self._policy), is_exact=True), place.path / "model")
+            # As for a server, the codes do not depend on the dtype that holds the weights.
+            writer.write(weights.tensors(model_parameters(self._policy), is_exact=True), checkpoint.path / "model")
         try:
-            yield str(place.path / "model")
+            yield str(checkpoint.path / "model")
         finally:
-            place.remove()
+            checkpoint.remove()
 
 
 def cache_bytes(config: PretrainedConfig, context: int, answers: int) -> int:
-    """Memory for 16-bit keys and values of all answers at once, but at most 1 GiB."""
+    """Return the bytes for 16-bit keys and values of all answers at once, at most 1 GiB."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    blocks = context + 256  # the last block of an answer is not full, and vLLM wants some to spare
+    blocks = context + 256  # the last block of an answer is partly empty, and vLLM needs some spare blocks
     return min(2**30, max(2**26, answers * blocks * 4 * text.num_hidden_layers * heads * width))
 
 
 def ask_engine(job: Job, scheme: str) -> list[Answer]:
-    """Answers from a process with an engine of its own.
+    """Sample answers from an engine in a separate process.
 
     Raises:
-        ChildProcessError: If it failed; the last lines that it printed are on the standard error then.
+        ChildProcessError: If the engine failed. Its last output lines go to standard error.
     """
     from trl_qurl.quantization.formats import get_scheme
     from trl_qurl.rollout.engine.kernels import kernel_environment
 
     kernels = kernel_environment(None if scheme == BASELINE else get_scheme(scheme))
     failure = (
-        f"The engine for {label(scheme)} failed; the last lines that it printed are above. Fewer --samples or a "
-        "smaller --max-tokens need less memory."
+        f"The engine for {label(scheme)} failed; its last output lines are above. If it ran out of memory, lower "
+        "--samples or --max-tokens."
     )
     return call_in_child("trl_qurl.lab.mismatch.worker", job, failure, {**ENGINE_ENVIRONMENT, **os.environ, **kernels})

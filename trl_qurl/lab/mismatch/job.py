@@ -1,4 +1,4 @@
-"""What a process with an engine is asked for, and what it answers."""
+"""The request to an engine process, and its answers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class Job:
-    """Let one engine answer.
+    """Prompts for one engine to answer.
 
     Attributes:
         model: Directory of the checkpoint that vLLM loads.
-        prompts: Token ids, each as often as it is to be answered.
-        max_tokens: Longest answer.
-        seed: Of the sampling.
-        engine_kwargs: Arguments of `vllm.LLM`.
+        prompts: Token ids of each prompt, repeated once per answer.
+        max_tokens: Longest answer, in tokens.
+        seed: Sampling seed.
+        engine_kwargs: Arguments for `vllm.LLM`.
     """
 
     model: str
@@ -30,5 +30,5 @@ class Answer(NamedTuple):
 
     prompt: list[int]
     tokens: list[int]  # (T,)
-    logps: list[float]  # of these tokens under the engine, in nats, (T,)
-    likeliest: list[int]  # the engine's likeliest token at each step, (T,)
+    logps: list[float]  # log-probabilities of the tokens under the engine, in nats, (T,)
+    likeliest: list[int]  # the engine's most likely token at each step, (T,)

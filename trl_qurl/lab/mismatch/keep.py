@@ -1,8 +1,8 @@
-"""Layers to keep in 16 bits, so that a format's KL, or the bytes that this costs, stay within a budget.
+"""Choose layers to keep in 16 bits within a budget, either of KL or of extra bytes.
 
-The layers are chosen by an estimate of what each causes (`quantization/sensitivity.py`), and then a real engine says
-what came of it. What no list can change are the engine's kernels: the KL of a 16-bit engine is taken off the budget
-first, and the rest is measured in units of what the estimates explain of the engine's KL.
+Layers are chosen by estimates of the KL that each causes (`quantization/sensitivity.py`), and a real engine measures
+the result. Keeping layers cannot remove the KL of the kernels, so the KL of a 16-bit engine is subtracted from the
+budget first. The rest is rescaled by how well the estimates explain the engine's KL.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from trl_qurl.quantization.scheme import QuantizationScheme
 
 ROUNDS = 3
-"""Lists that are tried with an engine, until one is within the budget."""
+"""Maximum number of choices to try with an engine."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What is allowed; one of the two.
+    """A limit on the KL or on the extra bytes; exactly one is set.
 
     Attributes:
-        kl: Largest KL of the engine, in nats per token.
-        bytes: Most bytes that the engine's weights may grow by.
+        kl: Maximum KL of the engine, in nats per token.
+        bytes: Maximum growth of the engine's weights.
     """
 
     kl: float | None = None
@@ -38,19 +38,19 @@ class Budget:
 
     def __post_init__(self) -> None:
         if (self.kl is None) == (self.bytes is None):
-            raise ValueError("Give one budget: --kl, or --megabytes.")
+            raise ValueError("Give exactly one budget: --kl or --megabytes.")
         if not (self.kl or self.bytes or 0) > 0:
-            raise ValueError(f"A budget of {self.kl if self.bytes is None else self.bytes} leaves nothing: raise it.")
+            raise ValueError(f"The budget is {self.kl if self.bytes is None else self.bytes}: give a positive number.")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that an engine fuses, which are quantized together or not at all.
+    """Layers that the engine fuses, so they must share a format.
 
     Attributes:
-        layers: Their names.
-        extra_bytes: What they take more in 16 bits than quantized.
-        kl: Estimate of the KL that their rounding causes, in nats per token.
+        layers: Names of the layers.
+        extra_bytes: Additional bytes in 16 bits compared to quantized.
+        kl: Estimated KL from rounding them, in nats per token.
     """
 
     layers: tuple[str, ...]
@@ -60,16 +60,16 @@ class Group:
 
 @dataclass(frozen=True)
 class Kept:
-    """The layers that were chosen.
+    """The layers chosen to stay in 16 bits.
 
     Attributes:
-        scheme: Name of the format of the other layers.
-        name: Of the format with these layers in 16 bits, among those of the report.
-        ignore: For `quantization_ignore`.
-        extra_bytes: What the engine's weights grow by.
-        share: The same of what quantization saves.
-        groups: All groups of layers, those first that are worth most per byte; the first ones are kept.
-        budget: What was allowed.
+        scheme: Format of the other layers.
+        name: Key of the mixed format in the report.
+        ignore: Value for `quantization_ignore`.
+        extra_bytes: Growth of the engine's weights.
+        share: `extra_bytes` as a share of what quantization saves.
+        groups: All groups of layers, the kept ones first, then by KL per byte.
+        budget: The limit they were chosen for.
     """
 
     scheme: str
@@ -88,48 +88,48 @@ def keep_layers(
     budget: Budget,
     say: Callable[[str], None],
 ) -> tuple[Kept, list[Scored]]:
-    """Choose layers, and let an engine answer that has them in 16 bits.
+    """Choose layers to keep in 16 bits, and measure an engine with that choice.
 
     Args:
-        engines: Of the model.
-        scheme: Of the layers that are not kept.
-        report: What was measured with none kept; it has a 16-bit engine, too.
-        budget: What is allowed.
-        say: Called with a line about what is being done.
+        engines: Engines of the model.
+        scheme: Format of the layers that are not kept.
+        report: Measurements of a 16-bit engine and of one without kept layers.
+        budget: Limit on the KL or on the extra bytes.
+        say: Called with each progress message.
 
     Returns:
-        The choice, and the answers of its engine under both policies.
+        The choice, and its engine's answers scored under both policies.
 
     Raises:
-        ValueError: If a 16-bit engine alone is over the budget.
+        ValueError: If even a 16-bit engine exceeds the budget, or all layers would have to stay in 16 bits.
         ChildProcessError: If the engine failed.
     """
-    found, kernels = report.formats[scheme.name].kl_k3.value, report.by_kernels or 0.0
+    measured, kernels = report.formats[scheme.name].kl_k3.value, report.by_kernels or 0.0
     if budget.kl is not None and kernels >= budget.kl:
         raise ValueError(
-            f"A 16-bit engine has a KL of {kernels:.2g} already, so no list of layers can reach --kl {budget.kl:g}: "
-            "raise it."
+            f"--kl {budget.kl:g} is out of reach: even a 16-bit engine has a KL of {kernels:.2g}, whichever layers "
+            "are kept. Raise --kl."
         )
-    say("Estimating what each layer causes")
+    say("Estimating the KL that each layer causes")
     groups = estimate_groups(engines, scheme, report.ignore)
-    allowed, reached, kept = budget.kl, found, []
+    allowed, reached, kept = budget.kl, measured, []
     for _ in range(ROUNDS):
         if allowed is None:
             kept = within_bytes(groups, budget.bytes or 0)
         else:
-            # The estimates of what is not kept stand for what rounding costs the engine so far.
-            left = sum(group.kl for group in groups if group not in kept)
-            kept = within_kl(groups, left * (allowed - kernels) / max(reached - kernels, 1e-12))
+            # Calibrate: the quantized layers' estimates sum to the KL that the engine shows beyond its kernels.
+            remaining = sum(group.kl for group in groups if group not in kept)
+            kept = within_kl(groups, remaining * (allowed - kernels) / max(reached - kernels, 1e-12))
         if len(kept) == len(groups):
             raise ValueError(
-                f"Only with all layers in 16 bits the KL is below {allowed:.2g}: raise --kl, or choose a finer format."
+                f"A KL below {allowed:.2g} would require all layers in 16 bits: raise --kl or choose a finer format."
             )
         ignore = (*report.ignore, *(layer for group in kept for layer in group.layers))
         scored = engines.sample(scheme.name, ignore)
         reached = measure(scored).kl_k3.value
         if allowed is None or budget.kl is None or reached <= budget.kl:
             break
-        allowed = kernels + 0.9 * (budget.kl - kernels)  # the next measurement scatters, too
+        allowed = kernels + 0.9 * (budget.kl - kernels)  # leave a margin: the next measurement is noisy, too
     extra = sum(group.extra_bytes for group in kept)
     share = extra / sum(group.extra_bytes for group in groups)
     rest = [group for group in groups if group not in kept]
@@ -138,7 +138,7 @@ def keep_layers(
 
 
 def estimate_groups(engines: Engines, scheme: QuantizationScheme, ignore: Sequence[str]) -> list[Group]:
-    """All groups of layers, those with most KL per byte first."""
+    """Return all groups of layers in descending order of KL per byte."""
     from trl_qurl.quantization.sensitivity import by_worth, estimate_kl, extra_bytes
 
     with engines.policy() as policy, engines.weights(scheme, ignore) as weights:
@@ -147,7 +147,7 @@ def estimate_groups(engines: Engines, scheme: QuantizationScheme, ignore: Sequen
 
 
 def within_bytes(groups: Sequence[Group], budget: int) -> list[Group]:
-    """The groups to keep in 16 bits for at most so many bytes: in their order, while they fit."""
+    """Choose the groups to keep in 16 bits: in order, each that still fits into the budget of bytes."""
     kept: list[Group] = []
     for group in groups:
         if group.extra_bytes <= budget - sum(other.extra_bytes for other in kept):
@@ -156,19 +156,19 @@ def within_bytes(groups: Sequence[Group], budget: int) -> list[Group]:
 
 
 def within_kl(groups: Sequence[Group], budget: float) -> list[Group]:
-    """The fewest of the groups, in their order, without which the others' estimates add up to the budget at most."""
-    left = sum(group.kl for group in groups)
+    """Choose the shortest prefix of the groups to keep, such that the others' KL estimates sum to at most `budget`."""
+    remaining = sum(group.kl for group in groups)
     kept: list[Group] = []
     for group in groups:
-        if left <= budget:
+        if remaining <= budget:
             break
         kept.append(group)
-        left -= group.kl
+        remaining -= group.kl
     return kept
 
 
 def write_settings(kept: Kept, path: Path) -> None:
-    """Write a file for `--config`."""
+    """Write the choice as a settings file for `--config`."""
     import yaml
 
     settings = {"rollout_quantization": kept.scheme, "quantization_ignore": list(kept.ignore)}

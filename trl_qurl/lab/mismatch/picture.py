@@ -1,4 +1,4 @@
-"""The picture of a mismatch report: how ρ scatters, and what is left of the answers' weights by length."""
+"""Plot of a mismatch report: the distribution of ρ, and effective sample size by answer length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONGEST = 1e5  # tokens
 
 
 def draw_mismatch(report: Report, log_ratios: Mapping[str, Sequence[float]], path: Path) -> None:
-    """Draw both panels as PNG."""
+    """Draw both panels and save them as PNG."""
     import numpy as np
     from matplotlib.figure import Figure
 
@@ -23,15 +23,15 @@ def draw_mismatch(report: Report, log_ratios: Mapping[str, Sequence[float]], pat
     left, right = figure.subplots(1, 2)
     widest = max(0.05, *(float(np.quantile(np.abs(values), 0.999)) for values in log_ratios.values()))
     edges = np.linspace(-widest, widest, BINS + 1)
-    for style, (name, found) in enumerate(report.formats.items()):
+    for style, (name, mismatch) in enumerate(report.formats.items()):
         look = {"color": COLORS[style % len(COLORS)], "linestyle": DASHES[style % len(DASHES)], "label": label(name)}
         counts, _ = np.histogram(np.clip(log_ratios[name], -widest, widest), edges)
         left.stairs(counts / counts.sum(), edges, **look, linewidth=1.5)
-        if found.half_length is not None:
+        if mismatch.half_length is not None:
             lengths = np.logspace(0, np.log10(LONGEST))
-            right.plot(lengths, 0.5 ** (lengths / found.half_length), **look, linewidth=1.2)
+            right.plot(lengths, 0.5 ** (lengths / mismatch.half_length), **look, linewidth=1.2)
             marks = {"color": look["color"], "marker": MARKERS[style % len(MARKERS)], "linestyle": "none"}
-            right.plot(*zip(*found.sequence_ess.items(), strict=True), **marks, markersize=5)
+            right.plot(*zip(*mismatch.sequence_ess.items(), strict=True), **marks, markersize=5)
     if widest > np.log(CAP):
         left.axvline(np.log(CAP), color="gray", linewidth=0.8)
         left.annotate("C", (np.log(CAP), 1.0), xycoords=("data", "axes fraction"), va="top", color="gray")
@@ -44,7 +44,7 @@ def draw_mismatch(report: Report, log_ratios: Mapping[str, Sequence[float]], pat
         xlabel="tokens of an answer (points: measured)",
         ylabel="effective sample size, share",
     )
-    right.set_title("What is left of whole answers' weights?", loc="left", fontsize=10, fontweight="bold")
+    right.set_title("How much do sequence weights still count?", loc="left", fontsize=10, fontweight="bold")
     right.xaxis.set_major_formatter("{x:.0f}")
     for axes in (left, right):
         axes.grid(alpha=0.3, linewidth=0.6)

@@ -1,4 +1,4 @@
-"""What the model is asked: the user's own questions, or some that come with the package."""
+"""Prompts for the model: the user's questions, or the built-in ones."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ BUILT_IN = (
     "If all roses are flowers and some flowers fade quickly, do some roses fade quickly?",
     "Name the planets of the solar system in the order of their distance from the sun.",
 )
-"""Sums, language, code and knowledge, so that no single kind of text decides."""
+"""Arithmetic, language, code and knowledge, so no single kind of text dominates."""
 
 
 def load_prompts(source: str | None, limit: int) -> list[Any]:
-    """The first `limit` prompts of a source: conversations, or plain texts from a `.txt` file with one per line.
+    """Load the first `limit` prompts of a source, as conversations or as the lines of a `.txt` file.
 
     Args:
-        source: `None` for the built-in ones, a `.txt` file, or what `trl-qurl eval` takes as a task.
-        limit: Largest number.
+        source: `None` for the built-in prompts, a `.txt` file, or a task of `trl-qurl eval`.
+        limit: Maximum number of prompts.
 
     Raises:
         FileNotFoundError: If a file does not exist.
-        ValueError: If a source holds no prompts, or is not readable as what its name says.
+        ValueError: If the source contains no prompts or cannot be parsed.
     """
     if limit < 1:
-        raise ValueError(f"--limit {limit} leaves no questions: give a positive number.")
+        raise ValueError(f"--limit is {limit}: give a positive number.")
     if source is None:
         return [[{"role": "user", "content": text}] for text in BUILT_IN[:limit]]
     if not source.endswith(".txt"):
@@ -50,12 +50,12 @@ def load_prompts(source: str | None, limit: int) -> list[Any]:
         raise FileNotFoundError(f"The file {source} does not exist: give a text file with one prompt per line.")
     lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines:
-        raise ValueError(f"{source} holds no prompts: write one per line.")
+        raise ValueError(f"{source} contains no prompts: write one per line.")
     return lines[:limit]
 
 
 def encode(tokenizer: Any, prompt: Any) -> list[int]:
-    """Token ids of a prompt: a plain text as it is, unless the model has a chat template."""
+    """Tokenize a prompt; plain text becomes a user turn if the model has a chat template."""
     from trl_qurl.lab.evaluation.tasks import encode_prompt
 
     if isinstance(prompt, str):

@@ -1,4 +1,4 @@
-"""The command from start to end: check, let one engine per format answer, score the answers, count."""
+"""The whole command: validate, sample from one engine per format, score the answers, compute statistics."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report:
-    """What was measured.
+    """Results of a mismatch measurement.
 
     Attributes:
-        model: As it was named.
-        sampling: How much was sampled.
+        model: Name or directory from the command line.
+        sampling: Questions and number of answers.
         ignore: Modules kept in full precision.
-        formats: By format, `"none"` for a 16-bit engine.
-        failures: By format, why there are no figures.
-        kept: The layers that were chosen to stay in 16 bits.
-        seconds: How long it all took.
+        formats: Statistics by format, `"none"` for a 16-bit engine.
+        failures: Reason for missing statistics, by format.
+        kept: Layers chosen to stay in 16 bits.
+        seconds: Total run time.
     """
 
     model: str
@@ -44,7 +44,7 @@ class Report:
 
     @property
     def by_kernels(self) -> float | None:
-        """The KL of a 16-bit engine: what kernels alone cause."""
+        """The KL of a 16-bit engine, which kernels alone cause."""
         return self.formats[BASELINE].kl_k3.value if BASELINE in self.formats else None
 
 
@@ -62,24 +62,24 @@ def measure_mismatch(
     """Measure how far engines in several formats are from the full-precision policy.
 
     Args:
-        model: Name on the Hub, or directory of a model in full precision.
-        sampling: How much is sampled.
-        schemes: Names of formats, without `"none"`; by default those that fit this machine and the model.
-        ignore: Modules kept in full precision.
-        engine_kwargs: Further arguments of `vllm.LLM`.
-        say: Called with a line about what is being done.
-        output: JSON file, written again after each format.
-        budget: Find layers to keep in 16 bits for it; there must be one format then.
-        smooths: Whether activations are smoothed where a run smooths them by default (`smooth_activations`).
+        model: Hub name or directory of a full-precision model.
+        sampling: Questions to ask and answers to sample.
+        schemes: Format names, without `"none"`; by default all that this machine and the model support.
+        ignore: Modules to keep in full precision.
+        engine_kwargs: Extra arguments for `vllm.LLM`.
+        say: Called with each progress message.
+        output: JSON file, rewritten after each format.
+        budget: Also choose layers to keep in 16 bits within this budget; requires exactly one format.
+        smooths: Smooth activations for the formats that training smooths by default (`smooth_activations`).
 
     Returns:
-        The figures, and log ρ of every token by format.
+        The report, and log ρ of every token by format.
 
     Raises:
-        ValueError: If arguments do not fit, or the model cannot be quantized.
-        FileNotFoundError: If a model or a file does not exist.
+        ValueError: If an argument is invalid, or the model cannot be quantized.
+        FileNotFoundError: If the model or a file does not exist.
         ImportError: If vLLM is missing.
-        ChildProcessError: If no engine could answer; what the process printed says why.
+        ChildProcessError: If no engine could answer; the process output says why.
     """
     started = time.monotonic()
     from trl_qurl.lab.mismatch.keep import keep_layers
@@ -87,8 +87,8 @@ def measure_mismatch(
     sampling = sampling or Sampling()
     chosen = candidates(schemes)
     if budget is not None and len(chosen) != 1:
-        given = ", ".join(scheme.name for scheme in chosen)
-        raise ValueError(f"Layers are chosen for one format, not for {given}: name it with --schemes.")
+        formats = ", ".join(scheme.name for scheme in chosen)
+        raise ValueError(f"A budget requires exactly one format, but got {formats}: choose one with --schemes.")
     engines = Engines(model, sampling, engine_kwargs, say, smooths)
     chosen = engines.formats(schemes, ignore)
     for scheme in chosen:
@@ -112,21 +112,21 @@ def measure_mismatch(
     if budget is not None:
         kept, scored = keep_layers(engines, chosen[0], report, budget, say)
         log_ratios[kept.name] = log_ratios_of(scored)
-        formats = {**report.formats, kept.name: measure(scored)}
-        report = replace(report, formats=formats, kept=kept, seconds=time.monotonic() - started)
+        statistics = {**report.formats, kept.name: measure(scored)}
+        report = replace(report, formats=statistics, kept=kept, seconds=time.monotonic() - started)
         write_report(report, output)
     return report, log_ratios
 
 
 def log_ratios_of(scored: Sequence[Scored]) -> list[float]:
-    """log ρ of every token."""
+    """Return log ρ of every token."""
     return [value for row in scored for value in (row.proximal_logps - row.behavior_logps).tolist()]
 
 
 def write_report(report: Report, path: Path | None) -> None:
-    """Write all figures as JSON; the file is complete whenever it is there."""
+    """Write the report as JSON, atomically."""
     if path is None:
         return
-    draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
-    os.replace(draft, path)
+    tmp = path.with_suffix(".tmp")
+    tmp.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
+    os.replace(tmp, path)

@@ -1,4 +1,4 @@
-"""The full-precision policy's own view of answers that an engine gave."""
+"""Score an engine's answers under the full-precision policy."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 class Scored(NamedTuple):
     """One answer of `T` tokens under both policies."""
 
-    behavior_logps: torch.Tensor  # of the engine, in nats, (T,)
-    proximal_logps: torch.Tensor  # of the full-precision policy, in nats, (T,)
-    agrees: torch.Tensor  # whether both have the same likeliest token, bool, (T,)
-    question: tuple[int, ...]  # tokens of its prompt
+    behavior_logps: torch.Tensor  # under the engine, in nats, (T,)
+    proximal_logps: torch.Tensor  # under the full-precision policy, in nats, (T,)
+    agrees: torch.Tensor  # whether both have the same most likely token, bool, (T,)
+    question: tuple[int, ...]  # prompt tokens
 
 
 def score(model: Any, answers: Iterable[Answer]) -> Iterator[Scored]:
-    """Score each answer with one forward pass of its prompt and its tokens.
+    """Score each answer with one forward pass over its prompt and its tokens.
 
-    Answers are not padded together: a row's numbers would depend on its neighbors', which is what is to be measured.
+    Answers are not batched: padding would make a row depend on its neighbors, adding to the effect being measured.
     """
     import torch
 

@@ -1,6 +1,6 @@
-"""From scored answers to figures: KL, the tail of the ratio, effective sample sizes, agreement.
+"""Statistics of scored answers: KL, the tail of the ratio, effective sample sizes, agreement.
 
-`n` answers of `T_i` tokens; ρ is the ratio of a token, the full-precision policy's probability over the engine's.
+`n` answers of `T_i` tokens. ρ is the ratio of a token: the full-precision policy's probability over the engine's.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     import torch
 
 CAP = 2.0
-"""C of the objectives by default."""
+"""The objectives' default C."""
 
 QUANTILES = (0.001, 0.01, 0.5, 0.99, 0.999)
 RESAMPLES = 2000
 LEAST_QUESTIONS = 4
-"""Questions that must be there, so that their scatter says how far the mean is off for others."""
+"""Minimum number of questions for their scatter to indicate the error of the mean on other questions."""
 
 LEAST_ANSWERS = 8
-"""Answers that must have a length, so that their effective sample size is told."""
+"""Minimum number of answers of a length for reporting their effective sample size."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure with its 95 % interval."""
+    """An estimate with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -38,20 +38,20 @@ class Interval:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What rounding does to one model in one format.
+    """Mismatch between engine and policy for one model in one format.
 
     Attributes:
         answers: Number of answers, n.
-        tokens: Number of their tokens.
-        kl_k1: Estimate of KL(engine ‖ policy) by −log ρ, in nats per token.
-        kl_k3: The same by ρ − 1 − log ρ, which is never negative and scatters less.
-        ratio_quantiles: Of ρ over tokens, by share.
+        tokens: Total number of their tokens.
+        kl_k1: Estimate of KL(engine ‖ policy) as the mean of −log ρ, in nats per token.
+        kl_k3: The same with ρ − 1 − log ρ, which is nonnegative and has less variance.
+        ratio_quantiles: Quantiles of ρ over tokens, by share.
         ratio_max: The largest ρ.
         capped_share: Share of tokens with ρ above the cap.
         ess: Effective sample size of the tokens, as a share.
-        sequence_ess: The same of whole answers cut to a length, whose weight is the product of their ρ, by length.
-        half_length: Tokens after which that share falls to a half, extrapolated; `None` if nothing differs.
-        agreement: Share of tokens at which both policies have the same likeliest token.
+        sequence_ess: The same for answers cut to a length and weighted by the product of their ρ, by length.
+        half_length: Extrapolated length in tokens at which `sequence_ess` drops to 1/2; `None` without any mismatch.
+        agreement: Share of tokens where both policies have the same most likely token.
     """
 
     answers: int
@@ -68,27 +68,27 @@ class Mismatch:
 
 
 def measure(scored: Sequence[Scored], cap: float = CAP) -> Mismatch:
-    """Figures of one format. The KL, the share above the cap and the ESS are those that training logs (`mismatch/*`).
+    """Compute the statistics of one format. KL, share above the cap and ESS match the logged `mismatch/*` metrics.
 
     Args:
-        scored: Answers under both policies.
+        scored: Answers scored under both policies.
         cap: C, a ratio.
 
     Returns:
-        The figures.
+        The statistics.
 
     Raises:
-        ValueError: There are no answers, or an engine's log-probability is not a number.
+        ValueError: If all answers are empty, or an engine's log-probability is not finite.
     """
     import torch
 
     if not scored:
-        raise ValueError("Every answer is empty: the model ends at once. Give other questions.")
+        raise ValueError("All answers are empty: the model stops immediately. Try other questions.")
     log_ratios = [row.proximal_logps.double() - row.behavior_logps.double() for row in scored]
-    every = torch.cat(log_ratios)
-    if not every.isfinite().all():
-        raise ValueError("The engine gave log-probabilities that are not numbers: its weights are broken.")
-    ratios = every.exp()
+    flat = torch.cat(log_ratios)
+    if not flat.isfinite().all():
+        raise ValueError("The engine returned log-probabilities that are not finite: its weights are broken.")
+    ratios = flat.exp()
     questions = by_question(scored)
     kl_k1 = interval([-row for row in log_ratios], questions)
     kl_k3 = interval([row.expm1() - row for row in log_ratios], questions)
@@ -108,79 +108,77 @@ def measure(scored: Sequence[Scored], cap: float = CAP) -> Mismatch:
 
 
 def by_question(scored: Sequence[Scored]) -> list[list[int]]:
-    """Places of the answers to each question; with fewer than `LEAST_QUESTIONS`, each answer is on its own."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for place, row in enumerate(scored):
-        found.setdefault(row.question, []).append(place)
-    return list(found.values()) if len(found) >= LEAST_QUESTIONS else [[place] for place in range(len(scored))]
+    """Group answer indices by question; with fewer than `LEAST_QUESTIONS`, each answer is a separate group."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, row in enumerate(scored):
+        groups.setdefault(row.question, []).append(index)
+    return list(groups.values()) if len(groups) >= LEAST_QUESTIONS else [[index] for index in range(len(scored))]
 
 
 def interval(values: Sequence[torch.Tensor], questions: Sequence[Sequence[int]]) -> Interval:
-    """A mean over tokens with its 95 % interval, by questions that are drawn again (the bootstrap-t).
+    """Return a mean over tokens with its 95 % interval, resampling questions (bootstrap-t).
 
-    Answers to one question depend on each other, and a model is far more certain of some answers than of others.
-    Percentiles of the means would be too narrow: with 16 such questions they hold the truth 88 % of the time.
+    Answers to one question are correlated, and a model is far more certain of some answers than of others.
+    Plain percentiles of the means would be too narrow: with 16 such questions they cover the truth 88 % of the time.
 
     Args:
-        values: Of each answer's tokens.
-        questions: Places of the answers to each.
+        values: One value per token, by answer.
+        questions: Indices of the answers to each question.
     """
     import torch
 
-    counts = torch.tensor([sum(len(values[place]) for place in places) for places in questions]).double()  # (Q,)
-    totals = torch.stack(
-        [torch.stack([values[place].sum() for place in places]).sum() for places in questions]
-    )  # (Q,)
-    drawn = torch.randint(len(counts), (RESAMPLES, len(counts)), generator=torch.Generator().manual_seed(0))
+    counts = torch.tensor([sum(len(values[i]) for i in answers) for answers in questions]).double()  # (Q,)
+    totals = torch.stack([torch.stack([values[i].sum() for i in answers]).sum() for answers in questions])  # (Q,)
+    resamples = torch.randint(len(counts), (RESAMPLES, len(counts)), generator=torch.Generator().manual_seed(0))
     mean, error = _mean_and_error(totals, counts)
-    means, errors = _mean_and_error(totals[drawn], counts[drawn])
-    scattered = errors > 1e-9 * error  # and not the same question again and again
-    if not scattered.any():
+    means, errors = _mean_and_error(totals[resamples], counts[resamples])
+    varied = errors > 1e-9 * error  # drop resamples that repeat a single question
+    if not varied.any():
         return Interval(float(mean), float(mean), float(mean))
-    scores = ((means - mean) / errors)[scattered]
+    scores = ((means - mean) / errors)[varied]
     low, high = scores.quantile(torch.tensor([0.025, 0.975], dtype=scores.dtype))
     return Interval(float(mean), float(mean - high * error), float(mean - low * error))
 
 
 def _mean_and_error(totals: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean per token and, up to a constant factor, its standard error, of questions with these totals, (..., Q)."""
+    """Return the mean per token and, up to a constant factor, its standard error, from totals (..., Q)."""
     mean = totals.sum(-1) / counts.sum(-1)
     residuals = totals - mean[..., None] * counts
     return mean, residuals.square().sum(-1).sqrt() / counts.sum(-1)
 
 
 def sequence_ess(log_ratios: Sequence[torch.Tensor]) -> dict[int, float]:
-    r"""Effective sample size of answers weighted by their product of ratios, as a share, by length.
+    r"""Return the effective sample size of answers weighted by their product of ratios, as a share, by length.
 
     $$\frac{(\sum_i w_i)^2}{n \sum_i w_i^2}, \qquad w_i = \prod_{t \le L} \rho_{i,t}$$
 
-    Over the n answers that have at least L tokens, for L = 1, 2, 4, ... while there are `LEAST_ANSWERS` of them. Few
-    answers overstate it where the tail is heavy.
+    Computed over the n answers with at least L tokens, for L = 1, 2, 4, ... while n ≥ `LEAST_ANSWERS`. With a heavy
+    tail, few answers overstate it.
     """
     import torch
 
-    found: dict[int, float] = {}
+    sizes: dict[int, float] = {}
     length = 1
     while True:
         weights = [row[:length].sum() for row in log_ratios if len(row) >= length]
         if len(weights) < LEAST_ANSWERS:
-            return found
+            return sizes
         scaled = (torch.stack(weights) - max(weights)).exp()
-        found[length] = float(scaled.sum() ** 2 / (len(scaled) * scaled.square().sum()))
+        sizes[length] = float(scaled.sum() ** 2 / (len(scaled) * scaled.square().sum()))
         length *= 2
 
 
 def half_length(log_ratios: Sequence[torch.Tensor]) -> float | None:
-    r"""Tokens after which the effective sample size of whole answers falls to a half.
+    r"""Estimate the length at which the effective sample size of whole answers drops to one half.
 
     $$L_{1/2} = \frac{\ln 2}{v}, \qquad v = \frac{\sum_i (S_i - m T_i)^2}{\sum_i T_i}, \qquad
       m = \frac{\sum_i S_i}{\sum_i T_i}$$
 
-    With S_i an answer's sum of log ρ. If the S_i are normal with a variance of v per token, the effective sample size
-    is $e^{-v L}$. Heavier tails make it fall sooner.
+    Where S_i is an answer's sum of log ρ. If the S_i are normal with variance v per token, the effective sample size
+    is $e^{-v L}$. With heavier tails it drops sooner.
 
     Returns:
-        A number of tokens; `None` if nothing differs.
+        A number of tokens; `None` without any mismatch.
     """
     import torch
 

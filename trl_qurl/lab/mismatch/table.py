@@ -1,4 +1,4 @@
-"""A mismatch report for people: the table, and what it means in sentences."""
+"""A readable mismatch report: the tables, and one sentence of advice per format."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from trl_qurl.lab.mismatch.keep import Kept
 
 HARMLESS = 0.005
-"""KL (k3) per token below which our study and the paper saw no harm; INT4 had .01 there and did none, either."""
+"""KL (k3) per token below which our study and the paper saw no harm; INT4 had .01 there, also without harm."""
 
 HARMFUL = 0.02
-"""KL (k3) per token from which there was harm: the paper's run had .025 before its collapse, INT3 had .05."""
+"""KL (k3) per token that did harm: the paper's run had .025 before its collapse, INT3 had .05."""
 
 
 def build_table(report: Report) -> Table:
-    """The figures by format, within 80 columns."""
+    """Build a table of the statistics by format, within 80 columns."""
     from rich import box
     from rich.table import Table
 
@@ -32,40 +32,40 @@ def build_table(report: Report) -> Table:
         box=box.SIMPLE_HEAD,
         padding=0,
         caption=f"KL in 1e-3 nats per token (k3) with 95 % intervals; ρ: policy over engine; C = {CAP:g}; "
-        "kernels: the share of it that 16 bits have, too; ESS: effective sample size of tokens; half: length at which "
-        "weights of whole answers have half of theirs; same top: tokens with the same likeliest one.",
+        "kernels: share of the KL that a 16-bit engine has, too; ESS: effective sample size of tokens; half: answer "
+        "length at which the ESS of sequence weights is 1/2; same top: tokens with the same most likely token.",
         caption_justify="left",
     )
     table.add_column("format", no_wrap=True)
     for heading in ("KL", "kernels", "ρ 0.1-99.9 %", "ρ > C", "ESS", "half", "same top"):
         table.add_column(heading, justify="right")
-    for name, found in report.formats.items():
-        low, *_, high = found.ratio_quantiles.values()
+    for name, mismatch in report.formats.items():
+        low, *_, high = mismatch.ratio_quantiles.values()
         table.add_row(
             label(name),
-            f"{thousandths(found.kl_k3.value)} ± {thousandths((found.kl_k3.high - found.kl_k3.low) / 2)}",
-            share_of_kernels(found, report),
+            f"{thousandths(mismatch.kl_k3.value)} ± {thousandths((mismatch.kl_k3.high - mismatch.kl_k3.low) / 2)}",
+            share_of_kernels(mismatch, report),
             f"{low:.2f}-{high:.2f}",
-            f"{found.capped_share:.2%}",
-            f"{found.ess:.1%}",
-            "-" if found.half_length is None else tokens(found.half_length),
-            f"{found.agreement:.1%}",
+            f"{mismatch.capped_share:.2%}",
+            f"{mismatch.ess:.1%}",
+            "-" if mismatch.half_length is None else tokens(mismatch.half_length),
+            f"{mismatch.agreement:.1%}",
         )
     return table
 
 
 def build_layer_table(kept: Kept, most: int = 12) -> Table:
-    """The layers that are worth most per byte, within 80 columns."""
+    """Build a table of the layers with the most KL per byte, within 80 columns."""
     from rich import box
     from rich.table import Table
 
     kept_layers = set(kept.ignore)
     table = Table(
-        title=f"Where it comes from: the first {min(most, len(kept.groups))} of {len(kept.groups)} groups of layers",
+        title=f"Sources of the KL: the first {min(most, len(kept.groups))} of {len(kept.groups)} groups of layers",
         box=box.SIMPLE_HEAD,
         padding=0,
-        caption="KL in 1e-3 nats per token that each causes, estimated; those with most per byte come first. Kept in "
-        f"16 bits: {kept.extra_bytes / 1e6:.3g} MB more, {kept.share:.1%} of what quantization saves.",
+        caption="Estimated KL from each group, in 1e-3 nats per token; most KL per byte first. Layers kept in 16 bits "
+        f"add {kept.extra_bytes / 1e6:.3g} MB, {kept.share:.1%} of what quantization saves.",
         caption_justify="left",
     )
     table.add_column("layers")
@@ -85,30 +85,30 @@ def build_layer_table(kept: Kept, most: int = 12) -> Table:
 
 
 def sentences(report: Report) -> list[str]:
-    """What to do in each format, and why."""
-    lines = [f"{label(name)}: {verdict(found)}" for name, found in report.formats.items() if name != BASELINE]
+    """Return the advice for each format, with its reason."""
+    lines = [f"{label(name)}: {verdict(mismatch)}" for name, mismatch in report.formats.items() if name != BASELINE]
     if (kept := report.kept) is not None and kept.budget.kl is not None:
-        found = report.formats[kept.name].kl_k3.value
-        if found > kept.budget.kl:
+        kl = report.formats[kept.name].kl_k3.value
+        if kl > kept.budget.kl:
             lines.append(
-                f"{label(kept.name)} has a KL of {found:.2g}, above --kl {kept.budget.kl:g}: lower --kl to keep more."
+                f"{label(kept.name)} has a KL of {kl:.2g}, above --kl {kept.budget.kl:g}: lower --kl to keep more."
             )
     lines += [f"{label(name)}: not measured. {failure}" for name, failure in report.failures.items()]
     if any(name != BASELINE for name in report.formats):
         lines.append(
-            "This is the model as it is. Training can make it worse: watch mismatch/kl_k3, and if it grows, lower the "
-            "learning rate or put sensitive layers into quantization_ignore."
+            "These results are for the current weights. Training can increase the mismatch: watch mismatch/kl_k3, and "
+            "if it grows, lower the learning rate or add sensitive layers to quantization_ignore."
         )
     return lines
 
 
-def verdict(found: Mismatch) -> str:
-    """One format's: safe, safe with a correction, or harmful (docs/mismatch.md)."""
-    whole = "" if found.half_length is None else f" {sequence_weights(found.half_length)}"
-    kl = f"a KL of {found.kl_k3.value:.2g}"
-    if found.kl_k3.high < HARMLESS:
+def verdict(mismatch: Mismatch) -> str:
+    """Rate a format as safe, safe with a correction, or harmful (docs/mismatch.md)."""
+    whole = "" if mismatch.half_length is None else f" {sequence_weights(mismatch.half_length)}"
+    kl = f"a KL of {mismatch.kl_k3.value:.2g}"
+    if mismatch.kl_k3.high < HARMLESS:
         return f"safe to train with: {kl} did no harm in our study. Keep the defaults.{whole}"
-    if found.kl_k3.low >= HARMFUL:
+    if mismatch.kl_k3.low >= HARMFUL:
         return (
             f"will do harm: {kl} did in our study. Choose a finer format, keep sensitive layers in 16 bits "
             "(quantization_ignore), or, if you will serve the policy in this format, train with "
@@ -118,19 +118,19 @@ def verdict(found: Mismatch) -> str:
 
 
 def sequence_weights(length: float) -> str:
-    """What it means for methods that weight whole answers."""
+    """Explain the half length for methods that weight whole answers."""
     return f"Weights of whole answers (RLOO, GSPO) keep half their effect up to {tokens(length)} tokens."
 
 
-def share_of_kernels(found: Mismatch, report: Report) -> str:
-    """The share of a format's KL that a 16-bit engine has as well."""
-    if report.by_kernels is None or found is report.formats.get(BASELINE):
+def share_of_kernels(mismatch: Mismatch, report: Report) -> str:
+    """Format the share of a format's KL that a 16-bit engine has, too."""
+    if report.by_kernels is None or mismatch is report.formats.get(BASELINE):
         return "-"
-    return f"{min(1.0, report.by_kernels / found.kl_k3.value):.0%}" if found.kl_k3.value > 0 else "-"
+    return f"{min(1.0, report.by_kernels / mismatch.kl_k3.value):.0%}" if mismatch.kl_k3.value > 0 else "-"
 
 
 def thousandths(nats: float) -> str:
-    """Nats in thousandths, with two digits."""
+    """Format nats in thousandths, with two digits."""
     value = 1e3 * nats
     if abs(value) < 1e-4:
         return "0"
@@ -138,7 +138,7 @@ def thousandths(nats: float) -> str:
 
 
 def tokens(count: float) -> str:
-    """A rough number of tokens."""
+    """Format a number of tokens to two digits."""
     if count >= 1e6:
         return "> 1M"
     rounded = float(f"{count:.2g}")

@@ -1,8 +1,8 @@
-"""One process of the command: it starts an engine and samples answers.
+"""Start an engine and sample answers, in a separate process.
 
     python -m trl_qurl.lab.mismatch.worker JOB RESULT
 
-A process of its own, because an engine's memory is freed only when its process ends, and each format needs an engine.
+An engine's memory is freed only when its process ends, and each format needs an engine.
 """
 
 from __future__ import annotations
