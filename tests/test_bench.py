@@ -18,7 +18,7 @@ from trl_qurl.lab.bench.costs import EngineCosts, Range, Timing, TrainingCosts, 
 from trl_qurl.lab.bench.memory import Device, count_parameters, why_too_large
 from trl_qurl.lab.bench.prediction import WORTHWHILE, break_even, compare, predict_step
 from trl_qurl.lab.bench.run import bench, run_job, save_config
-from trl_qurl.lab.bench.table import advice, build_table, sentences, shown, size
+from trl_qurl.lab.bench.table import advice, build_table, digits, sentences, size
 from trl_qurl.lab.bench.worker import measure, start_engine
 from trl_qurl.lab.bench.workload import Job, Workload
 from trl_qurl.lab.device import cpu_settings
@@ -164,7 +164,7 @@ def test_advice(rate, spread, said):
     found = compare(engine(spread=spread), engine(rate=rate, spread=spread), light, WORKLOAD)
     assert found.advice == said
     sentence = advice(found)
-    assert sentence.startswith({"yes": "Yes.", "no": "Don't", "unclear": "Unclear"}[said])
+    assert sentence.startswith({"yes": "Worth it", "no": "Not worth it", "unclear": "Unclear"}[said])
     assert f"{found.speedup.middle:.2f} ({found.speedup.low:.2f}-{found.speedup.high:.2f})" in sentence
     assert (found.speedup.low >= WORTHWHILE) == (said == "yes")
 
@@ -173,7 +173,7 @@ def test_advice(rate, spread, said):
     ("value", "text"), [(0.00123, "0.001"), (0.5, "0.5"), (12.345, "12.3"), (99.96, "100"), (1234.5, "1234")]
 )
 def test_seconds(value, text):
-    assert shown(value) == text
+    assert digits(value) == text
 
 
 def test_sizes():
@@ -187,8 +187,8 @@ def test_sizes():
     ("given", "message"),
     [
         ({"batch": 0}, "batch is 0: give a positive number"),
-        ({"batch": 60}, r"60 completions cannot hold groups of 8: .* multiple of --generations"),
-        ({"train_batch": 6}, r"split into 4 updates from passes of 6: make it a multiple of 24"),
+        ({"batch": 60}, r"60 completions cannot be divided into groups of 8: .* multiple of --generations"),
+        ({"train_batch": 6}, r"split into 4 updates with passes of 6: make --batch a multiple of 24"),
     ],
 )
 def test_a_workload_that_does_not_fit(given, message):
@@ -269,13 +269,15 @@ def test_a_policy_that_cannot_fit_is_not_measured_and_the_decode_rates_still_ans
         ("engine", "fp8", False),
     ]
     # 7.62e9 * 16 bytes = 122 GB; the engine leaves 80 * (1 - 0.3 - 0.1) = 48 GB, enough for 4 bytes each (30 GB).
-    assert said[0].startswith("A step of 7.62 billion parameters needs 122 GB for weights, gradients and AdamW")
-    assert "the 80 GB of the GPU (NVIDIA H100 80GB HBM3). The engine is measured alone" in said[0]
-    assert said[0].endswith("For a whole step give --lora-rank 16.")
+    assert said[0].startswith(
+        "A training step of 7.62 billion parameters needs 122 GB for weights, gradients and AdamW"
+    )
+    assert "the 80 GB of the GPU (NVIDIA H100 80GB HBM3), so only the engine is measured" in said[0]
+    assert said[0].endswith("Use --lora-rank 16 to measure a whole step.")
     [fp8] = result.comparisons.values()
     # 21.5 s of rollout and sync become 11.5 s, and (21.5 + t) / (11.5 + t) = 1.05 where t = (21.5 - 12.075) / 0.05.
     assert fp8.advice == "depends" and fp8.training_limit == pytest.approx(188.5)
-    assert "Yes, if scoring and updates of a rollout take less than 188 s" in " ".join(sentences(result))
+    assert "Worth it if scoring and updates take less than 188 s per rollout" in " ".join(sentences(result))
     assert json.loads((tmp_path / "bench.json").read_text())["comparisons"]["fp8"]["advice"] == "depends"
 
 
@@ -312,7 +314,7 @@ def test_formats_that_do_not_fit_the_model_are_left_out_unless_they_were_named(h
         "Measuring 16-bit rollouts (1 of 3; 0 s so far, about 6:00 left)",  # twice 60 s each
         "Measuring INT8 rollouts (2 of 3; 10 s so far, about 20 s left)",
         "Measuring scoring and updates (3 of 3; 20 s so far, about 10 s left)",
-        "Measured in 30 s",
+        "Finished in 30 s",
     ]
     with pytest.raises(ValueError, match="w4a16 cannot quantize 10 of the 14 layers.*Choose another format"):
         bench(str(tmp_path), Workload(64, 64), ["int8", "w4a16"])
@@ -325,14 +327,14 @@ def test_an_adapter_beside_the_weights_is_a_format_of_its_own(h100, qwen_7b):
     jobs = h100(lambda job: rates(job) if job.name in ("none", "training") else answer(job))
     result = bench(qwen_7b, Workload(lora_rank=16), ["fp8"], weight_sync="adapter")
     assert [job.name for job in jobs] == ["none", "fp8", "fp8+LoRA", "training"]
-    assert jobs[2].description == "FP8 rollouts with the adapter beside the weights"
+    assert jobs[2].description == "FP8 rollouts with an unmerged adapter"
     merged, beside = result.comparisons["fp8"], result.comparisons["fp8+LoRA"]
     assert beside.rollout_speedup < merged.rollout_speedup and beside.step.sync < merged.step.sync
-    assert "FP8+LoRA: Yes." in " ".join(sentences(result))
+    assert "FP8+LoRA: Worth it:" in " ".join(sentences(result))
 
 
 def test_an_adapter_beside_the_weights_needs_a_rank():
-    with pytest.raises(ValueError, match="give its rank .--lora-rank 16"):
+    with pytest.raises(ValueError, match="set its rank, for example --lora-rank 16"):
         bench("nowhere", Workload(), weight_sync="adapter")
 
 
@@ -349,7 +351,7 @@ def test_no_adapter_is_promised_whose_base_does_not_fit():
     with torch.device("meta"):
         giant = torch.nn.Sequential(torch.nn.Linear(2**18, 2**18))  # 69 billion weights
     reason = why_too_large(giant, Workload(), H100)
-    assert "needs 1100 GB for weights" in reason and reason.endswith("A smaller model would fit.")
+    assert "needs 1100 GB for weights" in reason and reason.endswith("Use a smaller model.")
 
 
 @pytest.mark.parametrize("broken", ["fp8", "training"])

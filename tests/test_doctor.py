@@ -81,7 +81,7 @@ def test_quick_starts_no_engine(warm_python):
     for name in {"python", "packages", "driver", "vllm", "cpu", "memory", "shm", "ports", "torch", "formats"}:
         assert re.search(rf"^(ok|note) +{name} ", done.stdout, re.MULTILINE), name
     assert "engine-int8 --quick starts no engine; also train-int8, probe-int8, padded" in shown
-    assert "Everything that was tried works" in done.stdout.splitlines()[-1]
+    assert "All checks passed" in done.stdout.splitlines()[-1]
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
@@ -92,9 +92,9 @@ def test_without_vllm(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(HIDE)
     done = doctor("--formats", "int8", PYTHONPATH=str(tmp_path), HIDDEN="vllm")
     assert done.returncode == 1
-    assert "FAILED  vllm          vLLM is not installed, and nothing trains without it.\n" in done.stdout
+    assert "FAILED  vllm          vLLM is not installed, but training requires it.\n" in done.stdout
     assert "-> Run `pip install 'trl-qurl[vllm]'`" in done.stdout
-    assert re.search(r"skipped engine-int8 +needs what the line vllm is about; also train-int8", done.stdout)
+    assert re.search(r"skipped engine-int8 +depends on the line vllm, which failed; also train-int8", done.stdout)
     assert done.stdout.splitlines()[-1].startswith("FAILED: vllm (")
 
 
@@ -109,7 +109,7 @@ def test_a_version_of_compressed_tensors(version, status, tmp_path):
     line = lines_of(done)["packages"]
     assert (line["status"], done.returncode) == (status, int(status is Status.FAILED))
     if status is Status.FAILED:
-        assert "compressed-tensors 0.14.0 does not fit compressed-tensors>=0.17, which trl-qurl asks" in line["text"]
+        assert "compressed-tensors 0.14.0 is installed, but trl-qurl requires compressed-tensors>=0.17" in line["text"]
         assert line["advice"] == "Run `pip install 'compressed-tensors>=0.17'`."
 
 
@@ -121,7 +121,7 @@ def test_bounds_of_an_extra_hold_beside_its_own_package(monkeypatch):
     assert not list(packages.find_misfits())
     versions["llmcompressor"] = "0.14.0.1"
     [(problem, _)] = packages.find_misfits()
-    assert problem == "transformers 5.19.0 does not fit transformers<5.18, which trl-qurl asks for"
+    assert problem == "transformers 5.19.0 is installed, but trl-qurl requires transformers<5.18"
 
 
 def test_no_space_in_shared_memory():
@@ -132,7 +132,7 @@ def test_no_space_in_shared_memory():
     done = doctor("--only", "shm", before=start)
     assert done.returncode == 1
     assert "/dev/shm has 0.1 MiB free; vLLM's server and NCCL need at least 64 MiB there." in done.stdout
-    assert "-> Start a container with --shm-size=8g" in done.stdout
+    assert "-> Start the container with --shm-size=8g" in done.stdout
 
 
 def test_a_port_that_is_taken():
@@ -140,7 +140,7 @@ def test_a_port_that_is_taken():
         port = listener.getsockname()[1]
         done = doctor("--only", "ports", "--port", port)
         assert done.returncode == 1 and f"Port {port} is taken." in done.stdout
-        assert "-> Start the server with another --port, or end what listens there." in done.stdout
+        assert "-> Start the server with another --port, or stop the process that listens there." in done.stdout
     assert doctor("--only", "ports", "--port", port).returncode == 0
 
 
@@ -152,7 +152,7 @@ def test_an_engine_that_cannot_start(warm_python):
     done = doctor("--formats", "int8", "--only", "engine-int8", "train-int8", python=warm_python, **broken)
     assert done.returncode == 1, done.stdout
     assert re.search(r"^FAILED  engine-int8 ", done.stdout, re.MULTILINE)
-    assert "-> vLLM has no kernel for this format here, or VLLM_DISABLED_KERNELS forbids it" in done.stdout
+    assert "-> vLLM has no kernel for this format here, or VLLM_DISABLED_KERNELS disables it" in done.stdout
     assert re.search(r"^skipped train-int8 +engine-int8 failed", done.stdout, re.MULTILINE)
 
 
@@ -179,10 +179,10 @@ print("about to", flush=True)
 @pytest.mark.parametrize(
     ("end", "text", "advice"),
     [
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "was ended by SIGSEGV; it printed last: about to", "open an issue"),
-        ("time.sleep(60)", "did not end within 3 s; it printed last: about to", "open an issue"),
-        ("sys.exit('CUDA out of memory')", "ended with exit status 1; it printed last: CUDA out of mem", "Another"),
-        ('write(\'{"error": "OSError: Address already in use"}\')', "OSError: Address already", "has the port"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "was killed by SIGSEGV; last output: about to", "open an issue"),
+        ("time.sleep(60)", "did not finish within 3 s; last output: about to", "open an issue"),
+        ("sys.exit('CUDA out of memory')", "exited with status 1; last output: CUDA out of mem", "Another"),
+        ('write(\'{"error": "OSError: Address already in use"}\')', "OSError: Address already", "is using the port"),
     ],
 )
 def test_a_process_that_crashes_hangs_or_fails_is_a_line(end, text, advice):
@@ -205,7 +205,7 @@ def test_what_cannot_be_determined_says_so(monkeypatch):
 
 def test_a_line_that_does_not_exist(capsys):
     assert cli.main(["doctor", "--only", "divison"]) == 2
-    assert "There is no line 'divison'; did you mean division? Choose from python, packages" in capsys.readouterr().err
+    assert "Unknown line 'divison'; did you mean division? Choose from python, packages" in capsys.readouterr().err
     assert cli.main(["doctor", "--formats", "int4"]) == 2
     assert "Unknown quantization scheme 'int4'; did you mean 'int8'?" in capsys.readouterr().err
 
@@ -219,7 +219,7 @@ def test_a_line_that_does_not_exist(capsys):
         ("580.65.06", "13.0", Status.OK, "runs builds for CUDA 13.0"),
         ("590.10", "12.9", Status.OK, "runs builds for CUDA 12.9"),
         ("550.54.15", "12.9", Status.OK, "runs builds for CUDA 12.9"),
-        ("575.57.08", "13.0", Status.FAILED, "needs NVIDIA driver 580 or newer, and this machine has 575.57.08"),
+        ("575.57.08", "13.0", Status.FAILED, "needs NVIDIA driver 580 or newer, but this machine has 575.57.08"),
         ("470.82.01", "12.9", Status.FAILED, "needs NVIDIA driver 525 or newer"),
         ("580.65.06", None, Status.FAILED, "torch is built without CUDA"),
         (None, "13.0", Status.NOTE, "no NVIDIA driver, although torch is built for CUDA 13.0"),
@@ -254,12 +254,12 @@ def test_the_driver_is_asked_and_torch_not_imported(tmp_path, monkeypatch):
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     done = doctor("--json", "--only", "driver", "torch", "engine-int8", PYTHONPATH=str(tmp_path), PATH=path)
     found = lines_of(done)
-    assert "needs NVIDIA driver 580 or newer, and this machine has 575.57.08" in found["driver"]["text"]
+    assert "needs NVIDIA driver 580 or newer, but this machine has 575.57.08" in found["driver"]["text"]
     assert found["torch"]["status"] == "failed" and "libcudart.so.13: cannot open" in found["torch"]["text"]
     assert "install both together" in found["torch"]["advice"]
     smi.write_text("#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
     done = doctor("--only", "driver", PYTHONPATH=str(tmp_path), PATH=path)
-    assert "nvidia-smi does not answer" in done.stdout and done.returncode == 1
+    assert "nvidia-smi does not respond" in done.stdout and done.returncode == 1
 
 
 def test_the_formats_of_a_gpu():
@@ -310,13 +310,11 @@ def test_vllm_must_fit_torch_and_the_device(monkeypatch):
     monkeypatch.setattr(packages, "installed", lambda name: (name, versions[name]))
     monkeypatch.setattr(packages.importlib.metadata, "requires", lambda name: ["torch==2.13.0", "numpy"])
     monkeypatch.setattr(packages, "driver_version", lambda: "580.65.06")
-    assert (
-        packages.check_vllm().text == "vllm 0.31.0 is built with torch==2.13.0, and torch 2.12.0+cu130 is installed."
-    )
+    assert packages.check_vllm().text == "vllm 0.31.0 is built for torch==2.13.0, but torch 2.12.0+cu130 is installed."
     versions["torch"] = "2.13.0+cu130"
     assert packages.check_vllm().status is Status.OK
     monkeypatch.setattr(packages, "driver_version", lambda: None)
-    assert "is built for GPUs, and no NVIDIA driver answers" in packages.check_vllm().text
+    assert "is built for GPUs, but no NVIDIA driver responds" in packages.check_vllm().text
 
 
 def test_lines_wrap_and_skipped_ones_are_put_together():
@@ -339,4 +337,4 @@ def test_every_planned_line_has_a_name():
     assert len(names) == len(set(names))
     general = {re.sub(rf"-({'|'.join([*SCHEMES, UNQUANTIZED])})$", f"-{FORMAT}", name) for name in names}
     assert general <= LINES.keys()
-    assert LINES.keys() - general == {*examination.looks(None), "torch", "gpus", "formats", "division"}
+    assert LINES.keys() - general == {*examination.inspections(None), "torch", "gpus", "formats", "division"}

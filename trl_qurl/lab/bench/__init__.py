@@ -1,1 +1,1 @@
-"""Will quantized rollouts pay? Costs measured on this machine, and what they make of a training step."""
+"""Do quantized rollouts pay off? Measures costs on this machine and predicts the time of a training step."""

@@ -1,4 +1,4 @@
-"""Measured costs as data, and what they say about sizes that were not measured."""
+"""Measured costs, and estimates for sizes that were not measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Range(NamedTuple):
-    """A figure with the smallest and largest that the measurements allow."""
+    """An estimate with the lower and upper bounds that the measurements allow."""
 
     low: float
     middle: float
@@ -19,7 +19,7 @@ class Range(NamedTuple):
         return Range(self.low + other.low, self.middle + other.middle, self.high + other.high)
 
     def times(self, factor: float) -> Range:
-        """Every bound multiplied by something positive."""
+        """Multiply all bounds by a positive factor."""
         return Range(self.low * factor, self.middle * factor, self.high * factor)
 
 
@@ -28,11 +28,11 @@ NOTHING = Range(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of something whose cost grows with a size.
+    """Durations of an operation at one size.
 
     Attributes:
-        size: What it was measured at (tokens).
-        seconds: One figure per repetition.
+        size: Size of the operation, in tokens.
+        seconds: Duration of each repetition.
     """
 
     size: int
@@ -40,20 +40,20 @@ class Timing:
 
     @property
     def range(self) -> Range:
-        """Fastest, median and slowest repetition."""
+        """The fastest, median and slowest repetition."""
         return Range(min(self.seconds), statistics.median(self.seconds), max(self.seconds))
 
 
 @dataclass(frozen=True)
 class EngineCosts:
-    """What one format of rollouts costs.
+    """Costs of rollouts in one format.
 
     Attributes:
-        generation: A whole batch of completions at a few lengths, shortest first; the first has one token, which is
-            the cost of the prompts.
+        generation: Generating a whole batch at a few completion lengths, shortest first; the first length, one token,
+            gives the cost of the prompts.
         sync: Quantizing all weights and loading them into the engine.
         weight_bytes: Size of the engine's weights.
-        start_s: Seconds until the engine was ready.
+        start_s: Engine startup time in seconds.
     """
 
     generation: list[Timing]
@@ -62,12 +62,12 @@ class EngineCosts:
     start_s: float
 
     def generate(self, tokens: int) -> Range:
-        r"""Seconds of generating a batch of completions.
+        r"""Estimate the seconds to generate a batch of completions.
 
         $$T(L) = T(1) + (L - 1)\,(r + g\,L/2)$$
 
-        With the rate $r$ and its growth $g \ge 0$ with the context taken from the lengths measured. Within them the
-        estimate interpolates. Beyond them, the low bound keeps the rate of the longest one.
+        Where the rate $r$ and its growth with the context $g \ge 0$ come from the measured lengths. Between these
+        lengths the estimate interpolates; beyond them, the low bound keeps the rate of the longest one.
 
         Args:
             tokens: Completion length L.
@@ -82,25 +82,25 @@ class EngineCosts:
         rate = per_token(first, longest)
         if tokens > longest.size and len(longer) > 1:
             early, late = per_token(first, shorter), per_token(shorter, longest)
-            span = longest.size / 2  # between the middles of the two stretches over which the rates are means
+            span = longest.size / 2  # between the midpoints of the two intervals over which the rates are averages
             growth = max(0.0, (late.middle - early.middle) / span)
             added = growth * (tokens - longest.size) / 2
             rate = Range(rate.low, rate.middle + added, rate.high + 2 * added)
         return first.range + rate.times(tokens - 1)
 
     def tokens_per_second(self, tokens: int, batch: int) -> float:
-        """Throughput of a rollout, prompts included."""
+        """Estimate the throughput of a rollout, including its prompts."""
         return tokens * batch / self.generate(tokens).middle
 
 
 @dataclass(frozen=True)
 class TrainingCosts:
-    """What learning from a rollout costs, whatever its format.
+    """Costs of learning from a rollout, which do not depend on its format.
 
     Attributes:
-        score: A pass without gradients, by tokens in it.
-        update: A forward and backward pass, by tokens in it.
-        optimizer: One step of the optimizer.
+        score: Passes without gradients, by number of tokens.
+        update: Forward and backward passes, by number of tokens.
+        optimizer: One optimizer step.
     """
 
     score: list[Timing]
@@ -109,13 +109,13 @@ class TrainingCosts:
 
 
 def per_token(shorter: Timing, longer: Timing) -> Range:
-    """Seconds that each further token of the batch took between two lengths."""
+    """Estimate the seconds per additional token of the batch between two lengths."""
     before, tokens = shorter.range.middle, longer.size - shorter.size
     return Range(*(max(0.0, (seconds - before) / tokens) for seconds in longer.range))
 
 
 def at_size(timings: Sequence[Timing], size: int) -> Range:
-    """Seconds at another size (tokens): a fixed part and one per token, from the two largest of ascending timings."""
+    """Estimate the seconds at another size (tokens), linearly from the two largest of the ascending timings."""
     *_, largest = timings
     if size <= largest.size or len(timings) < 2:
         return largest.range.times(size / largest.size)

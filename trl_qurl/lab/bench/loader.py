@@ -1,4 +1,4 @@
-"""Weights that are made up, for an engine that takes adapters on vLLM's CPU build. Imported only where that runs."""
+"""Dummy weights for an engine with adapters on vLLM's CPU build. Imported only in such an engine's process."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ CPU_DUMMY_FORMAT = "trl-qurl-cpu-dummy"
 
 @register_model_loader(CPU_DUMMY_FORMAT)
 class CPUDummyLoader(DummyModelLoader):
-    """vLLM's loader of made-up weights, with what adapters on INT8 layers need there (`rollout.engine.cpu`)."""
+    """vLLM's dummy loader, plus the empty weights that adapters on INT8 layers need (`rollout.engine.cpu`)."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:  # noqa: D102
         return with_empty_weights(super().load_model(*args, **kwargs))

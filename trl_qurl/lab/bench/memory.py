@@ -1,4 +1,4 @@
-"""Does the policy fit on this device? Computed from sizes, before anything is measured."""
+"""Compute from sizes alone whether the policy fits on this device."""
 
 from __future__ import annotations
 
@@ -6,40 +6,40 @@ from typing import Any, NamedTuple
 
 from trl_qurl.lab.bench.workload import Workload
 
-ENGINE_SHARE = 0.3  # of a GPU, for an engine beside a trainer: TRL's default
-WHOLE_SHARE = 0.9  # for an engine alone on a GPU
-SPARE = 0.1  # for activations; if that is too little, training fails, and the engine's costs are kept
-TRAINED = 16  # bytes of a parameter: 32-bit weight, gradient, and the two moments of AdamW
-FROZEN = 4  # the weight alone
+ENGINE_SHARE = 0.3  # share of a GPU for an engine that runs beside a trainer: TRL's default
+WHOLE_SHARE = 0.9  # share of a GPU for an engine alone
+SPARE = 0.1  # share for activations; if it is too small, training fails, but the engine's costs remain valid
+TRAINED = 16  # bytes per trained parameter: 32-bit weight, gradient, and the two moments of AdamW
+FROZEN = 4  # bytes per frozen parameter: only the weight
 
 
 class Device(NamedTuple):
-    """Where a step runs."""
+    """The device that runs a training step."""
 
     name: str
-    memory: int  # bytes: of a GPU all, of a machine what is free
+    memory: int  # bytes: total for a GPU, available for a machine
     is_gpu: bool
 
 
 class Sizes(NamedTuple):
-    """Parameters of the policy, and of its adapter (0 without one)."""
+    """Parameter counts of the policy and of its adapter (0 without one)."""
 
     model: int
     adapter: int
 
     @property
     def step_bytes(self) -> int:
-        """Memory of a step: weights, gradients, optimizer."""
+        """Memory for weights, gradients and optimizer."""
         return FROZEN * self.model + TRAINED * self.adapter if self.adapter else TRAINED * self.model
 
     def fits(self, device: Device, engine_share: float) -> bool:
-        """Whether a step fits beside an engine."""
+        """Check whether a training step fits on the device beside an engine."""
         engine = engine_share * device.memory if device.is_gpu else 2 * self.model
         return self.step_bytes <= (1 - SPARE) * device.memory - engine
 
 
 def find_device() -> Device:
-    """The first GPU, or this machine."""
+    """Return the first GPU, or this machine if there is none."""
     import torch
 
     if torch.cuda.is_available():
@@ -51,7 +51,7 @@ def find_device() -> Device:
 
 
 def count_parameters(model: Any, lora_rank: int) -> Sizes:
-    """Sizes of a policy on the meta device, with an adapter of that rank on its linear layers."""
+    """Count the parameters of a policy on the meta device and of an adapter on its linear layers."""
     from trl_qurl.quantization.layers import linear_layer_names
 
     widths = sum(sum(model.get_submodule(name).weight.shape) for name in linear_layer_names(model))
@@ -59,14 +59,14 @@ def count_parameters(model: Any, lora_rank: int) -> Sizes:
 
 
 def why_too_large(model: Any, workload: Workload, device: Device, engine_share: float = ENGINE_SHARE) -> str | None:
-    """Why a step of the policy does not fit, and what would; `None` if it does."""
+    """Explain why a training step does not fit, and what would; return `None` if it fits."""
     sizes = count_parameters(model, workload.lora_rank)
     if sizes.fits(device, engine_share):
         return None
     adapter_fits = not workload.lora_rank and count_parameters(model, 16).fits(device, engine_share)
     return (
-        f"A step of {sizes.model / 1e9:.2f} billion parameters needs {sizes.step_bytes / 1e9:.0f} GB for weights, "
-        "gradients and AdamW, beside the engine and activations, which do not fit into the "
-        f"{device.memory / 1e9:.0f} GB of {device.name}. The engine is measured alone. "
-        + ("For a whole step give --lora-rank 16." if adapter_fits else "A smaller model would fit.")
+        f"A training step of {sizes.model / 1e9:.2f} billion parameters needs {sizes.step_bytes / 1e9:.0f} GB for "
+        "weights, gradients and AdamW. With the engine and activations, this exceeds the "
+        f"{device.memory / 1e9:.0f} GB of {device.name}, so only the engine is measured. "
+        + ("Use --lora-rank 16 to measure a whole step." if adapter_fits else "Use a smaller model.")
     )

@@ -1,4 +1,4 @@
-"""From measured costs to a step, to a speed-up, to advice."""
+"""Predict step times, speed-ups and advice from measured costs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from trl_qurl.lab.bench.costs import NOTHING, EngineCosts, Range, TrainingCosts,
 from trl_qurl.lab.bench.workload import Workload
 
 WORTHWHILE = 1.05
-"""Speed-up of a step below which quantized rollouts are not worth another source of error."""
+"""Minimum speed-up of a step that justifies quantized rollouts as another source of error."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of the parts of a training step.
+    """Predicted seconds of each part of a training step.
 
     Attributes:
-        sync: Getting the weights into the engine.
-        generate: The rollout.
-        score: Log-probabilities of the policy at rollout time; not needed with one update per rollout.
-        update: Forward, backward and optimizer.
+        sync: Sending the weights to the engine.
+        generate: Generating the rollout.
+        score: Computing the policy's log-probabilities at rollout time; skipped with one update per rollout.
+        update: Forward passes, backward passes and optimizer steps.
     """
 
     sync: Range
@@ -30,27 +30,27 @@ class Step:
 
     @property
     def total(self) -> Range:
-        """The whole step."""
+        """Seconds of the whole step."""
         return self.sync + self.generate + self.score + self.update
 
     @property
     def rollout_share(self) -> float:
-        """Share of generating and syncing in the step: the most that a faster rollout can save."""
+        """Share of generation and sync in the step: an upper bound on what faster rollouts can save."""
         return (self.generate.middle + self.sync.middle) / self.total.middle
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a format gains over 16-bit rollouts.
+    """Gain of a format over 16-bit rollouts.
 
     Attributes:
-        step: Its step.
-        speedup: Of the step.
-        rollout_speedup: Of generation alone.
-        bytes_saved: Of the engine's weights.
+        step: Predicted step in this format.
+        speedup: Speed-up of the step.
+        rollout_speedup: Speed-up of generation alone.
+        bytes_saved: Reduction of the engine's weights.
         break_even: Shortest completion length at which a step is faster; 1 if it always is, `None` if never.
-        training_limit: Where scoring and updates were not measured, the seconds that they may take for a step to gain
-            what is worth it; `speedup` is that of rollout and sync then, which no step exceeds.
+        training_limit: Only if scoring and updates were not measured: the most seconds they may take for a worthwhile
+            speed-up. `speedup` then covers rollout and sync only, an upper bound on that of a step.
     """
 
     step: Step
@@ -62,7 +62,7 @@ class Comparison:
 
     @property
     def advice(self) -> str:
-        """`"yes"`, `"no"`, `"unclear"` where the measurements allow both, or `"depends"` on `training_limit`."""
+        """`"yes"`, `"no"`, `"unclear"` if the range includes both, or `"depends"` on `training_limit`."""
         if self.training_limit is not None:
             return "depends" if self.training_limit > 0 else "no"
         if self.speedup.low >= WORTHWHILE:
@@ -71,7 +71,7 @@ class Comparison:
 
 
 def predict_step(engine: EngineCosts, training: TrainingCosts | None, workload: Workload) -> Step:
-    """A step of `workload`: sync, one rollout, a scoring pass over it if there are several updates, and those."""
+    """Predict a step: sync, rollout, a scoring pass if there are several updates, and the updates."""
     sync, generate = engine.sync.range, engine.generate(workload.completion_len)
     if training is None:
         return Step(sync, generate, NOTHING, NOTHING)
@@ -90,8 +90,8 @@ def compare(
 ) -> Comparison:
     """Compare a format with 16-bit rollouts.
 
-    Scoring and updating take the same seconds in both steps, so their spread does not widen the range of the speed-up:
-    its bounds take rollout and sync at their extremes, and the rest at its middle.
+    Scoring and updates take the same time in both steps, so their spread does not widen the range of the speed-up.
+    Its bounds use the extremes of rollout and sync, and the medians of the rest.
     """
     before, after = predict_step(baseline, training, workload), predict_step(engine, training, workload)
     rest = before.score.middle + before.update.middle
@@ -109,9 +109,9 @@ def compare(
 
 
 def break_even(baseline: EngineCosts, engine: EngineCosts, longest: int) -> int | None:
-    """The shortest completion length at which quantized rollouts save more than their sync costs.
+    """Find the shortest completion length at which quantized rollouts save more than their sync costs.
 
-    It is 1 if they save at any length, and `None` if at none up to sixteen times the longest asked about.
+    Returns 1 if they pay off at every length, and `None` if at none up to 16 times `longest`.
     """
 
     def saves(tokens: int) -> bool:

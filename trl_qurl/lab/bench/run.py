@@ -1,4 +1,4 @@
-"""A bench from start to end: check, let one process per format measure, compare."""
+"""The whole benchmark: validate, measure each format in a separate process, compare."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BUDGETS = {True: 6.0, False: 60.0}
-"""Seconds that each kind of measurement may take; quick, or not."""
+"""Time limit in seconds per kind of measurement, with and without `quick`."""
 
 KINDS = 2
-"""Kinds of measurement in one process: completions and syncs, or scoring and updates."""
+"""Number of kinds of measurement in one process: completions and syncs, or scoring and updates."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What was measured and what follows from it.
+    """Measurements and predictions.
 
     Attributes:
-        model: As it was named.
-        workload: The step that is predicted.
-        measurements: By format, `"none"` for 16 bits.
-        training: Costs of the rest of a step; `None` where they were not measured.
-        baseline: The step with 16-bit rollouts, if those were measured.
-        comparisons: By quantized format.
-        too_large: Why the rest of a step was not measured, if the policy does not fit.
-        failures: By part (a format, or `"training"`), why there is no measurement.
-        seconds: How long it all took.
+        model: Name or directory from the command line.
+        workload: The step to predict.
+        measurements: Costs by format, `"none"` for 16 bits.
+        training: Costs of the rest of a step; `None` if not measured.
+        baseline: Predicted step with 16-bit rollouts, if those were measured.
+        comparisons: Comparison with the baseline by quantized format.
+        too_large: Reason for not measuring the rest of a step, if the policy does not fit.
+        failures: Reason for a missing measurement, by part (a format or `"training"`).
+        seconds: Total run time.
     """
 
     model: str
@@ -57,7 +57,7 @@ class Bench:
     seconds: float = 0.0
 
     def concluded(self) -> Bench:
-        """The same with what follows from it."""
+        """Return a copy with predictions filled in."""
         before = self.measurements.get(BASELINE)
         if before is None:
             return self
@@ -83,26 +83,26 @@ def bench(
     output: Path | None = None,
     weight_sync: str = "auto",
 ) -> Bench:
-    """Measure what steps with 16-bit and with quantized rollouts cost on this machine.
+    """Measure the cost of training steps with 16-bit and with quantized rollouts on this machine.
 
     Args:
-        model: Name on the Hub, or directory with a `config.json`. No weights are needed.
+        model: Hub name or directory with a `config.json`. No weights are needed.
         workload: The step to predict.
-        schemes: Names of formats; by default those that fit this machine and the model.
-        quick: Whether to measure for a few seconds only and extrapolate more.
-        ignore: Modules kept in full precision.
-        engine_kwargs: Further arguments of `vllm.LLM`.
-        report: Called with a line about what is being measured.
-        output: JSON file, written again after each measurement.
-        weight_sync: `"adapter"` measures each format a second time, with the adapter beside its weights.
+        schemes: Format names; by default all that this machine and the model support.
+        quick: Measure for only a few seconds and extrapolate more.
+        ignore: Modules to keep in full precision.
+        engine_kwargs: Extra arguments for `vllm.LLM`.
+        report: Called with each progress message.
+        output: JSON file, rewritten after each measurement.
+        weight_sync: `"adapter"` also measures each format with an unmerged adapter in the engine.
 
     Returns:
-        What was measured and what follows from it.
+        Measurements and predictions.
 
     Raises:
-        ValueError: If arguments do not fit, or the model cannot be quantized.
+        ValueError: If an argument is invalid, or the model cannot be quantized.
         ImportError: If vLLM or PEFT is missing.
-        ChildProcessError: If nothing could be measured; what the process printed says why.
+        ChildProcessError: If no measurement succeeded; the process output says why.
     """
     started = time.monotonic()
     import torch
@@ -112,11 +112,11 @@ def bench(
 
     require_vllm()
     if weight_sync == "adapter" and not workload.lora_rank:
-        raise ValueError("--weight-sync adapter measures syncs of an adapter: give its rank (--lora-rank 16).")
+        raise ValueError("--weight-sync adapter requires an adapter: set its rank, for example --lora-rank 16.")
     if workload.lora_rank and importlib.util.find_spec("peft") is None:
-        raise ImportError("Adapters need PEFT, which is not installed: run `pip install 'trl-qurl[peft]'`.")
-    candidates(schemes)  # a name that there is not comes before anything slow
-    # On a CPU, vLLM would compile for minutes.
+        raise ImportError("Adapters require PEFT, but it is not installed: run `pip install 'trl-qurl[peft]'`.")
+    candidates(schemes)  # report unknown names before any slow work
+    # Without enforce_eager, vLLM compiles for minutes on a CPU.
     arguments = {**({} if torch.cuda.is_available() else {"enforce_eager": True}), **engine_kwargs}
     with tempfile.TemporaryDirectory() as directory:
         empty = save_config(model, workload, directory)
@@ -136,16 +136,16 @@ def bench(
             jobs.append(replace(job, part=TRAINING))
         else:
             report(result.too_large)
-        begun = time.monotonic()
+        jobs_started = time.monotonic()
         for number, part in enumerate(jobs):
-            name, spent = part.name, time.monotonic() - begun
-            each = spent / number if number else KINDS * job.budget
-            left = f"{duration(spent)} so far, about {duration(each * (len(jobs) - number))} left"
-            report(f"Measuring {part.description} ({number + 1} of {len(jobs)}; {left})")
+            name, elapsed = part.name, time.monotonic() - jobs_started
+            per_job = elapsed / number if number else KINDS * job.budget
+            times = f"{duration(elapsed)} so far, about {duration(per_job * (len(jobs) - number))} left"
+            report(f"Measuring {part.description} ({number + 1} of {len(jobs)}; {times})")
             try:
                 costs = run_job(part)
-                measured = result.measurements | ({} if name == TRAINING else {name: costs})
-                change = {TRAINING: costs} if name == TRAINING else {"measurements": measured}
+                measurements = result.measurements | ({} if name == TRAINING else {name: costs})
+                change = {TRAINING: costs} if name == TRAINING else {"measurements": measurements}
             except ChildProcessError as error:
                 if part is jobs[-1] and not result.measurements:
                     raise
@@ -153,12 +153,12 @@ def bench(
             result = replace(result, **change, seconds=time.monotonic() - started).concluded()
             if output is not None:
                 write_bench(result, output)
-    report(f"Measured in {duration(result.seconds)}")
+    report(f"Finished in {duration(result.seconds)}")
     return result
 
 
 def save_config(model: str, workload: Workload, directory: str) -> PreTrainedModel:
-    """Check that the model can be measured, and write its config to a directory; the model without memory.
+    """Write the model's config to a directory, and return the model on the meta device.
 
     Raises:
         ValueError: If the context is too short for the workload.
@@ -181,20 +181,20 @@ def save_config(model: str, workload: Workload, directory: str) -> PreTrainedMod
 
 
 def run_job(job: Job) -> Any:
-    """Measure in a process of its own, because an engine's memory is freed only when its process ends.
+    """Measure in a separate process, because an engine's memory is freed only when its process ends.
 
     Raises:
-        ChildProcessError: If it failed; the last lines that it printed are on the standard error then.
+        ChildProcessError: If the process failed. Its last output lines go to standard error.
     """
     failure = (
-        f"Measuring {job.description} failed; the last lines that were printed are above. A smaller --batch or "
-        "shorter completions need less memory."
+        f"Measuring {job.description} failed; the last output lines are above. If it ran out of memory, lower --batch "
+        "or --completion-len."
     )
     return call_in_child("trl_qurl.lab.bench.worker", job, failure, ENGINE_ENVIRONMENT | os.environ)
 
 
 def write_bench(result: Bench, path: Path) -> None:
-    """Write all figures as JSON."""
+    """Write all results as JSON."""
     content = asdict(result)
     for scheme, comparison in result.comparisons.items():
         content["comparisons"][scheme]["advice"] = comparison.advice

@@ -1,4 +1,4 @@
-"""A bench for people: the table, and what it means in sentences."""
+"""A readable benchmark report: the table, and one sentence of advice per format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def build_table(result: Bench) -> Table:
-    """Seconds of a step by format, within 80 columns."""
+    """Build a table of the seconds per step by format, within 80 columns."""
     from rich import box
     from rich.table import Table
 
@@ -23,7 +23,7 @@ def build_table(result: Bench) -> Table:
         title=f"{result.model}: one step of {workload.batch} completions, {workload.completion_len} tokens each",
         box=box.SIMPLE_HEAD,
         padding=0,
-        caption="Seconds; estimated from shorter runs where a whole step would take too long.",
+        caption="Seconds; extrapolated from shorter runs if a whole step would take too long.",
         caption_justify="left",
     )
     table.add_column("format", no_wrap=True)
@@ -36,8 +36,8 @@ def build_table(result: Bench) -> Table:
         table.add_row(
             label(scheme),
             f"{measurement.tokens_per_second(workload.completion_len, workload.batch):.0f}",
-            shown(step.sync.middle),
-            *(shown(part.middle) for part in parts),
+            digits(step.sync.middle),
+            *(digits(part.middle) for part in parts),
             *["-"] * (4 - len(parts)),
             speedup(comparison.speedup) if comparison else "",
             size(measurement.weight_bytes),
@@ -46,12 +46,12 @@ def build_table(result: Bench) -> Table:
 
 
 def sentences(result: Bench) -> list[str]:
-    """What to do, and why, for each format."""
+    """Return the advice for each format, with its reason."""
     lines = []
     if result.baseline and result.training:
         share = result.baseline.rollout_share
         lines.append(
-            f"Rollouts and their sync take {share:.0%} of a 16-bit step. If they were free, a step would be "
+            f"Rollouts and their syncs take {share:.0%} of a 16-bit step. If they were free, a step would be "
             f"{1 / (1 - share):.1f} times as fast; no format can do better."
         )
     for scheme, comparison in result.comparisons.items():
@@ -62,28 +62,28 @@ def sentences(result: Bench) -> list[str]:
 
 
 def advice(comparison: Comparison) -> str:
-    """One sentence that may be "don't"."""
+    """Summarize in one sentence whether the format is worth it."""
     gain = speedup(comparison.speedup)
     rollout = f"rollouts {comparison.rollout_speedup:.2f} times as fast"
     if comparison.training_limit is not None:
         if comparison.advice == "no":
-            return f"Don't, for speed: rollout and sync are {gain} times as fast ({rollout})."
+            return f"Not worth it for speed: rollout and sync are {gain} times as fast ({rollout})."
         return (
-            f"Yes, if scoring and updates of a rollout take less than {shown(comparison.training_limit)} s: rollout "
-            f"and sync are {gain} times as fast ({rollout})."
+            f"Worth it if scoring and updates take less than {digits(comparison.training_limit)} s per rollout: "
+            f"rollout and sync are {gain} times as fast ({rollout})."
         )
     if comparison.advice == "yes":
-        return f"Yes. Expect steps {gain} times as fast ({rollout})."
+        return f"Worth it: expect steps {gain} times as fast ({rollout})."
     if comparison.advice == "no":
-        return f"Don't, for speed: steps would be {gain} times as fast ({rollout})."
+        return f"Not worth it for speed: steps would be {gain} times as fast ({rollout})."
     return (
-        f"Unclear: steps would be {gain} times as fast ({rollout}), and {WORTHWHILE:.2f} is what makes it worth it. "
-        "Without --quick the range is narrower."
+        f"Unclear: steps would be {gain} times as fast ({rollout}), and it takes {WORTHWHILE:.2f} to be worth it. "
+        "Without --quick, the range is narrower."
     )
 
 
 def break_even(comparison: Comparison, result: Bench) -> str:
-    """From which length on a format saves time, and how much memory it saves."""
+    """State the length from which a format saves time, and the memory it saves."""
     saved = f"The engine's weights are {size(comparison.bytes_saved)} smaller."
     if comparison.break_even is None:
         return f"It saves no time at any length up to {16 * result.workload.completion_len} tokens. {saved}"
@@ -93,15 +93,15 @@ def break_even(comparison: Comparison, result: Bench) -> str:
 
 
 def speedup(value: Range) -> str:
-    """A ratio with its range."""
+    """Format a ratio with its range."""
     return f"{value.middle:.2f} ({value.low:.2f}-{value.high:.2f})"
 
 
 def size(count: int) -> str:
-    """Bytes in readable units."""
+    """Format bytes in readable units."""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
 
 
-def shown(seconds: float) -> str:
-    """Seconds with three digits."""
+def digits(seconds: float) -> str:
+    """Format seconds with three digits."""
     return f"{seconds:.0f}" if seconds >= 100 else f"{seconds:.3g}" if seconds >= 0.1 else f"{seconds:.3f}"

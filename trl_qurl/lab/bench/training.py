@@ -1,7 +1,7 @@
-"""What learning from a rollout costs: scoring it, and the passes and steps of the optimizer.
+"""Measure the cost of learning from a rollout: scoring, forward and backward passes, optimizer steps.
 
-The passes are those of TRL's trainer, without the trainer: 32-bit weights (16-bit autocast on a GPU, and on a CPU that
-has instructions for it), and TRL's own output head, which scores the completions only and never holds all logits.
+The passes match TRL's trainer: 32-bit weights with 16-bit autocast on a GPU (and on a CPU with instructions for it),
+and TRL's output head, which scores only the completions and never materializes all logits.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from trl_qurl.lab.bench.workload import Workload
 from trl_qurl.lab.device import cpu_settings, full_precision
 
 FIRST_TOKENS = 64
-"""Tokens in the first pass of each kind; each further one has twice as many."""
+"""Tokens in the first pass of each kind; the number doubles with each pass."""
 
 GRADIENT_NORM = 1.0
 NOT_SCORED = -100
 
 
 def half_precision() -> torch.dtype:
-    """The 16-bit type that engine and passes compute in."""
+    """Return the 16-bit dtype of the engine and the passes."""
     return getattr(torch, full_precision()[1])
 
 
 def build_policy(config_dir: str, device: torch.device, lora_rank: int = 0) -> Any:
-    """The model with random weights, as a trainer holds it, with a new adapter if a rank is given."""
+    """Build the model with random float32 weights, as in a trainer, and a new adapter if `lora_rank` > 0."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(config_dir)
@@ -44,7 +44,7 @@ def build_policy(config_dir: str, device: torch.device, lora_rank: int = 0) -> A
 
 
 def measure_training(policy: Any, workload: Workload, budget: float) -> TrainingCosts:
-    """Seconds of scoring, updating and of the optimizer, up to the sizes that the budget (seconds of each) allows."""
+    """Time scoring, updates and the optimizer, at sizes limited by a budget of seconds for each."""
     prepare_policy(policy, workload)
 
     def score(rows: int, length: int) -> None:
@@ -70,7 +70,7 @@ def measure_training(policy: Any, workload: Workload, budget: float) -> Training
 
 
 def prepare_policy(policy: Any, workload: Workload) -> None:
-    """Let a policy compute its passes as in TRL's trainer."""
+    """Set up a policy to run its passes as in TRL's trainer."""
     from trl.trainer import add_fused_lm_head
 
     policy.train()
@@ -81,7 +81,7 @@ def prepare_policy(policy: Any, workload: Workload) -> None:
 
 
 def log_probabilities(policy: Any, rows: int, length: int, workload: Workload) -> torch.Tensor:
-    """Log-probabilities of random sequences (rows, length), of which the completions' tokens are scored."""
+    """Compute log-probabilities of the completion tokens in random sequences (rows, length)."""
     share = workload.completion_len / (workload.prompt_len + workload.completion_len)
     scored = max(1, round(share * length))
     tokens = torch.randint(0, policy.config.get_text_config().vocab_size, (rows, length), device=policy.device)
@@ -95,11 +95,11 @@ def log_probabilities(policy: Any, rows: int, length: int, workload: Workload) -
 
 
 def grow(policy: Any, action: Any, workload: Workload, budget: float) -> list[Timing]:
-    """Time passes of more and more tokens, up to a full one, as long as the next is likely to fit into the budget."""
+    """Time passes with more and more tokens, until one is full-size or the next would exceed the budget."""
     full_length = workload.prompt_len + workload.completion_len
     timings: list[Timing] = []
     spent, length, rows = 0.0, min(FIRST_TOKENS, full_length), 1
-    action(rows, length)  # a warm-up
+    action(rows, length)  # warm-up
     while True:
         runs = []
         for _ in range(2):
@@ -121,7 +121,7 @@ def grow(policy: Any, action: Any, workload: Workload, budget: float) -> list[Ti
 
 
 def seconds(device: torch.device) -> float:
-    """The clock, once the device has finished its work."""
+    """Read the clock after the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,9 +1,9 @@
-"""One process of a bench: it starts an engine with random weights and measures it, or measures training.
+"""Measure an engine with random weights, or training, in a separate process.
 
     python -m trl_qurl.lab.bench.worker JOB RESULT
 
-A process of its own, because an engine's memory is freed only when its process ends. No weights are loaded: the
-cost of a step does not depend on their values.
+An engine's memory is freed only when its process ends. No weights are loaded: the cost of a step does not depend on
+their values.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 REPEATS = 3
 SHORT = 8
-"""Tokens of the first completions, from which it is estimated how long ones the budget allows."""
+"""Length of the first completions, from which we estimate the longest that the budget allows."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure what the job asks for."""
+    """Run the job in one file and write its result to another."""
     source, result = sys.argv[1:] if argv is None else argv
     keep_freed_memory()
     Path(result).write_bytes(pickle.dumps(measure(pickle.loads(Path(source).read_bytes()))))
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(job: Job) -> EngineCosts | TrainingCosts:
-    """Costs of the job's format, or of training."""
+    """Measure the costs of the job's format, or of training."""
     import torch
 
     from trl_qurl.lab.bench.training import build_policy, measure_training
@@ -49,12 +49,12 @@ def measure(job: Job) -> EngineCosts | TrainingCosts:
     rank = job.workload.lora_rank
     if job.part == "training":
         return measure_training(build_policy(job.config_dir, device, rank), job.workload, job.budget)
-    place = device if job.holds_policy else torch.device("meta")
-    policy = build_policy(job.config_dir, place, rank if job.holds_policy or job.adapter else 0)
+    policy_device = device if job.holds_policy else torch.device("meta")
+    policy = build_policy(job.config_dir, policy_device, rank if job.holds_policy or job.adapter else 0)
     started = time.perf_counter()
     llm = start_engine(job, policy)
     start_s = time.perf_counter() - started
-    if job.adapter:  # an engine generates with it once it has arrived
+    if job.adapter:  # sync first: the engine uses the adapter only once it has arrived
         sync, weight_bytes = measure_adapter_sync(llm, policy, job, device)
         generation = measure_generation(llm, job)
     else:
@@ -64,7 +64,7 @@ def measure(job: Job) -> EngineCosts | TrainingCosts:
 
 
 def start_engine(job: Job, policy: Any) -> LLM:
-    """An engine as TRL's trainer starts it, with weights that were never loaded."""
+    """Start an engine like TRL's trainer, with dummy weights."""
     import torch
     from vllm import LLM
 
@@ -81,8 +81,8 @@ def start_engine(job: Job, policy: Any) -> LLM:
     policy = getattr(policy, "get_base_model", lambda: policy)()
     check_head_size(policy.config)
     workload = job.workload
-    shares_device = job.holds_policy or not torch.cuda.is_available()  # on a CPU, with syncs
-    directory = CheckpointDirectory(None, 0)  # of a name by which vLLM finds again what it has compiled
+    shares_device = job.holds_policy or not torch.cuda.is_available()  # on a CPU, syncs need memory, too
+    directory = CheckpointDirectory(None, 0)  # its name lets vLLM find its compilation cache again
     scheme = get_scheme(job.scheme) if job.scheme else None
     os.environ.update(kernel_environment(scheme))
     ignored = ignored_modules(policy, job.ignore)
@@ -111,19 +111,19 @@ def start_engine(job: Job, policy: Any) -> LLM:
 
 
 def measure_generation(llm: LLM, job: Job) -> list[Timing]:
-    """A whole batch of completions of one token, of a few, and of as many as the budget allows."""
+    """Time a whole batch with completions of one token, of a few, and as long as the budget allows."""
     from vllm import SamplingParams
 
     workload, prompts = job.workload, make_prompts(job)
 
     def generate(tokens: int) -> float:
-        llm.reset_prefix_cache()  # as every sync does
+        llm.reset_prefix_cache()  # like every sync
         params = SamplingParams(max_tokens=tokens, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False)
         started = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - started
 
-    generate(min(2, workload.completion_len))  # a warm-up
+    generate(min(2, workload.completion_len))  # warm-up
     timings = [Timing(1, repeat(lambda: generate(1)))]
     if workload.completion_len > 1:
         short = min(SHORT, workload.completion_len)
@@ -138,7 +138,7 @@ def measure_generation(llm: LLM, job: Job) -> list[Timing]:
 
 
 def make_prompts(job: Job) -> list[dict[str, list[int]]]:
-    """Random tokens, each prompt as often as there are completions of it; the same in every process."""
+    """Generate random prompts, each repeated once per completion; identical in every process."""
     import torch
     from transformers import AutoConfig
 
@@ -151,7 +151,7 @@ def make_prompts(job: Job) -> list[dict[str, list[int]]]:
 
 
 def measure_sync(llm: LLM, policy: Any, job: Job, device: torch.device) -> tuple[Timing, int]:
-    """Quantize and load, as a colocated trainer does before each rollout; and the bytes that arrive."""
+    """Time quantizing and loading, as in a colocated trainer before each rollout; also return the bytes loaded."""
     import torch
 
     from trl_qurl.lab.bench.training import seconds
@@ -185,9 +185,9 @@ def measure_sync(llm: LLM, policy: Any, job: Job, device: torch.device) -> tuple
 
 
 def measure_adapter_sync(llm: LLM, policy: Any, job: Job, device: torch.device) -> tuple[Timing, int]:
-    """Write the adapter and load it, as a colocated trainer does; and the bytes of the base and the adapter.
+    """Time writing and loading the adapter, as in a colocated trainer; also return the bytes of base and adapter.
 
-    Of a policy without memory the adapter is made up.
+    If the policy is on the meta device, the adapter is filled with zeros.
     """
     import torch
 
@@ -218,7 +218,7 @@ def measure_adapter_sync(llm: LLM, policy: Any, job: Job, device: torch.device) 
 
 
 def weight_bytes(policy: Any, job: Job) -> int:
-    """Size of the engine's weights, in its own dtype where they are not quantized."""
+    """Compute the size of the engine's weights, in the engine's dtype where they are not quantized."""
     from trl_qurl.lab.bench.training import half_precision
     from trl_qurl.quantization.formats import get_scheme
     from trl_qurl.quantization.weight_stream import WeightStream
@@ -227,7 +227,7 @@ def weight_bytes(policy: Any, job: Job) -> int:
 
 
 def repeat(action: Callable[[], float]) -> list[float]:
-    """Seconds of some repetitions."""
+    """Time `REPEATS` repetitions, in seconds."""
     return [action() for _ in range(REPEATS)]
 
 

@@ -1,4 +1,4 @@
-"""What a step of the user's training is made of."""
+"""The composition of the user's training step, and the measurement jobs for it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 BASELINE = "none"
 TRAINING = "training"
 WITH_ADAPTER = "+LoRA"
-"""What follows a format whose engine has the adapter beside its weights."""
+"""Suffix of a format whose engine keeps the adapter unmerged."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One rollout on one process, and the updates made from it.
+    """One rollout in one process, and the updates from it.
 
     Attributes:
-        prompt_len: Tokens of a prompt.
-        completion_len: Tokens of a completion.
-        batch: Completions of a rollout.
-        generations: Completions of one prompt.
-        train_batch: Completions in one forward and backward pass.
+        prompt_len: Tokens per prompt.
+        completion_len: Tokens per completion.
+        batch: Completions per rollout.
+        generations: Completions per prompt.
+        train_batch: Completions per forward and backward pass.
         updates: Optimizer steps per rollout.
-        gradient_checkpointing: Whether the backward pass computes activations again (TRL's default).
-        lora_rank: Rank of an adapter on all linear layers, which is trained instead of the model; 0 for none.
+        gradient_checkpointing: Recompute activations in the backward pass (TRL's default).
+        lora_rank: Train an adapter of this rank on all linear layers instead of the model; 0 for none.
     """
 
     prompt_len: int = 256
@@ -43,37 +43,36 @@ class Workload:
             raise ValueError(f"lora_rank is {self.lora_rank}: give the rank of an adapter, or 0 for none.")
         if self.batch % self.generations:
             raise ValueError(
-                f"A batch of {self.batch} completions cannot hold groups of {self.generations}: give a batch that is "
-                "a multiple of --generations."
+                f"A batch of {self.batch} completions cannot be divided into groups of {self.generations}: make "
+                "--batch a multiple of --generations."
             )
         if self.batch % (self.train_batch * self.updates):
             raise ValueError(
-                f"A batch of {self.batch} completions cannot be split into {self.updates} updates from passes of "
-                f"{self.train_batch}: make it a multiple of {self.train_batch * self.updates}, or change "
+                f"A batch of {self.batch} completions cannot be split into {self.updates} updates with passes of "
+                f"{self.train_batch}: make --batch a multiple of {self.train_batch * self.updates}, or change "
                 "--train-batch or --updates."
             )
 
     @property
     def passes(self) -> int:
-        """Forward and backward passes per rollout."""
+        """Number of forward and backward passes per rollout."""
         return self.batch // self.train_batch
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one process measures: an engine, or what learning from its rollouts costs.
+    """A measurement in one process: of an engine, or of learning from its rollouts.
 
     Attributes:
         config_dir: Directory with the model's `config.json`.
-        scheme: Format of the rollouts; `None` for 16 bits.
+        scheme: Rollout format; `None` for 16 bits.
         workload: The step to predict.
-        budget: Seconds that each kind of measurement may take, roughly.
-        ignore: Modules kept in full precision.
-        adapter: Whether the engine has the adapter beside its weights, and a sync sends nothing else.
+        budget: Approximate time limit in seconds for each kind of measurement.
+        ignore: Modules to keep in full precision.
+        adapter: Keep the adapter unmerged in the engine and sync nothing else.
         part: `"engine"`, or `"training"`, which is the same for every format.
-        holds_policy: Whether the engine's process holds the policy, too; otherwise a sync reads one tensor of each
-            shape again and again.
-        engine_kwargs: Further arguments of `vllm.LLM`.
+        holds_policy: Hold the policy in the engine's process; otherwise syncs reuse one tensor per shape.
+        engine_kwargs: Extra arguments for `vllm.LLM`.
     """
 
     config_dir: str
@@ -88,12 +87,12 @@ class Job:
 
     @property
     def name(self) -> str:
-        """A word for what is measured: `BASELINE`, a format, or a format with an adapter beside it."""
+        """Name of the measurement: `TRAINING`, `BASELINE` or a format, with a suffix for an adapter."""
         return TRAINING if self.part == TRAINING else (self.scheme or BASELINE) + (WITH_ADAPTER * self.adapter)
 
     @property
     def description(self) -> str:
-        """What is measured, in words."""
+        """The measurement in words."""
         rollouts = f"{'16-bit' if self.scheme is None else self.scheme.upper()} rollouts"
-        rollouts += " with the adapter beside the weights" if self.adapter else ""
+        rollouts += " with an unmerged adapter" if self.adapter else ""
         return "scoring and updates" if self.part == "training" else rollouts

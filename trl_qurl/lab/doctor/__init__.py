@@ -1,6 +1,6 @@
-"""`trl-qurl doctor`: what works on this machine, by trying it; one line per check.
+"""`trl-qurl doctor`: test what works on this machine, and report one line per check.
 
-`lines` names every line. `packages`, `driver` and `machine` look without importing anything heavy; `device`,
-`training` and `server` try, each in a process of its own (`worker`), so that a crash or a hang is a line of the
-report. `examination` runs them in order, and `report` writes the lines as text or JSON.
+`lines` defines every line. `packages`, `driver` and `machine` inspect without heavy imports. `device`, `training` and
+`server` run real tests in separate processes (`worker`), so a crash or a hang becomes a line of the report.
+`examination` runs them in order, and `report` formats the lines as text or JSON.
 """

@@ -1,4 +1,4 @@
-"""`trl-qurl doctor`: its options, and what it prints. torch is imported by the checks' own processes only."""
+"""Options and output of `trl-qurl doctor`. Only the checks' processes import torch."""
 
 from __future__ import annotations
 
@@ -10,31 +10,29 @@ from collections.abc import Sequence
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trl-qurl doctor`."""
-    parser.epilog = (
-        "docs/troubleshooting.md explains each line. The exit status is 1 if something that is needed fails."
-    )
-    parser.add_argument("--quick", action="store_true", help="look only, and start no engine")
-    parser.add_argument("--json", action="store_true", help="print JSON for a bug report: no secrets, no home paths")
+    parser.epilog = "docs/troubleshooting.md explains each line. The exit status is 1 if a required check fails."
+    parser.add_argument("--quick", action="store_true", help="skip all checks that start an engine")
+    parser.add_argument("--json", action="store_true", help="print JSON for bug reports: no secrets, no home paths")
     parser.add_argument(
         "--formats",
         nargs="+",
         metavar="FORMAT",
         default=[],
-        help="formats to try; none: 16 bits (default: those with kernels here)",
+        help="formats to test; none means 16 bits (default: all with kernels on this machine)",
     )
-    parser.add_argument("--only", nargs="+", metavar="LINE", default=[], help="report these lines only, by name")
-    parser.add_argument("--port", type=int, help="port that a server is to have, which must be free then")
+    parser.add_argument("--only", nargs="+", metavar="LINE", default=[], help="report only the lines with these names")
+    parser.add_argument("--port", type=int, help="also check that this port is free for a server")
     parser.add_argument(
         "--time-limit",
         type=float,
         default=180.0,
         metavar="SECONDS",
-        help="that each engine may take (default: %(default)s)",
+        help="time limit per engine (default: %(default)s)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine, and print each line as soon as it is known."""
+    """Run the checks and print each line as soon as it is ready."""
     from trl_qurl.lab.doctor.examination import examine
     from trl_qurl.lab.doctor.lines import Line, Status
     from trl_qurl.lab.doctor.report import as_json, as_text, skipped_as_text, summary
@@ -66,14 +64,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_names(only: Sequence[str], formats: Sequence[str]) -> None:
-    """Raise `ValueError` for a line or a format that does not exist."""
+    """Raise `ValueError` for an unknown line or format."""
     from trl_qurl.cli.parser import did_you_mean
     from trl_qurl.lab.doctor.lines import LINES, is_known
 
     for name in only:
         if not is_known(name):
             names = ", ".join(LINES)
-            raise ValueError(f"There is no line {name!r}{did_you_mean([name], list(LINES))} Choose from {names}.")
+            raise ValueError(f"Unknown line {name!r}{did_you_mean([name], list(LINES))} Choose from {names}.")
     if formats:
         from trl_qurl.quantization.formats import parse_scheme
 

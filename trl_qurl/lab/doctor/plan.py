@@ -1,4 +1,4 @@
-"""What is tried, and in which order: one process per entry."""
+"""The tests to run, in order; each runs in a separate process."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ UNQUANTIZED = "none"
 
 
 class Job(NamedTuple):
-    """A process that tries something.
+    """A test in a separate process.
 
     Attributes:
-        call: Module and function here.
-        argument: Of the function: a format.
-        lines: Names of the lines that it reports, in order.
-        needs_gpu: Whether a CPU is not enough.
-        patience: Factor of the time limit; a server needs more of it.
+        call: Module and function in this package.
+        argument: Argument of the function: a format.
+        lines: Names of the lines it reports, in order.
+        needs_gpu: True if the test requires a GPU.
+        patience: Factor on the time limit; a server takes longer.
     """
 
     call: str
@@ -28,26 +28,26 @@ class Job(NamedTuple):
     patience: float = 1.0
 
     def command(self, result: Path) -> list[str]:
-        """The command that runs it."""
+        """Return the command that runs the test."""
         return [sys.executable, "-m", "trl_qurl.lab.doctor.worker", self.call, self.argument, str(result)]
 
 
-LOOK = Job("device.describe", "", ("torch", "gpus", "formats", "division"))
-"""What torch sees, which the rest depends on."""
+TORCH_JOB = Job("device.describe", "", ("torch", "gpus", "formats", "division"))
+"""Inspection of torch and its devices, which all later tests depend on."""
 
 
 def plan(formats: Sequence[str]) -> list[Job]:
-    """All that is to be tried with engines, in order.
+    """Return all tests with engines, in order.
 
     Args:
-        formats: Names of the formats; the first one is used wherever one is enough.
+        formats: Format names; tests that need only one format use the first.
     """
     first = formats[0]
-    every = [
+    per_format = [
         Job("training.train_format", name, (f"engine-{name}", f"train-{name}", f"probe-{name}")) for name in formats
     ]
     return [
-        *every,
+        *per_format,
         Job("training.train_padded", first, ("padded",)),
         Job("training.train_with_graphs", first, ("graphs",), needs_gpu=True),
         Job("training.train_asleep", first, ("sleep",), needs_gpu=True),

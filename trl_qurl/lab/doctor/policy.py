@@ -1,4 +1,4 @@
-"""A tiny policy, made here and not loaded from anywhere, and a trainer for three steps of it."""
+"""A tiny random policy that needs no download, and a trainer for three steps."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ PROMPTS = 64
 
 SIZES = {
     "vocab_size": 128,
-    "hidden_size": 256,  # heads times their width, as vLLM takes it to be for this family
+    "hidden_size": 256,  # num_attention_heads * head_dim, which vLLM assumes for this family
     "intermediate_size": 256,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 64,  # all attention kernels have it
+    "head_dim": 64,  # supported by all attention kernels
     "max_position_embeddings": 128,
 }
-"""Of the policy; every layer has multiples of the 128 that groups, blocks and tiles of kernels have."""
+"""Sizes of the policy; all layers are multiples of 128, the size of groups, blocks and kernel tiles."""
 
 PADDED_SIZES = {"vocab_size": 131, "intermediate_size": 200}
-"""Sizes that vLLM pads: a vocabulary to a multiple of 64, and a matrix that is no multiple of 16 for some kernels."""
+"""Sizes that vLLM pads: the vocabulary to a multiple of 64, and, for some kernels, matrices to a multiple of 16."""
 
 
 def build_policy(**sizes: int) -> PreTrainedModel:
-    """A random Qwen2 with biases and norms that are not neutral, so that losing one is noticed."""
+    """Build a random Qwen2 whose biases and norms are perturbed, so losing one is noticed."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -49,20 +49,20 @@ def build_policy(**sizes: int) -> PreTrainedModel:
 
 
 def even_tokens(completion_ids: list[list[int]], **kwargs: object) -> list[float]:
-    """A reward that differs between completions: the share of tokens with even numbers."""
+    """Reward function that differs between completions: the share of even token ids."""
     return [sum(token % 2 == 0 for token in tokens) / max(1, len(tokens)) for tokens in completion_ids]
 
 
 def build_trainer(
     scheme: str | None, policy: PreTrainedModel | None = None, engine: dict[str, Any] | None = None, **changed: Any
 ) -> QuRLGRPOTrainer:
-    """A trainer whose every sync is checked by digests and probe.
+    """Build a trainer that checks every sync with digests and a probe.
 
     Args:
-        scheme: Format of the rollouts.
-        policy: Model to train; by default that of `build_policy`.
-        engine: Further arguments of the colocated engine.
-        **changed: Settings by their names in the config.
+        scheme: Rollout format.
+        policy: Model to train; defaults to `build_policy()`.
+        engine: Extra arguments for the colocated engine.
+        **changed: Settings to override, by name in the config.
     """
     import torch
     from datasets import Dataset
@@ -75,7 +75,7 @@ def build_trainer(
     settings: dict[str, Any] = {
         "output_dir": tempfile.mkdtemp(prefix="trl-qurl-doctor-"),
         "rollout_quantization": scheme,
-        "objective": "tis",  # with one update per rollout there is nothing to clip
+        "objective": "tis",  # with one update per rollout, nothing is ever clipped
         "sync_check_interval": 1,
         "weight_metrics_interval": 1,
         "learning_rate": 1e-3,
@@ -95,8 +95,8 @@ def build_trainer(
         "vllm_max_model_length": 64,
     }
     if changed.get("vllm_mode") != "server":
-        least = {"dtype": dtype, "enforce_eager": True, "kv_cache_memory_bytes": 2**26}
-        settings["vllm_engine_kwargs"] = {**least, **(engine or {})}
+        minimal = {"dtype": dtype, "enforce_eager": True, "kv_cache_memory_bytes": 2**26}
+        settings["vllm_engine_kwargs"] = {**minimal, **(engine or {})}
     return QuRLGRPOTrainer(
         model=policy if policy is not None else build_policy(),
         reward_funcs=even_tokens,
@@ -107,7 +107,7 @@ def build_trainer(
 
 
 def save_policy(policy: PreTrainedModel, directory: Path) -> None:
-    """Write the policy with its tokenizer, for a server."""
+    """Save the policy with its tokenizer, for a server."""
     from trl_qurl.lab.demo.task import build_tokenizer
 
     policy.save_pretrained(directory)

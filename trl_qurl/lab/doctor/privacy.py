@@ -1,4 +1,4 @@
-"""Makes text fit to be pasted into a public place: no home directory, no user or host, no value of a secret."""
+"""Redact text for public posts: removes home directories, user and host names, and the values of secrets."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 SHORTEST = 4
-"""Shorter names of users and hosts, and shorter secrets, are words that mean other things too."""
+"""Minimum length of a host name or secret to replace; shorter ones often are ordinary words."""
 
 
 def without_private(text: str) -> str:
-    """The text with what is private replaced by a name for it."""
-    replaced = {value: f"<{name}>" for name, value in os.environ.items() if SECRET.search(name)}
-    replaced |= {platform.node(): "<host>"} if platform.node() != "localhost" else {}
-    for value, stand_in in replaced.items():
+    """Replace private parts of a text with placeholders."""
+    placeholders = {value: f"<{name}>" for name, value in os.environ.items() if SECRET.search(name)}
+    placeholders |= {platform.node(): "<host>"} if platform.node() != "localhost" else {}
+    for value, placeholder in placeholders.items():
         if len(value) >= SHORTEST:
-            text = text.replace(value, stand_in)
+            text = text.replace(value, placeholder)
     text = text.replace(sys.prefix, "<environment>")
     home = str(Path.home())
     if home != "/":

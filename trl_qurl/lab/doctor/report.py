@@ -1,4 +1,4 @@
-"""The report as text for a terminal, and as JSON for an issue."""
+"""Format the report as text for a terminal and as JSON for an issue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAME_WIDTH = 14
 
 
 def as_text(line: Line) -> str:
-    """A line with its status, name, sentence and advice, wrapped to the terminal."""
+    """Format a line with its status, name, sentence and advice, wrapped to the terminal."""
     status = "FAILED" if line.status is Status.FAILED else line.status.value
     width = min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns)
     start = f"{status:<8}{line.name:<{NAME_WIDTH}}"
@@ -25,14 +25,14 @@ def as_text(line: Line) -> str:
     options = {"width": width, "subsequent_indent": indent, "break_on_hyphens": False, "break_long_words": False}
     wrapped = textwrap.wrap(start + without_private(line.text), **options)  # type: ignore[arg-type]
     if line.advice:
-        # An arrow of its own, because this is what the reader is to do.
+        # Start the advice on a new line with an arrow, because the reader has to act on it.
         options["subsequent_indent"] = f"{indent}   "
         wrapped += textwrap.wrap(f"{indent}-> {without_private(line.advice)}", **options)  # type: ignore[arg-type]
     return "\n".join(wrapped)
 
 
 def skipped_as_text(lines: list[Line]) -> list[str]:
-    """Lines that were not tried, those with the same reason together."""
+    """Format the skipped lines, grouped by reason."""
     by_reason: dict[str, list[str]] = {}
     for line in lines:
         if line.status is Status.SKIPPED:
@@ -44,17 +44,17 @@ def skipped_as_text(lines: list[Line]) -> list[str]:
 
 
 def summary(lines: list[Line], seconds: float) -> str:
-    """The last line: whether everything that is needed works."""
-    faults = [line.name for line in lines if line.status is Status.FAILED]
-    tried = sum(line.status is not Status.SKIPPED for line in lines)
-    took = f"{tried} {'check' if tried == 1 else 'checks'}, {seconds:.0f} s"
-    if faults:
-        return f"FAILED: {', '.join(faults)} ({took})."
-    return f"Everything that was tried works ({took})."
+    """Format the last line: whether every required check passed."""
+    failures = [line.name for line in lines if line.status is Status.FAILED]
+    count = sum(line.status is not Status.SKIPPED for line in lines)
+    extent = f"{count} {'check' if count == 1 else 'checks'}, {seconds:.0f} s"
+    if failures:
+        return f"FAILED: {', '.join(failures)} ({extent})."
+    return f"All checks passed ({extent})."
 
 
 def as_json(lines: list[Line], seconds: float) -> str:
-    """All lines with their figures, for a bug report."""
+    """Format all lines with their data, for a bug report."""
     content = {
         "trl_qurl": __version__,
         "seconds": round(seconds, 1),

@@ -1,4 +1,4 @@
-"""The line that needs a server: training with `trl-qurl serve` on the trainer's own device, weights as files."""
+"""The line that requires a server: training with `trl-qurl serve` on the trainer's device, weights sent as files."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from pathlib import Path
 
 from trl_qurl.lab.doctor.lines import Line, ok
 from trl_qurl.lab.doctor.policy import build_policy, build_trainer, save_policy
-from trl_qurl.lab.doctor.training import KEPT, describe_probe, describe_training
+from trl_qurl.lab.doctor.training import LIVE_TRAINERS, describe_probe, describe_training
 from trl_qurl.lab.processes import last_lines
 from trl_qurl.quantization.formats import parse_scheme
 
-START_SECONDS = 150.0  # that a server may take to start
-ANSWER_SECONDS = 30.0  # that a trainer waits for a server that has started
+START_SECONDS = 150.0  # time limit for starting a server
+ANSWER_SECONDS = 30.0  # trainer's timeout for a server that has started
 
 SMALL = (
     "--enforce-eager", "--max-model-len", "64", "--max-num-seqs", "16", "--kv-cache-memory-bytes", "64M",
     "--gpu-memory-utilization", "0.3",
 )  # fmt: skip
-"""Options of a server that leaves room for a trainer on the same device."""
+"""Server options that leave room for a trainer on the same device."""
 
 
 def train_with_server(scheme: str) -> Iterator[Line]:
-    """A server that gets its weights as checkpoints."""
+    """Train with a server that receives its weights as checkpoints."""
     with serve(scheme) as url:
         trainer = build_trainer(
             parse_scheme(scheme),
@@ -39,7 +39,7 @@ def train_with_server(scheme: str) -> Iterator[Line]:
             vllm_server_timeout=ANSWER_SECONDS,
             weight_sync="checkpoint",
         )
-        KEPT.append(trainer)
+        LIVE_TRAINERS.append(trainer)
         trainer.train()
         rows = [row for row in trainer.state.log_history if "time/sync_s" in row]
         trained, probed = describe_training("server", rows, len(rows)), describe_probe("server", rows)
@@ -48,7 +48,7 @@ def train_with_server(scheme: str) -> Iterator[Line]:
 
 @contextmanager
 def serve(scheme: str) -> Iterator[str]:
-    """`trl-qurl serve` with a tiny policy, healthy inside the block; its URL."""
+    """Run `trl-qurl serve` with a tiny policy, and yield its URL once it is healthy."""
     import requests
 
     directory = Path(tempfile.mkdtemp(prefix="trl-qurl-doctor-"))
@@ -56,7 +56,7 @@ def serve(scheme: str) -> Iterator[str]:
     port = free_port()
     url, log = f"http://127.0.0.1:{port}", directory / "server.log"
     environment = os.environ | {"TRL_QURL_CACHE": str(directory / "cache")}
-    command = [sys.executable, "-m", "trl_qurl.lab.processes"]  # it ends with this process
+    command = [sys.executable, "-m", "trl_qurl.lab.processes"]  # stops the server when this process ends
     command += [sys.executable, "-m", "trl_qurl", "serve", str(directory / "model"), "--scheme", scheme]
     command += ["--port", str(port), *SMALL]
     with log.open("wb") as output:
@@ -70,8 +70,8 @@ def serve(scheme: str) -> Iterator[str]:
                 if requests.get(f"{url}/health", timeout=5).ok:
                     break
             if server.poll() is not None or time.monotonic() > deadline:
-                found = "ended" if server.poll() is not None else f"did not start within {START_SECONDS:.0f} s"
-                raise RuntimeError(f"The server {found}. Its last lines: {last_lines(log, 5)}")
+                fault = "exited" if server.poll() is not None else f"did not start within {START_SECONDS:.0f} s"
+                raise RuntimeError(f"The server {fault}. Its last output lines: {last_lines(log, 5)}")
             time.sleep(0.5)
         yield url
     finally:
@@ -81,7 +81,7 @@ def serve(scheme: str) -> Iterator[str]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Find a free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]

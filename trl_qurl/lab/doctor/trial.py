@@ -1,4 +1,4 @@
-"""Runs one job in a process of its own, within a time, and tells what came of it line by line."""
+"""Run one job in a separate process with a time limit, and report its result line by line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trl_qurl.lab.doctor.lines import Line, Status, failed, skipped
 from trl_qurl.lab.doctor.plan import Job
 from trl_qurl.lab.processes import ENGINE_ENVIRONMENT, ChildFailure, last_lines, run_child
 
-KEPT_LINES = 25  # of what a process that failed has printed
+LOG_LINES = 25  # last lines to keep of a failed process's output
 LONGEST = 400  # characters of an error
 POLL_SECONDS = 0.3
 
@@ -25,12 +25,12 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def try_job(job: Job, gpu: str | None, time_limit: float, report: Callable[[Line], None]) -> None:
-    """Report each line of a job as it comes; where it ends before the last one, say why.
+    """Run a job and report each line as it arrives; report a failure if the job ends before its last line.
 
     Args:
-        job: What to try.
-        gpu: The only one that it may see, as CUDA_VISIBLE_DEVICES names it; `None` for all.
-        time_limit: Seconds that it may take.
+        job: The test to run.
+        gpu: The only GPU visible to the job, as a value of CUDA_VISIBLE_DEVICES; `None` for all.
+        time_limit: Time limit in seconds.
         report: Called with each line.
     """
     deadline = time.monotonic() + time_limit
@@ -55,13 +55,13 @@ def try_job(job: Job, gpu: str | None, time_limit: float, report: Callable[[Line
         def watch(last_line: str) -> None:
             collect()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"did not end within {time_limit:.0f} s; it printed last: {last_line or 'nothing'}")
+                raise TimeoutError(f"did not finish within {time_limit:.0f} s; last output: {last_line or 'none'}")
 
-        # Files of the trial are removed with the directory, also those of a process that was killed.
+        # Temporary files go here, so they are deleted even if the process was killed.
         environment = ENGINE_ENVIRONMENT | os.environ | ENVIRONMENT | {"TMPDIR": directory}
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
-        fault = "ended without an answer"
+        fault = "exited without a result"
         try:
             run_child(job.command(result), log, watch, POLL_SECONDS, environment)
         except ChildFailure as failure:
@@ -69,19 +69,19 @@ def try_job(job: Job, gpu: str | None, time_limit: float, report: Callable[[Line
         except TimeoutError as error:
             fault = str(error)
         collect()
-        said = last_lines(log, KEPT_LINES)
+        tail = last_lines(log, LOG_LINES)
         if missing and shows_everything():
             print(log.read_text(encoding="utf-8", errors="replace"), file=sys.stderr)
     if missing:
         fault = errors[0] if errors else fault
         first, *others = missing
         text = fault if len(fault) <= LONGEST else f"{fault[:LONGEST]} ..."
-        report(failed(first, text, advice_for(f"{fault} {said}", first), log=said.split("\n")))
+        report(failed(first, text, advice_for(f"{fault} {tail}", first), log=tail.split("\n")))
         for name in others:
             report(skipped(name, f"{first} failed"))
 
 
 def describe_end(status: int, last_line: str) -> str:
-    """How a process ended that could not say so itself."""
-    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
-    return f"{how}; it printed last: {last_line or 'nothing'}"
+    """Describe how a process ended that left no error message."""
+    cause = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+    return f"{cause}; last output: {last_line or 'none'}"

@@ -1,8 +1,8 @@
-"""One process of an examination: it runs one function of a module here and writes each line as soon as it has it.
+"""Run one function of this package in a separate process, and write each line as soon as it is ready.
 
     python -m trl_qurl.lab.doctor.worker MODULE.FUNCTION ARGUMENT RESULT
 
-An exception becomes a record of its own.
+An exception is written as a separate record.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 
 
 def main(argv: list[str]) -> int:
-    """Run the function; the exit status is 1 if it raised."""
+    """Run the function; return exit status 1 if it raised."""
     call, argument, result = argv
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a server is ended with this process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # lets `finally` blocks stop a server
     module, _, function = call.partition(".")
     with Path(result).open("a", encoding="utf-8") as file:
         try:
