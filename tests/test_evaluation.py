@@ -242,7 +242,7 @@ def test_sampling_that_makes_no_sense_is_refused(changed, message):
 def test_a_directory_belongs_to_one_evaluation(tmp_path):
     keep_settings({"model": "a", "tasks": {"x": "1"}}, tmp_path)
     keep_settings({"model": "a", "tasks": {"x": "1"}}, tmp_path)
-    with pytest.raises(ValueError, match=r"different settings \(tasks\)"):
+    with pytest.raises(ValueError, match=r"different settings \(tasks"):
         keep_settings({"model": "a", "tasks": {"x": "2"}}, tmp_path)
     with only_process(tmp_path), pytest.raises(ValueError, match="Another evaluation"):
         subprocess_lock(tmp_path)
@@ -425,10 +425,10 @@ def test_a_finished_evaluation_starts_no_engine(evaluated, monkeypatch):
     assert [result.format for result in results[:2]] == ["INT8", "BF16"]
     assert vars(results[1].modes[GREEDY].average) == before[0]["modes"][GREEDY]["average"]
     assert results[0].modes[GREEDY].difference is None and results[1].modes[GREEDY].difference is not None
-    with pytest.raises(ValueError, match=r"different settings \(sampling\)"):
+    with pytest.raises(ValueError, match=r"different settings \(sampling"):
         evaluate(**asked, sampling=Sampling(samples=4, max_tokens=48, seed=1))
     write_questions(directory / "sums.jsonl", 6, answer="8")
-    with pytest.raises(ValueError, match=r"different settings \(tasks\)"):
+    with pytest.raises(ValueError, match=r"different settings \(tasks"):
         evaluate(**asked, sampling=sampling)
 
 

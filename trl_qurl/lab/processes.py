@@ -64,7 +64,7 @@ def run_child(
     every: float = 60.0,
     environment: Mapping[str, str] = os.environ,
 ) -> None:
-    """Run a command to completion in a separate process group, and write its output to `log`.
+    """Run a command to completion in a separate process group; its output replaces the contents of `log`.
 
     While it runs, `meanwhile` is called with the last output line, once per `every` seconds. If the command fails,
     raises `ChildFailure` with its last output lines.

@@ -38,7 +38,7 @@ def train_padded(name: str) -> Iterator[Line]:
 
 
 def train_with_graphs(name: str) -> Iterator[Line]:
-    """Train with CUDA graphs; the probe shows whether the captured graphs see reloaded weights."""
+    """Train with CUDA graphs, whose storage reloads write into: the probe shows whether they see the new weights."""
     yield from _variant("graphs", name, engine={"enforce_eager": False})
 
 

@@ -118,8 +118,8 @@ def verdict(mismatch: Mismatch) -> str:
 
 
 def sequence_weights(length: float) -> str:
-    """Explain the half length for methods that weight whole answers."""
-    return f"Weights of whole answers (RLOO, GSPO) keep half their effect up to {tokens(length)} tokens."
+    """State what the half length means for methods that weight whole answers."""
+    return f"Sequence weights (RLOO, GSPO) keep half their effective sample size up to {tokens(length)} tokens."
 
 
 def share_of_kernels(mismatch: Mismatch, report: Report) -> str:
