@@ -130,7 +130,7 @@ def test_one_warning_per_alarm_says_what_to_do(caplog):
     # Off with the third small KL, on again with the third large one.
     assert logged == [0, 0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 1, 1, 1]
     first, second = (record.getMessage() for record in caplog.records if record.name == "trl_qurl.trainers.guard")
-    for part in ("mismatch/kl_k3 is 0.06 (threshold 0.05)", "objective='tis'", "--kl 1e-3", "'stop' or 'fallback'"):
+    for part in ("mismatch/kl_k3 is 0.06 (threshold 0.05)", "objective='tis'", "--kl 5e-3", "'stop' or 'fallback'"):
         assert part in first
     assert "mismatch/kl_k3 is 0.07" in second
     control = TrainerControl()

@@ -207,7 +207,7 @@ def report_with(low, value, high):
         ((0.0005, 0.001, 0.0049), "safe to train with: a KL of 0.001 did no harm"),
         ((0.0005, 0.001, 0.0051), "needs a correction: at a KL of 0.001"),
         ((0.019, 0.03, 0.04), "needs a correction: at a KL of 0.03"),
-        ((0.021, 0.03, 0.04), "will do harm: a KL of 0.03 did"),
+        ((0.021, 0.03, 0.04), "risky: with a KL of 0.03 some runs"),
     ],
 )
 def test_the_verdict_waits_until_the_interval_is_clear(kl, words):

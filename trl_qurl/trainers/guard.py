@@ -29,8 +29,8 @@ GUARD_FINGERPRINT = (
 """If any of these settings changes on resume, the guard's history is discarded."""
 
 ADVICE = (
-    "Correct for the difference (objective='tis' or 'acr'), use a finer rollout_quantization, or keep sensitive "
-    "layers in 16 bits (`trl-qurl mismatch CHECKPOINT --kl 1e-3` lists them for quantization_ignore)."
+    "Leave smooth_activations on, correct for the difference (objective='tis' or 'acr'), use a finer "
+    "rollout_quantization, or keep sensitive layers in 16 bits (`trl-qurl mismatch CHECKPOINT --kl 5e-3` lists them)."
 )
 ADVICE_WITHOUT_ROUNDING = (
     "Both policies have the same weights here, so rounding is not the cause: check the engine's settings "

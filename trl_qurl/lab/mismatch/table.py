@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 HARMLESS = 0.005
 """KL (k3) per token below which our study and the paper saw no harm; INT4 had .01 there, also without harm."""
 
-HARMFUL = 0.02
-"""KL (k3) per token that did harm: the paper's run had .025 before its collapse, INT3 had .05."""
+RISKY = 0.02
+"""KL (k3) per token with which runs ended badly: .025 before the paper's collapse, .05 for INT3 and plain INT8."""
 
 
 def build_table(report: Report) -> Table:
@@ -103,16 +103,16 @@ def sentences(report: Report) -> list[str]:
 
 
 def verdict(mismatch: Mismatch) -> str:
-    """Rate a format as safe, safe with a correction, or harmful (docs/mismatch.md)."""
+    """Rate a format as safe, safe with a correction, or risky (docs/mismatch.md)."""
     whole = "" if mismatch.half_length is None else f" {sequence_weights(mismatch.half_length)}"
     kl = f"a KL of {mismatch.kl_k3.value:.2g}"
     if mismatch.kl_k3.high < HARMLESS:
         return f"safe to train with: {kl} did no harm in our study. Keep the defaults.{whole}"
-    if mismatch.kl_k3.low >= HARMFUL:
+    if mismatch.kl_k3.low >= RISKY:
         return (
-            f"will do harm: {kl} did in our study. Choose a finer format, keep sensitive layers in 16 bits "
-            "(quantization_ignore), or, if you will serve the policy in this format, train with "
-            f"training_forward='quantized'.{whole}"
+            f"risky: with {kl} some runs of our study ended badly, even with a correction. Leave smooth_activations "
+            "on, choose a finer format, keep sensitive layers in 16 bits (quantization_ignore), or, if you will serve "
+            f"the policy in this format, train with training_forward='quantized'.{whole}"
         )
     return f"needs a correction: at {kl} keep objective='acr' or 'tis', and watch mismatch/kl_k3.{whole}"
 
