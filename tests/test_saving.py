@@ -144,7 +144,7 @@ class TestFiles:
         record, weights = saved[1][kind], "model.safetensors" if kind == "full" else "adapter_model.safetensors"
         wanted = {weights, "README.md", "tokenizer.json", "chat_template.jinja", "training_args.bin", "run.jsonl"}
         if kind == "lora":
-            wanted |= {"critic/value_head.safetensors"}
+            wanted |= {"critic/model.safetensors"}
         assert wanted <= set(record["pushed"])
         assert not [name for name in record["pushed"] if "optimizer" in name or "rollout_state" in name]
 

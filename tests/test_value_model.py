@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
-from tiny import FAMILIES, tiny_model, tiny_tokenizer
+from tiny import FAMILIES, tiny_classifier, tiny_model, tiny_tokenizer
 from transformers import (
     AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     MambaConfig,
     MambaForCausalLM,
     PreTrainedTokenizerFast,
@@ -30,12 +29,6 @@ def save(directory, model, tokenizer=None):
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
     return str(directory)
-
-
-def classifier(kind=AutoModelForTokenClassification, num_labels=1, **overrides):
-    config = tiny_model(**overrides).config
-    config.num_labels = num_labels
-    return kind.from_config(config)
 
 
 def build(source, peft_config=None, **init_kwargs):
@@ -61,7 +54,7 @@ def test_a_critic_has_no_dropout(tmp_path):
 
 
 def test_a_reward_model_lends_its_head_too(tmp_path):
-    reward_model = classifier(AutoModelForSequenceClassification)
+    reward_model = tiny_classifier(AutoModelForSequenceClassification)
     critic = build(save(tmp_path, reward_model))
     assert torch.equal(critic.score.weight, reward_model.score.weight)
 
@@ -79,7 +72,7 @@ def test_another_size_of_the_same_family(tmp_path):
 
 
 def test_a_model_may_be_passed(tmp_path):
-    critic = classifier()
+    critic = tiny_classifier()
     assert build(critic) is critic
 
 
@@ -148,8 +141,8 @@ def test_a_backbone_with_holes_is_refused(tmp_path):
     ("model", "what"),
     [
         (lambda: tiny_model(), "Qwen2ForCausalLM"),
-        (lambda: classifier(num_labels=2), "2 labels"),
-        (lambda: classifier(AutoModelForSequenceClassification), "Sequence"),
+        (lambda: tiny_classifier(num_labels=2), "2 labels"),
+        (lambda: tiny_classifier(AutoModelForSequenceClassification), "Sequence"),
     ],
 )
 def test_a_model_without_a_value_per_token_is_refused(model, what):

@@ -5,7 +5,13 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 SHARED = Path(__file__).parents[2] / "shared"
 """Data and models beside the checkout; absent on a user's machine."""
@@ -93,6 +99,13 @@ def tiny_model(
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(0.1 * torch.randn_like(buffer))
     return model.to(dtype)
+
+
+def tiny_classifier(kind: type = AutoModelForTokenClassification, num_labels: int = 1, **overrides) -> PreTrainedModel:
+    """A model that classifies tokens, as a critic with one label does."""
+    config = tiny_model(**overrides).config
+    config.num_labels = num_labels
+    return kind.from_config(config)
 
 
 def tiny_mixture(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

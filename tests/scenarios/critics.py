@@ -14,8 +14,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from tiny import tiny_model, tiny_tokenizer
-from transformers import AutoModelForTokenClassification, get_linear_schedule_with_warmup
+from tiny import tiny_classifier, tiny_tokenizer
+from transformers import get_linear_schedule_with_warmup
 from trl.trainer.utils import disable_dropout_in_model
 
 from trl_qurl import QuRLPPOConfig
@@ -61,10 +61,7 @@ def main(directory: Path, *options: str) -> None:
         return get_linear_schedule_with_warmup(optimizer, num_warmup_steps=0, num_training_steps=10)
 
     def make() -> Critic:
-        config = tiny_model().config
-        config.num_labels = 1
-        torch.manual_seed(1)
-        model = AutoModelForTokenClassification.from_config(config)
+        model = tiny_classifier(seed=1)
         disable_dropout_in_model(model)
         return Critic(model, args, accelerator)
 

@@ -15,7 +15,7 @@ import transformers.trainer
 from datasets import Dataset
 from huggingface_hub.utils import filter_repo_objects
 from short_runs import BASE, KINDS
-from tiny import KEPT, tiny_model, tiny_tokenizer
+from tiny import KEPT, tiny_classifier, tiny_model, tiny_tokenizer
 from train import PROMPTS, count_vowels, engine_logps, split
 from transformers import TrainerCallback
 
@@ -101,6 +101,7 @@ def run(options: argparse.Namespace) -> dict:
     tokenizer.chat_template = CHAT_TEMPLATE
     callback = SaveAtStep(3, options.output_dir / "on the way")
     kind, config = KINDS["PPO" if options.lora else "GRPO"]
+    critic = {"value_model": tiny_classifier()} if options.lora else {}
     trainer = kind(
         model=tiny_model(),
         reward_funcs=count_vowels,
@@ -109,6 +110,7 @@ def run(options: argparse.Namespace) -> dict:
         processing_class=tokenizer,
         peft_config=peft_config,
         callbacks=[callback] if options.save else [],
+        **critic,
     )
     callback.trainer = trainer
     KEPT.append(trainer)

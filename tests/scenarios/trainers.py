@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from datasets import Dataset
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_classifier, tiny_model, tiny_tokenizer
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer
 from trl_qurl.trainers.callbacks import TrainerAwareCallback
@@ -83,6 +83,7 @@ def build(kind: str, directory: str):
         train_dataset=Dataset.from_dict({"prompt": [f"{letter}{i}" for letter in "abcdefgh" for i in range(4)]}),
         processing_class=tiny_tokenizer(),
         callbacks=[TrainerAwareCallback()],
+        **({"value_model": tiny_classifier()} if kind == "PPO" else {}),
     )
 
 
