@@ -14,14 +14,11 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from packaging.version import Version
 
 from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.errors import SyncError
 
 Item = tuple[str, torch.Tensor]
-
-STREAM_VERSION = "0.28"  # oldest vLLM whose NCCL weight transfer understands our metadata
 
 BUFFER_BYTES = 2**28
 """Bytes after which a buffer is sent. Both ends hold two; vLLM's default, 1 GiB, would not fit beside a full cache."""
@@ -103,19 +100,3 @@ def _keep_for_this_stream(item: Item) -> torch.Tensor:
     if torch.accelerator.is_available():
         item[1].record_stream(torch.accelerator.current_stream())
     return item[1]
-
-
-def version_obstacle(server: str) -> str | None:
-    """Explain why weights cannot be streamed, if the server's vLLM or ours is older than `STREAM_VERSION`.
-
-    Older workers learn from each update whether tensors are packed into buffers, newer ones when the group is opened.
-    An end that expects the other layout deadlocks.
-    """
-    import vllm
-
-    if min(map(Version, (server, vllm.__version__))) >= Version(STREAM_VERSION):
-        return None
-    return (
-        f"a stream needs vLLM {STREAM_VERSION} or later on both ends, but the server has {server} and the trainer "
-        f"{vllm.__version__}"
-    )

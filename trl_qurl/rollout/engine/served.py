@@ -20,7 +20,7 @@ from trl_qurl.quantization.kv_cache import check_kv_cache
 from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.checks.tensors import check_metadata, differences
-from trl_qurl.rollout.engine.broadcast import BUFFER_BYTES, Broadcast, in_background, version_obstacle
+from trl_qurl.rollout.engine.broadcast import BUFFER_BYTES, Broadcast, in_background
 from trl_qurl.rollout.engine.http import BoundedRequests
 from trl_qurl.rollout.engine.interface import (
     ADAPTER,
@@ -110,8 +110,6 @@ class ServedEngine(VLLMClient, Engine):
             )
         if info["weight_transfer_config"] is None:
             self.stream_obstacle = "the server was started without --weight-transfer-config"
-        else:
-            self.stream_obstacle = version_obstacle(self._get("/version")["version"])
         description = self.describe()
         check_kv_cache(description.kv_cache_dtype, f"--kv-cache-dtype of the vLLM server at {self.base_url}")
         expected_format, expected_ignore = (self.scheme.served_as, self.ignore) if self.scheme else (None, ())
