@@ -487,9 +487,7 @@ def test_a_server_with_nccl_and_one_without():
             client.init_communicator()
             assert client.stream_obstacle == (obstacle and f"the server was {obstacle}")
             if obstacle:
-                with pytest.raises(
-                    ValueError, match="streamed to the server: the server was started without"
-                ):
+                with pytest.raises(ValueError, match="streamed to the server: the server was started without"):
                     client.open_stream(torch.device("cuda"))
 
 
