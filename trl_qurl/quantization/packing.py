@@ -98,6 +98,14 @@ def dequantize(tensors: Mapping[str, torch.Tensor], args: Any) -> torch.Tensor:
     return weight
 
 
+def extrapolate(small: torch.Size, large: torch.Size, counts: Sequence[int]) -> torch.Size:
+    """Return a tensor's shape for a weight of so many blocks, given its shapes for 1 x 1 and 2 x 2 blocks.
+
+    Every dimension is constant or proportional to one of the weight's.
+    """
+    return torch.Size(a + (b - a) * (count - 1) for a, b, count in zip(small, large, counts, strict=False))
+
+
 def _groups(weight: torch.Tensor, args: Any) -> torch.Tensor:
     """Return a view in which the weights that share a scale form the last dimension."""
     if args.block_structure:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trl_qurl.quantization import packing
-from trl_qurl.quantization.packing import StoredTensor
+from trl_qurl.quantization.packing import StoredTensor, extrapolate
 
 HEAD = "lm_head"
 """Last part of an output head's name."""
@@ -136,7 +136,13 @@ class QuantizationScheme:
         Returns:
             One entry per tensor, in the same order; names are relative to the layer, such as `"weight_scale"`.
         """
-        return list(_layout(self, tuple(shape), dtype))
+        height, width = self.weight_args.block_structure or (1, self.weight_args.group_size or 1)
+        small, large = _samples(self, height, width, dtype)
+        blocks = (shape[0] // height, shape[1] // width)
+        return [
+            StoredTensor(name, tensor.dtype, extrapolate(tensor.shape, large[name].shape, blocks))
+            for name, tensor in small.items()
+        ]
 
     def companions(self, layer: str, layers: Collection[str]) -> tuple[str, ...]:
         """Return the layers that share a scale with this one.
@@ -274,10 +280,13 @@ class QuantizationScheme:
         return config.model_dump(mode="json")
 
 
-@functools.cache  # PyTorch's meta kernels take milliseconds, and a model repeats its shapes
-def _layout(scheme: QuantizationScheme, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[StoredTensor, ...]:
-    tensors = scheme.quantize(torch.empty(shape, dtype=dtype, device="meta"))
-    return tuple(StoredTensor(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+@functools.cache
+def _samples(
+    scheme: QuantizationScheme, height: int, width: int, dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Quantize one block of weights, and two by two of them. Meta tensors fail in compressed-tensors 0.18."""
+    small, large = (scheme.quantize(torch.zeros(n * height, n * width, dtype=dtype)) for n in (1, 2))
+    return small, large
 
 
 @functools.cache
