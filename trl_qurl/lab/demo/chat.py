@@ -163,6 +163,7 @@ def run_chat_demo(model: str, scheme: str | None, output_dir: Path, rollouts: in
     check_model(model)
     output_dir.mkdir(parents=True, exist_ok=True)
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # advice about the tokenizer, which the user did not choose
     console = Console()
     config = build_chat_config(scheme, output_dir, rollouts, seed)
     console.print(f"Loading {model} and starting vLLM with {scheme.upper() if scheme else 'BF16'} rollouts")
