@@ -20,6 +20,7 @@ from trl_qurl.quantization import (
     SCHEMES,
     checkpoint,
     get_scheme,
+    packing,
     quantize_weights,
     quantized_layer_names,
     write_checkpoint,
@@ -243,6 +244,24 @@ def test_what_a_scheme_says_of_its_tensors_is_what_it_makes(scheme, dtype):
     assert sum(entry.nbytes for entry in stored) == sum(tensor.nbytes for tensor in tensors.values())
     assert scheme.codes(tensors).shape == scheme.dequantize(tensors).shape == weight.shape
     assert scheme.codes(tensors).dtype == torch.uint8
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_rounding_in_chunks_changes_no_bit(scheme, monkeypatch):
+    # Of this width, the cache holds 585 rows, which are not whole blocks.
+    weight = torch.randn(640, 896, generator=torch.Generator().manual_seed(0))
+    assert weight.numel() > packing.CACHED, "the weight fits into one chunk"
+    chunked = scheme.quantize(weight)
+    monkeypatch.setattr(packing, "CACHED", weight.numel())
+    for name, tensor in scheme.quantize(weight).items():
+        assert torch.equal(chunked[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("scheme", [FP8, FP8_BLOCK, MXFP8], ids=["fp8", "fp8_block", "mxfp8"])
+def test_negative_zeros_become_positive(scheme):
+    weight = torch.full((128, 128), 448.0)
+    weight[0, 1] = -0.0  # FP8 has a code for it, 0x80, but llm-compressor stores 0
+    assert scheme.codes(scheme.quantize(weight))[0, 1] == 0
 
 
 class DivisionAsOnCUDA(TorchFunctionMode):
