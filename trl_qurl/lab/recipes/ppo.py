@@ -19,7 +19,7 @@ class ScriptArguments(questions.ScriptArguments):
 class PPORecipe(questions.Recipe):
     """Training with a critic, whose initial model may differ from the policy's."""
 
-    def trainer_arguments(self, script_args: Any, training_args: Any) -> dict[str, Any]:
+    def trainer_arguments(self, script_args: Any) -> dict[str, Any]:
         """Return the critic's initial model; raise an error if it does not exist."""
         if script_args.value_model is not None:
             check_model(script_args.value_model)

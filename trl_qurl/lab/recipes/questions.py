@@ -173,7 +173,7 @@ class Recipe:
         # Report wrong names before starting an engine.
         checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint, training_args.output_dir)
         check_model(model_args.model_name_or_path)
-        extra_arguments = self.trainer_arguments(script_args, training_args)
+        extra_arguments = self.trainer_arguments(script_args)
         logger.info("Loading the questions of %s.", script_args.dataset)
         questions = load_questions(
             script_args.dataset,
@@ -212,7 +212,7 @@ class Recipe:
         trainer.accelerator.print(next_steps(policy, quantized, model_args, script_args.eval_tasks))
         return trainer
 
-    def trainer_arguments(self, script_args: Any, training_args: Any) -> dict[str, Any]:
+    def trainer_arguments(self, script_args: Any) -> dict[str, Any]:
         """Return extra arguments for this recipe's trainer."""
         return {}
 
