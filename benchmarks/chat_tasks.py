@@ -22,8 +22,6 @@ class Task(NamedTuple):
         reward: Reward of a completion's text, given the answer, from 0 to 1.
         longest: Maximum tokens of a completion.
         learning_rate: Learning rate of every arm.
-        completions: Completions of one rollout.
-        updates: Optimizer updates from one rollout.
         samples: Answers sampled per held-out question to measure accuracy.
     """
 
@@ -32,8 +30,6 @@ class Task(NamedTuple):
     reward: Callable[[str, Any], float]
     longest: int
     learning_rate: float
-    completions: int = 32
-    updates: int = 4
     samples: int = 8
 
 

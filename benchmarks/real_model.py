@@ -121,10 +121,6 @@ def train(model: str, task_name: str, arm: str, seed: int, rollouts: int, output
 
         adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     settings |= {
-        "per_device_train_batch_size": task.completions // task.updates,
-        "steps_per_generation": task.updates,
-        "logging_steps": task.updates,
-        "max_steps": rollouts * task.updates,
         "max_completion_length": task.longest,
         "vllm_max_model_length": 128 + task.longest,
         "weight_metrics_interval": 0,

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 
 OPERATIONS = {"times": int.__mul__, "plus": int.__add__}
-COMPLETIONS, UPDATES_PER_ROLLOUT = 64, 2
-LONGEST_ANSWER = 24  # tokens
+COMPLETIONS, UPDATES_PER_ROLLOUT = 32, 4
+LONGEST_ANSWER = 16  # tokens
 
 
 class Question(NamedTuple):
@@ -66,7 +66,7 @@ def right_number(completions: list[Any], answer: list[int], **kwargs: Any) -> li
 def build_chat_config(
     scheme: str | None, output_dir: Path, rollouts: int, seed: int, **changed: Any
 ) -> QuRLGRPOConfig:
-    """Build the settings: two updates per rollout of 64 completions. `changed` overrides settings for studies."""
+    """Build the settings: four updates per rollout of 32 completions. `changed` overrides settings for studies."""
     from trl_qurl import QuRLGRPOConfig
     from trl_qurl.lab.device import cpu_settings
 
