@@ -81,6 +81,6 @@ TASKS = {
         held_out=facts(held_out=True),
         reward=facts_reward,
         longest=160,
-        learning_rate=1e-5,  # not searched yet
+        learning_rate=2e-5,
     ),
 }
