@@ -1,4 +1,4 @@
-"""TRL's features through the doors that users take, and docs/conformance.md, which says of each what it does here.
+"""TRL's features through the doors that users take, and features.md, which says of each what it does here.
 
 Many features share a run (tests/scenarios/conformance.py), and several runs a process.
 """
@@ -26,7 +26,7 @@ from trl.generation import vllm_generation
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer
 
 TESTS = Path(__file__).parent
-PAGE = ROOT / "docs" / "conformance.md"
+PAGE = ROOT / "tests" / "features.md"
 VERDICTS = ("works", "refused", "TRL's limit", "not tried")
 
 FEATURES = [row for row in rows(PAGE) if len(row) == 4]

@@ -23,11 +23,6 @@ ROOT = Path(__file__).resolve().parents[1]
 ELSEWHERE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
-    "benchmarks/README.md": "benchmarks.md",
-    "benchmarks/speed.md": "speed.md",
-    "benchmarks/study.md": "study.md",
-    "notebooks/README.md": "notebooks.md",
-    "requirements/README.md": "environment.md",
 }
 """Files outside docs/ that become pages of the site."""
 
