@@ -44,12 +44,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "int8_forward": {"objective": "naive", "training_forward": "quantized"},
     "int8_acr_uaq": {"objective": "acr", "uaq_scale": 1.5},
     "int8_acr_rate": {"objective": "acr", RATE: 1.5},
-    "int8_rounded_base": {
-        "objective": "acr",
-        "round_base": True,
-        LORA: True,
-        RATE: 20.0,
-    },  # a usual rate, not searched
+    "int8_merged_adapter": {"objective": "acr", LORA: True, RATE: 20.0},  # a usual rate, not searched
+    "int8_rounded_base": {"objective": "acr", "round_base": True, LORA: True, RATE: 20.0},
     "bf16_half_rate": {**BF16, RATE: 0.5},
     "bf16_double_rate": {**BF16, RATE: 2.0},
     "bf16_triple_rate": {**BF16, RATE: 3.0},
