@@ -311,10 +311,10 @@ def test_formats_that_do_not_fit_the_model_are_left_out_unless_they_were_named(h
     assert said == [
         "W4A16 is left out: it cannot quantize 10 of the 14 layers, first model.layers.0.self_attn.q_proj: it has 576 "
         "inputs, not a multiple of the group size 128.",
-        "Measuring 16-bit rollouts (1 of 3; 0 s so far, about 6:00 left)",  # twice 60 s each
-        "Measuring INT8 rollouts (2 of 3; 10 s so far, about 20 s left)",
-        "Measuring scoring and updates (3 of 3; 20 s so far, about 10 s left)",
-        "Finished in 30 s",
+        "Measuring 16-bit rollouts (1 of 3; 0:00:00 so far, about 0:06:00 left)",  # twice 60 s each
+        "Measuring INT8 rollouts (2 of 3; 0:00:10 so far, about 0:00:20 left)",
+        "Measuring scoring and updates (3 of 3; 0:00:20 so far, about 0:00:10 left)",
+        "Finished in 0:00:30",
     ]
     with pytest.raises(ValueError, match="w4a16 cannot quantize 10 of the 14 layers.*Choose another format"):
         bench(str(tmp_path), Workload(64, 64), ["int8", "w4a16"])

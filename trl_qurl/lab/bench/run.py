@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -107,7 +108,6 @@ def bench(
     started = time.monotonic()
     import torch
 
-    from trl_qurl.lab.progress import duration
     from trl_qurl.rollout.engine.launch import require_vllm
 
     require_vllm()
@@ -140,7 +140,8 @@ def bench(
         for number, part in enumerate(jobs):
             name, elapsed = part.name, time.monotonic() - jobs_started
             per_job = elapsed / number if number else KINDS * job.budget
-            times = f"{duration(elapsed)} so far, about {duration(per_job * (len(jobs) - number))} left"
+            left = timedelta(seconds=round(per_job * (len(jobs) - number)))
+            times = f"{timedelta(seconds=round(elapsed))} so far, about {left} left"
             report(f"Measuring {part.description} ({number + 1} of {len(jobs)}; {times})")
             try:
                 costs = run_job(part)
@@ -153,7 +154,7 @@ def bench(
             result = replace(result, **change, seconds=time.monotonic() - started).concluded()
             if output is not None:
                 write_bench(result, output)
-    report(f"Finished in {duration(result.seconds)}")
+    report(f"Finished in {timedelta(seconds=round(result.seconds))}")
     return result
 
 

@@ -57,4 +57,5 @@ class RolloutRecorder(TrainerCallback):
         RunLog(Path(args.output_dir or ".") / RUN_LOG).append({"step": state.global_step, **metrics})
         self.progress.advance(self._bar)
         if len(self.rows) % 10 == 0:
-            self.progress.console.print(step_line(self.rows[-1], len(self.rows), self._rollouts, width=80))
+            line = step_line(self.rows[-1], len(self.rows), self._rollouts)
+            self.progress.console.print(line, no_wrap=True, overflow="ellipsis")

@@ -150,7 +150,6 @@ class Recipe:
         """Train on the questions with a reward for correct answers, save to `output_dir`, and return the trainer."""
         quiet()
         keep_freed_memory()
-        from tqdm.contrib.logging import logging_redirect_tqdm
         from trl import get_peft_config
 
         import trl_qurl
@@ -203,8 +202,7 @@ class Recipe:
         use_step_lines(trainer)
         if checkpoint:
             logger.info("Resuming from %s.", checkpoint)
-        with logging_redirect_tqdm():  # print messages above the bar
-            trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.train(resume_from_checkpoint=checkpoint)
         logger.info("Saving to %s.", training_args.output_dir)
         trainer.save_model(training_args.output_dir)
         quantized = trainer.save_quantized() if script_args.save_quantized else None
