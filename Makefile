@@ -33,7 +33,7 @@ demo: setup ## train a tiny model on addition with quantized rollouts; prints be
 demo-ppo: setup ## the same with a critic, then again with BF16 rollouts for comparison
 	$(BIN)/trl-qurl demo --algorithm ppo --scheme $(SCHEME) --output-dir demo-output-ppo
 	$(BIN)/trl-qurl demo --algorithm ppo --scheme none --output-dir demo-output-ppo/bf16
-	$(BIN)/trl-qurl report demo-output-ppo demo-output-ppo/bf16 -o demo-output-ppo/report.html
+	$(BIN)/trl-qurl report demo-output-ppo demo-output-ppo/bf16 -o demo-output-ppo/report.png
 
 demo-rloo: setup ## the same as demo with RLOO's loss
 	$(BIN)/trl-qurl demo --algorithm rloo --scheme $(SCHEME) --output-dir demo-output-rloo

@@ -29,7 +29,7 @@ from benchmarks.objectives.summary import (
     stated,
     stated_difference,
 )
-from trl_qurl.lab.report.curves import FINAL_ROLLOUTS
+from trl_qurl.lab.curves import FINAL_ROLLOUTS
 
 WINDOWS = (10, 20, 30, 40, 60)
 LEVEL = 0.05

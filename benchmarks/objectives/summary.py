@@ -12,17 +12,21 @@ trains one of the two: the quantized one if its forward pass is quantized, other
 
 import argparse
 import json
+import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.objectives.arms import EXPERIMENTS
 from benchmarks.objectives.study import RESULTS
-from trl_qurl.lab.report.curves import FINAL_ROLLOUTS, Estimate, estimate, final_value, points_of
+from trl_qurl.lab.curves import FINAL_ROLLOUTS, final_value, points_of
 from trl_qurl.rollout.guard import FALLEN_BACK, GUARD
 from trl_qurl.trainers.run_log import Run, read_run
 
 FIRST = 10  # rollouts
+# 97.5 % quantiles of Student's t for 1 to 10 degrees of freedom.
+STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 ACCURACY = "expected_accuracy"
 QUANTIZED = "quantized_expected_accuracy"
 SCHEMES = ("int8", "int4", "int3")
@@ -168,9 +172,15 @@ def summarize(runs: Mapping[int, Run]) -> dict[str, Any]:
 
 
 def stated(values: Iterable[float | None]) -> list[float | None] | None:
-    """Mean and half-width over the seeds, as JSON takes them; `None` where nothing was logged."""
-    found: Estimate | None = estimate([value for value in values if value is not None])
-    return None if found is None else [found.mean, found.half_width]
+    """Mean and half-width over the seeds, as JSON takes them; `None` where nothing was logged.
+
+    The interval is conservative above 11 seeds; a single seed has none.
+    """
+    logged = [value for value in values if value is not None]
+    if len(logged) < 2:
+        return [logged[0], None] if logged else None
+    error = statistics.stdev(logged) / math.sqrt(len(logged))
+    return [statistics.mean(logged), STUDENT_T[min(len(logged) - 1, len(STUDENT_T)) - 1] * error]
 
 
 def accuracy(run: Run, window: int = FINAL_ROLLOUTS) -> float | None:

@@ -33,7 +33,7 @@ COMMANDS = {
     "eval": Command("trl_qurl.lab.evaluation.command", "answer and grade benchmarks, in one or several formats"),
     "bench": Command("trl_qurl.lab.bench.command", "measure whether quantized rollouts pay off on this machine"),
     "mismatch": Command("trl_qurl.lab.mismatch.command", "measure the effect of rounding on a model, before training"),
-    "report": Command("trl_qurl.lab.report.command", "draw the paper's figures from run logs, on one page"),
+    "report": Command("trl_qurl.lab.report", "compare runs in a table and a picture"),
     "demo": Command("trl_qurl.lab.demo.command", "train a tiny model on three-digit addition, in minutes on a CPU"),
     "doctor": Command(
         "trl_qurl.lab.doctor.command", "check what works on this machine, for a new machine or a bug report"

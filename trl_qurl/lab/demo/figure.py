@@ -3,39 +3,76 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
-from trl_qurl.lab.report.figures import draw_lines, to_png
-from trl_qurl.lab.report.groups import group_runs
-from trl_qurl.lab.report.questions import MEASURES, Measure, Panel
+from trl_qurl.lab.curves import draw_curve, finish_axes
+from trl_qurl.lab.formats import label
 from trl_qurl.trainers.run_log import read_run
 
-SCORES = (MEASURES["expected_accuracy"], MEASURES["greedy_accuracy"], MEASURES["reward"])
-CLIPPED = (MEASURES["clip_ratio/region_mean"], Measure("mismatch/capped_share", "Mismatch ratio ρ above the cap C"))
-WEIGHTS = (
-    Measure("weights/normalized_update", "Update per rollout (Eq. 13)"),
-    Measure("weights/normalized_quantization_error", "Quantization error (Eq. 14)"),
+
+class Panel(NamedTuple):
+    """One set of axes: the labels of its lines by metric."""
+
+    title: str
+    unit: str
+    lines: dict[str, str]
+    log: bool = False
+
+
+LEARNING = Panel(
+    "Does the policy learn?",
+    "share of problems",
+    {
+        "expected_accuracy": "Expected accuracy, held out",
+        "greedy_accuracy": "Greedy accuracy, held out",
+        "reward": "Reward of the rollouts",
+    },
 )
-EXPLAINED = (MEASURES["critic/explained_variance"],)
-COMMON = (
-    Panel("Does the policy learn?", "share of problems", SCORES),
-    Panel("How far is the actor from the policy?", "nats per token", (MEASURES["mismatch/kl_k3"],), log=True),
-    Panel("How much is clipped?", "share of tokens", CLIPPED, percent=True, from_zero=True),
+CLOSENESS = Panel(
+    "How far is the actor from the policy?", "nats per token", {"mismatch/kl_k3": "KL(behavior ‖ proximal)"}, log=True
 )
-REACHED = Panel("Do updates reach the rounded weights?", "share of the squared norm", WEIGHTS, log=True)
-LEARNING, CLOSENESS, CLIPPING = COMMON
+CLIPPING = Panel(
+    "How much is clipped?",
+    "share of tokens",
+    {
+        "clip_ratio/region_mean": "Clipped on either side",
+        "mismatch/capped_share": "Mismatch ratio ρ above the cap C",
+    },
+)
+REACHED = Panel(
+    "Do updates reach the rounded weights?",
+    "share of the squared norm",
+    {
+        "weights/normalized_update": "Update per rollout (Eq. 13)",
+        "weights/normalized_quantization_error": "Quantization error (Eq. 14)",
+    },
+    log=True,
+)
+CRITIC = Panel(
+    "Does the critic predict the returns?",
+    "share of their variance",
+    {"critic/explained_variance": "Explained variance"},
+)
 PANELS = {
-    "grpo": (*COMMON, REACHED),
+    "grpo": (LEARNING, CLOSENESS, CLIPPING, REACHED),
     "rloo": (LEARNING, CLOSENESS, CLIPPING._replace(unit="share of completions (ratio), of tokens (ρ)"), REACHED),
-    "ppo": (
-        *COMMON,
-        Panel("Does the critic predict the returns?", "share of their variance", EXPLAINED, at_least=-0.5),
-    ),
+    "ppo": (LEARNING, CLOSENESS, CLIPPING, CRITIC),
 }
 
 
 def draw_figure(directory: Path, path: Path, algorithm: str = "grpo", title: str = "Three-digit addition") -> None:
     """Plot the four panels from the log of the run in `directory`, skipping metrics that were never logged."""
-    groups, _ = group_runs([read_run(directory)])
-    ((figure, _),) = draw_lines(PANELS[algorithm], groups)
-    figure.suptitle(f"{title}: {algorithm.upper()}, {groups[0].label}")
-    path.write_bytes(to_png(figure))
+    from matplotlib.figure import Figure
+
+    run = read_run(directory)
+    figure = Figure(figsize=(8.4, 5.4), layout="constrained")
+    for axes, panel in zip(figure.subplots(2, 2).ravel(), PANELS[algorithm], strict=True):
+        for style, (metric, name) in enumerate(panel.lines.items()):
+            draw_curve(axes, style, name, [run], metric)
+        finish_axes(axes, panel.title, panel.unit, panel.log)
+        if axes.lines:
+            axes.margins(y=0.2)  # room for the legend
+            axes.legend(fontsize=8, frameon=False)
+    scheme = label(run.settings.get("rollout_quantization") or "none")
+    figure.suptitle(f"{title}: {algorithm.upper()}, {scheme}, {run.settings.get('objective')}")
+    figure.savefig(path, dpi=150)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from trl_qurl.lab.curves import COLORS, DASHES, MARKERS
 from trl_qurl.lab.formats import label
 from trl_qurl.lab.mismatch.run import Report
 from trl_qurl.lab.mismatch.statistics import CAP
-from trl_qurl.lab.report.figures import COLORS, DASHES, MARKERS, to_png
 
 BINS = 81
 LONGEST = 1e5  # tokens
@@ -50,4 +50,4 @@ def draw_mismatch(report: Report, log_ratios: Mapping[str, Sequence[float]], pat
         axes.grid(alpha=0.3, linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
     right.legend(fontsize=9, frameon=False, loc="lower left")
-    path.write_bytes(to_png(figure))
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,90 @@
+"""Commands in separate processes: what is said of a failure, and that no process is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import group_members
+
+from trl_qurl.lab import processes
+from trl_qurl.lab.processes import last_lines, run_child
+
+SLEEPER = """
+import os, subprocess, time
+subprocess.Popen(["sleep", "600"])
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+def alone_after(group: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while group_members(group) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not group_members(group)
+
+
+def test_a_failure_ends_with_what_was_printed_last(tmp_path):
+    code = (
+        "import sys; [print('line', n) for n in range(99)]; print('10%\\r50%'); sys.exit('\\x1b[31mno model\\x1b[0m')"
+    )
+    with pytest.raises(ChildProcessError) as error:
+        run_child([sys.executable, "-c", code], tmp_path / "output.log")
+    message = str(error.value)
+    assert "failed with exit status 1" in message and f"in {tmp_path / 'output.log'}" in message
+    assert message.endswith("line 98\n50%\nno model") and "line 70" not in message
+
+
+def test_a_program_that_does_not_exist(tmp_path):
+    with pytest.raises(ChildProcessError, match="Cannot start no-such-program: No such file"):
+        run_child(["no-such-program"], tmp_path / "log")
+
+
+def test_an_interrupt_ends_the_command_and_what_it_started(tmp_path):
+    groups = []
+
+    def interrupt(printed: str) -> None:
+        if printed:
+            groups.append(int(printed))
+            assert len(group_members(groups[0])) == 2
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_child([sys.executable, "-c", SLEEPER], tmp_path / "log", interrupt, every=0.1)
+    assert alone_after(groups[0], 10)  # the system takes a moment to end what was killed
+
+
+def test_a_kernel_that_is_killed_takes_the_command_along(tmp_path):
+    code = f"""
+from pathlib import Path
+from trl_qurl.lab.processes import run_child
+run_child(["sleep", "600"], Path({str(tmp_path / "log")!r}), print, every=600)
+"""
+    kernel = subprocess.Popen([sys.executable, "-c", code])
+    deadline = time.monotonic() + 30
+    children: list[str] = []
+    while time.monotonic() < deadline:
+        children = Path(f"/proc/{kernel.pid}/task/{kernel.pid}/children").read_text().split()
+        if children and "sleep\x00600" in Path(f"/proc/{children[0]}/cmdline").read_text():
+            break
+        time.sleep(0.05)
+    os.kill(kernel.pid, signal.SIGKILL)
+    kernel.wait()
+    assert alone_after(int(children[0]), 10)
+
+
+def test_the_last_lines_are_as_a_terminal_leaves_them(tmp_path):
+    log = tmp_path / "log"
+    log.write_bytes(b"first\n\n 0%|\r 50%|\r100%|\r\n\x1b[2Ksecond\xff\n   \n")
+    assert last_lines(log, 3) == "first\n100%|\nsecond\ufffd"
+    assert last_lines(log, 1) == "second\ufffd"
+
+
+def test_becoming_a_command_that_is_not_there(capsys, monkeypatch):
+    monkeypatch.setattr(processes, "die_with_parent", lambda: None)
+    assert processes.main(["no-such-program"]) == 127
+    assert "Cannot start no-such-program" in capsys.readouterr().err
