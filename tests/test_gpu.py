@@ -1,7 +1,4 @@
-"""What only a GPU can show, each by the line of `trl-qurl doctor` that shows it to users.
-
-One report for all tests.
-"""
+"""What only a GPU can show: `trl-qurl doctor` in every format, rounding on the GPU, and settings that need one."""
 
 import json
 import subprocess
@@ -11,9 +8,9 @@ import pytest
 import torch
 from conftest import child_environment
 from documents import ROOT
+from tiny import ENGINE
 
-from trl_qurl.lab.doctor.lines import FORMAT, LINES
-from trl_qurl.quantization.formats import UNQUANTIZED, available_schemes
+from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, available_schemes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,11 +20,11 @@ pytestmark = [
 ]
 
 FORMATS = [*(scheme.name for scheme in available_schemes()), UNQUANTIZED]
-NAMES = [
-    name
-    for line in LINES
-    for name in ([line.replace(FORMAT, form) for form in FORMATS] if line.endswith(FORMAT) else [line])
-]
+
+SETTINGS = {
+    "sleep": {"vllm_enable_sleep_mode": True},
+    "FP8 cache": {"vllm_engine_kwargs": ENGINE | {"kv_cache_dtype": "fp8"}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,20 +33,34 @@ def lines():
     environment = child_environment(PYTHONPATH=str(ROOT))
     for name in ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "MASTER_PORT"):  # which would hide what graphs do
         environment.pop(name, None)
-    done = subprocess.run(
-        [sys.executable, "-m", "trl_qurl", "doctor", "--json"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
+    command = [sys.executable, "-m", "trl_qurl", "doctor", "--json", "--formats", *FORMATS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.stdout, done.stderr[-5000:]
     return {line["name"]: line for line in json.loads(done.stdout)["lines"]}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["packages", "vllm", "torch", "formats", *(f"train-{form}" for form in FORMATS)])
 def test_line(name, lines):
     line = lines[name]
     assert line["status"] in ("ok", "note"), f"{line['text']} {line['advice']}\n" + "\n".join(
         line["data"].get("log", [])
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_a_gpu_rounds_to_the_bits_of_a_cpu(scheme, dtype):
+    # Half a million quotients: multiplying by reciprocals would change hundreds.
+    weight = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0)).to(dtype)
+    on_gpu = scheme.quantize(weight.cuda())
+    for name, tensor in scheme.quantize(weight).items():
+        assert torch.equal(on_gpu[name].cpu().view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_sync_is_right(name, train, tmp_path):
+    settings = {"use_cpu": False, "sync_check_interval": 1, **SETTINGS[name]}
+    [record] = train([tmp_path / "out", "--config", json.dumps(settings)])
+    ratios = [row["sync/probe_ratio"] for row in record["history"] if "sync/probe_ratio" in row]
+    assert ratios and max(ratios) < 1
+    assert record["probe_end"] != record["probe_start"], "the weights did not change"

@@ -1,6 +1,5 @@
-"""`trl-qurl doctor`: test what works on this machine, and report one line per check.
+"""`trl-qurl doctor`: will this environment run trl-qurl, and if not, what is the remedy?
 
-`lines` defines every line. `packages`, `driver` and `machine` inspect without heavy imports. `device`, `training` and
-`server` run real tests in separate processes (`worker`), so a crash or a hang becomes a line of the report.
-`examination` runs them in order, and `report` formats the lines as text or JSON.
+`environment` inspects without importing torch. `device` asks torch, and `trial` trains a tiny policy; both run in a
+`child` process, so a crash or a hang becomes a line of the `report`. `command` runs them in order.
 """

@@ -1,79 +1,82 @@
-"""Options and output of `trl-qurl doctor`. Only the checks' processes import torch."""
+"""Options of `trl-qurl doctor`, and its checks in order: quick inspections first, then a real trial."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from trl_qurl.lab.doctor.child import check_in_child
+from trl_qurl.lab.doctor.environment import INSPECTIONS
+from trl_qurl.lab.doctor.report import Line, Status, as_json, as_text
+
+IMPORT_SECONDS = 120.0  # time limit for importing torch
+TRIAL_SECONDS = 600.0  # per format; most of it is for compiling on a slow machine
+
+CLEAR = "\033[K"  # erases what a terminal shows on this line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trl-qurl doctor`."""
     parser.epilog = "docs/troubleshooting.md explains each line. The exit status is 1 if a required check fails."
-    parser.add_argument("--quick", action="store_true", help="skip all checks that start an engine")
+    parser.add_argument("--quick", action="store_true", help="skip the trial, which starts an engine")
     parser.add_argument("--json", action="store_true", help="print JSON for bug reports: no secrets, no home paths")
     parser.add_argument(
         "--formats",
         nargs="+",
         metavar="FORMAT",
         default=[],
-        help="formats to test; none means 16 bits (default: all with kernels on this machine)",
-    )
-    parser.add_argument("--only", nargs="+", metavar="LINE", default=[], help="report only the lines with these names")
-    parser.add_argument("--port", type=int, help="also check that this port is free for a server")
-    parser.add_argument(
-        "--time-limit",
-        type=float,
-        default=180.0,
-        metavar="SECONDS",
-        help="time limit per engine (default: %(default)s)",
+        help="formats to train in; none means 16 bits (default: the first that this machine has kernels for)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the checks and print each line as soon as it is ready."""
-    from trl_qurl.lab.doctor.examination import examine
-    from trl_qurl.lab.doctor.lines import Line, Status
-    from trl_qurl.lab.doctor.report import as_json, as_text, skipped_as_text, summary
+    if args.formats:
+        with suppress(ImportError, OSError):  # if torch cannot be imported, the report says so
+            from trl_qurl.quantization.formats import parse_scheme
 
-    check_names(args.only, args.formats)
-    started = time.monotonic()
-
-    def report(line: Line) -> None:
-        clear()
-        if line.status is not Status.SKIPPED and not args.json:
-            print(as_text(line), flush=True)
-
-    def clear() -> None:
-        if sys.stderr.isatty():
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-    def busy(names: Sequence[str]) -> None:
-        if sys.stderr.isatty():
-            print(f"\r...     {', '.join(names)}", end="", file=sys.stderr, flush=True)
-
-    lines = examine(report, busy, args.quick, args.formats, args.only, args.port, args.time_limit)
-    clear()
-    seconds = time.monotonic() - started
+            for name in args.formats:
+                parse_scheme(name)
+    on_terminal = sys.stdout.isatty() and not args.json
+    lines = []
+    for line in examine(args.formats, args.quick):
+        if line.status is not Status.RUNNING:
+            lines.append(line)
+            if not args.json:
+                print(CLEAR * on_terminal + as_text(line), flush=True)
+        elif on_terminal:
+            print(as_text(line), end="\r", flush=True)  # until its result replaces it
+    failures = [line.name for line in lines if line.status is Status.FAILED]
     if args.json:
-        print(as_json(lines, seconds))
+        print(as_json(lines))
     else:
-        print("\n".join([*skipped_as_text(lines), summary(lines, seconds)]))
-    return int(any(line.status is Status.FAILED for line in lines))
+        print(f"FAILED: {', '.join(failures)}." if failures else "All checks passed.")
+    return int(bool(failures))
 
 
-def check_names(only: Sequence[str], formats: Sequence[str]) -> None:
-    """Raise `ValueError` for an unknown line or format."""
-    from trl_qurl.cli.parser import did_you_mean
-    from trl_qurl.lab.doctor.lines import LINES, is_known
-
-    for name in only:
-        if not is_known(name):
-            names = ", ".join(LINES)
-            raise ValueError(f"Unknown line {name!r}{did_you_mean([name], list(LINES))} Choose from {names}.")
-    if formats:
-        from trl_qurl.quantization.formats import parse_scheme
-
-        for name in formats:
-            parse_scheme(name)
+def examine(formats: Sequence[str], quick: bool) -> Iterator[Line]:
+    """Yield the result of each check, and an announcement of each slow one."""
+    results = []
+    for check in INSPECTIONS:
+        try:
+            line = check()
+        except Exception as error:  # the other lines are still useful
+            name = check.__name__.removeprefix("check_")
+            line = Line(name, f"could not be determined ({type(error).__name__}: {error}).", Status.NOTE)
+        results.append(line)
+        yield line
+    yield Line("torch", "importing", Status.RUNNING)
+    results += (devices := check_in_child("torch", "device", IMPORT_SECONDS))
+    yield from devices
+    failed = [line.name for line in results if line.status is Status.FAILED and line.name in ("vllm", "torch")]
+    for form in formats or devices[-1].data.get("formats", ["int8"])[:1]:
+        name = f"train-{form}"
+        if failed:
+            yield Line(name, f"depends on the line {failed[0]}, which failed", Status.SKIPPED)
+        elif quick:
+            yield Line(name, "--quick starts no engine", Status.SKIPPED)
+        else:
+            yield Line(name, "starting an engine", Status.RUNNING)
+            yield from check_in_child(name, "trial", TRIAL_SECONDS, form)

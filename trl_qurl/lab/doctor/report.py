@@ -1,72 +1,89 @@
-"""Format the report as text for a terminal and as JSON for an issue."""
+"""The report: one line per check, as text for a terminal and as JSON for an issue."""
 
 from __future__ import annotations
 
+import getpass
 import json
+import os
+import platform
+import re
 import shutil
+import sys
 import textwrap
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from trl_qurl import __version__
-from trl_qurl.lab.doctor.lines import Line, Status
-from trl_qurl.lab.doctor.privacy import without_private
 
 WIDEST = 118
-NAME_WIDTH = 14
+NAME_WIDTH = 16
+
+SECRET = re.compile(r"AUTH|CREDENTIAL|KEY|PASS|SECRET|TOKEN(?!IZERS)", re.IGNORECASE)
+"""In the names of variables with secrets."""
+SHORTEST = 4
+"""Minimum length of a private text to replace; shorter ones often are ordinary words."""
+
+
+class Status(StrEnum):
+    """Outcome of a check."""
+
+    OK = "ok"
+    NOTE = "note"  # works, but there is something to know or to improve
+    FAILED = "FAILED"  # something required does not work
+    SKIPPED = "skipped"
+    RUNNING = "..."  # announced on a terminal only
+
+
+@dataclass(frozen=True)
+class Line:
+    """Result of one check."""
+
+    name: str
+    text: str
+    status: Status = Status.OK
+    advice: str = ""  # how to fix or improve it
+    data: dict[str, Any] = field(default_factory=dict)  # more values for --json
 
 
 def as_text(line: Line) -> str:
-    """Format a line with its status, name, sentence and advice, wrapped to the terminal."""
-    status = "FAILED" if line.status is Status.FAILED else line.status.value
+    """Format a line with its status, name, text and advice, wrapped to the terminal."""
     width = min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns)
-    start = f"{status:<8}{line.name:<{NAME_WIDTH}}"
+    start = f"{line.status:<8}{line.name:<{NAME_WIDTH}}"
     indent = " " * len(start)
-    options = {"width": width, "subsequent_indent": indent, "break_on_hyphens": False, "break_long_words": False}
-    wrapped = textwrap.wrap(start + without_private(line.text), **options)  # type: ignore[arg-type]
+    wrapper = textwrap.TextWrapper(width, start, indent, break_on_hyphens=False, break_long_words=False)
+    wrapped = wrapper.wrap(line.text)
     if line.advice:
-        # Start the advice on a new line with an arrow, because the reader has to act on it.
-        options["subsequent_indent"] = f"{indent}   "
-        wrapped += textwrap.wrap(f"{indent}-> {without_private(line.advice)}", **options)  # type: ignore[arg-type]
+        # An arrow on a new line, because the reader has to act on it.
+        wrapper.initial_indent, wrapper.subsequent_indent = f"{indent}-> ", f"{indent}   "
+        wrapped += wrapper.wrap(line.advice)
     return "\n".join(wrapped)
 
 
-def skipped_as_text(lines: list[Line]) -> list[str]:
-    """Format the skipped lines, grouped by reason."""
-    by_reason: dict[str, list[str]] = {}
-    for line in lines:
-        if line.status is Status.SKIPPED:
-            by_reason.setdefault(line.text, []).append(line.name)
-    return [
-        as_text(Line(names[0], Status.SKIPPED, f"{reason}; also {', '.join(names[1:])}" if names[1:] else reason))
-        for reason, names in by_reason.items()
-    ]
+def as_json(lines: list[Line]) -> str:
+    """Format all lines with their data for a public post: without secrets, home directories, user and host names."""
+    works = all(line.status is not Status.FAILED for line in lines)
+    content = {"trl_qurl": __version__, "works": works, "lines": [asdict(line) for line in lines]}
+    return json.dumps(_redact(content), indent=2)
 
 
-def summary(lines: list[Line], seconds: float) -> str:
-    """Format the last line: whether every required check passed."""
-    failures = [line.name for line in lines if line.status is Status.FAILED]
-    count = sum(line.status is not Status.SKIPPED for line in lines)
-    extent = f"{count} {'check' if count == 1 else 'checks'}, {seconds:.0f} s"
-    if failures:
-        return f"FAILED: {', '.join(failures)} ({extent})."
-    return f"All checks passed ({extent})."
-
-
-def as_json(lines: list[Line], seconds: float) -> str:
-    """Format all lines with their data, for a bug report."""
-    content = {
-        "trl_qurl": __version__,
-        "seconds": round(seconds, 1),
-        "works": all(line.status is not Status.FAILED for line in lines),
-        "lines": [asdict(line) for line in lines],
-    }
-    return json.dumps(_clean(content), indent=2)
-
-
-def _clean(value: Any) -> Any:
+def _redact(value: Any) -> Any:
     if isinstance(value, str):
-        return without_private(value)
+        return _without_private(value)
     if isinstance(value, dict):
-        return {name: _clean(part) for name, part in value.items()}
-    return [_clean(part) for part in value] if isinstance(value, list | tuple) else value
+        return {name: _redact(part) for name, part in value.items()}
+    return [_redact(part) for part in value] if isinstance(value, list) else value
+
+
+def _without_private(text: str) -> str:
+    """Replace the private parts of a text with placeholders."""
+    placeholders = {value: f"<{name}>" for name, value in os.environ.items() if SECRET.search(name)}
+    placeholders |= {sys.prefix: "<environment>", str(Path.home()): "~", platform.node(): "<host>"}
+    with suppress(KeyError, OSError):  # a user without a name, as in some containers
+        placeholders[f"/{getpass.getuser()}/"] = "/<user>/"
+    for value, placeholder in placeholders.items():
+        if len(value) >= SHORTEST:
+            text = text.replace(value, placeholder)
+    return text

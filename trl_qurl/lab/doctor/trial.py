@@ -1,87 +1,125 @@
-"""Run one job in a separate process with a time limit, and report its result line by line."""
+"""A real trial: a tiny random policy, trained for two steps on rollouts in one format. It needs no download."""
 
 from __future__ import annotations
 
-import json
+import math
 import os
-import signal
-import sys
 import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from trl_qurl.cli.noise import shows_everything
-from trl_qurl.lab.doctor.advice import advice_for
-from trl_qurl.lab.doctor.lines import Line, Status, failed, skipped
-from trl_qurl.lab.doctor.plan import Job
-from trl_qurl.lab.processes import ENGINE_ENVIRONMENT, ChildFailure, last_lines, run_child
+from trl_qurl.lab.doctor.report import Line, Status
 
-LOG_LINES = 25  # last lines to keep of a failed process's output
-LONGEST = 400  # characters of an error
-POLL_SECONDS = 0.3
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
 
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    from trl_qurl import QuRLGRPOTrainer
+
+STEPS = 2  # the second rollout uses weights that the first step changed
 
 
-def try_job(job: Job, gpu: str | None, time_limit: float, report: Callable[[Line], None]) -> None:
-    """Run a job and report each line as it arrives; report a failure if the job ends before its last line.
-
-    Args:
-        job: The test to run.
-        gpu: The only GPU visible to the job, as a value of CUDA_VISIBLE_DEVICES; `None` for all.
-        time_limit: Time limit in seconds.
-        report: Called with each line.
-    """
-    deadline = time.monotonic() + time_limit
-    missing = list(job.lines)
-    errors: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="trl-qurl-doctor-") as directory:
-        result, log = Path(directory) / "result", Path(directory) / "log"
-        result.touch()
-        read = 0
-
-        def collect(last_line: str = "") -> None:
-            nonlocal read
-            complete = result.read_text(encoding="utf-8").split("\n")[read:-1]
-            read += len(complete)
-            for record in map(json.loads, complete):
-                if "error" in record:
-                    errors.append(record["error"])
-                else:
-                    report(Line(**record | {"status": Status(record["status"])}))
-                    missing.remove(record["name"])
-
-        def watch(last_line: str) -> None:
-            collect()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"did not finish within {time_limit:.0f} s; last output: {last_line or 'none'}")
-
-        # Temporary files go here, so they are deleted even if the process was killed.
-        environment = ENGINE_ENVIRONMENT | os.environ | ENVIRONMENT | {"TMPDIR": directory}
-        if gpu is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = gpu
-        fault = "exited without a result"
-        try:
-            run_child(job.command(result), log, watch, POLL_SECONDS, environment)
-        except ChildFailure as failure:
-            fault = describe_end(failure.status, last_lines(log, 1))
-        except TimeoutError as error:
-            fault = str(error)
-        collect()
-        tail = last_lines(log, LOG_LINES)
-        if missing and shows_everything():
-            print(log.read_text(encoding="utf-8", errors="replace"), file=sys.stderr)
-    if missing:
-        fault = errors[0] if errors else fault
-        first, *others = missing
-        text = fault if len(fault) <= LONGEST else f"{fault[:LONGEST]} ..."
-        report(failed(first, text, advice_for(f"{fault} {tail}", first), log=tail.split("\n")))
-        for name in others:
-            report(skipped(name, f"{first} failed"))
+def check(form: str) -> list[Line]:
+    """Start an engine and train. The trainer verifies each sync with digests and the probe, and raises on failure."""
+    # With several GPUs, the trainer would wrap the model for all of them.
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    started = time.perf_counter()
+    trainer = build_trainer(form)
+    start_seconds = time.perf_counter() - started
+    [kernels] = trainer.vllm_generation.llm.apply_model(_kernel_names)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "time/sync_s" in row]
+    if len(rows) < STEPS or not all(math.isfinite(row["loss"]) and row["time/sync_check_s"] > 0 for row in rows):
+        raise RuntimeError(f"A step has no finite loss, or no digests of its sync: {rows}")
+    return [describe(f"train-{form}", start_seconds, kernels, rows)]
 
 
-def describe_end(status: int, last_line: str) -> str:
-    """Describe how a process ended that left no error message."""
-    cause = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-    return f"{cause}; last output: {last_line or 'none'}"
+def describe(name: str, start_seconds: float, kernels: list[str], rows: list[dict[str, float]]) -> Line:
+    """Report the engine, and the worst mismatch and probe of all steps."""
+    columns = {"kl": "mismatch/kl_k3", "probe_distances": "sync/probe_distance", "probe_ratios": "sync/probe_ratio"}
+    data: dict[str, Any] = {key: [row[column] for row in rows] for key, column in columns.items()}
+    ratio = max(data["probe_ratios"])
+    text = (
+        f"engine started in {start_seconds:.0f} s{f' with {kernels[0]}' if kernels else ''}; {len(rows)} steps with "
+        f"matching digests, KL of sampling and learning policy up to {max(data['kl']):.1e} nats, probe ratio up to "
+        f"{ratio:.2f} (1 is what rounding explains)"
+    )
+    data["kernels"] = kernels
+    if ratio > 1:
+        advice = (
+            "The kernels of this machine may round differently: sync/probe_ratio should stay constant during a run. "
+            "Please report it with the output of `trl-qurl doctor --json`, so the tolerance can be adjusted."
+        )
+        return Line(name, f"{text}.", Status.NOTE, advice, data)
+    return Line(name, text, data=data)
+
+
+def build_policy() -> PreTrainedModel:
+    """Build a random Qwen2."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        # All layers are multiples of 128, the size of groups, blocks and kernel tiles. All attention kernels support
+        # heads of 64, and vLLM assumes that they add up to hidden_size.
+        vocab_size=128,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    return Qwen2ForCausalLM(config).float()
+
+
+def even_tokens(completion_ids: list[list[int]], **kwargs: object) -> list[float]:
+    """Reward function that differs between completions: the share of even token ids."""
+    return [sum(token % 2 == 0 for token in tokens) / max(1, len(tokens)) for tokens in completion_ids]
+
+
+def build_trainer(form: str) -> QuRLGRPOTrainer:
+    """Build a trainer that checks every sync with digests and a probe, and start its engine."""
+    import torch
+    from datasets import Dataset
+
+    from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+    from trl_qurl.lab.demo.task import build_tokenizer, sample_problems
+    from trl_qurl.lab.device import full_precision
+    from trl_qurl.quantization.formats import parse_scheme
+
+    has_gpu, dtype = torch.cuda.is_available(), full_precision()[1]
+    config = QuRLGRPOConfig(
+        output_dir=tempfile.mkdtemp(),  # in the child's temporary directory, which is deleted
+        rollout_quantization=parse_scheme(form),
+        sync_check_interval=1,
+        learning_rate=1e-3,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=8,
+        max_steps=STEPS,
+        logging_steps=1,
+        bf16=has_gpu and dtype == "bfloat16",
+        fp16=has_gpu and dtype == "float16",
+        use_cpu=not has_gpu,
+        report_to="none",
+        vllm_max_model_length=64,
+        # Compile as in a real run, except on a CPU, where it takes minutes.
+        vllm_engine_kwargs={"dtype": dtype, "enforce_eager": not has_gpu, "kv_cache_memory_bytes": 2**26},
+    )
+    return QuRLGRPOTrainer(
+        model=build_policy(),
+        reward_funcs=even_tokens,
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": [problem.prompt for problem in sample_problems(64, seed=0)]}),
+        processing_class=build_tokenizer(),
+    )
+
+
+def _kernel_names(model: nn.Module) -> list[str]:
+    """Return the class names of the kernels in a model's quantized layers."""
+    schemes = [scheme for layer in model.modules() if (scheme := getattr(layer, "scheme", None)) is not None]
+    parts = [type(part).__name__ for scheme in schemes for part in vars(scheme).values()]
+    return sorted({name for name in parts if "Kernel" in name})
