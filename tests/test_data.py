@@ -69,14 +69,13 @@ def test_a_hub_name_is_not_looked_for_on_disk(monkeypatch):
             r"Row 2 .* has no question or problem or prompt and no answer or final_answer",
         ),
         ([{"question": "q", "answer": None}], r"Row 1 .* has no answer"),
-        ([["q", "a"]], r"Row 1 .* is a JSON list"),
         ([{"prompt": ["q"], "answer": "a"}], r"row 1 of .* is neither a text nor a conversation"),
         ([{"prompt": [], "answer": "a"}], r"row 1 of .* is neither a text nor a conversation"),
         (
             [{"prompt": [{"role": "assistant", "content": "q"}], "answer": "a"}],
             r"row 1 of .* that ends with the role \"user\"",
         ),
-        ([], "contains no questions"),
+        ([], "contains no rows in the format json"),
     ],
 )
 def test_a_bad_file_is_named_with_its_fault(tmp_path, rows, message):
@@ -120,23 +119,34 @@ def test_a_named_column_must_be_there(tmp_path):
 @pytest.mark.parametrize("name", ["no.jsonl", "no.jsonl.gz", "./no"])
 def test_a_missing_file_is_not_mistaken_for_a_hub_name(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match="does not exist: give a .json"):
+    with pytest.raises(FileNotFoundError, match="does not exist: give a .json, .jsonl, .csv, .parquet file"):
         load_questions(name)
 
 
 def test_files_that_are_not_what_their_name_says(tmp_path):
     (tmp_path / "broken.jsonl").write_text('{"question": \n')
     (tmp_path / "plain.jsonl.gz").write_text('{"question": "q", "answer": "a"}\n')
-    (tmp_path / "one.json").write_text('{"question": "q", "answer": "a"}')
-    (tmp_path / "table.csv").write_text("question,answer\n")
+    (tmp_path / "bytes.parquet").write_text("question,answer\n")
+    (tmp_path / "table.xlsx").write_text("question,answer\n")
     for name, message in [
-        ("broken.jsonl", "cannot be read as jsonl"),
-        ("plain.jsonl.gz", "cannot be read as jsonl.gz"),
-        ("one.json", "contains a JSON dict"),
-        ("table.csv", "is not a .json"),
+        ("broken.jsonl", "contains no rows in the format json: JSON parse error"),
+        ("plain.jsonl.gz", "contains no rows in the format json: .*Not a gzipped file"),
+        ("bytes.parquet", "contains no rows in the format parquet: "),
+        ("table.xlsx", "is not a .json, .jsonl, .csv, .parquet file"),
     ]:
         with pytest.raises(ValueError, match=message):
             load_questions(str(tmp_path / name))
+
+
+def test_tables_are_read_too(tmp_path):
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"question": ["1+1", "1+2"], "answer": ["2", "3"]})
+    rows.to_csv(tmp_path / "q.csv")
+    rows.to_parquet(tmp_path / "q.parquet")
+    for name in ("q.csv", "q.parquet"):
+        questions = load_questions(str(tmp_path / name))
+        assert questions["answer"][:] == ["2", "3"] and questions[0]["prompt"][0]["content"].startswith("1+1\n")
 
 
 def test_a_limit_that_leaves_nothing_is_refused(tmp_path):

@@ -105,7 +105,7 @@ def test_an_installed_wheel_finds_its_recipes_and_its_extras(wheel, tmp_path):
         return done.stdout
 
     run("python", "-m", "pip", "install", "--no-index", "--no-deps", "--ignore-installed", wheel)
-    place = run("python", "-c", "import trl_qurl.lab.recipes.settings_files as files; print(files.__file__)")
+    place = run("python", "-c", "import trl_qurl.lab.recipes.arguments as files; print(files.__file__)")
     assert place.startswith(str(tmp_path)), "this checkout was imported"
     said = run("trl-qurl", "ppo", "--config", "gsm8k_ppo", "tis", "--use_cpu", "--bf16", "false", "--help")
     assert "gsm8k_ppo" in said

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from trl_qurl import QuRLGRPOConfig
-from trl_qurl.lab.evaluation.run import warn_of_other_formats
+from trl_qurl.lab.evaluation.command import warn_of_other_formats
 from trl_qurl.quantization import SCHEMES, fake_quantization, quantized_layer_names
 from trl_qurl.quantization.fake_quantization import QuantizedLinear, exact_forward, quantize_layers, quantized_forward
 from trl_qurl.trainers.callbacks import QuantizedForwardCallback

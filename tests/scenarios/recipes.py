@@ -10,9 +10,6 @@ from importlib import import_module
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-from trl_qurl.lab.evaluation.callback import ANSWERERS
-from trl_qurl.lab.evaluation.tasks import encode_prompt
-
 
 def main() -> None:
     arguments = sys.argv[1:]
@@ -23,9 +20,6 @@ def main() -> None:
         trainer = recipe.train(*recipe.parse_arguments(json.loads(argv)))
         trainers.append(trainer)
         records[name] = {"step": trainer.state.global_step, "history": trainer.state.log_history}
-        if trainer.args.rollout_quantization is None:
-            prompts = [encode_prompt(trainer.processing_class, row["prompt"]) for row in trainer.train_dataset]
-            records[name] |= {who: answer(trainer, prompts) for who, answer in ANSWERERS.items()}
     print("RECORD " + json.dumps(records))
 
 

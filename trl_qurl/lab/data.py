@@ -1,26 +1,23 @@
 """Load questions with checkable answers in the format of TRL's trainers.
 
-Reads a Hub data set or a local `.json`, `.jsonl` or gzipped file with a column of questions and a column of answers.
-All checks run here, before loading a model or starting an engine. TRL applies the chat template.
+`datasets` reads a Hub data set or a local file, with a column of questions and a column of answers. All checks run
+here, before loading a model or starting an engine. TRL applies the chat template.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from datasets import Dataset
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 QUESTION_COLUMNS = ("question", "problem", "prompt")
 ANSWER_COLUMNS = ("answer", "final_answer")
-LOCAL_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+"""Loaders of `datasets` for local files, by suffix; `.gz` may follow."""
 
 
 def load_questions(
@@ -34,7 +31,7 @@ def load_questions(
     """Load questions as a data set with the columns `prompt` (a conversation) and `answer` (str).
 
     Args:
-        name_or_path: Hub name (`openai/gsm8k`), or a local `.json`, `.jsonl`, `.json.gz` or `.jsonl.gz` file.
+        name_or_path: Hub name (`openai/gsm8k`), or a local `.json`, `.jsonl`, `.csv` or `.parquet` file (or `.gz`).
         split: Split of a Hub data set; ignored for local files.
         config: Configuration of a Hub data set (`main` for GSM8K); ignored for local files.
         limit: Keep only the first `limit` questions; `None` keeps all.
@@ -48,16 +45,14 @@ def load_questions(
     Raises:
         FileNotFoundError: If `name_or_path` looks like a local file that does not exist.
         ValueError: If there are no questions, a column is missing, a question is neither a text nor a conversation, or
-            the file is not valid JSON.
+            the file cannot be read.
     """
     from datasets import Dataset, load_dataset
 
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit} leaves no questions: give a positive number, or None for all questions.")
-    if _is_local(name_or_path):
-        rows: Collection[dict[str, Any]] = _read_local(Path(name_or_path))
-    else:
-        rows = load_dataset(name_or_path, config, split=split)
+    is_local = _loader(name_or_path) or name_or_path.startswith((".", "/", "~")) or Path(name_or_path).exists()
+    rows = _read_local(name_or_path) if is_local else load_dataset(name_or_path, config, split=split)
     if len(rows) == 0:
         raise ValueError(f"{name_or_path} contains no questions.")
     questions, answers = [], []
@@ -99,34 +94,31 @@ def _instructed(question: Any, source: str, number: int) -> list[dict[str, str]]
     return [*earlier, {"role": "user", "content": f"{last['content']}\n\n{INSTRUCTION}"}]
 
 
-def _is_local(name_or_path: str) -> bool:
-    looks_local = name_or_path.endswith(LOCAL_SUFFIXES) or name_or_path.startswith((".", "/", "~"))
-    return looks_local or Path(name_or_path).exists()
+def _read_local(name: str) -> Dataset:
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
 
-
-def _read_local(path: Path) -> list[dict[str, Any]]:
-    path = path.expanduser()
+    path, loader = Path(name).expanduser(), _loader(name)
     if not path.is_file():
         raise FileNotFoundError(
-            f"The data set file {path} does not exist: give a .json or .jsonl file, or a Hub name."
+            f"The data set file {path} does not exist: give a {', '.join(LOADERS)} file, or a Hub name."
         )
-    if not path.name.endswith(LOCAL_SUFFIXES):
-        raise ValueError(f"{path} is not a {', '.join(LOCAL_SUFFIXES)} file: convert it, or give a Hub name.")
-    is_list = path.name.removesuffix(".gz").endswith(".json")
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
-        try:
-            rows = json.load(file) if is_list else [json.loads(line) for line in file if line.strip()]
-        except (json.JSONDecodeError, UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
-            raise ValueError(f"{path} cannot be read as {path.name.split('.', 1)[-1]}: {error}.") from error
-    if not isinstance(rows, list):
-        raise ValueError(f"{path} contains a JSON {type(rows).__name__}: give a list of objects, or a .jsonl file.")
-    return rows
+    if loader is None:
+        raise ValueError(f"{path} is not a {', '.join(LOADERS)} file: convert it, or give a Hub name.")
+    try:
+        return load_dataset(loader, data_files=str(path), split="train")
+    except (DatasetGenerationError, ValueError, OSError, StopIteration) as error:
+        raise ValueError(
+            f"{path} contains no rows in the format {loader}: {error.__cause__ or repr(error)}"
+        ) from error
 
 
-def _pick(row: Any, columns: tuple[tuple[str, ...], ...], source: str, number: int) -> list[Any]:
+def _loader(path: str) -> str | None:
+    return LOADERS.get(Path(path.removesuffix(".gz")).suffix)
+
+
+def _pick(row: dict[str, Any], columns: tuple[tuple[str, ...], ...], source: str, number: int) -> list[Any]:
     """Return the first value that the row has in each group of columns."""
-    if not isinstance(row, dict):
-        raise ValueError(f"Row {number} of {source} is a JSON {type(row).__name__}, but every row must be an object.")
     candidates = [[row[name] for name in names if row.get(name) is not None] for names in columns]
     missing = [" or ".join(names) for names, values in zip(columns, candidates, strict=True) if not values]
     if missing:

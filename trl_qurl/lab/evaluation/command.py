@@ -1,16 +1,36 @@
-"""Options and output of `trl-qurl eval`. Heavy imports wait until the command runs."""
+"""`trl-qurl eval`: answer benchmarks with one process per number format, and compare the formats question by question.
+
+All files are in one directory: `eval.json` has the settings, `<format>.jsonl` the graded answers, and `results.json`
+the results. Running again with the same settings answers only in the formats that are not finished.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from trl_qurl.cli.options import add_ignore, check_model, json_dictionary
+from trl_qurl.lab.processes import ENGINE_ENVIRONMENT
+
+if TYPE_CHECKING:
+    from trl_qurl.lab.evaluation.results import Answer
+    from trl_qurl.lab.evaluation.worker import Job
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trl-qurl eval`."""
-    parser.epilog = "To resume, run the same command again: it generates only the missing answers."
+    from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED
+
+    parser.epilog = "Run the same command again to continue: formats that are finished are not repeated."
     parser.add_argument("model", metavar="MODEL", help="Hub name or local directory")
     parser.add_argument(
         "--tasks",
@@ -19,17 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="any of gsm8k, math500, aime24, amc23, minerva, olympiad; local .jsonl(.gz) files; "
         "owner/set[:config:split]; name=source",
     )
-    from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED
-
     parser.add_argument(
         "--schemes",
         default=UNQUANTIZED,
         metavar="FORMAT[,FORMAT...]",
         help=f"number formats for the same weights: {', '.join([UNQUANTIZED, *SCHEMES])} (default: %(default)s)",
     )
-    parser.add_argument("--samples", type=int, default=0, metavar="K", help="sampled answers per question")
-    parser.add_argument("--no-greedy", action="store_true", help="skip the greedy answer to each question")
-    parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (the paper: 1.0 or 0.6)")
+    parser.add_argument("--samples", type=int, default=1, metavar="K", help="answers per question (default: 1)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0 for greedy answers (default); the paper samples at 1 or 0.6"
+    )
     parser.add_argument("--top-p", type=float, default=0.7, help="top-p for sampling (default: the paper's 0.7)")
     parser.add_argument("--max-tokens", type=int, default=2048, help="longest completion (default: %(default)s)")
     parser.add_argument("--limit", type=int, metavar="N", help="use only the first N questions of each task")
@@ -42,27 +61,109 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate the model, print the table, and return exit status 0."""
-    from trl_qurl.lab.evaluation.job import Sampling
-    from trl_qurl.lab.evaluation.run import RESULTS_NAME, evaluate
-
-    check_model(args.model)
-    output_dir = args.output_dir or Path(f"eval-{Path(args.model).name}")
-    sampling = Sampling(args.samples, not args.no_greedy, args.temperature, args.top_p, args.max_tokens, args.seed)
-    results = evaluate(
-        args.model,
-        args.tasks.split(","),
-        output_dir,
-        sampling,
-        args.schemes.split(","),
-        args.limit,
-        args.ignore,
-        args.engine_kwargs,
-    )
+    """Evaluate the model in each format, print and save the results, and return exit status 0."""
     from rich.console import Console
 
-    from trl_qurl.lab.evaluation.results import build_table
+    from trl_qurl.lab.device import full_precision
+    from trl_qurl.lab.evaluation.results import build_table, summarize
+    from trl_qurl.lab.evaluation.tasks import load_tasks
+    from trl_qurl.lab.evaluation.worker import Job
+    from trl_qurl.quantization.formats import UNQUANTIZED
+    from trl_qurl.rollout.engine.launch import content_digest, resolve_model, starting_checkpoint
 
+    environments = check_arguments(args)
+    tasks = load_tasks(args.tasks.split(","), args.limit)
+    directory = resolve_model(args.model)
+    warn_of_other_formats(Path(directory), list(environments))
+    sampling = {"n": args.samples, "temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
+    settings = {
+        "model": args.model,
+        "model_digest": content_digest(Path(directory)),
+        "tasks": {task.name: task.digest for task in tasks},
+        "sampling": {**sampling, "seed": args.seed},
+        "ignore": sorted(args.ignore),
+    }
+    output_dir = args.output_dir or Path(f"eval-{Path(args.model).name}")
+    keep_settings(settings, output_dir)
+    sixteen_bit, dtype = full_precision()
+    answers = {}
+    for scheme, environment in environments.items():
+        label, checkpoint, path = sixteen_bit, directory, output_dir / f"{scheme}.jsonl"
+        if scheme != UNQUANTIZED:
+            label, checkpoint = scheme.upper(), str(starting_checkpoint(directory, scheme, args.ignore))
+        job = Job(label, checkpoint, tasks, sampling, args.seed, path, {"dtype": dtype, **args.engine_kwargs})
+        answers[label] = answer_once(job, environment)
+    results = summarize(answers)
+    content = {**settings, "results": [asdict(result) for result in results]}
+    (output_dir / "results.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     Console().print(build_table(results, args.model))
-    print(f"Results: {output_dir / RESULTS_NAME}")
+    print(f"Results: {output_dir / 'results.json'}")
     return 0
+
+
+def check_arguments(args: argparse.Namespace) -> dict[str, dict[str, str]]:
+    """Check what can be checked at once, and return the environment that the engine of each format needs."""
+    from trl_qurl.lab.packages import require
+    from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, get_scheme, parse_scheme
+    from trl_qurl.rollout.engine.kernels import kernel_environment
+    from trl_qurl.rollout.engine.launch import require_vllm
+
+    names = [parse_scheme(name) for name in args.schemes.split(",")]
+    if len(set(names)) < len(names):
+        raise ValueError(f"List each format once, from {', '.join([UNQUANTIZED, *SCHEMES])}; got {args.schemes}.")
+    if args.samples > 1 and args.temperature == 0:
+        raise ValueError(
+            f"--samples {args.samples} requires a --temperature above 0 (the paper: 1 or 0.6): greedy answers to the "
+            "same question are all the same."
+        )
+    require_vllm()
+    require("Evaluating", "math_verify", "rich", extra="eval")
+    check_model(args.model)
+    return {name or UNQUANTIZED: kernel_environment(get_scheme(name) if name else None) for name in names}
+
+
+def warn_of_other_formats(directory: Path, schemes: Sequence[str]) -> None:
+    """Warn if a policy trained with one format's forward pass is evaluated in another: it differs between them."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    training_scheme = config.get("training_forward", {}).get("scheme")
+    others = [scheme for scheme in schemes if scheme != training_scheme]
+    if training_scheme and others and "quantization_config" not in config:
+        warnings.warn(
+            f"This model was trained with {training_scheme}'s forward pass (training_forward='quantized') and may be "
+            f"much worse in {', '.join(others)}: evaluate it with --schemes {training_scheme}.",
+            stacklevel=2,
+        )
+
+
+def keep_settings(settings: dict[str, Any], output_dir: Path) -> None:
+    """Save the settings; raise `ValueError` if the directory contains answers from different ones."""
+    path = output_dir / "eval.json"
+    if any(output_dir.glob("*.jsonl")) and path.exists():
+        previous = json.loads(path.read_text(encoding="utf-8"))
+        if changed := [name for name, value in settings.items() if previous.get(name) != value]:
+            raise ValueError(
+                f"{output_dir} contains answers from an evaluation with different settings ({', '.join(changed)}): "
+                "use another --output-dir, or delete the directory to start over."
+            )
+    output_dir.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def answer_once(job: Job, environment: Mapping[str, str]) -> list[Answer]:
+    """Return a format's answers, generated in a separate process unless the answer file exists."""
+    from trl_qurl.lab.evaluation.results import Answer
+
+    if not job.answers.exists():
+        path = job.answers.with_suffix(".job")
+        path.write_bytes(pickle.dumps(job))
+        command = [sys.executable, "-m", "trl_qurl.lab.evaluation.worker", str(path)]
+        status = subprocess.run(
+            command, env={**ENGINE_ENVIRONMENT, **os.environ, **environment}, check=False
+        ).returncode
+        path.unlink()
+        if status:
+            raise ChildProcessError(
+                f"Evaluation with {job.label} failed with exit status {status}; see the output above. Run the same "
+                "command again to continue with this format."
+            )
+    return [Answer(**json.loads(line)) for line in job.answers.read_text(encoding="utf-8").splitlines()]

@@ -1,32 +1,28 @@
-"""The results of an evaluation, and a table of them."""
+"""Graded answers, the results computed from them, and a table of the results."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from statistics import fmean
 from typing import TYPE_CHECKING
 
-from trl_qurl.lab.evaluation.answers import GREEDY, Answer, AnswerFile, correct_by_question
-from trl_qurl.lab.evaluation.job import Sampling
-from trl_qurl.lab.evaluation.scores import Estimate, average_at_k, paired_difference, pass_at_k
-from trl_qurl.lab.evaluation.tasks import Task
+from trl_qurl.lab.evaluation.scores import Estimate, average_at_k, paired_difference
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
 @dataclass(frozen=True)
-class Mode:
-    """Results of greedy or of sampled answers."""
+class Answer:
+    """A graded answer: one line of an answer file."""
 
-    average: Estimate  # Avg@k; Avg@1 for greedy answers
-    pass_at: dict[int, float]  # pass@k of the sampled answers, by k
-    difference: Estimate | None  # from the first format's `average`, paired by question
-    tokens: float  # mean length of an answer
-    finished: float  # share of answers that ended before the token limit
-    seconds: float  # total time
-    tokens_per_second: float
+    task: str
+    question: int  # index, from 0
+    correct: bool
+    tokens: int
+    finished: bool  # ended with a stop token, not at the token limit
+    text: str
 
 
 @dataclass(frozen=True)
@@ -36,37 +32,32 @@ class Result:
     task: str
     format: str
     questions: int
-    modes: dict[str, Mode]
+    accuracy: Estimate  # Avg@k
+    difference: Estimate | None  # from the first format's accuracy, paired by question
+    tokens: float  # mean length of an answer
+    finished: float  # share of answers that ended before the token limit
 
 
-def summarize(files: Mapping[str, AnswerFile], tasks: Sequence[Task], sampling: Sampling) -> list[Result]:
-    """Compute the results of every task in every format; differences are from the first format."""
-    (_, first), *_ = files.items()
+def summarize(answers: Mapping[str, Sequence[Answer]]) -> list[Result]:
+    """Compute the results of every task from the answers of each format; differences are from the first format."""
+    baseline = next(iter(answers.values()))
     results = []
-    for task, (label, file) in product(tasks, files.items()):
-        modes = {
-            mode: count(file.of(task.name, mode), None if file is first else first.of(task.name, mode))
-            for mode in sampling.requests(task)
-        }
-        results.append(Result(task.name, label, len(task.prompts), modes))
+    for task in dict.fromkeys(answer.task for answer in baseline):
+        expected = _correct_by_question(baseline, task)
+        for label, graded in answers.items():
+            correct, own = _correct_by_question(graded, task), [answer for answer in graded if answer.task == task]
+            results.append(
+                Result(
+                    task,
+                    label,
+                    questions=len(correct),
+                    accuracy=average_at_k(correct),
+                    difference=None if graded is baseline else paired_difference(correct, expected),
+                    tokens=fmean(answer.tokens for answer in own),
+                    finished=fmean(answer.finished for answer in own),
+                )
+            )
     return results
-
-
-def count(answers: Sequence[Answer], baseline: Sequence[Answer] | None) -> Mode:
-    """Compute the results of one mode's answers."""
-    right = correct_by_question(answers)
-    samples = min(map(len, right))
-    powers = [k for k in (1, 2, 4, 8, 16, 32, 64, 128, 256) if k < samples]
-    tokens, seconds = sum(answer.tokens for answer in answers), sum(answer.seconds for answer in answers)
-    return Mode(
-        average=average_at_k(right),
-        pass_at={k: pass_at_k(right, k) for k in [*powers, samples]} if samples > 1 else {},
-        difference=None if baseline is None else paired_difference(right, correct_by_question(baseline)),
-        tokens=tokens / len(answers),
-        finished=sum(answer.finished for answer in answers) / len(answers),
-        seconds=seconds,
-        tokens_per_second=tokens / seconds if seconds else 0.0,
-    )
 
 
 def build_table(results: Sequence[Result], model: str) -> Table:
@@ -74,33 +65,35 @@ def build_table(results: Sequence[Result], model: str) -> Table:
     from rich import box
     from rich.table import Table
 
-    several = len({result.format for result in results}) > 1
+    several = any(result.difference for result in results)
     caption = "%, with 95 % intervals" + ("; difference from the first format" if several else "")
     table = Table(
         title=model, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=caption, caption_justify="left"
     )
-    for heading in ("task", "format", "answers"):
-        table.add_column(heading, no_wrap=True, min_width=max(len(heading), 6))
-    for heading in ["right", *(["difference"] if several else []), "pass@k", "tokens", "cut off", "s"]:
+    for heading in ("task", "format"):
+        table.add_column(heading, no_wrap=True, min_width=6)
+    for heading in ("right", *(["difference"] if several else []), "tokens", "cut off"):
         table.add_column(heading, justify="right", min_width=len(heading))
-    previous_task = ""
     for result in results:
-        for mode, figures in result.modes.items():
-            k = max(figures.pass_at, default=1)
-            difference = "" if figures.difference is None else _with_interval(figures.difference, "+.1f")
-            table.add_row(
-                "" if result.task == previous_task else f"{result.task} ({result.questions})",
-                result.format,
-                "greedy" if mode == GREEDY else f"Avg@{k}",
-                _with_interval(figures.average, ".1f"),
-                *([difference] if several else []),
-                f"{100 * figures.pass_at[k]:.1f}" if figures.pass_at else "",
-                f"{figures.tokens:.0f}",
-                f"{100 * (1 - figures.finished):.1f}",
-                f"{figures.seconds:.0f}",
-            )
-            previous_task = result.task
+        difference = "" if result.difference is None else _with_interval(result.difference, "+.1f")
+        table.add_row(
+            f"{result.task} ({result.questions})" if result.format == results[0].format else "",
+            result.format,
+            _with_interval(result.accuracy, ".1f"),
+            *([difference] if several else []),
+            f"{result.tokens:.0f}",
+            f"{100 * (1 - result.finished):.1f}",
+        )
     return table
+
+
+def _correct_by_question(answers: Sequence[Answer], task: str) -> list[list[bool]]:
+    """Return the correctness of each answer to a task, by question, (Q, k)."""
+    correct: dict[int, list[bool]] = {}
+    for answer in answers:
+        if answer.task == task:
+            correct.setdefault(answer.question, []).append(answer.correct)
+    return list(correct.values())
 
 
 def _with_interval(estimate: Estimate, spec: str) -> str:

@@ -6,10 +6,9 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from trl_qurl.lab.data import LOCAL_SUFFIXES, load_questions
+from trl_qurl.lab.data import LOADERS, load_questions
 
 
 class Source(NamedTuple):
@@ -31,7 +30,7 @@ SOURCES = {
 """The paper's benchmarks (GSM8K, AIME24, and the five of DeepScaleR)."""
 
 ALLOWED = (
-    f"choose one of {', '.join(SOURCES)}, or give a local {' or '.join(LOCAL_SUFFIXES)} file, a Hub name "
+    f"choose one of {', '.join(SOURCES)}, or give a local {', '.join(LOADERS)} file, a Hub name "
     "(owner/set, or owner/set:config:split), or name=source"
 )
 
@@ -53,12 +52,12 @@ class Task:
 def load_task(spec: str, limit: int | None = None) -> Task:
     """Load the first `limit` questions of a benchmark.
 
-    `spec` is a name in `SOURCES`; a local `.json`, `.jsonl`, `.json.gz` or `.jsonl.gz` file; a Hub name
+    `spec` is a name in `SOURCES`; a local `.json`, `.jsonl`, `.csv` or `.parquet` file; a Hub name
     (`owner/set`, optionally `owner/set:config:split`); or `name=source` with any of these as the source.
     """
     name, separator, source = spec.partition("=")
     if not separator:
-        name, source = _display_name(spec), spec
+        name, source = spec.split(":")[0].split("/")[-1].split(".")[0], spec
     if not name or not source:
         raise ValueError(f"The task {spec!r} is not of the form name=source: {ALLOWED}.")
     path, config, split = _find_source(source)
@@ -102,18 +101,10 @@ def needed_context(config: Any, prompts: Iterable[Sequence[int]], max_tokens: in
 def _find_source(source: str) -> Source:
     if source in SOURCES:
         return SOURCES[source]
-    if source.endswith(LOCAL_SUFFIXES) or source.startswith((".", "/", "~")):
+    if source.removesuffix(".gz").endswith(tuple(LOADERS)) or source.startswith((".", "/", "~")):
         return Source(source)
     name, *parts = source.split(":")
     if "/" not in name or len(parts) > 2:
         raise ValueError(f"Unknown task {source!r}: {ALLOWED}.")
     config, split = (*parts, "", "")[:2]
     return Source(name, config or None, split or "test")
-
-
-def _display_name(spec: str) -> str:
-    if not spec.endswith(LOCAL_SUFFIXES):
-        return spec.split(":")[0].split("/")[-1]
-    path = Path(spec)
-    stem = path.name.split(".")[0]
-    return path.parent.name or stem if stem in ("train", "test") else stem

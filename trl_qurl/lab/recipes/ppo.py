@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from trl_qurl.cli.options import check_model
 from trl_qurl.lab.recipes import questions
 
 
@@ -16,19 +14,9 @@ class ScriptArguments(questions.ScriptArguments):
     value_model: str | None = questions.option(None, "Initial model of the critic. Defaults to the policy's.")
 
 
-class PPORecipe(questions.Recipe):
-    """Training with a critic, whose initial model may differ from the policy's."""
-
-    def trainer_arguments(self, script_args: Any) -> dict[str, Any]:
-        """Return the critic's initial model; raise an error if it does not exist."""
-        if script_args.value_model is not None:
-            check_model(script_args.value_model)
-        return {"value_model": script_args.value_model}
-
-
 # The paper's GSM8K run: 256 prompts with one answer of up to 512 tokens each, learning rate 1e-5, 15 epochs = 435
 # rollouts, UAQ off. The paper does not state the updates per rollout; verl's example of this run makes four of 64.
-RECIPE = PPORecipe(
+RECIPE = questions.Recipe(
     "ppo",
     {
         **questions.DEFAULTS,

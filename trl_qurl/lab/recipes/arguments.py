@@ -1,0 +1,170 @@
+"""Arguments of `trl-qurl grpo|ppo|rloo`: TRL's parser, YAML files by path or name for `--config`, and the help.
+
+`--help` prints essential options first, then those that this project adds or the command changes; `--help-all` prints
+all, including those of TRL and transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trl_qurl.cli.noise import quiet
+from trl_qurl.cli.parser import SuggestingParser, did_you_mean
+from trl_qurl.lab.device import cpu_settings
+
+if TYPE_CHECKING:
+    from trl import ModelConfig
+
+HERE = Path(__file__).parent
+USAGE = "%(prog)s [--config FILE ...] [--OPTION VALUE ...]"
+
+START = {
+    "model_name_or_path": None,
+    "dataset": None,
+    "output_dir": "Directory for the trained policy, its checkpoints and its log.",
+    "max_steps": "Optimizer steps; -1 to train for num_train_epochs.",
+    "num_train_epochs": "Passes over the questions, if max_steps is -1.",
+    "learning_rate": "Peak learning rate.",
+    "use_peft": "Train a LoRA adapter (--lora_r, --lora_alpha, --lora_target_modules).",
+    "vllm_mode": "colocate: run the engine in this process; server: requires a running `trl-qurl serve`.",
+    "resume_from_checkpoint": "Checkpoint to resume from; true for the latest in output_dir.",
+}
+"""Essential options, with a help text if the option is not ours."""
+
+
+def parse(
+    command: str, script_arguments: type, defaults: dict[str, Any], argv: Sequence[str] | None = None
+) -> tuple[Any, Any, ModelConfig]:
+    """Parse a command line and the YAML files of its `--config` into script, trainer and model arguments."""
+    quiet()
+    from trl import ModelConfig, TrlParser
+
+    import trl_qurl
+
+    @dataclass
+    class ModelArguments(ModelConfig):
+        """TRL's model arguments, with a short name for the model."""
+
+        model_name_or_path: str | None = field(
+            default=None,
+            metadata={"aliases": ["--model"], "help": "Model to train: a Hub name or a directory."},
+        )
+
+    class Parser(SuggestingParser, TrlParser):
+        """TRL's parser, with suggestions for misspelled options and values."""
+
+        similarity = 0.6
+
+    prog = None if argv is None else f"trl-qurl {command}"
+    argv = sys.argv[1:] if argv is None else list(argv)
+    config = getattr(trl_qurl, f"QuRL{command.upper()}Config")
+    groups = [script_arguments, config, ModelArguments]
+    known_names = {setting.name for group in groups for setting in fields(group)}
+    # By default, argparse would print all three hundred options above each error message.
+    parser = Parser(groups, prog=prog, usage=USAGE, add_help=False)  # type: ignore[arg-type, misc]
+    if "--help-all" in argv:
+        parser.print_help()
+        parser.exit()
+    if "--help" in argv or "-h" in argv:
+        print_help(parser.prog, groups, defaults)
+        parser.exit()
+    settings, argv = take_settings(argv, known_names, command)
+    os.environ.update({name: str(value) for name, value in settings.pop("env", {}).items()})
+    parser.set_defaults_with_config(**{**cpu_settings(), **defaults, **settings})
+    return parser.parse_args_and_config(argv)
+
+
+def recipes() -> dict[str, Path]:
+    """Return the package's settings files by name: the paper's runs, their variants, and ours."""
+    patterns = ("paper/*.yaml", "paper/variants/*.yaml", "own/*.yaml")
+    return {path.stem: path for pattern in patterns for path in sorted(HERE.glob(pattern))}
+
+
+def take_settings(argv: Sequence[str], known_names: Collection[str], command: str) -> tuple[dict[str, Any], list[str]]:
+    """Read the YAML files of `--config`, and return their settings and the other arguments.
+
+    Files are given by path or, if they come with the package, by name. Each file overrides the previous ones, so you
+    can combine a recipe with a variant, or with a file of your own.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", nargs="*", action="append", default=[])
+    args, rest = parser.parse_known_args(argv)
+    if [] in args.config:
+        raise ValueError("--config requires the name of a YAML file or a recipe.")
+    settings: dict[str, Any] = {}
+    for name in chain(*args.config):
+        settings |= _read_settings(name, known_names, command)
+    return settings, rest
+
+
+def _read_settings(name: str, known_names: Collection[str], command: str) -> dict[str, Any]:
+    import yaml
+
+    path = Path(name) if Path(name).is_file() else recipes().get(name)
+    if path is None:
+        raise FileNotFoundError(
+            f"The settings file {name} does not exist: give a YAML file, or the name of a recipe or variant: "
+            f"{', '.join(recipes())}."
+        )
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"The settings file {path} is not valid YAML: {error}.") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"The settings file {path} has no `name: value` lines: write one setting per line.")
+    if "model" in settings:  # short name, as on the command line
+        settings["model_name_or_path"] = settings.pop("model")
+    unknown = [str(name) for name in settings if name not in known_names and name != "env"]
+    if unknown:
+        raise ValueError(
+            f"The settings file {path} has unknown settings: {', '.join(unknown)}"
+            f"{did_you_mean(unknown, list(known_names))} `trl-qurl {command} --help` lists the names."
+        )
+    return settings
+
+
+def print_help(prog: str, classes: Sequence[type], defaults: dict[str, Any]) -> None:
+    """Print the options of a recipe; `classes` are its script arguments, config and model arguments."""
+    script_arguments, config, _ = classes
+    theirs = next(parent for parent in config.__mro__ if parent.__module__.startswith("trl."))
+    settings = {setting.name: setting for cls in classes for setting in fields(cls)}
+    inherited = {setting.name for setting in fields(theirs)}
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage=USAGE,
+        add_help=False,
+        epilog=f"All {len(settings)} options, including those of TRL's {theirs.__name__} and ModelConfig: {prog} "
+        f"--help-all. Each is also a setting in a YAML file. Example: {prog} --model Qwen/Qwen2.5-0.5B-Instruct "
+        "--dataset questions.jsonl --max_steps 200 --output_dir policy",
+    )
+    groups = {
+        "model, data, length of the run": START,
+        "settings of trl-qurl": [setting.name for setting in fields(config) if setting.name not in inherited],
+        "questions and output": [setting.name for setting in fields(script_arguments)],
+        "settings of TRL that this command changes": defaults,
+    }
+    for title, names in groups.items():
+        group = parser.add_argument_group(title)
+        for setting in [settings.pop(name) for name in names if name in settings]:
+            default = defaults.get(setting.name, setting.default)
+            note = "" if default in (None, MISSING) else f" (default: {default})"
+            text = START.get(setting.name) or setting.metadata.get("help", "")
+            options = [f"--{setting.name}", *setting.metadata.get("aliases", ())]
+            group.add_argument(*options, metavar="VALUE", help=f"{text}{note}".replace("%", "%%"))
+    files = parser.add_argument_group("settings files and help")
+    files.add_argument(
+        "--config",
+        metavar="FILE",
+        nargs="+",
+        help=f"YAML files of settings, or names of recipes ({', '.join(recipes())}); later ones override",
+    )
+    files.add_argument("--help", action="help", help="this list")
+    files.add_argument("--help-all", action="help", help="all options")
+    parser.print_help()
