@@ -24,7 +24,8 @@ from benchmarks.objectives.coarse import CODE_BITS
 from benchmarks.objectives.study import RESULTS
 from benchmarks.provenance import provenance, write_record
 from benchmarks.real_model import RESULTS as REAL_RESULTS
-from trl_qurl.rollout.guard import ESS, KL, TAIL, WINDOW, MismatchGuard
+from trl_qurl.config import QuantizedRolloutsConfig
+from trl_qurl.trainers.guard import ESS, KL, TAIL, WINDOW, MismatchGuard
 from trl_qurl.trainers.run_log import Run, read_run
 
 HEALTHY, UNCLEAR, HARMED, COLLAPSING = ("healthy", "harmed, KL as healthy", "harmed", "collapsing")
@@ -65,7 +66,8 @@ def replay(run: Run) -> tuple[int | None, dict[str, float]]:
     Returns:
         The rollout, counted from 1, that turns the alarm on first, and each metric's worst median.
     """
-    guard = MismatchGuard(cap=run.settings.get("vllm_importance_sampling_clip_max", 2.0))
+    cap = run.settings.get("vllm_importance_sampling_clip_max", 2.0)
+    guard = MismatchGuard(QuantizedRolloutsConfig.mismatch_guard_kl, cap)
     rollouts = [row for row in run.rows if KL in row]
     alarms = [number for number, row in enumerate(rollouts, start=1) if guard.observe(row)]
     return alarms[0] if alarms else None, {name: worst(name, rollouts) for name in (KL, TAIL, ESS)}
@@ -79,7 +81,7 @@ def worst(name: str, rollouts: Sequence[dict[str, Any]]) -> float:
 
 
 def replay_all(directory: Path, real: Path) -> list[Group]:
-    """Replay every stored run that the guard did not act on."""
+    """Replay every stored run."""
     groups = [
         replay_group(Group(f"real {task.name}", arm, real_expectation(arm)), sorted(task.glob(f"{arm}-seed*")))
         for task in sorted(real.iterdir())
@@ -88,8 +90,6 @@ def replay_all(directory: Path, real: Path) -> list[Group]:
     ]
     for name, experiment in EXPERIMENTS.items():
         for arm in experiment.arms:
-            if "mismatch_guard" in arm.changed:
-                continue
             paths = sorted((directory / name).glob(f"{arm.name}-seed*.jsonl.gz"))
             if paths:
                 groups.append(replay_group(Group(name, arm.name, expectation(arm)), paths))
@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--real-runs", type=Path, default=REAL_RESULTS, help="directory that real_model.py wrote to")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args(argv)
-    record: dict[str, Any] = {"benchmark": "guard", **provenance(torch.device("cpu"), "trl_qurl/rollout/guard.py")}
+    record: dict[str, Any] = {"benchmark": "guard", **provenance(torch.device("cpu"), "trl_qurl/trainers/guard.py")}
     groups = replay_all(args.runs, args.real_runs)
     record["results"] = [vars(group) for group in groups]
     console = Console(width=max(Console().width, 130))

@@ -217,13 +217,10 @@ def test_the_page_states_the_differences_of_the_logs():
     corrected = contrasts.holm([contrasts.p_value(found.values) for found in table.values()])
     remaining = {cell for cell, p in zip(table, corrected, strict=True) if p < contrasts.LEVEL}
     ratio = "quantized_ratio − naive"
-    guard = "fallback − without a guard (`quantized_ratio`)"
-    assert remaining == {(ratio, "int4"), (ratio, "int3"), (guard, "int3")}
+    assert remaining == {(ratio, "int4"), (ratio, "int3")}
     text = page.read_text()
     assert f"has {len(table)} differences" in text
-    assert (
-        "leaves three: `quantized_ratio` − `naive` with INT4 and INT3, and INT3's fallback − without a guard" in text
-    )
+    assert "leaves two: `quantized_ratio` − `naive` with INT4 and INT3" in text
 
 
 @pytest.mark.parametrize("merges", [True, False], ids=["merged", "beside the base"])

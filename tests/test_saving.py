@@ -315,18 +315,6 @@ def test_an_adapter_is_merged_where_that_is_asked_for_or_the_base_is_another(tra
         assert not torch.equal(weights_of(directory)[query], beside[query]), "the adapter is nowhere"
 
 
-def test_after_a_fallback_the_adapter_is_merged(trainer):
-    generation = trainer.vllm_generation
-    beside = weights_of(trainer.save_quantized())
-    generation.rollout = generation.rollout.in_16_bits()
-    generation.base = FrozenBase(generation.model, WeightStream(generation.model, None), generation.rollout)
-    directory = trainer.save_quantized()
-    assert config_of(directory)["quantization_config"]["format"] == "pack-quantized"
-    assert not (directory / "adapter").exists()
-    query = "model.layers.0.self_attn.q_proj.weight_scale"
-    assert not torch.equal(weights_of(directory)[query], beside[query]), "the adapter is nowhere"
-
-
 @pytest.mark.parametrize(
     "choice", [{"scheme": "int8"}, {"ignore": ["lm_head", "re:.*down_proj"]}, {"quantizer": "llmcompressor"}, {}]
 )

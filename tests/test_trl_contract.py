@@ -435,8 +435,7 @@ def test_the_trainer_syncs_before_the_first_rollout_of_every_step(module, traine
     body = text_of(module, f"{trainer}._generate_single_turn")
     condition, call = "if self.state.global_step != self._last_loaded_step:", "self.vllm_generation.sync_weights()"
     assert condition in body and body.index(condition) < body.index(call) < body.index("vllm_generation.generate("), (
-        f"{trainer}._generate_single_turn does not sync weights before it generates; our trainer leaves it to it, "
-        "and after a fallback asks for it by _last_loaded_step = -1."
+        f"{trainer}._generate_single_turn does not sync weights before it generates; our trainer leaves it to it."
     )
 
 

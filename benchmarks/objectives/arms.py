@@ -203,17 +203,6 @@ def _rloo() -> Experiment:
     return Experiment("rloo", "Does RLOO learn from quantized rollouts, and does a correction help it?", tuple(arms))
 
 
-def _guard() -> Experiment:
-    """The objective that collapses, saved or not. INT4's KL is too small for the default threshold."""
-    fallback = {"objective": "quantized_ratio", "mismatch_guard": "fallback"}
-    arms = [
-        Arm("int3_quantized_ratio_fallback", "int3", fallback),
-        Arm("int4_quantized_ratio_fallback", "int4", fallback | {"mismatch_guard_kl": 0.015}),
-    ]
-    question = "Does a fallback to 16 bits save a run that collapses?"
-    return Experiment("guard", question, tuple(arms), beside="main")
-
-
 def _actors() -> Experiment:
     """Other ways from the weights to the actor's: smoothed inputs, and rounding that is right on average."""
     smoothed = {"objective": "tis", "smooth_activations": True}
@@ -237,7 +226,6 @@ EXPERIMENTS = {
         _lora(),
         _arithmetic(),
         _rloo(),
-        _guard(),
         _actors(),
     )
 }

@@ -45,8 +45,6 @@ TABLE: dict[str, tuple[str, str, str]] = {
     "smoothed − not (`tis`)": ("actors", "{}_tis_smoothed", "{}_tis"),
     "stochastic − nearest (`tis`)": ("actors", "{}_stochastic_tis", "{}_tis"),
     "error feedback − nearest (`tis`)": ("actors", "{}_feedback_tis", "{}_tis"),
-    "fallback − without a guard (`quantized_ratio`)": ("guard", "{}_quantized_ratio_fallback", "{}_quantized_ratio"),
-    "fallback − BF16": ("guard", "{}_quantized_ratio_fallback", "bf16"),
 }
 """Rows of docs/results.md's table of differences: experiment and arms, by format."""
 

@@ -22,7 +22,6 @@ KEPT = (
     "mismatch/ratio_max",
     "mismatch/capped_share",
     "mismatch/ess",
-    "mismatch/guard",
     "sampling/sampling_logp_difference/mean",
     "policy/approx_kl",
     "clip_ratio/low_mean",
@@ -58,7 +57,6 @@ KEPT_SETTINGS = (
     "round_base",
     "smooth_activations",
 )
-KEPT_OF_THE_GUARD = ("mismatch_guard", "mismatch_guard_kl")  # of arms that have one
 DIGITS = 5
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
@@ -111,8 +109,7 @@ def train_arm(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any],
             trainer.add_callback(recorder)
             trainer.train()
         run = read_run(output_dir)
-    names = KEPT_SETTINGS + (KEPT_OF_THE_GUARD if config.mismatch_guard != "off" else ())
-    settings = {name: run.settings[name] for name in names if name in run.settings}
+    settings = {name: run.settings[name] for name in KEPT_SETTINGS if name in run.settings}
     settings |= {"activation_bits": arm.activation_bits, "arm": arm.name, **provenance}
     write_short_log(settings, run.rows, place)
 

@@ -15,8 +15,6 @@ from trl_qurl.quantization.scheme import QuantizationScheme
 class BothPolicies(RolloutRecorder):
     """[`RolloutRecorder`] that also measures the quantized policy, as the trainer computes it.
 
-    It does so after a fallback to 16 bits, too: that is what the policy would be worth in the run's format.
-
     Args:
         scheme: Format of the rollouts.
         merges: Whether an adapter is merged before it is rounded; otherwise it stays beside the rounded base.

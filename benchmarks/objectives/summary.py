@@ -21,7 +21,6 @@ from typing import Any
 from benchmarks.objectives.arms import EXPERIMENTS
 from benchmarks.objectives.study import RESULTS
 from trl_qurl.lab.curves import FINAL_ROLLOUTS, final_value, points_of
-from trl_qurl.rollout.guard import FALLEN_BACK, GUARD
 from trl_qurl.trainers.run_log import Run, read_run
 
 FIRST = 10  # rollouts
@@ -86,12 +85,6 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
     ],
     "lora_rate": [],
     "arithmetic": [],
-    "guard": [
-        ("int3_quantized_ratio_fallback", "int3_quantized_ratio"),
-        ("int3_quantized_ratio_fallback", "bf16"),
-        ("int4_quantized_ratio_fallback", "int4_quantized_ratio"),
-        ("int4_quantized_ratio_fallback", "bf16"),
-    ],
     "rloo": [
         *((f"{scheme}_{name}", "bf16") for scheme in ("int8", "int3") for name in ("naive", "tis")),
         *((f"{scheme}_tis", f"{scheme}_naive") for scheme in ("int8", "int3")),
@@ -190,8 +183,7 @@ def accuracy(run: Run, window: int = FINAL_ROLLOUTS) -> float | None:
 
 def sampling_accuracy(run: Run, window: int = FINAL_ROLLOUTS) -> float | None:
     """Of the policy that samples; `None` where that is a quantized one that was not measured."""
-    fell_back = [value for _, value in run.series(GUARD)][-1:] == [FALLEN_BACK]
-    unquantized = run.settings.get("rollout_quantization", "?") is None or fell_back
+    unquantized = run.settings.get("rollout_quantization", "?") is None
     return accuracy(run, window) if unquantized else final_value(points_of(run, QUANTIZED), window)
 
 

@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import sys
-import weakref
 from pathlib import Path
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -180,7 +179,6 @@ def run(options: argparse.Namespace) -> dict:
     KEPT.append(trainer)
     if options.ppo:
         critic_start = {name: p.detach().clone() for name, p in trainer.critic.model.named_parameters()}
-    first_engine = weakref.ref(getattr(trainer.vllm_generation, "llm", trainer))
     trainer.vllm_generation.pop_cost()  # of the engine's start
     trainer.vllm_generation.sync_weights()
     record = {"probe_start": engine_logps(trainer), "whole_mb": trainer.vllm_generation.pop_cost().sent_bytes / 1e6}
@@ -202,7 +200,7 @@ def run(options: argparse.Namespace) -> dict:
     elif options.export:
         model = whole_model(trainer)
         if trainer.accelerator.is_main_process:
-            scheme = trainer.vllm_generation.rollout.scheme  # none after a fallback to 16 bits
+            scheme = trainer.vllm_generation.rollout.scheme
             export(model, scheme and scheme.name, trainer.args.quantization_ignore, options.export)
     # After the export: merging an adapter and taking it out again leaves the base a rounding error away. In a list: a
     # pass that is not read to its end leaves adapters merged.
@@ -223,7 +221,6 @@ def run(options: argparse.Namespace) -> dict:
         trainer.save_model()
     if (engine := trainer.vllm_generation.engine) is not None:
         record["engine_dtype"] = engine.describe().dtype
-    record["started_again"] = first_engine() is None  # and the first one is gone
     record["processes"] = trainer.accelerator.num_processes
     record["distribution"] = str(trainer.accelerator.distributed_type.value)
     record["probes"] = gather_object([record["probe_end"]])

@@ -93,9 +93,9 @@ class QuantizedRolloutsConfig:
 
     > Guard
 
-        mismatch_guard: What to do when the sampling policy has drifted from the learning policy: `off`, `warn`, `stop`
-            or `fallback`. `warn` warns once per alarm, `stop` saves a checkpoint and ends training, and `fallback`
-            restarts the colocated engine without quantization and continues.
+        mismatch_guard: What to do when the sampling policy has drifted from the learning policy: `off`, `warn` or
+            `stop`. `warn` warns once per alarm; `stop` also saves a checkpoint and ends training. To continue with
+            16-bit rollouts, resume from it with `rollout_quantization=None`.
         mismatch_guard_kl: KL (`mismatch/kl_k3`, nats per token) at which the guard acts. The median of five rollouts
             decides. The guard also watches the tail of the importance ratio and the effective sample size, with fixed
             thresholds.
@@ -268,25 +268,6 @@ class QuantizedRolloutsConfig:
         check_kv_cache(engine_kwargs.get("kv_cache_dtype", "auto"), "kv_cache_dtype of vllm_engine_kwargs")
 
     def _check_guard(self: Any) -> None:
-        check_choice("mismatch_guard", self.mismatch_guard, ("off", "warn", "stop", "fallback"))
+        check_choice("mismatch_guard", self.mismatch_guard, ("off", "warn", "stop"))
         requirement = "positive and finite (nats per token; the default is 0.1)"
         check_numbers(self, ["mismatch_guard_kl"], lambda kl: 0 < kl < inf, requirement)
-        if self.mismatch_guard != "fallback":
-            return
-        if self.vllm_mode == "server":
-            raise ValueError(
-                "mismatch_guard='fallback' with vllm_mode='server': a trainer cannot restart a server in another "
-                "format. Use mismatch_guard='stop'; after a stop, start `trl-qurl serve MODEL --scheme none` and "
-                "resume with rollout_quantization=None."
-            )
-        futile = {
-            "rollout_quantization=None, with rollouts already in 16 bits": self.rollout_quantization is None,
-            "training_forward='quantized', which learns in the rollouts' format": self.training_forward == "quantized",
-            "round_base=True, which gives the trainer the engine's weights": self.round_base,
-        }
-        for setting, is_set in futile.items():
-            if is_set:
-                raise ValueError(
-                    f"mismatch_guard='fallback' with {setting}: 16 bits would not reduce the mismatch. Use "
-                    "mismatch_guard='warn' or 'stop'."
-                )

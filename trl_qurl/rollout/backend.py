@@ -189,7 +189,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if folder is not None and not (self.base and self.base.checkpoint):
             folder.drop_weights("start")
         self._folder = folder  # keep alive: the worker re-reads the starting checkpoint's headers
-        self._release = release_when_deleted(self.llm)
+        release_when_deleted(self.llm)
         engine = ColocatedEngine(self.llm, self._sleeps)
         if self.base is not None and folder is not None:
             return self._adapt(engine, torch_dtype(engine.describe().dtype), folder)
@@ -203,22 +203,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         rollout = self.rollout
         writer = CheckpointWriter(self.base_model, self.processing_class, rollout.scheme, rollout.ignore)
         return CheckpointFolder(self.accelerator, rollout, writer, checkpoints * self.weights.nbytes())
-
-    def restart(self, rollout: RolloutSettings) -> None:
-        """Free the engine in this process, and start one with other settings. The next sync is its first.
-
-        A collective operation.
-        """
-        if self._sleeps:
-            self.llm.wake_up()  # freeing unmapped memory crashes on some devices
-        if self.weights.smoothing is not None:
-            self.weights.smoothing.close()
-        # Drop every reference to the engine and its checkpoint.
-        del self.llm, self.engine, self.sync, self.base, self._folder
-        self._release()
-        vllm_generation.empty_cache()
-        self.rollout = rollout
-        self._init_vllm()
 
     # Weight sync -----------------------------------------------------------------------------------------------------
 

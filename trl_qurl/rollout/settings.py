@@ -1,6 +1,6 @@
 """Rollout settings as flat values: config objects stop at the trainers."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from trl_qurl.quantization.scheme import QuantizationScheme
@@ -24,8 +24,3 @@ class RolloutSettings:
     sync_probe: bool = True  # whether those checks include the probe
     request_timeout: float = 1800.0  # seconds that a request to a server may take
     max_recoveries: int = 3  # consecutive recoveries from server faults
-
-    def in_16_bits(self) -> "RolloutSettings":
-        """Return a copy without quantization, smoothing, or llm-compressor."""
-        weight_sync = "auto" if self.weight_sync == "llmcompressor" else self.weight_sync
-        return replace(self, scheme=None, smooths=False, weight_sync=weight_sync)

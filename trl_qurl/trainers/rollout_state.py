@@ -1,6 +1,6 @@
 """Checkpoints that store a run's position in its rollout and in its data, to resume exactly there.
 
-They also store the mismatch guard's history and the smoothing scales.
+They also store the smoothing scales.
 
 One rollout serves several optimizer updates, but TRL keeps its tokens only in memory. A run that stops between two of
 those updates would sample again on resuming and lose its place in the data. One small file per process prevents that.
@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import broadcast_object_list, send_to_device
+from accelerate.utils import send_to_device
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.utils import RepeatSampler
-
-from trl_qurl.trainers.guard import MismatchGuardCallback
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as TRLTrainer
@@ -30,15 +28,13 @@ class RolloutStateMixin(TRLTrainer):
     """Mixin for TRL trainers that saves the rollout in progress in checkpoints and resumes inside it."""
 
     _train_sampler: RepeatSampler | None = None
-    _guard: MismatchGuardCallback | None = None  # `None` if the guard is off
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         checkpoint = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        guard = self._guard and self._guard.state_dict()
         smoothing = self.vllm_generation.weights.smoothing
         # TRL's count of micro-batches so far, and the batches of its rollout.
-        state = {"step": self._step, "batches": self._buffered_inputs, "guard": guard}
+        state = {"step": self._step, "batches": self._buffered_inputs}
         state["smoothing"] = smoothing and smoothing.state_dict()
         save_rollout_state(state, checkpoint, self.accelerator.process_index)
 
@@ -57,11 +53,6 @@ class RolloutStateMixin(TRLTrainer):
             smoothing = self.vllm_generation.weights.smoothing
             if smoothing is not None and state.get("smoothing"):
                 smoothing.load_state_dict(state["smoothing"])
-        if self._guard is not None:
-            # All processes must fall back together, including those without a file in the checkpoint.
-            guard_state = [state and state["guard"]]
-            broadcast_object_list(guard_state, from_process=0)
-            self._guard.load_state_dict(guard_state[0])
 
 
 def save_rollout_state(state: dict[str, Any], checkpoint: Path, process_index: int) -> None:

@@ -70,8 +70,7 @@ class SavingMixin(TRLTrainer):
             ignore: Modules to keep in full precision; defaults to those of the rollouts, `args.quantization_ignore`.
             quantizer: `"streaming"` or `"llmcompressor"`. Both produce the same codes and scales, but llm-compressor
                 needs a second copy of the model in host memory.
-            merge: Whether to merge an adapter into the weights; defaults to what the rollouts did, and to `True` after
-                a fallback to 16 bits (`mismatch_guard`).
+            merge: Whether to merge an adapter into the weights; defaults to what the rollouts did.
 
         Returns:
             The checkpoint directory.
@@ -104,9 +103,8 @@ class SavingMixin(TRLTrainer):
         run = Path(self.args.output_dir).absolute()
         path = run.with_name(f"{run.name}-{target.name}") if output_dir is None else Path(output_dir)
         self._by_main_process(lambda: check_place(path, run))
-        rollout_scheme = generation.rollout.scheme  # `None` after a fallback to 16 bits
         matches_rollouts = (target.name, list(ignore), quantizer) == (
-            rollout_scheme and rollout_scheme.name,
+            self.args.rollout_quantization,
             list(self.args.quantization_ignore),
             "streaming",
         )
@@ -193,8 +191,6 @@ class SavingMixin(TRLTrainer):
         if self.vllm_generation.base is not None:
             base = "in its own dtype" if name is None else f"quantized once ({get_scheme(name).description})"
             rollouts = f"The rollouts came from the frozen base, {base}, with the unmerged adapter, run by vLLM."
-        if name is not None and self.vllm_generation.rollout.scheme is None:
-            rollouts += " Their mismatch grew too large, so the last ones were not quantized (`mismatch_guard`)."
         if args.round_base:
             rollouts += (
                 " The adapter was trained on a base whose weights were rounded to the values of these codes, and only "

@@ -5,12 +5,11 @@ import gc
 import os
 import socket
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.logging import get_logger
 
 from trl_qurl.quantization.experts import expert_layers
 from trl_qurl.quantization.stream import NamedTensors
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
     from trl_qurl.quantization.scheme import QuantizationScheme
     from trl_qurl.rollout.settings import RolloutSettings
 
-
-logger = get_logger(__name__)  # of the main process
 
 BACKENDS = [f"Transformers{variant}ForCausalLM" for variant in ("", "MoE", "MultiModal", "MultiModalMoE")]
 """vLLM's model classes that run transformers' code."""
@@ -238,10 +235,8 @@ def build_engine(cls: type, start: Path | None, engine_kwargs: dict[str, Any], *
     return cls(**trl_kwargs, **engine_kwargs, worker_extension_cls=WORKER_EXTENSION)
 
 
-def release_when_deleted(llm: "LLM") -> Callable[[], None]:
+def release_when_deleted(llm: "LLM") -> None:
     """Make a new engine free its memory when it is deleted, and leave the process groups alone.
-
-    The returned function frees it immediately, provided the caller dropped its references.
 
     vLLM's own finalizer also destroys the process groups: those of the trainer, which continues in several processes,
     and those of an engine started since then (as when a notebook cell is rerun). Here that happens when the process
@@ -252,15 +247,7 @@ def release_when_deleted(llm: "LLM") -> Callable[[], None]:
     vllm_finalizer = getattr(client, "_finalizer", None)  # vLLM below 0.31 has none
     if vllm_finalizer is not None:
         vllm_finalizer.detach()
-    finalizer = weakref.finalize(client, _release, client.engine_core)
-    return functools.partial(_release_now, finalizer, weakref.ref(llm))
-
-
-def _release_now(finalizer: Callable[[], Any], llm: "weakref.ref[LLM]") -> None:
-    finalizer()
-    gc.collect()  # the engine contains reference cycles
-    if llm() is not None:
-        logger.warning("Something outside of the trainer refers to vLLM's LLM, so its memory is not freed.")
+    weakref.finalize(client, _release, client.engine_core)
 
 
 def _release(core: Any) -> None:
