@@ -24,7 +24,6 @@ class MadeUpPolicy:
         accelerator: Whose processes share the work.
         group_size: Completions per prompt.
         prompts: For replacement.
-        max_rounds: Of generation.
         useful: Which rows' rewards differ.
     """
 
@@ -33,7 +32,6 @@ class MadeUpPolicy:
         accelerator: Accelerator,
         group_size: int,
         prompts: PromptStream,
-        max_rounds: int = 10,
         useful=tells_apart,
         weights: tuple[float, ...] = (1.0, 0.5),
     ) -> None:
@@ -44,7 +42,6 @@ class MadeUpPolicy:
         self.extras: dict[str, list] = {}
         self.sampler = DynamicSampler(
             group_size,
-            max_rounds,
             lambda rewards: weighted_sum(rewards, torch.tensor(weights)),
             prompts,
             accelerator,

@@ -88,14 +88,14 @@ def test_nothing_is_made_for_a_batch_that_is_full(accelerator):
 def test_useless_prompts_bound_the_rounds_and_are_reported_once(accelerator, caplog):
     rows = batch_of(1, 2, 4)
     with caplog.at_level(logging.WARNING):
-        policy, filled = fill(accelerator, rows, max_rounds=4, useful=lambda row: False)
+        policy, filled = fill(accelerator, rows, useful=lambda row: False)
         policy.sampler.fill(batch_of(5, 7, 8), policy.functions)
-    assert policy.rounds == [9] * 8
+    assert policy.rounds == [9] * 20
     assert filled.rows == rows, "a batch that cannot be filled is used as it is"
     assert filled.metrics["dynamic_sampling/filled_share"] == 0
-    assert filled.metrics["dynamic_sampling/discarded_share"] == 0.75
+    assert filled.metrics["dynamic_sampling/discarded_share"] == pytest.approx(0.9)
     [message] = [record.getMessage() for record in caplog.records if "Dynamic sampling" in record.getMessage()]
-    assert "only 0 of 3 groups" in message and "in 4 rounds" in message
+    assert "only 0 of 3 groups" in message and "in 10 rounds" in message
 
 
 def test_a_data_set_that_runs_out_ends_the_rounds(accelerator):
@@ -196,8 +196,6 @@ def test_what_it_cannot_work_with_is_refused():
 
 
 def test_settings_that_make_no_sense_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="dynamic_sampling_max_rounds is 0"):
-        QuRLGRPOConfig(tmp_path, bf16=False, dynamic_sampling=True, dynamic_sampling_max_rounds=0)
     with pytest.raises(ValueError, match="has no effect unless dynamic_sampling=True"):
         QuRLGRPOConfig(tmp_path, bf16=False, dynamic_sampling_reward="len_reward")
     with pytest.raises(ValueError, match="replaces groups, and a critic has none: set it to False"):
@@ -206,7 +204,6 @@ def test_settings_that_make_no_sense_are_refused(tmp_path):
 
 CONFIG = {
     "dynamic_sampling": True,
-    "dynamic_sampling_max_rounds": 20,
     "max_steps": 6,
     "save_strategy": "steps",
     "save_steps": 2,

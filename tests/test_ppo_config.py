@@ -17,7 +17,7 @@ def config(tmp_path, **settings):
 
 def test_defaults_are_those_of_the_papers_framework(tmp_path):
     seen = config(tmp_path)
-    assert (seen.gamma, seen.gae_lambda, seen.whiten_advantages, seen.value_clip_range) == (1.0, 1.0, True, 0.5)
+    assert (seen.gamma, seen.gae_lambda, seen.value_clip_range) == (1.0, 1.0, 0.5)
     assert (seen.critic_learning_rate, seen.max_grad_norm) == (1e-5, 1.0)
     assert (seen.num_generations, seen.rollout_quantization, seen.objective) == (1, "int8", "acr")
 
@@ -29,8 +29,9 @@ def test_any_number_of_generations_from_one_up(tmp_path, generations):
     assert QuRLPPOConfig(**{**seen.to_dict(), "generation_batch_size": None}).num_generations == generations
 
 
-def test_a_batch_of_a_single_completion_is_allowed(tmp_path):
-    assert config(tmp_path, per_device_train_batch_size=1, steps_per_generation=3).generation_batch_size == 3
+def test_an_odd_batch_is_allowed(tmp_path):
+    assert config(tmp_path, per_device_train_batch_size=3, steps_per_generation=3).generation_batch_size == 9
+    assert config(tmp_path, per_device_train_batch_size=1, steps_per_generation=2).generation_batch_size == 2
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,6 @@ def test_trl_itself_refuses_one_generation(tmp_path):
         ({"critic_learning_rate": 0.0}, "critic_learning_rate is 0.0, but must be positive"),
         ({"critic_warmup_steps": -1}, "critic_warmup_steps is -1"),
         ({"value_clip_range": 0.0}, "or None for no clipping"),
-        ({"kl_in_reward": True}, "kl_in_reward=True with beta=0 penalizes nothing"),
         ({"scale_rewards": "group"}, "scale_rewards='group' scales rewards for a group's baseline"),
         ({"scale_rewards": "batch"}, "scale_rewards='batch'"),
         ({"multi_objective_aggregation": "normalize_then_sum"}, "use 'sum_then_normalize'"),
@@ -79,4 +79,4 @@ def test_refusals_name_the_setting_and_the_way_out(tmp_path, settings, message):
 
 
 def test_settings_that_are_fine(tmp_path):
-    config(tmp_path, value_clip_range=None, scale_rewards=False, kl_in_reward=True, beta=0.001)
+    config(tmp_path, value_clip_range=None, scale_rewards=False, beta=0.001)

@@ -54,7 +54,7 @@ def build(directory, scheme, **settings):
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("int8"), "int8", whiten_advantages=False)
+    return build(tmp_path_factory.mktemp("int8"), "int8")
 
 
 def rollout(trainer):
@@ -94,8 +94,10 @@ def test_a_zero_critic_makes_it_reinforce_with_the_same_correction(trainer):
     mask = inputs["completion_mask"]
     rho = (inputs["old_per_token_logps"] - inputs["sampling_per_token_logps"]).exp()
     assert (rho[mask.bool()] > CAP).any() and (rho[mask.bool()] < CAP).any(), "the cap cuts all or nothing"
-    rewards = trainer._rewards_per_func[:B, 0]
-    reinforce = rho.clamp(max=CAP) * rewards.unsqueeze(1) * policy_logps(trainer, inputs) * mask
+    rewards = trainer._rewards_per_func.expand_as(batch["completion_mask"])  # of one function
+    learned = rewards[batch["completion_mask"].bool()]
+    advantages = (rewards[:B] - learned.mean()) / learned.std()
+    reinforce = rho.clamp(max=CAP) * advantages * policy_logps(trainer, inputs) * mask
     # Each of the two micro-batches is its share of the mean over all tokens of the rollout.
     expected = policy_gradient(trainer, -reinforce.sum() / batch["num_items_in_batch"])
     assert expected.norm() > 1e-3
@@ -153,11 +155,7 @@ def test_values_are_those_before_each_token(trainer):
 def test_advantages_are_whitened_over_the_whole_rollout_and_returns_are_not(trainer):
     batch = rollout(trainer)
     values = torch.randn(len(batch["completion_ids"]), T + 1)
-    trainer.args.whiten_advantages = True
-    try:
-        trainer._add_advantages(batch, values)
-    finally:
-        trainer.args.whiten_advantages = False
+    trainer._add_advantages(batch, values)
     mask = batch["completion_mask"].bool()
     plain = generalized_advantages(
         token_rewards(trainer._rewards_per_func[:, 0], mask),
@@ -177,10 +175,10 @@ def test_advantages_are_whitened_over_the_whole_rollout_and_returns_are_not(trai
 
 
 def test_the_table_of_completions_shows_the_critics_advantages(trainer):
-    batch = rollout(trainer)
+    rollout(trainer)
     shown = list(trainer._logs["advantages"])
-    means = (batch["advantages"] * batch["completion_mask"]).sum(1) / batch["completion_mask"].sum(1)
-    assert shown == pytest.approx(means.tolist())
+    # Before whitening: the rewards, because the critic is still 0 everywhere.
+    assert shown == pytest.approx(trainer._rewards_per_func[:, 0].tolist())
     assert "frac_reward_zero_std" not in trainer._metrics["train"]
 
 
@@ -201,8 +199,8 @@ def test_evaluation_measures_the_critic_and_changes_nothing(trainer):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """No quantization, no correction, and a penalty in the reward."""
-    return build(tmp_path_factory.mktemp("plain"), None, objective="naive", beta=0.3, kl_in_reward=True)
+    """No quantization, and no correction."""
+    return build(tmp_path_factory.mktemp("plain"), None, objective="naive")
 
 
 def test_naive_without_quantization_is_the_plain_ppo_loss(plain):
@@ -224,26 +222,3 @@ def test_a_batch_without_the_critics_part_is_refused_by_name(plain):
     del inputs["returns"], inputs["critic_mask"]
     with pytest.raises(ValueError, match="The batch has no critic_mask, returns, which this trainer's critic adds"):
         plain._compute_loss(plain.model, inputs)
-
-
-def test_a_penalty_in_the_reward_is_not_in_the_loss_as_well(plain):
-    batch = rollout(plain)
-    # As after some updates: a reference that is no longer the policy.
-    batch["ref_per_token_logps"] = batch["proximal_logps"] - 0.5
-    values = torch.zeros(len(batch["completion_ids"]), T + 1)
-    plain.args.whiten_advantages = False
-    try:
-        plain._add_advantages(batch, values)
-    finally:
-        plain.args.whiten_advantages = True
-    learned = batch["completion_mask"].bool()
-    # γ = λ = 1: the reward of the sequence, less β·0.5 for this token and each one after it.
-    remaining = batch["completion_mask"].flip(1).cumsum(1).flip(1)
-    expected = plain._rewards_per_func - 0.3 * 0.5 * remaining
-    torch.testing.assert_close(batch["returns"][learned], expected[learned])
-    assert plain._metrics["train"]["kl"][-1] == pytest.approx(0.5, abs=1e-5)
-    inputs = micro_batch(batch)
-    with_reference = plain._compute_loss(plain.model, inputs)
-    without = plain._compute_loss(plain.model, inputs | {"ref_per_token_logps": inputs["old_per_token_logps"]})
-    assert torch.equal(with_reference, without)
-    assert plain.beta == 0.3, "the next rollout needs the reference"

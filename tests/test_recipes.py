@@ -229,7 +229,7 @@ def run_of(recipe, variants, model, directory):
     """The arguments with which the scenario runs a recipe."""
     argv = ["--config", recipe, *variants, *two_steps_of(recipe.stem, model, directory)]
     if module_of(recipe) is grpo:
-        argv += ["--num_generations", 4, "--dynamic_sampling_max_rounds", 2]
+        argv += ["--num_generations", 4]
     if recipe.stem == "dapo":
         argv += ["--soft_overlong_cache", 3]
     if recipe.stem in ("deepscaler_16k", "lora_w4"):

@@ -39,17 +39,14 @@ class ValueLoss(NamedTuple):
     clipped: torch.Tensor  # `(B, T)`, bool: the clipped term is larger, so no gradient flows
 
 
-def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, penalty: torch.Tensor | None = None) -> torch.Tensor:
+def token_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Convert one reward per sequence into per-token rewards.
 
-        r_t = R · [t is the last learned token] − penalty_t
-
-    Source: Ziegler et al. 2019, arXiv:1909.08593, Eq. 2, with penalty = β·(log π − log π_ref).
+        r_t = R · [t is the last learned token]
 
     Args:
         rewards: R, `(B,)`.
         mask: `(B, T)`.
-        penalty: `(B, T)`, in units of reward; `None` for no penalty.
 
     Returns:
         r, `(B, T)`. A sequence without learned tokens gets no reward.
@@ -64,8 +61,7 @@ def token_rewards(rewards: torch.Tensor, mask: torch.Tensor, penalty: torch.Tens
     positions = torch.arange(mask.size(1), device=mask.device)  # (T,)
     last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True)  # (B, 1), -1 if no token is learned
     # `where` instead of a product, so an undefined reward (NaN) does not spread over the whole sequence.
-    per_token = torch.where(positions == last, rewards.unsqueeze(1), 0.0)  # (B, T)
-    return per_token if penalty is None else per_token - torch.where(mask, penalty, 0.0)
+    return torch.where(positions == last, rewards.unsqueeze(1), 0.0)  # (B, T)
 
 
 def generalized_advantages(

@@ -9,7 +9,7 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from trl_qurl.config.checks import check_cap, check_choice, check_numbers
+from trl_qurl.config.checks import check_cap, check_choice
 from trl_qurl.config.help import with_help
 from trl_qurl.config.rollout import QuantizedRolloutsConfig
 from trl_qurl.objective import OBJECTIVES, TRL_LOSS, Objective, get_objective
@@ -20,38 +20,28 @@ CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 TRL_DEFAULTS = {field.name: field.default for field in fields(GRPOConfig)}
 
 
-class DefaultCap(float):
-    """Sentinel that distinguishes the default cap C, the paper's, from an explicit 2.0."""
-
-
-DEFAULT_CAP = DefaultCap(2.0)
-
-
 @with_help
 @dataclass
 class DynamicSamplingSettings:
     """Mixin for TRL configs: the settings of dynamic sampling.
 
     A group in which all rewards are equal has no advantage and teaches nothing. With dynamic sampling, groups of other
-    prompts replace such groups until the batch is full, as in DAPO (arXiv:2503.14476, Eq. 11).
+    prompts replace such groups until the batch is full, as in DAPO (arXiv:2503.14476, Eq. 11). If ten rounds of
+    generation do not fill it, it is used as is.
 
     > Dynamic sampling
 
     Args:
         dynamic_sampling: Whether to replace groups in which all rewards are equal with groups of other prompts.
-        dynamic_sampling_max_rounds: Generation rounds per batch, including the first. If they do not fill the batch,
-            it is used as is.
         dynamic_sampling_reward: Name of the reward function that decides; by default the weighted sum of all. Set it
             if another reward, such as a length penalty, would always make a difference.
     """
 
     dynamic_sampling: bool = False
-    dynamic_sampling_max_rounds: int = 10
     dynamic_sampling_reward: str | None = None
 
     def __post_init__(self: Any) -> None:
         super().__post_init__()  # type: ignore[misc]  # TRL's config comes after this class
-        check_numbers(self, ["dynamic_sampling_max_rounds"], lambda n: n >= 1, "1 or more (10 is usual)")
         if self.dynamic_sampling_reward is not None and not self.dynamic_sampling:
             raise ValueError("dynamic_sampling_reward has no effect unless dynamic_sampling=True.")
 
@@ -76,14 +66,14 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
         vllm_importance_sampling_mode: How TRL computes the importance ratio. Defaults to `token_truncate`, because our
             objectives are per token; with `objective="trl"`, to TRL's own default.
         vllm_importance_sampling_clip_max: Cap C of the importance ratio (a ratio, not a log). Defaults to 2.0; with
-            `objective="trl"`, to TRL's own default.
+            `objective="trl"`, to TRL's own default. `inf` for no cap.
 
     Raises:
         ValueError: If settings conflict; the message names them and says what to change.
     """
 
     vllm_importance_sampling_mode: str | None = None
-    vllm_importance_sampling_clip_max: float | None = DEFAULT_CAP
+    vllm_importance_sampling_clip_max: float | None = None
     objective: str | None = None
 
     def __post_init__(self) -> None:
@@ -119,15 +109,14 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
     def _replace_trl_defaults(self) -> list[str]:
         replaced, is_trls = super()._replace_trl_defaults(), self.objective == TRL_LOSS
         mode, cap = "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"
-        defaults = TRL_DEFAULTS if is_trls else {mode: "token_truncate", cap: float(DEFAULT_CAP)}
-        unset = {mode: getattr(self, mode) is None, cap: isinstance(getattr(self, cap), DefaultCap)}
+        defaults = TRL_DEFAULTS if is_trls else {mode: "token_truncate", cap: 2.0}
         repeats_trl_default = not is_trls and getattr(self, mode) == TRL_DEFAULTS[mode]
-        for name, is_unset in unset.items():
+        for name in (mode, cap):
             value = getattr(self, name)
-            if repeats_trl_default and value == TRL_DEFAULTS[name]:
+            is_replaced = repeats_trl_default and value == TRL_DEFAULTS[name]
+            if is_replaced:
                 replaced.append(f"{name}={value!r} -> {defaults[name]!r}")
-                is_unset = True
-            if is_unset:
+            if is_replaced or value is None:
                 setattr(self, name, defaults[name])
         return replaced
 

@@ -8,13 +8,6 @@ from trl_qurl.config.grpo import CLIPPED_LOSS_TYPES, QuRLGRPOConfig
 from trl_qurl.config.help import with_help
 
 
-class _Ungrouped(int):
-    """Completions per prompt that pass TRL's check for a group of 2, the only one that uses `<`: a critic needs 1."""
-
-    def __lt__(self, other: object) -> bool:
-        return False
-
-
 @with_help
 @dataclass
 class QuRLPPOConfig(QuRLGRPOConfig):
@@ -28,10 +21,6 @@ class QuRLPPOConfig(QuRLGRPOConfig):
     Args:
         gamma: Discount γ per token, in [0, 1] (verl). Below 1, early tokens of a long answer see little of its reward.
         gae_lambda: λ of generalized advantage estimation (verl): 1 trusts the rewards, 0 the critic.
-        whiten_advantages: Whether to normalize advantages to mean 0 and variance 1 over all tokens of the rollout, on
-            all processes (verl).
-        kl_in_reward: Whether `beta` weighs a penalty in each token's reward, β·(log π − log π_ref), instead of the KL
-            term in the loss (Ziegler et al. 2019).
 
     > Critic
 
@@ -57,8 +46,6 @@ class QuRLPPOConfig(QuRLGRPOConfig):
     # Advantages
     gamma: float = 1.0
     gae_lambda: float = 1.0
-    whiten_advantages: bool = True
-    kl_in_reward: bool = False
 
     # Critic
     value_clip_range: float | None = 0.5
@@ -67,9 +54,13 @@ class QuRLPPOConfig(QuRLGRPOConfig):
 
     def __post_init__(self) -> None:
         self._check_critic()
-        self.num_generations = _Ungrouped(self.num_generations)
+        generations = self.num_generations
+        if generations == 1:
+            # TRL refuses groups of one, but a critic needs no groups: let TRL check the batch sizes for another size.
+            self.num_generations_eval = self.num_generations_eval or 1  # type: ignore[has-type]
+            self.num_generations = max(self.per_device_train_batch_size, 2)
         super().__post_init__()
-        self.num_generations = int(self.num_generations)
+        self.num_generations = generations
 
     def _check_critic(self) -> None:
         check_numbers(self, ["num_generations"], lambda n: n is not None and n >= 1, "1 or more")
@@ -83,14 +74,12 @@ class QuRLPPOConfig(QuRLGRPOConfig):
                 "not fit PPO, which has one ratio and one advantage per token and clips on both sides: use 'token' "
                 f"and one of {', '.join(map(repr, CLIPPED_LOSS_TYPES))}."
             )
-        if self.kl_in_reward and self.beta == 0:
-            raise ValueError("kl_in_reward=True with beta=0 penalizes nothing: set beta above 0 (0.001 is usual).")
         if self.dynamic_sampling:
             raise ValueError("dynamic_sampling=True replaces groups, and a critic has none: set it to False.")
         if self.scale_rewards not in ("none", False):
             raise ValueError(
                 f"scale_rewards={self.scale_rewards!r} scales rewards for a group's baseline, which the critic "
-                "replaces: use 'none', and whiten_advantages."
+                "replaces: use 'none'; advantages are normalized over the whole rollout."
             )
         if self.multi_objective_aggregation != "sum_then_normalize":
             raise ValueError(

@@ -22,7 +22,6 @@ from trl_qurl.advantages import (
     whiten,
 )
 from trl_qurl.config import QuRLPPOConfig
-from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.callbacks import CriticWarmupCallback
 from trl_qurl.trainers.critic.critic import CRITIC_DIRECTORY, Critic, build_optimizer
 from trl_qurl.trainers.critic.value_model import load_critic_model
@@ -78,7 +77,6 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
     _tag_names = ["trl", "ppo", "qurl"]
 
     critic: Critic
-    beta: float
 
     def __init__(
         self,
@@ -119,18 +117,13 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         self._add_advantages(batch, values)
         return batch
 
-    @property
-    def _scores_in_update(self) -> bool:
-        """Always False: the KL penalty in the rewards needs log-probabilities before the first update."""
-        return False
-
     def _add_advantages(self, batch: dict[str, Any], values: torch.Tensor) -> None:
         """Replace the groups' advantages with the critic's, and add what the critic learns from to the batch."""
         rewards = self._local_rewards(batch)  # (B,), NaN if no reward function returned one
         mask = learned_tokens(batch) & ~rewards.isnan().unsqueeze(1)  # (B, T)
         ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]  # as TRL detects truncated completions
         advantages, returns = generalized_advantages(
-            token_rewards(rewards, mask, self._kl_penalty(batch, mask)),
+            token_rewards(rewards, mask),
             values[:, :-1],
             bootstrap_values(values, batch["completion_ids"], batch["completion_mask"], ends),
             mask,
@@ -148,21 +141,17 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         }
         self._record(metrics)
         self._log_advantages(advantages, mask)
-        if self.args.whiten_advantages:
-            advantages = whiten(advantages, mask, spread)
-        batch |= {"advantages": advantages, "values": values[:, :-1], "returns": returns, "critic_mask": mask}
+        batch |= {
+            "advantages": whiten(advantages, mask, spread),
+            "values": values[:, :-1],
+            "returns": returns,
+            "critic_mask": mask,
+        }
 
     def _local_rewards(self, batch: dict[str, Any]) -> torch.Tensor:
         rewards = weighted_sum(self._rewards_per_func, self.reward_weights)
         count = batch["completion_ids"].size(0)
         return rewards[self.accelerator.process_index * count :][:count]
-
-    def _kl_penalty(self, batch: dict[str, Any], mask: torch.Tensor) -> torch.Tensor | None:
-        if not self.args.kl_in_reward:
-            return None
-        log_ratio = batch["proximal_logps"] - batch["ref_per_token_logps"]  # (B, T), its mean is the k1 estimate
-        self._record({"kl": masked_moments(log_ratio, mask, self._sum_over_processes).mean.item()})
-        return self.args.beta * log_ratio
 
     def _log_advantages(self, advantages: torch.Tensor, mask: torch.Tensor) -> None:
         """Replace the groups' advantages in the table of completions with means over the tokens."""
@@ -183,9 +172,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
                 f"The batch has no {', '.join(sorted(missing))}, which this trainer's critic adds: pass on what "
                 "_generate_and_score_completions returns, with every key."
             )
-        # A KL penalty in the rewards must not be counted again in TRL's loss.
-        with substitute(self, "beta", 0.0 if self.args.kl_in_reward else self.beta):
-            loss = super()._compute_loss(model, inputs)
+        loss = super()._compute_loss(model, inputs)
         if not self.model.training:
             return loss
         self._micro_batch = inputs

@@ -19,6 +19,9 @@ from trl_qurl.trainers.dynamic_sampling.prompts import PromptStream, StreamPromp
 
 logger = logging.getLogger(__name__)
 
+MAX_ROUNDS = 10
+"""Rounds of generation for one batch, including the first: verl's limit for DAPO."""
+
 
 class Sample(NamedTuple):
     """One completion, with everything that TRL's two methods return about it."""
@@ -66,7 +69,6 @@ class DynamicSampler:
     """Sampler that fills batches with groups whose rewards differ."""
 
     group_size: int  # G
-    max_rounds: int  # rounds of generation for one batch, including the first
     judge: Callable[[torch.Tensor], torch.Tensor]  # maps rewards, (N, functions), to the one that decides, (N,)
     prompts: PromptStream
     accelerator: Accelerator
@@ -82,7 +84,7 @@ class DynamicSampler:
         useful = self._useful(batch)  # (groups,)
         tried = {digest for part in gather_object([[prompt_digest(row) for row in rows]]) for digest in part}
         group_count, useful_count = len(useful), int(useful.sum())
-        for _ in range(1, self.max_rounds):
+        for _ in range(1, MAX_ROUNDS):
             open_slots = (~useful).nonzero().flatten().tolist()
             prompts = self._draw(len(open_slots), useful_count / group_count, len(useful), tried) if open_slots else []
             if not prompts:

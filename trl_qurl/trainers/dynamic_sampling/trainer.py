@@ -37,8 +37,8 @@ class DynamicSamplingTrainer(GRPOTrainer):
         else:
             index = self.reward_func_names.index(args.dynamic_sampling_reward)
             judge = functools.partial(torch.select, dim=1, index=index)
-        prompts, rounds = PromptStream(self.train_dataset, args.seed), args.dynamic_sampling_max_rounds
-        self._dynamic_sampler = DynamicSampler(self.num_generations, rounds, judge, prompts, self.accelerator)
+        prompts = PromptStream(self.train_dataset, args.seed)
+        self._dynamic_sampler = DynamicSampler(self.num_generations, judge, prompts, self.accelerator)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         if self._dynamic_sampler is None or not self.model.training:
