@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from trl_qurl.trainers.dynamic_sampling.prompts import PromptStream
-from trl_qurl.trainers.dynamic_sampling.sampler import DynamicSampler, RolloutFunctions, weighted_sum
+from trl_qurl.trainers.dynamic_sampling.sampler import DynamicSampler, PromptStream, RolloutFunctions, weighted_sum
 
 ROWS = [{"prompt": f"question {number}", "number": number} for number in range(60)]
 

@@ -11,8 +11,7 @@ from datasets import Dataset
 from made_up_policy import ROWS, MadeUpPolicy, tells_apart
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig
-from trl_qurl.trainers.dynamic_sampling.prompts import PromptStream, prompt_digest
-from trl_qurl.trainers.dynamic_sampling.sampler import informative, weighted_sum
+from trl_qurl.trainers.dynamic_sampling.sampler import PromptStream, informative, prompt_digest, weighted_sum
 from trl_qurl.trainers.dynamic_sampling.trainer import check_arguments
 
 NAN = math.nan

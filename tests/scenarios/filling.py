@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from made_up_policy import ROWS, MadeUpPolicy
 
-from trl_qurl.trainers.dynamic_sampling.prompts import PromptStream
+from trl_qurl.trainers.dynamic_sampling.sampler import PromptStream
 
 GROUPS, GROUP_SIZE, ROLLOUTS = 4, 3, 8
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from trl_qurl.config.checks import check_choice, check_numbers
+from trl_qurl.config.checks import check_choice, check_numbers, warn_of_biased_ratio
 from trl_qurl.config.help import with_help
-from trl_qurl.config.sampling import warn_of_biased_ratio
 from trl_qurl.quantization.checkpoint import check_quantizer
 from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, get_scheme, parse_scheme
 from trl_qurl.quantization.kv_cache import check_kv_cache

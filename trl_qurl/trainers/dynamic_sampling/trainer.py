@@ -14,8 +14,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.trainers.dynamic_sampling.prompts import PromptStream
-from trl_qurl.trainers.dynamic_sampling.sampler import Batch, DynamicSampler, RolloutFunctions, weighted_sum
+from trl_qurl.trainers.dynamic_sampling.sampler import (
+    Batch,
+    DynamicSampler,
+    PromptStream,
+    RolloutFunctions,
+    weighted_sum,
+)
 
 STATE_FILE = "dynamic_sampling_state.json"  # in a checkpoint: number of prompts drawn, the same in all processes
 
