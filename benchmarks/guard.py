@@ -35,7 +35,7 @@ EXPECTED = (HEALTHY, UNCLEAR, HARMED, COLLAPSING, UNSMOOTHED)
 
 def expectation(arm: Arm) -> str:
     """What an arm is, by its settings."""
-    same_weights = arm.scheme is None or "training_forward" in arm.changed or "round_base" in arm.changed
+    same_weights = arm.scheme is None or "round_base" in arm.changed
     codes = (arm.scheme or "").partition("_")[0]  # int3_stochastic: the same codes, chosen otherwise
     if same_weights or (codes not in CODE_BITS and arm.activation_bits == 8):
         return HEALTHY

@@ -41,7 +41,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "int8_float32_codes_naive": {"objective": "naive", FLOAT32_CODES: True, **PLAIN},
     "int8_float32_codes_acr": {"objective": "acr", FLOAT32_CODES: True, **PLAIN},
     "int8_float32_codes_quantized_ratio": {"objective": "quantized_ratio", FLOAT32_CODES: True, **PLAIN},
-    "int8_forward": {"objective": "naive", "training_forward": "quantized"},
     "int8_acr_uaq": {"objective": "acr", "uaq_scale": 1.5},
     "int8_acr_rate": {"objective": "acr", RATE: 1.5},
     "int8_merged_adapter": {"objective": "acr", LORA: True, RATE: 20.0},  # a usual rate, not searched

@@ -16,7 +16,7 @@ from benchmarks.real_model import ARMS, RESULTS
 from trl_qurl.trainers.run_log import Run
 
 CONTRASTS = [
-    *((arm, "bf16") for arm in ("int8_plain_naive", "int8_plain_acr", "int8_naive", "int8_acr", "int8_forward")),
+    *((arm, "bf16") for arm in ("int8_plain_naive", "int8_plain_acr", "int8_naive", "int8_acr")),
     ("int8_plain_quantized_ratio", "int8_plain_naive"),
     ("int8_plain_tis", "int8_plain_naive"),
     ("int8_plain_acr", "int8_plain_tis"),

@@ -26,7 +26,6 @@ from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine.launch import starting_checkpoint
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.transports import choose_adapter
-from trl_qurl.trainers.rollouts import _forward_callbacks
 
 PLAIN = {"use_cpu": True, "bf16": False, "report_to": [], "steps_per_generation": 4, "gradient_accumulation_steps": 1}
 TOKENS = torch.tensor([[5, 9, 70, 33]])
@@ -336,14 +335,3 @@ def test_a_rounded_base_needs_a_format_and_an_adapter_of_its_own(settings, messa
     with pytest.raises(ValueError, match=message):
         QuRLGRPOConfig("out", round_base=True, **PLAIN | settings)
     QuRLGRPOConfig("out", round_base=False, **PLAIN | settings)
-
-
-def test_the_quantized_forward_below_an_adapter_needs_a_rounded_base():
-    forward = {"training_forward": "quantized", "rollout_quantization": "w4a16"} | PLAIN
-    merged = QuRLGRPOConfig("out", **forward)
-    with pytest.raises(
-        ValueError, match=r"with an adapter requires round_base=True, .* training_forward='full_precisi"
-    ):
-        _forward_callbacks(merged, adapted=True)
-    assert len(_forward_callbacks(merged, adapted=False)) == 1
-    assert len(_forward_callbacks(QuRLGRPOConfig("out", round_base=True, **forward), adapted=True)) == 1

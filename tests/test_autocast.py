@@ -22,7 +22,6 @@ def runs(train, tmp_path_factory):
     changes = {
         "autocast": {},
         "none": {"bf16": False},
-        "quantized forward": {"training_forward": "quantized", "sync_probe": False},
         "adapter": {},
     }
     policy = [directory / "out", "--model", directory / "model", "--config"]
@@ -43,7 +42,7 @@ def test_the_probe_rounds_as_the_sync_did(runs):
     assert probed and max(probed) < 1
 
 
-@pytest.mark.parametrize("name", ["none", "quantized forward", "adapter"])
+@pytest.mark.parametrize("name", ["none", "adapter"])
 def test_what_computes_with_float32_weights_is_left_alone(name, runs):
     assert runs[name]["on_the_grid_of_bf16"] < 0.2
 

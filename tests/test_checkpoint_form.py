@@ -2,9 +2,11 @@
 
 import json
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny import MIXTURES, SIXTEEN_BIT_EXPERTS, save_remote_code_model, tiny_mixture, tiny_model
@@ -12,20 +14,20 @@ from tiny_vision import VISION_FAMILIES, tiny_vision_model, vision_processor
 from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
+from trl.distributed import DistributedBackend
 
 from trl_qurl import cli
 from trl_qurl.quantization import get_scheme, quantized_layer_names, write_checkpoint
 from trl_qurl.quantization.checkpoint import load_model
 from trl_qurl.quantization.checkpoint_form import CheckpointForm
-from trl_qurl.quantization.fake_experts import quantized_experts
-from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.layers import ignored_modules
 from trl_qurl.quantization.weight_stream import WeightStream, model_parameters
 from trl_qurl.rollout.adapter import adapter_obstacle
 from trl_qurl.rollout.base import FrozenBase
 from trl_qurl.rollout.engine.colocated import check_experts, protect_transformers_classes
+from trl_qurl.rollout.errors import ServerError
 from trl_qurl.rollout.settings import RolloutSettings
-from trl_qurl.trainers.callbacks import QuantizedForwardCallback
+from trl_qurl.rollout.sync import WeightSync
 
 
 def saved(model, directory):
@@ -104,64 +106,6 @@ def test_a_buffer_that_chooses_experts_is_in_the_checkpoint(tmp_path):
     assert torch.equal(bias, model.model.layers[1].mlp.gate.e_score_correction_bias) and bias.abs().sum() > 0
 
 
-class _Exact:
-    """A format that rounds nothing."""
-
-    def companions(self, layer, layers):
-        return ()
-
-    def quantize(self, weight, companions=()):
-        return {"weight": weight}
-
-    def in_engine(self, tensors, dtype):
-        return tensors
-
-    def rounds_activations(self, capability):
-        return False
-
-    def dequantize(self, tensors):
-        return tensors["weight"]
-
-    def quantize_activations(self, activations):
-        return activations
-
-
-@pytest.mark.parametrize("family", MIXTURES)
-@torch.no_grad()
-def test_rounded_experts_compute_as_the_models_own(family):
-    model, tokens = tiny_mixture(family).eval(), torch.arange(5, 45)[None]
-    own, layers = model(tokens).logits, quantized_layer_names(model)
-    with quantized_experts(model, layers, _Exact()):
-        assert torch.allclose(model(tokens).logits, own, atol=1e-5)
-    with quantized_experts(model, layers, get_scheme("int8")):
-        rounded = (model(tokens).logits - own).norm() / own.norm()
-    assert 1e-4 < rounded < 0.1
-    assert torch.equal(model(tokens).logits, own)
-
-
-@torch.no_grad()
-def test_each_expert_is_rounded_by_itself():
-    """As the same matrices would be in linear layers, with inputs rounded for each token."""
-    model, scheme = tiny_mixture("qwen3_moe").eval(), get_scheme("int8")
-    block = model.model.layers[0].mlp
-    x = torch.randn(1, 6, 128)
-    with quantized_forward(model, quantized_layer_names(model), scheme):
-        found = block(x)[0]
-
-    def linear(inputs, weight):
-        return scheme.quantize_activations(inputs) @ scheme.dequantize(scheme.quantize(weight)).T
-
-    _, shares, chosen = block.gate(x.view(-1, 128))
-    for token in range(6):
-        expected = torch.zeros(128)
-        for share, expert in zip(shares[token], chosen[token], strict=True):
-            gate, up = block.experts.gate_up_proj[expert].chunk(2)
-            hidden = x[:, token]
-            inner = nn.functional.silu(linear(hidden, gate)) * linear(hidden, up)
-            expected += share * linear(inner, block.experts.down_proj[expert])[0]
-        assert torch.allclose(found.view(-1, 128)[token], expected, atol=1e-5)
-
-
 @pytest.mark.parametrize("has_amx", [False, True])
 def test_experts_without_a_kernel_are_refused_with_the_pattern(has_amx, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": has_amx})
@@ -174,6 +118,22 @@ def test_experts_without_a_kernel_are_refused_with_the_pattern(has_amx, monkeypa
         check_experts(quantized_layer_names(model), scheme)
 
 
+def test_the_probe_is_skipped_for_quantized_experts():
+    class Engine:
+        def describe(self):
+            raise ServerError("probed")
+
+    def check(ignore):
+        model, scheme = tiny_mixture("mixtral"), get_scheme("int8")
+        transport = SimpleNamespace(engine=Engine(), sent_dtype=None)
+        weights, processes = WeightStream(model, scheme, ignore), DistributedBackend(Accelerator(cpu=True))
+        return WeightSync(model, weights, transport, RolloutSettings(scheme), processes, lambda: 0)._check_probe()
+
+    assert check(["lm_head"]) == {}
+    with pytest.raises(ServerError, match="probed"):
+        check(SIXTEEN_BIT_EXPERTS)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CPUs only")
 @pytest.mark.parametrize(
     ("architecture", "implementation"),
@@ -183,13 +143,6 @@ def test_int8_by_vllms_transformers_backend_is_refused_on_cpus_with_amx(architec
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": True})
     with pytest.raises(ValueError, match=f"vLLM runs {architecture} with its transformers backend"):
         protect_transformers_classes([architecture], implementation, get_scheme("int8"))
-
-
-def test_training_in_the_quantized_forward_pass_needs_exact_experts():
-    callback = QuantizedForwardCallback(get_scheme("int8"), ["lm_head"])
-    with pytest.raises(ValueError, match=r"no gradient for rounded experts: add 're:.\*\\.experts\\.' to"):
-        callback.change(tiny_mixture("mixtral"))
-    QuantizedForwardCallback(get_scheme("int8"), SIXTEEN_BIT_EXPERTS).change(tiny_mixture("mixtral"))
 
 
 # Vision-language models ----------------------------------------------------------------------------------------------

@@ -41,7 +41,6 @@ OWN_DEFAULTS = {
     "rollout_checkpoint_dir": None,
     "objective": "acr",
     "uaq_scale": 1.0,
-    "training_forward": "full_precision",
     "vllm_engine_kwargs": {},
     "weight_metrics_interval": 0,
     "sync_check_interval": 16,

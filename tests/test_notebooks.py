@@ -200,16 +200,16 @@ def test_understanding_from_the_first_cell_to_the_last(tmp_path):
     notebook = execute(ROOT / "notebooks" / "understanding_qurl.ipynb", tmp_path, sizes, sys.executable)
 
     drawn = [cell for cell in notebook.cells if cell.cell_type == "code" and "plt.show()" in cell.source]
-    assert len(drawn) == 7 and all(shown(cell, "image/png") for cell in drawn)
+    assert len(drawn) == 6 and all(shown(cell, "image/png") for cell in drawn)
     # Rounding to fewer codes moves a policy further.
     mismatch = shown(the_cell(notebook, '"KL, k3": (rho'), "text/plain")
     _, int8, int4 = map(float, re.search(r"KL, k3 +(\S+) +(\S+) +(\S+)", mismatch).groups())
     assert 0 < int8 < int4
-    # Shared rounded weights leave a part of it, a shared forward pass nothing.
+    # Shared rounded weights leave a part of it.
     left = shown(the_cell(notebook, "policy_like(scheme, way)"), "text/plain")
-    ways = [tuple(map(float, row)) for row in re.findall(r"(?:exact|round_base|forward) +(\S+) +(\S+) +(\S+)", left)]
-    exact, rounded, forward = ways
-    assert all(0 <= f < 1e-9 < r < e for e, r, f in zip(exact, rounded, forward, strict=True))
+    ways = [tuple(map(float, row)) for row in re.findall(r"(?:exact|round_base) +(\S+) +(\S+) +(\S+)", left)]
+    exact, rounded = ways
+    assert all(1e-9 < r < e for e, r in zip(exact, rounded, strict=True))
     # AdamW: s. Gradient descent: s². Powers of two change no code by themselves.
     lifts = shown(the_cell(notebook, "gradient descent: lift"), "text/plain")
     adamw, descent = map(float, re.search(r"s = 2 +\S+ +(\S+) +(\S+)", lifts).groups())

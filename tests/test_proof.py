@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import WHOLE_BLOCKS, tiny_model
 
-from trl_qurl.quantization import SCHEMES, quantized_layer_names
+from trl_qurl.quantization import SCHEMES, fake_quantization, quantized_layer_names
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.kv_cache import FP8Cache
 from trl_qurl.rollout.checks.probe import ProbeJudge, ProbeResult, _disturbed, compare_probe, probe_prompts, run_probe
@@ -207,4 +207,23 @@ def test_fake_quantization_is_that_of_the_codes(scheme):
     expected = scheme.quantize_activations(inputs) @ scheme.dequantize(scheme.quantize(layer.weight)).t()
     torch.testing.assert_close(output, expected)
     assert not torch.equal(plain, quantized)
-    assert torch.equal(plain, model(tokens).logits), "the hooks outlived the block"
+    assert torch.equal(plain, model(tokens).logits), "the change outlived the block"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "older", "newer"),
+    [("fp8", (8, 6), (8, 9)), ("fp8_block", (8, 9), (9, 0)), ("mxfp8", (9, 0), (10, 0)), ("int8", None, (7, 5))],
+)
+def test_activations_are_rounded_where_the_engine_rounds_them(scheme, older, newer, monkeypatch):
+    scheme, model = SCHEMES[scheme], tiny_model()
+    layer = model.model.layers[0].mlp.up_proj
+    inputs, weight = torch.randn(3, layer.in_features), scheme.dequantize(scheme.quantize(layer.weight))
+    exact = inputs @ weight.t()
+    rounded = scheme.quantize_activations(inputs) @ weight.t()
+    for capability in (older, newer):
+        monkeypatch.setattr(fake_quantization, "gpu_capability", lambda capability=capability: capability)
+        with quantized_forward(model, {"model.layers.0.mlp.up_proj"}, scheme):
+            output = layer(inputs)
+        is_rounded = capability == newer or older is None  # INT8 has no kernel that rounds weights only
+        torch.testing.assert_close(output, rounded if is_rounded else exact, rtol=0, atol=1e-6)
+    assert not torch.allclose(exact, rounded, rtol=0, atol=1e-6)

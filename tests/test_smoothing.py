@@ -152,7 +152,6 @@ def test_a_fit_without_a_pass_in_between_leaves_the_scales():
         ({"weight_sync": "llmcompressor"}, "weight_sync='llmcompressor'"),
         ({"weight_sync": "adapter"}, "weight_sync='adapter'"),
         ({"round_base": True}, "round_base=True"),
-        ({"training_forward": "quantized"}, "training_forward='quantized': leave it out"),
     ],
 )
 def test_what_cannot_be_smoothed_is_refused_if_it_is_asked_for(settings, message, tmp_path):
@@ -168,10 +167,9 @@ def test_int8_is_smoothed_by_default_where_it_is_known_how(tmp_path):
     assert can_smooth(tiny_model("llama")) and not can_smooth(tiny_model("opt", ffn_dim=128, word_embed_proj_dim=128))
 
 
-@pytest.mark.parametrize("settings", [{"vllm_mode": "server"}, {"training_forward": "quantized"}])
-def test_where_layers_cannot_be_chosen_the_way_out_is_named(settings, tmp_path):
+def test_where_layers_cannot_be_chosen_the_way_out_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"quantization_ignore='auto' .* `trl-qurl mismatch MODEL --kl"):
-        QuRLGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, quantization_ignore=["auto"], **settings)
+        QuRLGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, quantization_ignore=["auto"], vllm_mode="server")
 
 
 def test_auto_without_prompts_is_an_error():

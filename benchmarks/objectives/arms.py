@@ -59,20 +59,6 @@ def objective_arms(scheme: str, **common: Any) -> list[Arm]:
     return [*arms, Arm(f"{scheme}_acr_uaq", scheme, {"objective": "acr", "uaq_scale": 1.5}, **common)]
 
 
-def forward_arms(scheme: str) -> list[Arm]:
-    """Two objectives with the quantized forward pass in scoring and update; the second with a finer engine."""
-    forward = {"training_forward": "quantized"}
-    return [
-        Arm(f"{scheme}_naive_forward", scheme, {"objective": "naive", **forward}),
-        Arm(f"{scheme}_acr_forward_float16", scheme, {"objective": "acr", **forward, **engine_dtype("float16")}),
-    ]
-
-
-def engine_dtype(dtype: str) -> dict[str, Any]:
-    """An engine that computes in a dtype, where the demonstration's computes in bfloat16."""
-    return {"vllm_engine_kwargs": {"enforce_eager": True, "dtype": dtype}}
-
-
 def _main() -> Experiment:
     arms = [Arm("bf16", None, {"objective": "naive"})]
     arms += objective_arms("int3") + objective_arms("int8")
@@ -82,8 +68,7 @@ def _main() -> Experiment:
         else replace(arm, seeds=(0, 1, 2))
         for arm in objective_arms("int4")
     ]
-    arms += [arm for scheme in ("int3", "int4", "int8") for arm in forward_arms(scheme)]
-    return Experiment("main", "Which objective, and which forward pass, trains best on which format?", tuple(arms))
+    return Experiment("main", "Which objective trains best on which format?", tuple(arms))
 
 
 def _lora_rate() -> Experiment:
@@ -110,25 +95,6 @@ def _lora() -> Experiment:
         for way, changed in ways.items()
     ]
     return Experiment("lora", "An adapter merged, beside a quantized base, or beside a rounded one?", tuple(arms))
-
-
-def _arithmetic() -> Experiment:
-    """Short runs of one seed: what is compared is a mean over tokens, and far larger than its spread."""
-    forward = {"training_forward": "quantized"}
-    arms = [
-        Arm(
-            f"{scheme or 'none'}_{dtype}",
-            scheme,
-            {"objective": "naive", **(forward if scheme else {}), **engine_dtype(dtype)},
-            rollouts=40,
-            seeds=(0,),
-        )
-        for scheme in (None, "w4a16", "int8", "int4")
-        for dtype in ("bfloat16", "float16", "float32")
-    ]
-    return Experiment(
-        "arithmetic", "What mismatch does a quantized forward pass leave, by the engine's dtype?", tuple(arms)
-    )
 
 
 def _long() -> Experiment:
@@ -224,7 +190,6 @@ EXPERIMENTS = {
         _lowest_rate(),
         _lora_rate(),
         _lora(),
-        _arithmetic(),
         _rloo(),
         _actors(),
     )

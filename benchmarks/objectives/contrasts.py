@@ -49,7 +49,7 @@ TABLE: dict[str, tuple[str, str, str]] = {
 """Rows of docs/results.md's table of differences: experiment and arms, by format."""
 
 INT8 = {
-    "main": ("bf16", "int8_{}", ("naive", "quantized_ratio", "decoupled", "tis", "acr", "acr_uaq", "naive_forward")),
+    "main": ("bf16", "int8_{}", ("naive", "quantized_ratio", "decoupled", "tis", "acr", "acr_uaq")),
     "rloo": ("bf16", "int8_{}", ("naive", "tis")),
     "lora": ("bf16_lora", "int8_lora_{}", ("merged", "adapter", "rounded")),
 }

@@ -52,7 +52,6 @@ KEPT_SETTINGS = (
     "updates_per_rollout",
     "algorithm",
     "seed",
-    "training_forward",
     "weight_sync",
     "round_base",
     "smooth_activations",

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from trl_qurl.lab.demo.evaluate import measure_policy
 from trl_qurl.lab.demo.record import RolloutRecorder, Row
-from trl_qurl.quantization.fake_quantization import exact_forward, quantized_forward
+from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.layers import quantized_layer_names
 from trl_qurl.quantization.scheme import QuantizationScheme
 
@@ -28,9 +28,7 @@ class BothPolicies(RolloutRecorder):
 
     def measure(self, model: PreTrainedModel) -> Row:
         """The parent's, and the expected accuracy of the quantized policy."""
-        with exact_forward(model):  # also where training computes another
-            measured = super().measure(model)
-        return {**measured, "quantized_expected_accuracy": self._quantized(model)}
+        return {**super().measure(model), "quantized_expected_accuracy": self._quantized(model)}
 
     def _quantized(self, model: Any) -> float:
         if self._merges and hasattr(model, "merge_and_unload"):

@@ -6,8 +6,7 @@
 Every figure is a mean over seeds with half the width of its interval of 95 % (Student's t). Differences are paired:
 the two runs of a seed have the same problems in the same order. Accuracy is the exact expected accuracy of the
 full-precision policy on 512 held-out problems, mean of the last 20 rollouts. The policy that samples is the quantized
-one, whose accuracy comes from the trainer's own quantized forward pass, or the same one for rollouts in BF16. A run
-trains one of the two: the quantized one if its forward pass is quantized, otherwise the one in full precision.
+one, whose accuracy comes from the trainer's own quantized forward pass, or the same one for rollouts in BF16.
 """
 
 import argparse
@@ -29,7 +28,6 @@ STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.2
 ACCURACY = "expected_accuracy"
 QUANTIZED = "quantized_expected_accuracy"
 SCHEMES = ("int8", "int4", "int3")
-FORWARD = ("naive_forward", "acr_forward_float16")
 LORA_SCHEMES = ("int8", "w4a16", "int3")
 CAPS = (1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
 UPDATE_CAPS = (1.05, 1.2, 2.0)
@@ -44,14 +42,6 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
         *((f"{scheme}_decoupled", f"{scheme}_tis") for scheme in SCHEMES),
         *((f"{scheme}_acr", f"{scheme}_tis") for scheme in SCHEMES),
         *((f"{scheme}_acr_uaq", f"{scheme}_acr") for scheme in SCHEMES),
-        *((f"{scheme}_{name}", "bf16") for scheme in SCHEMES for name in FORWARD),
-        *(
-            (f"{scheme}_{name}", f"{scheme}_{other}")
-            for scheme in SCHEMES
-            for name in FORWARD
-            for other in ("naive", "tis", "acr")
-        ),
-        *((f"{scheme}_acr_forward_float16", f"{scheme}_naive_forward") for scheme in SCHEMES),
     ],
     "long": [
         *((f"int3_{name}", "bf16") for name in ("naive", "tis", "decoupled", "acr", "acr_uaq")),
@@ -84,7 +74,6 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
         *((f"{scheme}_{kind}_tis", "bf16") for scheme in ("int8", "int3") for kind in ("stochastic", "feedback")),
     ],
     "lora_rate": [],
-    "arithmetic": [],
     "rloo": [
         *((f"{scheme}_{name}", "bf16") for scheme in ("int8", "int3") for name in ("naive", "tis")),
         *((f"{scheme}_tis", f"{scheme}_naive") for scheme in ("int8", "int3")),
@@ -151,7 +140,6 @@ def summarize(runs: Mapping[int, Run]) -> dict[str, Any]:
         "rollouts": max(row["step"] for row in every[0].rows) / updates,
         "accuracy": stated(accuracy(run) for run in every),
         "sampling": stated(sampling_accuracy(run) for run in every),
-        "trains": "quantized" if trains_quantized(every[0]) else "full precision",
         "greedy": stated(final_value(points_of(run, "greedy_accuracy")) for run in every),
         "reward": stated(final_value(points_of(run, "reward")) for run in every),
         "kl_first": stated(mean_of_first(run, "mismatch/kl_k3") for run in every),
@@ -187,17 +175,7 @@ def sampling_accuracy(run: Run, window: int = FINAL_ROLLOUTS) -> float | None:
     return accuracy(run, window) if unquantized else final_value(points_of(run, QUANTIZED), window)
 
 
-def trains_quantized(run: Run) -> bool:
-    """Whether the quantized policy is the one that is trained."""
-    return run.settings.get("training_forward") == "quantized"
-
-
-def trained_accuracy(run: Run, window: int = FINAL_ROLLOUTS) -> float | None:
-    """Of the policy that is trained, and would be served."""
-    return sampling_accuracy(run, window) if trains_quantized(run) else accuracy(run, window)
-
-
-MEASURES = {"accuracy": accuracy, "sampling": sampling_accuracy, "trained": trained_accuracy}
+MEASURES = {"accuracy": accuracy, "sampling": sampling_accuracy}
 """What differences are stated of."""
 
 
@@ -264,7 +242,7 @@ def pair_table(pairs: Mapping[str, dict[str, Any]]) -> str:
     lines = []
     for name, pair in pairs.items():
         lines.append((name, str(pair["seeds"]), *(stated_difference(pair[measure]) for measure in MEASURES)))
-    return markdown(("difference", "seeds", "accuracy", "sampling policy's", "trained policy's"), lines)
+    return markdown(("difference", "seeds", "accuracy", "sampling policy's"), lines)
 
 
 def stated_difference(value: Sequence[float | None] | None) -> str:

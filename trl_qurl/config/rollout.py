@@ -56,9 +56,6 @@ class QuantizedRolloutsConfig:
         smooth_activations: Whether to shrink large activations before the engine rounds them, and enlarge the columns
             that read them (`quantization/smoothing.py`, after SmoothQuant). On by default if the format is INT8, the
             model's architecture is supported, and whole weights are sent. The policy's own weights do not change.
-        training_forward: The trainer's forward pass, for scoring and updates: `full_precision`, or `quantized`, which
-            rounds weights and activations as the engine does. The gradient passes straight through the rounding.
-            This trains the quantized policy: evaluate and serve it in the rollouts' format.
 
     > Weight sync
 
@@ -85,7 +82,7 @@ class QuantizedRolloutsConfig:
             tensors on both sides. The first sync is always checked, unless this is 0.
         sync_probe: Whether checks of the engine include the probe. It compares the engine's log-probabilities of fixed
             prompts with the trainer's own quantized forward pass. It is skipped under FSDP 1 and ZeRO-3, because they
-            never hold whole layers.
+            never hold whole layers, and for models with quantized experts.
         weight_metrics_interval: Syncs between measurements of the weights (Eqs. 13 and 14); 0 for none. Appendix A
             uses 16. They keep a copy of the quantized layers' weights in the main process's host memory, at 2 to 3
             bytes per weight.
@@ -118,7 +115,6 @@ class QuantizedRolloutsConfig:
     quantization_ignore: list[str] = field(default_factory=lambda: ["lm_head"])
     uaq_scale: float = 1.0
     smooth_activations: bool | None = None
-    training_forward: str = "full_precision"
 
     # Weight sync
     weight_sync: str = "auto"
@@ -180,12 +176,6 @@ class QuantizedRolloutsConfig:
         return ["use_vllm=False -> True"]
 
     def _check_format(self: Any) -> None:
-        check_choice("training_forward", self.training_forward, ("full_precision", "quantized"))
-        if self.training_forward == "quantized" and self.rollout_quantization is None:
-            raise ValueError(
-                "training_forward='quantized' with rollout_quantization=None has nothing to round: choose a format "
-                "or use training_forward='full_precision'."
-            )
         check_choice("weight_sync", self.weight_sync, ("auto", "stream", "checkpoint", "adapter", "llmcompressor"))
         if self.round_base and (self.weight_sync not in ("auto", "adapter") or self.rollout_quantization is None):
             raise ValueError(
@@ -228,18 +218,16 @@ class QuantizedRolloutsConfig:
             return f"rollout_quantization={name!r} (smoothing is for INT8)"
         if self.weight_sync in ("adapter", "llmcompressor"):
             return f"weight_sync={self.weight_sync!r} (smoothing is folded into whole weights as they are sent)"
-        if self.round_base:
-            return "round_base=True (no whole weights are sent)"
-        return "training_forward='quantized'" if self.training_forward == "quantized" else None
+        return "round_base=True (no whole weights are sent)" if self.round_base else None
 
     def _check_layers(self: Any) -> None:
         if self.smooth_activations and (setting := self._smoothing_conflict()):
             raise ValueError(f"smooth_activations=True does not work with {setting}: leave it out.")
-        if AUTO in self.quantization_ignore and (self.vllm_mode == "server" or self.training_forward == "quantized"):
+        if AUTO in self.quantization_ignore and self.vllm_mode == "server":
             raise ValueError(
                 "quantization_ignore='auto' chooses layers when the engine starts in this process, but vllm_mode is "
-                f"{self.vllm_mode!r} and training_forward is {self.training_forward!r}: run `trl-qurl mismatch MODEL "
-                "--kl 5e-3` and use the list that it writes, also for `trl-qurl serve --ignore`."
+                "'server': run `trl-qurl mismatch MODEL --kl 5e-3` and use the list that it writes, also for "
+                "`trl-qurl serve --ignore`."
             )
 
     def _check_engine(self: Any) -> None:

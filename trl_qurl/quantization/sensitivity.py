@@ -9,13 +9,12 @@ combine: on SmolLM2-135M the sum of the estimates was 1.4 times the KL.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from trl_qurl.quantization.checkpoint_form import CheckpointForm
-from trl_qurl.quantization.fake_quantization import QuantizedLinear, quantized_forward
-from trl_qurl.quantization.layers import linear_layers
+from trl_qurl.quantization.fake_quantization import QuantizedLinear, quantized_linears
 from trl_qurl.quantization.scheme import FUSED, QuantizationScheme
 from trl_qurl.quantization.weight_stream import WeightStream
 
@@ -79,23 +78,21 @@ def _rounding_errors(model: Any, weights: WeightStream) -> Iterator[list[tuple[s
     """Collect every layer's name, its exact output, and its rounding error, in each forward pass."""
     errors: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
-    def hook_of(name: str) -> Any:
-        def compare(layer: Any, inputs: tuple[torch.Tensor, ...], rounded: torch.Tensor) -> torch.Tensor:
-            exact = cast(QuantizedLinear, layer).exact_class.forward(layer, inputs[0])
+    def hook_of(name: str, function: QuantizedLinear) -> Any:
+        def compare(layer: Any, inputs: tuple[torch.Tensor, ...], exact: torch.Tensor) -> None:
             exact = exact if exact.requires_grad else exact.requires_grad_()
-            errors.append((name, exact, rounded.detach() - exact.detach()))
-            return exact  # later layers see the exact output
+            errors.append((name, exact, function(inputs[0]) - exact.detach()))
 
         return compare
 
     assert weights.scheme is not None, "the stream must quantize"
-    with quantized_forward(model, weights.layers, weights.scheme, weights.smoothing):
-        hooks = [layer.register_forward_hook(hook_of(name)) for name, layer in linear_layers(model, weights.layers)]
-        try:
-            yield errors
-        finally:
-            for hook in hooks:
-                hook.remove()
+    functions = quantized_linears(model, weights.layers, weights.scheme, weights.smoothing)
+    hooks = [function.layer.register_forward_hook(hook_of(name, function)) for name, function in functions.items()]
+    try:
+        yield errors
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def sensitive_layers(model: Any, weights: WeightStream, sequences: Iterable[Sequence[int]]) -> tuple[str, ...]:

@@ -43,8 +43,7 @@ def prepare_weights(
     """
     ignore = ignored_modules(model, [pattern for pattern in rollout.ignore if pattern != AUTO])
     weights = WeightStream(model, rollout.scheme, ignore, _smooths(model, rollout))
-    # An adapter is not rounded with its base, and the quantized forward pass rounds float32 weights.
-    if rollout.follows_autocast and not is_peft_model(model):
+    if not is_peft_model(model):  # an adapter is not rounded with its base
         weights.grid = AUTOCAST.get(accelerator.mixed_precision)
     is_auto = AUTO in rollout.ignore and rollout.scheme is not None
     if weights.smoothing is None and not is_auto:

@@ -16,7 +16,6 @@ class RolloutSettings:
     weight_sync: str = "auto"  # or "stream", "checkpoint", "adapter", "llmcompressor"
     round_base: bool = False  # whether to round the trainer's frozen base to its quantized values
     smooths: bool | None = False  # whether to smooth activations; `None` to do so where supported
-    follows_autocast: bool = True  # whether to round weights to the trainer's 16-bit type before quantizing
     checkpoint_dir: str | None = None  # where to write checkpoints for the engine; `None` to choose
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # extra arguments of the colocated engine
     weight_metrics_interval: int = 0  # syncs between measurements of the weights; 0 to disable

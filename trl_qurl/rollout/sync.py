@@ -27,6 +27,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.distributed import DistributedBackend
 
+from trl_qurl.quantization.experts import expert_layers
 from trl_qurl.quantization.kv_cache import FP8_CACHES
 from trl_qurl.quantization.stream import NamedTensors, Observer
 from trl_qurl.quantization.weight_stream import WeightStream
@@ -183,6 +184,8 @@ class WeightSync:
         """Compare the engine with the trainer's own quantized forward pass, if it can run one."""
         if self._sharding.is_zero3 or self._sharding.fsdp_version == 1:
             return {}  # a layer's weight is still sharded where the pass would quantize it
+        if self._settings.scheme is not None and expert_layers(self._weights.layers):
+            return {}  # the trainer computes experts exactly
         probe = [raise_everywhere(self._ask_engine, self._settings.is_served)]
         if self._settings.is_served and self._sharding.fsdp_version == 2:
             broadcast_object_list(probe, from_process=0)  # each process holds a shard of the weights

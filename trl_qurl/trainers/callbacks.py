@@ -4,16 +4,9 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
-from transformers.integrations import is_deepspeed_zero3_enabled
 
-from trl_qurl.quantization.experts import expert_layers
-from trl_qurl.quantization.fake_quantization import forget_outdated, quantize_layers
-from trl_qurl.quantization.layers import quantized_layer_names
-from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.uaq import recorded_scale, scale_model_
 from trl_qurl.trainers.run_log import RUN_LOG, RunLog
 
@@ -45,54 +38,6 @@ class UpdateAwareQuantizationCallback(TrainerCallback):
                 f"{recorded_scale(model)}. The callback runs when the trainer is built: pass it in callbacks=[...], "
                 "and pass a model, not model_init."
             )
-
-
-class QuantizedForwardCallback(TrainerCallback):
-    """A `TrainerCallback` that switches models to the engine's quantized forward pass.
-
-    Weights are rounded again whenever they change. The policy's config records the format as `training_forward`.
-
-    Args:
-        scheme: The rollouts' format.
-        ignore: Modules kept in full precision.
-    """
-
-    def __init__(self, scheme: QuantizationScheme, ignore: list[str]) -> None:
-        self._scheme, self._ignore = scheme, ignore
-
-    def on_init_end(self, *args: Any, model: PreTrainedModel, **kwargs: Any) -> None:
-        """Switch the policy before it is wrapped."""
-        state = AcceleratorState()
-        if is_deepspeed_zero3_enabled() or (state.distributed_type == DistributedType.FSDP and not state.is_fsdp2):
-            raise ValueError(
-                "training_forward='quantized' does not work under FSDP 1 or ZeRO-3: use FSDP 2, DDP or ZeRO-2."
-            )
-        self.change(model)
-        model.config.training_forward = {"scheme": self._scheme.name, "ignore": self._ignore}
-
-    def change(self, model: PreTrainedModel) -> None:
-        """Switch a model to the quantized forward pass.
-
-        Args:
-            model: The policy, or its reference model.
-
-        Raises:
-            ValueError: A layer is an expert or the output head, or cannot be stored in the format.
-        """
-        names = quantized_layer_names(model, self._ignore, self._scheme)
-        if expert_layers(names):
-            raise ValueError(
-                "training_forward='quantized' has no gradient for rounded experts: add 're:.*\\.experts\\.' to "
-                "quantization_ignore, or use training_forward='full_precision'."
-            )
-        layers = quantize_layers(model, names, self._scheme)
-        if model.get_output_embeddings() in layers:
-            raise ValueError(
-                "training_forward='quantized' cannot round the output head, because TRL's loss uses its weight "
-                "directly: keep 'lm_head' in quantization_ignore."
-            )
-        # Hook the decoder, because not all of TRL's losses call the model around it.
-        model.get_decoder().register_forward_pre_hook(forget_outdated)
 
 
 class TrainerAwareCallback(TrainerCallback):

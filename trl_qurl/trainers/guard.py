@@ -117,8 +117,7 @@ class MismatchGuardCallback(TrainerCallback):
 
     def __init__(self, args: Any) -> None:
         self._stops = args.mismatch_guard == "stop"
-        learns_rounded = args.training_forward == "quantized" or args.round_base
-        differ_by_rounding = args.rollout_quantization is not None and not learns_rounded
+        differ_by_rounding = args.rollout_quantization is not None and not args.round_base
         self._advice = ADVICE if differ_by_rounding else ADVICE_WITHOUT_ROUNDING
         cap = getattr(args, "vllm_importance_sampling_clip_max", None)  # not a setting of all of TRL's trainers
         self._guard = MismatchGuard(args.mismatch_guard_kl, cap)

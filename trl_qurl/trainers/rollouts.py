@@ -30,7 +30,6 @@ from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.trainers.arguments import LengthCheckCallback, arguments_by_name, check_arguments
 from trl_qurl.trainers.callbacks import (
-    QuantizedForwardCallback,
     RunLogCallback,
     TrainerAwareCallback,
     UpdateAwareQuantizationCallback,
@@ -66,10 +65,9 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         run_log = RunLogCallback({"updates_per_rollout": args.updates_per_rollout, "algorithm": self._algorithm})
         # Ours go first: rows logged by user callbacks belong in run.jsonl, their time in no step.
         adapted = kwargs.get("peft_config") is not None or (not isinstance(model, str) and is_peft_model(model))
-        forward = _forward_callbacks(args, adapted)
         self._guard = None if args.mismatch_guard == "off" else MismatchGuardCallback(args)
         guard = [] if self._guard is None else [self._guard]
-        callbacks = [*_uaq_callbacks(args, adapted), *forward, self._step_timer, run_log, *guard]
+        callbacks = [*_uaq_callbacks(args, adapted), self._step_timer, run_log, *guard]
         kwargs["callbacks"] = [LengthCheckCallback(), *callbacks, *(kwargs.get("callbacks") or [])]
         # Nothing below may hold the trainer: vLLM freezes the garbage collector, so reference cycles are never freed,
         # and a deleted trainer would keep its engine.
@@ -85,15 +83,6 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         # Replace `auto` with the layers it selected, for the log, the model card and the checkpoints.
         patterns = [pattern for pattern in args.quantization_ignore if pattern != AUTO]
         args.quantization_ignore = [*patterns, *self.vllm_generation.kept]
-        for callback in forward if self.ref_model is not None else []:
-            # Otherwise the KL penalty would pull toward a policy the engine cannot run, from the first step on.
-            callback.change(self.accelerator.unwrap_model(self.ref_model))
-        if not forward and (record := vars(self.model.config).pop("training_forward", None)):
-            warnings.warn(
-                f"This model was trained in the forward pass of {record['scheme']}, but this run does not use it: set "
-                "training_forward='quantized' to train the same policy.",
-                stacklevel=2,
-            )
         self._mismatch = MismatchTally(self.accelerator)
         for callback in self.callback_handler.callbacks:
             self._set_trainer(callback)
@@ -238,17 +227,6 @@ def _uaq_callbacks(args: Any, adapted: bool) -> list[UpdateAwareQuantizationCall
     return [UpdateAwareQuantizationCallback(args.uaq_scale)]
 
 
-def _forward_callbacks(args: Any, adapted: bool) -> list[QuantizedForwardCallback]:
-    if args.training_forward == "full_precision":
-        return []
-    if adapted and not args.round_base:
-        raise ValueError(
-            "training_forward='quantized' with an adapter requires round_base=True, because the engine may otherwise "
-            "round the adapter with its layer and the trainer does not. Or use training_forward='full_precision'."
-        )
-    return [QuantizedForwardCallback(get_scheme(args.rollout_quantization), args.quantization_ignore)]
-
-
 def _rollout_settings(args: Any) -> RolloutSettings:
     name = args.rollout_quantization
     return RolloutSettings(
@@ -258,7 +236,6 @@ def _rollout_settings(args: Any) -> RolloutSettings:
         weight_sync=args.weight_sync,
         round_base=args.round_base,
         smooths=args.smooths,
-        follows_autocast=args.training_forward == "full_precision",
         checkpoint_dir=args.rollout_checkpoint_dir,
         engine_kwargs=args.engine_kwargs,
         weight_metrics_interval=args.weight_metrics_interval,

@@ -196,14 +196,9 @@ class SavingMixin(TRLTrainer):
                 " The adapter was trained on a base whose weights were rounded to the values of these codes, and only "
                 "works with that base: on the original weights, or merged into them, it is a different policy."
             )
-        if args.training_forward == "quantized":
-            rollouts += f" Training used vLLM's quantized forward pass, so the trained policy is the {name} one."
-            if not args.round_base:
-                rollouts += f" Quantize these weights to use it: `trl-qurl quantize MODEL OUT --scheme {name}`."
         settings = {
             "`rollout_quantization`": name,
             "`quantization_ignore`": ", ".join(args.quantization_ignore) or "none",
-            "`training_forward`": args.training_forward,
             "`weight_sync`, `round_base`": f"{args.weight_sync}, {args.round_base}",
             "UAQ's s (`uaq_scale`)": recorded_scale(self.model),
             "updates per rollout": f"{args.updates_per_rollout:g}",

@@ -74,7 +74,6 @@ def run(args: argparse.Namespace) -> int:
     environments = check_arguments(args)
     tasks = load_tasks(args.tasks.split(","), args.limit)
     directory = resolve_model(args.model)
-    warn_of_other_formats(Path(directory), list(environments))
     sampling = {"n": args.samples, "temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
     settings = {
         "model": args.model,
@@ -120,19 +119,6 @@ def check_arguments(args: argparse.Namespace) -> dict[str, dict[str, str]]:
     require("Evaluating", "math_verify", "rich", extra="eval")
     check_model(args.model)
     return {name or UNQUANTIZED: kernel_environment(get_scheme(name) if name else None) for name in names}
-
-
-def warn_of_other_formats(directory: Path, schemes: Sequence[str]) -> None:
-    """Warn if a policy trained with one format's forward pass is evaluated in another: it differs between them."""
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    training_scheme = config.get("training_forward", {}).get("scheme")
-    others = [scheme for scheme in schemes if scheme != training_scheme]
-    if training_scheme and others and "quantization_config" not in config:
-        warnings.warn(
-            f"This model was trained with {training_scheme}'s forward pass (training_forward='quantized') and may be "
-            f"much worse in {', '.join(others)}: evaluate it with --schemes {training_scheme}.",
-            stacklevel=2,
-        )
 
 
 def keep_settings(settings: dict[str, Any], output_dir: Path) -> None:

@@ -111,8 +111,7 @@ def verdict(mismatch: Mismatch) -> str:
     if mismatch.kl_k3.low >= RISKY:
         return (
             f"risky: with {kl} some runs of our study ended badly, even with a correction. Leave smooth_activations "
-            "on, choose a finer format, keep sensitive layers in 16 bits (quantization_ignore), or, if you will serve "
-            f"the policy in this format, train with training_forward='quantized'.{whole}"
+            f"on, choose a finer format, or keep sensitive layers in 16 bits (quantization_ignore).{whole}"
         )
     return f"needs a correction: at {kl} keep objective='acr' or 'tis', and watch mismatch/kl_k3.{whole}"
 
