@@ -84,8 +84,8 @@ class QuantizedRolloutsConfig:
             prompts with the trainer's own quantized forward pass. It is skipped under FSDP 1 and ZeRO-3, because they
             never hold whole layers, and for models with quantized experts.
         weight_metrics_interval: Syncs between measurements of the weights (Eqs. 13 and 14); 0 for none. Appendix A
-            uses 16. They keep a copy of the quantized layers' weights in the main process's host memory, at 2 to 3
-            bytes per weight.
+            uses 16. They keep a copy of the quantized layers' weights and codes in the main process's host memory, at
+            5 bytes per weight (3 if the policy is in 16 bits).
 
     > Guard
 

@@ -81,10 +81,8 @@ class WeightSync:
         self._count = 0
         self._metadata: TensorMetadata | None = None
         self._not_finite: list[str] = []  # policy tensors with NaN or infinity
-        is_main = PartialState().is_main_process
-        self._tracker = WeightChangeTracker(
-            settings.weight_metrics_interval, settings.scheme, is_main, weights.smoothing
-        )
+        interval = settings.weight_metrics_interval if PartialState().is_main_process else 0
+        self._tracker = WeightChangeTracker(interval, settings.scheme, weights.smoothing)
         self._probe = ProbeJudge()
 
     def push(self, parameters: Parameters, cost: RolloutCost, is_repeated: bool = False) -> dict[str, float]:
