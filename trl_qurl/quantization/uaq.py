@@ -65,7 +65,7 @@ def scale_model_(model: PreTrainedModel, scale: float) -> bool:
     if recorded != 1.0:
         raise ValueError(
             f"Got UAQ scale {scale}, but the model was already scaled by {recorded} (config.uaq_scale). "
-            f"Keep uaq_scale={recorded}, or undo it first: trl_qurl.quantization.uaq.restore(model)."
+            f"Keep uaq_scale={recorded}, or load the unscaled model."
         )
     for norm, linears, offset in _scalable_weights(model, scale):
         with torch.no_grad(), whole([norm, *linears]):
@@ -73,40 +73,6 @@ def scale_model_(model: PreTrainedModel, scale: float) -> bool:
                 weight.div_(scale)
             norm.mul_(scale).add_((scale - 1.0) * offset)  # s · (offset + w) − offset
     model.config.uaq_scale = float(scale)
-    return True
-
-
-def restore(model: PreTrainedModel) -> bool:
-    """Undo `scale_model_` in place and remove the record.
-
-        W ← s · W,    g ← g / s
-
-    For s = 1.5 no inverse is exact to the last bit: dividing by 1.5 maps the floats of [1.5, 2) onto fewer floats in
-    [1, 4/3), so two weights share one quotient. On CPU, powers of two are restored exactly, and everything else within
-    one unit in the last place of the weight. In the Gemma family the unit is that of the gain 1 + w, not of w, and
-    powers of two round, too.
-
-    Source: Eq. 10-12, inverted.
-
-    Args:
-        model: A model; it may have been trained since.
-
-    Returns:
-        True if the model was restored, False if it has no scale.
-
-    Raises:
-        ValueError: As for `scale_model_`.
-    """
-    scale = recorded_scale(model)
-    if scale == 1.0:
-        logger.info("The model has no UAQ scale; left unchanged.")
-        return False
-    for norm, linears, offset in _scalable_weights(model, scale):
-        with torch.no_grad(), whole([norm, *linears]):
-            for weight in linears:
-                weight.mul_(scale)
-            norm.sub_((scale - 1.0) * offset).div_(scale)
-    del model.config.uaq_scale
     return True
 
 
