@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trl_qurl.quantization.checkpoint_form import CheckpointForm, parameter_name, plain_model
-from trl_qurl.quantization.experts import expert_modules
+from trl_qurl.quantization.checkpoint_form import CheckpointForm, expert_modules, parameter_name, plain_model
 from trl_qurl.quantization.scheme import HEAD, QuantizationScheme
 
 AUTO = "auto"

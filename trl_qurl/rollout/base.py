@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from trl_qurl.quantization.checkpoint_form import parameter_name
-from trl_qurl.quantization.experts import expert_layers
+from trl_qurl.quantization.checkpoint_form import expert_layers, parameter_name
 from trl_qurl.quantization.parameters import whole
 from trl_qurl.quantization.rounded_base import check_unrounded, round_base
 from trl_qurl.quantization.storage import read_tensors

@@ -27,7 +27,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.distributed import DistributedBackend
 
-from trl_qurl.quantization.experts import expert_layers
+from trl_qurl.quantization.checkpoint_form import expert_layers
 from trl_qurl.quantization.kv_cache import FP8_CACHES
 from trl_qurl.quantization.stream import NamedTensors, Observer
 from trl_qurl.quantization.weight_stream import WeightStream

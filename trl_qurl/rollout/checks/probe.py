@@ -29,7 +29,7 @@ from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from trl_qurl.quantization.experts import expert_modules
+from trl_qurl.quantization.checkpoint_form import expert_modules
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.kv_cache import FP8Cache
 from trl_qurl.quantization.scheme import QuantizationScheme

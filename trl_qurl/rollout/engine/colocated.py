@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trl_qurl.quantization.experts import expert_layers
+from trl_qurl.quantization.checkpoint_form import expert_layers
 from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.adapter import engine_rank
 from trl_qurl.rollout.engine.cpu_memory import cpu_cache_arguments
