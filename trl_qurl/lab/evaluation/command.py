@@ -12,8 +12,7 @@ import os
 import pickle
 import subprocess
 import sys
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
