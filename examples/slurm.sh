@@ -38,7 +38,7 @@ TRAINER_PORT=${TRAINER_PORT:-29500}
 
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}     # srun does not take it from sbatch since Slurm 22.05
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
-# One secret for both ends of this job: trl-qurl serve wants one on an address that others reach.
+# One secret for both ends of this job: trl-qurl serve requires one.
 export VLLM_API_KEY=${VLLM_API_KEY:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

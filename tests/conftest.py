@@ -90,6 +90,7 @@ def free_port() -> int:
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background, and then in all children
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ["VLLM_API_KEY"] = "key-of-the-tests"
     if not hasattr(config, "workerinput"):
         directory = Path(tempfile.mkdtemp(prefix="trl-qurl-tests-"))
         (directory / "owner").write_text(str(os.getpid()))

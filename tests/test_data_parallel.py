@@ -13,7 +13,7 @@ from conftest import vllm_server
 from test_engine import MOVED, SAME
 from tiny import PROBE, tiny_model, tiny_tokenizer
 
-from trl_qurl.rollout.engine.key import ServerKey
+from trl_qurl.rollout.engine.http import add_key
 
 ENGINES = 2
 
@@ -22,7 +22,7 @@ def logps_of(server, engine: int) -> list[float]:
     """One engine's log-probabilities of the probe's tokens from the second on."""
     answer = requests.post(
         f"{server.url}/v1/completions",
-        auth=ServerKey(server.url),
+        auth=add_key,
         headers={"X-data-parallel-rank": str(engine)},
         json={"prompt": PROBE, "max_tokens": 1, "prompt_logprobs": 0},
         timeout=60,

@@ -185,8 +185,6 @@ def test_speculative_decoding_on_a_cpu(train, model, capfd):
     speculation = json.dumps({"method": "ngram", "num_speculative_tokens": 2})
     message = train("--vllm_engine_kwargs", json.dumps({"speculative_config": json.loads(speculation)}))
     assert message.startswith("vllm_engine_kwargs sets 'speculative_config', but with it vLLM's CPU build samples at")
-    assert cli.main(["serve", str(model), "--speculative-config", speculation]) == 2
-    assert "With --speculative-config, vLLM's CPU build samples at temperatures" in capfd.readouterr().err
 
 
 def test_recurrent_layers(train, tmp_path_factory, capfd):

