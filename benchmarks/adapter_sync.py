@@ -29,7 +29,6 @@ from rich.table import Table
 from trainers import Load, build_trainer, prompt
 from turns import Contestant
 
-from trl_qurl.cli.allocator import keep_freed_memory
 from trl_qurl.quantization import SCHEMES
 
 WAYS = {"merged": "stream", "adapter": "adapter"}
@@ -131,7 +130,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    keep_freed_memory()  # as our commands do
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     shape = Shape(arguments.layers, arguments.hidden, arguments.vocabulary)
     record = {"benchmark": "adapter_sync", **provenance(torch.device(arguments.device), measured="trl_qurl")}

@@ -4,8 +4,8 @@
     python benchmarks/allocator.py --layers 2 --hidden 128 --vocabulary 500 --completions 64 --tokens 16
 
 One real trainer with a real engine takes steps (bfloat16 where the CPU has it) under glibc's defaults and under the
-settings of `trl_qurl/cli/allocator.py`, in turns. Each turn is two steps, of which the second counts: the first has
-the page faults of a heap that has just changed. The peak is the resident set's, of both steps.
+settings that docs/performance.md recommends, in turns. Each turn is two steps, of which the second counts: the first
+has the page faults of a heap that has just changed. The peak is the resident set's, of both steps.
 """
 
 import argparse
@@ -29,7 +29,8 @@ from trainers import WAYS, Load
 from training_step import PARTS, build
 from turns import Contestant, InForeground
 
-from trl_qurl.cli.allocator import LARGEST, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
+LARGEST = 2**31 - 1  # maximum that mallopt accepts
 
 # Where glibc's own thresholds settle once a block of 32 MB was freed: they follow the sizes of what is freed.
 SETTINGS = {"returned": (32 * 2**20, 64 * 2**20), "kept": (LARGEST, LARGEST)}

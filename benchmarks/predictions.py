@@ -29,8 +29,6 @@ from trainers import Load
 from training_step import build, measure
 from turns import Contestant
 
-from trl_qurl.cli.allocator import keep_freed_memory
-
 SETTINGS = [
     Load(completions=8, tokens=32, prompt=32, train_batch=8, updates=1),
     Load(completions=8, tokens=128, prompt=32, train_batch=8, updates=1),
@@ -110,7 +108,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    keep_freed_memory()  # as our commands do
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     shape = Shape(arguments.layers, arguments.hidden, arguments.vocabulary)
     console = Console(width=None if sys.stdout.isatty() else 140)

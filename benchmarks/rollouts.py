@@ -29,8 +29,6 @@ from rich.table import Table
 from trainers import WAYS, Load, build_trainer, prompt
 from turns import Contestant
 
-from trl_qurl.cli.allocator import keep_freed_memory
-
 ENGINE, TRAINER = "engine", "trainer"
 
 
@@ -131,7 +129,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    keep_freed_memory()  # as our commands do
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     shape = Shape(arguments.layers, arguments.hidden, arguments.vocabulary)
     console = Console(width=None if sys.stdout.isatty() else 140)

@@ -32,8 +32,6 @@ from trainers import WAYS, Load, build_trainer, trains_in_bf16
 from transformers import TrainerCallback
 from turns import Contestant, InForeground
 
-from trl_qurl.cli.allocator import keep_freed_memory
-
 PASSES = "passes"
 
 PARTS = ("sync", "generate", "logps", "update")
@@ -184,7 +182,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    keep_freed_memory()  # as our commands do
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     shape = Shape(arguments.layers, arguments.hidden, arguments.vocabulary)
     load = Load(arguments.completions, arguments.tokens, train_batch=arguments.train_batch, updates=arguments.updates)

@@ -128,9 +128,7 @@ def child(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any], pla
     import torch
 
     from benchmarks.objectives.one_run import train_arm
-    from trl_qurl.cli.allocator import keep_freed_memory
 
-    keep_freed_memory()  # as our commands do
     torch.set_num_threads(1)
     train_arm(arm, seed, policy_dir, provenance, place)
     log.unlink()

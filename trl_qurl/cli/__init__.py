@@ -7,11 +7,9 @@ traceback instead.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
-from trl_qurl.cli.allocator import keep_freed_memory
 from trl_qurl.cli.noise import quiet, shows_everything
 from trl_qurl.cli.parser import COMMANDS, build_parser
 from trl_qurl.rollout.errors import RolloutError
@@ -22,10 +20,6 @@ USER_ERRORS = (ValueError, ImportError, OSError, RolloutError)  # OSError covers
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand, and return its exit status."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    if "_ARGCOMPLETE" in os.environ:  # set by the shell function of `register-python-argcomplete`
-        import argcomplete
-
-        argcomplete.autocomplete(build_parser(os.environ.get("COMP_LINE", "").split()[1:]))
     if not argv:
         build_parser().print_help()
         return 0
@@ -37,7 +31,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.extra_args = extra_args
         elif extra_args:
             args.subparser.error(f"unexpected argument {' '.join(extra_args)}")
-        keep_freed_memory()
         return args.run(args)
     except KeyboardInterrupt:
         if shows_everything():

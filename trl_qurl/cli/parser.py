@@ -1,4 +1,4 @@
-"""The subcommands of `trl-qurl`, and a parser that suggests corrections for misspelled arguments.
+"""The subcommands of `trl-qurl`, and their parser.
 
 `COMMANDS` lists the module of each subcommand. A module is imported only when its subcommand is used, so the command
 line can start the lab's tools even though the core never imports the lab.
@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 from trl_qurl import __version__
 
@@ -41,39 +41,9 @@ COMMANDS = {
 }
 
 
-class SuggestingParser(argparse.ArgumentParser):
-    """`argparse.ArgumentParser` that suggests corrections for misspelled options and values."""
-
-    similarity = 1.0  # how similar an unknown option must be to a known one to be rejected early; 1 rejects none
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Check the options first: argparse would report a missing option before a misspelled one."""
-        names = [name for action in self._actions for name in action.option_strings]
-        options = [argument.split("=")[0] for argument in args or () if argument.startswith("--")]
-        for option in options:
-            guess = did_you_mean([option], names, self.similarity)
-            if guess != "." and not any(name.startswith(option) for name in names):
-                self.error(f"unknown option {option}{guess}")
-        return super().parse_known_args(args, namespace)
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is None or value in action.choices:
-            return
-        names = [str(choice) for choice in action.choices]
-        kind = "command" if action.nargs == argparse.PARSER else "value"
-        raise argparse.ArgumentError(
-            action, f"unknown {kind} {value!r}{did_you_mean([str(value)], names)} Choose one of {', '.join(names)}."
-        )
-
-    def error(self, message: str) -> NoReturn:
-        """Print the usage and the message, and exit with status 2."""
-        # argparse puts the positional argument's name in front, but nobody typed it.
-        super().error(message.removeprefix("argument COMMAND: "))
-
-
-def build_parser(argv: Sequence[str] = ()) -> SuggestingParser:
+def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Build the parser of `trl-qurl`, importing only the module of the subcommand in `argv`, for its options."""
-    parser = SuggestingParser(
+    parser = argparse.ArgumentParser(
         prog="trl-qurl",
         description="Reinforcement learning of language models with quantized rollouts.",
         epilog="`trl-qurl COMMAND --help` lists the options of a command.",
@@ -92,11 +62,10 @@ def build_parser(argv: Sequence[str] = ()) -> SuggestingParser:
             module = import_module(command.module)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run, subparser=subparser)
-            subparser.similarity = 0.8 if command.passes_on else 0.6
     return parser
 
 
-def did_you_mean(words: Iterable[str], names: Sequence[str], similarity: float = 0.6) -> str:
-    """Return `"; did you mean NAME?"`, or `"."` if no name is similar enough (similarity from 0 to 1)."""
-    matches = [name for word in words for name in get_close_matches(word, names, 1, similarity)]
+def did_you_mean(words: Iterable[str], names: Sequence[str]) -> str:
+    """Return `"; did you mean NAME?"`, or `"."` if no name is similar enough."""
+    matches = [name for word in words for name in get_close_matches(word, names, 1)]
     return f"; did you mean {' '.join(matches)}?" if matches else "."

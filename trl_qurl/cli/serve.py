@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from difflib import get_close_matches
 
 from trl_qurl.cli.options import add_ignore, check_model
 
@@ -29,7 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepare the checkpoint, then exec the server."""
-    if args.extra_args and not args.extra_args[0].startswith("-"):  # vLLM would reject it only after quantization
+    # vLLM would reject these only after quantization.
+    for option in (argument.split("=")[0] for argument in args.extra_args):
+        if guess := get_close_matches(option, ["--scheme", "--ignore", "--host", "--port"], 1, 0.8):
+            raise ValueError(f"Unknown option {option}; did you mean {guess[0]}?")
+    if args.extra_args and not args.extra_args[0].startswith("-"):
         raise ValueError(
             f"Unexpected argument {args.extra_args[0]}: pass one MODEL, and one pattern after each --ignore (repeat "
             "the option for more)."

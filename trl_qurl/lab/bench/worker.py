@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_qurl.cli.allocator import keep_freed_memory
 from trl_qurl.lab.bench.costs import EngineCosts, Timing, TrainingCosts
 from trl_qurl.lab.bench.workload import Job
 
@@ -34,7 +33,6 @@ SHORT = 8
 def main(argv: list[str] | None = None) -> int:
     """Run the job in one file and write its result to another."""
     source, result = sys.argv[1:] if argv is None else argv
-    keep_freed_memory()
     Path(result).write_bytes(pickle.dumps(measure(pickle.loads(Path(source).read_bytes()))))
     return 0
 

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from trl_qurl.cli.allocator import keep_freed_memory
 from trl_qurl.lab.demo.algorithms import build_config, build_trainer, critic_shortfall
 from trl_qurl.lab.packages import require
 from trl_qurl.lab.processes import ENGINE_ENVIRONMENT
@@ -43,7 +42,6 @@ def run_demo(
     """
     for name, value in ENVIRONMENT.items():  # vLLM reads these once, at import
         os.environ.setdefault(name, value)
-    keep_freed_memory()
     require("The demo", "matplotlib", "rich", extra="demo")
     from rich.console import Console
     from transformers.utils import logging as transformers_logging

@@ -11,7 +11,6 @@ import pickle
 import sys
 from pathlib import Path
 
-from trl_qurl.cli.allocator import keep_freed_memory
 from trl_qurl.lab.mismatch.job import Answer, Job
 
 
@@ -33,6 +32,5 @@ def sample(job: Job) -> list[Answer]:
 
 
 if __name__ == "__main__":
-    keep_freed_memory()
     source, result = map(Path, sys.argv[1:])
     result.write_bytes(pickle.dumps(sample(pickle.loads(source.read_bytes()))))

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_qurl.cli.allocator import keep_freed_memory
 from trl_qurl.cli.noise import quiet
 from trl_qurl.cli.options import check_model
 from trl_qurl.lab.device import cpu_settings
@@ -102,7 +101,6 @@ class Recipe:
     def train(self, script_args: Any, training_args: Any, model_args: ModelConfig) -> Any:
         """Train on the questions with a reward for correct answers, save to `output_dir`, and return the trainer."""
         quiet()
-        keep_freed_memory()
         from trl import get_peft_config
 
         import trl_qurl
