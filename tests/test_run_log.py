@@ -33,7 +33,7 @@ def test_no_secret_is_written(tmp_path):
         "hub_token": "hf_a",
         "model_init_kwargs": {"token": "hf_b", "dtype": "float32"},
         "vllm_engine_kwargs": '{"hf_token": "hf_c", "enforce_eager": true}',
-        "servers": [{"api_key": "hf_d"}],
+        "server": {"api_key": "hf_d"},
         "vllm_server_base_url": "http://me:hf_e@127.0.0.1:8000",
         "max_tokens": 5,
         "eos_token_id": "7",
@@ -44,7 +44,7 @@ def test_no_secret_is_written(tmp_path):
         "hub_token": "<hidden>",
         "model_init_kwargs": {"token": "<hidden>", "dtype": "float32"},
         "vllm_engine_kwargs": '{"hf_token": "<hidden>", "enforce_eager": true}',
-        "servers": [{"api_key": "<hidden>"}],
+        "server": {"api_key": "<hidden>"},
         "vllm_server_base_url": "http://<hidden>@127.0.0.1:8000",
         "max_tokens": 5,
         "eos_token_id": "7",
@@ -53,10 +53,9 @@ def test_no_secret_is_written(tmp_path):
 
 def test_a_gzipped_log_reads_alike(tmp_path):
     write(tmp_path / RUN_LOG, [{"step": 1, "reward": 0.5}])
-    packed = tmp_path / "packed" / f"{RUN_LOG}.gz"
-    packed.parent.mkdir()
+    packed = tmp_path / f"{RUN_LOG}.gz"
     packed.write_bytes(gzip.compress((tmp_path / RUN_LOG).read_bytes()))
-    assert read_run(packed).rows == read_run(packed.parent).rows == read_run(tmp_path).rows
+    assert read_run(packed).rows == read_run(tmp_path).rows
 
 
 def test_a_resumed_run_goes_on_after_its_checkpoint(tmp_path):
@@ -85,18 +84,19 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    "content",
     [
-        ("", "first line must hold the settings"),
-        ('{"step": 1}\n', "first line must hold the settings"),
-        ('{"settings": {}}\n{"reward": 1}\n', "all others a step"),
-        ('{"settings": {}}\nnonsense\n{"step": 1}\n', "Line 2 .* is not JSON"),
-        ('{"settings": {}}\n[1]\n', "Line 2 .* JSON list"),
+        "",
+        '{"step": 1}\n',
+        '{"settings": {}}\n{"reward": 1}\n',
+        '{"settings": {}}\n{"step": "one"}\n',
+        '{"settings": {}}\nnonsense\n{"step": 1}\n',
+        '{"settings": {}}\n[1]\n',
     ],
 )
-def test_other_files_are_refused(content, message, tmp_path):
+def test_other_files_are_refused(content, tmp_path):
     (tmp_path / RUN_LOG).write_text(content)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"{RUN_LOG} is not a run log, or is damaged .*: its first line must hold"):
         read_run(tmp_path)
 
 
@@ -107,19 +107,14 @@ def test_a_missing_log_is_named(tmp_path):
         read_run(tmp_path / "absent.jsonl")
 
 
-def damaged(packed, kind):
-    if kind == "cut off":  # as a copy that was interrupted; half a run would pass for one that ended there
-        return packed[: len(packed) // 2]
-    return b"not gzip" if kind == "another file" else packed[:20] + b"\xff\xff" + packed[22:]
-
-
-@pytest.mark.parametrize("kind", ["cut off", "another file", "changed"])
-def test_a_damaged_gzipped_log_is_refused(kind, tmp_path, capsys):
+def test_half_a_gzipped_log_is_refused(tmp_path, capsys):
+    """As a copy that was interrupted leaves it; it would pass for a run that ended there."""
     write(tmp_path / RUN_LOG, [{"step": step, "reward": step / 7} for step in range(200)])
     path = tmp_path / "run.jsonl.gz"
-    path.write_bytes(damaged(gzip.compress((tmp_path / RUN_LOG).read_bytes()), kind))
+    packed = gzip.compress((tmp_path / RUN_LOG).read_bytes())
+    path.write_bytes(packed[: len(packed) // 2])
     assert main(["report", str(path)]) == 2
-    assert f"{path} cannot be read as a run log: " in capsys.readouterr().err
+    assert f"{path} is not a run log, or is damaged (" in capsys.readouterr().err
 
 
 class Model:

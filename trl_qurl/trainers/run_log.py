@@ -10,7 +10,6 @@ import gzip
 import json
 import os
 import re
-import zlib
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -30,37 +29,20 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of a run log.
-
-    Attributes:
-        path: The log file.
-        settings: The run's settings, by name.
-        rows: The logged rows in the order they were written, each with its `step`.
-    """
+    """The contents of a run log."""
 
     path: Path
     settings: dict[str, Any]
-    rows: list[Row]
+    rows: list[Row]  # in the order they were written, each with its `step`
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """Return the values of a metric over the run.
-
-        Args:
-            name: Name under which the metric was logged, such as `mismatch/kl_k3`.
-
-        Returns:
-            `(step, value)` for every step with a finite value; the last value if a step has several.
-        """
+        """Return `(step, value)` of a metric for every step with a finite value; the last value if it has several."""
         values = {row["step"]: row[name] for row in self.rows if isinstance(row.get(name), int | float)}
         return sorted(values.items())
 
 
 class RunLog:
-    """Writer of one run's log.
-
-    Args:
-        path: The log file.
-    """
+    """Writer of one run's log."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -88,11 +70,7 @@ class RunLog:
         os.replace(tmp, self.path)
 
     def append(self, row: Row) -> None:
-        """Append one row.
-
-        Args:
-            row: Values by name, including `step`.
-        """
+        """Append one row: values by name, including `step`."""
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(_line(row))
 
@@ -108,39 +86,26 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 
     Raises:
         FileNotFoundError: The log does not exist.
-        ValueError: The file is not a run log, or is a damaged gzip file.
+        ValueError: The file is not a run log, or is damaged.
     """
     file = Path(path)
     if file.is_dir():
-        packed = file / f"{RUN_LOG}.gz"
-        file = packed if packed.is_file() and not (file / RUN_LOG).is_file() else file / RUN_LOG
+        file /= RUN_LOG
     if not file.is_file():
         raise FileNotFoundError(f"The run log {file} does not exist: pass the output_dir of a run, or its {RUN_LOG}.")
-    contents = _read_lines(file)
-    first, rows = (contents or [{}])[0], contents[1:]
-    if set(first) != {SETTINGS_KEY} or not all(isinstance(row.get("step"), int) for row in rows):
-        raise ValueError(f"{file} is not a run log: its first line must hold the settings, and all others a step.")
-    return Run(file, first[SETTINGS_KEY], rows)
-
-
-def _read_lines(file: Path) -> list[dict[str, Any]]:
     open_file = gzip.open if file.suffix == ".gz" else open
     try:
         with open_file(file, "rt", encoding="utf-8") as stream:
-            lines = stream.read().splitlines(keepends=True)
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} cannot be read as a run log: {error}.") from error
-    contents = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            contents.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number == len(lines) and not line.endswith("\n"):
-                break  # the run was killed while writing this line
-            raise ValueError(f"Line {number} of {file} is not JSON: {error}.") from error
-        if not isinstance(contents[-1], dict):
-            raise ValueError(f"Line {number} of {file} is a JSON {type(contents[-1]).__name__}, not a row.")
-    return contents
+            *lines, _ = stream.read().split("\n")  # what follows the last newline is incomplete
+        header, *rows = map(json.loads, lines)
+        if not all(isinstance(row["step"], int) for row in rows):
+            raise ValueError("a step is not a whole number")
+        return Run(file, header[SETTINGS_KEY], rows)
+    except (OSError, EOFError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{file} is not a run log, or is damaged ({error}): its first line must hold the settings, and all others "
+            "a step."
+        ) from error
 
 
 def _without_secrets(value: Any) -> Any:
@@ -150,8 +115,6 @@ def _without_secrets(value: Any) -> Any:
             name: _MASK if isinstance(entry, str) and _SECRET.search(str(name)) else _without_secrets(entry)
             for name, entry in value.items()
         }
-    if isinstance(value, list | tuple):
-        return [_without_secrets(entry) for entry in value]
     if not isinstance(value, str):
         return value
     if value.lstrip().startswith("{"):
