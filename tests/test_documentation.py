@@ -43,6 +43,8 @@ OTHERS = {
     "No package metadata was found for vllm",  # Python's
     "'Parameter' object has no attribute 'weight_loader'",
     "NUMA binding: Using MEMBIND policy",
+    "Triton is installed, but ",  # its second half is in code of its own
+    " could not be imported",
     "No accelerator available! Compressing model on CPU instead",
     "torch.distributed.reduce_op is deprecated",
     "Loading safetensors checkpoint shards",

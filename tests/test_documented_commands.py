@@ -21,7 +21,7 @@ from trl_qurl.lab.recipes import grpo, ppo, rloo
 RECIPES = {"grpo": grpo, "ppo": ppo, "rloo": rloo}
 FILES_OF_READERS = ("settings.yaml", "mismatch.yaml")
 ON_CPU = ["--use_cpu", "--bf16", "false", "--report_to", "none"]
-NOT_OURS = {"cd", "conda", "git", "hf", "jupyter", "ray", "source", "tensorboard", "trackio", "vllm"}
+NOT_OURS = {"cd", "conda", "export", "git", "hf", "jupyter", "ray", "source", "tensorboard", "trackio", "vllm"}
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.MULTILINE))

@@ -29,20 +29,37 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of a run log."""
+    """The contents of a run log.
+
+    Attributes:
+        path: The log file.
+        settings: The run's settings, by name.
+        rows: The logged rows in the order they were written, each with its `step`.
+    """
 
     path: Path
     settings: dict[str, Any]
-    rows: list[Row]  # in the order they were written, each with its `step`
+    rows: list[Row]
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """Return `(step, value)` of a metric for every step with a finite value; the last value if it has several."""
+        """Return the values of a metric over the run.
+
+        Args:
+            name: Name under which the metric was logged, such as `mismatch/kl_k3`.
+
+        Returns:
+            `(step, value)` for every step with a finite value; the last value if a step has several.
+        """
         values = {row["step"]: row[name] for row in self.rows if isinstance(row.get(name), int | float)}
         return sorted(values.items())
 
 
 class RunLog:
-    """Writer of one run's log."""
+    """Writer of one run's log.
+
+    Args:
+        path: The log file.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -70,7 +87,11 @@ class RunLog:
         os.replace(tmp, self.path)
 
     def append(self, row: Row) -> None:
-        """Append one row: values by name, including `step`."""
+        """Append one row.
+
+        Args:
+            row: Values by name, including `step`.
+        """
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(_line(row))
 
