@@ -6,7 +6,6 @@ import shutil
 
 import torch
 
-from trl_qurl.cli.allocator import describe_allocator
 from trl_qurl.lab.device import BF16_INSTRUCTIONS, full_precision
 from trl_qurl.lab.doctor.environment import GIB, driver_version
 from trl_qurl.lab.doctor.report import Line, Status
@@ -71,7 +70,7 @@ def describe_gpus(built: str) -> Line:
 def describe_cpu(built: str) -> Line:
     """Describe the processor, on which everything runs."""
     cpu = torch.cpu.get_capabilities()
-    processor = f"{cpu['cpu_name']}, {torch.get_num_threads()} threads; {describe_allocator()}"
+    processor = f"{cpu['cpu_name']}, {torch.get_num_threads()} threads"
     text = f"{built}, no NVIDIA driver: everything runs on the CPU ({processor})"
     if any(cpu.get(name) for name in BF16_INSTRUCTIONS):
         return Line("torch", text)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.cli.noise import quiet
-from trl_qurl.cli.parser import SuggestingParser, did_you_mean
+from trl_qurl.cli.parser import did_you_mean
 from trl_qurl.lab.device import cpu_settings
 
 if TYPE_CHECKING:
@@ -57,18 +57,13 @@ def parse(
             metadata={"aliases": ["--model"], "help": "Model to train: a Hub name or a directory."},
         )
 
-    class Parser(SuggestingParser, TrlParser):
-        """TRL's parser, with suggestions for misspelled options and values."""
-
-        similarity = 0.6
-
     prog = None if argv is None else f"trl-qurl {command}"
     argv = sys.argv[1:] if argv is None else list(argv)
     config = getattr(trl_qurl, f"QuRL{command.upper()}Config")
     groups = [script_arguments, config, ModelArguments]
     known_names = {setting.name for group in groups for setting in fields(group)}
     # By default, argparse would print all three hundred options above each error message.
-    parser = Parser(groups, prog=prog, usage=USAGE, add_help=False)  # type: ignore[arg-type, misc]
+    parser = TrlParser(groups, prog=prog, usage=USAGE, add_help=False)  # type: ignore[arg-type]
     if "--help-all" in argv:
         parser.print_help()
         parser.exit()
