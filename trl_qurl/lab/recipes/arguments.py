@@ -63,7 +63,7 @@ def parse(
     groups = [script_arguments, config, ModelArguments]
     known_names = {setting.name for group in groups for setting in fields(group)}
     # By default, argparse would print all three hundred options above each error message.
-    parser = TrlParser(groups, prog=prog, usage=USAGE, add_help=False)  # type: ignore[arg-type]
+    parser = TrlParser(groups, prog=prog, usage=USAGE, add_help=False)
     if "--help-all" in argv:
         parser.print_help()
         parser.exit()
