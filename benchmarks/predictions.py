@@ -1,9 +1,9 @@
 """Does `trl-qurl bench` say what a step will cost? Its predictions beside measured steps.
 
-    python benchmarks/predictions.py                     # six settings of a small Qwen3: half an hour on two cores
+    python benchmarks/predictions.py                     # six settings of a small Qwen3: at most an hour on two cores
     python benchmarks/predictions.py --layers 2 --hidden 128 --vocabulary 500 --settings 1 --repeats 1
 
-For each setting, `trl-qurl bench --quick` predicts the step with 16-bit and with INT8 rollouts; then two real trainers
+For each setting, `trl-qurl bench` predicts the step with 16-bit and with INT8 rollouts; then two real trainers
 take real steps in turns. The error is predicted over measured, less one. (The trainers' steps contain rewards, logging
 and what else a trainer does, which the prediction leaves out.)
 """
@@ -41,7 +41,7 @@ WAYS = {"bf16": "none", "int8": "int8"}
 """Our trainer's name of a format, and the bench's."""
 
 
-def predict(shape: Shape, load: Load, quick: bool) -> dict[str, Any]:
+def predict(shape: Shape, load: Load) -> dict[str, Any]:
     """What the command says, in a process of its own as a user runs it."""
     with tempfile.TemporaryDirectory() as directory:
         shape.build(torch.float32, torch.device("meta")).config.save_pretrained(directory)
@@ -49,14 +49,14 @@ def predict(shape: Shape, load: Load, quick: bool) -> dict[str, Any]:
         command = [sys.executable, "-m", "trl_qurl", "bench", directory, "--schemes", "int8", "-o", output]
         command += ["--prompt-len", load.prompt, "--completion-len", load.tokens, "--batch", load.completions]
         command += ["--generations", min(8, load.completions), "--train-batch", load.train_batch]
-        command += ["--updates", load.updates, *(["--quick"] if quick else [])]
+        command += ["--updates", load.updates]
         subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
         return json.loads(output.read_text())
 
 
-def compare(shape: Shape, load: Load, repeats: int, device: str, quick: bool, console: Console) -> dict[str, Any]:
+def compare(shape: Shape, load: Load, repeats: int, device: str, console: Console) -> dict[str, Any]:
     """Prediction, measurement and error of one setting."""
-    said = predict(shape, load, quick)
+    said = predict(shape, load)
     contestants = {way: Contestant(build, way, shape, load, repeats, device) for way in WAYS}
     try:
         cells = {cell["way"]: cell for cell in measure(contestants, repeats, console)}
@@ -103,7 +103,6 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--settings", type=int, default=len(SETTINGS), help="only the first N")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--slow", action="store_true", help="predict without --quick")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -116,13 +115,10 @@ def main() -> None:
         **provenance(torch.device(arguments.device), measured="trl_qurl"),
         "shape": asdict(shape),
         "repeats": arguments.repeats,
-        "quick": not arguments.slow,
     }
     record["settings"] = []
     for load in SETTINGS[: arguments.settings]:
-        record["settings"].append(
-            compare(shape, load, arguments.repeats, arguments.device, not arguments.slow, console)
-        )
+        record["settings"].append(compare(shape, load, arguments.repeats, arguments.device, console))
         path = write_record(record, arguments.output)  # what is known is kept
     print_table(record, console)
     console.print(f"Written to {path}", soft_wrap=True)

@@ -4,23 +4,32 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import child_environment
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny import ENGINE, tiny_model
 
 from trl_qurl.lab.bench import run
-from trl_qurl.lab.bench.costs import EngineCosts, Range, Timing, TrainingCosts, at_size, per_token
+from trl_qurl.lab.bench.engine import start_engine
 from trl_qurl.lab.bench.memory import Device, count_parameters, why_too_large
-from trl_qurl.lab.bench.prediction import WORTHWHILE, break_even, compare, predict_step
+from trl_qurl.lab.bench.prediction import (
+    WORTHWHILE,
+    EngineCosts,
+    Range,
+    Timing,
+    TrainingCosts,
+    compare,
+    per_token,
+    predict_step,
+)
 from trl_qurl.lab.bench.run import bench, run_job, save_config
 from trl_qurl.lab.bench.table import advice, build_table, digits, sentences, size
-from trl_qurl.lab.bench.worker import measure, start_engine
+from trl_qurl.lab.bench.training import measure_training
 from trl_qurl.lab.bench.workload import Job, Workload
+from trl_qurl.lab.comparison import BASELINE
 from trl_qurl.lab.device import cpu_settings
 
 WORKLOAD = Workload(prompt_len=100, completion_len=200, batch=32, generations=8, train_batch=4, updates=2)
@@ -30,17 +39,17 @@ def timing(size, *seconds):
     return Timing(size, list(seconds))
 
 
-def engine(prompts=1.0, rate=0.1, sync=2.0, lengths=(1, 8, 200), spread=0.0, weights=100):
+def engine(prompts=1.0, rate=0.1, sync=2.0, lengths=(1, 8, 200), spread=0.0):
     """An engine of constant cost per token."""
 
     def times(seconds):
         return [seconds * (1 - spread), seconds, seconds * (1 + spread)]
 
     generation = [Timing(length, times(prompts + rate * (length - 1))) for length in lengths]
-    return EngineCosts(generation, Timing(1, times(sync)), weights, 10.0)
+    return EngineCosts(generation, Timing(1, times(sync)), 100)
 
 
-TRAINING = TrainingCosts([timing(300, 0.3)], [timing(300, 1.5)], timing(1, 0.7))
+TRAINING = TrainingCosts(timing(300, 0.3), timing(300, 1.5), timing(1, 0.7))
 
 
 # Costs ---------------------------------------------------------------------------------------------------------------
@@ -67,31 +76,15 @@ def test_a_cost_that_grows_with_the_context_is_bracketed(rate, growth, tokens):
     def true(length):
         return 1 + (length - 1) * (rate + growth * length / 2)
 
-    costs = EngineCosts([timing(n, true(n)) for n in (1, 32, 100)], timing(1, 1.0), 0, 0.0)
+    costs = EngineCosts([timing(n, true(n)) for n in (1, 32, 100)], timing(1, 1.0), 0)
     estimate = costs.generate(tokens)
     assert estimate.low <= true(tokens) * 1.001
     assert estimate.high >= true(tokens) * 0.999
     assert estimate.middle == pytest.approx(true(tokens), rel=0.02)
 
 
-def test_one_length_alone_says_what_one_token_costs():
-    costs = EngineCosts([timing(1, 2.0)], timing(1, 1.0), 0, 0.0)
-    assert costs.generate(1).middle == costs.generate(50).middle == 2.0
-
-
-def test_throughput_counts_the_prompts():
-    assert engine(prompts=1.0, rate=0.1).tokens_per_second(11, batch=4) == pytest.approx(44 / 2.0)
-
-
 def test_noise_never_makes_a_token_cost_less_than_nothing():
     assert per_token(timing(1, 5.0), timing(8, 4.0)) == (0, 0, 0)
-
-
-def test_passes_between_and_beyond_the_sizes_measured():
-    timings = [timing(100, 2.0), timing(200, 3.0)]  # 1 + 0.01 per token
-    assert at_size(timings, 1000).middle == pytest.approx(11.0)
-    assert at_size(timings, 100).middle == pytest.approx(1.5), "a pass is not split below what was measured"
-    assert at_size(timings[:1], 1000).middle == pytest.approx(20.0)
 
 
 # Prediction ----------------------------------------------------------------------------------------------------------
@@ -116,11 +109,10 @@ def test_one_update_per_rollout_scores_nothing_beforehand():
 
 
 def test_the_speedup_is_that_of_the_whole_step():
-    found = compare(engine(weights=100), engine(rate=0.05, sync=3.0, weights=60), TRAINING, WORKLOAD)
+    found = compare(engine(), engine(rate=0.05, sync=3.0), TRAINING, WORKLOAD)
     rest = 8 * 0.3 * 4 + 8 * 1.5 * 4 + 2 * 0.7
     assert found.speedup.middle == pytest.approx((2 + 20.9 + rest) / (3 + 10.95 + rest))
     assert found.rollout_speedup == pytest.approx(20.9 / 10.95)
-    assert found.bytes_saved == 40
 
 
 def test_the_range_of_the_speedup_has_every_combination_in_it():
@@ -139,28 +131,11 @@ def test_the_range_of_the_speedup_has_every_combination_in_it():
     assert found.high == pytest.approx(max(ratios))
 
 
-@settings(max_examples=25)
-@given(st.floats(0.01, 0.2), st.floats(0.01, 0.2), st.floats(0, 20))
-def test_the_break_even_is_the_first_length_that_saves(rate, quantized_rate, extra):
-    before, after = engine(rate=rate, sync=1.0), engine(rate=quantized_rate, sync=1.0 + extra)
-    saving = [
-        before.generate(n).middle - after.generate(n).middle > after.sync.range.middle - before.sync.range.middle
-        for n in range(1, 16 * 100 + 1)
-    ]
-    found = break_even(before, after, longest=100)
-    if saving[0] and saving[-1]:
-        assert found == 1
-    elif not saving[-1]:
-        assert found is None
-    else:
-        assert found == saving.index(True) + 1
-
-
 @pytest.mark.parametrize(
     ("rate", "spread", "said"), [(0.01, 0.01, "yes"), (0.1, 0.01, "no"), (0.15, 0.01, "no"), (0.05, 0.3, "unclear")]
 )
 def test_advice(rate, spread, said):
-    light = TrainingCosts([timing(1200, 0.01)], [timing(1200, 0.05)], timing(1, 0.01))
+    light = TrainingCosts(timing(1200, 0.01), timing(1200, 0.05), timing(1, 0.01))
     found = compare(engine(spread=spread), engine(rate=rate, spread=spread), light, WORKLOAD)
     assert found.advice == said
     sentence = advice(found)
@@ -187,6 +162,7 @@ def test_sizes():
     ("given", "message"),
     [
         ({"batch": 0}, "batch is 0: give a positive number"),
+        ({"completion_len": 8}, "completion_len is 8: give more than 8 tokens"),
         ({"batch": 60}, r"60 completions cannot be divided into groups of 8: .* multiple of --generations"),
         ({"train_batch": 6}, r"split into 4 updates with passes of 6: make --batch a multiple of 24"),
     ],
@@ -217,8 +193,8 @@ def test_nothing_left_to_quantize(tmp_path):
 
 def test_a_process_that_fails_says_what_it_said(warm_python, monkeypatch, tmp_path, capfd):
     monkeypatch.setattr(sys, "executable", str(warm_python))
-    with pytest.raises(ChildProcessError, match="INT8 rollouts failed"):
-        run_job(Job(str(tmp_path / "nowhere"), "int8", Workload(), 1.0))
+    with pytest.raises(ChildProcessError, match="rollouts in INT8 failed"):
+        run_job(Job("int8", str(tmp_path / "nowhere"), Workload()))
     assert "nowhere" in capfd.readouterr().err
 
 
@@ -256,18 +232,15 @@ def h100(monkeypatch):
 def rates(job):
     """An engine whose rollouts take 21 s in 16 bits and 11 s in other formats, and training of 9 s."""
     if job.part == "training":
-        return TrainingCosts([timing(768, 0.2)], [timing(768, 1.0)], timing(1, 1.0))
-    return engine(rate=20 / 511 if job.scheme is None else 10 / 511, sync=0.5, lengths=(1, 8, 512))
+        return TrainingCosts(timing(768, 0.2), timing(768, 1.0), timing(1, 1.0))
+    return engine(rate=20 / 511 if job.part == "none" else 10 / 511, sync=0.5, lengths=(1, 8, 512))
 
 
 def test_a_policy_that_cannot_fit_is_not_measured_and_the_decode_rates_still_answer(h100, qwen_7b, tmp_path):
     jobs = h100(rates)
     said = []
-    result = bench(qwen_7b, Workload(), ["fp8"], report=said.append, output=tmp_path / "bench.json")
-    assert [(job.part, job.scheme, job.holds_policy) for job in jobs] == [
-        ("engine", None, False),
-        ("engine", "fp8", False),
-    ]
+    result = bench(qwen_7b, Workload(), ["fp8"], say=said.append, output=tmp_path / "bench.json")
+    assert [(job.part, job.holds_policy) for job in jobs] == [("none", False), ("fp8", False)]
     # 7.62e9 * 16 bytes = 122 GB; the engine leaves 80 * (1 - 0.3 - 0.1) = 48 GB, enough for 4 bytes each (30 GB).
     assert said[0].startswith(
         "A training step of 7.62 billion parameters needs 122 GB for weights, gradients and AdamW"
@@ -290,58 +263,33 @@ def test_an_engine_measured_alone_takes_a_gpu_but_leaves_a_machine_room_for_its_
     monkeypatch.setattr("torch.cuda.is_available", lambda: is_gpu)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: True)
     monkeypatch.setattr("trl_qurl.rollout.engine.kernels.gpu_capability", lambda: None)
-    start_engine(Job(str(tmp_path), None, Workload(), 1.0, holds_policy=False), tiny_model())
+    start_engine(Job(BASELINE, str(tmp_path), Workload(), holds_policy=False), tiny_model())
     assert started["gpu_memory_utilization"] == share
 
 
 def test_formats_that_do_not_fit_the_model_are_left_out_unless_they_were_named(h100, tmp_path, monkeypatch):
     """SmolLM2-135M's width: 576 is no multiple of 128. A format that was asked for is an error."""
     tiny_model(hidden_size=576, intermediate_size=1536, head_dim=64).config.save_pretrained(tmp_path)
-    clock, said = [0.0], []
-    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-
-    def measured(job):
-        clock[0] += 10
-        return rates(job)
-
-    jobs = h100(measured)
+    said = []
+    jobs = h100(rates)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    bench(str(tmp_path), Workload(64, 64), report=said.append)
-    assert [job.name for job in jobs] == ["none", "int8", "training"]
+    bench(str(tmp_path), Workload(64, 64), say=said.append)
+    assert [job.part for job in jobs] == ["none", "int8", "training"]
     assert said == [
         "W4A16 is left out: it cannot quantize 10 of the 14 layers, first model.layers.0.self_attn.q_proj: it has 576 "
         "inputs, not a multiple of the group size 128.",
-        "Measuring 16-bit rollouts (1 of 3; 0:00:00 so far, about 0:06:00 left)",  # twice 60 s each
-        "Measuring INT8 rollouts (2 of 3; 0:00:10 so far, about 0:00:20 left)",
-        "Measuring scoring and updates (3 of 3; 0:00:20 so far, about 0:00:10 left)",
-        "Finished in 0:00:30",
+        "Measuring rollouts in 16 bits (1 of 3)",
+        "Measuring rollouts in INT8 (2 of 3)",
+        "Measuring scoring and updates (3 of 3)",
     ]
     with pytest.raises(ValueError, match="w4a16 cannot quantize 10 of the 14 layers.*Choose another format"):
         bench(str(tmp_path), Workload(64, 64), ["int8", "w4a16"])
 
 
-def test_an_adapter_beside_the_weights_is_a_format_of_its_own(h100, qwen_7b):
-    def answer(job):
-        return engine(rate=(15 if job.adapter else 10) / 511, sync=0.05 if job.adapter else 0.5)
-
-    jobs = h100(lambda job: rates(job) if job.name in ("none", "training") else answer(job))
-    result = bench(qwen_7b, Workload(lora_rank=16), ["fp8"], weight_sync="adapter")
-    assert [job.name for job in jobs] == ["none", "fp8", "fp8+LoRA", "training"]
-    assert jobs[2].description == "FP8 rollouts with an unmerged adapter"
-    merged, beside = result.comparisons["fp8"], result.comparisons["fp8+LoRA"]
-    assert beside.rollout_speedup < merged.rollout_speedup and beside.step.sync < merged.step.sync
-    assert "FP8+LoRA: Worth it:" in " ".join(sentences(result))
-
-
-def test_an_adapter_beside_the_weights_needs_a_rank():
-    with pytest.raises(ValueError, match="set its rank, for example --lora-rank 16"):
-        bench("nowhere", Workload(), weight_sync="adapter")
-
-
 def test_an_adapter_that_fits_is_measured_whole(h100, qwen_7b):
     jobs = h100(rates)
     result = bench(qwen_7b, ADAPTER, ["fp8"])
-    assert [job.part for job in jobs] == ["engine", "engine", "training"]
+    assert [job.part for job in jobs] == ["none", "fp8", "training"]
     assert all(job.holds_policy for job in jobs)
     assert result.too_large is None and result.comparisons["fp8"].training_limit is None
     assert result.comparisons["fp8"].step.update.middle > 0
@@ -350,7 +298,7 @@ def test_an_adapter_that_fits_is_measured_whole(h100, qwen_7b):
 def test_no_adapter_is_promised_whose_base_does_not_fit():
     with torch.device("meta"):
         giant = torch.nn.Sequential(torch.nn.Linear(2**18, 2**18))  # 69 billion weights
-    reason = why_too_large(giant, Workload(), H100)
+    reason = why_too_large(giant, 0, H100)
     assert "needs 1100 GB for weights" in reason and reason.endswith("Use a smaller model.")
 
 
@@ -358,7 +306,7 @@ def test_no_adapter_is_promised_whose_base_does_not_fit():
 def test_what_was_measured_is_kept_when_another_part_fails(h100, qwen_7b, tmp_path, broken):
     def answer(job):
         kept = tmp_path / "bench.json"
-        if broken in (job.scheme, job.part):
+        if broken == job.part:
             assert "none" in json.loads(kept.read_text())["measurements"], "written before the next part begins"
             raise ChildProcessError("out of memory")
         return rates(job)
@@ -375,7 +323,7 @@ def test_what_was_measured_is_kept_when_another_part_fails(h100, qwen_7b, tmp_pa
 
 def test_16_bits_that_fail_leave_the_other_formats_rates(h100, qwen_7b):
     def answer(job):
-        if job.scheme is None:
+        if job.part == "none":
             raise ChildProcessError("out of memory")
         return rates(job)
 
@@ -412,15 +360,15 @@ def test_training_is_measured_as_the_trainer_computes(tmp_path, monkeypatch, giv
         lambda module, inputs, output: seen.add(output.dtype) if isinstance(module, torch.nn.Linear) else None
     )
     try:
-        costs = measure(Job(str(tmp_path), None, Workload(8, 8, 8, 8, 8, 1, **given), 0.0, part="training"))
+        costs = measure_training(Job("training", str(tmp_path), Workload(8, 16, 8, 8, 8, 1, **given)))
     finally:
         handle.remove()
-    assert costs.score and costs.update and costs.optimizer.size == 1
+    assert costs.score.size == costs.update.size == 8 * 24, "a tiny model's passes are measured whole"
     assert (torch.bfloat16 in seen) == bool(cpu_settings().get("bf16"))
-    sizes = count_parameters(tiny_model(), given.get("lora_rank", 0))
+    whole, adapter = count_parameters(tiny_model(), given.get("lora_rank", 0))
     held = sum(parameter.numel() for parameter in stepped)
     assert all(parameter.dtype == torch.float32 for parameter in stepped)
-    assert held == (sizes.adapter if given else sizes.model)
+    assert held == (adapter if given else whole)
 
 
 # The command ---------------------------------------------------------------------------------------------------------
@@ -432,14 +380,13 @@ def test_training_is_measured_as_the_trainer_computes(tmp_path, monkeypatch, giv
     "further",
     [
         [],
-        pytest.param(["--lora-rank", "4", "--weight-sync", "adapter"], marks=pytest.mark.slow),
-        pytest.param(["--no-gradient-checkpointing"], marks=pytest.mark.slow),
+        pytest.param(["--lora-rank", "4"], marks=pytest.mark.slow),
     ],
-    ids=["whole", "adapter", "without checkpointing"],
+    ids=["whole", "adapter"],
 )
 def test_the_command(warm_python, tmp_path, further):
     tiny_model().config.save_pretrained(tmp_path / "model")
-    command = [warm_python, "-m", "trl_qurl", "bench", tmp_path / "model", "--quick", "-o", tmp_path / "bench.json"]
+    command = [warm_python, "-m", "trl_qurl", "bench", tmp_path / "model", "-o", tmp_path / "bench.json"]
     command += [
         "--schemes",
         "int8",
@@ -464,11 +411,7 @@ def test_the_command(warm_python, tmp_path, further):
     assert "one step of 16 completions, 40 tokens each" in " ".join(done.stdout.split())
     assert "…" not in done.stdout, "a column does not fit into 80 characters"
     record = json.loads((tmp_path / "bench.json").read_text())
-    beside = {"int8+LoRA"} if "adapter" in further else set()
-    assert set(record["measurements"]) == {"none", "int8"} | beside, done.stderr[-3000:]
-    for name in beside:
-        assert record["measurements"][name]["weight_bytes"] > record["measurements"]["int8"]["weight_bytes"]
-        assert "INT8+LoRA: " in done.stdout
+    assert set(record["measurements"]) == {"none", "int8"}, done.stderr[-3000:]
     for measurement in record["measurements"].values():
         lengths = [timing["size"] for timing in measurement["generation"]]
         assert lengths == [1, 8, 40], "a tiny model's completions are short enough to be measured whole"

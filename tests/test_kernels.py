@@ -177,7 +177,7 @@ def test_sixteen_bits_are_those_of_the_gpu(supported, expected, monkeypatch):
 def test_bench_measures_in_the_sixteen_bits_of_the_gpu(monkeypatch, tmp_path):
     from tiny import tiny_model
 
-    from trl_qurl.lab.bench import worker
+    from trl_qurl.lab.bench.engine import start_engine
     from trl_qurl.lab.bench.workload import Job, Workload
 
     started = {}
@@ -186,5 +186,5 @@ def test_bench_measures_in_the_sixteen_bits_of_the_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(kernels, "gpu_capability", lambda: (7, 5))
     monkeypatch.setenv("VLLM_DISABLED_KERNELS", "")
-    worker.start_engine(Job(str(tmp_path), "int8", Workload(), 1.0), tiny_model())
+    start_engine(Job("int8", str(tmp_path), Workload()), tiny_model())
     assert started["dtype"] == "float16"

@@ -3,7 +3,6 @@
 import itertools
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from trl import get_peft_config
 
 from trl_qurl.lab.bench.memory import Device, count_parameters, why_too_large
-from trl_qurl.lab.bench.workload import Workload
 from trl_qurl.lab.recipes import grpo, ppo
 from trl_qurl.lab.recipes.arguments import recipes, take_settings
 from trl_qurl.lab.recipes.questions import checkpoint_to_resume, punishments
@@ -174,19 +172,18 @@ def test_an_adapter_on_a_base_in_four_bits_fits_where_the_recipe_says():
     assert (adapter.r, adapter.target_modules, adapter.lora_dropout) == (16, "all-linear", 0.0)
     assert arguments.dtype == "float32", "four bytes per parameter"
     assert config.max_steps == 7473 // 32 * config.updates_per_rollout
-    workload = Workload(256, config.max_completion_length, 256, config.num_generations, 4, 4, lora_rank=adapter.r)
     small, large = qwen(1536, 8960, 28, 12), qwen(2048, 11008, 36, 16)
     share, text = config.vllm_gpu_memory_utilization, recipe.read_text()
     for model, memory in ((small, 16), (large, 24)):
         gpu = Device("the GPU", memory * 10**9, is_gpu=True)
-        assert why_too_large(model, workload, gpu, share) is None
-        assert why_too_large(model, replace(workload, lora_rank=0), gpu, share), "all of it would not fit"
-    assert why_too_large(large, workload, Device("the GPU", 16 * 10**9, is_gpu=True), share)
-    one, two = count_parameters(small, 16), count_parameters(large, 16)
-    assert f"{billions(4 * one.model)} / {billions(4 * two.model)}\n" in text
-    assert f"adapter of {one.adapter / 1e6:.1f} / {two.adapter / 1e6:.1f} million parameters" in text
-    assert f"{billions(16 * one.adapter)} /  {billions(16 * two.adapter)}\n" in text
-    assert f"{billions(16 * one.model)} GB for weights, gradients and AdamW alone" in text
+        assert why_too_large(model, adapter.r, gpu, share) is None
+        assert why_too_large(model, 0, gpu, share), "all of it would not fit"
+    assert why_too_large(large, adapter.r, Device("the GPU", 16 * 10**9, is_gpu=True), share)
+    (one, one_adapter), (two, two_adapter) = count_parameters(small, 16), count_parameters(large, 16)
+    assert f"{billions(4 * one)} / {billions(4 * two)}\n" in text
+    assert f"adapter of {one_adapter / 1e6:.1f} / {two_adapter / 1e6:.1f} million parameters" in text
+    assert f"{billions(16 * one_adapter)} /  {billions(16 * two_adapter)}\n" in text
+    assert f"{billions(16 * one)} GB for weights, gradients and AdamW alone" in text
     for dtype, figures in ((torch.bfloat16, "in 16) {} /  {}\n"), (None, "kept for save_quantized: {} / {}.")):
         held = [billions(four_bit_bytes(model, dtype)) for model in (small, large)]
         assert figures.format(*held) in text

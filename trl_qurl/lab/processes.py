@@ -21,6 +21,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 ENGINE_ENVIRONMENT = {
@@ -101,21 +102,29 @@ def run_child(
         )
 
 
-def call_in_child(module: str, job: Any, failure: str, environment: Mapping[str, str] = os.environ) -> Any:
-    """Run `python -m MODULE JOB RESULT` on a pickled job, and return its unpickled result.
+def call_in_child(function: Callable[[Any], Any], argument: Any, failure: str) -> Any:
+    """Call a function of a module in a new process that may start an engine, and return its result.
 
-    If it fails, prints its last output lines to standard error and raises `ChildProcessError` with the message
-    `failure`.
+    An engine's memory is freed only when its process ends. If the process fails, prints its last output lines to
+    standard error and raises `ChildProcessError` with the message `failure`.
     """
     with tempfile.TemporaryDirectory() as directory:
-        source, result, log = (Path(directory) / name for name in ("job", "result", "log"))
-        source.write_bytes(pickle.dumps(job))
+        call, result, log = (Path(directory) / name for name in ("call", "result", "log"))
+        call.write_bytes(pickle.dumps((function, argument)))
+        code = f"from {__name__} import answer_call; answer_call()"
         try:
-            run_child([sys.executable, "-m", module, source, result], log, environment=environment)
+            run_child([sys.executable, "-c", code, call, result], log, environment=ENGINE_ENVIRONMENT | os.environ)
         except ChildProcessError as error:
             print(last_lines(log, 25), file=sys.stderr)
             raise ChildProcessError(failure) from error
         return pickle.loads(result.read_bytes())
+
+
+def answer_call() -> None:
+    """Make the call that `call_in_child` wrote to one file, and write its result to another."""
+    call, result = map(Path, sys.argv[1:])
+    function, argument = pickle.loads(call.read_bytes())
+    result.write_bytes(pickle.dumps(function(argument)))
 
 
 def last_lines(log: Path, count: int) -> str:

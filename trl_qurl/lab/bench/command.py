@@ -5,43 +5,30 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from trl_qurl.cli.options import add_ignore, check_model, json_dictionary
+from trl_qurl.cli.options import check_model
+from trl_qurl.lab.bench.workload import Workload
+from trl_qurl.lab.comparison import add_options, check_output
+
+OPTIONS = {
+    "prompt_len": "tokens per prompt",
+    "completion_len": "tokens per completion",
+    "batch": "completions per rollout",
+    "generations": "completions per prompt",
+    "train_batch": "completions per pass",
+    "updates": "optimizer steps per rollout",
+    "lora_rank": "train an adapter of this rank on all linear layers, 0 for none",
+}
+"""Meaning of each option that is a field of `Workload`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trl-qurl bench`."""
     parser.epilog = "Uses random weights: the cost of a step does not depend on their values."
     parser.add_argument("model", metavar="MODEL", help="Hub name or directory with a config.json")
-    parser.add_argument("--prompt-len", type=int, default=256, help="tokens per prompt (default: %(default)s)")
-    parser.add_argument("--completion-len", type=int, default=512, help="tokens per completion (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=64, help="completions per rollout (default: %(default)s)")
-    parser.add_argument("--generations", type=int, default=8, help="completions per prompt (default: %(default)s)")
-    parser.add_argument("--train-batch", type=int, default=8, help="completions per pass (default: %(default)s)")
-    parser.add_argument("--updates", type=int, default=4, help="optimizer steps per rollout (default: %(default)s)")
-    parser.add_argument(
-        "--no-gradient-checkpointing", action="store_true", help="train without gradient checkpointing"
-    )
-    parser.add_argument("--lora-rank", type=int, default=0, help="train an adapter of this rank on all linear layers")
-    parser.add_argument(
-        "--weight-sync",
-        choices=("auto", "adapter"),
-        default="auto",
-        help="'adapter' also measures each format with an unmerged adapter in the engine (default: merged only)",
-    )
-    from trl_qurl.quantization.formats import SCHEMES
-
-    parser.add_argument(
-        "--schemes",
-        metavar="FORMAT[,FORMAT...]",
-        help=f"any of {', '.join(SCHEMES)} (default: all that this machine and the model support)",
-    )
-    parser.add_argument("--quick", action="store_true", help="measure for only a few seconds and extrapolate more")
-    add_ignore(parser)
-    parser.add_argument(
-        "--engine-kwargs", type=json_dictionary, default={}, metavar="JSON", help="extra arguments for vllm.LLM"
-    )
-    output = Path("bench.json")
-    parser.add_argument("-o", "--output", type=Path, default=output, help="JSON file (default: %(default)s)")
+    for name, meaning in OPTIONS.items():
+        help = f"{meaning} (default: %(default)s)"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Workload, name), help=help)
+    add_options(parser, Path("bench.json"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,23 +37,12 @@ def run(args: argparse.Namespace) -> int:
 
     from trl_qurl.lab.bench.run import bench
     from trl_qurl.lab.bench.table import build_table, sentences
-    from trl_qurl.lab.bench.workload import Workload
 
-    workload = Workload(
-        args.prompt_len,
-        args.completion_len,
-        args.batch,
-        args.generations,
-        args.train_batch,
-        args.updates,
-        not args.no_gradient_checkpointing,
-        args.lora_rank,
-    )
+    workload = Workload(**{name: getattr(args, name) for name in OPTIONS})
     check_model(args.model)
-    schemes = args.schemes.split(",") if args.schemes else None
+    check_output(args.output)
     console = Console()
-    options = (args.quick, args.ignore, args.engine_kwargs)
-    result = bench(args.model, workload, schemes, *options, console.print, args.output, args.weight_sync)
+    result = bench(args.model, workload, args.schemes, args.ignore, args.engine_kwargs, console.print, args.output)
     console.print(build_table(result))
     for line in sentences(result):
         console.print(line)

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from trl_qurl.lab.bench.costs import EngineCosts, TrainingCosts
 from trl_qurl.lab.bench.memory import ENGINE_SHARE, find_device, why_too_large
-from trl_qurl.lab.bench.prediction import Comparison, Step, compare, predict_step
-from trl_qurl.lab.bench.workload import BASELINE, TRAINING, Job, Workload
-from trl_qurl.lab.formats import candidates, fitting_formats
-from trl_qurl.lab.processes import ENGINE_ENVIRONMENT, call_in_child
+from trl_qurl.lab.bench.prediction import Comparison, EngineCosts, Step, TrainingCosts, compare, predict_step
+from trl_qurl.lab.bench.workload import TRAINING, Job, Workload
+from trl_qurl.lab.comparison import BASELINE, candidates, fitting_formats, write_json
+from trl_qurl.lab.processes import call_in_child
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BUDGETS = {True: 6.0, False: 60.0}
-"""Time limit in seconds per kind of measurement, with and without `quick`."""
 
-KINDS = 2
-"""Number of kinds of measurement in one process: completions and syncs, or scoring and updates."""
-
-
-@dataclass(frozen=True)
+@dataclass
 class Bench:
     """Measurements and predictions.
 
@@ -57,32 +47,27 @@ class Bench:
     failures: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
 
-    def concluded(self) -> Bench:
-        """Return a copy with predictions filled in."""
+    def conclude(self) -> None:
+        """Predict the steps and compare them, as far as the measurements allow."""
         before = self.measurements.get(BASELINE)
         if before is None:
-            return self
-        return replace(
-            self,
-            baseline=predict_step(before, self.training, self.workload),
-            comparisons={
-                scheme: compare(before, costs, self.training, self.workload)
-                for scheme, costs in self.measurements.items()
-                if scheme != BASELINE
-            },
-        )
+            return
+        self.baseline = predict_step(before, self.training, self.workload)
+        self.comparisons = {
+            name: compare(before, costs, self.training, self.workload)
+            for name, costs in self.measurements.items()
+            if name != BASELINE
+        }
 
 
 def bench(
     model: str,
     workload: Workload,
     schemes: Sequence[str] | None = None,
-    quick: bool = False,
     ignore: Sequence[str] = ("lm_head",),
     engine_kwargs: Mapping[str, Any] = MappingProxyType({}),
-    report: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = lambda line: None,
     output: Path | None = None,
-    weight_sync: str = "auto",
 ) -> Bench:
     """Measure the cost of training steps with 16-bit and with quantized rollouts on this machine.
 
@@ -90,12 +75,10 @@ def bench(
         model: Hub name or directory with a `config.json`. No weights are needed.
         workload: The step to predict.
         schemes: Format names; by default all that this machine and the model support.
-        quick: Measure for only a few seconds and extrapolate more.
         ignore: Modules to keep in full precision.
         engine_kwargs: Extra arguments for `vllm.LLM`.
-        report: Called with each progress message.
+        say: Called with each progress message.
         output: JSON file, rewritten after each measurement.
-        weight_sync: `"adapter"` also measures each format with an unmerged adapter in the engine.
 
     Returns:
         Measurements and predictions.
@@ -106,55 +89,40 @@ def bench(
         ChildProcessError: If no measurement succeeded; the process output says why.
     """
     started = time.monotonic()
-    import torch
-
     from trl_qurl.rollout.engine.launch import require_vllm
 
     require_vllm()
-    if weight_sync == "adapter" and not workload.lora_rank:
-        raise ValueError("--weight-sync adapter requires an adapter: set its rank, for example --lora-rank 16.")
     if workload.lora_rank and importlib.util.find_spec("peft") is None:
         raise ImportError("Adapters require PEFT, but it is not installed: run `pip install 'trl-qurl[peft]'`.")
     candidates(schemes)  # report unknown names before any slow work
-    # Without enforce_eager, vLLM compiles for minutes on a CPU.
-    arguments = {**({} if torch.cuda.is_available() else {"enforce_eager": True}), **engine_kwargs}
     with tempfile.TemporaryDirectory() as directory:
         empty = save_config(model, workload, directory)
-        chosen = fitting_formats(empty, schemes, ignore, report)
+        parts = [BASELINE, *(scheme.name for scheme in fitting_formats(empty, schemes, ignore, say))]
         share = engine_kwargs.get("gpu_memory_utilization", ENGINE_SHARE)
-        result = Bench(model, workload, too_large=why_too_large(empty, workload, find_device(), share))
-        holds = result.too_large is None
-        job = Job(
-            directory, None, workload, BUDGETS[quick], tuple(ignore), holds_policy=holds, engine_kwargs=arguments
-        )
-        jobs = [
-            replace(job, scheme=name, adapter=adapter)
-            for name in (None, *(scheme.name for scheme in chosen))
-            for adapter in ([False, True] if weight_sync == "adapter" and name else [False])
-        ]
+        result = Bench(model, workload, too_large=why_too_large(empty, workload.lora_rank, find_device(), share))
         if result.too_large is None:
-            jobs.append(replace(job, part=TRAINING))
+            parts.append(TRAINING)
         else:
-            report(result.too_large)
-        jobs_started = time.monotonic()
-        for number, part in enumerate(jobs):
-            name, elapsed = part.name, time.monotonic() - jobs_started
-            per_job = elapsed / number if number else KINDS * job.budget
-            left = timedelta(seconds=round(per_job * (len(jobs) - number)))
-            times = f"{timedelta(seconds=round(elapsed))} so far, about {left} left"
-            report(f"Measuring {part.description} ({number + 1} of {len(jobs)}; {times})")
+            say(result.too_large)
+        job = Job(BASELINE, directory, workload, tuple(ignore), result.too_large is None, dict(engine_kwargs))
+        for number, part in enumerate(parts, 1):
+            job = replace(job, part=part)
+            say(f"Measuring {job.description} ({number} of {len(parts)})")
             try:
-                costs = run_job(part)
-                measurements = result.measurements | ({} if name == TRAINING else {name: costs})
-                change = {TRAINING: costs} if name == TRAINING else {"measurements": measurements}
+                costs = run_job(job)
             except ChildProcessError as error:
-                if part is jobs[-1] and not result.measurements:
+                if number == len(parts) and not result.measurements:
                     raise
-                change = {"failures": {**result.failures, name: str(error)}}
-            result = replace(result, **change, seconds=time.monotonic() - started).concluded()
+                result.failures[part] = str(error)
+            else:
+                if part == TRAINING:
+                    result.training = costs
+                else:
+                    result.measurements[part] = costs
+            result.conclude()
+            result.seconds = time.monotonic() - started
             if output is not None:
-                write_bench(result, output)
-    report(f"Finished in {timedelta(seconds=round(result.seconds))}")
+                write_json(result, output)
     return result
 
 
@@ -169,8 +137,7 @@ def save_config(model: str, workload: Workload, directory: str) -> PreTrainedMod
 
     config = AutoConfig.from_pretrained(model)
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
-    needed = workload.prompt_len + workload.completion_len
-    if context is not None and needed > context:
+    if context is not None and workload.length > context:
         raise ValueError(
             f"Prompts of {workload.prompt_len} and completions of {workload.completion_len} tokens do not fit into "
             f"the model's context of {context}: shorten --prompt-len or --completion-len."
@@ -182,21 +149,16 @@ def save_config(model: str, workload: Workload, directory: str) -> PreTrainedMod
 
 
 def run_job(job: Job) -> Any:
-    """Measure in a separate process, because an engine's memory is freed only when its process ends.
+    """Measure in a separate process.
 
     Raises:
         ChildProcessError: If the process failed. Its last output lines go to standard error.
     """
+    from trl_qurl.lab.bench.engine import measure_engine
+    from trl_qurl.lab.bench.training import measure_training
+
     failure = (
         f"Measuring {job.description} failed; the last output lines are above. If it ran out of memory, lower --batch "
         "or --completion-len."
     )
-    return call_in_child("trl_qurl.lab.bench.worker", job, failure, ENGINE_ENVIRONMENT | os.environ)
-
-
-def write_bench(result: Bench, path: Path) -> None:
-    """Write all results as JSON."""
-    content = asdict(result)
-    for scheme, comparison in result.comparisons.items():
-        content["comparisons"][scheme]["advice"] = comparison.advice
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return call_in_child(measure_training if job.part == TRAINING else measure_engine, job, failure)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trl_qurl.lab.bench.costs import Range
-from trl_qurl.lab.bench.prediction import WORTHWHILE, Comparison, predict_step
+from trl_qurl.lab.bench.prediction import WORTHWHILE, Comparison, Range, predict_step
 from trl_qurl.lab.bench.run import Bench
-from trl_qurl.lab.formats import label
+from trl_qurl.lab.comparison import label, new_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -15,27 +14,18 @@ if TYPE_CHECKING:
 
 def build_table(result: Bench) -> Table:
     """Build a table of the seconds per step by format, within 80 columns."""
-    from rich import box
-    from rich.table import Table
-
     workload = result.workload
-    table = Table(
-        title=f"{result.model}: one step of {workload.batch} completions, {workload.completion_len} tokens each",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        caption="Seconds; extrapolated from shorter runs if a whole step would take too long.",
-        caption_justify="left",
-    )
-    table.add_column("format", no_wrap=True)
-    for heading in ("tok/s", "sync", "rollout", "score", "update", "step", "speed-up", "weights"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    title = f"{result.model}: one step of {workload.batch} completions, {workload.completion_len} tokens each"
+    caption = "Seconds; extrapolated from shorter runs if a whole step would take too long."
+    figures = ("tok/s", "sync", "rollout", "score", "update", "step", "speed-up", "weights")
+    table = new_table(title, caption, "format", *figures)
     for scheme, measurement in result.measurements.items():
         comparison = result.comparisons.get(scheme)
         step = predict_step(measurement, result.training, workload)
         parts = [step.generate, step.score, step.update, step.total] if result.training else [step.generate]
         table.add_row(
             label(scheme),
-            f"{measurement.tokens_per_second(workload.completion_len, workload.batch):.0f}",
+            f"{workload.batch * workload.completion_len / step.generate.middle:.0f}",
             digits(step.sync.middle),
             *(digits(part.middle) for part in parts),
             *["-"] * (4 - len(parts)),
@@ -54,8 +44,7 @@ def sentences(result: Bench) -> list[str]:
             f"Rollouts and their syncs take {share:.0%} of a 16-bit step. If they were free, a step would be "
             f"{1 / (1 - share):.1f} times as fast; no format can do better."
         )
-    for scheme, comparison in result.comparisons.items():
-        lines.append(f"{label(scheme)}: {advice(comparison)} {break_even(comparison, result)}")
+    lines += [f"{label(scheme)}: {advice(comparison)}" for scheme, comparison in result.comparisons.items()]
     lines += [f"{label(part)}: not measured. {failure}" for part, failure in result.failures.items()]
     lines += [result.too_large] if result.too_large else []
     return lines
@@ -76,20 +65,7 @@ def advice(comparison: Comparison) -> str:
         return f"Worth it: expect steps {gain} times as fast ({rollout})."
     if comparison.advice == "no":
         return f"Not worth it for speed: steps would be {gain} times as fast ({rollout})."
-    return (
-        f"Unclear: steps would be {gain} times as fast ({rollout}), and it takes {WORTHWHILE:.2f} to be worth it. "
-        "Without --quick, the range is narrower."
-    )
-
-
-def break_even(comparison: Comparison, result: Bench) -> str:
-    """State the length from which a format saves time, and the memory it saves."""
-    saved = f"The engine's weights are {size(comparison.bytes_saved)} smaller."
-    if comparison.break_even is None:
-        return f"It saves no time at any length up to {16 * result.workload.completion_len} tokens. {saved}"
-    if comparison.break_even == 1:
-        return f"It saves time at any completion length. {saved}"
-    return f"It saves time for completions of at least {comparison.break_even} tokens. {saved}"
+    return f"Unclear: steps would be {gain} times as fast ({rollout}), and it takes {WORTHWHILE:.2f} to be worth it."
 
 
 def speedup(value: Range) -> str:

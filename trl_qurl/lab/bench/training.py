@@ -7,17 +7,15 @@ and TRL's output head, which scores only the completions and never materializes 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from trl_qurl.lab.bench.costs import Timing, TrainingCosts
-from trl_qurl.lab.bench.workload import Workload
+from trl_qurl.lab.bench.prediction import Timing, TrainingCosts
+from trl_qurl.lab.bench.workload import BUDGET, REPEATS, Job, Workload
 from trl_qurl.lab.device import cpu_settings, full_precision
-
-FIRST_TOKENS = 64
-"""Tokens in the first pass of each kind; the number doubles with each pass."""
 
 GRADIENT_NORM = 1.0
 NOT_SCORED = -100
@@ -43,81 +41,69 @@ def build_policy(config_dir: str, device: torch.device, lora_rank: int = 0) -> A
     return policy
 
 
-def measure_training(policy: Any, workload: Workload, budget: float) -> TrainingCosts:
-    """Time scoring, updates and the optimizer, at sizes limited by a budget of seconds for each."""
-    prepare_policy(policy, workload)
+def measure_training(job: Job) -> TrainingCosts:
+    """Time scoring, updates and the optimizer, at sizes that the budget allows."""
+    workload = job.workload
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    policy = build_policy(job.config_dir, device, workload.lora_rank)
+    prepare_policy(policy)
 
-    def score(rows: int, length: int) -> None:
+    def score(rows: int) -> None:
         with torch.no_grad():
-            log_probabilities(policy, rows, length, workload)
+            log_probabilities(policy, rows, workload)
 
-    def update(rows: int, length: int) -> None:
-        log_probabilities(policy, rows, length, workload).mean().backward()
+    def update(rows: int) -> None:
+        log_probabilities(policy, rows, workload).mean().backward()
 
-    scoring = grow(policy, score, workload, budget)
-    updating = grow(policy, update, workload, budget)
+    scoring, updating = (time_passes(action, workload, device) for action in (score, update))
     trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.0, fused=policy.device.type == "cuda")
+    optimizer = torch.optim.AdamW(trained, lr=0.0, fused=device.type == "cuda")
 
     def step() -> float:
-        started = seconds(policy.device)
+        started = seconds(device)
         torch.nn.utils.clip_grad_norm_(trained, GRADIENT_NORM)
         optimizer.step()
-        return seconds(policy.device) - started
+        return seconds(device) - started
 
     step()  # creates the optimizer's state
-    return TrainingCosts(scoring, updating, Timing(1, [step(), step()]))
+    return TrainingCosts(scoring, updating, Timing(1, [step() for _ in range(REPEATS)]))
 
 
-def prepare_policy(policy: Any, workload: Workload) -> None:
-    """Set up a policy to run its passes as in TRL's trainer."""
+def prepare_policy(policy: Any) -> None:
+    """Set up a policy to run its passes as in TRL's trainer, with gradient checkpointing."""
     from trl.trainer import add_fused_lm_head
 
     policy.train()
-    add_fused_lm_head(policy.get_base_model() if workload.lora_rank else policy, outputs=("log_probs", "entropy"))
-    if workload.gradient_checkpointing:
-        policy.gradient_checkpointing_enable({"use_reentrant": False})  # as TRL does
-        policy.config.use_cache = False
+    model = getattr(policy, "get_base_model", lambda: policy)()
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    policy.gradient_checkpointing_enable({"use_reentrant": False})
+    policy.config.use_cache = False
 
 
-def log_probabilities(policy: Any, rows: int, length: int, workload: Workload) -> torch.Tensor:
-    """Compute log-probabilities of the completion tokens in random sequences (rows, length)."""
-    share = workload.completion_len / (workload.prompt_len + workload.completion_len)
-    scored = max(1, round(share * length))
-    tokens = torch.randint(0, policy.config.get_text_config().vocab_size, (rows, length), device=policy.device)
+def log_probabilities(policy: Any, rows: int, workload: Workload) -> torch.Tensor:
+    """Compute log-probabilities of the completions (rows, completion_len) in random sequences."""
+    vocabulary = policy.config.get_text_config().vocab_size
+    tokens = torch.randint(0, vocabulary, (rows, workload.length), device=policy.device)
     labels = tokens.clone()
-    labels[:, :-scored] = NOT_SCORED
+    labels[:, : workload.prompt_len] = NOT_SCORED
     is_16_bit = policy.device.type == "cuda" or cpu_settings().get("bf16")
     autocast = torch.autocast(policy.device.type, half_precision()) if is_16_bit else nullcontext()
     with autocast:
         outputs = policy(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=labels, fused_lm_head=True)
-    return outputs.log_probs[:, -scored:]
+    return outputs.log_probs[:, -workload.completion_len :]
 
 
-def grow(policy: Any, action: Any, workload: Workload, budget: float) -> list[Timing]:
-    """Time passes with more and more tokens, until one is full-size or the next would exceed the budget."""
-    full_length = workload.prompt_len + workload.completion_len
-    timings: list[Timing] = []
-    spent, length, rows = 0.0, min(FIRST_TOKENS, full_length), 1
-    action(rows, length)  # warm-up
-    while True:
-        runs = []
-        for _ in range(2):
-            started = seconds(policy.device)
-            action(rows, length)
-            runs.append(seconds(policy.device) - started)
-        timings.append(Timing(rows * length, runs))
-        spent += sum(runs)
-        if length < full_length:
-            grown_rows, grown_length = rows, min(2 * length, full_length)
-        elif rows < workload.train_batch:
-            grown_rows, grown_length = min(2 * rows, workload.train_batch), length
-        else:
-            return timings
-        growth = grown_rows * grown_length / (rows * length)
-        if spent + growth * sum(runs) > budget:
-            return timings
-        rows, length = grown_rows, grown_length
+def time_passes(action: Callable[[int], None], workload: Workload, device: torch.device) -> Timing:
+    """Time passes over as many of the completions of a whole pass as the budget allows."""
+
+    def duration(rows: int) -> float:
+        started = seconds(device)
+        action(rows)
+        return seconds(device) - started
+
+    duration(1)  # warm-up
+    rows = max(1, min(workload.train_batch, int(BUDGET / REPEATS / duration(1))))
+    return Timing(rows * workload.length, [duration(rows) for _ in range(REPEATS)])
 
 
 def seconds(device: torch.device) -> float:

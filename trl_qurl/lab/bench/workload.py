@@ -1,14 +1,19 @@
-"""The composition of the user's training step, and the measurement jobs for it."""
+"""The composition of the user's training step, and the measurements that it takes to predict it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-BASELINE = "none"
+from trl_qurl.lab.comparison import label
+
 TRAINING = "training"
-WITH_ADAPTER = "+LoRA"
-"""Suffix of a format whose engine keeps the adapter unmerged."""
+BUDGET = 60.0
+"""Time limit in seconds for each kind of measurement: completions, scoring, updates. The rest is extrapolated."""
+
+REPEATS = 3
+SHORT = 8
+"""Length of the first completions, from which we estimate the longest that the budget allows."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,6 @@ class Workload:
         generations: Completions per prompt.
         train_batch: Completions per forward and backward pass.
         updates: Optimizer steps per rollout.
-        gradient_checkpointing: Recompute activations in the backward pass (TRL's default).
         lora_rank: Train an adapter of this rank on all linear layers instead of the model; 0 for none.
     """
 
@@ -32,13 +36,14 @@ class Workload:
     generations: int = 8
     train_batch: int = 8
     updates: int = 4
-    gradient_checkpointing: bool = True
     lora_rank: int = 0
 
     def __post_init__(self) -> None:
         for name in ("prompt_len", "completion_len", "batch", "generations", "train_batch", "updates"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give a positive number.")
+        if self.completion_len <= SHORT:
+            raise ValueError(f"completion_len is {self.completion_len}: give more than {SHORT} tokens.")
         if self.lora_rank < 0:
             raise ValueError(f"lora_rank is {self.lora_rank}: give the rank of an adapter, or 0 for none.")
         if self.batch % self.generations:
@@ -54,45 +59,32 @@ class Workload:
             )
 
     @property
-    def passes(self) -> int:
-        """Number of forward and backward passes per rollout."""
-        return self.batch // self.train_batch
+    def length(self) -> int:
+        """Tokens of a prompt and its completion."""
+        return self.prompt_len + self.completion_len
 
 
 @dataclass(frozen=True)
 class Job:
-    """A measurement in one process: of an engine, or of learning from its rollouts.
+    """A measurement in one process: of an engine, or of learning from its rollouts, which is the same for all formats.
 
     Attributes:
+        part: Format of the engine, `BASELINE` for 16 bits, or `TRAINING`.
         config_dir: Directory with the model's `config.json`.
-        scheme: Rollout format; `None` for 16 bits.
         workload: The step to predict.
-        budget: Approximate time limit in seconds for each kind of measurement.
         ignore: Modules to keep in full precision.
-        adapter: Keep the adapter unmerged in the engine and sync nothing else.
-        part: `"engine"`, or `"training"`, which is the same for every format.
         holds_policy: Hold the policy in the engine's process; otherwise syncs reuse one tensor per shape.
         engine_kwargs: Extra arguments for `vllm.LLM`.
     """
 
+    part: str
     config_dir: str
-    scheme: str | None
     workload: Workload
-    budget: float
     ignore: tuple[str, ...] = ("lm_head",)
-    adapter: bool = False
-    part: str = "engine"
     holds_policy: bool = True
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def name(self) -> str:
-        """Name of the measurement: `TRAINING`, `BASELINE` or a format, with a suffix for an adapter."""
-        return TRAINING if self.part == TRAINING else (self.scheme or BASELINE) + (WITH_ADAPTER * self.adapter)
-
-    @property
     def description(self) -> str:
         """The measurement in words."""
-        rollouts = f"{'16-bit' if self.scheme is None else self.scheme.upper()} rollouts"
-        rollouts += " with an unmerged adapter" if self.adapter else ""
-        return "scoring and updates" if self.part == "training" else rollouts
+        return "scoring and updates" if self.part == TRAINING else f"rollouts in {label(self.part)}"

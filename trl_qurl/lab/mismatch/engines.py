@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trl_qurl.lab.comparison import BASELINE, find_scheme, fitting_formats, label
 from trl_qurl.lab.evaluation.tasks import needed_context
-from trl_qurl.lab.formats import fitting_formats, label
-from trl_qurl.lab.mismatch.job import Answer, Job
+from trl_qurl.lab.mismatch.answers import Job, Scored, sample, score
 from trl_qurl.lab.mismatch.prompts import encode, load_prompts
-from trl_qurl.lab.processes import ENGINE_ENVIRONMENT, call_in_child
+from trl_qurl.lab.processes import call_in_child
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
-    from trl_qurl.lab.mismatch.score import Scored
     from trl_qurl.quantization.scheme import QuantizationScheme
     from trl_qurl.quantization.weight_stream import WeightStream
-
-BASELINE = "none"
 
 
 @dataclass(frozen=True)
@@ -33,14 +30,12 @@ class Sampling:
         limit: Maximum number of questions.
         samples: Answers per question.
         max_tokens: Longest answer, in tokens.
-        seed: Sampling seed.
     """
 
     questions: str | None = None
     limit: int = 16
     samples: int = 4
     max_tokens: int = 128
-    seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("limit", "samples", "max_tokens"):
@@ -78,28 +73,29 @@ class Engines:
         from trl_qurl.lab.device import full_precision
         from trl_qurl.quantization.checkpoint import load_model
         from trl_qurl.rollout.engine.colocated import check_head_size
-        from trl_qurl.rollout.engine.launch import require_vllm, resolve_model
+        from trl_qurl.rollout.engine.cpu_memory import cpu_cache_arguments
+        from trl_qurl.rollout.engine.launch import require_vllm, resolve_model, weight_bytes
 
         require_vllm()
         prompts = load_prompts(sampling.questions, sampling.limit)
-        self._say = say
+        self._say, self._smooths = say, smooths
         self.directory = resolve_model(model)
         config, tokenizer = (cls.from_pretrained(self.directory) for cls in (AutoConfig, AutoTokenizer))
-        self.prompts = token_ids = [encode(tokenizer, prompt) for prompt in prompts]
-        self._smooths = smooths
+        self.prompts = [encode(tokenizer, prompt) for prompt in prompts]
         check_head_size(config)
-        context = needed_context(config, token_ids, sampling.max_tokens)
         _, sixteen_bits = full_precision()
-        is_gpu = torch.cuda.is_available()
-        self._device = "cuda" if is_gpu else "cpu"
+        arguments = {
+            "dtype": sixteen_bits,
+            "max_model_len": needed_context(config, self.prompts, sampling.max_tokens),
+            "enforce_eager": not torch.cuda.is_available(),  # on a CPU, vLLM compiles for minutes
+        }
         policy, self._tokenizer = load_model(self.directory)
-        self._policy = policy.to(getattr(torch, sixteen_bits) if is_gpu else torch.float32).eval()
-        arguments: dict[str, Any] = {"dtype": sixteen_bits, "max_model_len": context}
-        if not is_gpu:  # otherwise vLLM compiles for minutes and reserves nearly all memory for its KV cache
-            cache = cache_bytes(config, context, len(token_ids) * sampling.samples)
-            arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": cache}
-        repeated = [tokens for tokens in token_ids for _ in range(sampling.samples)]
-        self._job = Job(self.directory, repeated, sampling.max_tokens, sampling.seed, {**arguments, **engine_kwargs})
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._policy = policy.to(getattr(torch, sixteen_bits) if self._device == "cuda" else torch.float32).eval()
+        memory = cpu_cache_arguments(weight_bytes(Path(self.directory)), engine_kwargs)
+        repeated = [tokens for tokens in self.prompts for _ in range(sampling.samples)]
+        engine_kwargs = {**arguments, **memory, **engine_kwargs}
+        self._job = Job(self.directory, BASELINE, repeated, sampling.max_tokens, engine_kwargs)
 
     @contextmanager
     def policy(self) -> Iterator[PreTrainedModel]:
@@ -113,12 +109,6 @@ class Engines:
         """Return the named formats, or all that this machine and the model support (`fitting_formats`)."""
         return fitting_formats(self._policy, names, ignore, self._say)
 
-    def check(self, scheme: QuantizationScheme, ignore: Sequence[str]) -> frozenset[str]:
-        """Return the layers that a format quantizes; raise `ValueError` if it cannot quantize one of them."""
-        from trl_qurl.quantization.layers import quantized_layer_names
-
-        return quantized_layer_names(self._policy, ignore, scheme)
-
     def sample(self, name: str, ignore: Sequence[str]) -> list[Scored]:
         """Sample answers from an engine and score them.
 
@@ -129,11 +119,13 @@ class Engines:
         Raises:
             ChildProcessError: If the engine failed. Its last output lines go to standard error.
         """
-        from trl_qurl.lab.mismatch.score import score
-
         self._say(f"Sampling {len(self._job.prompts)} answers from {label(name)}")
+        failure = (
+            f"The engine for {label(name)} failed; its last output lines are above. If it ran out of memory, lower "
+            "--samples or --max-tokens."
+        )
         with self._checkpoint(name, ignore) as directory:
-            answers = ask_engine(replace(self._job, model=directory), name)
+            answers = call_in_child(sample, replace(self._job, model=directory, scheme=name), failure)
         with self.policy() as policy:
             return list(score(policy, answers))
 
@@ -158,14 +150,13 @@ class Engines:
     def _checkpoint(self, name: str, ignore: Sequence[str]) -> Iterator[str]:
         """Yield a temporary directory with the weights in a format."""
         from trl_qurl.quantization.checkpoint import CheckpointWriter
-        from trl_qurl.quantization.formats import get_scheme
         from trl_qurl.quantization.weight_stream import model_parameters
         from trl_qurl.rollout.directory import CheckpointDirectory
 
-        if name == BASELINE:
+        scheme = find_scheme(name)
+        if scheme is None:
             yield self.directory
             return
-        scheme = get_scheme(name)
         with self.weights(scheme, ignore) as weights:
             checkpoint = CheckpointDirectory(None, weights.nbytes())
             writer = CheckpointWriter(self._policy, self._tokenizer, scheme, ignore)
@@ -175,29 +166,3 @@ class Engines:
             yield str(checkpoint.path / "model")
         finally:
             checkpoint.remove()
-
-
-def cache_bytes(config: PretrainedConfig, context: int, answers: int) -> int:
-    """Return the bytes for 16-bit keys and values of all answers at once, at most 1 GiB."""
-    text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    blocks = context + 256  # the last block of an answer is partly empty, and vLLM needs some spare blocks
-    return min(2**30, max(2**26, answers * blocks * 4 * text.num_hidden_layers * heads * width))
-
-
-def ask_engine(job: Job, scheme: str) -> list[Answer]:
-    """Sample answers from an engine in a separate process.
-
-    Raises:
-        ChildProcessError: If the engine failed. Its last output lines go to standard error.
-    """
-    from trl_qurl.quantization.formats import get_scheme
-    from trl_qurl.rollout.engine.kernels import kernel_environment
-
-    kernels = kernel_environment(None if scheme == BASELINE else get_scheme(scheme))
-    failure = (
-        f"The engine for {label(scheme)} failed; its last output lines are above. If it ran out of memory, lower "
-        "--samples or --max-tokens."
-    )
-    return call_in_child("trl_qurl.lab.mismatch.worker", job, failure, {**ENGINE_ENVIRONMENT, **os.environ, **kernels})

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trl_qurl.lab.mismatch.statistics import measure
+from trl_qurl.lab.mismatch.statistics import Mismatch, measure
 
 if TYPE_CHECKING:
     from trl_qurl.lab.mismatch.engines import Engines
     from trl_qurl.lab.mismatch.run import Report
-    from trl_qurl.lab.mismatch.score import Scored
     from trl_qurl.quantization.scheme import QuantizationScheme
 
 ROUNDS = 3
@@ -87,7 +86,7 @@ def keep_layers(
     report: Report,
     budget: Budget,
     say: Callable[[str], None],
-) -> tuple[Kept, list[Scored]]:
+) -> tuple[Kept, Mismatch]:
     """Choose layers to keep in 16 bits, and measure an engine with that choice.
 
     Args:
@@ -98,7 +97,7 @@ def keep_layers(
         say: Called with each progress message.
 
     Returns:
-        The choice, and its engine's answers scored under both policies.
+        The choice, and the statistics of its engine.
 
     Raises:
         ValueError: If even a 16-bit engine exceeds the budget, or all layers would have to stay in 16 bits.
@@ -125,8 +124,8 @@ def keep_layers(
                 f"A KL below {allowed:.2g} would require all layers in 16 bits: raise --kl or choose a finer format."
             )
         ignore = (*report.ignore, *(layer for group in kept for layer in group.layers))
-        scored = engines.sample(scheme.name, ignore)
-        reached = measure(scored).kl_k3.value
+        found = measure(engines.sample(scheme.name, ignore))
+        reached = found.kl_k3.value
         if allowed is None or budget.kl is None or reached <= budget.kl:
             break
         allowed = kernels + 0.9 * (budget.kl - kernels)  # leave a margin: the next measurement is noisy, too
@@ -134,7 +133,7 @@ def keep_layers(
     share = extra / sum(group.extra_bytes for group in groups)
     rest = [group for group in groups if group not in kept]
     name = f"{scheme.name}, {len(kept)} kept"
-    return Kept(scheme.name, name, ignore, extra, share, (*kept, *rest), budget), scored
+    return Kept(scheme.name, name, ignore, extra, share, (*kept, *rest), budget), found
 
 
 def estimate_groups(engines: Engines, scheme: QuantizationScheme, ignore: Sequence[str]) -> list[Group]:

@@ -37,8 +37,6 @@ def load_prompts(source: str | None, limit: int) -> list[Any]:
         FileNotFoundError: If a file does not exist.
         ValueError: If the source contains no prompts or cannot be parsed.
     """
-    if limit < 1:
-        raise ValueError(f"--limit is {limit}: give a positive number.")
     if source is None:
         return [[{"role": "user", "content": text}] for text in BUILT_IN[:limit]]
     if not source.endswith(".txt"):

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from trl_qurl.lab.formats import candidates
-from trl_qurl.lab.mismatch.engines import BASELINE, Engines, Sampling
+from trl_qurl.lab.comparison import BASELINE, candidates, write_json
+from trl_qurl.lab.mismatch.engines import Engines, Sampling
 from trl_qurl.lab.mismatch.statistics import Mismatch, measure
 
 if TYPE_CHECKING:
     from trl_qurl.lab.mismatch.keep import Budget, Kept
-    from trl_qurl.lab.mismatch.score import Scored
 
 
-@dataclass(frozen=True)
+@dataclass
 class Report:
     """Results of a mismatch measurement.
 
@@ -50,7 +47,7 @@ class Report:
 
 def measure_mismatch(
     model: str,
-    sampling: Sampling | None = None,
+    sampling: Sampling,
     schemes: Sequence[str] | None = None,
     ignore: Sequence[str] = ("lm_head",),
     engine_kwargs: Mapping[str, Any] = MappingProxyType({}),
@@ -58,7 +55,7 @@ def measure_mismatch(
     output: Path | None = None,
     budget: Budget | None = None,
     smooths: bool = True,
-) -> tuple[Report, dict[str, list[float]]]:
+) -> Report:
     """Measure how far engines in several formats are from the full-precision policy.
 
     Args:
@@ -72,9 +69,6 @@ def measure_mismatch(
         budget: Also choose layers to keep in 16 bits within this budget; requires exactly one format.
         smooths: Smooth activations for the formats that training smooths by default (`smooth_activations`).
 
-    Returns:
-        The report, and log ρ of every token by format.
-
     Raises:
         ValueError: If an argument is invalid, or the model cannot be quantized.
         FileNotFoundError: If the model or a file does not exist.
@@ -84,49 +78,32 @@ def measure_mismatch(
     started = time.monotonic()
     from trl_qurl.lab.mismatch.keep import keep_layers
 
-    sampling = sampling or Sampling()
-    chosen = candidates(schemes)
-    if budget is not None and len(chosen) != 1:
-        formats = ", ".join(scheme.name for scheme in chosen)
+    requested = candidates(schemes)
+    if budget is not None and len(requested) != 1:
+        formats = ", ".join(scheme.name for scheme in requested)
         raise ValueError(f"A budget requires exactly one format, but got {formats}: choose one with --schemes.")
     engines = Engines(model, sampling, engine_kwargs, say, smooths)
     chosen = engines.formats(schemes, ignore)
-    for scheme in chosen:
-        engines.check(scheme, ignore)
     names = [BASELINE, *(scheme.name for scheme in chosen)]
     report = Report(model, sampling, tuple(ignore))
-    log_ratios: dict[str, list[float]] = {}
+
+    def write() -> None:
+        report.seconds = time.monotonic() - started
+        if output is not None:
+            write_json(report, output)
+
     for name in names:
         try:
-            scored = engines.sample(name, ignore)
+            report.formats[name] = measure(engines.sample(name, ignore))
         except ChildProcessError as error:
-            is_needed = budget is not None and name == chosen[0].name
+            is_needed = budget is not None and name != BASELINE
             if is_needed or (name == names[-1] and not report.formats):
                 raise
-            report = replace(report, failures={**report.failures, name: str(error)})
-            continue
-        report = replace(report, formats={**report.formats, name: measure(scored)})
-        log_ratios[name] = log_ratios_of(scored)
-        report = replace(report, seconds=time.monotonic() - started)
-        write_report(report, output)
+            report.failures[name] = str(error)
+        else:
+            write()
     if budget is not None:
-        kept, scored = keep_layers(engines, chosen[0], report, budget, say)
-        log_ratios[kept.name] = log_ratios_of(scored)
-        statistics = {**report.formats, kept.name: measure(scored)}
-        report = replace(report, formats=statistics, kept=kept, seconds=time.monotonic() - started)
-        write_report(report, output)
-    return report, log_ratios
-
-
-def log_ratios_of(scored: Sequence[Scored]) -> list[float]:
-    """Return log ρ of every token."""
-    return [value for row in scored for value in (row.proximal_logps - row.behavior_logps).tolist()]
-
-
-def write_report(report: Report, path: Path | None) -> None:
-    """Write the report as JSON, atomically."""
-    if path is None:
-        return
-    tmp = path.with_suffix(".tmp")
-    tmp.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
-    os.replace(tmp, path)
+        report.kept, mismatch = keep_layers(engines, chosen[0], report, budget, say)
+        report.formats[report.kept.name] = mismatch
+        write()
+    return report

@@ -1,4 +1,4 @@
-"""Statistics of scored answers: KL, the tail of the ratio, effective sample sizes, agreement.
+"""Statistics of scored answers: KL, the tail of the ratio, effective sample size, agreement.
 
 `n` answers of `T_i` tokens. ρ is the ratio of a token: the full-precision policy's probability over the engine's.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from trl_qurl.lab.mismatch.score import Scored
+from trl_qurl.lab.mismatch.answers import Scored
 
 if TYPE_CHECKING:
     import torch
@@ -22,9 +22,6 @@ QUANTILES = (0.001, 0.01, 0.5, 0.99, 0.999)
 RESAMPLES = 2000
 LEAST_QUESTIONS = 4
 """Minimum number of questions for their scatter to indicate the error of the mean on other questions."""
-
-LEAST_ANSWERS = 8
-"""Minimum number of answers of a length for reporting their effective sample size."""
 
 
 @dataclass(frozen=True)
@@ -43,39 +40,27 @@ class Mismatch:
     Attributes:
         answers: Number of answers, n.
         tokens: Total number of their tokens.
-        kl_k1: Estimate of KL(engine ‖ policy) as the mean of −log ρ, in nats per token.
-        kl_k3: The same with ρ − 1 − log ρ, which is nonnegative and has less variance.
+        kl_k3: Estimate of KL(engine ‖ policy) as the mean of ρ − 1 − log ρ, in nats per token.
         ratio_quantiles: Quantiles of ρ over tokens, by share.
-        ratio_max: The largest ρ.
         capped_share: Share of tokens with ρ above the cap.
         ess: Effective sample size of the tokens, as a share.
-        sequence_ess: The same for answers cut to a length and weighted by the product of their ρ, by length.
-        half_length: Extrapolated length in tokens at which `sequence_ess` drops to 1/2; `None` without any mismatch.
+        half_length: Extrapolated length in tokens at which the effective sample size of answers, weighted by the
+            product of their ρ, drops to 1/2; `None` without any mismatch.
         agreement: Share of tokens where both policies have the same most likely token.
     """
 
     answers: int
     tokens: int
-    kl_k1: Interval
     kl_k3: Interval
     ratio_quantiles: dict[float, float]
-    ratio_max: float
     capped_share: float
     ess: float
-    sequence_ess: dict[int, float]
     half_length: float | None
     agreement: float
 
 
-def measure(scored: Sequence[Scored], cap: float = CAP) -> Mismatch:
+def measure(scored: Sequence[Scored]) -> Mismatch:
     """Compute the statistics of one format. KL, share above the cap and ESS match the logged `mismatch/*` metrics.
-
-    Args:
-        scored: Answers scored under both policies.
-        cap: C, a ratio.
-
-    Returns:
-        The statistics.
 
     Raises:
         ValueError: If all answers are empty, or an engine's log-probability is not finite.
@@ -89,19 +74,14 @@ def measure(scored: Sequence[Scored], cap: float = CAP) -> Mismatch:
     if not flat.isfinite().all():
         raise ValueError("The engine returned log-probabilities that are not finite: its weights are broken.")
     ratios = flat.exp()
-    questions = by_question(scored)
-    kl_k1 = interval([-row for row in log_ratios], questions)
-    kl_k3 = interval([row.expm1() - row for row in log_ratios], questions)
+    kl_k3 = interval([row.expm1() - row for row in log_ratios], by_question(scored))
     return Mismatch(
         answers=len(scored),
         tokens=len(ratios),
-        kl_k1=kl_k1,
         kl_k3=replace(kl_k3, low=max(0.0, kl_k3.low)),
         ratio_quantiles={share: float(torch.quantile(ratios, share)) for share in QUANTILES},
-        ratio_max=float(ratios.max()),
-        capped_share=float((ratios > cap).double().mean()),
+        capped_share=float((ratios > CAP).double().mean()),
         ess=float(ratios.sum() ** 2 / (len(ratios) * ratios.square().sum())),
-        sequence_ess=sequence_ess(log_ratios),
         half_length=half_length(log_ratios),
         agreement=float(torch.cat([row.agrees for row in scored]).double().mean()),
     )
@@ -145,27 +125,6 @@ def _mean_and_error(totals: torch.Tensor, counts: torch.Tensor) -> tuple[torch.T
     mean = totals.sum(-1) / counts.sum(-1)
     residuals = totals - mean[..., None] * counts
     return mean, residuals.square().sum(-1).sqrt() / counts.sum(-1)
-
-
-def sequence_ess(log_ratios: Sequence[torch.Tensor]) -> dict[int, float]:
-    r"""Return the effective sample size of answers weighted by their product of ratios, as a share, by length.
-
-    $$\frac{(\sum_i w_i)^2}{n \sum_i w_i^2}, \qquad w_i = \prod_{t \le L} \rho_{i,t}$$
-
-    Computed over the n answers with at least L tokens, for L = 1, 2, 4, ... while n ≥ `LEAST_ANSWERS`. With a heavy
-    tail, few answers overstate it.
-    """
-    import torch
-
-    sizes: dict[int, float] = {}
-    length = 1
-    while True:
-        weights = [row[:length].sum() for row in log_ratios if len(row) >= length]
-        if len(weights) < LEAST_ANSWERS:
-            return sizes
-        scaled = (torch.stack(weights) - max(weights)).exp()
-        sizes[length] = float(scaled.sum() ** 2 / (len(scaled) * scaled.square().sum()))
-        length *= 2
 
 
 def half_length(log_ratios: Sequence[torch.Tensor]) -> float | None:

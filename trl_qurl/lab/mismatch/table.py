@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trl_qurl.lab.formats import label
-from trl_qurl.lab.mismatch.engines import BASELINE
+from trl_qurl.lab.comparison import BASELINE, label, new_table
 from trl_qurl.lab.mismatch.run import Report
 from trl_qurl.lab.mismatch.statistics import CAP, Mismatch
 
@@ -23,22 +22,15 @@ RISKY = 0.02
 
 def build_table(report: Report) -> Table:
     """Build a table of the statistics by format, within 80 columns."""
-    from rich import box
-    from rich.table import Table
-
     first = next(iter(report.formats.values()))
-    table = Table(
-        title=f"{report.model}: {first.answers} answers of {first.tokens / first.answers:.0f} tokens",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        caption=f"KL in 1e-3 nats per token (k3) with 95 % intervals; ρ: policy over engine; C = {CAP:g}; "
-        "kernels: share of the KL that a 16-bit engine has, too; ESS: effective sample size of tokens; half: answer "
-        "length at which the ESS of sequence weights is 1/2; same top: tokens with the same most likely token.",
-        caption_justify="left",
+    title = f"{report.model}: {first.answers} answers of {first.tokens / first.answers:.0f} tokens"
+    caption = (
+        f"KL in 1e-3 nats per token (k3) with 95 % intervals; ρ: policy over engine; C = {CAP:g}; kernels: share of "
+        "the KL that a 16-bit engine has, too; ESS: effective sample size of tokens; half: answer length at which the "
+        "ESS of sequence weights is 1/2; same top: tokens with the same most likely token."
     )
-    table.add_column("format", no_wrap=True)
-    for heading in ("KL", "kernels", "ρ 0.1-99.9 %", "ρ > C", "ESS", "half", "same top"):
-        table.add_column(heading, justify="right")
+    figures = ("KL", "kernels", "ρ 0.1-99.9 %", "ρ > C", "ESS", "half", "same top")
+    table = new_table(title, caption, "format", *figures)
     for name, mismatch in report.formats.items():
         low, *_, high = mismatch.ratio_quantiles.values()
         table.add_row(
@@ -56,21 +48,12 @@ def build_table(report: Report) -> Table:
 
 def build_layer_table(kept: Kept, most: int = 12) -> Table:
     """Build a table of the layers with the most KL per byte, within 80 columns."""
-    from rich import box
-    from rich.table import Table
-
-    kept_layers = set(kept.ignore)
-    table = Table(
-        title=f"Sources of the KL: the first {min(most, len(kept.groups))} of {len(kept.groups)} groups of layers",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        caption="Estimated KL from each group, in 1e-3 nats per token; most KL per byte first. Layers kept in 16 bits "
-        f"add {kept.extra_bytes / 1e6:.3g} MB, {kept.share:.1%} of what quantization saves.",
-        caption_justify="left",
+    title = f"Sources of the KL: the first {min(most, len(kept.groups))} of {len(kept.groups)} groups of layers"
+    caption = (
+        "Estimated KL from each group, in 1e-3 nats per token; most KL per byte first. Layers kept in 16 bits add "
+        f"{kept.extra_bytes / 1e6:.3g} MB, {kept.share:.1%} of what quantization saves."
     )
-    table.add_column("layers")
-    for heading in ("KL", "MB", "16 bits"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = new_table(title, caption, "layers", "KL", "MB", "16 bits")
     for group in kept.groups[:most]:
         first, *others = group.layers
         parent = first.rpartition(".")[0]
@@ -79,7 +62,7 @@ def build_layer_table(kept: Kept, most: int = 12) -> Table:
             + ", ..." * (len(others) > 2),
             thousandths(group.kl),
             f"{group.extra_bytes / 1e6:.3g}",
-            "yes" if first in kept_layers else "",
+            "yes" if first in kept.ignore else "",
         )
     return table
 

@@ -1,0 +1,112 @@
+"""What `trl-qurl bench` and `trl-qurl mismatch` share: options, the formats to compare, a table, a JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trl_qurl.cli.options import add_ignore, json_dictionary
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from trl_qurl.quantization.scheme import QuantizationScheme
+
+BASELINE = "none"
+"""Name of rollouts in 16 bits."""
+
+
+def add_options(parser: argparse.ArgumentParser, output: Path) -> None:
+    """Add the options for formats, engines and the output file."""
+    from trl_qurl.quantization.formats import SCHEMES
+
+    parser.add_argument(
+        "--schemes",
+        type=lambda names: names.split(","),
+        metavar="FORMAT[,FORMAT...]",
+        help=f"any of {', '.join(SCHEMES)} (default: all that this machine and the model support)",
+    )
+    add_ignore(parser)
+    parser.add_argument(
+        "--engine-kwargs", type=json_dictionary, default={}, metavar="JSON", help="extra arguments for vllm.LLM"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, default=output, help="JSON file with all results (default: %(default)s)"
+    )
+
+
+def check_output(path: Path) -> None:
+    """Create the directory of the output file; raise `ValueError` if it is not a .json file."""
+    if path.suffix != ".json":
+        raise ValueError(f"--output is {path}: give the name of a .json file.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def candidates(names: Sequence[str] | None) -> list[QuantizationScheme]:
+    """Return the named formats; without names, all with kernels on this machine."""
+    from trl_qurl.quantization.formats import available_schemes, get_scheme
+
+    return available_schemes() if names is None else [get_scheme(name) for name in names]
+
+
+def fitting_formats(
+    model: Any, names: Sequence[str] | None, ignore: Sequence[str], say: Callable[[str], None]
+) -> list[QuantizationScheme]:
+    """Return the formats to compare. Without `names`, formats that do not fit the model are left out with a message.
+
+    Args:
+        model: A transformers model; its weights are not needed.
+        names: Requested formats, which must all fit the model; `None` for all that do.
+        ignore: Modules to keep in full precision.
+        say: Called with a message for each format that is left out.
+
+    Raises:
+        ValueError: If a requested format does not fit, or there is nothing to quantize.
+    """
+    from trl_qurl.quantization.layers import quantized_layer_names, why_unfit
+
+    fitting = []
+    for scheme in candidates(names):
+        if names is None and (reason := why_unfit(model, ignore, scheme)):
+            say(f"{scheme.label} is left out: it {reason}.")
+        else:
+            quantized_layer_names(model, ignore, scheme)
+            fitting.append(scheme)
+    return fitting
+
+
+def find_scheme(name: str) -> QuantizationScheme | None:
+    """Return a format by its name; `None` for 16 bits."""
+    from trl_qurl.quantization.formats import get_scheme
+
+    return None if name == BASELINE else get_scheme(name)
+
+
+def label(name: str) -> str:
+    """Return a format's display name, keeping what follows it, as in `int8, 3 kept`."""
+    scheme, comma, rest = name.partition(",")
+    return "16 bits" if name == BASELINE else scheme.upper() + comma + rest
+
+
+def new_table(title: str, caption: str, first: str, *figures: str) -> Table:
+    """Start a table within 80 columns: a column that names the rows, and right-aligned columns of figures."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    table.add_column(first)
+    for heading in figures:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def write_json(results: Any, path: Path) -> None:
+    """Write a dataclass as JSON, atomically."""
+    tmp = path.with_suffix(".tmp")
+    tmp.write_text(json.dumps(asdict(results), indent=2) + "\n", encoding="utf-8")
+    os.replace(tmp, path)

@@ -1,0 +1,91 @@
+"""Answers sampled from an engine, and scored under the full-precision policy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trl_qurl.lab.comparison import find_scheme
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Job:
+    """Prompts for one engine to answer.
+
+    Attributes:
+        model: Directory of the checkpoint that vLLM loads.
+        scheme: Format of the checkpoint, `"none"` for 16 bits.
+        prompts: Token ids of each prompt, repeated once per answer.
+        max_tokens: Longest answer, in tokens.
+        engine_kwargs: Arguments for `vllm.LLM`.
+    """
+
+    model: str
+    scheme: str
+    prompts: list[list[int]]
+    max_tokens: int
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+class Answer(NamedTuple):
+    """An answer of `T` tokens."""
+
+    prompt: list[int]
+    tokens: list[int]  # (T,)
+    logps: list[float]  # log-probabilities of the tokens under the engine, in nats, (T,)
+    likeliest: list[int]  # the engine's most likely token at each step, (T,)
+
+
+class Scored(NamedTuple):
+    """One answer of `T` tokens under both policies."""
+
+    behavior_logps: torch.Tensor  # under the engine, in nats, (T,)
+    proximal_logps: torch.Tensor  # under the full-precision policy, in nats, (T,)
+    agrees: torch.Tensor  # whether both have the same most likely token, bool, (T,)
+    question: tuple[int, ...]  # prompt tokens
+
+
+def sample(job: Job) -> list[Answer]:
+    """Sample an answer to each prompt at temperature 1 from the whole vocabulary, as training does by default."""
+    from vllm import LLM, SamplingParams
+
+    from trl_qurl.rollout.engine.kernels import kernel_environment
+
+    os.environ.update(kernel_environment(find_scheme(job.scheme)))
+    llm = LLM(**{"model": job.model, "seed": 0, "logprobs_mode": "processed_logprobs", **job.engine_kwargs})
+    params = SamplingParams(temperature=1.0, max_tokens=job.max_tokens, logprobs=1, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in job.prompts], params, use_tqdm=False)
+    answers = []
+    for prompt, output in zip(job.prompts, outputs, strict=True):
+        (completion,) = output.outputs
+        tokens = list(completion.token_ids)
+        logps = [step[token].logprob for token, step in zip(tokens, completion.logprobs, strict=True)]
+        likeliest = [max(step, key=lambda token: step[token].logprob) for step in completion.logprobs]  # noqa: B023
+        answers.append(Answer(prompt, tokens, logps, likeliest))
+    return answers
+
+
+def score(model: Any, answers: Iterable[Answer]) -> Iterator[Scored]:
+    """Score each answer with one forward pass over its prompt and its tokens.
+
+    Answers are not batched: padding would make a row depend on its neighbors, adding to the effect being measured.
+    """
+    import torch
+
+    for answer in answers:
+        count = len(answer.tokens)
+        if count == 0:
+            continue
+        tokens = torch.tensor([answer.prompt + answer.tokens], device=model.device)  # (1, P + T)
+        with torch.inference_mode():
+            logits = model(input_ids=tokens, logits_to_keep=count + 1).logits[0, :-1].float()  # (T, V)
+        logps = logits.log_softmax(-1)
+        chosen = logps.gather(-1, tokens[0, -count:, None]).squeeze(-1).cpu()
+        likeliest = logits.argmax(-1).cpu()
+        agrees = likeliest == torch.tensor(answer.likeliest)
+        yield Scored(torch.tensor(answer.logps), chosen, agrees, tuple(answer.prompt))
