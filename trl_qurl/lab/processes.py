@@ -21,7 +21,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 ENGINE_ENVIRONMENT = {

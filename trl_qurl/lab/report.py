@@ -14,6 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trl_qurl.lab.comparison import label as format_label
 from trl_qurl.lab.curves import (
     COLORS,
     FINAL_ROLLOUTS,
@@ -23,7 +24,6 @@ from trl_qurl.lab.curves import (
     points_of,
     updates_per_rollout,
 )
-from trl_qurl.lab.formats import label as format_label
 from trl_qurl.lab.packages import require
 from trl_qurl.trainers.run_log import Run, read_run
 

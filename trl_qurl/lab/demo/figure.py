@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from trl_qurl.lab.comparison import label
 from trl_qurl.lab.curves import draw_curve, finish_axes
-from trl_qurl.lab.formats import label
 from trl_qurl.trainers.run_log import read_run
 
 
