@@ -73,8 +73,7 @@ def measure(way: Way, shape: Shape, repeats: int, device: str) -> Iterator[dict[
             directory,
             rollout_quantization=way.scheme,
             weight_sync="llmcompressor" if way.quantizer == "llmcompressor" else way.transport,
-            sync_check_interval=10**6,  # the first sync only
-            sync_probe=trains,
+            sync_check_interval=10**6 if trains else 0,  # the first sync only
             per_device_train_batch_size=COMPLETIONS,
             num_generations=COMPLETIONS,
             max_completion_length=COMPLETION_TOKENS,

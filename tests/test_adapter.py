@@ -20,10 +20,10 @@ from trl_qurl.quantization.storage import read_tensors
 from trl_qurl.quantization.stream import quantize_weights
 from trl_qurl.quantization.weight_stream import WeightStream, exact_weights
 from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, adapter_tensors, engine_rank, write_adapter
-from trl_qurl.rollout.base import FrozenBase
 from trl_qurl.rollout.checks.tensors import base_digests
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine.launch import starting_checkpoint
+from trl_qurl.rollout.frozen_base import FrozenBase
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.transports import choose_adapter
 
@@ -312,12 +312,14 @@ def test_a_server_of_the_same_model_has_the_same_base(scheme, dtype, head, tmp_p
     assert base.digests == served
     base.round(torch.bfloat16)
     assert base.checkpoint is not None
-    assert base_digests(base.tensors(), torch.bfloat16) == served, "what is saved is no longer what rollouts used"
+    assert base_digests(base.quantized_tensors(), torch.bfloat16) == served, (
+        "what is saved is no longer what rollouts used"
+    )
     other = base_of(tiny_model(dtype=dtype, tie_word_embeddings=head == "tied", seed=1))
     assert other.digests.keys() == served.keys() and other.digests != served
     folders.clear()
     with pytest.raises(FileNotFoundError, match="The quantized base of this run is gone from .*merge=True"):
-        base.tensors()
+        base.quantized_tensors()
 
 
 # Settings ------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from conftest import Server
 from tiny import SIXTEEN_BIT_EXPERTS, tiny_mixture, tiny_tokenizer
 from tiny_vision import VISION_FAMILIES, picture, tiny_vision_model, vision_processor
 
-from trl_qurl.rollout.pictures import PicturePrompts, check_seen
+from trl_qurl.rollout.images import ImagePrompts, check_seen
 
 VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm")
 TEXT = ("qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "glm4", "granite", "cohere2")
@@ -106,7 +106,7 @@ def test_an_engine_is_sent_placeholders_of_pictures(family):
     chats = [[{"role": "user", "content": content}] for content in contents]
     further, template = [40, 41], {"add_generation_prompt": True}
     whole = processor.apply_chat_template(chats, tokenize=True, return_dict=True, **template)["input_ids"]
-    prompts = PicturePrompts()
+    prompts = ImagePrompts()
     prompts.tokenize(processor, chats, whole)
     texts = processor.apply_chat_template(chats, tokenize=False, **template)
     for prompt, text in zip(whole, texts, strict=True):

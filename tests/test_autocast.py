@@ -18,7 +18,7 @@ def runs(train, tmp_path_factory):
     tiny_model("llama", torch.bfloat16).save_pretrained(directory / "model")
     tiny_tokenizer().save_pretrained(directory / "model")
     config = {"learning_rate": 1e-6, "bf16": True, "uaq_scale": 1.0, "model_init_kwargs": {"dtype": "float32"}}
-    config |= {"sync_check_interval": 1, "sync_probe": True}
+    config |= {"sync_check_interval": 1}
     changes = {
         "autocast": {},
         "none": {"bf16": False},

@@ -23,9 +23,10 @@ from trl_qurl.quantization.checkpoint_form import CheckpointForm
 from trl_qurl.quantization.layers import ignored_modules
 from trl_qurl.quantization.weight_stream import WeightStream, model_parameters
 from trl_qurl.rollout.adapter import adapter_obstacle
-from trl_qurl.rollout.base import FrozenBase
-from trl_qurl.rollout.engine.colocated import check_experts, protect_transformers_classes
+from trl_qurl.rollout.engine.colocated import protect_transformers_classes
+from trl_qurl.rollout.engine.cpu_checks import check_cpu_build
 from trl_qurl.rollout.errors import ServerError
+from trl_qurl.rollout.frozen_base import FrozenBase
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.sync import WeightSync
 
@@ -111,11 +112,11 @@ def test_experts_without_a_kernel_are_refused_with_the_pattern(has_amx, monkeypa
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": has_amx})
     model, scheme = tiny_mixture("mixtral"), get_scheme("int8")
     without = quantized_layer_names(model, SIXTEEN_BIT_EXPERTS)
-    check_experts(without, scheme)
-    check_experts(quantized_layer_names(model), None)
+    check_cpu_build(model.config, without, scheme)
+    check_cpu_build(model.config, quantized_layer_names(model), None)
     is_refused = not has_amx and not torch.cuda.is_available()
     with pytest.raises(ValueError, match=r"INT8 experts only on .* AMX, .* add 're:") if is_refused else nullcontext():
-        check_experts(quantized_layer_names(model), scheme)
+        check_cpu_build(model.config, quantized_layer_names(model), scheme)
 
 
 def test_the_probe_is_skipped_for_quantized_experts():

@@ -44,9 +44,7 @@ OWN_DEFAULTS = {
     "vllm_engine_kwargs": {},
     "weight_metrics_interval": 0,
     "sync_check_interval": 16,
-    "sync_probe": True,
     "vllm_request_timeout": 1800.0,
-    "max_server_recoveries": 3,
     "mismatch_guard": "warn",
     "mismatch_guard_kl": 0.1,
     "smooth_activations": None,
@@ -157,7 +155,6 @@ REFUSED = [
     ),
     ({"sync_check_interval": -1}, r"sync_check_interval is -1, but must be a number of syncs, or 0 for none"),
     ({"vllm_request_timeout": 0}, r"vllm_request_timeout is 0, but must be a positive number of seconds"),
-    ({"max_server_recoveries": -1}, r"max_server_recoveries is -1, but must be a number of recoveries, or 0 for none"),
     ({"vllm_request_timeout": float("nan")}, r"vllm_request_timeout is nan, but must be a positive number of seconds"),
     (
         {"vllm_engine_kwargs": {"kv_cache_dtype": "fp8_e5m2"}},

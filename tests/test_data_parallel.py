@@ -82,7 +82,7 @@ def test_every_engine_of_a_server_gets_the_weights_and_is_checked(train, run_sce
         tampering.touch()
         different = "SyncError: .* of 40 tensors, 1 different .first model.layers.1.mlp.down_proj.weight_scale"
         with pytest.raises(AssertionError, match=different):
-            train([tmp_path / "out", "--config", json.dumps(config | {"sync_probe": False})])
+            train([tmp_path / "out", "--config", json.dumps(config)])
     [fresh] = run_scenario("fresh_engine.py", tmp_path / "trained")
     assert record["probe_end"] == pytest.approx(fresh, abs=SAME)
     for engine in range(ENGINES):

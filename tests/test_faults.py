@@ -23,6 +23,7 @@ from tiny import tiny_model, tiny_tokenizer
 from transformers import TrainerCallback
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+from trl_qurl.rollout import recovery
 from trl_qurl.rollout.engine import served
 from trl_qurl.rollout.engine.http import add_key
 from trl_qurl.rollout.engine.served import ServedEngine
@@ -207,9 +208,10 @@ def test_not_up_yet_is_waited_for(deployment, caplog, monkeypatch):
     assert trainer.state.global_step == 4
 
 
-def test_hangs_too_long(deployment):
+def test_hangs_too_long(deployment, monkeypatch):
     deployment.up()
-    trainer = deployment.trainer(vllm_request_timeout=10.0, max_server_recoveries=0)
+    monkeypatch.setattr(recovery, "MAX_RECOVERIES", 0)
+    trainer = deployment.trainer(vllm_request_timeout=10.0)
     trainer.add_callback(at_step(2, functools.partial(deployment.hang, 12.0)))
     started = time.monotonic()
     with pytest.raises(ServerError, match="did not answer /.* within 10 seconds: it hangs, or needs a larger vllm_"):

@@ -7,8 +7,17 @@ from tiny import WHOLE_BLOCKS, tiny_model
 from trl_qurl.quantization import SCHEMES, fake_quantization, quantized_layer_names
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.kv_cache import FP8Cache
-from trl_qurl.rollout.checks.probe import ProbeJudge, ProbeResult, _disturbed, compare_probe, probe_prompts, run_probe
-from trl_qurl.rollout.checks.tensors import DigestRecorder, compare_digests, tensor_digest
+from trl_qurl.quantization.weight_stream import WeightStream
+from trl_qurl.rollout.checks.probe import (
+    ProbeAnswer,
+    ProbeJudge,
+    ProbeResult,
+    _disturbed,
+    compare_probe,
+    probe_prompts,
+    run_probe,
+)
+from trl_qurl.rollout.checks.tensors import MeteredStream, compare_digests, tensor_digest
 from trl_qurl.rollout.engine.interface import Continuation
 from trl_qurl.rollout.errors import SyncError
 
@@ -73,11 +82,11 @@ def test_a_digest_sees_every_bit_the_shape_and_the_dtype(dtype):
 
 def test_a_recorder_changes_nothing_and_knows_the_end():
     tensors = [("a", torch.ones(2)), ("b", torch.zeros(0))]
-    recorder = DigestRecorder(iter(tensors))
+    recorder = MeteredStream(iter(tensors))
     assert [name for name, _ in recorder] == ["a", "b"]
     assert recorder.exhausted
     assert recorder.digests == {name: tensor_digest(tensor) for name, tensor in tensors}
-    unread = DigestRecorder(iter(tensors), enabled=False)
+    unread = MeteredStream(iter(tensors), records_digests=False)
     next(iter(unread))
     assert unread.digests == {} and not unread.exhausted
 
@@ -151,9 +160,10 @@ def test_a_continuation_is_scored_where_its_tokens_were_chosen():
     prompts, continuation = [[5, 9, 70]], [33, 12]
     expected = [model(torch.tensor([prefix])).logits[0, -1].log_softmax(-1) for prefix in ([5, 9, 70], [5, 9, 70, 33])]
     scored = [Continuation(continuation, [{token: logps[token].item() for token in (33, 12)} for logps in expected])]
-    assert run_probe(model, prompts, scored, layers=(), scheme=None).distance < 1e-5
+    assert run_probe(model, ProbeAnswer(prompts, scored), WeightStream(model, None)).distance < 1e-5
     shifted = [Continuation(continuation, scored[0].logps[::-1])]
-    assert run_probe(tiny_model(initializer_range=0.5), prompts, shifted, layers=(), scheme=None).ratio > 6
+    sharp = tiny_model(initializer_range=0.5)
+    assert run_probe(sharp, ProbeAnswer(prompts, shifted), WeightStream(sharp, None)).ratio > 6
 
 
 def test_the_disturbance_is_that_of_a_rounding_and_passes():
@@ -183,8 +193,8 @@ def test_a_probe_rounds_the_cache_where_the_engine_does():
         logits = model(torch.tensor([prompt + tokens]), past_key_values=rounded, use_cache=True).logits
     logps = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     scored = [Continuation(tokens, [dict(enumerate(row.tolist())) for row in logps])]
-    assert run_probe(model, [prompt], scored, layers=(), scheme=None, rounds_cache=True).distance < 1e-5
-    assert run_probe(model, [prompt], scored, layers=(), scheme=None).distance > 1e-2
+    assert run_probe(model, ProbeAnswer([prompt], scored, True), WeightStream(model, None)).distance < 1e-5
+    assert run_probe(model, ProbeAnswer([prompt], scored), WeightStream(model, None)).distance > 1e-2
 
 
 def test_activations_are_rounded_per_token_by_hand():

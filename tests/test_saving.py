@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from trl_qurl.quantization import SCHEMES, write_checkpoint
 from trl_qurl.quantization.weight_stream import WeightStream
-from trl_qurl.rollout.base import FrozenBase
+from trl_qurl.rollout.frozen_base import FrozenBase
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.trainers.saving import SavingMixin, check_place
 

@@ -17,13 +17,12 @@ from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl.quantization import SCHEMES, quantize_weights, quantized_layer_names, write_checkpoint
 from trl_qurl.quantization.weight_stream import WeightStream
-from trl_qurl.rollout.checks.tensors import DigestRecorder, check_metadata, compare_digests
+from trl_qurl.rollout.checks.tensors import MeteredStream, check_metadata
 from trl_qurl.rollout.engine import broadcast, served
 from trl_qurl.rollout.engine.interface import EngineDescription, WeightUpdate
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
-from trl_qurl.rollout.sync import stream_metadata
-from trl_qurl.rollout.transports import choose_route
+from trl_qurl.rollout.transports import choose_route, stream_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op`:FutureWarning")
 
@@ -178,20 +177,20 @@ def test_tensors_arrive_in_order_and_bit_for_bit(scheme, ends):
     client, worker = ends
     model = tiny_model(dtype=torch.bfloat16)
     metadata = announced(model, scheme)
-    sent = DigestRecorder(stream(model, scheme))
-    [digests] = client.load_stream(sent, metadata, WeightUpdate("v1", digest=True))
-    assert len(digests) == len(metadata)
-    compare_digests(sent.digests, digests)
+    sent = MeteredStream(stream(model, scheme))
+    client.load_stream(sent, metadata, WeightUpdate("v1", digest=True))
+    assert len(worker.rollout_digests) == len(metadata)
+    client.compare_digests(sent.digests)
     expected = dict(stream(model, scheme))
     assert list(worker.model.loaded) == list(expected)
     for name, tensor in worker.model.loaded.items():
         assert tensor.dtype == expected[name].dtype
         assert torch.equal(tensor.view(torch.uint8), expected[name].contiguous().view(torch.uint8)), name
     assert worker.session == ["start", "update", "finish"]
-    assert client.requests == ["/collective_rpc", "/reset_prefix_cache", "/reset_encoder_cache"]
+    assert client.requests == ["/collective_rpc", "/reset_prefix_cache", "/reset_encoder_cache", "/collective_rpc"]
     assert client.version() == "v1"
-    assert client.load_stream(stream(model, scheme), metadata, WeightUpdate("v2")) == [{}]
-    assert client.version() == "v2"
+    client.load_stream(stream(model, scheme), metadata, WeightUpdate("v2"))
+    assert client.version() == "v2" and worker.rollout_digests == {}
 
 
 def test_both_ends_cut_the_stream_into_buffers_of_one_size(ends, monkeypatch):
@@ -206,9 +205,9 @@ def test_both_ends_cut_the_stream_into_buffers_of_one_size(ends, monkeypatch):
     worker.weight_transfer_engine.packed_buffer_size_bytes = asked["init_info"]["packed_buffer_size_bytes"]
     buffers, send = [], client.communicator.broadcast
     client.communicator.broadcast = lambda tensor, src: buffers.append(tensor.numel()) or send(tensor, src)
-    sent = DigestRecorder(stream(model, INT8))
-    [digests] = client.load_stream(sent, announced(model, INT8), WeightUpdate("v1", digest=True))
-    compare_digests(sent.digests, digests)
+    sent = MeteredStream(stream(model, INT8))
+    client.load_stream(sent, announced(model, INT8), WeightUpdate("v1", digest=True))
+    client.compare_digests(sent.digests)
     largest = max(tensor.nbytes for _, tensor in stream(model, INT8))
     assert len(buffers) > 10 and max(buffers) <= 4096 + largest
 
@@ -242,13 +241,13 @@ def test_a_server_that_refuses_says_why_and_nobody_hangs(ends):
         worker.load_rollout_weights({"version": "v2"}, weights_iterator=iter(()))
 
 
-def test_workers_whose_digests_are_not_returned_compare_them_themselves(ends):
+def test_workers_compare_digests(ends):
     client, worker = ends
     model = tiny_model()
-    sent = DigestRecorder(stream(model, INT8))
+    sent = MeteredStream(stream(model, INT8))
     client.load_stream(sent, announced(model, INT8), WeightUpdate("v1", digest=True))
     client.compare_digests(sent.digests)
-    other = DigestRecorder(stream(tiny_model(seed=1), INT8))  # what a worker got that the trainer did not send
+    other = MeteredStream(stream(tiny_model(seed=1), INT8))  # what a worker got that the trainer did not send
     client.load_stream(other, announced(model, INT8), WeightUpdate("v2", digest=True))
     with pytest.raises(SyncError, match=rf"of {len(sent.digests)} tensors, \d+ different"):
         client.compare_digests(sent.digests)
@@ -257,7 +256,7 @@ def test_workers_whose_digests_are_not_returned_compare_them_themselves(ends):
 def test_workers_that_made_no_digests_do_not_agree_with_any(ends):
     client, worker = ends
     model = tiny_model()
-    sent = DigestRecorder(stream(model, INT8))
+    sent = MeteredStream(stream(model, INT8))
     client.load_stream(sent, announced(model, INT8), WeightUpdate("v1"))
     with pytest.raises(SyncError, match=f"{len(sent.digests)} missing"):
         client.compare_digests(sent.digests)
@@ -324,7 +323,7 @@ def test_weights_of_another_model_are_refused_before_anything_is_touched(ends, t
     deeper = tiny_model(num_hidden_layers=3)
     metadata = announced(deeper, INT8)
     with pytest.raises(
-        ServerError, match=r"to a different model.*: 19 tensors differ, first model.layers.2.input_layernorm"
+        SyncError, match=r"to a different model.*: 19 tensors differ, first model.layers.2.input_layernorm"
     ):
         client.load_stream(stream(deeper, INT8), metadata, WeightUpdate("v1", digest=True))
     write_checkpoint(deeper, tiny_tokenizer(), "int8", tmp_path / "deeper", quantizer="streaming")

@@ -678,18 +678,18 @@ def test_a_reload_goes_layer_by_layer_through_load_weights():
 
 def test_a_reload_reports_layers_without_weights():
     assert "logger = init_logger(__name__)" in ast.unparse(tree(LAYERWISE)), (
-        f"The logger of vLLM's reload is not {LAYERWISE!r}, which rollout/engine/worker.py listens to."
+        f"The logger of vLLM's reload is not {LAYERWISE!r}, which rollout/checks/reload.py listens to."
     )
     body = text_of(LAYERWISE, "finalize_layerwise_processing")
     assert "logger.warning('%s: Failed to load weights', layer.__class__.__name__)" in body, (
-        "vLLM words its report of a layer without new weights otherwise; rollout/engine/worker.py raises on it."
+        "vLLM words its report of a layer without new weights otherwise; rollout/checks/reload.py raises on it."
     )
     for function, event in (
         ("finalize_layerwise_processing", "Delayed processing"),
         ("make_online_process_loader", "Excessive loading"),
     ):
         assert f"logger.debug('%s: {event}', layer.__class__.__name__)" in text_of(LAYERWISE, function), (
-            f"vLLM words its report of {event.lower()} otherwise; rollout/engine/worker.py raises on it."
+            f"vLLM words its report of {event.lower()} otherwise; rollout/checks/reload.py raises on it."
         )
 
 

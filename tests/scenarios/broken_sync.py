@@ -99,8 +99,7 @@ def load_nothing(generation):
         for _ in source:
             pass
         [worker] = generation.llm.collective_rpc(lambda wrapper: wrapper.worker)
-        worker.loaded_version = update.version
-        return [dict(source.digests)]
+        worker.loaded_version, worker.rollout_digests = update.version, dict(source.digests)
 
     return patch.object(generation.engine, "load_stream", load_stream)
 
@@ -136,7 +135,7 @@ def change_the_file_before_loading(generation):
 
     def load_adapter(path, update):
         change_the_file(path)
-        return load(path, update)
+        load(path, update)
 
     return patch.object(generation.engine, "load_adapter", load_adapter)
 
@@ -168,9 +167,8 @@ def generate_without_the_adapter(generation):
     load = generation.engine.load_adapter
 
     def load_adapter(path, update):
-        digests = load(path, update)
+        load(path, update)
         generation.llm.adapter = None
-        return digests
 
     return patch.object(generation.engine, "load_adapter", load_adapter)
 

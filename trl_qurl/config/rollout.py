@@ -70,19 +70,15 @@ class QuantizedRolloutsConfig:
         rollout_checkpoint_dir: Directory for checkpoints that the engine loads; a server must see it too. Defaults to
             memory (`/dev/shm`) if there is room, else to the system's temporary directory. Removed after the run.
         vllm_request_timeout: Seconds a request to the vLLM server may take before it counts as failed.
-        max_server_recoveries: How many times in a row a run survives a failure of its vLLM server. It waits up to
-            `vllm_server_timeout` seconds for the server, resends the weights, and repeats the failed operation. With
-            0, the first failure ends training.
         vllm_engine_kwargs: Extra arguments of the colocated `vllm.LLM` (`enforce_eager`, `block_size`, ...), as a
             dictionary.
 
     > Checks and measurements
 
         sync_check_interval: Syncs between checks of the engine by digests and probe; 0 for none. Digests compare all
-            tensors on both sides. The first sync is always checked, unless this is 0.
-        sync_probe: Whether checks of the engine include the probe. It compares the engine's log-probabilities of fixed
-            prompts with the trainer's own quantized forward pass. It is skipped under FSDP 1 and ZeRO-3, because they
-            never hold whole layers, and for models with quantized experts.
+            tensors on both sides. The probe compares the engine's log-probabilities of fixed prompts with the
+            trainer's own quantized forward pass. It is skipped under FSDP 1 and ZeRO-3, because they never hold whole
+            layers, and for models with quantized experts. The first sync is always checked, unless this is 0.
         weight_metrics_interval: Syncs between measurements of the weights (Eqs. 13 and 14); 0 for none. Appendix A
             uses 16. They keep a copy of the quantized layers' weights and codes in the main process's host memory, at
             5 bytes per weight (3 if the policy is in 16 bits).
@@ -121,12 +117,10 @@ class QuantizedRolloutsConfig:
     round_base: bool = False
     rollout_checkpoint_dir: str | None = None
     vllm_request_timeout: float = 1800.0
-    max_server_recoveries: int = 3
     vllm_engine_kwargs: dict[str, Any] | str | None = field(default_factory=dict)
 
     # Checks and measurements
     sync_check_interval: int = 16
-    sync_probe: bool = True
     weight_metrics_interval: int = 0
 
     # Guard
@@ -240,7 +234,6 @@ class QuantizedRolloutsConfig:
         check_numbers(self, ["vllm_request_timeout"], lambda x: x > 0, "a positive number of seconds")
         intervals = ["weight_metrics_interval", "sync_check_interval"]
         check_numbers(self, intervals, lambda n: n >= 0, "a number of syncs, or 0 for none")
-        check_numbers(self, ["max_server_recoveries"], lambda n: n >= 0, "a number of recoveries, or 0 for none")
         engine_kwargs = self.engine_kwargs
         if engine_kwargs and self.vllm_mode == "server":
             raise ValueError(

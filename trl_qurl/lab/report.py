@@ -38,7 +38,7 @@ UNNAMED = ("model", "rollout_quantization", "algorithm", "objective")
 BOOKKEEPING = re.compile(
     r"(arm|commit|data_seed|dataloader|date|ddp|debug|disable_tqdm|do|eval|hardware|hub|local_rank|log|logging"
     r"|num_completions_to_print|output_dir|project|push_to_hub|report_to|resume_from_checkpoint"
-    r"|rollout_checkpoint_dir|run_name|save|seed|sync_check|sync_probe|trackio|versions|vllm_group_port"
+    r"|rollout_checkpoint_dir|run_name|save|seed|sync_check|trackio|versions|vllm_group_port"
     r"|vllm_request_timeout|vllm_server|weight_metrics)(_|$)"
 )
 """Settings of environment, output, measurements and engine connection, which do not change the method."""

@@ -25,7 +25,6 @@ from trl_qurl.quantization.checkpoint_form import parameter_name, persistent_buf
 from trl_qurl.quantization.layers import check_recurrent_layers
 from trl_qurl.quantization.weight_stream import on_grid
 from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, engine_rank, write_adapter
-from trl_qurl.rollout.base import FrozenBase
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine.colocated import (
     ColocatedEngine,
@@ -38,13 +37,14 @@ from trl_qurl.rollout.engine.colocated import (
 from trl_qurl.rollout.engine.interface import Engine, torch_dtype
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError
-from trl_qurl.rollout.pictures import PicturePrompts, check_seen
+from trl_qurl.rollout.frozen_base import FrozenBase
+from trl_qurl.rollout.images import ImagePrompts, check_seen
 from trl_qurl.rollout.preparation import prepare_weights
-from trl_qurl.rollout.recovery import Recovery, raise_everywhere
+from trl_qurl.rollout.recovery import raise_everywhere, recover
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.rollout.sync import AdapterSync, RolloutCost, WeightSync
-from trl_qurl.rollout.transports import AdapterFiles, CheckpointFiles, Stream, Transport, choose_adapter, choose_route
+from trl_qurl.rollout.sync import RolloutCost, WeightSync
+from trl_qurl.rollout.transports import CheckpointFiles, Stream, Transport, choose_adapter, choose_route
 
 logger = get_logger(__name__)  # of the main process
 
@@ -71,7 +71,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._metrics: dict[str, float] = {}
         self._cost = RolloutCost()
         self._seconds_in_syncs = 0.0
-        self.pictures = PicturePrompts()
+        self.images = ImagePrompts()
         self.sampled_logps: list[list[list[float | None]]] | None = None  # for RLOO, where TRL drops them
         # RLOO requests no log-probabilities, but the mismatch metrics need them. 0 returns only the sampled token's.
         super().__init__(*args, **{**kwargs, "logprobs": kwargs.get("logprobs") or 0})
@@ -79,7 +79,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def pop_cost(self) -> RolloutCost:
         """Return the cost of rollouts since the last call."""
         cost, self._cost = self._cost, RolloutCost()
-        cost.recoveries = self._recovery.pop_count()
         return cost
 
     def pop_weight_metrics(self) -> dict[str, float]:
@@ -100,9 +99,9 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.rollout = replace(self.rollout, ignore=self.weights.ignore)
         transport = self._connect() if self.rollout.is_served else self._start_colocated()
         self.engine = transport.engine
-        self._recovery = Recovery(self.rollout.max_recoveries if self.rollout.is_served else 0)
-        cls: Any = WeightSync if self.base is None else functools.partial(AdapterSync, base_digests=self.base.digests)
-        self.sync = cls(self.model, self.weights, transport, self.rollout, self._dist, self._global_step)
+        self.sync = WeightSync(
+            self.model, self.weights, transport, self.rollout, self._dist, self._global_step, self.base
+        )
 
     def _connect(self) -> Transport:
         """Connect the main process to the server, and tell every process how weights will be sent."""
@@ -112,29 +111,29 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         )
         with substitute(vllm_generation, "VLLMClient", client):
             super()._init_vllm()
-        engine: ServedEngine | None = None
-        decision: list[Any] = [None, None]
-        if self.accelerator.is_main_process:
-            engine = self.vllm_client
-            is_sharded = self._dist.is_fsdp or self._dist.is_zero3
-            description = engine.describe()
-            if self._sends_adapter(description.max_lora_rank, engine):
-                route = "adapter"
-            else:
-                route, reason = choose_route(rollout.weight_sync, device, engine.stream_obstacle, is_sharded)
-                logger.info("Sending weights to %s by %s: %s.", engine.base_url, route, reason)
-            if route == "stream":
-                engine.open_stream(device)
-            decision = [route, description.dtype]
-        broadcast_object_list(decision, from_process=0)
-        route, dtype = decision
+        engine: ServedEngine | None = self.vllm_client if self.accelerator.is_main_process else None
+        [(route, dtype)] = broadcast_object_list([self._choose_route(engine) if engine else None], from_process=0)
         sent_dtype = torch_dtype(dtype)  # casting to the engine's dtype here saves bytes on the way
         if route == "stream":
-            return Stream(engine, True, sent_dtype)
+            if engine is not None:
+                engine.open_stream(device)
+            return Stream(engine, True, sent_dtype, self.weights)
         if route == "adapter":
             return self._adapt(engine, sent_dtype, self._open_folder(checkpoints=int(rollout.round_base)))
         # Two checkpoints at most: the one being written and the one that the engine may still be reading.
         return CheckpointFiles(engine, True, self._open_folder(checkpoints=2), sent_dtype)
+
+    def _choose_route(self, server: ServedEngine) -> tuple[str, str | None]:
+        """Return how to send weights to the server, and the dtype of its unquantized layers."""
+        description = server.describe()
+        if self._sends_adapter(description.max_lora_rank, server):
+            return "adapter", description.dtype
+        is_sharded = self._dist.is_fsdp or self._dist.is_zero3
+        route, reason = choose_route(
+            self.rollout.weight_sync, self.accelerator.device, server.stream_obstacle, is_sharded
+        )
+        logger.info("Sending weights to %s by %s: %s.", server.base_url, route, reason)
+        return route, description.dtype
 
     def _sends_adapter(self, served_rank: int | None = None, server: ServedEngine | None = None) -> bool:
         """Return whether to send the adapter alone, to an engine that has the base."""
@@ -160,7 +159,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             self.base.digest(dtype or torch.float32, self.accelerator.is_main_process)
         self.base.round(dtype or torch.float32)
         write = functools.partial(write_adapter, self.model)
-        return AdapterFiles(engine, self.rollout.is_served, folder, dtype, write)
+        return CheckpointFiles(engine, self.rollout.is_served, folder, dtype, write)
 
     def _start_colocated(self) -> Transport:
         """Start an engine in this process, from a checkpoint that describes how its layers are quantized."""
@@ -214,7 +213,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             self._llm_weights_sleeping = False
         started = time.perf_counter()
         push = functools.partial(self.sync.push, self.policy_parameters, self._cost)
-        self._metrics = self._recovery.run(push, self._reconnect)
+        self._metrics = recover(push, self._reconnect)
         self._seconds_in_syncs += time.perf_counter() - started
 
     def policy_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -238,7 +237,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
         """Generate as the parent does, from the weights of this run's last sync, and count seconds and tokens."""
-        return self._recovery.run(functools.partial(self._generate, args, kwargs), self._reconnect)
+        return recover(functools.partial(self._generate, args, kwargs), self._reconnect)
 
     def _generate(self, args: tuple, kwargs: dict[str, Any], is_repeated: bool) -> tuple:
         if is_repeated:
@@ -265,11 +264,12 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _sample_with_images(self, *args: Any, **kwargs: Any) -> tuple:
         prompts = kwargs.pop("prompts")
-        output = super().generate(*args, prompts=[self.pictures.plain(prompt) for prompt in prompts], **kwargs)
+        output = super().generate(*args, prompts=[self.images.plain(prompt) for prompt in prompts], **kwargs)
         check_seen(prompts, output[0])
         return output
 
     def _reconnect(self) -> None:
+        self._cost.recoveries += 1
         if self.accelerator.is_main_process:
             self.vllm_client.reconnect(self.server_timeout)
 

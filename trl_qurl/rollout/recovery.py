@@ -1,10 +1,11 @@
 """Retry operations that a vLLM server fault interrupted, in all processes together, once the server is back.
 
 Only the main process talks to the server, so only it sees the fault; the others are in a collective operation with it.
-`raise_everywhere` ends that operation in every process with the same error, and `Recovery` then retries it everywhere.
+`raise_everywhere` ends that operation in every process with the same error, and `recover` then retries it everywhere.
 A retry always starts from scratch: before a generation is retried, all weights are sent and checked again.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -14,6 +15,8 @@ from accelerate.utils import broadcast_object_list
 from trl_qurl.rollout.errors import RolloutError, ServerError, ServerLostError
 
 logger = get_logger(__name__)  # of the main process
+
+MAX_RECOVERIES = 3  # in a row
 
 Result = TypeVar("Result")
 
@@ -37,41 +40,21 @@ def raise_everywhere(act: Callable[[], Result], is_served: bool = True) -> Resul
     return result
 
 
-class Recovery:
-    """Retries operations that a server fault interrupted.
+def recover(operation: Callable[[bool], Result], reconnect: Callable[[], None]) -> Result:
+    """Run an operation, retry it after server faults, and return its result. A collective operation.
 
-    After `limit` recoveries without a success in between, the fault is raised; a limit of 0 raises it immediately.
+    `operation` is called with `True` on a retry. `reconnect`, called before each, waits for the server. Raises the
+    fault after `MAX_RECOVERIES` retries.
     """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._count = self._in_a_row = 0
-
-    def pop_count(self) -> int:
-        """Return the number of recoveries since the last call."""
-        count, self._count = self._count, 0
-        return count
-
-    def run(self, operation: Callable[[bool], Result], reconnect: Callable[[], None]) -> Result:
-        """Run an operation, retry it after faults, and return its result. A collective operation.
-
-        `operation` is called with `True` on a retry. `reconnect` waits for the server, in the main process.
-        """
-        is_repeated = False
-        while True:
-            try:
-                if is_repeated:
-                    raise_everywhere(reconnect)
-                result = operation(is_repeated)
-            except ServerLostError:
+    for retries in itertools.count():
+        try:
+            if retries:
+                raise_everywhere(reconnect)
+            return operation(retries > 0)
+        except ServerLostError:
+            raise
+        except ServerError as error:
+            if retries >= MAX_RECOVERIES:
                 raise
-            except ServerError as error:
-                if self._in_a_row >= self._limit:
-                    raise
-                self._in_a_row += 1
-                self._count += 1
-                logger.warning("Recovery %d of at most %d in a row: %s", self._in_a_row, self._limit, error)
-                is_repeated = True
-            else:
-                self._in_a_row = 0
-                return result
+            logger.warning("Recovery %d of at most %d in a row: %s", retries + 1, MAX_RECOVERIES, error)
+    raise AssertionError("the loop has no end")

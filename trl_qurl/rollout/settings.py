@@ -20,6 +20,4 @@ class RolloutSettings:
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # extra arguments of the colocated engine
     weight_metrics_interval: int = 0  # syncs between measurements of the weights; 0 to disable
     sync_check_interval: int = 16  # syncs between checks by digest and probe; 0 to disable
-    sync_probe: bool = True  # whether those checks include the probe
     request_timeout: float = 1800.0  # seconds that a request to a server may take
-    max_recoveries: int = 3  # consecutive recoveries from server faults

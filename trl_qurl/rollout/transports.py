@@ -3,35 +3,26 @@
 - `Stream`: vLLM in the trainer's process reads the stream directly; a server's workers receive it over NCCL.
 - `CheckpointFiles`: the stream is written to a directory, and the engine reads it from there. This works on any device
   and between any processes that share a file system. If llm-compressor writes the checkpoint, the stream only serves
-  to check the result.
-- `AdapterFiles`: the same for a LoRA adapter, whose base the engine already has.
+  to check the result. A LoRA adapter, whose base the engine already has, is sent the same way.
 """
 
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
-from trl_qurl.rollout.checks.tensors import DigestRecorder
+from trl_qurl.quantization.stream import NamedTensors
+from trl_qurl.quantization.weight_stream import WeightStream
+from trl_qurl.rollout.checks.tensors import MeteredStream
 from trl_qurl.rollout.directory import CheckpointFolder, Write
-from trl_qurl.rollout.engine.interface import Digests, Engine, TensorMetadata, WeightUpdate
+from trl_qurl.rollout.engine.interface import Engine, TensorMetadata, WeightUpdate
 from trl_qurl.rollout.errors import SyncError
 from trl_qurl.rollout.recovery import raise_everywhere
 
 Parameters = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 """Iterates over the policy's full-precision parameters under their names in the model. A collective operation."""
-
-
-class WeightUpdateStream(NamedTuple):
-    """One update of the weights, for a transport to deliver."""
-
-    tensors: DigestRecorder  # the rollout weights, in checkpoint format; read once
-    update: WeightUpdate
-    parameters: Parameters  # the source of the tensors
-    metadata: Callable[[], TensorMetadata]  # of the tensors, for a server; a collective operation
 
 
 class Transport(ABC):
@@ -44,38 +35,57 @@ class Transport(ABC):
         self.sent_dtype = sent_dtype  # of unquantized tensors; `None` does not cast them
 
     @abstractmethod
-    def deliver(self, stream: WeightUpdateStream) -> list[Digests]:
-        """Deliver the weights to the engine, and return the digests of each of its workers.
+    def deliver(self, update: WeightUpdate, stream: MeteredStream, parameters: Parameters) -> None:
+        """Deliver one update of the weights to the engine.
 
         A collective operation: processes without an engine help gather the parameters, and fail together with the one
         that has it.
+
+        Args:
+            update: Name of the weights, and whether workers record digests.
+            stream: The rollout weights, in checkpoint format; read once.
+            parameters: The full-precision parameters, for another pass over them.
         """
 
 
 class Stream(Transport):
-    """Sends tensors to vLLM in this process, or to a server's workers over NCCL, which need the metadata up front."""
+    """Sends tensors to vLLM in this process, or to a server's workers over NCCL.
 
-    def deliver(self, stream: WeightUpdateStream) -> list[Digests]:  # noqa: D102
-        metadata = stream.metadata()
-        return raise_everywhere(lambda: self._send(stream, metadata), self._is_served)
+    A server needs the tensors' metadata up front, which `weights` describes.
+    """
 
-    def _send(self, stream: WeightUpdateStream, metadata: TensorMetadata) -> list[Digests]:
+    def __init__(
+        self,
+        engine: Engine | None,
+        is_served: bool,
+        sent_dtype: torch.dtype | None = None,
+        weights: WeightStream | None = None,
+    ) -> None:
+        super().__init__(engine, is_served, sent_dtype)
+        self._weights = weights
+        self._metadata: TensorMetadata = []
+
+    def deliver(self, update: WeightUpdate, stream: MeteredStream, parameters: Parameters) -> None:  # noqa: D102
+        if self._weights is not None and not self._metadata:
+            self._metadata = stream_metadata(parameters(), self._weights, self.sent_dtype)
+        raise_everywhere(lambda: self._send(update, stream), self._is_served)
+
+    def _send(self, update: WeightUpdate, stream: MeteredStream) -> None:
         try:
             if self.engine is None:
-                return []
-            digests = self.engine.load_stream(stream.tensors, metadata, stream.update)
-            if not stream.tensors.exhausted:
+                return
+            self.engine.load_stream(stream, self._metadata, update)
+            if not stream.exhausted:
                 raise SyncError(
                     "The engine stopped reading before the last tensor, so its model is only partly updated. Resume "
                     "from the last checkpoint."
                 )
-            return digests
         finally:
-            deque(stream.tensors, maxlen=0)  # the other processes gather with this one until the end
+            deque(stream, maxlen=0)  # the other processes gather with this one until the end
 
 
 class CheckpointFiles(Transport):
-    """Writes checkpoints to a directory that the engine reads."""
+    """Writes checkpoints to a directory that the engine reads, or adapters, if `write_adapter` is given."""
 
     def __init__(
         self,
@@ -83,52 +93,42 @@ class CheckpointFiles(Transport):
         is_served: bool,
         folder: CheckpointFolder,
         sent_dtype: torch.dtype | None = None,
+        write_adapter: Write | None = None,
     ) -> None:
         # llm-compressor writes each tensor in the policy's own dtype, so the stream that checks it must not be cast.
         super().__init__(engine, is_served, None if folder.uses_llmcompressor else sent_dtype)
         self.is_source = engine is not None and folder.is_writer
         self._folder = folder
+        self._write_adapter = write_adapter
         self._count = 0
 
-    def deliver(self, stream: WeightUpdateStream) -> list[Digests]:  # noqa: D102
-        path = self._write(f"sync-{self._count + 1}", stream)
-        digests = raise_everywhere(lambda: self._load(path, stream.update) if self.engine else [], self._is_served)
+    def deliver(self, update: WeightUpdate, stream: MeteredStream, parameters: Parameters) -> None:  # noqa: D102
+        name = f"sync-{self._count + 1}"
+        if self._folder.uses_llmcompressor:
+            deque(stream, maxlen=0)  # read for digests and measurements only
+            path = self._folder.write_with_llmcompressor(name, parameters())
+        else:
+            path = self._folder.write(name, stream, self._write_adapter)
+        raise_everywhere(lambda: self._load(path, update), self._is_served)
         # A retry after a fault reuses the name, because a server that only hung may still read from that path.
         self._folder.remove(f"sync-{self._count}")
         self._count += 1
-        return digests
 
-    def _write(self, name: str, stream: WeightUpdateStream) -> Path:
-        if not self._folder.uses_llmcompressor:
-            return self._folder.write(name, stream.tensors)
-        deque(stream.tensors, maxlen=0)  # read for digests and measurements only
-        return self._folder.write_with_llmcompressor(name, stream.parameters())
-
-    def _load(self, path: Path, update: WeightUpdate) -> list[Digests]:
-        assert self.engine is not None, "only a process with an engine loads"
-        return self.engine.load_checkpoint(path, update)
+    def _load(self, path: Path, update: WeightUpdate) -> None:
+        if self.engine is not None:
+            load = self.engine.load_adapter if self._write_adapter else self.engine.load_checkpoint
+            load(path, update)
 
 
-class AdapterFiles(CheckpointFiles):
-    """Writes adapters to a directory that the engine reads."""
-
-    def __init__(
-        self,
-        engine: Engine | None,
-        is_served: bool,
-        folder: CheckpointFolder,
-        sent_dtype: torch.dtype | None,
-        write: Write,
-    ) -> None:
-        super().__init__(engine, is_served, folder, sent_dtype)
-        self._write_adapter = write
-
-    def _write(self, name: str, stream: WeightUpdateStream) -> Path:
-        return self._folder.write(name, stream.tensors, self._write_adapter)
-
-    def _load(self, path: Path, update: WeightUpdate) -> list[Digests]:
-        assert self.engine is not None, "only a process with an engine loads"
-        return self.engine.load_adapter(path, update)
+def stream_metadata(
+    named_parameters: NamedTensors, weights: WeightStream, dtype: torch.dtype | None
+) -> TensorMetadata:
+    """Return the metadata of the tensors that the stream will yield, in order, without rounding any."""
+    return [
+        (stored.name, str(stored.dtype).removeprefix("torch."), list(stored.shape))
+        for name, _ in named_parameters
+        for stored in weights.stored(name, dtype)
+    ]
 
 
 def choose_route(

@@ -153,7 +153,7 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
             # TRL's RLOO trainer lacks `chat_template`, which is for tools.
             template = {"chat_template": vars(self).get("chat_template"), **self.chat_template_kwargs}
             conversations = [prepare_multimodal_messages(prompt) for prompt in prompts]
-            self.vllm_generation.pictures.tokenize(self.processing_class, conversations, prompt_ids, **template)
+            self.vllm_generation.images.tokenize(self.processing_class, conversations, prompt_ids, **template)
         return prompt_ids, images, fields
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
@@ -240,7 +240,5 @@ def _rollout_settings(args: Any) -> RolloutSettings:
         engine_kwargs=args.engine_kwargs,
         weight_metrics_interval=args.weight_metrics_interval,
         sync_check_interval=args.sync_check_interval,
-        sync_probe=args.sync_probe,
         request_timeout=args.vllm_request_timeout,
-        max_recoveries=args.max_server_recoveries,
     )

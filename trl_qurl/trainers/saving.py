@@ -27,7 +27,7 @@ from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.storage import check_replaceable
 from trl_qurl.quantization.uaq import recorded_scale
 from trl_qurl.rollout.adapter import adapter_rank, adapter_tensors, engine_rank, write_adapter
-from trl_qurl.rollout.base import FrozenBase
+from trl_qurl.rollout.frozen_base import FrozenBase
 from trl_qurl.trainers.model_card import add_citation, describe_run, name_local_models, quantized_card
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class SavingMixin(TRLTrainer):
 
     def _save_with_adapter(self, base: FrozenBase, path: Path, scheme: QuantizationScheme) -> None:
         generation, ignore = self.vllm_generation, list(self.args.quantization_ignore)
-        tensors, adapter = base.tensors(), adapter_tensors(generation.model)
+        tensors, adapter = base.quantized_tensors(), adapter_tensors(generation.model)
 
         def write() -> None:
             def add_adapter(tmp: Path) -> None:

@@ -40,12 +40,12 @@ def start_engine(job: Job, policy: Any) -> LLM:
     from trl_qurl.quantization.layers import ignored_modules
     from trl_qurl.quantization.storage import write_config
     from trl_qurl.rollout.directory import CheckpointDirectory
-    from trl_qurl.rollout.engine.colocated import check_head_size
+    from trl_qurl.rollout.engine.cpu_checks import check_cpu_build
     from trl_qurl.rollout.engine.kernels import kernel_environment
     from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
     policy = getattr(policy, "get_base_model", lambda: policy)()
-    check_head_size(policy.config)
+    check_cpu_build(policy.config)
     workload, is_gpu = job.workload, torch.cuda.is_available()
     shares_device = job.holds_policy or not is_gpu  # on a CPU, syncs need memory, too
     directory = CheckpointDirectory(None, 0)  # its name lets vLLM find its compilation cache again

@@ -48,8 +48,7 @@ def build_config(
         "warmup_steps": 20,
         "logging_steps": UPDATES_PER_ROLLOUT,
         "weight_metrics_interval": 1,
-        # Digests verify the syncs. vLLM's INT8 kernel for CPUs with AMX rounds more than the probe tolerates.
-        "sync_probe": False,
+        "sync_check_interval": 0,  # vLLM's INT8 kernel for CPUs with AMX rounds more than the probe tolerates
         "vllm_mode": "colocate",
         "vllm_max_model_length": 32,
         "vllm_engine_kwargs": {"enforce_eager": True},  # compiling takes longer than it saves here

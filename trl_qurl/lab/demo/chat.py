@@ -84,7 +84,7 @@ def build_chat_config(
         "model_init_kwargs": {"dtype": "float32"},
         **cpu_settings(),
         "gradient_checkpointing": False,
-        "sync_probe": False,
+        "sync_check_interval": 0,
         "weight_metrics_interval": 1,
         "vllm_mode": "colocate",
         "vllm_max_model_length": 128,

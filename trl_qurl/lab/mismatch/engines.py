@@ -72,7 +72,7 @@ class Engines:
 
         from trl_qurl.lab.device import full_precision
         from trl_qurl.quantization.checkpoint import load_model
-        from trl_qurl.rollout.engine.colocated import check_head_size
+        from trl_qurl.rollout.engine.cpu_checks import check_cpu_build
         from trl_qurl.rollout.engine.cpu_memory import cpu_cache_arguments
         from trl_qurl.rollout.engine.launch import require_vllm, resolve_model, weight_bytes
 
@@ -82,7 +82,7 @@ class Engines:
         self.directory = resolve_model(model)
         config, tokenizer = (cls.from_pretrained(self.directory) for cls in (AutoConfig, AutoTokenizer))
         self.prompts = [encode(tokenizer, prompt) for prompt in prompts]
-        check_head_size(config)
+        check_cpu_build(config)
         _, sixteen_bits = full_precision()
         arguments = {
             "dtype": sixteen_bits,

@@ -20,7 +20,7 @@ scales mostly 2 to 30. Scales of query and key projections barely affect a sharp
 """
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -31,10 +31,9 @@ from transformers import PreTrainedModel
 
 from trl_qurl.quantization.checkpoint_form import expert_modules
 from trl_qurl.quantization.fake_quantization import quantized_forward
-from trl_qurl.quantization.kv_cache import FP8Cache
-from trl_qurl.quantization.scheme import QuantizationScheme
-from trl_qurl.quantization.smoothing import Smoothing
-from trl_qurl.rollout.engine.interface import Continuation
+from trl_qurl.quantization.kv_cache import FP8_CACHES, FP8Cache
+from trl_qurl.quantization.weight_stream import WeightStream
+from trl_qurl.rollout.engine.interface import Continuation, Engine
 from trl_qurl.rollout.errors import SyncError
 
 logger = logging.getLogger(__name__)
@@ -46,6 +45,14 @@ ROUNDING = 2.0**-8  # largest relative error of one rounding to bfloat16, double
 FACTOR, FLOOR = 3.0, 0.002  # see above; the floor (nats) is for passes that round nothing
 FAULT_RATIO = 6.0  # no rounding explains it on any machine: four times the largest ratio of a sound engine
 GROWTH, MIN_LIMIT = 4.0, 2.0  # after the first check, the limit is `GROWTH` times its ratio, at least `MIN_LIMIT`
+
+
+class ProbeAnswer(NamedTuple):
+    """An engine's continuations of the probe's prompts."""
+
+    prompts: list[list[int]]
+    continuations: list[Continuation]
+    rounds_cache: bool = False  # whether the engine rounds keys and values to FP8
 
 
 class ProbeResult(NamedTuple):
@@ -76,7 +83,7 @@ class ProbeJudge:
         if not result.ratio <= limit:  # also catches NaN
             raise SyncError(
                 f"{clause}: it does not use the weights that were sent, or keeps a cache from older ones. Resume "
-                "from the last checkpoint. If the engine is right and this check is wrong, set sync_probe=False."
+                "from the last checkpoint. If the engine is right and this check is wrong, set sync_check_interval=0."
             )
         if result.ratio > 1:
             logger.warning(
@@ -99,39 +106,38 @@ def probe_prompts(vocabulary_size: int, block_size: int, max_model_len: int) -> 
     return [prompt[: max(1, max_model_len - STEPS)] for prompt in prompts]
 
 
+def ask_engine(engine: Engine, vocabulary_size: int) -> ProbeAnswer:
+    """Return an engine's greedy continuations of the probe's prompts."""
+    description = engine.describe()
+    prompts = probe_prompts(vocabulary_size, description.block_size, description.max_model_len)
+    continuations = engine.continue_greedily(prompts, STEPS)
+    return ProbeAnswer(prompts, continuations, description.kv_cache_dtype in FP8_CACHES)
+
+
 @torch.no_grad()
-def run_probe(
-    model: Any,
-    prompts: list[list[int]],
-    continuations: list[Continuation],
-    layers: Collection[str],
-    scheme: QuantizationScheme | None,
-    merges: bool = True,
-    rounds_cache: bool = False,
-    smoothing: Smoothing | None = None,
-    grid: torch.dtype | None = None,
-) -> ProbeResult:
+def run_probe(model: Any, answer: ProbeAnswer, weights: WeightStream, merges_adapter: bool = True) -> ProbeResult:
     """Compare the engine's log-probabilities with the policy's own, computed with fake quantization.
 
-    An adapter is merged during this call, unless the engine holds it separately (`merges=False`). Keys and values are
-    rounded if the engine's are (`rounds_cache`), inputs smoothed as its weights were, and weights rounded to `grid`.
+    An adapter is merged during this call, unless the engine holds it separately. Weights are rounded and inputs
+    smoothed as in `weights`, which the engine was sent.
     """
-    merges = merges and is_peft_model(model)
+    merges = merges_adapter and is_peft_model(model)
     if merges:
         model.merge_adapter()
     base: PreTrainedModel = model.get_base_model() if is_peft_model(model) else model
     training = base.training
     base.eval()
+    layers, scheme = weights.layers, weights.scheme
     try:
-        with quantized_forward(base, layers, scheme, smoothing, grid) if scheme else nullcontext():
-            policy = _score(base, prompts, continuations, rounds_cache)
+        with quantized_forward(base, layers, scheme, weights.smoothing, weights.grid) if scheme else nullcontext():
+            policy = _score(base, answer)
             with _disturbed(base):
-                disturbed = _score(base, prompts, continuations, rounds_cache)
+                disturbed = _score(base, answer)
     finally:
         base.train(training)
         if merges:
             model.unmerge_adapter()
-    scored = [logps for continuation in continuations for logps in continuation.logps]
+    scored = [logps for continuation in answer.continuations for logps in continuation.logps]
     return compare_probe(scored, policy, disturbed)
 
 
@@ -148,14 +154,12 @@ def compare_probe(scored: list[dict[int, float]], policy: torch.Tensor, disturbe
     return ProbeResult(torch.stack(distances).median().item(), tolerance)
 
 
-def _score(
-    model: PreTrainedModel, prompts: list[list[int]], continuations: list[Continuation], rounds_cache: bool
-) -> torch.Tensor:
+def _score(model: PreTrainedModel, answer: ProbeAnswer) -> torch.Tensor:
     """Return log-probabilities of all tokens at each step of each continuation, (steps, V), float32."""
     logps = []
-    for prompt, continuation in zip(prompts, continuations, strict=True):
+    for prompt, continuation in zip(answer.prompts, answer.continuations, strict=True):
         tokens = torch.tensor([prompt + continuation.tokens], device=model.device)  # (1, T)
-        cache = {"past_key_values": FP8Cache(config=model.config), "use_cache": True} if rounds_cache else {}
+        cache = {"past_key_values": FP8Cache(config=model.config), "use_cache": True} if answer.rounds_cache else {}
         logits = model(input_ids=tokens, **cache).logits[0, len(prompt) - 1 : -1]  # after each token but the last
         logps.append(logits.float().log_softmax(-1).cpu())
     return torch.cat(logps)

@@ -57,22 +57,31 @@ def base_digests(named_tensors: NamedTensors, dtype: torch.dtype) -> dict[str, s
     return {name: tensor_digest(t.to(dtype) if t.dtype in sixteen_bits else t) for name, t in named_tensors}
 
 
-class DigestRecorder:
-    """A stream of named tensors that records the digest of each tensor read from it, if `enabled`."""
+class MeteredStream:
+    """A stream of named tensors that counts its bytes and seconds, and records digests if `records_digests`."""
 
-    def __init__(self, named_tensors: NamedTensors, enabled: bool = True) -> None:
-        self._named_tensors = named_tensors
-        self._enabled = enabled
+    def __init__(self, named_tensors: NamedTensors, records_digests: bool = True) -> None:
+        self._named_tensors = iter(named_tensors)
+        self._records_digests = records_digests
         self.digests: dict[str, str] = {}  # by name
-        self.seconds = 0.0  # spent on digests
+        self.nbytes = 0
+        self.source_s = 0.0  # spent on making the tensors
+        self.digest_s = 0.0  # spent on digests
         self.exhausted = False  # whether the stream was read to its end
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._named_tensors:
-            if self._enabled:
+        while True:
+            started = time.perf_counter()
+            item = next(self._named_tensors, None)
+            self.source_s += time.perf_counter() - started
+            if item is None:
+                break
+            name, tensor = item
+            self.nbytes += tensor.nbytes
+            if self._records_digests:
                 started = time.perf_counter()
                 self.digests[name] = tensor_digest(tensor)
-                self.seconds += time.perf_counter() - started
+                self.digest_s += time.perf_counter() - started
             yield name, tensor
         self.exhausted = True
 

@@ -5,22 +5,19 @@ import gc
 import os
 import socket
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from trl_qurl.quantization.checkpoint_form import expert_layers
 from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.adapter import engine_rank
+from trl_qurl.rollout.engine.cpu_checks import check_cpu_backend, check_cpu_build
 from trl_qurl.rollout.engine.cpu_memory import cpu_cache_arguments
 from trl_qurl.rollout.engine.interface import (
     ADAPTER,
     CPU_LOAD_FORMAT,
     PROBE_TOP,
     Continuation,
-    Digests,
     Engine,
     TensorMetadata,
     WeightUpdate,
@@ -31,7 +28,7 @@ from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 from trl_qurl.rollout.errors import SyncError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
     from vllm import LLM
 
     from trl_qurl.quantization.scheme import QuantizationScheme
@@ -56,27 +53,21 @@ class ColocatedEngine(Engine):
 
     def load_stream(  # noqa: D102
         self, named_tensors: NamedTensors, metadata: TensorMetadata, update: WeightUpdate
-    ) -> list[Digests]:
-        return self._load(update, weights_iterator=named_tensors)
+    ) -> None:
+        self._load("load_rollout_weights", update, weights_iterator=named_tensors)
 
-    def load_checkpoint(self, path: Path, update: WeightUpdate) -> list[Digests]:  # noqa: D102
-        return self._load(update, weights_path=str(path))
+    def load_checkpoint(self, path: Path, update: WeightUpdate) -> None:  # noqa: D102
+        self._load("load_rollout_weights", update, weights_path=str(path))
 
-    def load_adapter(self, path: Path, update: WeightUpdate) -> list[Digests]:  # noqa: D102
+    def load_adapter(self, path: Path, update: WeightUpdate) -> None:  # noqa: D102
         from vllm.lora.request import LoRARequest
 
         self._llm.llm_engine.add_lora(LoRARequest(ADAPTER, 1, str(path), load_inplace=True))
         self._llm.adapter = LoRARequest(ADAPTER, 1, str(path))
-        digests = self.call_workers("accept_rollout_adapter", update=update._asdict(), path=str(path))
-        self._drop_cache()
-        return digests
+        self._load("accept_rollout_adapter", update, path=str(path))
 
-    def _load(self, update: WeightUpdate, **source: Any) -> list[Digests]:
-        digests = self.call_workers("load_rollout_weights", update=update._asdict(), **source)
-        self._drop_cache()
-        return digests
-
-    def _drop_cache(self) -> None:
+    def _load(self, method: str, update: WeightUpdate, **source: Any) -> None:
+        self.call_workers(method, update=update._asdict(), **source)
         if not self._llm.reset_prefix_cache():
             raise SyncError("vLLM did not clear the prefix cache of the old weights. Resume from the last checkpoint.")
         self._llm.llm_engine.reset_encoder_cache()  # image features from the old weights
@@ -127,57 +118,6 @@ def adapter_arguments(rank: int) -> dict[str, Any]:
     return arguments | ({"load_format": CPU_LOAD_FORMAT} if current_platform.is_cpu() else {})
 
 
-def check_head_size(config: "PretrainedConfig") -> None:
-    """Raise `ValueError` if vLLM's CPU build has no kernel for the model's attention heads.
-
-    Tiny test models usually have heads that are too small. vLLM itself would fail minutes later, at the first token.
-    """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    text = config.get_text_config()
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if width not in sizes:
-        raise ValueError(
-            f"The attention heads of this model are {width} wide, but vLLM's CPU build has kernels only "
-            f"for {', '.join(map(str, sizes))}. Use a model with such heads (`make demo` trains one), or a GPU."
-        )
-
-
-def check_cpu_build(config: "PretrainedConfig", engine_kwargs: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for a model or an option that vLLM's CPU build cannot run, or runs incorrectly."""
-    from vllm.platforms import current_platform
-
-    check_head_size(config)
-    if current_platform.is_cpu() and engine_kwargs.get("speculative_config"):
-        # A kernel that spreads temperatures over draft tokens writes into a copy (`_expand_kernel_impl`).
-        raise ValueError(
-            "vllm_engine_kwargs sets 'speculative_config', but with it vLLM's CPU build samples at temperatures from "
-            "uninitialized memory: remove it, or use a GPU."
-        )
-
-
-def check_experts(layers: Collection[str], scheme: "QuantizationScheme | None") -> None:
-    """Raise `ValueError` if experts are quantized and vLLM's CPU build has no kernel for them."""
-    from vllm.platforms import current_platform
-
-    if (
-        scheme
-        and expert_layers(layers)
-        and current_platform.is_cpu()
-        and not torch.cpu.get_capabilities().get("amx_tile")
-    ):
-        raise ValueError(
-            f"vLLM's CPU build runs {scheme.label} experts only on CPUs with AMX, which this CPU lacks: add "
-            "'re:.*\\.experts\\.' to quantization_ignore (`--ignore` on the command line), which leaves experts in 16 "
-            "bits and quantizes all other layers, or use a GPU."
-        )
-
-
 def free_port(processes: int) -> dict[str, str]:
     """Choose a port for the process group of a single-process vLLM, unless the user has chosen one.
 
@@ -194,8 +134,7 @@ def prepare_process(
     model: "PreTrainedModel", layers: Collection[str], settings: "RolloutSettings", implementation: str, processes: int
 ) -> None:
     """Check that vLLM can run a model in this process, and prepare the process for its start."""
-    check_cpu_build(model.config, settings.engine_kwargs)
-    check_experts(layers, settings.scheme)
+    check_cpu_build(model.config, layers, settings.scheme, settings.engine_kwargs)
     os.environ.update(kernel_environment(settings.scheme) | free_port(processes))
     protect_transformers_classes(model.config.architectures or [type(model).__name__], implementation, settings.scheme)
 
@@ -209,19 +148,12 @@ def protect_transformers_classes(
     forward pass would fail. Raises `ValueError` if the backend cannot run INT8 on this CPU.
     """
     from vllm.model_executor.models import ModelRegistry
-    from vllm.platforms import current_platform
 
     native = [name for name in architectures if name in ModelRegistry.models and implementation != "transformers"]
-    has_amx = current_platform.is_cpu() and torch.cpu.get_capabilities().get("amx_tile")
     for name in native or BACKENDS:
         cls = ModelRegistry.models[name].load_model_cls()
         if cls.__module__ == "vllm.model_executor.models.transformers":
-            if has_amx and scheme is not None and scheme.name == "int8":
-                raise ValueError(
-                    f"vLLM runs {', '.join(architectures)} with its transformers backend. Its inputs have three "
-                    "dimensions, but vLLM's INT8 kernel for CPUs with AMX accepts only two: set "
-                    "rollout_quantization=None, or use a GPU."
-                )
+            check_cpu_backend(architectures, scheme)
             ModelRegistry.register_model(name, type(cls.__name__, (cls,), UNCOMPILED))
 
 

@@ -12,7 +12,7 @@ Imported only if vLLM runs on CPU.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import LoadConfig
@@ -27,7 +27,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
+from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.engine.interface import CPU_LOAD_FORMAT
+
+if TYPE_CHECKING:
+    from trl_qurl.rollout.engine.worker import RolloutWorker
 
 
 class ReloadableCPUInt8Kernel(CPUInt8ScaledMMLinearKernel):
@@ -75,6 +79,15 @@ def repack_output_head(model: torch.nn.Module) -> None:
                 layer.cpu_linear = packed[id(layer.weight)]
             else:
                 layer.quant_method.process_weights_after_loading(layer)
+
+
+def reload_weights(worker: "RolloutWorker", named_tensors: NamedTensors) -> None:
+    """Replace the weights in place by vLLM's own reload, and repair what it breaks."""
+    model = worker.get_model()
+    use_reloadable_int8_kernels(model)
+    drop_expert_kernels(model)
+    worker.reload_weights(weights_iterator=named_tensors)
+    repack_output_head(model)
 
 
 @register_model_loader(CPU_LOAD_FORMAT)

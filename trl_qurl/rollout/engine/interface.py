@@ -22,17 +22,16 @@ ADAPTER = "trl-qurl-policy"
 CPU_LOAD_FORMAT = "trl-qurl-cpu"
 """Load format of our model loader, with which vLLM's CPU build accepts an adapter on INT8 layers (`cpu`)."""
 
-REFUSED = "Nothing was loaded."
-"""Suffix of a refusal that a retry cannot fix."""
-
 NOT_RECEIVED = "The engine did not receive the weights that were sent"
-"""Prefix of every digest-mismatch error, from a worker or the trainer."""
+"""Prefix of every error about weights that a retry cannot fix, from a worker or the trainer. A server returns only the
+text of its workers' errors, and with `--data-parallel-size` nothing else from workers of other engines than the first.
+"""
 
 PROBE_TOP = 20
 """Number of likeliest tokens per step that a probe compares: vLLM's default `max_logprobs`."""
 
 Digests = dict[str, str]
-"""Digests of the tensors that one worker has just received, by tensor name; empty if none were requested."""
+"""Digests of tensors, by tensor name."""
 
 TensorMetadata = list[tuple[str, str, list[int]]]
 """Name, dtype (as vLLM writes it, `"bfloat16"`) and shape of each tensor in a stream, in order."""
@@ -42,7 +41,7 @@ class WeightUpdate(NamedTuple):
     """One update of an engine's weights, as every layer between trainer and engine sees it."""
 
     version: str  # name of the weights; the engine reports it from then on
-    digest: bool = False  # whether each worker reports a digest of every tensor it receives
+    digest: bool = False  # whether each worker records a digest of every tensor it receives
 
 
 class EngineDescription(NamedTuple):
@@ -73,29 +72,24 @@ class Engine(ABC):
     """An engine that samples rollouts."""
 
     @abstractmethod
-    def load_stream(
-        self, named_tensors: NamedTensors, metadata: TensorMetadata, update: WeightUpdate
-    ) -> list[Digests]:
+    def load_stream(self, named_tensors: NamedTensors, metadata: TensorMetadata, update: WeightUpdate) -> None:
         """Replace the weights in place from a stream in checkpoint format, and clear caches of the old weights.
 
-        An engine in another process needs the stream's `metadata`. Returns the digests of each worker. Raises
-        `RuntimeError` if the engine could not load the weights (`ServerError` from a server), and `SyncError` if the
-        stream does not match its metadata or the engine kept its cache.
+        An engine in another process needs the stream's `metadata`. Raises `RuntimeError` if the engine could not load
+        the weights (`ServerError` from a server), and `SyncError` if the stream does not match its metadata or the
+        engine kept its cache.
         """
 
     @abstractmethod
-    def load_checkpoint(self, path: Path, update: WeightUpdate) -> list[Digests]:
+    def load_checkpoint(self, path: Path, update: WeightUpdate) -> None:
         """Load weights like `load_stream`, but from a checkpoint directory that the engine sees."""
 
     @abstractmethod
-    def load_adapter(self, path: Path, update: WeightUpdate) -> list[Digests]:
+    def load_adapter(self, path: Path, update: WeightUpdate) -> None:
         """Load a LoRA adapter like `load_checkpoint`, and use it for all generation from then on."""
 
     def check_base(self, sent: Digests) -> None:  # noqa: B027
         """Raise `SyncError` if an engine that this run did not start has a base with other digests."""
-
-    def compare_digests(self, sent: Digests) -> None:  # noqa: B027
-        """Raise `SyncError` if a worker whose digests are not returned received anything but what was sent."""
 
     @abstractmethod
     def continue_greedily(self, prompts: list[list[int]], steps: int) -> list[Continuation]:
@@ -104,6 +98,13 @@ class Engine(ABC):
     @abstractmethod
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
         """Call a method of `RolloutWorker` in each worker. With several engines, only the first one answers."""
+
+    def compare_digests(self, sent: Digests) -> None:
+        """Raise `SyncError` if a worker received anything but the tensors that were sent, in the latest load.
+
+        Workers compare, because with `--data-parallel-size` vLLM returns the first engine's answer and others' errors.
+        """
+        self.call_workers("compare_rollout_digests", sent=sent)
 
     def version(self) -> str:
         """Return the version of the weights that the workers hold; all versions, if they differ."""

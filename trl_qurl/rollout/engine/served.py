@@ -26,14 +26,13 @@ from trl_qurl.rollout.engine.interface import (
     ADAPTER,
     NOT_RECEIVED,
     PROBE_TOP,
-    REFUSED,
     Continuation,
     Digests,
     Engine,
     TensorMetadata,
     WeightUpdate,
 )
-from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
+from trl_qurl.rollout.errors import RolloutError, ServerError, ServerLostError, SyncError
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +97,7 @@ class ServedEngine(VLLMClient, Engine):
         try:
             info = self.get_server_info()
         except ServerError as error:
-            if "HTTP 404" not in str(error):
+            if error.status != 404:
                 raise
             # Its development endpoints are disabled.
             info = {"parallel_config": {"worker_extension_cls": ""}}
@@ -162,43 +161,41 @@ class ServedEngine(VLLMClient, Engine):
 
     # Engine ----------------------------------------------------------------------------------------------------------
 
-    def load_checkpoint(self, path: Path, update: WeightUpdate) -> list[Digests]:  # noqa: D102
+    def load_checkpoint(self, path: Path, update: WeightUpdate) -> None:  # noqa: D102
         try:
-            digests = self.call_workers("load_rollout_weights", update=update._asdict(), weights_path=str(path))
-        except ServerError as error:
-            raise (SyncError if REFUSED in str(error) else ServerError)(
+            self.call_workers("load_rollout_weights", update=update._asdict(), weights_path=str(path))
+        except RolloutError as error:
+            raise type(error)(
                 f"The vLLM server could not load the weights written to {path}. Make sure that it sees that directory "
                 f"(rollout_checkpoint_dir) and serves the model that is being trained. {error}"
             ) from None
         self._drop_cache()
-        return digests
 
     def load_stream(  # noqa: D102
         self, named_tensors: NamedTensors, metadata: TensorMetadata, update: WeightUpdate
-    ) -> list[Digests]:
+    ) -> None:
         fields = dict(zip(("names", "dtype_names", "shapes"), map(list, zip(*metadata, strict=True)), strict=True))
         # The workers wait inside NCCL while they serve the request. It has a time limit, but the broadcast does not.
         load = functools.partial(self.call_workers, "load_rollout_weights", update=update._asdict())
         request = in_background(load, metadata=fields)
         self._broadcast = Broadcast(self.communicator)
         self._broadcast.send(check_metadata(named_tensors, metadata), request)
-        digests = request.result()
+        request.result()
         self._drop_cache()
-        return digests
 
-    def load_adapter(self, path: Path, update: WeightUpdate) -> list[Digests]:  # noqa: D102
+    def load_adapter(self, path: Path, update: WeightUpdate) -> None:  # noqa: D102
         body = {"lora_name": ADAPTER, "lora_path": str(path), "load_inplace": True}
         try:
             self._post("/v1/load_lora_adapter", json=body)
         except ServerError as error:
-            raise (SyncError if "HTTP 4" in str(error) else ServerError)(
+            is_refused = error.status is not None and error.status < 500
+            raise (SyncError if is_refused else ServerError)(
                 f"The vLLM server could not load the adapter written to {path}. Make sure that it sees that directory "
                 f"(rollout_checkpoint_dir) and was started by `trl-qurl serve`. {error}"
             ) from None
-        digests = self._checked_by_workers("accept_rollout_adapter", update=update._asdict(), path=str(path))
+        self.call_workers("accept_rollout_adapter", update=update._asdict(), path=str(path))
         self._drop_cache()
         self.model = ADAPTER  # for the parent's requests
-        return digests
 
     def check_base(self, sent: Digests) -> None:
         """Raise `SyncError` unless the server started from a checkpoint with these digests."""
@@ -207,10 +204,6 @@ class ServedEngine(VLLMClient, Engine):
                 f"The vLLM server at {self.base_url} has a different base than this run's adapter: {clause}. Start it "
                 "from the model that is being trained, as it was when the run began."
             )
-
-    def compare_digests(self, sent: Digests) -> None:
-        """Compare in the workers: with `--data-parallel-size`, vLLM returns only the first engine's answer."""
-        self._checked_by_workers("compare_rollout_digests", sent=sent)
 
     def _drop_cache(self) -> None:
         if not self._post("/reset_prefix_cache").get("success", True):
@@ -233,13 +226,12 @@ class ServedEngine(VLLMClient, Engine):
     # Requests --------------------------------------------------------------------------------------------------------
 
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:  # noqa: D102
-        return self._post("/collective_rpc", json={"method": method, "kwargs": kwargs})["results"]
-
-    def _checked_by_workers(self, method: str, **kwargs: Any) -> list[Any]:
         try:
-            return self.call_workers(method, **kwargs)
+            return self._post("/collective_rpc", json={"method": method, "kwargs": kwargs})["results"]
         except ServerError as error:
-            raise (SyncError if NOT_RECEIVED in str(error) else ServerError)(str(error)) from None
+            if NOT_RECEIVED in str(error):
+                raise SyncError(str(error)) from None
+            raise
 
     def _request(self, verb: str, url: str, **kwargs: Any) -> dict[str, Any]:
         if self._failure is not None:  # hundreds of requests may be queued behind the one that failed
@@ -252,8 +244,11 @@ class ServedEngine(VLLMClient, Engine):
             self._failure = error
             raise
 
-    _get = functools.partialmethod(_request, "GET")  # the parent's requests also go through these two
-    _post = functools.partialmethod(_request, "POST")
+    def _get(self, url: str, **kwargs: Any) -> dict[str, Any]:  # the parent's requests also go through these two
+        return self._request("GET", url, **kwargs)
+
+    def _post(self, url: str, **kwargs: Any) -> dict[str, Any]:
+        return self._request("POST", url, **kwargs)
 
     def _answer(self, verb: str, path: str, **kwargs: Any) -> dict[str, Any]:
         server = f"The vLLM server at {self.base_url}"
@@ -274,7 +269,8 @@ class ServedEngine(VLLMClient, Engine):
             )
         if response.status_code != 200:
             reason = " ".join(response.text.split())[:500]
-            raise ServerError(f"{server} answered {path} with HTTP {response.status_code}: {advice} It says: {reason}")
+            status = response.status_code
+            raise ServerError(f"{server} answered {path} with HTTP {status}: {advice} It says: {reason}", status)
         try:
             return response.json()
         except requests.JSONDecodeError:  # some vLLM endpoints reply with plain text or an empty body

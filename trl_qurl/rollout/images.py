@@ -11,7 +11,7 @@ from typing import Any
 Tokens = list[int]
 
 
-class PicturePrompts:
+class ImagePrompts:
     """The image prompts of one rollout, with their unexpanded placeholders."""
 
     def __init__(self) -> None:

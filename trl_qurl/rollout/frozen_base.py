@@ -44,7 +44,7 @@ class FrozenBase:
                 with whole([parameter]):
                     yield parameter_name(plain_name(name)), gathered(parameter)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def quantized_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over the tensors of the quantized checkpoint. A collective operation.
 
         Raises `FileNotFoundError` in the main process if the run's own checkpoint is gone.
@@ -62,13 +62,13 @@ class FrozenBase:
 
     def write(self, folder: CheckpointFolder) -> Path:
         """Write the quantized checkpoint. A collective operation."""
-        path = folder.write("start", self.tensors())
+        path = folder.write("start", self.quantized_tensors())
         self.checkpoint = path if self._settings.round_base else None
         return path
 
     def digest(self, dtype: torch.dtype, is_main: bool) -> None:
         """Record the digests that a server of this dtype must have for its base. A collective operation."""
-        tensors = self.tensors()
+        tensors = self.quantized_tensors()
         if is_main:
             self.digests = base_digests(tensors, dtype)
         deque(tensors, maxlen=0)
