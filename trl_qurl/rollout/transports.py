@@ -141,16 +141,16 @@ def choose_route(
     """
     if device.type != "cuda":
         obstacle = f"NCCL needs a CUDA device, and the trainer's is {device.type!r}"
-    if requested == "auto" and is_sharded and not obstacle:
-        return "checkpoint", "streaming a sharded policy is untested on GPUs (weight_sync='stream' forces it)"
-    if requested == "auto":
-        return "checkpoint" if obstacle else "stream", obstacle or "the trainer and the server both have NCCL"
     if requested == "stream" and obstacle:
         raise ValueError(
             f"weight_sync='stream' is not possible: {obstacle}. Start the server with `trl-qurl serve` where it sees "
             "a GPU, or set weight_sync='checkpoint' (or 'auto')."
         )
-    return "stream" if requested == "stream" else "checkpoint", f"weight_sync={requested!r} requests it"
+    if requested != "auto":
+        return "stream" if requested == "stream" else "checkpoint", f"weight_sync={requested!r} requests it"
+    if is_sharded and not obstacle:
+        obstacle = "streaming a sharded policy is untested on GPUs (weight_sync='stream' forces it)"
+    return ("checkpoint", obstacle) if obstacle else ("stream", "the trainer and the server both have NCCL")
 
 
 def choose_adapter(
