@@ -17,7 +17,6 @@ def test_held_out_questions_are_not_trained_on(task):
     learned, held_out = ({messages[-1]["content"] for messages, _ in part} for part in (task.learned, task.held_out))
     assert len(held_out) == len(task.held_out) and len(learned) == len(task.learned)
     assert not learned & held_out
-    assert task.completions % task.updates == 0
 
 
 @pytest.mark.parametrize(

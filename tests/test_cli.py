@@ -327,16 +327,15 @@ def test_quantize_passes_its_arguments_on(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("arguments", [["--learning_rte", "1e-6"], ["--learning-rte=1e-6"]])
-def test_a_misspelled_option_is_answered_with_what_was_meant(arguments, capsys):
-    with pytest.raises(SystemExit):
-        parse_arguments(arguments)
+def test_a_misspelled_option_is_answered_with_what_was_meant(arguments):
     given = arguments[0].split("=")[0]
-    assert re.search(rf"unknown option {given}; did you mean --learning[_-]rate\?", capsys.readouterr().err)
+    with pytest.raises(ValueError, match=rf"Unknown option {given}; did you mean --learning_rate\?"):
+        parse_arguments(arguments)
 
 
 @pytest.mark.parametrize("argument", ["--qqq=3", "positional"])
 def test_arguments_that_do_not_exist_are_named(argument):
-    with pytest.raises(ValueError, match=argument):
+    with pytest.raises(ValueError, match=argument.split("=")[0]):
         parse_arguments(["--use_cpu", "--bf16", "false", argument])
 
 

@@ -73,6 +73,11 @@ def parse(
     settings, argv = take_settings(argv, known_names, command)
     os.environ.update({name: str(value) for name, value in settings.pop("env", {}).items()})
     parser.set_defaults_with_config(**{**cpu_settings(), **defaults, **settings})
+    # Report misspelled options before TRL's configurations check values.
+    if options := [word.partition("=")[0] for word in parser.parse_known_args(argv)[1] if word.startswith("--")]:
+        words = [f"--{option[2:].replace('-', '_')}" for option in options]
+        guess = did_you_mean(words, [f"--{name}" for name in known_names])
+        raise ValueError(f"Unknown option {' '.join(options)}{guess}")
     return parser.parse_args_and_config(argv)
 
 
