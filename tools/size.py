@@ -48,12 +48,12 @@ def main() -> int:
     long = [path for path in (*core, grading, *lab) if count_lines(path) > LONGEST_FILE]
     entries = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     rows = [
-        ("core, lines", total(core), 11_000),
-        ("lab, lines", total(lab), 7_700),
+        ("core, lines", total(core), 10_100),
+        ("lab, lines", total(lab), 5_350),
         ("rewards.py, lines", count_lines(grading), 250),
         ("tests, lines", total(python_files(ROOT / "tests")), None),
         (f"files over {LONGEST_FILE} lines", len(long), 0),
-        ("settings added to TRL's", len(added_fields()), 27),
+        ("settings added to TRL's", len(added_fields()), 22),
         ("entries in trl_qurl/", len(entries), 13),
     ]
     for name, found, goal in rows:
