@@ -281,7 +281,7 @@ def test_two_steps_on_the_real_questions(recipe, two_steps):
     if recipe.stem == "dapo":
         assert "rewards/soft_overlong_punishment_reward/mean" in rollout
         # A model that knows nothing gets the same reward for every answer: the rounds end, and training goes on.
-        assert rollout["dynamic_sampling/rounds"] == 2 and rollout["dynamic_sampling/filled_share"] == 0
+        assert rollout["dynamic_sampling/rounds"] > 1 and rollout["dynamic_sampling/filled_share"] == 0
 
 
 @pytest.mark.vllm
