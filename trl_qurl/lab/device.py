@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import platform
+
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 """Torch's names of instructions that multiply bfloat16 (x86, x86, ARM). Without them, bfloat16 is emulated."""
 
@@ -14,6 +18,22 @@ def cpu_settings() -> dict[str, bool]:
         return {}
     capabilities = torch.cpu.get_capabilities()
     return {"use_cpu": True, "bf16": any(capabilities.get(name) for name in BF16_INSTRUCTIONS)}
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep freed memory on a CPU, unless a `MALLOC_` variable is set.
+
+    A step allocates and frees gigabytes. By default, glibc returns large blocks to the system, and pays a page fault
+    for every 4 KB when it needs them again: an update of SmolLM2-135M took 3.0 s instead of 2.3 s.
+    """
+    import torch
+
+    is_set = any(name.startswith("MALLOC_") for name in os.environ)
+    if not is_set and platform.libc_ver()[0] == "glibc" and not torch.accelerator.is_available():
+        trim_threshold, mmap_threshold, largest = -1, -3, 2**31 - 1  # from malloc.h
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_threshold, largest)
+        libc.mallopt(trim_threshold, largest)
 
 
 def full_precision() -> tuple[str, str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trl_qurl.lab.demo.evaluate import complete_greedily
 from trl_qurl.lab.demo.run import ENVIRONMENT
+from trl_qurl.lab.device import keep_freed_memory
 from trl_qurl.lab.packages import require
 
 if TYPE_CHECKING:
@@ -149,6 +150,7 @@ def run_chat_demo(model: str, scheme: str | None, output_dir: Path, rollouts: in
     """
     for name, value in ENVIRONMENT.items():  # vLLM reads these once, at import
         os.environ.setdefault(name, value)
+    keep_freed_memory()
     require("The demo", "matplotlib", "rich", extra="demo")
     from rich.console import Console
     from transformers.utils import logging as transformers_logging

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_qurl.cli.noise import quiet
 from trl_qurl.cli.options import check_model
-from trl_qurl.lab.device import cpu_settings
+from trl_qurl.lab.device import cpu_settings, keep_freed_memory
 from trl_qurl.lab.recipes.arguments import parse
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ class Recipe:
     def train(self, script_args: Any, training_args: Any, model_args: ModelConfig) -> Any:
         """Train on the questions with a reward for correct answers, save to `output_dir`, and return the trainer."""
         quiet()
+        keep_freed_memory()
         from trl import get_peft_config
 
         import trl_qurl
