@@ -177,6 +177,15 @@ REFUSED = [
         {"vllm_importance_sampling_correction": False},
         r"vllm_importance_sampling_correction=False would hide .*: leave it True, and set objective='naive'",
     ),
+    (
+        {"vllm_importance_sampling_clip_max": None, "vllm_importance_sampling_clip_min": 0.5},
+        r"is None: give a positive cap C .*, or use objective='decoupled'",
+    ),
+    # Without a lower bound either, TRL itself objects.
+    (
+        {"vllm_importance_sampling_clip_max": None},
+        r"At least one of .* `vllm_importance_sampling_clip_max` must be set",
+    ),
     ({"vllm_importance_sampling_clip_max": 0.0}, r"is 0\.0: give a positive cap C .*, or use objective='decoupled'"),
     ({"vllm_importance_sampling_clip_max": float("inf")}, r"is inf: give a positive cap C .*objective='decoupled'"),
     (
@@ -247,6 +256,11 @@ def test_what_cannot_work_is_refused_with_the_way_out(settings, message):
             {"objective": objective, "vllm_importance_sampling_clip_max": float("inf")}
             for objective in ("decoupled", "naive", "quantized_ratio")
         ),
+        {
+            "objective": "decoupled",
+            "vllm_importance_sampling_clip_max": None,
+            "vllm_importance_sampling_clip_min": 0.5,
+        },
         {"objective": "tis", "delta": 4.0},
         {"vllm_model_impl": "transformers"},
         {"sync_ref_model": True, "beta": 0.1, "uaq_scale": 1.0},

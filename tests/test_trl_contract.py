@@ -445,23 +445,23 @@ def test_clip_bounds_are_read_in_clamps_and_clip_metrics_only():
     places = [*calls(loss, "torch.clamp"), *(node for node in ast.walk(loss) if isinstance(node, ast.Compare))]
     allowed = {id(node) for place in places if "coef_1" in ast.unparse(place) for node in ast.walk(place)}
     assert reads, (
-        "GRPOTrainer._compute_loss reads no self.epsilon_low/high: QuRLGRPOTrainer._apply_objective does nothing."
+        "GRPOTrainer._compute_loss reads no self.epsilon_low/high: QuRLGRPOTrainer._objective_inputs does nothing."
     )
     assert reads <= allowed, (
         "GRPOTrainer._compute_loss reads self.epsilon_low/high outside the clamp of coef_1 and clip metrics, where "
-        "QuRLGRPOTrainer._apply_objective puts (B, T) tensors."
+        "QuRLGRPOTrainer._objective_inputs puts (B, T) tensors."
     )
 
 
 def test_the_loss_reads_what_the_objective_completes_only_after_its_forward_pass():
     body = text_of(GRPO, "GRPOTrainer._compute_loss")
     assert body.count("self._get_per_token_logps_and_entropies(") == 1, (
-        "GRPOTrainer._compute_loss makes several forward passes: QuRLGRPOTrainer._apply_objective acts on each."
+        "GRPOTrainer._compute_loss makes several forward passes: QuRLGRPOTrainer._objective_inputs acts on each."
     )
     forward = body.index("self._get_per_token_logps_and_entropies(")
     for name in ("old_per_token_logps", "importance_sampling_ratio", "self.epsilon_low", "self.epsilon_high"):
         assert forward < body.index(name), (
-            f"GRPOTrainer._compute_loss reads {name} before the forward pass that QuRLGRPOTrainer._apply_objective "
+            f"GRPOTrainer._compute_loss reads {name} before the forward pass that QuRLGRPOTrainer._objective_inputs "
             "waits for."
         )
 

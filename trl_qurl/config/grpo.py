@@ -20,6 +20,13 @@ CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
 TRL_DEFAULTS = {field.name: field.default for field in fields(GRPOConfig)}
 
 
+class DefaultCap(float):
+    """Marks the cap C that the user has not set, which `objective="trl"` replaces with TRL's; `None` means no cap."""
+
+
+DEFAULT_CAP = DefaultCap(2.0)
+
+
 @with_help
 @dataclass
 class DynamicSamplingSettings:
@@ -66,14 +73,14 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
         vllm_importance_sampling_mode: How TRL computes the importance ratio. Defaults to `token_truncate`, because our
             objectives are per token; with `objective="trl"`, to TRL's own default.
         vllm_importance_sampling_clip_max: Cap C of the importance ratio (a ratio, not a log). Defaults to 2.0; with
-            `objective="trl"`, to TRL's own default. `inf` for no cap.
+            `objective="trl"`, to TRL's own default. As in TRL, `None` is no cap.
 
     Raises:
         ValueError: If settings conflict; the message names them and says what to change.
     """
 
     vllm_importance_sampling_mode: str | None = None
-    vllm_importance_sampling_clip_max: float | None = None
+    vllm_importance_sampling_clip_max: float | None = DEFAULT_CAP
     objective: str | None = None
 
     def __post_init__(self) -> None:
@@ -109,14 +116,15 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
     def _replace_trl_defaults(self) -> list[str]:
         replaced, is_trls = super()._replace_trl_defaults(), self.objective == TRL_LOSS
         mode, cap = "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"
-        defaults = TRL_DEFAULTS if is_trls else {mode: "token_truncate", cap: 2.0}
+        defaults = TRL_DEFAULTS if is_trls else {mode: "token_truncate", cap: float(DEFAULT_CAP)}
+        unset = {mode: getattr(self, mode) is None, cap: isinstance(getattr(self, cap), DefaultCap)}
         repeats_trl_default = not is_trls and getattr(self, mode) == TRL_DEFAULTS[mode]
-        for name in (mode, cap):
+        for name, is_unset in unset.items():
             value = getattr(self, name)
             is_replaced = repeats_trl_default and value == TRL_DEFAULTS[name]
             if is_replaced:
                 replaced.append(f"{name}={value!r} -> {defaults[name]!r}")
-            if is_replaced or value is None:
+            if is_replaced or is_unset:
                 setattr(self, name, defaults[name])
         return replaced
 
