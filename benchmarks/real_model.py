@@ -100,9 +100,11 @@ def train(model: str, task_name: str, arm: str, seed: int, rollouts: int, output
     from benchmarks.provenance import provenance
     from trl_qurl import QuRLGRPOTrainer
     from trl_qurl.lab.demo.chat import build_chat_config
+    from trl_qurl.lab.device import keep_freed_memory
     from trl_qurl.rollout import preparation
     from trl_qurl.trainers.run_log import read_run
 
+    keep_freed_memory()
     task = TASKS[task_name]
     settings: dict[str, Any] = {"rollout_quantization": "int8", **ARMS[arm]}
     if settings.pop(FLOAT32_CODES, False):
