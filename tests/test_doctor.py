@@ -230,18 +230,18 @@ def test_space_in_shared_memory(free, status, monkeypatch):
 
 
 def test_the_formats_of_a_gpu():
-    # vLLM: INT8, W4A16, W8A16 and NVFP4A16 starting with Turing, FP8 starting with Ada, its blocks starting with
-    # Hopper, MXFP8 starting with Blackwell; no W8A16 or NVFP4A16 on a CPU.
+    # vLLM: INT8, W4A16 and W8A16 starting with Turing, FP8 starting with Ada, its blocks starting with Hopper,
+    # MXFP8 starting with Blackwell; no W8A16 on a CPU.
     capabilities = [(7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0), None]  # None: a CPU
     formats = [[name for name, scheme in SCHEMES.items() if scheme.runs_on(capability)] for capability in capabilities]
     assert formats == [
         [],
-        ["int8", "w4a16", "w8a16", "nvfp4a16"],
-        ["int8", "w4a16", "w8a16", "nvfp4a16"],
-        ["int8", "fp8", "w4a16", "w8a16", "nvfp4a16"],
-        ["int8", "fp8", "fp8_block", "w4a16", "w8a16", "nvfp4a16"],
-        ["int8", "fp8", "fp8_block", "mxfp8", "w4a16", "w8a16", "nvfp4a16"],
-        ["int8", "fp8", "fp8_block", "mxfp8", "w4a16", "w8a16", "nvfp4a16"],
+        ["int8", "w4a16", "w8a16"],
+        ["int8", "w4a16", "w8a16"],
+        ["int8", "fp8", "w4a16", "w8a16"],
+        ["int8", "fp8", "fp8_block", "w4a16", "w8a16"],
+        ["int8", "fp8", "fp8_block", "mxfp8", "w4a16", "w8a16"],
+        ["int8", "fp8", "fp8_block", "mxfp8", "w4a16", "w8a16"],
         ["int8", "w4a16"],
     ]
 

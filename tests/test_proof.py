@@ -209,7 +209,7 @@ def test_fake_quantization_is_that_of_the_codes(scheme):
     layers = quantized_layer_names(model)
     tokens = torch.tensor([[5, 9, 70, 33]])
     plain = model(tokens).logits
-    layer = model.model.layers[0].mlp.down_proj  # whose codes no other layer decides about
+    layer = model.model.layers[0].mlp.down_proj
     inputs = torch.randn(1, 3, layer.in_features)
     with quantized_forward(model, layers, scheme):
         quantized = model(tokens).logits

@@ -8,7 +8,7 @@ import pytest
 import torch
 from compressed_tensors.compressors.mx_utils import compress_mx_scale
 from compressed_tensors.quantization import preset_name_to_scheme
-from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from compressed_tensors.quantization.utils import calculate_qparams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -31,7 +31,7 @@ needs_llmcompressor = pytest.mark.skipif(
 )
 
 INT8, FP8, W4A16, W8A16 = (SCHEMES[name] for name in ("int8", "fp8", "w4a16", "w8a16"))
-FP8_BLOCK, MXFP8, NVFP4A16 = (SCHEMES[name] for name in ("fp8_block", "mxfp8", "nvfp4a16"))
+FP8_BLOCK, MXFP8 = (SCHEMES[name] for name in ("fp8_block", "mxfp8"))
 
 
 def named_parameters(model):
@@ -158,53 +158,7 @@ def test_w8a16_codes_by_hand():
     assert W8A16.codes(tensors).view(torch.int8)[0, :4].tolist() == [127, -128, 1, 0]
 
 
-def test_nvfp4a16_codes_by_hand():
-    # Largest weight 6: scales are multiplied by 448 x 6 / 6 = 448. Group 0: absmax 6, scale 1, stored as 448. Ties go
-    # to the code that ends in 0: 2.5 -> 2 (100), 3.5 -> 4 (110), 5 -> 4; -0.3 -> -0.5 (1001). Group 1: absmax 0.6,
-    # scale 0.1, 44.8 of which FP8 has 44 (0.0982): 0.3 / 0.0982 = 3.05 -> 3 (101). Group 2: all zero, 0.125.
-    weight = torch.zeros(1, 48)
-    weight[0, :5] = torch.tensor([6.0, 2.5, 3.5, 5.0, -0.3])
-    weight[0, 16:18] = torch.tensor([0.6, -0.3])
-    tensors = NVFP4A16.quantize(weight)
-    assert tensors["weight_global_scale"].tolist() == [448.0]
-    assert tensors["weight_scale"].float().tolist() == [[448.0, 44.0, 0.125]]
-    # Two codes to a byte, the first in the lower bits: 6 = 111 and 2 = 100, 4 and 4, -0.5 and 0; 6 and -3 = 1101.
-    assert tensors["weight_packed"][0, :3].tolist() == [0b0100_0111, 0b0110_0110, 0b0000_1001]
-    assert tensors["weight_packed"][0, 8].item() == 0b1101_0111
-    assert NVFP4A16.dequantize(tensors)[0, :5].tolist() == [6.0, 2.0, 4.0, 4.0, -0.5]
-    assert NVFP4A16.codes(tensors).view(torch.float8_e4m3fn)[0, :5].tolist() == [6.0, 2.0, 4.0, 4.0, -0.5]
-
-
-def test_layers_that_an_engine_fuses_share_a_scale():
-    layers = {f"{block}.{name}" for block in "ab" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj")}
-    assert NVFP4A16.companions("a.k_proj", layers) == ("a.q_proj", "a.v_proj")
-    assert NVFP4A16.companions("a.o_proj", layers) == ()
-    assert NVFP4A16.companions("a.up_proj", layers) == (), "there is no gate beside it"
-    assert NVFP4A16.companions("a.k_proj", layers - {"a.q_proj"}) == ()
-    assert all(not scheme.companions("a.k_proj", layers) for scheme in (INT8, FP8, W4A16))
-    weights = {name: size * torch.ones(2, 16) for name, size in (("q_proj", 1.0), ("k_proj", 6.0), ("v_proj", 3.0))}
-    order = [("a.q_proj.weight", weights["q_proj"]), ("a.q_proj.bias", torch.ones(2))]
-    order += [(f"a.{name}.weight", weights[name]) for name in ("k_proj", "v_proj")] + [("norm.weight", torch.ones(2))]
-    streamed = list(quantize_weights(iter(order), NVFP4A16, {f"a.{name}" for name in weights}))
-    owners = ["a.q_proj"] * 4 + ["a.k_proj"] * 3 + ["a.v_proj"] * 3 + ["norm"]
-    assert [name.rpartition(".")[0] for name, _ in streamed] == owners
-    assert {tensor.item() for name, tensor in streamed if name.endswith("global_scale")} == {448.0}
-
-
-def test_what_waits_for_a_companion_is_held_as_a_copy():
-    buffer = torch.full((2, 16), 6.0)  # as ZeRO-3 uses the memory of a parameter again
-
-    def parameters():
-        for name, size in (("q_proj", 6.0), ("k_proj", 3.0), ("v_proj", 1.0)):
-            buffer.fill_(size)
-            yield f"a.{name}.weight", buffer
-
-    streamed = dict(quantize_weights(parameters(), NVFP4A16, {"a.q_proj", "a.k_proj", "a.v_proj"}))
-    scales = {streamed[f"a.{name}.weight_scale"].float().max().item() for name in ("q_proj", "k_proj", "v_proj")}
-    assert scales == {448.0, 224.0, 72.0}  # 74.67 rounds to 72
-
-
-@pytest.mark.parametrize("scheme", [W4A16, W8A16, NVFP4A16], ids=["w4a16", "w8a16", "nvfp4a16"])
+@pytest.mark.parametrize("scheme", [W4A16, W8A16], ids=["w4a16", "w8a16"])
 def test_weight_only_formats_leave_activations_alone(scheme):
     activations = torch.randn(2, 3)
     assert scheme.quantize_activations(activations) is activations
@@ -282,11 +236,8 @@ def reference_scale(scheme, weight):
 
     observed = preset_name_to_scheme(scheme.preset, targets=["Linear"]).weights
     groups = flatten_for_calibration(weight, "weight", observed)[0]
-    shared = generate_gparam(groups.amin().reshape(1), groups.amax().reshape(1)) if scheme is NVFP4A16 else None
-    scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), observed, shared)
-    if scheme is MXFP8:
-        return compress_mx_scale(scale, torch.uint8)
-    return scale.to(torch.float8_e4m3fn) if scheme is NVFP4A16 else scale
+    scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), observed)
+    return compress_mx_scale(scale, torch.uint8) if scheme is MXFP8 else scale
 
 
 @needs_llmcompressor
@@ -323,7 +274,6 @@ def test_codes_stand_for_the_weights():
         if name.removesuffix(".weight") in quantized_layer_names(model):
             # Of the channel's largest, or where a block has a scale, of all.
             steps = {INT8: 1 / 127, FP8: 1 / 16, FP8_BLOCK: 1 / 16, MXFP8: 1 / 16, W4A16: 1 / 14, W8A16: 1 / 254}
-            steps |= {NVFP4A16: 1 / 5}
             for scheme, tolerance in steps.items():
                 restored = scheme.dequantize(scheme.quantize(tensor.data))
                 error = (restored - tensor).abs() / tensor.abs().amax(dim=1, keepdim=True)

@@ -9,7 +9,6 @@ changes. Activations are the kernel's own, of eight bits. For some arms they are
 kernel rounds them once more, which moves them by at most 1/254 of the largest one.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +41,8 @@ class StochasticScheme(CoarseScheme):
 
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0), compare=False)
 
-    def _quantize(self, weight: torch.Tensor, companions: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    @torch.no_grad()
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         half = 2 ** (self.bits - 1)
         scale = weight.abs().amax(1, keepdim=True) / (half - 1)  # (out, 1); no code is clipped
         scale = torch.where(scale > 0, scale, 1.0)
@@ -56,9 +56,10 @@ class FeedbackScheme(CoarseScheme):
 
     cut_off: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)  # by the address of a weight
 
-    def _quantize(self, weight: torch.Tensor, companions: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    @torch.no_grad()
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         corrected = weight + self.cut_off.get(weight.data_ptr(), 0.0)
-        tensors = super()._quantize(corrected, companions)
+        tensors = super().quantize(corrected)
         self.cut_off[weight.data_ptr()] = corrected - self.dequantize(tensors)
         return tensors
 

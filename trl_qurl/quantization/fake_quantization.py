@@ -24,14 +24,12 @@ class QuantizedLinear:
     Attributes:
         layer: The exact layer.
         scheme: Format of the weights and inputs.
-        companions: Layers that share a scale with this one.
         input_scale: Smoothing: divides inputs and multiplies columns, (in,).
         grid: Source dtype of the engine's codes (`WeightStream.grid`).
     """
 
     layer: Any
     scheme: QuantizationScheme
-    companions: tuple[nn.Linear, ...] = ()
     input_scale: torch.Tensor | None = None
     grid: torch.dtype | None = None
 
@@ -52,13 +50,11 @@ class QuantizedLinear:
         weight: torch.Tensor = self.layer.weight
         if getattr(self.layer, "is_rounded", False):  # by `round_base`
             return weight.to(dtype)
-        weight, *others = (
-            exact if self.grid is None else exact.to(self.grid).to(exact.dtype)
-            for exact in (weight, *(layer.weight for layer in self.companions))
-        )
+        if self.grid is not None:
+            weight = weight.to(self.grid).to(weight.dtype)
         if self.input_scale is not None:
             weight = (weight * self.input_scale.to(weight.device)).to(weight.dtype)
-        tensors = self.scheme.in_engine(self.scheme.quantize(weight, others), dtype)
+        tensors = self.scheme.in_engine(self.scheme.quantize(weight), dtype)
         return self.scheme.dequantize(tensors).to(dtype)
 
 
@@ -70,16 +66,9 @@ def quantized_linears(
     grid: torch.dtype | None = None,
 ) -> dict[str, QuantizedLinear]:
     """Return the quantized functions of the linear layers among `layers`, in model order."""
-    modules = dict(linear_layers(model, layers))
     return {
-        name: QuantizedLinear(
-            layer,
-            scheme,
-            tuple(modules[other] for other in scheme.companions(name, layers)),
-            smoothing.input_scale(name) if smoothing else None,
-            grid,
-        )
-        for name, layer in modules.items()
+        name: QuantizedLinear(layer, scheme, smoothing.input_scale(name) if smoothing else None, grid)
+        for name, layer in linear_layers(model, layers)
     }
 
 

@@ -157,14 +157,6 @@ FORMATS = (
         gpus=((7, 5), None),
         cpus=False,  # vLLM's CPU kernel for packed weights supports only four bits
     ),
-    QuantizationScheme(
-        name="nvfp4a16",
-        preset="NVFP4A16",
-        checkpoint_format="nvfp4-pack-quantized",
-        description="NVFP4 weights (E2M1 with an FP8 scale per group of 16 inputs), activations in full precision",
-        gpus=((7, 5), None),  # Turing and later, with the Marlin kernel; Blackwell has its own
-        cpus=False,
-    ),
 )
 
 for _scheme in FORMATS:

@@ -32,14 +32,11 @@ class StoredTensor(NamedTuple):
         return self.shape.numel() * self.dtype.itemsize
 
 
-def pack(
-    weight: torch.Tensor, companions: Sequence[torch.Tensor], library_scheme: Any, checkpoint_format: str
-) -> dict[str, torch.Tensor]:
+def pack(weight: torch.Tensor, library_scheme: Any, checkpoint_format: str) -> dict[str, torch.Tensor]:
     """Round a weight matrix and pack its codes.
 
     Args:
         weight: Weight, (out, in). Not modified.
-        companions: Weights that share its global scale (NVFP4).
         library_scheme: The format.
         checkpoint_format: The library's name for the storage format of the codes.
 
@@ -47,29 +44,26 @@ def pack(
         The tensors for a checkpoint, by name.
     """
     from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+    from compressed_tensors.quantization.utils import calculate_qparams
 
     compressor = BaseCompressor.get_value_from_registry(checkpoint_format)
-    args, shared = library_scheme.weights, {}
-    if args.strategy == "tensor_group":
-        absmax = torch.stack([part.abs().amax().to(weight.device) for part in (weight, *companions)]).amax()
-        shared["weight_global_scale"] = generate_gparam(-absmax, absmax)
+    args = library_scheme.weights
     height = args.block_structure[0] if args.block_structure else 1
     rows = (CACHED if weight.device.type == "cpu" else ON_GPU) // weight.shape[1] // height * height
     chunks = []
     for chunk in weight.split(max(height, rows)):
         groups = _groups(chunk, args)
-        scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args, shared.get("weight_global_scale"))
+        scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
         if args.strategy == "channel":
             chunks.append({"weight": _channel_codes(chunk, scale, args), "weight_scale": scale})
             continue
         # Adding a zero point of 0 makes FP8's negative zeros positive, as in llm-compressor.
-        state = {"weight": chunk, "weight_scale": scale, "weight_zero_point": zero.to(scale.dtype), **shared}
+        state = {"weight": chunk, "weight_scale": scale, "weight_zero_point": zero.to(scale.dtype)}
         chunks.append(compressor.compress(state, library_scheme))
-    tensors = {name: _concatenate([chunk[name] for chunk in chunks]) for name in chunks[0] if name not in shared}
+    tensors = {name: _concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
     if "weight_shape" in tensors:
         tensors["weight_shape"] = torch.tensor(weight.shape, device=weight.device)
-    return dict(sorted((tensors | shared).items()))  # the same order everywhere
+    return dict(sorted(tensors.items()))  # the same order everywhere
 
 
 def _channel_codes(weight: torch.Tensor, scale: torch.Tensor, args: Any) -> torch.Tensor:
@@ -84,31 +78,26 @@ def _channel_codes(weight: torch.Tensor, scale: torch.Tensor, args: Any) -> torc
 
 
 def unpack(tensors: Mapping[str, torch.Tensor], args: Any) -> torch.Tensor:
-    """Return the codes, (out, in): INT8, or FP8, which also represents FP4's numbers."""
-    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    """Return the codes, (out, in), in INT8 or FP8."""
     from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
     if "weight" in tensors:
         return tensors["weight"]
-    packed = tensors["weight_packed"]
-    if "weight_shape" in tensors:
-        shape = torch.Size(tensors["weight_shape"].tolist())
-        integers: torch.Tensor = unpack_from_int32(packed, args.num_bits, shape)
-        return integers
-    outputs, pairs = packed.shape
-    return unpack_fp4_from_uint8(packed, outputs, 2 * pairs).to(torch.float8_e4m3fn)
+    shape = torch.Size(tensors["weight_shape"].tolist())
+    integers: torch.Tensor = unpack_from_int32(tensors["weight_packed"], args.num_bits, shape)
+    return integers
 
 
 def dequantize(tensors: Mapping[str, torch.Tensor], args: Any) -> torch.Tensor:
-    """Return the weight, (out, in), in the dtype of its scales, or in float32 if those have fewer than 16 bits."""
+    """Return the weight, (out, in), in the dtype of its scales, or in float32 if those are powers of two."""
     from compressed_tensors.compressors.mx_utils import decompress_mx_scale
     from compressed_tensors.quantization.lifecycle import forward
 
     scale = tensors["weight_scale"]
-    if scale.dtype.itemsize == 1:
-        scale = (decompress_mx_scale(scale) if scale.dtype == torch.uint8 else scale).float()
+    if scale.dtype == torch.uint8:
+        scale = decompress_mx_scale(scale).float()
     codes = unpack(tensors, args).to(scale.dtype)
-    weight: torch.Tensor = forward.dequantize(codes, scale, args=args, global_scale=tensors.get("weight_global_scale"))
+    weight: torch.Tensor = forward.dequantize(codes, scale, args=args)
     return weight
 
 

@@ -16,18 +16,12 @@ def round_base(model: Any, layers: Collection[str], scheme: QuantizationScheme, 
     Raises `ValueError` if the weights are already rounded, because rounding them again would change the codes.
     """
     check_unrounded(model)
-    modules: dict[str, Any] = {
-        name: module for name, module in linear_layers(model, layers) if not module.weight.is_meta
-    }
-    while modules:
-        first = next(iter(modules))
-        group = [modules.pop(name) for name in (first, *scheme.companions(first, layers))]
-        with torch.no_grad(), whole([module.weight for module in group]):
-            exact = [module.weight.float() for module in group]
-            for index, module in enumerate(group):
-                tensors = scheme.quantize(exact[index], exact[:index] + exact[index + 1 :])
-                module.weight.copy_(scheme.dequantize(scheme.in_engine(tensors, dtype)))
-                module.is_rounded = True  # for `QuantizedLinear`
+    modules: list[Any] = [module for _, module in linear_layers(model, layers) if not module.weight.is_meta]
+    for module in modules:
+        with torch.no_grad(), whole([module.weight]):
+            tensors = scheme.quantize(module.weight.float())
+            module.weight.copy_(scheme.dequantize(scheme.in_engine(tensors, dtype)))
+        module.is_rounded = True  # for `QuantizedLinear`
     model.config.rounded_base = scheme.name
 
 

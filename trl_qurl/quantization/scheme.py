@@ -1,7 +1,7 @@
 """Quantization schemes: how a format stores weights and rounds activations, and where vLLM can run it."""
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,14 +12,6 @@ from trl_qurl.quantization.packing import StoredTensor, extrapolate
 
 HEAD = "lm_head"
 """Last part of an output head's name."""
-
-FUSED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-)
-"""Groups of layers that vLLM fuses if one module has all of them, as in llm-compressor."""
 
 
 def quantized_targets(ignore: Sequence[str]) -> list[str]:
@@ -144,26 +136,7 @@ class QuantizationScheme:
             for name, tensor in small.items()
         ]
 
-    def companions(self, layer: str, layers: Collection[str]) -> tuple[str, ...]:
-        """Return the layers that share a scale with this one.
-
-        In NVFP4, layers that vLLM fuses share their global scale.
-
-        Args:
-            layer: Name of a layer.
-            layers: Names of all quantized layers.
-
-        Returns:
-            Names in `layers`; each one has all the others as companions.
-        """
-        parent, _, own = layer.rpartition(".")
-        for names in FUSED if self.weight_args.strategy == "tensor_group" else ():
-            others = tuple(f"{parent}.{name}" for name in names if name != own)
-            if own in names and all(other in layers for other in others):
-                return others
-        return ()
-
-    def quantize(self, weight: torch.Tensor, companions: Sequence[torch.Tensor] = ()) -> dict[str, torch.Tensor]:
+    def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """Quantize one weight matrix.
 
         Arithmetic is in the weight's dtype, as in llm-compressor. Pass float32 master weights if available:
@@ -171,7 +144,6 @@ class QuantizationScheme:
 
         Args:
             weight: Weight, (out, in), of any floating-point dtype. Not modified.
-            companions: Weights of the layers that `companions` returns.
 
         Returns:
             The tensors for a checkpoint, by name, bit for bit as llm-compressor writes them.
@@ -182,10 +154,7 @@ class QuantizationScheme:
         if reason := self.refusal(weight.shape, weight.dtype):
             raise ValueError(f"{self.name} cannot quantize this layer: {reason}. Add it to quantization_ignore.")
         with torch.no_grad():
-            return self._quantize(weight, companions)
-
-    def _quantize(self, weight: torch.Tensor, companions: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        return packing.pack(weight, companions, self.library_scheme, self.checkpoint_format)
+            return packing.pack(weight, self.library_scheme, self.checkpoint_format)
 
     def dequantize(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Compute the weight that quantized tensors represent.
@@ -194,7 +163,7 @@ class QuantizationScheme:
             tensors: Result of `quantize`.
 
         Returns:
-            The weight, (out, in), in the dtype of its scales, or in float32 if those have fewer than 16 bits.
+            The weight, (out, in), in the dtype of its scales, or in float32 if those are powers of two.
         """
         return packing.dequantize(tensors, self.weight_args)
 

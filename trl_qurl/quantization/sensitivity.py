@@ -15,8 +15,11 @@ import torch
 
 from trl_qurl.quantization.checkpoint_form import CheckpointForm
 from trl_qurl.quantization.fake_quantization import QuantizedLinear, quantized_linears
-from trl_qurl.quantization.scheme import FUSED, QuantizationScheme
+from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.weight_stream import WeightStream
+
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+"""Groups of layers that vLLM fuses if one module has all of them."""
 
 DRAWS = 4
 """Tokens to sample at each position."""

@@ -1,7 +1,7 @@
 """Full-precision tensors in, checkpoint-format tensors out, one at a time.
 
 This is all the quantization that happens at each training step. It needs no calibration and keeps nothing, so memory
-holds one layer at a time, plus the layers that share its scale. The scheme decides which tensors a weight becomes.
+holds one layer at a time. The scheme decides which tensors a weight becomes.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -54,17 +54,17 @@ def quantize_weights(
             would cast them to the same bits, so this only saves bandwidth.
 
     Yields:
-        `(name, tensor)` pairs in checkpoint format. Memory holds the tensors of one layer and its companions.
+        `(name, tensor)` pairs in checkpoint format.
 
     Raises:
         ValueError: If the scheme cannot store a layer, or, after the last tensor, if a layer of `layers` is missing.
     """
     missing = set(layers)
-    for name, tensor, companions in _with_companions(named_tensors, scheme, layers):
+    for name, tensor in named_tensors:
         layer = _layer(name, missing)
         if layer is not None:
             missing.remove(layer)
-        tensors = {} if scheme is None or layer is None else scheme.quantize(tensor, companions)
+        tensors = {} if scheme is None or layer is None else scheme.quantize(tensor)
         if layer is not None and observer is not None:
             observer(layer, tensor, tensors)
         if tensors:
@@ -76,31 +76,6 @@ def quantize_weights(
             f"{len(missing)} of {len(layers)} layers to quantize were not among the tensors, first "
             f"{min(missing)!r}: pass the names that quantized_layer_names() returns for the same model."
         )
-
-
-def _with_companions(
-    named_tensors: NamedTensors, scheme: QuantizationScheme | None, layers: Collection[str]
-) -> Iterator[tuple[str, torch.Tensor, list[torch.Tensor]]]:
-    """Yield each parameter with its companions' weights; buffers parameters until the last companion arrives."""
-    buffered: list[tuple[str, torch.Tensor]] = []
-    awaited: set[str] = set()
-
-    def companions(name: str) -> list[str]:
-        layer = _layer(name, layers)
-        return [] if scheme is None or layer is None else [f"{x}.weight" for x in scheme.companions(layer, layers)]
-
-    for name, tensor in named_tensors:
-        if name in awaited:
-            awaited.remove(name)
-        else:
-            awaited.update(companions(name))
-        # ZeRO-3 releases a parameter when the next one is requested.
-        buffered.append((name, tensor.clone() if awaited else tensor))
-        if not awaited:
-            weights = dict(buffered)
-            yield from ((other, t, [weights[x] for x in companions(other)]) for other, t in buffered)
-            buffered = []
-    yield from ((name, tensor, []) for name, tensor in buffered)  # companions are missing; the caller raises
 
 
 def _layer(name: str, layers: Collection[str]) -> str | None:
