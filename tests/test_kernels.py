@@ -10,7 +10,6 @@ from documents import ROOT
 
 from trl_qurl.lab import device
 from trl_qurl.quantization import SCHEMES
-from trl_qurl.quantization.kv_cache import round_to_fp8
 from trl_qurl.rollout.engine import kernels
 from trl_qurl.rollout.engine.kernels import kernel_environment
 
@@ -120,21 +119,6 @@ def test_activations_are_rounded_as_vllm_does_it_without_a_gpu(dtype):
     scale = torch.exp2(exponent.float() - 127)
     expected = (codes.float().unflatten(-1, (-1, 32)) * scale.unsqueeze(-1)).flatten(-2).to(dtype)
     assert torch.equal(SCHEMES["mxfp8"].quantize_activations(tokens), expected)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a kernel of vLLM's CPU build")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_keys_and_values_are_rounded_as_vllms_cpu_kernel_does_it(dtype):
-    from vllm import _custom_ops
-
-    tokens, head = 32, 32
-    values = torch.randn(tokens, 1, head) * 2.0 ** torch.randint(-12, 10, (tokens, 1, head))
-    values[0, 0, :4] = torch.tensor([448.0, 449.0, -1e9, 2.0**-10])
-    values = values.to(dtype)
-    keys, cached = torch.zeros(1, 1, 2 * tokens, head, dtype=torch.uint8).chunk(2, dim=2)
-    _custom_ops.cpu_attn_reshape_and_cache(values, values, keys, cached, torch.arange(tokens), "vec", 1.0, 1.0, "fp8")
-    held = cached[0, 0].contiguous().view(torch.float8_e4m3fn).to(dtype)
-    assert torch.equal(held, round_to_fp8(values)[:, 0])
 
 
 def test_the_environment_is_the_same_for_every_format_and_the_users_wins(on, monkeypatch):

@@ -6,7 +6,6 @@ from tiny import WHOLE_BLOCKS, tiny_model
 
 from trl_qurl.quantization import SCHEMES, fake_quantization, quantized_layer_names
 from trl_qurl.quantization.fake_quantization import quantized_forward
-from trl_qurl.quantization.kv_cache import FP8Cache
 from trl_qurl.quantization.weight_stream import WeightStream
 from trl_qurl.rollout.checks.probe import (
     ProbeAnswer,
@@ -177,24 +176,6 @@ def test_the_disturbance_is_that_of_a_rounding_and_passes():
     rounded = tiny_model().bfloat16().eval()(tokens).logits
     sizes = [(other - plain).abs().mean().item() for other in (disturbed, rounded)]
     assert sizes[1] / 3 < sizes[0] < sizes[1] * 3
-
-
-def test_a_cache_of_eight_bits_is_rounded_by_hand():
-    # E4M3 with a scale of 1 has 18 and 20, and nothing above 448. vLLM's kernel for CPUs rounds toward zero.
-    keys, values = FP8Cache().update(torch.tensor([[[[19.9, 500.0]]]]), torch.tensor([[[[-19.9, -1e9]]]]), 0)
-    assert (keys.tolist(), values.tolist()) == ([[[[18.0, 448.0]]]], [[[[-18.0, -448.0]]]])
-
-
-def test_a_probe_rounds_the_cache_where_the_engine_does():
-    model = tiny_model(initializer_range=0.5).eval()
-    prompt, tokens = list(range(10, 40)), [50, 51]
-    with torch.no_grad():
-        rounded = FP8Cache(config=model.config)
-        logits = model(torch.tensor([prompt + tokens]), past_key_values=rounded, use_cache=True).logits
-    logps = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    scored = [Continuation(tokens, [dict(enumerate(row.tolist())) for row in logps])]
-    assert run_probe(model, ProbeAnswer([prompt], scored, True), WeightStream(model, None)).distance < 1e-5
-    assert run_probe(model, ProbeAnswer([prompt], scored), WeightStream(model, None)).distance > 1e-2
 
 
 def test_activations_are_rounded_per_token_by_hand():

@@ -13,8 +13,7 @@ from typing import Any
 from trl_qurl.config.checks import check_choice, check_numbers, warn_of_biased_ratio
 from trl_qurl.config.help import with_help
 from trl_qurl.quantization.checkpoint import check_quantizer
-from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, get_scheme, parse_scheme
-from trl_qurl.quantization.kv_cache import check_kv_cache
+from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, check_kv_cache, get_scheme, parse_scheme
 from trl_qurl.quantization.layers import AUTO
 
 TAKEN_ENGINE_ARGUMENTS = {

@@ -15,6 +15,13 @@ from trl_qurl.quantization.scheme import KernelFault, QuantizationScheme
 UNQUANTIZED = "none"
 """Name for "no quantization" on the command line and in files. In Python it is `None`."""
 
+FP8_CACHES = ("fp8", "fp8_e4m3")
+"""Values of vLLM's `kv_cache_dtype` for a key-value cache in E4M3. Its scales are always 1: scales fitted to keys and
+values would change with the weights, and vLLM computes none after a sync."""
+
+CACHES = ("auto", "float16", "bfloat16", *FP8_CACHES)
+"""Values of `kv_cache_dtype` that stay right after a sync; `auto` is the dtype of the model."""
+
 SCHEMES: dict[str, QuantizationScheme] = {}
 """All formats by name."""
 
@@ -72,6 +79,15 @@ def parse_scheme(text: str | None) -> str | None:
         ValueError: If the scheme is unknown, from `get_scheme`.
     """
     return None if text is None or text.lower() == UNQUANTIZED else get_scheme(text).name
+
+
+def check_kv_cache(dtype: str, setting: str) -> None:
+    """Raise `ValueError` for a key-value cache in a format that is not in `CACHES`; `setting` is where it was set."""
+    if dtype not in CACHES:
+        raise ValueError(
+            f"{setting} is {dtype!r}, a format of the key-value cache that syncs do not support: use one of "
+            f"{', '.join(map(repr, CACHES))}."
+        )
 
 
 def available_schemes() -> list[QuantizationScheme]:

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 from trl_qurl.quantization.checkpoint_form import expert_modules
 from trl_qurl.quantization.fake_quantization import quantized_forward
-from trl_qurl.quantization.kv_cache import FP8_CACHES, FP8Cache
+from trl_qurl.quantization.formats import FP8_CACHES
 from trl_qurl.quantization.weight_stream import WeightStream
 from trl_qurl.rollout.engine.interface import Continuation, Engine
 from trl_qurl.rollout.errors import SyncError
@@ -52,7 +52,6 @@ class ProbeAnswer(NamedTuple):
 
     prompts: list[list[int]]
     continuations: list[Continuation]
-    rounds_cache: bool = False  # whether the engine rounds keys and values to FP8
 
 
 class ProbeResult(NamedTuple):
@@ -106,12 +105,13 @@ def probe_prompts(vocabulary_size: int, block_size: int, max_model_len: int) -> 
     return [prompt[: max(1, max_model_len - STEPS)] for prompt in prompts]
 
 
-def ask_engine(engine: Engine, vocabulary_size: int) -> ProbeAnswer:
-    """Return an engine's greedy continuations of the probe's prompts."""
+def ask_engine(engine: Engine, vocabulary_size: int) -> ProbeAnswer | None:
+    """Return an engine's greedy continuations of the probe's prompts; `None` if it rounds keys and values to FP8."""
     description = engine.describe()
+    if description.kv_cache_dtype in FP8_CACHES:
+        return None  # the trainer's own pass has no such cache to compare with
     prompts = probe_prompts(vocabulary_size, description.block_size, description.max_model_len)
-    continuations = engine.continue_greedily(prompts, STEPS)
-    return ProbeAnswer(prompts, continuations, description.kv_cache_dtype in FP8_CACHES)
+    return ProbeAnswer(prompts, engine.continue_greedily(prompts, STEPS))
 
 
 @torch.no_grad()
@@ -159,8 +159,7 @@ def _score(model: PreTrainedModel, answer: ProbeAnswer) -> torch.Tensor:
     logps = []
     for prompt, continuation in zip(answer.prompts, answer.continuations, strict=True):
         tokens = torch.tensor([prompt + continuation.tokens], device=model.device)  # (1, T)
-        cache = {"past_key_values": FP8Cache(config=model.config), "use_cache": True} if answer.rounds_cache else {}
-        logits = model(input_ids=tokens, **cache).logits[0, len(prompt) - 1 : -1]  # after each token but the last
+        logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1]  # after each token but the last
         logps.append(logits.float().log_softmax(-1).cpu())
     return torch.cat(logps)
 

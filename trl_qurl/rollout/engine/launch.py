@@ -20,8 +20,7 @@ import torch
 
 from trl_qurl.quantization.cache import cache_directory, cached
 from trl_qurl.quantization.checkpoint import CheckpointWriter, load_model
-from trl_qurl.quantization.formats import get_scheme
-from trl_qurl.quantization.kv_cache import check_kv_cache
+from trl_qurl.quantization.formats import check_kv_cache, get_scheme
 from trl_qurl.quantization.layers import check_recurrent_layers
 from trl_qurl.quantization.weight_stream import model_parameters
 from trl_qurl.rollout.engine.cpu_memory import cpu_cache_arguments

@@ -15,8 +15,7 @@ import requests
 import torch
 from trl.generation.vllm_client import VLLMClient
 
-from trl_qurl.quantization.formats import UNQUANTIZED
-from trl_qurl.quantization.kv_cache import check_kv_cache
+from trl_qurl.quantization.formats import UNQUANTIZED, check_kv_cache
 from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.checks.tensors import check_metadata, differences
