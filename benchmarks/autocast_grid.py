@@ -20,7 +20,7 @@ from trl_qurl.lab.demo.chat import LONGEST_ANSWER, conversation, questions
 from trl_qurl.quantization import get_scheme
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.layers import quantized_layer_names
-from trl_qurl.quantization.weight_stream import on_grid
+from trl_qurl.quantization.stream import on_grid
 
 QUESTIONS = 12
 BF16 = torch.bfloat16

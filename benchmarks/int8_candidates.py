@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl_qurl.lab.mismatch.prompts import BUILT_IN
 from trl_qurl.quantization.formats import get_scheme
 from trl_qurl.quantization.sensitivity import by_worth, estimate_kl, extra_bytes
-from trl_qurl.quantization.weight_stream import WeightStream
+from trl_qurl.quantization.stream import WeightStream
 
 INT8 = get_scheme("int8")
 Scales = dict[str, torch.Tensor]  # by the layer that reads them, (in,)

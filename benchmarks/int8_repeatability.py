@@ -18,7 +18,7 @@ from int8_candidates import INT8, Lab
 from provenance import provenance, write_record
 
 from trl_qurl.quantization.fake_quantization import quantized_forward
-from trl_qurl.quantization.weight_stream import WeightStream
+from trl_qurl.quantization.stream import WeightStream
 
 EXACT, PLAIN, SMOOTHED = "exact", "INT8", "INT8, smoothed"
 

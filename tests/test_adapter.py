@@ -12,13 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from trl_qurl import QuRLGRPOConfig
 from trl_qurl.quantization import SCHEMES, quantized_layer_names
-from trl_qurl.quantization.cache import CACHE_VARIABLE
 from trl_qurl.quantization.checkpoint import CheckpointWriter
-from trl_qurl.quantization.fake_quantization import quantized_forward
-from trl_qurl.quantization.rounded_base import check_unrounded, round_base
-from trl_qurl.quantization.storage import read_tensors
-from trl_qurl.quantization.stream import quantize_weights
-from trl_qurl.quantization.weight_stream import WeightStream, exact_weights
+from trl_qurl.quantization.fake_quantization import check_unrounded, quantized_forward, round_base
+from trl_qurl.quantization.storage import CACHE_VARIABLE, read_tensors
+from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, adapter_tensors, engine_rank, write_adapter
 from trl_qurl.rollout.checks.tensors import base_digests
 from trl_qurl.rollout.directory import CheckpointFolder
@@ -229,12 +226,6 @@ def test_what_is_asked_for_and_not_possible_is_refused(given, message):
 # The rounded base ----------------------------------------------------------------------------------------------------
 
 
-def test_weights_to_quantize_go_in_float32_and_others_as_they_are():
-    named = [("a.weight", torch.ones(2, 2).bfloat16()), ("b.weight", torch.ones(2).bfloat16())]
-    dtypes = {name: tensor.dtype for name, tensor in exact_weights(iter(named), {"a"})}
-    assert dtypes == {"a.weight": torch.float32, "b.weight": torch.bfloat16}
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
 def test_a_rounded_base_is_what_the_engines_codes_stand_for(scheme, dtype):
@@ -242,7 +233,7 @@ def test_a_rounded_base_is_what_the_engines_codes_stand_for(scheme, dtype):
     layers = quantized_layer_names(model, scheme=scheme)
     original = tiny_model(dtype=torch.bfloat16, **WHOLE_BLOCKS).float()
     exact = {name: p.detach().clone() for name, p in original.named_parameters()}
-    sent = dict(quantize_weights(exact_weights(iter(exact.items()), layers), scheme, layers))
+    sent = dict(WeightStream(original, scheme).tensors(iter(exact.items()), is_exact=True))
     round_base(model.get_base_model(), layers, scheme, dtype)
     rounded = {name.replace(".base_layer", ""): p for name, p in model.get_base_model().named_parameters()}
     for name, weight in exact.items():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import tiny_model, tiny_tokenizer
 
-from trl_qurl.quantization.weight_stream import on_grid
+from trl_qurl.quantization.stream import on_grid
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("colocated")]
 

@@ -276,8 +276,10 @@ def test_formats_that_do_not_fit_the_model_are_left_out_unless_they_were_named(h
     bench(str(tmp_path), Workload(64, 64), say=said.append)
     assert [job.part for job in jobs] == ["none", "int8", "training"]
     assert said == [
-        "W4A16 is left out: it cannot quantize 10 of the 14 layers, first model.layers.0.self_attn.q_proj: it has 576 "
-        "inputs, not a multiple of the group size 128.",
+        "W4A16 is left out: w4a16 cannot quantize 10 of the 14 layers, first model.layers.0.self_attn.q_proj: it has "
+        "576 inputs, not a multiple of the group size 128. Choose another format, or add 're:.*gate_proj', "
+        "'re:.*k_proj', 're:.*q_proj', 're:.*up_proj', 're:.*v_proj' to quantization_ignore (`--ignore` on the "
+        "command line) to keep them in full precision.",
         "Measuring rollouts in 16 bits (1 of 3)",
         "Measuring rollouts in INT8 (2 of 3)",
         "Measuring scoring and updates (3 of 3)",

@@ -21,7 +21,7 @@ from trl_qurl.quantization import get_scheme, quantized_layer_names, write_check
 from trl_qurl.quantization.checkpoint import load_model
 from trl_qurl.quantization.checkpoint_form import CheckpointForm
 from trl_qurl.quantization.layers import ignored_modules
-from trl_qurl.quantization.weight_stream import WeightStream, model_parameters
+from trl_qurl.quantization.stream import WeightStream, model_parameters
 from trl_qurl.rollout.adapter import adapter_obstacle
 from trl_qurl.rollout.engine.colocated import protect_transformers_classes
 from trl_qurl.rollout.engine.cpu_checks import check_cpu_build
@@ -50,7 +50,7 @@ def model_of(family):
 def test_the_form_is_that_of_the_models_own_checkpoint(family, tmp_path):
     model = tiny_model() if family == "qwen2" else model_of(family)
     form = CheckpointForm(model, splits_experts=False)
-    sent = dict(form.tensors(model_parameters(model)))
+    sent = dict(form.convert(model_parameters(model)))
     assert_same(sent, saved(model, tmp_path))
     assert {name: (t.shape, t.dtype) for held in form.layout.values() for name, t in held.items()} == {
         name: (t.shape, t.dtype) for name, t in sent.items()

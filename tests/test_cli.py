@@ -321,7 +321,7 @@ def test_quantize_passes_its_arguments_on(monkeypatch, tmp_path, capsys):
     arguments = ["--scheme", "fp8", "--ignore", "lm_head", "--ignore", "re:.*down_proj"]
     assert cli.main(["quantize", "some/model", str(out), *arguments]) == 0
     expected = ("model of some/model", "tokenizer of some/model", "fp8", out)
-    named = {"ignore": ("lm_head", "re:.*down_proj"), "quantizer": "streaming", "show_progress": True}
+    named = {"ignore": ("lm_head", "re:.*down_proj"), "quantizer": "streaming"}
     assert calls == [(expected, named)]
     assert str(out) in capsys.readouterr().out
 

@@ -99,7 +99,8 @@ def colocated(request, train, run_scenario, tmp_path_factory):
 def test_colocated_engine_holds_the_trained_weights(case, colocated):
     config, arguments = COLOCATED[case]
     record, fresh = colocated[case]
-    assert any("sync/probe_ratio" in row for row in record["history"]) == ("FP8 cache" not in case)
+    if "sync_check_interval" in config:
+        assert any("sync/probe_ratio" in row for row in record["history"]) == ("FP8 cache" not in case)
     is_bf16 = config.get("rollout_quantization", "int8") in (None, "w4a16")
     assert_synced(record, fresh, lora="--lora" in arguments, tolerance=SAME_BF16 if is_bf16 else SAME)
     assert_sends_everything(record)

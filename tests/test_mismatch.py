@@ -305,7 +305,7 @@ def test_formats_that_do_not_fit_the_model_are_left_out_unless_they_were_named(t
     assert cli.main([*command, "--output", str(tmp_path / "out.json")]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert asked == ["none", "int8"]
-    assert "W4A16 is left out: it cannot quantize 10 of the 14 layers, first model.layers.0." in printed
+    assert "W4A16 is left out: w4a16 cannot quantize 10 of the 14 layers, first model.layers.0." in printed
     assert cli.main([*command, "--schemes", "int8,w4a16"]) == 2
     assert "w4a16 cannot quantize 10 of the 14 layers" in capsys.readouterr().err
     assert asked == ["none", "int8"]

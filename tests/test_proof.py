@@ -6,7 +6,7 @@ from tiny import WHOLE_BLOCKS, tiny_model
 
 from trl_qurl.quantization import SCHEMES, fake_quantization, quantized_layer_names
 from trl_qurl.quantization.fake_quantization import quantized_forward
-from trl_qurl.quantization.weight_stream import WeightStream
+from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.checks.probe import (
     ProbeAnswer,
     ProbeJudge,

@@ -17,8 +17,7 @@ from trl_qurl.lab.recipes import grpo, ppo
 from trl_qurl.lab.recipes.arguments import recipes, take_settings
 from trl_qurl.lab.recipes.questions import checkpoint_to_resume, punishments
 from trl_qurl.quantization import SCHEMES
-from trl_qurl.quantization.layers import quantized_layer_names
-from trl_qurl.quantization.stream import stored_tensors
+from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.trainers.run_log import read_run
 
 ROOT = Path(__file__).parents[1]
@@ -190,13 +189,7 @@ def test_an_adapter_on_a_base_in_four_bits_fits_where_the_recipe_says():
 
 
 def four_bit_bytes(model, dtype):
-    scheme = SCHEMES["w4a16"]
-    layers = quantized_layer_names(model, ("lm_head",), scheme)
-    return sum(
-        stored.nbytes
-        for name, parameter in model.named_parameters()
-        for stored in stored_tensors(name, parameter, scheme, layers, dtype)
-    )
+    return WeightStream(model, SCHEMES["w4a16"]).nbytes(dtype)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
 from trl_qurl.quantization import SCHEMES, write_checkpoint
-from trl_qurl.quantization.weight_stream import WeightStream
+from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.frozen_base import FrozenBase
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.trainers.saving import SavingMixin, check_place
@@ -98,7 +98,7 @@ MISTAKES = {
     "unknown quantizer": ("ValueError", "'gptq'", "'streaming', 'llmcompressor'"),
     "nothing left": ("ValueError", "re:.*", "narrow the patterns"),
     "no scheme": ("ValueError", "rollout_quantization=None", "save_quantized(scheme=...)", "'int8', 'fp8'"),
-    "unwritable": ("OSError", "not a directory", "output_dir of save_quantized"),
+    "unwritable": ("OSError", "Not a directory", "output_dir of save_quantized"),
 }
 
 

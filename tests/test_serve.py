@@ -18,8 +18,8 @@ from tiny import tiny_model, tiny_tokenizer
 from tiny_vision import tiny_vision_model
 
 from trl_qurl import cli
-from trl_qurl.quantization.cache import CACHE_VARIABLE
 from trl_qurl.quantization.checkpoint import CheckpointWriter
+from trl_qurl.quantization.storage import CACHE_VARIABLE
 from trl_qurl.rollout.engine import cpu_memory, http, launch
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 

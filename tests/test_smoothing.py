@@ -15,7 +15,7 @@ from trl_qurl import QuRLGRPOConfig
 from trl_qurl.quantization import get_scheme
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.smoothing import LARGEST_SCALE, can_smooth, fitted_scales, sources
-from trl_qurl.quantization.weight_stream import WeightStream, model_parameters
+from trl_qurl.quantization.stream import WeightStream, model_parameters
 from trl_qurl.rollout.preparation import prepare_weights
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.trainers.run_log import read_run

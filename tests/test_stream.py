@@ -16,7 +16,7 @@ import torch
 from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl.quantization import SCHEMES, quantize_weights, quantized_layer_names, write_checkpoint
-from trl_qurl.quantization.weight_stream import WeightStream
+from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.checks.tensors import MeteredStream, check_metadata
 from trl_qurl.rollout.engine import broadcast, served
 from trl_qurl.rollout.engine.interface import EngineDescription, WeightUpdate

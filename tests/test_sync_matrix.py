@@ -17,8 +17,8 @@ from tiny import tiny_model, tiny_tokenizer
 from trl.distributed import DistributedBackend
 
 from trl_qurl.quantization import SCHEMES
+from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.quantization.uaq import scale_model_
-from trl_qurl.quantization.weight_stream import WeightStream
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.sync import RolloutCost, WeightSync
 from trl_qurl.rollout.transports import Stream

@@ -246,7 +246,7 @@ def test_no_layer_found_is_an_error():
     model = tiny_model()
     for layer in model.model.layers:
         drop_the_norm(layer)
-    with pytest.raises(ValueError, match="no layer has all of input_layernorm"):
+    with pytest.raises(ValueError, match="which norm feeds which layer in LlamaForCausalLM, model type 'llama'"):
         scale_model_(model, 1.5)
 
 

@@ -39,14 +39,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"Loading {args.model}", flush=True)
     model, tokenizer = load_model(args.model, args.trust_remote_code)
     print(f"Quantizing its weights to {args.scheme.upper()} ({args.quantizer})", flush=True)
-    write_checkpoint(
-        model,
-        tokenizer,
-        args.scheme,
-        args.output_dir,
-        ignore=tuple(args.ignore),
-        quantizer=args.quantizer,
-        show_progress=True,
-    )
+    ignore = tuple(args.ignore)
+    write_checkpoint(model, tokenizer, args.scheme, args.output_dir, ignore=ignore, quantizer=args.quantizer)
     print(f"{args.scheme.upper()} checkpoint written to {args.output_dir}")
     return 0

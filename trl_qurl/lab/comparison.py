@@ -68,15 +68,18 @@ def fitting_formats(
     Raises:
         ValueError: If a requested format does not fit, or there is nothing to quantize.
     """
-    from trl_qurl.quantization.layers import quantized_layer_names, why_unfit
+    from trl_qurl.quantization.layers import quantized_layer_names
 
+    quantized_layer_names(model, ignore)
     fitting = []
     for scheme in candidates(names):
-        if names is None and (reason := why_unfit(model, ignore, scheme)):
-            say(f"{scheme.label} is left out: it {reason}.")
-        else:
+        try:
             quantized_layer_names(model, ignore, scheme)
             fitting.append(scheme)
+        except ValueError as error:
+            if names is not None:
+                raise
+            say(f"{scheme.label} is left out: {error}")
     return fitting
 
 

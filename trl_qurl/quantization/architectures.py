@@ -1,6 +1,8 @@
 """Map from norms to the linear layers they feed, by `model_type`: all that rescaling needs to know about a model."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import nn
 
 
 class Architecture(NamedTuple):
@@ -38,3 +40,19 @@ ARCHITECTURES = {
 }
 """Architectures by `model_type`. Unsupported are models with norms after their blocks (OLMo 2 and 3, EXAONE 4), where
 no norm feeds a layer, and models with biases in their norms (StarCoder 2, Nemotron)."""
+
+
+def decoder_layers(model: Any, feature: str, way_out: str) -> tuple[Architecture, dict[str, nn.Module]]:
+    """Return a model's architecture, and its decoder layers by name: the modules that have all of the norms.
+
+    Raises `ValueError` if there are none: this `feature` cannot work then, and `way_out` says what to do instead.
+    """
+    architecture = ARCHITECTURES.get(model.config.model_type, Architecture({}))
+    norms = architecture.feeds.keys()
+    layers = {path: module for path, module in model.named_modules() if norms <= dict(module.named_children()).keys()}
+    if not norms or not layers:
+        raise ValueError(
+            f"{feature} does not know which norm feeds which layer in {type(model).__name__}, model type "
+            f"{model.config.model_type!r}. Known: {', '.join(ARCHITECTURES)}. {way_out}"
+        )
+    return architecture, layers

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
+from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.formats import get_scheme
 from trl_qurl.quantization.layers import ignored_modules, quantized_layer_names
 from trl_qurl.quantization.scheme import QuantizationScheme, quantized_targets
 from trl_qurl.quantization.storage import check_replaceable, new_directory, write_config, write_tensors
-from trl_qurl.quantization.stream import NamedTensors
-from trl_qurl.quantization.weight_stream import WeightStream, model_parameters
+from trl_qurl.quantization.stream import WeightStream, model_parameters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -38,7 +38,6 @@ def write_checkpoint(
     *,
     ignore: Sequence[str] = ("lm_head",),
     quantizer: str = "streaming",
-    show_progress: bool = False,
 ) -> None:
     """Write a quantized checkpoint of a model, ready for `vllm serve`. No calibration data is needed.
 
@@ -49,7 +48,6 @@ def write_checkpoint(
         output_dir: Directory to create; an earlier quantized checkpoint is replaced once the new one is complete.
         ignore: Modules kept in full precision, in llm-compressor's pattern syntax.
         quantizer: `"streaming"`, or `"llmcompressor"`, which writes the same tensors from a copy of the model.
-        show_progress: Show a progress bar on a terminal; not with llm-compressor.
 
     Raises:
         ValueError: If the scheme or quantizer is unknown, or there is nothing to quantize.
@@ -62,7 +60,7 @@ def write_checkpoint(
     quantized_layer_names(model, ignore, target)  # raises for unsupported layers, with either quantizer
     check_replaceable(output_dir)
     parameters: NamedTensors = list(model_parameters(model))
-    if show_progress and quantizer == "streaming":
+    if quantizer == "streaming":  # llm-compressor copies them all before it starts
         parameters = tqdm(parameters, f"Rounding to {target.label}", disable=None)
     CheckpointWriter(model, tokenizer, target, ignore).quantize(parameters, output_dir, quantizer)
 
@@ -119,19 +117,12 @@ class CheckpointWriter:
                 write_beside(tmp)
 
     def quantize(
-        self,
-        parameters: NamedTensors,
-        output_dir: str | os.PathLike[str],
-        quantizer: str = "streaming",
-        is_exact: bool = False,
+        self, parameters: NamedTensors, output_dir: str | os.PathLike[str], quantizer: str = "streaming"
     ) -> None:
-        """Quantize full-precision parameters and write the result; `check_quantizer` must have accepted the quantizer.
-
-        With `is_exact`, streaming converts weights to float32 before it quantizes them.
-        """
+        """Quantize full-precision parameters and write the result, with a quantizer that passed `check_quantizer`."""
         if quantizer == "streaming":
             weights = WeightStream(self.model, self.scheme, tuple(self.ignore))
-            self.write(weights.tensors(parameters, is_exact=is_exact), output_dir)
+            self.write(weights.tensors(parameters), output_dir)
             return
         from llmcompressor import reset_session
 

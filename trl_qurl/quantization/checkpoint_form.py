@@ -6,15 +6,27 @@ matrix each, with llm-compressor's names.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.integrations import is_deepspeed_zero3_enabled
 
-from trl_qurl.quantization.stream import NamedTensors
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+"""Tensors with their names."""
 
-WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 """Names of experts' weights in transformers; biases append `_bias`."""
+
+
+def whole(parameters: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+    """Gather parameters that ZeRO-3 shards, for the duration of a context that may change them."""
+    if not is_deepspeed_zero3_enabled():
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0)
 
 
 def parameter_name(name: str) -> str:
@@ -49,29 +61,6 @@ def expert_layers(layers: Iterable[str]) -> list[str]:
     return [layer for layer in layers if ".experts." in layer]
 
 
-def split_experts(experts: Any, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Split one parameter of an experts module into each expert's parts, as views.
-
-    Args:
-        experts: The module.
-        name: The parameter's name in the module.
-        tensor: The parameter, (experts, out, in) or (experts, in, out), or a bias, (experts, out).
-
-    Yields:
-        The part's name in the module, such as `3.gate_proj.weight`, and the part, (out, in) or (out,).
-    """
-    is_bias = name.endswith("_bias")
-    layer, kind = name.removesuffix("_bias"), "bias" if is_bias else "weight"
-    for index, part in enumerate(tensor):
-        matrix = part.T if experts.is_transposed and not is_bias else part
-        if layer == "gate_up_proj":
-            gate, up = matrix.chunk(2) if experts.is_concatenated else (matrix[0::2], matrix[1::2])
-            yield f"{index}.gate_proj.{kind}", gate
-            yield f"{index}.up_proj.{kind}", up
-        else:
-            yield f"{index}.{layer}.{kind}", matrix
-
-
 class CheckpointForm:
     """Layout in which a checkpoint stores a model's parameters.
 
@@ -79,6 +68,9 @@ class CheckpointForm:
         model: A transformers model, or a PEFT model around one. Its parameters may be empty, sharded or on no device.
         splits_experts: Whether to split experts into separate matrices under llm-compressor's names, as in its
             quantized checkpoints; otherwise they stay as in the model's own checkpoint.
+
+    Attributes:
+        layout: The checkpoint's tensors, on the meta device, by parameter and name.
 
     Raises:
         ValueError: If one tensor of the checkpoint holds several of the model's parameters.
@@ -88,19 +80,19 @@ class CheckpointForm:
         self._model = plain_model(model)
         modules = expert_modules(model) if splits_experts else ()
         self._experts = {parameter_name(path): experts for path, experts in modules}
-        self.layout: dict[str, dict[str, torch.Tensor]] = {}  # the tensors of each parameter, on meta
+        self.layout: dict[str, dict[str, torch.Tensor]] = {}
         parts: dict[str, dict[str, torch.Tensor]] = {}
         for path, parameter in [*model.named_parameters(), *persistent_buffers(model)]:
             if ".lora_" not in path and ".original_module" not in path:
                 shape = getattr(parameter, "ds_shape", parameter.shape)  # the full shape if ZeRO-3 shards it
-                whole = torch.empty(shape, dtype=parameter.dtype, device="meta")
-                parts[parameter_name(path)] = dict(self._split(parameter_name(path), whole))
+                full = torch.empty(shape, dtype=parameter.dtype, device="meta")
+                parts[parameter_name(path)] = dict(self._split(parameter_name(path), full))
         plain = {name: tensor for entries in parts.values() for name, tensor in entries.items()}
         stored = _reverted(self._model, plain)
         names = {id(tensor): name for name, tensor in stored.items()}  # a renamed tensor is still the same object
         self._renamed = {name: names[id(tensor)] for name, tensor in plain.items() if id(tensor) in names}
         for name, entries in parts.items():
-            self.layout[name] = dict(self._convert(entries))
+            self.layout[name] = dict(self._rename(entries))
             for stored_name, tensor in self.layout[name].items():
                 if stored_name not in stored or stored[stored_name].shape != tensor.shape:
                     raise ValueError(
@@ -109,23 +101,36 @@ class CheckpointForm:
                         "own trainer with use_vllm=False."
                     )
 
-    def tensors(self, named_parameters: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    def convert(self, named_parameters: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
         """Convert a stream of a model's parameters into its checkpoint's tensors, one parameter at a time."""
         for name, parameter in named_parameters:
-            yield from self._convert(dict(self._split(name, parameter)))
+            yield from self._rename(dict(self._split(name, parameter)))
 
     def name(self, name: str) -> str:
         """Return a layer's name in the checkpoint, or its own if it shares another layer's weight."""
         return next(iter(self.layout.get(f"{name}.weight", [name]))).removesuffix(".weight")
 
     def _split(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        path, _, last = name.rpartition(".")
-        if path in self._experts and last.removesuffix("_bias") in WEIGHTS:
-            parts = split_experts(self._experts[path], last, tensor)
-            return ((f"{path}.{part}", matrix) for part, matrix in parts)
-        return iter([(name, tensor)])
+        """Split a parameter of experts into each expert's parts, as views, with names such as `3.gate_proj.weight`.
 
-    def _convert(self, entries: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        The parameter is (experts, out, in) or (experts, in, out), or a bias, (experts, out). Other ones stay whole.
+        """
+        path, _, last = name.rpartition(".")
+        experts, layer = self._experts.get(path), last.removesuffix("_bias")
+        if experts is None or layer not in EXPERT_WEIGHTS:
+            yield name, tensor
+            return
+        kind = "weight" if layer == last else "bias"
+        for index, part in enumerate(tensor):
+            matrix = part.T if experts.is_transposed and kind == "weight" else part  # (out, in) or (out,)
+            if layer == "gate_up_proj":
+                gate, up = matrix.chunk(2) if experts.is_concatenated else (matrix[0::2], matrix[1::2])
+                yield f"{path}.{index}.gate_proj.{kind}", gate
+                yield f"{path}.{index}.up_proj.{kind}", up
+            else:
+                yield f"{path}.{index}.{layer}.{kind}", matrix
+
+    def _rename(self, entries: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in entries.items():
             if name in self._renamed:
                 yield self._renamed[name], tensor

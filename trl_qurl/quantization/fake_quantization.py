@@ -1,6 +1,7 @@
-"""The quantized policy's forward pass in the trainer, which the engine should reproduce. It has no gradient.
+"""The engine's rounding in the trainer: a quantized forward pass, and a frozen base with rounded weights.
 
-Linear layers round their weights and inputs by the scheme and multiply in the trainer's own dtype. Experts stay exact.
+In the forward pass, which has no gradient, linear layers round their weights and inputs by the scheme and multiply in
+the trainer's own dtype. Experts stay exact.
 """
 
 from collections.abc import Collection, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trl_qurl.quantization.checkpoint_form import whole
 from trl_qurl.quantization.formats import gpu_capability
 from trl_qurl.quantization.layers import linear_layers
 from trl_qurl.quantization.scheme import QuantizationScheme
@@ -41,8 +43,7 @@ class QuantizedLinear:
         x = inputs.to(dtype)  # the engine also rounds inputs in its compute dtype
         if self.input_scale is not None:
             x = (x / self.input_scale.to(x.device)).to(dtype)
-        if self.scheme.rounds_activations(gpu_capability()):
-            x = self.scheme.quantize_activations(x)
+        x = self.scheme.quantize_activations(x, gpu_capability())
         return nn.functional.linear(x, self._rounded_weight(dtype), None if bias is None else bias.to(dtype))
 
     def _rounded_weight(self, dtype: torch.dtype) -> torch.Tensor:
@@ -54,8 +55,7 @@ class QuantizedLinear:
             weight = weight.to(self.grid).to(weight.dtype)
         if self.input_scale is not None:
             weight = (weight * self.input_scale.to(weight.device)).to(weight.dtype)
-        tensors = self.scheme.in_engine(self.scheme.quantize(weight), dtype)
-        return self.scheme.dequantize(tensors).to(dtype)
+        return self.scheme.dequantize(self.scheme.quantize(weight), dtype).to(dtype)
 
 
 def quantized_linears(
@@ -89,3 +89,27 @@ def quantized_forward(
     finally:
         for function in functions:
             del function.layer.forward
+
+
+def round_base(model: Any, layers: Collection[str], scheme: QuantizationScheme, dtype: torch.dtype) -> None:
+    """Replace weights, in place, with the values of their codes in an engine of this dtype, and record the format.
+
+    The frozen base below an adapter then computes with the engine's weights. Raises `ValueError` if the weights are
+    already rounded, because rounding them again would change the codes.
+    """
+    check_unrounded(model)
+    modules: list[Any] = [module for _, module in linear_layers(model, layers) if not module.weight.is_meta]
+    for module in modules:
+        with torch.no_grad(), whole([module.weight]):
+            module.weight.copy_(scheme.dequantize(scheme.quantize(module.weight.float()), dtype))
+        module.is_rounded = True  # for `QuantizedLinear`
+    model.config.rounded_base = scheme.name
+
+
+def check_unrounded(model: Any) -> None:
+    """Raise `ValueError` for a model with weights that `round_base` has replaced."""
+    if (rounded := getattr(model.config, "rounded_base", None)) is not None:
+        raise ValueError(
+            f"The weights of this model were rounded to {rounded} before (round_base), and rounding them again would "
+            "change the codes: load the original model again."
+        )

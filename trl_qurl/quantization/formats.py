@@ -26,14 +26,11 @@ SCHEMES: dict[str, QuantizationScheme] = {}
 """All formats by name."""
 
 
-def register_scheme(scheme: QuantizationScheme) -> QuantizationScheme:
+def register_scheme(scheme: QuantizationScheme) -> None:
     """Make a scheme available by name.
 
     Args:
         scheme: The scheme.
-
-    Returns:
-        The same scheme.
 
     Raises:
         ValueError: If the name is taken or reserved for no quantization.
@@ -41,7 +38,6 @@ def register_scheme(scheme: QuantizationScheme) -> QuantizationScheme:
     if scheme.name in (UNQUANTIZED, *SCHEMES):
         raise ValueError(f"A quantization scheme named {scheme.name!r} is already registered: choose another name.")
     SCHEMES[scheme.name] = scheme
-    return scheme
 
 
 def get_scheme(name: str) -> QuantizationScheme:
@@ -67,17 +63,7 @@ def get_scheme(name: str) -> QuantizationScheme:
 
 
 def parse_scheme(text: str | None) -> str | None:
-    """Translate a scheme's name from the command line to Python.
-
-    Args:
-        text: A name in `SCHEMES`, or `"none"` in any case.
-
-    Returns:
-        The name; `None` for no quantization.
-
-    Raises:
-        ValueError: If the scheme is unknown, from `get_scheme`.
-    """
+    """Translate a scheme's name from the command line to Python: `None` for "none"; `ValueError` if it is unknown."""
     return None if text is None or text.lower() == UNQUANTIZED else get_scheme(text).name
 
 
@@ -91,20 +77,12 @@ def check_kv_cache(dtype: str, setting: str) -> None:
 
 
 def available_schemes() -> list[QuantizationScheme]:
-    """List the schemes that vLLM has kernels for on this machine.
-
-    Returns:
-        A subset of `SCHEMES`.
-    """
+    """List the schemes that vLLM has kernels for on this machine."""
     return [scheme for scheme in SCHEMES.values() if scheme.runs_on(gpu_capability())]
 
 
 def gpu_capability() -> tuple[int, int] | None:
-    """Look up the compute capability of the current GPU.
-
-    Returns:
-        Major and minor version; `None` without CUDA.
-    """
+    """Return the compute capability of the current GPU, major and minor; `None` without CUDA."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
@@ -114,7 +92,7 @@ FORMATS = (
         preset="W8A8",
         checkpoint_format="int-quantized",
         description="INT8 weights with a scale per output channel, INT8 activations with a scale per token",
-        gpus=((7, 5), None),  # Turing and later
+        lowest_gpu=(7, 5),  # Turing and later
         cpus=True,
         round_activations=activations.int8_per_token,
         is_smoothed=True,
@@ -127,7 +105,7 @@ FORMATS = (
         checkpoint_format="float-quantized",
         description="FP8 (E4M3) weights with a scale per output channel, FP8 (E4M3) activations with a scale per "
         "token",
-        gpus=((8, 9), None),  # Ada and later
+        lowest_gpu=(8, 9),  # Ada and later
         cpus=False,  # emulated there: minutes per rollout
         round_activations=activations.fp8_per_token,
     ),
@@ -137,7 +115,7 @@ FORMATS = (
         checkpoint_format="float-quantized",
         description="FP8 (E4M3) weights with a scale per block of 128 x 128, FP8 (E4M3) activations with a scale per "
         "token and group of 128 inputs",
-        gpus=((9, 0), None),  # Hopper and later; on older GPUs vLLM's kernel leaves activations exact
+        lowest_gpu=(9, 0),  # Hopper and later; on older GPUs vLLM's kernel leaves activations exact
         cpus=False,  # needs AMX, and those kernels leave activations exact or use one scale per token
         round_activations=activations.fp8_per_group,
         heads=False,  # vLLM's loader of heads requires a scale per token of the vocabulary
@@ -153,7 +131,7 @@ FORMATS = (
         preset="MXFP8",
         checkpoint_format="mxfp8-quantized",
         description="FP8 (E4M3) weights and activations with a power of two per group of 32 inputs (MXFP8)",
-        gpus=((10, 0), None),  # Blackwell and later; on older GPUs vLLM's kernel leaves activations exact
+        lowest_gpu=(10, 0),  # Blackwell and later; on older GPUs vLLM's kernel leaves activations exact
         cpus=False,
         round_activations=activations.mxfp8,
     ),
@@ -162,7 +140,7 @@ FORMATS = (
         preset="W4A16",
         checkpoint_format="pack-quantized",
         description="INT4 weights with a scale per group of 128 inputs, activations in full precision",
-        gpus=((7, 5), None),  # Turing and later
+        lowest_gpu=(7, 5),  # Turing and later
         cpus=True,
     ),
     QuantizationScheme(
@@ -170,7 +148,7 @@ FORMATS = (
         preset="W8A16",
         checkpoint_format="pack-quantized",
         description="INT8 weights with a scale per group of 128 inputs, activations in full precision",
-        gpus=((7, 5), None),
+        lowest_gpu=(7, 5),
         cpus=False,  # vLLM's CPU kernel for packed weights supports only four bits
     ),
 )

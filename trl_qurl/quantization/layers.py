@@ -54,20 +54,15 @@ def quantized_layer_names(
         )
     _check_head(model, ignore)
     if scheme and (reasons := _why_unsupported(layers, scheme)):
+        first, reason = next(iter(reasons.items()))
         patterns = sorted({f"re:.*{name.rpartition('.')[2]}" for name in reasons})
         raise ValueError(
-            f"{scheme.name} {_summary(reasons, len(layers))}. Choose another format, or add "
+            f"{scheme.name} cannot quantize {len(reasons)} of the {len(layers)} layers, first {first}: {reason}. "
+            "Choose another format, or add "
             f"{', '.join(map(repr, patterns))} to quantization_ignore (`--ignore` on the command line) to keep them "
             "in full precision."
         )
     return frozenset(layers)
-
-
-def why_unfit(model: nn.Module, ignore: Iterable[str], scheme: QuantizationScheme) -> str | None:
-    """Return why a format cannot store a model's layers: how many of them, and the first; `None` if it can."""
-    layers = _layer_shapes(model, ignore)
-    reasons = _why_unsupported(layers, scheme)
-    return _summary(reasons, len(layers)) if reasons else None
 
 
 def ignored_modules(model: Any, ignore: Iterable[str]) -> list[str]:
@@ -116,11 +111,6 @@ def _why_unsupported(layers: Mapping[str, Sequence[int]], scheme: QuantizationSc
     return {name: reason for name, reason in reasons.items() if reason}
 
 
-def _summary(reasons: Mapping[str, str], layers: int) -> str:
-    first, reason = next(iter(reasons.items()))
-    return f"cannot quantize {len(reasons)} of the {layers} layers, first {first}: {reason}"
-
-
 def check_recurrent_layers(model: Any) -> None:
     """Raise `ValueError` for recurrent layers: after vLLM's reload, Mamba 2 computes with other weights."""
     config = model.config.get_text_config()
@@ -166,18 +156,16 @@ def _paths_beside_language_model(model: Any) -> list[str]:
     if not isinstance(model, PreTrainedModel):
         return []
     decoder, head = model.get_decoder(), model.get_output_embeddings()
-    inside = {path for path, module in model.named_modules() if module is decoder}
-    if not inside or decoder is model:
+    modules = dict(model.named_modules())
+    root = next((path for path, module in modules.items() if module is decoder), "")
+    parents = [path for path in modules if path != root and f"{root}.".startswith(f"{path}." if path else "")]
+    if not root:
         return []
-    root = inside.pop()
-    parents = [root.rpartition(".")[0]]
-    while parents[-1]:
-        parents.append(parents[-1].rpartition(".")[0])
     return [
         f"{parent}.{name}" if parent else name
         for parent in parents
-        for name, child in model.get_submodule(parent).named_children()
-        if child is not head and not f"{root}.".startswith(f"{parent}.{name}." if parent else f"{name}.")
+        for name, child in modules[parent].named_children()
+        if child not in (head, decoder) and f"{parent}.{name}".lstrip(".") not in parents
     ]
 
 

@@ -4,7 +4,7 @@
 second.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +14,7 @@ CACHED, ON_GPU = 512 * 1024, 16 * 1024 * 1024
 
 
 class StoredTensor(NamedTuple):
-    """Name, dtype and shape of a tensor in a checkpoint.
-
-    Attributes:
-        name: Its name.
-        dtype: Its dtype.
-        shape: Its shape.
-    """
+    """Name, dtype and shape of a tensor in a checkpoint."""
 
     name: str
     dtype: torch.dtype
@@ -33,15 +27,9 @@ class StoredTensor(NamedTuple):
 
 
 def pack(weight: torch.Tensor, library_scheme: Any, checkpoint_format: str) -> dict[str, torch.Tensor]:
-    """Round a weight matrix and pack its codes.
+    """Round a weight matrix, (out, in), and pack its codes into the tensors for a checkpoint, by name.
 
-    Args:
-        weight: Weight, (out, in). Not modified.
-        library_scheme: The format.
-        checkpoint_format: The library's name for the storage format of the codes.
-
-    Returns:
-        The tensors for a checkpoint, by name.
+    `checkpoint_format` is the library's name for the storage format of the codes.
     """
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization.utils import calculate_qparams
@@ -99,14 +87,6 @@ def dequantize(tensors: Mapping[str, torch.Tensor], args: Any) -> torch.Tensor:
     codes = unpack(tensors, args).to(scale.dtype)
     weight: torch.Tensor = forward.dequantize(codes, scale, args=args)
     return weight
-
-
-def extrapolate(small: torch.Size, large: torch.Size, counts: Sequence[int]) -> torch.Size:
-    """Return a tensor's shape for a weight of so many blocks, given its shapes for 1 x 1 and 2 x 2 blocks.
-
-    Every dimension is constant or proportional to one of the weight's.
-    """
-    return torch.Size(a + (b - a) * (count - 1) for a, b, count in zip(small, large, counts, strict=False))
 
 
 def _groups(weight: torch.Tensor, args: Any) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trl_qurl.quantization import packing
-from trl_qurl.quantization.packing import StoredTensor, extrapolate
+from trl_qurl.quantization.packing import StoredTensor
 
 HEAD = "lm_head"
 """Last part of an output head's name."""
@@ -45,8 +45,8 @@ class QuantizationScheme:
         preset: Name of the same format among compressed-tensors' presets.
         checkpoint_format: compressed-tensors' name for the storage format of weights.
         description: The format in a few words, for model cards and help texts.
-        gpus: Lowest CUDA compute capability for which vLLM has kernels (not counting emulation), and the first one
-            that is too high (`None` for no limit). Below it, vLLM may still run the weights with exact activations.
+        lowest_gpu: Lowest CUDA compute capability for which vLLM has kernels (not counting emulation). Below it, vLLM
+            may still run the weights with exact activations.
         cpus: Whether vLLM has kernels for CPUs.
         round_activations: Function that rounds a layer's inputs (..., in) as vLLM's kernels do; `None` if they stay
             exact.
@@ -59,7 +59,7 @@ class QuantizationScheme:
     preset: str
     checkpoint_format: str
     description: str
-    gpus: tuple[tuple[int, int], tuple[int, int] | None]
+    lowest_gpu: tuple[int, int]
     cpus: bool
     round_activations: Callable[[torch.Tensor], torch.Tensor] | None = None
     heads: bool = True
@@ -82,16 +82,10 @@ class QuantizationScheme:
         return self.library_scheme.weights
 
     @property
-    def weight_bits(self) -> int:
-        """Bits per weight."""
-        bits: int = self.weight_args.num_bits
-        return bits
-
-    @property
     def served_as(self) -> str:
         """Identifier of the format in an engine: a checkpoint format alone may have several widths or shapes."""
         blocks = " in blocks" if self.weight_args.block_structure else ""
-        return f"{self.weight_bits}-bit {self.checkpoint_format}{blocks}"
+        return f"{self.weight_args.num_bits}-bit {self.checkpoint_format}{blocks}"
 
     def runs_on(self, capability: tuple[int, int] | None) -> bool:
         """Return whether vLLM has kernels for this format.
@@ -102,21 +96,7 @@ class QuantizationScheme:
         Returns:
             True if rollouts in this format make sense on that device.
         """
-        if capability is None:
-            return self.cpus
-        lowest, too_high = self.gpus
-        return capability >= lowest and (too_high is None or capability < too_high)
-
-    def rounds_activations(self, capability: tuple[int, int] | None) -> bool:
-        """Return whether vLLM's kernels round activations on a device.
-
-        Args:
-            capability: CUDA compute capability of a GPU; `None` for a CPU.
-
-        Returns:
-            True if they do. On older GPUs vLLM runs FP8 and MXFP8 checkpoints with weight-only kernels.
-        """
-        return capability is None or capability >= self.gpus[0]
+        return self.cpus if capability is None else capability >= self.lowest_gpu
 
     def layout(self, shape: Sequence[int], dtype: torch.dtype) -> list[StoredTensor]:
         """Describe the tensors that `quantize` makes of a weight.
@@ -131,10 +111,13 @@ class QuantizationScheme:
         height, width = self.weight_args.block_structure or (1, self.weight_args.group_size or 1)
         small, large = _samples(self, height, width, dtype)
         blocks = (shape[0] // height, shape[1] // width)
-        return [
-            StoredTensor(name, tensor.dtype, extrapolate(tensor.shape, large[name].shape, blocks))
-            for name, tensor in small.items()
-        ]
+        result = []
+        for name, tensor in small.items():
+            # Every dimension is constant or proportional to one of the weight's.
+            sizes = zip(tensor.shape, large[name].shape, blocks, strict=False)
+            full_shape = torch.Size(one + (two - one) * (count - 1) for one, two, count in sizes)
+            result.append(StoredTensor(name, tensor.dtype, full_shape))
+        return result
 
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """Quantize one weight matrix.
@@ -156,30 +139,20 @@ class QuantizationScheme:
         with torch.no_grad():
             return packing.pack(weight, self.library_scheme, self.checkpoint_format)
 
-    def dequantize(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
         """Compute the weight that quantized tensors represent.
 
         Args:
             tensors: Result of `quantize`.
+            dtype: Dtype of an engine, which rounds scales of packed integers to it; `None` leaves them as they are.
 
         Returns:
             The weight, (out, in), in the dtype of its scales, or in float32 if those are powers of two.
         """
+        if dtype is not None and "weight_shape" in tensors:
+            scale = tensors["weight_scale"]
+            tensors = {**tensors, "weight_scale": scale.to(dtype).to(scale.dtype)}
         return packing.dequantize(tensors, self.weight_args)
-
-    def in_engine(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return quantized tensors as an engine holds them: scales of packed integers are rounded to its dtype.
-
-        Args:
-            tensors: Result of `quantize`.
-            dtype: The engine's dtype.
-
-        Returns:
-            Tensors for `dequantize`.
-        """
-        scale = tensors["weight_scale"]
-        rounded = {"weight_scale": scale.to(dtype).to(scale.dtype)} if "weight_shape" in tensors else {}
-        return {**tensors, **rounded}
 
     def codes(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the codes, for counting how many an update changes.
@@ -192,16 +165,21 @@ class QuantizationScheme:
         """
         return packing.unpack(tensors, self.weight_args).view(torch.uint8)
 
-    def quantize_activations(self, activations: torch.Tensor) -> torch.Tensor:
+    def quantize_activations(
+        self, activations: torch.Tensor, capability: tuple[int, int] | None = None
+    ) -> torch.Tensor:
         """Round a layer's inputs as the engine's kernels do.
 
         Args:
             activations: Inputs, (..., in).
+            capability: CUDA compute capability of the engine's GPU; `None` for a CPU.
 
         Returns:
-            The rounded inputs, in the same dtype; the same tensor if the format leaves them exact.
+            The rounded inputs, in the same dtype; the same tensor if the format, or its kernels for that GPU, leave
+            them exact.
         """
-        return activations if self.round_activations is None else self.round_activations(activations)
+        is_exact = capability is not None and capability < self.lowest_gpu
+        return activations if is_exact or self.round_activations is None else self.round_activations(activations)
 
     def refusal(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> str | None:
         """Return why the scheme cannot store a weight.

@@ -16,7 +16,7 @@ import torch
 from trl_qurl.quantization.checkpoint_form import CheckpointForm
 from trl_qurl.quantization.fake_quantization import QuantizedLinear, quantized_linears
 from trl_qurl.quantization.scheme import QuantizationScheme
-from trl_qurl.quantization.weight_stream import WeightStream
+from trl_qurl.quantization.stream import WeightStream
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
 """Groups of layers that vLLM fuses if one module has all of them."""
@@ -46,7 +46,7 @@ def estimate_kl(model: Any, weights: WeightStream, sequences: Iterable[Sequence[
     """
     estimates = dict.fromkeys(weights.layers, 0.0)
     generator, count = torch.Generator(model.device).manual_seed(0), 0
-    with torch.enable_grad(), _evaluation_mode(model), _rounding_errors(model, weights) as errors:
+    with torch.enable_grad(), _rounding_errors(model, weights) as errors:
         for tokens in sequences:
             tokens = tokens[: MOST_TOKENS - count]
             if not tokens:
@@ -67,18 +67,8 @@ def estimate_kl(model: Any, weights: WeightStream, sequences: Iterable[Sequence[
 
 
 @contextmanager
-def _evaluation_mode(model: Any) -> Iterator[None]:
-    was_training = model.training
-    model.eval()  # no dropout and no gradient checkpointing
-    try:
-        yield
-    finally:
-        model.train(was_training)
-
-
-@contextmanager
 def _rounding_errors(model: Any, weights: WeightStream) -> Iterator[list[tuple[str, torch.Tensor, torch.Tensor]]]:
-    """Collect every layer's name, its exact output, and its rounding error, in each forward pass."""
+    """Collect every layer's name, exact output and rounding error in each forward pass, in evaluation mode."""
     errors: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
     def hook_of(name: str, function: QuantizedLinear) -> Any:
@@ -91,9 +81,12 @@ def _rounding_errors(model: Any, weights: WeightStream) -> Iterator[list[tuple[s
     assert weights.scheme is not None, "the stream must quantize"
     functions = quantized_linears(model, weights.layers, weights.scheme, weights.smoothing)
     hooks = [function.layer.register_forward_hook(hook_of(name, function)) for name, function in functions.items()]
+    was_training = model.training
+    model.eval()  # no dropout and no gradient checkpointing
     try:
         yield errors
     finally:
+        model.train(was_training)
         for hook in hooks:
             hook.remove()
 
@@ -101,13 +94,7 @@ def _rounding_errors(model: Any, weights: WeightStream) -> Iterator[list[tuple[s
 def sensitive_layers(model: Any, weights: WeightStream, sequences: Iterable[Sequence[int]]) -> tuple[str, ...]:
     """Return the layers to keep in 16 bits: the ones with the most KL per byte, up to a tenth of the bytes.
 
-    Args:
-        model: As for `estimate_kl`.
-        weights: As for `estimate_kl`.
-        sequences: As for `estimate_kl`.
-
-    Returns:
-        Names, sorted by KL per byte, largest first.
+    The arguments are those of `estimate_kl`. Names are sorted by KL per byte, largest first.
     """
     assert weights.scheme is not None, "the stream must quantize"
     estimates, sizes = estimate_kl(model, weights, sequences), extra_bytes(model, weights.scheme, weights.layers)
@@ -127,10 +114,10 @@ def by_worth(estimates: Mapping[tuple[str, ...], float], sizes: Mapping[str, int
 
 
 def fused_groups(layers: Iterable[str]) -> list[tuple[str, ...]]:
-    """Group the layers that an engine fuses, in order: projections with one input, and all experts of a block."""
+    """Group the layers that an engine fuses: projections with one input, and all experts of a block."""
     fused = {name: names[0] for names in FUSED for name in names}
     groups: dict[str, list[str]] = {}
-    for layer in sorted(layers, key=_by_depth):
+    for layer in sorted(layers):
         block, is_expert, _ = layer.partition(".experts.")
         parent, _, own = layer.rpartition(".")
         groups.setdefault(block if is_expert else f"{parent}.{fused.get(own, own)}", []).append(layer)
@@ -149,8 +136,3 @@ def extra_bytes(model: torch.nn.Module, scheme: QuantizationScheme, layers: Coll
         quantized = sum(tensor.nbytes for tensor in scheme.layout(shapes[layer], torch.bfloat16))
         sizes[layer] = 2 * shapes[layer].numel() - quantized
     return sizes
-
-
-def _by_depth(layer: str) -> list[Any]:
-    """Return a sort key that puts `layers.10` after `layers.9`."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in layer.split(".")]

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from trl_qurl.quantization.architectures import ARCHITECTURES
-from trl_qurl.quantization.checkpoint_form import CheckpointForm, parameter_name, plain_model
+from trl_qurl.quantization.architectures import ARCHITECTURES, decoder_layers
+from trl_qurl.quantization.checkpoint_form import CheckpointForm, NamedTensors, parameter_name, plain_model
 from trl_qurl.quantization.layers import linear_layers
-from trl_qurl.quantization.stream import NamedTensors
 
 ALPHA = 0.4
 """Share of the range that moves from inputs to weights: 0 for none, 1 for all."""
@@ -42,17 +41,11 @@ nothing."""
 
 @dataclass(frozen=True)
 class Source:
-    """Source of some channels, and the layers that read them.
-
-    Attributes:
-        name: Module that produces them, a norm or a linear layer.
-        layers: Linear layers that read them.
-        gain_offset: The norm multiplies by gain_offset + weight; 0 for a linear layer.
-    """
+    """Source of some channels, a norm or a linear layer, and the linear layers that read them."""
 
     name: str
     layers: tuple[str, ...]
-    gain_offset: float = 0.0
+    gain_offset: float = 0.0  # a norm multiplies by gain_offset + weight
 
 
 class Smoothing:
@@ -134,11 +127,8 @@ class Smoothing:
     def fit(self, is_shared: bool = True) -> bool:
         """Refit the scales to the inputs since the last fit and the weights as last sent.
 
-        Args:
-            is_shared: Whether all processes fit the same scales to the inputs of all. This is a collective operation.
-
-        Returns:
-            True if there were inputs to fit to.
+        If `is_shared`, all processes fit the same scales to the inputs of all; this is a collective operation. Returns
+        whether there were inputs.
         """
         has_inputs = False
         for name, source in self._sources.items():
@@ -155,11 +145,7 @@ class Smoothing:
     def fold(self, named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
         """Fold the scales into tensors of a checkpoint, and record the weight magnitudes for the next fit.
 
-        Args:
-            named_tensors: Tensors in full precision, under their names in the checkpoint. Not modified.
-
-        Yields:
-            The same tensors, but smoothed layers and their sources are rescaled.
+        Yields the same full-precision tensors, but smoothed layers and their sources are rescaled copies.
         """
         for name, tensor in named_tensors:
             module, _, attribute = name.rpartition(".")
@@ -216,35 +202,22 @@ def can_smooth(model: Any) -> bool:
 
 
 def sources(model: Any) -> list[Source]:
-    """List the modules with outputs that can be rescaled, in model order.
+    """List the modules with outputs that can be rescaled, in model order, under their names in the checkpoint.
 
-    Args:
-        model: A transformers model, or a PEFT model around one.
-
-    Returns:
-        Sources under their names in the checkpoint. Layers without a norm or linear layer before them have none.
-
-    Raises:
-        ValueError: If the model's type is not in `ARCHITECTURES`.
+    Layers without a norm or linear layer before them have none. Raises `ValueError` for model types that are not in
+    `ARCHITECTURES`.
     """
     base, form = plain_model(model), CheckpointForm(model)
-    if not can_smooth(model):
-        raise ValueError(
-            f"Smoothing does not know which norm feeds which layer in model type {base.config.model_type!r}. Known: "
-            f"{', '.join(ARCHITECTURES)}. Leave smooth_activations out, or set it to False."
-        )
-    feeds, offset = ARCHITECTURES[base.config.model_type]
+    way_out = "Leave smooth_activations out, or set it to False."
+    (feeds, offset), blocks = decoder_layers(base, "Smoothing", way_out)
     result = []
-    for path, block in base.named_modules():
-        if not feeds.keys() <= dict(block.named_children()).keys():
-            continue
-        inside = {name for name, _ in block.named_modules()}
+    for path, block in blocks.items():
 
         def full_name(name: str, path: str = path) -> str:
             return form.name(parameter_name(f"{path}.{name}"))
 
         result += [Source(full_name(norm), tuple(map(full_name, linears)), offset) for norm, linears in feeds.items()]
-        if inside.issuperset(LINEAR_PAIR):  # not with fused layers
+        if dict(block.named_modules()).keys() >= set(LINEAR_PAIR):  # not with fused layers
             maker, reader = map(full_name, LINEAR_PAIR)
             result.append(Source(maker, (reader,)))
     return result

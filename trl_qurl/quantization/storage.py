@@ -1,40 +1,39 @@
 """Checkpoint directories that are either complete or absent, so readers never see a partial one.
 
-Tensors come from a stream and are written in shards; memory holds one shard at a time.
+Tensors come from a stream and are written in shards; memory holds one shard at a time. Checkpoints that servers start
+from, and the demo's pretrained policy, are kept between runs in a cache.
 """
 
-import errno
 import json
 import os
-import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
+from filelock import FileLock
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from trl_qurl.quantization.stream import NamedTensors
+from trl_qurl.quantization.checkpoint_form import NamedTensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-INDEX_NAME = "model.safetensors.index.json"
+CACHE_VARIABLE = "TRL_QURL_CACHE"
 
-UNWRITABLE = ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "ENOTDIR", "EFBIG", "EIO")
-"""System errors that mean a directory cannot be written."""
+INDEX_NAME = "model.safetensors.index.json"
 
 
 @contextmanager
 def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Create a directory atomically: the block fills a temporary one, which replaces `path` if the block succeeds.
 
-    If it fails, nothing is left behind, and an existing `path` stays as it was. If the system refuses to write, raises
-    `OSError`, no matter which library noticed. Other errors pass unchanged.
+    If it fails, nothing is left behind, and an existing `path` stays as it was. Raises `OSError` if the system refuses
+    to write, also where safetensors noticed.
     """
     final = Path(path)
     tmp = final.parent / f".{final.name}-{uuid.uuid4().hex[:8]}"
@@ -45,14 +44,11 @@ def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
         if final.exists():
             os.replace(final, old)
         os.replace(tmp, final)
-    except Exception as error:
-        reason = _write_failure(error)
-        if reason is None:
-            raise
+    except (OSError, SafetensorError) as error:
         raise OSError(
-            f"The checkpoint directory {final} cannot be written ({reason}): free space there, or choose a writable "
-            "directory with enough room (rollout_checkpoint_dir in the config, output_dir of save_quantized, OUT on "
-            "the command line)."
+            f"The checkpoint directory {final} cannot be written ({error}). If it lacks space or permissions, free "
+            "space there, or choose another directory (rollout_checkpoint_dir in the config, output_dir of "
+            "save_quantized, OUT on the command line)."
         ) from error
     finally:
         for leftover in (tmp, old):
@@ -62,21 +58,15 @@ def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
 def check_replaceable(path: str | os.PathLike[str]) -> None:
     """Raise `FileExistsError` unless `path` does not exist, is an empty directory, or holds a quantized checkpoint."""
     path = Path(path)
-    if not path.exists() or (path.is_dir() and (not any(path.iterdir()) or _is_quantized_checkpoint(path))):
+    config = path / "config.json"
+    is_checkpoint = config.is_file() and '"quantization_config"' in config.read_text(encoding="utf-8")
+    if not path.exists() or is_checkpoint or (path.is_dir() and not any(path.iterdir())):
         return
     contents = f"holds {', '.join(sorted(os.listdir(path))[:3])}, ..." if path.is_dir() else "is a file"
     raise FileExistsError(
         f"{path} {contents} and would be replaced, but it is not a quantized checkpoint: choose a directory that does "
         "not exist yet, an empty one, or an earlier quantized checkpoint."
     )
-
-
-def _is_quantized_checkpoint(directory: Path) -> bool:
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and "quantization_config" in config
 
 
 def write_tensors(named_tensors: NamedTensors, directory: Path, shard_bytes: int = 2 * 1024**3) -> None:
@@ -149,10 +139,20 @@ def write_config(model: "PreTrainedModel", directory: Path, quantization: dict |
     (directory / "config.json").write_text(text + "\n")
 
 
-def _write_failure(error: Exception) -> str | None:
-    """Return the system's reason for not writing; `None` if the error is about something else."""
-    number = error.errno if isinstance(error, OSError) else None
-    if number is None:  # safetensors and tokenizers wrap system errors
-        match = re.search(r"\(os error (\d+)\)|code: (\d+)", str(error))
-        number = int(match[1] or match[2]) if match else None
-    return os.strerror(number).lower() if number and errno.errorcode.get(number) in UNWRITABLE else None
+def cache_directory() -> Path:
+    """Return the cache: `$TRL_QURL_CACHE`, or `trl-qurl` in the user's cache directory."""
+    if override := os.environ.get(CACHE_VARIABLE):
+        return Path(override)
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "trl-qurl"
+
+
+def cached(path: Path, make: Callable[[Path], None]) -> Path:
+    """Create a directory with `make` if it is missing; one process makes it while the others wait.
+
+    `make` must be atomic, and the name must encode everything that the contents depend on.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            make(path)
+    return path

@@ -16,8 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enabled
 
-from trl_qurl.quantization.architectures import ARCHITECTURES, Architecture
-from trl_qurl.quantization.parameters import whole
+from trl_qurl.quantization.architectures import decoder_layers
+from trl_qurl.quantization.checkpoint_form import whole
 
 logger = logging.getLogger(__name__)
 
@@ -80,24 +80,20 @@ def _scalable_weights(
     model: PreTrainedModel, scale: float
 ) -> list[tuple[torch.Tensor, tuple[torch.Tensor, ...], float]]:
     """Return each norm's weight, the weights it feeds, and the gain's offset, after checking all of them."""
-    feeds, offset = _architecture(model)
-    layers = [
-        (name, module)
-        for name, module in model.named_modules()
-        if feeds.keys() <= dict(module.named_children()).keys()
-    ]
-    if not layers:
+    if is_peft_model(model):
         raise ValueError(
-            f"The model type is {model.config.model_type!r}, but no layer has all of "
-            f"{', '.join(sorted(feeds))}. UAQ cannot scale it; set uaq_scale=1.0."
+            "Got a PEFT model. An adapter trained on the scaled base does not fit the unscaled base that it is later "
+            "loaded on. Set uaq_scale=1.0, or scale and save the base first and train the adapter on that copy."
         )
+    (feeds, offset), layers = decoder_layers(model, "UAQ", "Set uaq_scale=1.0 to train without it.")
+    modules = dict(model.named_modules())
     groups = [
         (
-            _weight(layer, layer_name, norm, nn.Module),
-            tuple(_weight(layer, layer_name, linear, nn.Linear) for linear in linears),
+            _weight(modules, f"{path}.{norm}", nn.Module),
+            tuple(_weight(modules, f"{path}.{linear}", nn.Linear) for linear in linears),
             offset,
         )
-        for layer_name, layer in layers
+        for path in layers
         for norm, linears in feeds.items()
     ]
     halves = {t.dtype for norm, linears, _ in groups for t in (norm, *linears)} & {torch.bfloat16, torch.float16}
@@ -111,36 +107,21 @@ def _scalable_weights(
     return groups
 
 
-def _architecture(model: PreTrainedModel) -> Architecture:
-    if is_peft_model(model):
-        raise ValueError(
-            "Got a PEFT model. An adapter trained on the scaled base does not fit the unscaled base that it is later "
-            "loaded on. Set uaq_scale=1.0, or scale and save the base first and train the adapter on that copy."
-        )
-    model_type = model.config.model_type
-    if model_type not in ARCHITECTURES:
-        raise ValueError(
-            f"UAQ does not know which norm feeds which layer in model type {model_type!r}. Known: "
-            f"{', '.join(ARCHITECTURES)}. Set uaq_scale=1.0 to train without it."
-        )
-    return ARCHITECTURES[model_type]
-
-
-def _weight(layer: nn.Module, layer_name: str, name: str, cls: type[nn.Module]) -> torch.Tensor:
-    module = dict(layer.named_modules()).get(name)
+def _weight(modules: dict[str, nn.Module], name: str, cls: type[nn.Module]) -> torch.Tensor:
+    module = modules.get(name)
     weight = getattr(module, "weight", None)
     if not isinstance(module, cls) or not isinstance(weight, nn.Parameter) or not weight.is_floating_point():
         actual = f"a {type(module).__name__} of {weight.dtype}" if isinstance(weight, nn.Parameter) else "none"
         raise ValueError(
-            f"UAQ needs a plain floating-point layer {layer_name}.{name} and found {actual}: load the model without "
-            "adapters, fused or quantized layers, or set uaq_scale=1.0."
+            f"UAQ needs a plain floating-point layer {name} and found {actual}: load the model without adapters, "
+            "fused or quantized layers, or set uaq_scale=1.0."
         )
     # ZeRO-3 gathers its shards later. FSDP may load only on the first process, which sends its scaled weights.
     arrives_later = is_deepspeed_zero3_enabled() or is_fsdp_enabled()
     if (weight.is_meta or weight.numel() == 0) and not arrives_later:
         raise ValueError(
-            f"The weight of {layer_name}.{name} is not in memory here: shape {tuple(weight.shape)}, device "
-            f"{weight.device}. Scale the checkpoint in advance, in one process: from_pretrained, scale_model_, "
-            "save_pretrained. Or set uaq_scale=1.0."
+            f"The weight of {name} is not in memory here: shape {tuple(weight.shape)}, device {weight.device}. Scale "
+            "the checkpoint in advance, in one process: from_pretrained, scale_model_, save_pretrained. Or set "
+            "uaq_scale=1.0."
         )
     return weight

@@ -15,10 +15,8 @@ from accelerate.utils import is_peft_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trl_qurl.quantization.checkpoint_form import CheckpointForm, parameter_name
-from trl_qurl.quantization.parameters import whole
+from trl_qurl.quantization.checkpoint_form import CheckpointForm, NamedTensors, parameter_name, whole
 from trl_qurl.quantization.storage import new_directory, write_tensors
-from trl_qurl.quantization.stream import NamedTensors
 
 ADAPTER_FILE = "adapter_model.safetensors"  # PEFT's name, which vLLM expects
 

@@ -23,7 +23,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.checkpoint_form import parameter_name, persistent_buffers
 from trl_qurl.quantization.layers import check_recurrent_layers
-from trl_qurl.quantization.weight_stream import on_grid
+from trl_qurl.quantization.stream import on_grid
 from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, engine_rank, write_adapter
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine.colocated import (

@@ -26,7 +26,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
-from trl_qurl.quantization.stream import NamedTensors
+from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.rollout.settings import RolloutSettings
 
 Write = Callable[[NamedTensors, Path], None]

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from trl_qurl.quantization.checkpoint_form import expert_layers, parameter_name
-from trl_qurl.quantization.parameters import whole
-from trl_qurl.quantization.rounded_base import check_unrounded, round_base
+from trl_qurl.quantization.checkpoint_form import expert_layers, parameter_name, whole
+from trl_qurl.quantization.fake_quantization import check_unrounded, round_base
 from trl_qurl.quantization.storage import read_tensors
-from trl_qurl.quantization.weight_stream import WeightStream
+from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import gathered, plain_name
 from trl_qurl.rollout.checks.tensors import base_digests
 from trl_qurl.rollout.directory import CheckpointFolder

@@ -15,7 +15,7 @@ from trl.distributed import DistributedBackend
 from trl_qurl.quantization.layers import AUTO, ignored_modules
 from trl_qurl.quantization.sensitivity import sensitive_layers
 from trl_qurl.quantization.smoothing import can_smooth
-from trl_qurl.quantization.weight_stream import WeightStream
+from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.settings import RolloutSettings
 
 logger = get_logger(__name__)  # of the main process

@@ -6,8 +6,8 @@ The path of a weight tensor, file by file:
    merged.
 2. `rollout/sync.py` (this file): names the update, and meters the stream of tensors that it sends (bytes, seconds,
    digests).
-3. `quantization/weight_stream.py`: splits each parameter as the model's checkpoint does, under its names
-   (`checkpoint_form.py`), and turns each weight into the tensors of its format, one layer at a time (`stream.py`).
+3. `quantization/stream.py`: splits each parameter as the model's checkpoint does, under its names
+   (`checkpoint_form.py`), and turns each weight into the tensors of its format, one layer at a time.
 4. `quantization/scheme.py`, `quantization/packing.py`: rounding and packing, by compressed-tensors.
 5. `rollout/transports.py`: in this process, over NCCL, or as checkpoint files
    (6. `quantization/storage.py`, which writes and reads them).
@@ -29,8 +29,7 @@ from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.distributed import DistributedBackend
 
 from trl_qurl.quantization.checkpoint_form import expert_layers
-from trl_qurl.quantization.stream import Observer
-from trl_qurl.quantization.weight_stream import WeightStream
+from trl_qurl.quantization.stream import Observer, WeightStream
 from trl_qurl.rollout.adapter import adapter_tensors
 from trl_qurl.rollout.checks.probe import ProbeAnswer, ProbeJudge, ask_engine, run_probe
 from trl_qurl.rollout.checks.tensors import MeteredStream, find_not_finite, require_finite

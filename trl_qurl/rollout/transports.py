@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from trl_qurl.quantization.stream import NamedTensors
-from trl_qurl.quantization.weight_stream import WeightStream
+from trl_qurl.quantization.checkpoint_form import NamedTensors
+from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.checks.tensors import MeteredStream
 from trl_qurl.rollout.directory import CheckpointFolder, Write
 from trl_qurl.rollout.engine.interface import Engine, TensorMetadata, WeightUpdate

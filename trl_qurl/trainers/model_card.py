@@ -86,10 +86,11 @@ def quantized_card(
         if adapter_rank
         else ""
     )
+    bits = scheme.weight_args.num_bits
     return ModelCard(
         f"---\n{data.to_yaml()}\n---\n\n"
         f"# {name}\n\n"
-        f"This is a {scheme.weight_bits}-bit {copy}{link}, in the format of compressed-tensors: {scheme.description}. "
+        f"This is a {bits}-bit {copy}{link}, in the format of compressed-tensors: {scheme.description}. "
         f"Kept in full precision: {ignored}. No calibration data was used.\n\n"
         "## Serving\n\n"
         f"```bash\nvllm serve {name}{options if adapter_rank else ''}\n```{adapter_note}\n\n"

@@ -107,7 +107,7 @@ def make_prompts(job: Job) -> list[dict[str, list[int]]]:
 def measure_sync(llm: LLM, policy: Any, job: Job, device: torch.device) -> tuple[Timing, int]:
     """Time quantizing and loading, as in a colocated trainer before each rollout; also return the bytes loaded."""
     from trl_qurl.quantization.checkpoint_form import parameter_name
-    from trl_qurl.quantization.weight_stream import WeightStream
+    from trl_qurl.quantization.stream import WeightStream
     from trl_qurl.rollout.engine.colocated import ColocatedEngine
     from trl_qurl.rollout.engine.interface import WeightUpdate
 

@@ -78,7 +78,7 @@ def prepare_policy(console: Console) -> Path:
     """Return the directory of the warm-started policy, training it with a progress bar if it is not cached."""
     from trl_qurl.lab.demo.record import progress_bar
     from trl_qurl.lab.demo.warm_start import WarmStartSettings, cached_warm_start
-    from trl_qurl.quantization.cache import cache_directory
+    from trl_qurl.quantization.storage import cache_directory
 
     with progress_bar(console, "accuracy {task.fields[accuracy]:.3f}") as bar:
         task = bar.add_task("Warm start, update", total=None, accuracy=0.0, visible=False)

@@ -82,7 +82,7 @@ def check_formats() -> Line:
     """List the formats with vLLM kernels on this machine, and what the others need."""
     here = [*(scheme.name for scheme in available_schemes()), UNQUANTIZED]
     text = f"vLLM runs {', '.join(here)} (16 bits) here"
-    others = [f"{name} {'.'.join(map(str, SCHEMES[name].gpus[0]))}" for name in SCHEMES if name not in here]
+    others = [f"{name} {'.'.join(map(str, SCHEMES[name].lowest_gpu))}" for name in SCHEMES if name not in here]
     if others:
         text += f". Lowest compute capability for the others: {', '.join(others)}"
     return Line("formats", text, data={"formats": here})

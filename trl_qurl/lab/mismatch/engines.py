@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from trl_qurl.quantization.scheme import QuantizationScheme
-    from trl_qurl.quantization.weight_stream import WeightStream
+    from trl_qurl.quantization.stream import WeightStream
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Engines:
     def weights(self, scheme: QuantizationScheme, ignore: Sequence[str]) -> Iterator[WeightStream]:
         """Move the policy to its device and yield its weights in a format, smoothed on the prompts as in training."""
         from trl_qurl.quantization.smoothing import can_smooth
-        from trl_qurl.quantization.weight_stream import WeightStream
+        from trl_qurl.quantization.stream import WeightStream
 
         with self.policy() as policy:
             smooths = self._smooths and scheme.is_smoothed and can_smooth(policy)
@@ -150,7 +150,7 @@ class Engines:
     def _checkpoint(self, name: str, ignore: Sequence[str]) -> Iterator[str]:
         """Yield a temporary directory with the weights in a format."""
         from trl_qurl.quantization.checkpoint import CheckpointWriter
-        from trl_qurl.quantization.weight_stream import model_parameters
+        from trl_qurl.quantization.stream import model_parameters
         from trl_qurl.rollout.directory import CheckpointDirectory
 
         scheme = find_scheme(name)

@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from trl_qurl.quantization.checkpoint_form import expert_modules
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.formats import FP8_CACHES
-from trl_qurl.quantization.weight_stream import WeightStream
+from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.engine.interface import Continuation, Engine
 from trl_qurl.rollout.errors import SyncError
 

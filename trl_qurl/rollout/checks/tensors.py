@@ -15,7 +15,7 @@ from itertools import zip_longest
 
 import torch
 
-from trl_qurl.quantization.stream import NamedTensors
+from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.rollout.engine.interface import NOT_RECEIVED, TensorMetadata
 from trl_qurl.rollout.errors import SyncError
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trl_qurl.quantization.stream import NamedTensors
+from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.rollout.errors import SyncError
 
 Item = tuple[str, torch.Tensor]

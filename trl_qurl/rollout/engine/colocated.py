@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_qurl.quantization.stream import NamedTensors
+from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.rollout.adapter import engine_rank
 from trl_qurl.rollout.engine.cpu_checks import check_cpu_backend, check_cpu_build
 from trl_qurl.rollout.engine.cpu_memory import cpu_cache_arguments

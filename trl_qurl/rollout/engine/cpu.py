@@ -27,7 +27,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from trl_qurl.quantization.stream import NamedTensors
+from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.rollout.engine.interface import CPU_LOAD_FORMAT
 
 if TYPE_CHECKING:

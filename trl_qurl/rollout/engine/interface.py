@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trl_qurl.quantization.stream import NamedTensors
+from trl_qurl.quantization.checkpoint_form import NamedTensors
 
 FRESH = "default"
 """Version of the weights that an engine starts with."""

@@ -18,11 +18,11 @@ from typing import NoReturn
 
 import torch
 
-from trl_qurl.quantization.cache import cache_directory, cached
 from trl_qurl.quantization.checkpoint import CheckpointWriter, load_model
 from trl_qurl.quantization.formats import check_kv_cache, get_scheme
 from trl_qurl.quantization.layers import check_recurrent_layers
-from trl_qurl.quantization.weight_stream import model_parameters
+from trl_qurl.quantization.storage import cache_directory, cached
+from trl_qurl.quantization.stream import WeightStream, model_parameters
 from trl_qurl.rollout.engine.cpu_memory import cpu_cache_arguments
 from trl_qurl.rollout.engine.http import KEY_GUARD
 from trl_qurl.rollout.engine.interface import CPU_LOAD_FORMAT
@@ -54,9 +54,10 @@ def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str], trust_re
         print(f"Quantizing {model} to {scheme} (cached in {path})", flush=True)
         full_model, tokenizer = load_model(model, trust_remote_code)
         check_recurrent_layers(full_model)
-        writer = CheckpointWriter(full_model, tokenizer, get_scheme(scheme), ignore)
+        target = get_scheme(scheme)
         # A trainer makes the same codes from weights of any dtype, and compares an adapter's base with them.
-        writer.quantize(model_parameters(full_model), path, is_exact=True)
+        tensors = WeightStream(full_model, target, ignore).tensors(model_parameters(full_model), is_exact=True)
+        CheckpointWriter(full_model, tokenizer, target, ignore).write(tensors, path)
 
     return cached(cache_directory() / f"{Path(model).name}-{scheme}-{key.hexdigest()}", make)
 

@@ -15,9 +15,9 @@ import requests
 import torch
 from trl.generation.vllm_client import VLLMClient
 
+from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.formats import UNQUANTIZED, check_kv_cache
 from trl_qurl.quantization.scheme import QuantizationScheme
-from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.checks.tensors import check_metadata, differences
 from trl_qurl.rollout.engine.broadcast import BUFFER_BYTES, Broadcast, in_background
 from trl_qurl.rollout.engine.http import API_KEY_VARIABLE, BoundedRequests, add_key

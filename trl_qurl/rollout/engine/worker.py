@@ -16,8 +16,8 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.platforms import current_platform
 
+from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.storage import read_tensors, tensor_shapes
-from trl_qurl.quantization.stream import NamedTensors
 from trl_qurl.rollout.checks.reload import watched_reload
 from trl_qurl.rollout.checks.tensors import ReceivedTensors, base_digests, compare_digests, tensor_digest
 from trl_qurl.rollout.engine.interface import FRESH, NOT_RECEIVED, Digests, WeightUpdate
