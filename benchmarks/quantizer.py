@@ -32,8 +32,9 @@ from rich.table import Table
 from safetensors import safe_open
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from trl_qurl.quantization import SCHEMES, QuantizationScheme, get_scheme, quantize_weights, quantized_layer_names
+from trl_qurl.quantization import SCHEMES, QuantizationScheme, get_scheme, quantized_layer_names
 from trl_qurl.quantization.checkpoint import CheckpointWriter, check_quantizer
+from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.directory import CheckpointDirectory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -82,9 +83,9 @@ class Shape:
 
 def run_stream(model: PreTrainedModel, scheme: QuantizationScheme, directory: Path) -> dict[str, float]:
     """What a colocated sync makes: each tensor is dropped as soon as the engine would have it."""
-    layers = quantized_layer_names(model, IGNORE)
+    stream = WeightStream(model, scheme, IGNORE)
     start = time.perf_counter()
-    for _ in quantize_weights(parameters(model), scheme, layers):
+    for _ in stream.tensors(parameters(model)):
         pass
     return {STREAM: now(model) - start}
 

@@ -21,10 +21,10 @@ from trl_qurl.quantization import (
     checkpoint,
     get_scheme,
     packing,
-    quantize_weights,
     quantized_layer_names,
     write_checkpoint,
 )
+from trl_qurl.quantization.stream import WeightStream, model_parameters
 
 needs_llmcompressor = pytest.mark.skipif(
     importlib.util.find_spec("llmcompressor") is None, reason="needs llm-compressor (trl-qurl[llmcompressor])"
@@ -32,10 +32,6 @@ needs_llmcompressor = pytest.mark.skipif(
 
 INT8, FP8, W4A16, W8A16 = (SCHEMES[name] for name in ("int8", "fp8", "w4a16", "w8a16"))
 FP8_BLOCK, MXFP8 = (SCHEMES[name] for name in ("fp8_block", "mxfp8"))
-
-
-def named_parameters(model):
-    return ((name, parameter.data) for name, parameter in model.named_parameters())
 
 
 def round_to(scheme, weight):
@@ -261,7 +257,7 @@ def test_input_is_untouched_and_other_tensors_pass_through_as_they_are():
     model = tiny_model()
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}
     layers = quantized_layer_names(model)
-    streamed = dict(quantize_weights(named_parameters(model), INT8, layers))
+    streamed = dict(WeightStream(model, INT8).tensors(model_parameters(model)))
     for name, tensor in model.named_parameters():
         assert torch.equal(tensor, before[name])
         if name.removesuffix(".weight") not in layers:
@@ -281,8 +277,10 @@ def test_codes_stand_for_the_weights():
 
 
 def test_a_layer_that_never_comes_is_an_error():
-    with pytest.raises(ValueError, match="'model.layers.9.mlp.up_proj'"):
-        list(quantize_weights([("x.weight", torch.ones(2, 2))], INT8, {"model.layers.9.mlp.up_proj"}))
+    model = tiny_model()
+    others = [pair for pair in model_parameters(model) if pair[0] != "model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(ValueError, match="1 of 14 layers .*'model.layers.1.mlp.up_proj'"):
+        list(WeightStream(model, INT8).tensors(others))
 
 
 def test_only_floating_matrices_are_quantized():
@@ -353,8 +351,7 @@ def test_layers_of_a_peft_model_are_those_of_its_base():
 
 
 def assert_streamed_equals_llmcompressor(model, scheme, directory, ignore=("lm_head",)):
-    layers = quantized_layer_names(model, ignore)
-    streamed = dict(quantize_weights(named_parameters(model), get_scheme(scheme), layers))
+    streamed = dict(WeightStream(model, get_scheme(scheme), ignore).tensors(model_parameters(model)))
     place = directory / "reference"
     write_checkpoint(model, tiny_tokenizer(), scheme, place, ignore=ignore, quantizer="llmcompressor")
     saved = load_file(directory / "reference" / "model.safetensors")

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tiny import tiny_model, tiny_tokenizer
 
-from trl_qurl.quantization import SCHEMES, quantize_weights, quantized_layer_names, write_checkpoint
+from trl_qurl.quantization import SCHEMES, quantized_layer_names, write_checkpoint
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.checks.tensors import MeteredStream, check_metadata
 from trl_qurl.rollout.engine import broadcast, served
@@ -34,7 +34,7 @@ def parameters(model):
 
 
 def stream(model, scheme, dtype=None):
-    return quantize_weights(parameters(model), scheme, quantized_layer_names(model), dtype=dtype)
+    return WeightStream(model, scheme).tensors(parameters(model), dtype=dtype)
 
 
 def announced(model, scheme, dtype=None):

@@ -12,15 +12,15 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny import ENGINE, KEPT, tiny_model, tiny_tokenizer
 from vllm import LLM
 
-from trl_qurl.quantization import SCHEMES, quantize_weights, quantized_layer_names, write_checkpoint
+from trl_qurl.quantization import SCHEMES, write_checkpoint
+from trl_qurl.quantization.stream import WeightStream, model_parameters
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
 
 def sync_without(left_out: str, model, checkpoint: str) -> str | None:
     engine = LLM(checkpoint, **ENGINE, max_model_len=64, max_num_seqs=16, worker_extension_cls=WORKER_EXTENSION)
     KEPT.append(engine)
-    parameters = ((name, parameter.data) for name, parameter in model.named_parameters())
-    tensors = quantize_weights(parameters, SCHEMES["int8"], quantized_layer_names(model))
+    tensors = WeightStream(model, SCHEMES["int8"]).tensors(model_parameters(model))
     kept = (pair for pair in tensors if left_out not in pair[0])
     try:
         engine.collective_rpc("load_rollout_weights", kwargs={"update": {"version": "v1"}, "weights_iterator": kept})

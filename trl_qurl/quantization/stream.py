@@ -21,51 +21,6 @@ Observer = Callable[[str, torch.Tensor, Mapping[str, torch.Tensor]], None]
 """Callback for a layer's name, its weight (out, in), and the tensors it was quantized to, if any."""
 
 
-def quantize_weights(
-    named_tensors: NamedTensors,
-    scheme: QuantizationScheme | None,
-    layers: Collection[str],
-    observer: Observer | None = None,
-    dtype: torch.dtype | None = None,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Convert a stream of tensors under their checkpoint names into the tensors of a quantized checkpoint.
-
-    `<layer>.weight` becomes the tensors of the scheme's layout, each under the layer's name; every other tensor passes
-    through. The input is not modified.
-
-    Args:
-        named_tensors: Tensors under their checkpoint names.
-        scheme: Target format; `None` quantizes nothing.
-        layers: Names of the layers to quantize, from `quantized_layer_names`.
-        observer: Called with each of these layers, for measurements.
-        dtype: Floating-point type of the tensors that are not quantized; `None` leaves them as they are. An engine
-            would cast them to the same bits, so this only saves bandwidth.
-
-    Yields:
-        `(name, tensor)` pairs in checkpoint format.
-
-    Raises:
-        ValueError: If the scheme cannot store a layer, or, after the last tensor, if a layer of `layers` is missing.
-    """
-    missing = set(layers)
-    for name, tensor in named_tensors:
-        layer = _layer(name, missing)
-        if layer is not None:
-            missing.remove(layer)
-        tensors = {} if scheme is None or layer is None else scheme.quantize(tensor)
-        if layer is not None and observer is not None:
-            observer(layer, tensor, tensors)
-        if tensors:
-            yield from ((f"{layer}.{suffix}", part) for suffix, part in tensors.items())
-        else:
-            yield name, tensor.to(_sent_dtype(tensor.dtype, dtype))
-    if missing and scheme is not None:
-        raise ValueError(
-            f"{len(missing)} of {len(layers)} layers to quantize were not among the tensors, first "
-            f"{min(missing)!r}: pass the names that quantized_layer_names() returns for the same model."
-        )
-
-
 class WeightStream:
     """Reusable converter from a model's parameters to the tensors of its checkpoint.
 
@@ -99,11 +54,9 @@ class WeightStream:
         self.smoothing = Smoothing(model, self.layers) if smooths else None
 
     def fit_smoothing(self, model: Any, sequences: Iterable[Sequence[int]]) -> None:
-        """Fit the scales to a few sequences before there are rollouts, in this process only.
+        """Fit the scales to the tokens of a few sequences before there are rollouts, in this process only.
 
-        Args:
-            model: The stream's model, whole and in memory.
-            sequences: Token IDs of each sequence.
+        The stream's `model` must be whole and in memory.
         """
         assert self.smoothing is not None, "the stream must smooth"
         was_training, self.smoothing.collects = model.training, True
@@ -128,23 +81,42 @@ class WeightStream:
         dtype: torch.dtype | None = None,
         is_exact: bool = False,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Convert parameters to tensors, one at a time.
+        """Convert parameters to tensors in checkpoint format, one at a time; the input is not modified.
+
+        A layer's weight becomes the tensors of the scheme's layout, each under the layer's name.
 
         Args:
             named_parameters: Parameters under their names in the model, without adapters.
             observer: Called with each layer, for measurements.
-            dtype: Floating-point type of the tensors that are not quantized; `None` leaves them as they are.
+            dtype: Floating-point type of the tensors that are not quantized; `None` leaves them as they are. An engine
+                would cast them to the same bits, so this only saves bandwidth.
             is_exact: Whether to quantize in float32, so the codes do not depend on the dtype of the parameters.
 
         Yields:
-            `(name, tensor)` pairs in checkpoint format.
+            Names and tensors.
+
+        Raises:
+            ValueError: If the scheme cannot store a layer, or, after the last tensor, if a layer is missing.
         """
+        missing = set(self.layers)
         tensors = self.form.convert(named_parameters)
-        if self.smoothing is not None:
-            tensors = self.smoothing.fold(tensors)
-        if is_exact:
-            tensors = ((name, t.float() if _layer(name, self.layers) else t) for name, t in tensors)
-        return quantize_weights(tensors, self.scheme, self.layers, observer, dtype)
+        for name, tensor in tensors if self.smoothing is None else self.smoothing.fold(tensors):
+            layer = _layer(name, missing)
+            weight = tensor.float() if is_exact and layer else tensor
+            parts = {} if self.scheme is None or layer is None else self.scheme.quantize(weight)
+            if layer is not None:
+                missing.remove(layer)
+                if observer is not None:
+                    observer(layer, weight, parts)
+            if parts:
+                yield from ((f"{layer}.{suffix}", part) for suffix, part in parts.items())
+            else:
+                yield name, weight.to(_sent_dtype(weight.dtype, dtype))
+        if missing and self.scheme is not None:
+            raise ValueError(
+                f"{len(missing)} of {len(self.layers)} layers to quantize were not among the parameters, first "
+                f"{min(missing)!r}: pass all parameters of the model that the stream was made for."
+            )
 
     def stored(self, parameter: str, dtype: torch.dtype | None = None) -> list[StoredTensor]:
         """Describe the tensors that `tensors` yields for the parameter of this name."""
