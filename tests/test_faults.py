@@ -38,9 +38,6 @@ COMPUTED = (
     "grad_norm",
     "reward",
     "mismatch/kl_k3",
-    "weights/normalized_update",
-    "weights/normalized_quantization_error",
-    "weights/codes_changed_share",
 )
 
 
@@ -123,7 +120,6 @@ class Deployment:
             "rollout_checkpoint_dir": str(self.rollouts),
             "vllm_request_timeout": 60.0,
             "generation_kwargs": {"seed": 7},
-            "weight_metrics_interval": 1,
             "logging_steps": 1,
             **settings,
         }

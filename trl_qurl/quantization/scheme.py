@@ -212,17 +212,6 @@ class QuantizationScheme:
         rounded = {"weight_scale": scale.to(dtype).to(scale.dtype)} if "weight_shape" in tensors else {}
         return {**tensors, **rounded}
 
-    def codes(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the codes, for counting how many an update changes.
-
-        Args:
-            tensors: Result of `quantize`.
-
-        Returns:
-            One byte per weight, (out, in).
-        """
-        return packing.unpack(tensors, self.weight_args).view(torch.uint8)
-
     def quantize_activations(self, activations: torch.Tensor) -> torch.Tensor:
         """Round a layer's inputs as the engine's kernels do.
 

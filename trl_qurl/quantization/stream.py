@@ -4,7 +4,7 @@ This is all the quantization that happens at each training step. It needs no cal
 holds one layer at a time, plus the layers that share its scale. The scheme decides which tensors a weight becomes.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 
@@ -13,9 +13,6 @@ from trl_qurl.quantization.scheme import QuantizationScheme
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 """Parameters under their checkpoint names."""
-
-Observer = Callable[[str, torch.Tensor, Mapping[str, torch.Tensor]], None]
-"""Callback for a layer's name, its weight (out, in), and the tensors it was quantized to, if any."""
 
 
 def stored_tensors(
@@ -37,7 +34,6 @@ def quantize_weights(
     named_tensors: NamedTensors,
     scheme: QuantizationScheme | None,
     layers: Collection[str],
-    observer: Observer | None = None,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Convert a stream of parameters into the tensors of a quantized checkpoint.
@@ -49,7 +45,6 @@ def quantize_weights(
         named_tensors: Parameters under their checkpoint names.
         scheme: Target format; `None` quantizes nothing.
         layers: Names of the layers to quantize, from `quantized_layer_names`.
-        observer: Called with each of these layers, for measurements.
         dtype: Floating-point type of the tensors that are not quantized; `None` leaves them as they are. An engine
             would cast them to the same bits, so this only saves bandwidth.
 
@@ -64,13 +59,11 @@ def quantize_weights(
         layer = _layer(name, missing)
         if layer is not None:
             missing.remove(layer)
-        tensors = {} if scheme is None or layer is None else scheme.quantize(tensor, companions)
-        if layer is not None and observer is not None:
-            observer(layer, tensor, tensors)
-        if tensors:
-            yield from ((f"{layer}.{suffix}", part) for suffix, part in tensors.items())
-        else:
+        if scheme is None or layer is None:
             yield name, tensor.to(_sent_dtype(tensor.dtype, dtype))
+        else:
+            tensors = scheme.quantize(tensor, companions)
+            yield from ((f"{layer}.{suffix}", part) for suffix, part in tensors.items())
     if missing and scheme is not None:
         raise ValueError(
             f"{len(missing)} of {len(layers)} layers to quantize were not among the tensors, first "

@@ -15,7 +15,7 @@ from trl_qurl.quantization.layers import linear_layer_names, quantized_layer_nam
 from trl_qurl.quantization.packing import StoredTensor
 from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.smoothing import Smoothing
-from trl_qurl.quantization.stream import NamedTensors, Observer, quantize_weights, stored_tensors
+from trl_qurl.quantization.stream import NamedTensors, quantize_weights, stored_tensors
 
 
 class WeightStream:
@@ -76,7 +76,6 @@ class WeightStream:
     def tensors(
         self,
         named_parameters: NamedTensors,
-        observer: Observer | None = None,
         dtype: torch.dtype | None = None,
         is_exact: bool = False,
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -84,7 +83,6 @@ class WeightStream:
 
         Args:
             named_parameters: Parameters under their names in the model, without adapters.
-            observer: Called with each layer, for measurements.
             dtype: Floating-point type of the tensors that are not quantized; `None` leaves them as they are.
             is_exact: Whether to quantize weights in float32, regardless of their dtype.
 
@@ -95,7 +93,7 @@ class WeightStream:
         if self.smoothing is not None:
             tensors = self.smoothing.fold(tensors)
         exact = exact_weights(tensors, self.layers) if is_exact else tensors
-        return quantize_weights(exact, self.scheme, self.layers, observer, dtype)
+        return quantize_weights(exact, self.scheme, self.layers, dtype)
 
     def stored(self, parameter: str, dtype: torch.dtype | None = None) -> list[StoredTensor]:
         """Describe the tensors that `tensors` yields for the parameter of this name."""

@@ -68,7 +68,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.rollout = rollout
         self._prompts = prompts  # returns the tokens of a few
         self._global_step = global_step  # optimizer steps so far; part of each version name
-        self._metrics: dict[str, float] = {}
+        self._probe_metrics: dict[str, float] = {}
         self._cost = RolloutCost()
         self._seconds_in_syncs = 0.0
         self.images = ImagePrompts()
@@ -81,9 +81,9 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         cost, self._cost = self._cost, RolloutCost()
         return cost
 
-    def pop_weight_metrics(self) -> dict[str, float]:
-        """Return the metrics of the last sync, and clear them."""
-        metrics, self._metrics = self._metrics, {}
+    def pop_probe_metrics(self) -> dict[str, float]:
+        """Return the metrics of the last sync's probe, and clear them."""
+        metrics, self._probe_metrics = self._probe_metrics, {}
         return metrics
 
     @property
@@ -213,7 +213,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             self._llm_weights_sleeping = False
         started = time.perf_counter()
         push = functools.partial(self.sync.push, self.policy_parameters, self._cost)
-        self._metrics = recover(push, self._reconnect)
+        self._probe_metrics = recover(push, self._reconnect)
         self._seconds_in_syncs += time.perf_counter() - started
 
     def policy_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -18,6 +18,5 @@ class RolloutSettings:
     smooths: bool | None = False  # whether to smooth activations; `None` to do so where supported
     checkpoint_dir: str | None = None  # where to write checkpoints for the engine; `None` to choose
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # extra arguments of the colocated engine
-    weight_metrics_interval: int = 0  # syncs between measurements of the weights; 0 to disable
     sync_check_interval: int = 16  # syncs between checks by digest and probe; 0 to disable
     request_timeout: float = 1800.0  # seconds that a request to a server may take

@@ -24,12 +24,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.distributed import DistributedBackend
 
 from trl_qurl.quantization.checkpoint_form import expert_layers
-from trl_qurl.quantization.stream import Observer
 from trl_qurl.quantization.weight_stream import WeightStream
 from trl_qurl.rollout.adapter import adapter_tensors
 from trl_qurl.rollout.checks.probe import ProbeAnswer, ProbeJudge, ask_engine, run_probe
@@ -40,7 +38,6 @@ from trl_qurl.rollout.frozen_base import FrozenBase
 from trl_qurl.rollout.recovery import raise_everywhere
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.transports import Parameters, Transport
-from trl_qurl.rollout.weight_change import WeightChangeTracker
 
 
 @dataclass
@@ -81,22 +78,17 @@ class WeightSync:
         self._run = uuid.uuid4().hex[:8]
         self._count = 0
         self._not_finite: list[str] = []  # policy tensors with NaN or infinity
-        interval = settings.weight_metrics_interval if PartialState().is_main_process else 0
-        self._tracker = WeightChangeTracker(interval, settings.scheme, weights.smoothing)
         self._probe = ProbeJudge()
 
     def push(self, parameters: Parameters, cost: RolloutCost, is_repeated: bool = False) -> dict[str, float]:
         """Send the policy's current weights to the engine. A collective operation.
 
-        Adds to `cost`. Returns metrics of the weights and the probe if this sync measured or probed any. Raises
-        `SyncError` if the engine does not hold the weights that were sent, and `RuntimeError` if it could not load
-        them (`ServerError` from a server). A retry after a server fault (`is_repeated`) is always checked, regardless
-        of the interval, and measures nothing.
+        Adds to `cost`. Returns the probe's metrics if this sync was probed. Raises `SyncError` if the engine does not
+        hold the weights that were sent, and `RuntimeError` if it could not load them (`ServerError` from a server). A
+        retry after a server fault (`is_repeated`) is always checked, regardless of the interval.
         """
-        if not is_repeated:
-            self._tracker.begin_sync()
-            if self._weights.smoothing is not None:
-                self._weights.smoothing.begin_sync()
+        if self._weights.smoothing is not None and not is_repeated:
+            self._weights.smoothing.begin_sync()
         interval = self._settings.sync_check_interval
         is_checked = is_repeated or (interval > 0 and self._count % interval == 0)
         self._check_base(cost, is_repeated)
@@ -105,8 +97,7 @@ class WeightSync:
         self._not_finite.clear()
         self.version = f"{self._run}-step{self._global_step()}-sync{self._count}"
         is_compared = is_checked and self._transport.is_source
-        tensors = self._tensors(parameters, None if is_repeated else self._tracker.observe)
-        stream = MeteredStream(tensors, records_digests=is_compared)
+        stream = MeteredStream(self._tensors(parameters), records_digests=is_compared)
         self._transport.deliver(WeightUpdate(self.version, is_checked), stream, parameters)
 
         def verify() -> None:
@@ -116,15 +107,15 @@ class WeightSync:
             self._require_version()
 
         raise_everywhere(verify, self._settings.is_served)
-        metrics = self._tracker.end_sync()
         cost.sync_s += time.perf_counter() - started
         cost.quantize_s += stream.source_s
         cost.check_s += stream.digest_s
         cost.sent_bytes += stream.nbytes
-        if is_checked:
-            started = time.perf_counter()
-            metrics |= self._check_probe()
-            cost.check_s += time.perf_counter() - started
+        if not is_checked:
+            return {}
+        started = time.perf_counter()
+        metrics = self._check_probe()
+        cost.check_s += time.perf_counter() - started
         return metrics
 
     def require_version(self) -> None:
@@ -145,12 +136,12 @@ class WeightSync:
                 "uses it. Use one server per run, and resume from the last checkpoint."
             )
 
-    def _tensors(self, parameters: Parameters, observer: Observer | None) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self, parameters: Parameters) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the tensors to send, from one pass over the parameters."""
         dtype = self._transport.sent_dtype
         if self._base is not None:
             return find_not_finite(adapter_tensors(self._model, dtype), self._not_finite)
-        tensors = self._weights.tensors(find_not_finite(parameters(), self._not_finite), observer, dtype)
+        tensors = self._weights.tensors(find_not_finite(parameters(), self._not_finite), dtype)
         if is_peft_model(self._model):
             # vLLM may keep a tensor until its layer is complete; by then the adapter is unmerged from the parameter.
             tensors = ((name, tensor.clone()) for name, tensor in tensors)

@@ -137,7 +137,7 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         self._scoring_seconds = 0.0
         batch = super()._generate_and_score_completions(inputs)
-        self._record(self._rollout_cost() | self.vllm_generation.pop_weight_metrics())
+        self._record(self._rollout_cost() | self.vllm_generation.pop_probe_metrics())
         return batch
 
     def _first_prompts(self) -> list[list[int]]:
@@ -238,7 +238,6 @@ def _rollout_settings(args: Any) -> RolloutSettings:
         smooths=args.smooths,
         checkpoint_dir=args.rollout_checkpoint_dir,
         engine_kwargs=args.engine_kwargs,
-        weight_metrics_interval=args.weight_metrics_interval,
         sync_check_interval=args.sync_check_interval,
         request_timeout=args.vllm_request_timeout,
     )

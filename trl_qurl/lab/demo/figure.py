@@ -39,14 +39,10 @@ CLIPPING = Panel(
         "mismatch/capped_share": "Mismatch ratio ρ above the cap C",
     },
 )
-REACHED = Panel(
-    "Do updates reach the rounded weights?",
-    "share of the squared norm",
-    {
-        "weights/normalized_update": "Update per rollout (Eq. 13)",
-        "weights/normalized_quantization_error": "Quantization error (Eq. 14)",
-    },
-    log=True,
+COST = Panel(
+    "What does a step cost?",
+    "seconds",
+    {"time/generate_s": "Generation", "time/sync_s": "Sending the weights", "time/update_s": "Optimizer step"},
 )
 CRITIC = Panel(
     "Does the critic predict the returns?",
@@ -54,8 +50,8 @@ CRITIC = Panel(
     {"critic/explained_variance": "Explained variance"},
 )
 PANELS = {
-    "grpo": (LEARNING, CLOSENESS, CLIPPING, REACHED),
-    "rloo": (LEARNING, CLOSENESS, CLIPPING._replace(unit="share of completions (ratio), of tokens (ρ)"), REACHED),
+    "grpo": (LEARNING, CLOSENESS, CLIPPING, COST),
+    "rloo": (LEARNING, CLOSENESS, CLIPPING._replace(unit="share of completions (ratio), of tokens (ρ)"), COST),
     "ppo": (LEARNING, CLOSENESS, CLIPPING, CRITIC),
 }
 
