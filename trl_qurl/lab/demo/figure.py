@@ -39,19 +39,15 @@ CLIPPING = Panel(
         "mismatch/capped_share": "Mismatch ratio ρ above the cap C",
     },
 )
-COST = Panel(
-    "What does a step cost?",
-    "seconds",
-    {"time/generate_s": "Generation", "time/sync_s": "Sending the weights", "time/update_s": "Optimizer step"},
-)
+EXPLORING = Panel("Does the policy still explore?", "nats per token", {"entropy": "Entropy"})
 CRITIC = Panel(
     "Does the critic predict the returns?",
     "share of their variance",
     {"critic/explained_variance": "Explained variance"},
 )
 PANELS = {
-    "grpo": (LEARNING, CLOSENESS, CLIPPING, COST),
-    "rloo": (LEARNING, CLOSENESS, CLIPPING._replace(unit="share of completions (ratio), of tokens (ρ)"), COST),
+    "grpo": (LEARNING, CLOSENESS, CLIPPING, EXPLORING),
+    "rloo": (LEARNING, CLOSENESS, CLIPPING._replace(unit="share of completions (ratio), of tokens (ρ)"), EXPLORING),
     "ppo": (LEARNING, CLOSENESS, CLIPPING, CRITIC),
 }
 
