@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from test_sensitivity import with_outliers
 from test_uaq import VARIANTS, logits
 from test_uaq import tiny_model as architecture
-from tiny import tiny_model, tiny_tokenizer
+from tiny import rollout_settings, tiny_model, tiny_tokenizer
 
 from trl_qurl import QuRLGRPOConfig
 from trl_qurl.quantization import get_scheme
@@ -17,7 +17,6 @@ from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.smoothing import LARGEST_SCALE, can_smooth, fitted_scales, sources
 from trl_qurl.quantization.weight_stream import WeightStream, model_parameters
 from trl_qurl.rollout.preparation import prepare_weights
-from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.trainers.run_log import read_run
 
 TOKENS = torch.randint(2, 97, (8, 24), generator=torch.Generator().manual_seed(0))
@@ -161,7 +160,7 @@ def test_where_layers_cannot_be_chosen_the_way_out_is_named(tmp_path):
 
 
 def test_auto_without_prompts_is_an_error():
-    settings = RolloutSettings(get_scheme("int8"), ignore=("lm_head", "auto"))
+    settings = rollout_settings(get_scheme("int8"), ignore=("lm_head", "auto"))
     with pytest.raises(ValueError, match=r"quantization_ignore='auto' needs .* prompts have images or environments"):
         prepare_weights(tiny_model("llama"), settings, Accelerator(cpu=True), lambda: [])
 
