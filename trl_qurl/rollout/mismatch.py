@@ -23,9 +23,13 @@ LARGEST_LOG_RATIO = 20.0
 
 
 def valid_logps(logps: list[list[float | None]]) -> list[list[float | None]]:
-    """Replace NaN, infinities, and a server's stand-in for -inf with `None`, which TRL and the objectives skip.
+    """Replace log-probabilities that no sampled token can have with `None`, which TRL and the objectives skip.
 
-    `logps` has the engine's log-probability of each token of each completion, in nats.
+    Args:
+        logps: The engine's log-probability of each token of each completion, in nats.
+
+    Returns:
+        The same values, with `None` for NaN, infinities, and a server's stand-in for -inf.
     """
     return [
         [logp if logp is not None and SERVED_MINUS_INFINITY < logp < math.inf else None for logp in row]
@@ -34,22 +38,36 @@ def valid_logps(logps: list[list[float | None]]) -> list[list[float | None]]:
 
 
 class MismatchTally:
-    """Accumulates the mismatch of a rollout over the parts in which its log-probabilities are computed."""
+    """Accumulates the mismatch of a rollout over the parts in which its log-probabilities are computed.
+
+    Args:
+        accelerator: Accelerator of the processes that share the rollout.
+    """
 
     def __init__(self, accelerator: "Accelerator") -> None:
         self._accelerator = accelerator
         self._parts: list[torch.Tensor] = []  # `mismatch_sums` and the largest ratio, (8,) each
 
     def add(self, proximal_logps: torch.Tensor, behavior_logps: torch.Tensor, mask: torch.Tensor, cap: float) -> None:
-        """Add a part of the rollout; the arguments are those of `mismatch_sums`."""
+        """Add a part of the rollout.
+
+        Args:
+            proximal_logps: `(B, T)`, in nats.
+            behavior_logps: `(B, T)`, in nats; NaN where the engine returned no valid value.
+            mask: `(B, T)`, bool: the tokens to learn from.
+            cap: C, a ratio.
+        """
         sums, ratio_max = mismatch_sums(proximal_logps, behavior_logps, mask, cap)
         self._parts.append(torch.stack([*sums, ratio_max]))
 
     def pop(self) -> dict[str, float]:
-        """Return the whole rollout's `mismatch_metrics`, and start over. A collective operation.
+        """Return the metrics of the whole rollout, and start over. A collective operation.
 
-        Raises `RuntimeError` if the engine returned no valid log-probability for more than `INVALID_LIMIT` of the
-        tokens.
+        Returns:
+            Metrics by name, from `mismatch_metrics`; empty if there were no tokens to learn from.
+
+        Raises:
+            RuntimeError: More than `INVALID_LIMIT` of the tokens have no valid log-probability from the engine.
         """
         parts, self._parts = torch.stack(self._parts), []  # (parts, 8)
         # Some accelerators lack float64. The terms of a sum are of similar size, so float32 keeps its digits.

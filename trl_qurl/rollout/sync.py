@@ -90,7 +90,6 @@ class WeightSync:
         self._sent_dtype = None if self._uses_llmcompressor else sent_dtype
         self._folder = folder
         self._base = base
-        self._checks_base = base is not None and settings.is_served and settings.sync_check_interval > 0
         self._run = uuid.uuid4().hex[:8]
         self._count = 0
         self._files = 0  # checkpoints or adapters that the engine has loaded
@@ -205,11 +204,11 @@ class WeightSync:
     def _check_base(self, cost: RolloutCost, is_repeated: bool) -> None:
         """Compare a server's base with this run's, before the first sync and after each fault."""
         base, engine = self._base, self._engine
-        if base is None or not (self._checks_base or (is_repeated and self._settings.is_served)):
+        is_first = self._count == 0 and self._settings.sync_check_interval > 0
+        if base is None or not self._settings.is_served or not (is_first or is_repeated):
             return
         started = time.perf_counter()
         raise_everywhere(lambda: engine.check_base(base.digests) if engine and base.digests else None)
-        self._checks_base = False
         cost.check_s += time.perf_counter() - started
 
     def _check_probe(self) -> dict[str, float]:

@@ -125,21 +125,20 @@ class RolloutWorker:
         Compares names and shapes with the checkpoint that the server started from, but only if that is quantized: in a
         model's own checkpoint, tensor names may differ from parameter names.
         """
-        if weights_path is not None and not tensor_shapes(Path(weights_path)):
-            raise SyncError(
-                f"{NOT_RECEIVED}: the vLLM server does not see the files in {weights_path}. Set "
-                "rollout_checkpoint_dir to a directory that both the trainer and the server see."
-            )
-        start = Path(self.vllm_config.model_config.model)
-        if self.vllm_config.quant_config is None or not any(start.glob("*.safetensors")):
-            return
         if metadata is not None:
             sent_shapes = dict(zip(metadata["names"], metadata["shapes"], strict=True))
         elif weights_path is not None:
             sent_shapes = tensor_shapes(Path(weights_path))
         else:
             return  # a colocated engine, started from the trainer's own model
-        server_shapes = tensor_shapes(start)
+        if not sent_shapes:
+            raise SyncError(
+                f"{NOT_RECEIVED}: the vLLM server does not see the files in {weights_path}. Set "
+                "rollout_checkpoint_dir to a directory that both the trainer and the server see."
+            )
+        server_shapes = tensor_shapes(Path(self.vllm_config.model_config.model))
+        if self.vllm_config.quant_config is None or not server_shapes:
+            return
         names = sent_shapes.keys() | server_shapes.keys()
         differing = sorted(name for name in names if sent_shapes.get(name) != server_shapes.get(name))
         if differing:
@@ -147,7 +146,7 @@ class RolloutWorker:
             raise SyncError(
                 f"{NOT_RECEIVED}, because they belong to a different model than the server's: {len(differing)} "
                 f"tensors differ, first {name} (shape {sent_shapes.get(name)} instead of {server_shapes.get(name)}). "
-                "Nothing was loaded."
+                "Nothing was loaded: serve the model that is being trained."
             )
 
     def describe_rollouts(self) -> dict[str, object]:
