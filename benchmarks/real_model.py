@@ -118,7 +118,6 @@ def train(model: str, task_name: str, arm: str, seed: int, rollouts: int, output
     settings |= {
         "max_completion_length": task.longest,
         "vllm_max_model_length": 128 + task.longest,
-        "weight_metrics_interval": 0,
     }
 
     def reward(completions: list[Any], answer: list[Any], **kwargs: Any) -> list[float]:

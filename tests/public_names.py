@@ -19,7 +19,6 @@ WITHOUT_ALL = (
     "trl_qurl.rewards",
     "trl_qurl.rollout.errors",
     "trl_qurl.rollout.mismatch",
-    "trl_qurl.rollout.weight_change",
     "trl_qurl.trainers.run_log",
     "trl_qurl.trainers.callbacks",
     "trl_qurl.lab.progress",

@@ -16,13 +16,18 @@ from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.fake_quantization import check_unrounded, quantized_forward, round_base
 from trl_qurl.quantization.storage import CACHE_VARIABLE, read_tensors
 from trl_qurl.quantization.stream import WeightStream
-from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, adapter_tensors, engine_rank, write_adapter
+from trl_qurl.rollout.adapter import (
+    FrozenBase,
+    adapter_obstacle,
+    adapter_rank,
+    adapter_tensors,
+    engine_rank,
+    write_adapter,
+)
 from trl_qurl.rollout.checks.tensors import base_digests
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine.launch import starting_checkpoint
-from trl_qurl.rollout.frozen_base import FrozenBase
-from trl_qurl.rollout.settings import RolloutSettings
-from trl_qurl.rollout.transports import choose_adapter
+from trl_qurl.rollout.routes import choose_adapter
 
 PLAIN = {"use_cpu": True, "bf16": False, "report_to": [], "steps_per_generation": 4, "gradient_accumulation_steps": 1}
 TOKENS = torch.tensor([[5, 9, 70, 33]])
@@ -58,18 +63,24 @@ def with_two_active_adapters():
 
 OBSTACLES = {
     "no PEFT": (tiny_model, "the policy has no adapter"),
-    "DoRA": (lambda: adapted(use_dora=True), "vLLM does not support DoRA"),
-    "biases": (lambda: adapted(bias="lora_only"), "it trains biases (bias='lora_only', lora_bias=False)"),
-    "LoRA's biases": (lambda: adapted(lora_bias=True), "it trains biases (bias='none', lora_bias=True)"),
+    "DoRA": (
+        lambda: adapted(use_dora=True),
+        "model.layers.0.self_attn.q_proj uses a LoRA variant that vLLM does not support",
+    ),
+    "biases": (lambda: adapted(bias="lora_only"), "model.layers.0.self_attn.q_proj.bias is trained as well"),
+    "LoRA's biases": (lambda: adapted(lora_bias=True), "vLLM does not load lora_bias=True, target_parameters=None"),
     "whole modules": (
         lambda: adapted(modules_to_save=["lm_head"]),
-        "it trains whole modules (modules_to_save=['lm_head'])",
+        "lm_head.weight is trained as well",
     ),
     "parameters": (
         lambda: adapted(target_parameters=["mlp.down_proj.weight"]),
-        "it adapts parameters that are not linear layers (target_parameters)",
+        "vLLM does not load lora_bias=False, target_parameters=['mlp.down_proj.weight']",
     ),
-    "tokens": (lambda: adapted(trainable_token_indices=[5]), "it trains the embeddings of some tokens"),
+    "tokens": (
+        lambda: adapted(trainable_token_indices=[5]),
+        "model.embed_tokens.token_adapter.trainable_tokens_delta.default is trained as well",
+    ),
     "head": (
         lambda: adapted(tiny_model(tie_word_embeddings=False), target_modules=["q_proj", "lm_head"]),
         "it adapts lm_head, which is not a linear layer inside the model",
@@ -286,17 +297,15 @@ def test_a_server_of_the_same_model_has_the_same_base(scheme, dtype, head, tmp_p
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     start = starting_checkpoint(str(tmp_path / "model"), scheme, ["lm_head"])
     served = base_digests(read_tensors(start), torch.bfloat16)
-    settings = RolloutSettings(SCHEMES[scheme], round_base=True, checkpoint_dir=str(tmp_path / "rollouts"))
-
     folders = []  # which their runs keep
 
     def base_of(model):
         policy = adapted(model)
-        base = FrozenBase(policy, WeightStream(policy, SCHEMES[scheme]), settings)
+        base = FrozenBase(policy, WeightStream(policy, SCHEMES[scheme]), rounds=True)
         writer = CheckpointWriter(base._model.get_base_model(), None, SCHEMES[scheme])
-        folders.append(CheckpointFolder(Accelerator(cpu=True), settings, writer, 0))
+        folders.append(CheckpointFolder(Accelerator(cpu=True), writer, str(tmp_path / "rollouts"), 0, is_served=False))
         base.write(folders[-1])
-        base.digest(torch.bfloat16, is_main=True)
+        base.digest(torch.bfloat16)
         return base
 
     base = base_of(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype))

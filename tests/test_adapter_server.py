@@ -33,7 +33,7 @@ def trainer(deployment):
     def make(**settings):
         deployment.up()
         lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-        defaults = {"rollout_quantization": "w4a16", "weight_metrics_interval": 0, "sync_check_interval": 1}
+        defaults = {"rollout_quantization": "w4a16", "sync_check_interval": 1}
         return deployment.trainer(peft_config=lora, **defaults | settings)
 
     return make

@@ -32,9 +32,6 @@ def runs(train, tmp_path_factory):
 
 def test_updates_that_autocast_rounds_away_do_not_reach_the_engine(runs):
     assert runs["autocast"]["on_the_grid_of_bf16"] == 1.0
-    measured = [row["weights/normalized_update"] for row in runs["autocast"]["history"] if "mismatch/kl_k3" in row]
-    unrounded = [row["weights/normalized_update"] for row in runs["none"]["history"] if "mismatch/kl_k3" in row]
-    assert 0 <= measured[-1] < unrounded[-1] / 2
 
 
 def test_the_probe_rounds_as_the_sync_did(runs):

@@ -2,14 +2,13 @@
 
 import json
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from tiny import MIXTURES, SIXTEEN_BIT_EXPERTS, save_remote_code_model, tiny_mixture, tiny_model
+from tiny import MIXTURES, SIXTEEN_BIT_EXPERTS, rollout_settings, save_remote_code_model, tiny_mixture, tiny_model
 from tiny_vision import VISION_FAMILIES, tiny_vision_model, vision_processor
 from torch import nn
 from transformers import LlamaForCausalLM
@@ -22,12 +21,9 @@ from trl_qurl.quantization.checkpoint import load_model
 from trl_qurl.quantization.checkpoint_form import CheckpointForm
 from trl_qurl.quantization.layers import ignored_modules
 from trl_qurl.quantization.stream import WeightStream, model_parameters
-from trl_qurl.rollout.adapter import adapter_obstacle
-from trl_qurl.rollout.engine.colocated import protect_transformers_classes
+from trl_qurl.rollout.adapter import FrozenBase, adapter_obstacle
 from trl_qurl.rollout.engine.cpu_checks import check_cpu_build
 from trl_qurl.rollout.errors import ServerError
-from trl_qurl.rollout.frozen_base import FrozenBase
-from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.sync import WeightSync
 
 
@@ -126,24 +122,13 @@ def test_the_probe_is_skipped_for_quantized_experts():
 
     def check(ignore):
         model, scheme = tiny_mixture("mixtral"), get_scheme("int8")
-        transport = SimpleNamespace(engine=Engine(), sent_dtype=None)
         weights, processes = WeightStream(model, scheme, ignore), DistributedBackend(Accelerator(cpu=True))
-        return WeightSync(model, weights, transport, RolloutSettings(scheme), processes, lambda: 0)._check_probe()
+        sync = WeightSync(model, weights, Engine(), rollout_settings(scheme), processes, lambda: 0)
+        return sync._check_probe()
 
     assert check(["lm_head"]) == {}
     with pytest.raises(ServerError, match="probed"):
         check(SIXTEEN_BIT_EXPERTS)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CPUs only")
-@pytest.mark.parametrize(
-    ("architecture", "implementation"),
-    [("SmolLM3ForCausalLM", "auto"), ("LlamaForCausalLM", "transformers"), ("OwnForCausalLM", "auto")],
-)
-def test_int8_by_vllms_transformers_backend_is_refused_on_cpus_with_amx(architecture, implementation, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": True})
-    with pytest.raises(ValueError, match=f"vLLM runs {architecture} with its transformers backend"):
-        protect_transformers_classes([architecture], implementation, get_scheme("int8"))
 
 
 # Vision-language models ----------------------------------------------------------------------------------------------
@@ -184,10 +169,10 @@ def test_an_adapter_under_another_name_is_merged():
 
 def test_a_base_with_quantized_experts_is_not_rounded():
     adapted = get_peft_model(tiny_mixture("mixtral"), LoraConfig(r=2, target_modules=["q_proj"]))
-    settings = RolloutSettings(get_scheme("int8"), round_base=True)
+    scheme = get_scheme("int8")
     with pytest.raises(ValueError, match=r"round_base=True does not round experts .*: add 're:.\*\\.experts\\.' to"):
-        FrozenBase(adapted, WeightStream(adapted, settings.scheme), settings)
-    FrozenBase(adapted, WeightStream(adapted, settings.scheme, SIXTEEN_BIT_EXPERTS), settings)
+        FrozenBase(adapted, WeightStream(adapted, scheme), rounds=True)
+    FrozenBase(adapted, WeightStream(adapted, scheme, SIXTEEN_BIT_EXPERTS), rounds=True)
 
 
 def test_a_model_that_sees_is_loaded_whole_with_its_processor(tmp_path):

@@ -42,7 +42,6 @@ OWN_DEFAULTS = {
     "objective": "acr",
     "uaq_scale": 1.0,
     "vllm_engine_kwargs": {},
-    "weight_metrics_interval": 0,
     "sync_check_interval": 16,
     "vllm_request_timeout": 1800.0,
     "mismatch_guard": "warn",
@@ -160,7 +159,6 @@ REFUSED = [
         {"vllm_engine_kwargs": {"kv_cache_dtype": "fp8_e5m2"}},
         r"kv_cache_dtype of vllm_engine_kwargs is 'fp8_e5m2', a format of the key-value cache .*: use one of 'auto', ",
     ),
-    ({"weight_metrics_interval": -1}, r"weight_metrics_interval is -1, but must be a number of syncs, or 0 for none"),
     (
         {"vllm_mode": "server", "vllm_engine_kwargs": {"enforce_eager": True}},
         r"\['enforce_eager'\] would have no effect with vllm_mode='server': pass them to `trl-qurl serve`",
@@ -267,7 +265,6 @@ def test_what_cannot_work_is_refused_with_the_way_out(settings, message):
         {"vllm_engine_kwargs": {"enforce_eager": True, "kv_cache_dtype": "bfloat16"}},
         {"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}},
         {"vllm_engine_kwargs": None},
-        {"weight_metrics_interval": 0},
     ],
     ids=json.dumps,
 )

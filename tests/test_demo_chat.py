@@ -72,6 +72,6 @@ def test_answers_before_and_after_are_shown(warm_python, tmp_path):
         done.stdout.split()
     )
     rows = [row for row in read_run(tmp_path / "out").rows if "reward" in row]
-    assert len(rows) == 2 and "weights/normalized_update" in rows[-1]  # the fourth panel of the figure
+    assert len(rows) == 2 and "entropy" in rows[-1]  # the fourth panel of the figure
     assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert conversation(questions(held_out=True)[0])[0]["content"].endswith("? Reply with the number only.")

@@ -1,7 +1,5 @@
 """The directory through which a run hands checkpoints to its engine: private, and gone when the run is."""
 
-import errno
-import fcntl
 import os
 import signal
 import stat
@@ -134,17 +132,6 @@ def test_a_directory_that_somebody_else_prepared_is_not_used(tmp_path):
     os.chown(home, 12345, 12345)
     with pytest.raises(OSError, match="belongs to another user.*rollout_checkpoint_dir"):
         CheckpointDirectory(str(tmp_path), 0)
-
-
-def test_without_locks_nobody_shares_or_removes_it(tmp_path, monkeypatch):
-    def refuse(*arguments):
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    first, second = CheckpointDirectory(str(tmp_path), 0), CheckpointDirectory(str(tmp_path), 0)
-    assert directories(tmp_path) == sorted([first.path, second.path])
-    first.remove()
-    assert directories(tmp_path) == [second.path]
 
 
 @pytest.mark.parametrize("runs", [80, pytest.param(4000, marks=pytest.mark.slow)])

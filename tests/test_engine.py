@@ -17,9 +17,7 @@ MOVED = 1e-2
 # there, where a fresh engine has rounded it to BF16 first. Weights in 4 bits are multiplied in BF16.
 SAME_BF16 = 8e-3 if torch.cpu._is_amx_tile_supported() else SAME
 
-UNMEASURED = {"weight_metrics_interval": 0}
-
-ADAPTER = UNMEASURED | {"weight_sync": "adapter", "sync_check_interval": 1}
+ADAPTER = {"weight_sync": "adapter", "sync_check_interval": 1}
 
 FP8_CACHE = {"sync_check_interval": 1, "vllm_engine_kwargs": ENGINE | {"kv_cache_dtype": "fp8"}}
 
@@ -32,7 +30,7 @@ COLOCATED = {
     "int8, one matrix ignored": ({"quantization_ignore": ["lm_head", "re:.*layers.0.*down_proj"]}, []),
     "fp8": ({"rollout_quantization": "fp8"}, []),
     "w4a16": ({"rollout_quantization": "w4a16", "sync_check_interval": 1}, []),
-    "w4a16, LoRA on values": (UNMEASURED | {"rollout_quantization": "w4a16"}, ["--lora", "--lora-targets", "v_proj"]),
+    "w4a16, LoRA on values": ({"rollout_quantization": "w4a16"}, ["--lora", "--lora-targets", "v_proj"]),
     "int8, with the head": ({"quantization_ignore": [], "sync_check_interval": 1}, ["--untied"]),
     "w4a16, with the head": (
         {"rollout_quantization": "w4a16", "quantization_ignore": [], "sync_check_interval": 1},
@@ -42,7 +40,7 @@ COLOCATED = {
     "bf16, FP8 cache": (FP8_CACHE | {"rollout_quantization": None}, []),
     "bf16": ({"rollout_quantization": None}, []),
     "bf16, LoRA": ({"rollout_quantization": None}, ["--lora"]),
-    "int8, LoRA on values": (UNMEASURED, ["--lora", "--lora-targets", "v_proj"]),
+    "int8, LoRA on values": ({}, ["--lora", "--lora-targets", "v_proj"]),
     "int8, adapter": (ADAPTER, ["--lora"]),
     "int8, adapter, rounded": (ADAPTER | {"round_base": True}, ["--lora"]),
     "w4a16, adapter on values": (ADAPTER | {"rollout_quantization": "w4a16"}, ["--lora", "--lora-targets", "v_proj"]),
@@ -104,12 +102,10 @@ def test_colocated_engine_holds_the_trained_weights(case, colocated):
     is_bf16 = config.get("rollout_quantization", "int8") in (None, "w4a16")
     assert_synced(record, fresh, lora="--lora" in arguments, tolerance=SAME_BF16 if is_bf16 else SAME)
     assert_sends_everything(record)
-    assert_metrics(
-        record["history"], config.get("rollout_quantization", "int8"), measured="weight_metrics_interval" not in config
-    )
+    assert_metrics(record["history"], config.get("rollout_quantization", "int8"))
 
 
-def assert_metrics(history, scheme, measured=True):
+def assert_metrics(history, scheme):
     rollouts = [row for row in history if "mismatch/kl_k3" in row]
     assert rollouts
     four_bits = scheme == "w4a16"
@@ -122,20 +118,13 @@ def assert_metrics(history, scheme, measured=True):
         assert row["time/sync_s"] > 0
         assert row["time/generate_s"] > 0
         assert row["throughput/generated_tokens_per_s"] > 0
-    if scheme and measured:
-        assert all(
-            0 < row["weights/normalized_quantization_error"] < (2e-2 if four_bits else 1e-3) for row in rollouts
-        )
-        # At lr 1e-3 AdamW moves every weight: nearly all codes change, and the update exceeds the rounding.
-        assert rollouts[-1]["weights/codes_changed_share"] > 0.1
-        assert rollouts[-1]["weights/normalized_update"] > 0
 
 
 @pytest.mark.xdist_group("server")
 def test_server_holds_the_trained_weights(int8_server, train, run_scenario, tmp_path):
     config = {"vllm_mode": "server", "vllm_server_base_url": int8_server.url, "sync_check_interval": 1}
     config["rollout_checkpoint_dir"] = str(tmp_path)
-    unchecked = config | UNMEASURED | {"sync_check_interval": 16}
+    unchecked = config | {"sync_check_interval": 16}
     records = train(
         [tmp_path / "out", "--config", json.dumps(config), "--export", tmp_path / "full"],
         [tmp_path / "out", "--config", json.dumps(unchecked), "--export", tmp_path / "merged", "--lora"],
@@ -144,7 +133,7 @@ def test_server_holds_the_trained_weights(int8_server, train, run_scenario, tmp_
     for lora in (False, True):
         assert_synced(records[lora], fresh[lora], lora)
         assert_sends_everything(records[lora])
-        assert_metrics(records[lora]["history"], "int8", measured=not lora)
+        assert_metrics(records[lora]["history"], "int8")
     assert not [*tmp_path.glob("trl-qurl-*/[0-9]")], "checkpoints were left"
 
 

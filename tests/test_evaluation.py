@@ -25,7 +25,7 @@ from trl_qurl.lab.evaluation.results import Answer, build_table, summarize
 from trl_qurl.lab.evaluation.scores import Z95, average_at_k, paired_difference
 from trl_qurl.lab.evaluation.tasks import SOURCES, load_task, load_tasks, needed_context
 from trl_qurl.lab.evaluation.worker import Job, start_engine
-from trl_qurl.rollout.engine import cpu_memory
+from trl_qurl.rollout.engine import cpu_checks
 
 answer_sheets = st.integers(1, 5).flatmap(
     lambda k: st.lists(st.lists(st.booleans(), min_size=k, max_size=k), min_size=1, max_size=8)
@@ -354,7 +354,7 @@ def test_evaluating_without_its_packages_says_which_extra(tmp_path, monkeypatch,
 def test_an_engine_on_a_cpu_takes_memory_that_is_free(tmp_path, monkeypatch):
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(cpu_memory, "cpu_memory", lambda: (24 * 10**9, 12 * 10**9))
+    monkeypatch.setattr(cpu_checks, "free_memory", lambda: 12 * 10**9)
     started = []
     monkeypatch.setattr("vllm.LLM", lambda **arguments: started.append(arguments))
     tiny_model().save_pretrained(tmp_path)
@@ -366,20 +366,3 @@ def test_an_engine_on_a_cpu_takes_memory_that_is_free(tmp_path, monkeypatch):
     default, share, chosen = (arguments.get("kv_cache_memory_bytes") for arguments in started)
     assert default == (12 * 10**9 - weights - 2**30) // 2, "half of what is free beside weights and process"
     assert share is None and chosen == ENGINE["kv_cache_memory_bytes"], "what the user has chosen comes first"
-
-
-@pytest.mark.vllm
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's share is another memory's")
-def test_a_share_of_memory_that_is_not_free_is_one_line(warm_python, tmp_path):
-    tiny_model(max_position_embeddings=256).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    write_questions(tmp_path / "q.jsonl", 1)
-    given = ["--tasks", tmp_path / "q.jsonl", "--engine-kwargs", '{"gpu_memory_utilization": 1.0}']
-    start = [warm_python, "-m", "trl_qurl", "eval", tmp_path / "model", "--max-tokens", "8", *given]
-    done = subprocess.run(
-        [*start, "--output-dir", tmp_path / "out"], env=environment(tmp_path), capture_output=True, text=True
-    )
-    *_, why, end = [line for line in done.stderr.splitlines() if line]
-    assert done.returncode == 2 and why.startswith("trl-qurl: error: Of "), done.stderr[-3000:]
-    assert "gpu_memory_utilization=1.0 (on a CPU, a share of the machine's memory) requires" in why
-    assert "see the output above" in end

@@ -32,7 +32,6 @@ def build(directory, scheme, **settings):
         steps_per_generation=2,
         max_completion_length=T,
         vllm_importance_sampling_clip_max=CAP,
-        weight_metrics_interval=0,
         sync_check_interval=0,
         vllm_max_model_length=64,
         vllm_engine_kwargs=ENGINE,

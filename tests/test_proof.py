@@ -28,7 +28,7 @@ BY_CHECK = {
     "scale doubled before sending": "log-probabilities of the probe differ",
     "layers swapped before sending": "log-probabilities of the probe differ",
     "reload that does nothing": "log-probabilities of the probe differ",
-    "norm doubled inside": "received the right weights, but 1 of the 6 parameters that can be compared do not hold",
+    "norm doubled inside": "log-probabilities of the probe differ",
     "version forgotten": "which this run sent: another run uses it",
     "prefix cache kept": "or keeps a cache from older ones",
     "adapter's file changed before loading": "of 28 tensors, 1 different (first base_model.model.model.layers.1.mlp",
@@ -53,9 +53,7 @@ def broken_syncs(run_scenario, tmp_path_factory):
 @pytest.mark.parametrize("fault", BY_CHECK)
 def test_a_broken_sync_is_noticed(fault, broken_syncs):
     assert broken_syncs[fault] is not None, "nobody noticed"
-    assert broken_syncs[fault].startswith(
-        ("SyncError", "RuntimeError: The engine received", "RuntimeError: A part of")
-    )
+    assert broken_syncs[fault].startswith(("SyncError", "RuntimeError: A part of"))
     assert BY_CHECK[fault] in broken_syncs[fault]
 
 
@@ -79,15 +77,14 @@ def test_a_digest_sees_every_bit_the_shape_and_the_dtype(dtype):
     assert tensor_digest(tensor) == tensor_digest(tensor.t().contiguous().t()), "strides are not contents"
 
 
-def test_a_recorder_changes_nothing_and_knows_the_end():
+def test_a_recorder_changes_nothing():
     tensors = [("a", torch.ones(2)), ("b", torch.zeros(0))]
     recorder = MeteredStream(iter(tensors))
     assert [name for name, _ in recorder] == ["a", "b"]
-    assert recorder.exhausted
     assert recorder.digests == {name: tensor_digest(tensor) for name, tensor in tensors}
     unread = MeteredStream(iter(tensors), records_digests=False)
     next(iter(unread))
-    assert unread.digests == {} and not unread.exhausted
+    assert unread.digests == {}
 
 
 def test_digests_name_what_differs():

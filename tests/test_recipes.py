@@ -90,7 +90,6 @@ def test_the_recipe_says_what_the_paper_says(recipe):
     assert (config.beta, config.temperature) == (beta, temperature)
     assert config.objective == "acr" and config.rollout_quantization == "int8"
     assert config.uaq_scale == (1.0 if recipe.stem == "gsm8k_ppo" else 1.5)
-    assert config.weight_metrics_interval == 16
     # A row of the log for each rollout, and a benchmark after a whole number of them.
     assert config.logging_steps == config.updates_per_rollout
     assert script.eval_tasks and script.eval_tasks_steps % config.updates_per_rollout == 0

@@ -18,8 +18,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from trl_qurl.quantization import SCHEMES, write_checkpoint
 from trl_qurl.quantization.stream import WeightStream
-from trl_qurl.rollout.frozen_base import FrozenBase
-from trl_qurl.rollout.settings import RolloutSettings
+from trl_qurl.rollout.adapter import FrozenBase
 from trl_qurl.trainers.saving import SavingMixin, check_place
 
 KINDS = ["full", "lora"]
@@ -265,7 +264,6 @@ def trainer(tmp_path):
     """What `save_quantized` asks of a trainer whose rollouts had an adapter beside a base in four bits."""
     lora = LoraConfig(r=9, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     model = get_peft_model(tiny_model(), lora)
-    settings = RolloutSettings(SCHEMES["w4a16"], weight_sync="adapter")
     trainer = SavingMixin()
     trainer.accelerator, trainer.processing_class = Accelerator(cpu=True), tiny_tokenizer()
     trainer.model, trainer.hub_model_id, trainer._tag_names = model, None, ["trl", "qurl"]
@@ -278,8 +276,7 @@ def trainer(tmp_path):
     trainer.vllm_generation = SimpleNamespace(
         model=model,
         base_model=model.get_base_model(),
-        base=FrozenBase(model, WeightStream(model, settings.scheme), settings),
-        rollout=settings,
+        base=FrozenBase(model, WeightStream(model, SCHEMES["w4a16"]), rounds=False),
         policy_parameters=lambda: copy.deepcopy(model).merge_and_unload().named_parameters(),
     )
     return trainer

@@ -743,7 +743,7 @@ def test_server_endpoints(router, route, leaning):
 def test_layers_that_multiply_have_a_method_for_it():
     for module, layer in (("vllm.model_executor.layers.linear", "LinearBase"), (HEAD, "VocabParallelEmbedding")):
         assert "self.quant_method" in text_of(module, f"{layer}.__init__"), (
-            f"{layer} keeps its method under another name; rollout/checks/tensors.py skips layers that have one."
+            f"{layer} keeps its method under another name; rollout/checks/reload.py skips layers that have one."
         )
 
 
@@ -756,10 +756,10 @@ def test_experts_are_packed_where_their_kernel_is_new():
         "rollout/engine/cpu.py takes the kernel away for it"
     )
     assert "fused_experts.process_weights_after_loading(layer)" in packs, (
-        "drop_expert_kernels in engine/cpu.py has it run again"
+        "replace_kernels in engine/cpu.py has it run again"
     )
     assert "process_weights_after_loading" not in first, (
-        "vLLM repaired it: the workaround drop_expert_kernels in trl_qurl/rollout/engine/cpu.py can go."
+        "vLLM repaired it: the workaround for experts in replace_kernels in trl_qurl/rollout/engine/cpu.py can go."
     )
 
 

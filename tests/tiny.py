@@ -146,3 +146,21 @@ def save_remote_code_model(directory: Path, architecture: str = "InternLM3ForCau
     config |= {"model_type": "own", "architectures": [architecture], "auto_map": classes}
     (directory / "config.json").write_text(json.dumps(config))
     return str(directory)
+
+
+def rollout_settings(scheme, **changed):
+    """Settings of rollouts: those of a config that sets nothing, without smoothing, and with these changes."""
+    from trl_qurl.rollout.settings import RolloutSettings
+
+    defaults = {
+        "ignore": ("lm_head",),
+        "is_served": False,
+        "weight_sync": "auto",
+        "round_base": False,
+        "smooths": False,
+        "checkpoint_dir": None,
+        "engine_kwargs": {},
+        "sync_check_interval": 16,
+        "request_timeout": 1800.0,
+    }
+    return RolloutSettings(scheme, **(defaults | changed))

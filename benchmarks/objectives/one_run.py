@@ -29,9 +29,6 @@ KEPT = (
     "clip_ratio/region_mean",
     "acr/lifted_share",
     "acr/let_through_share",
-    "weights/normalized_update",
-    "weights/normalized_quantization_error",
-    "weights/codes_changed_share",
     "time/quantize_s",
     "time/sync_s",
     "time/generate_s",
@@ -86,7 +83,6 @@ def train_arm(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any],
             **{
                 "max_steps": arm.rollouts * updates,
                 "logging_steps": updates,
-                "weight_metrics_interval": 4,
                 "mismatch_guard": "off",
                 "smooth_activations": False,
                 # The first sync is checked, but not where the probe cannot compute what the engine does.

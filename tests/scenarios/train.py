@@ -150,7 +150,7 @@ def critic_arguments(options: argparse.Namespace) -> dict:
 
 
 def run(options: argparse.Namespace) -> dict:
-    config = BASE | {"max_steps": 4, "learning_rate": 1e-3, "uaq_scale": 1.5, "weight_metrics_interval": 1}
+    config = BASE | {"max_steps": 4, "learning_rate": 1e-3, "uaq_scale": 1.5}
     config |= {"vllm_max_model_length": 64, **json.loads(options.config)}
     if config.get("vllm_mode") == "server":
         del config["vllm_engine_kwargs"]

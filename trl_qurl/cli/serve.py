@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from trl_qurl.rollout.engine.kernels import kernel_environment
 
     launch.require_vllm()
-    require_key(args.extra_args)
+    require_key()
     launch.check_options(args.extra_args)
     scheme = parse_scheme(args.scheme)
     environment = kernel_environment(None if scheme is None else get_scheme(scheme))

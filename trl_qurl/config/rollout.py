@@ -72,15 +72,12 @@ class QuantizedRolloutsConfig:
         vllm_engine_kwargs: Extra arguments of the colocated `vllm.LLM` (`enforce_eager`, `block_size`, ...), as a
             dictionary.
 
-    > Checks and measurements
+    > Checks
 
         sync_check_interval: Syncs between checks of the engine by digests and probe; 0 for none. Digests compare all
             tensors on both sides. The probe compares the engine's log-probabilities of fixed prompts with the
             trainer's own quantized forward pass. It is skipped under FSDP 1 and ZeRO-3, because they never hold whole
             layers, and for models with quantized experts. The first sync is always checked, unless this is 0.
-        weight_metrics_interval: Syncs between measurements of the weights (Eqs. 13 and 14); 0 for none. Appendix A
-            uses 16. They keep a copy of the quantized layers' weights and codes in the main process's host memory, at
-            5 bytes per weight (3 if the policy is in 16 bits).
 
     > Guard
 
@@ -118,9 +115,8 @@ class QuantizedRolloutsConfig:
     vllm_request_timeout: float = 1800.0
     vllm_engine_kwargs: dict[str, Any] | str | None = field(default_factory=dict)
 
-    # Checks and measurements
+    # Checks
     sync_check_interval: int = 16
-    weight_metrics_interval: int = 0
 
     # Guard
     mismatch_guard: str = "warn"
@@ -231,8 +227,7 @@ class QuantizedRolloutsConfig:
                 "rollouts: set it to False, or use TRL's own trainer with use_vllm=False."
             )
         check_numbers(self, ["vllm_request_timeout"], lambda x: x > 0, "a positive number of seconds")
-        intervals = ["weight_metrics_interval", "sync_check_interval"]
-        check_numbers(self, intervals, lambda n: n >= 0, "a number of syncs, or 0 for none")
+        check_numbers(self, ["sync_check_interval"], lambda n: n >= 0, "a number of syncs, or 0 for none")
         engine_kwargs = self.engine_kwargs
         if engine_kwargs and self.vllm_mode == "server":
             raise ValueError(

@@ -154,17 +154,6 @@ class QuantizationScheme:
             tensors = {**tensors, "weight_scale": scale.to(dtype).to(scale.dtype)}
         return packing.dequantize(tensors, self.weight_args)
 
-    def codes(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the codes, for counting how many an update changes.
-
-        Args:
-            tensors: Result of `quantize`.
-
-        Returns:
-            One byte per weight, (out, in).
-        """
-        return packing.unpack(tensors, self.weight_args).view(torch.uint8)
-
     def quantize_activations(
         self, activations: torch.Tensor, capability: tuple[int, int] | None = None
     ) -> torch.Tensor:

@@ -164,12 +164,6 @@ class Smoothing:
         """Return the scale that divides a layer's inputs and multiplies its columns, (in,); `None` if not smoothed."""
         return self.scales.get(self._feeder.get(layer, ""))
 
-    def unfolded(self, layer: str, weight: torch.Tensor) -> torch.Tensor:
-        """Recover the policy's own weight of a layer from the one that `fold` returned."""
-        scale = self.input_scale(layer)
-        weight = weight if scale is None else weight / scale.to(weight.device)
-        return weight * self.scales[layer].to(weight.device)[:, None] if layer in self.scales else weight
-
 
 def fitted_scales(inputs: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """Compute scales that split the range between inputs and weights, divided by their geometric mean.

@@ -6,7 +6,7 @@ This is all the quantization that happens at each training step. It needs no cal
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,6 @@ from trl_qurl.quantization.layers import linear_layer_names, quantized_layer_nam
 from trl_qurl.quantization.packing import StoredTensor
 from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.smoothing import Smoothing
-
-Observer = Callable[[str, torch.Tensor, Mapping[str, torch.Tensor]], None]
-"""Callback for a layer's name, its weight (out, in), and the tensors it was quantized to, if any."""
 
 
 class WeightStream:
@@ -77,7 +74,6 @@ class WeightStream:
     def tensors(
         self,
         named_parameters: NamedTensors,
-        observer: Observer | None = None,
         dtype: torch.dtype | None = None,
         is_exact: bool = False,
     ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -87,7 +83,6 @@ class WeightStream:
 
         Args:
             named_parameters: Parameters under their names in the model, without adapters.
-            observer: Called with each layer, for measurements.
             dtype: Floating-point type of the tensors that are not quantized; `None` leaves them as they are. An engine
                 would cast them to the same bits, so this only saves bandwidth.
             is_exact: Whether to quantize in float32, so the codes do not depend on the dtype of the parameters.
@@ -106,8 +101,6 @@ class WeightStream:
             parts = {} if self.scheme is None or layer is None else self.scheme.quantize(weight)
             if layer is not None:
                 missing.remove(layer)
-                if observer is not None:
-                    observer(layer, weight, parts)
             if parts:
                 yield from ((f"{layer}.{suffix}", part) for suffix, part in parts.items())
             else:

@@ -1,4 +1,4 @@
-"""A LoRA adapter that is sent alone: the engine needs the frozen base once, and the adapter at every sync.
+"""A LoRA adapter that is sent alone: the engine needs the frozen base once, quantized, and the adapter at every sync.
 
 An adapter is sent as PEFT saves it, except that B is already multiplied by the adapter's scaling, and the config sets
 that to 1. vLLM reads one scaling for all layers from the config: that would be wrong for rank or alpha patterns.
@@ -6,17 +6,24 @@ that to 1. vLLM reads one scaling for all layers from the config: that would be 
 
 import copy
 import re
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import is_peft_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trl_qurl.quantization.checkpoint_form import CheckpointForm, NamedTensors, parameter_name, whole
-from trl_qurl.quantization.storage import new_directory, write_tensors
+from trl_qurl.quantization.checkpoint_form import CheckpointForm, NamedTensors, expert_layers, parameter_name, whole
+from trl_qurl.quantization.fake_quantization import check_unrounded, round_base
+from trl_qurl.quantization.storage import new_directory, read_tensors, write_tensors
+from trl_qurl.quantization.stream import WeightStream
+from trl_qurl.rollout.checks.tensors import base_digests
+from trl_qurl.rollout.directory import CheckpointFolder
+from trl_qurl.rollout.engine.interface import Digests
 
 ADAPTER_FILE = "adapter_model.safetensors"  # PEFT's name, which vLLM expects
 
@@ -29,43 +36,28 @@ def adapter_obstacle(model: Any) -> str | None:
     if not is_peft_model(model):
         return "the policy has no adapter (peft_config)"
     config, active = model.peft_config[model.active_adapters[0]], model.active_adapters
-    reasons = {
-        f"{len(active)} adapters are active": len(active) > 1,
-        f"it is {config.peft_type.value}, but vLLM supports only LoRA": config.peft_type.value != "LORA",
-    }
-    if not any(reasons.values()):
-        reasons |= {
-            "vLLM does not support DoRA": config.use_dora,
-            f"it trains biases (bias={config.bias!r}, lora_bias={config.lora_bias})": config.bias != "none"
-            or config.lora_bias,
-            f"it trains whole modules (modules_to_save={config.modules_to_save})": bool(config.modules_to_save),
-            "it adapts parameters that are not linear layers (target_parameters)": bool(config.target_parameters),
-            "it trains the embeddings of some tokens (trainable_token_indices)": bool(config.trainable_token_indices),
-        }
-    if obstacles := [reason for reason, applies in reasons.items() if applies]:
-        return obstacles[0]
-    return _unfit_layer(model) or _unfit_parameter(model)
-
-
-def _unfit_layer(model: Any) -> str | None:
-    head, form = model.get_base_model().get_output_embeddings(), CheckpointForm(model, splits_experts=False)
+    if len(active) > 1:
+        return f"{len(active)} adapters are active"
+    if config.peft_type.value != "LORA":
+        return f"it is {config.peft_type.value}, but vLLM supports only LoRA"
     if getattr(model.config, "vision_config", None) is not None:
         return "adapters of vision-language models are untested"
-    for name, layer in _adapted_layers(model):
-        if form.name(parameter_name(name)) != parameter_name(name):
-            return f"{parameter_name(name)} has a different name in the checkpoint that the engine loads"
-        base = layer.get_base_layer()
+    if config.lora_bias or config.target_parameters:
+        return f"vLLM does not load lora_bias={config.lora_bias}, target_parameters={config.target_parameters}"
+    head, form = model.get_base_model().get_output_embeddings(), CheckpointForm(model, splits_experts=False)
+    for path, layer in _adapted_layers(model):
+        name, base = parameter_name(path), layer.get_base_layer()
+        if form.name(name) != name:
+            return f"{name} has a different name in the checkpoint that the engine loads"
         if not isinstance(base, nn.Linear) or (head is not None and base.weight is getattr(head, "weight", None)):
-            return f"it adapts {parameter_name(name)}, which is not a linear layer inside the model"
+            return f"it adapts {name}, which is not a linear layer inside the model"
         if getattr(layer, "lora_variant", None):
-            return f"{parameter_name(name)} uses a LoRA variant that vLLM does not support"
+            return f"{name} uses a LoRA variant that vLLM does not support (such as DoRA)"
+    others = [name for name, p in model.named_parameters() if p.requires_grad and ".lora_" not in name]
+    if others:
+        return f"{parameter_name(others[0])} is trained as well"
     rank = adapter_rank(model)
     return None if rank <= ENGINE_RANKS[-1] else f"its rank {rank} exceeds vLLM's maximum of {ENGINE_RANKS[-1]}"
-
-
-def _unfit_parameter(model: nn.Module) -> str | None:
-    others = [name for name, p in model.named_parameters() if p.requires_grad and ".lora_" not in name]
-    return f"{parameter_name(others[0])} is trained as well" if others else None
 
 
 def adapter_rank(model: Any) -> int:
@@ -88,9 +80,9 @@ def adapter_tensors(model: Any, dtype: torch.dtype | None = None) -> Iterator[tu
         adapter = model.active_adapters[0]
         a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
         with whole([a, b]):
-            parts = (("lora_A", gathered(a)), ("lora_B", gathered(b) * layer.scaling[adapter]))
+            parts = (("lora_A", _gathered(a)), ("lora_B", _gathered(b) * layer.scaling[adapter]))
             for part, tensor in parts:
-                yield f"{plain_name(name)}.{part}.weight", tensor.to(dtype or a.dtype)
+                yield f"{_plain_name(name)}.{part}.weight", tensor.to(dtype or a.dtype)
 
 
 def write_adapter(model: Any, tensors: NamedTensors, directory: Path) -> None:
@@ -112,12 +104,72 @@ def _adapted_layers(model: Any) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in modules if isinstance(module, LoraLayer) and adapter in module.r)
 
 
-def gathered(parameter: torch.Tensor) -> torch.Tensor:
+def _gathered(parameter: torch.Tensor) -> torch.Tensor:
     """Return the whole parameter, which FSDP 2 may have sharded. A collective operation."""
     tensor = parameter.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def plain_name(name: str) -> str:
+def _plain_name(name: str) -> str:
     """Strip the wrappers of activation checkpointing from a name."""
     return re.sub(r"_checkpoint_wrapped_module\.", "", name)
+
+
+class FrozenBase:
+    """The frozen base of a PEFT model."""
+
+    def __init__(self, model: Any, weights: WeightStream, rounds: bool) -> None:
+        self.checkpoint: Path | None = None  # set if `round` will overwrite the weights it was made from
+        self.digests: Digests | None = None  # a server must have started from these; main process only
+        self._model = model
+        self._weights = weights
+        self._rounds = rounds  # whether the trainer computes with the rounded values as well
+        if rounds:
+            check_unrounded(model)
+            if expert_layers(weights.layers):
+                raise ValueError(
+                    "round_base=True does not round experts in the trainer, but the engine would: add "
+                    "'re:.*\\.experts\\.' to quantization_ignore, or set round_base=False."
+                )
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the full-precision parameters without adapters. A collective operation."""
+        for name, parameter in self._model.named_parameters():
+            if ".lora_" not in name:
+                with whole([parameter]):
+                    yield parameter_name(_plain_name(name)), _gathered(parameter)
+
+    def quantized_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over the tensors of the quantized checkpoint. A collective operation.
+
+        Raises `FileNotFoundError` in the main process if the run's own checkpoint is gone.
+        """
+        if self.checkpoint is None:
+            return self._weights.tensors(self.parameters(), is_exact=True)
+        if self.checkpoint.exists():
+            return read_tensors(self.checkpoint)
+        if not PartialState().is_main_process:
+            return iter(())  # this process may not see the file and does not need it
+        raise FileNotFoundError(
+            f"The quantized base of this run is gone from {self.checkpoint}: keep rollout_checkpoint_dir until the "
+            "run ends, or save with merge=True."
+        )
+
+    def write(self, folder: CheckpointFolder) -> Path:
+        """Write the quantized checkpoint. A collective operation."""
+        path = folder.write("start", self.quantized_tensors())
+        self.checkpoint = path if self._rounds else None
+        return path
+
+    def digest(self, dtype: torch.dtype) -> None:
+        """Record the digests that a server of this dtype must have for its base. A collective operation."""
+        tensors = self.quantized_tensors()
+        if PartialState().is_main_process:
+            self.digests = base_digests(tensors, dtype)
+        deque(tensors, maxlen=0)
+
+    def round(self, dtype: torch.dtype) -> None:
+        """With `round_base`, round the weights to the values that an engine of this dtype computes with."""
+        if self._rounds:
+            assert self._weights.scheme is not None, "the config requires a format"
+            round_base(self._model.get_base_model(), self._weights.layers, self._weights.scheme, dtype)

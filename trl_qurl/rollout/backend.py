@@ -8,9 +8,8 @@ parent's code still gathers parameters (FSDP, ZeRO-3, PEFT) and generates comple
 import functools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from types import ModuleType
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.checkpoint_form import parameter_name, persistent_buffers
 from trl_qurl.quantization.layers import check_recurrent_layers
 from trl_qurl.quantization.stream import on_grid
-from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, engine_rank, write_adapter
+from trl_qurl.rollout.adapter import FrozenBase, adapter_obstacle, adapter_rank, engine_rank
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine.colocated import (
     ColocatedEngine,
@@ -34,23 +33,25 @@ from trl_qurl.rollout.engine.colocated import (
     release_when_deleted,
     with_adapter,
 )
-from trl_qurl.rollout.engine.interface import Engine, torch_dtype
+from trl_qurl.rollout.engine.interface import Engine
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError
-from trl_qurl.rollout.frozen_base import FrozenBase
 from trl_qurl.rollout.images import ImagePrompts, check_seen
 from trl_qurl.rollout.preparation import prepare_weights
 from trl_qurl.rollout.recovery import raise_everywhere, recover
+from trl_qurl.rollout.routes import choose_adapter, choose_route
 from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.sync import RolloutCost, WeightSync
-from trl_qurl.rollout.transports import CheckpointFiles, Stream, Transport, choose_adapter, choose_route
 
 logger = get_logger(__name__)  # of the main process
 
 
 class QuantizedVLLMGeneration(VLLMGeneration):
-    """[`VLLMGeneration`] with an engine that holds a quantized copy of the model."""
+    """[`VLLMGeneration`] with an engine that holds a quantized copy of the model.
+
+    `global_step` and `prompts` must not keep the trainer alive, or the engine is never freed.
+    """
 
     engine: Engine | None  # `None` in processes that leave a server to the main one
     sync: WeightSync  # keeps the engine at the policy's weights
@@ -68,7 +69,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.rollout = rollout
         self._prompts = prompts  # returns the tokens of a few
         self._global_step = global_step  # optimizer steps so far; part of each version name
-        self._metrics: dict[str, float] = {}
         self._cost = RolloutCost()
         self._seconds_in_syncs = 0.0
         self.images = ImagePrompts()
@@ -81,11 +81,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         cost, self._cost = self._cost, RolloutCost()
         return cost
 
-    def pop_weight_metrics(self) -> dict[str, float]:
-        """Return the metrics of the last sync, and clear them."""
-        metrics, self._metrics = self._metrics, {}
-        return metrics
-
     @property
     def base_model(self) -> Any:
         """The policy without PEFT's wrapper."""
@@ -97,14 +92,22 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         check_recurrent_layers(self.base_model)
         self.weights, self.kept = prepare_weights(self.model, self.rollout, self.accelerator, self._prompts)
         self.rollout = replace(self.rollout, ignore=self.weights.ignore)
-        transport = self._connect() if self.rollout.is_served else self._start_colocated()
-        self.engine = transport.engine
+        start = self._connect if self.rollout.is_served else self._start_colocated
+        self.engine, sent_dtype, folder = start()
         self.sync = WeightSync(
-            self.model, self.weights, transport, self.rollout, self._dist, self._global_step, self.base
+            self.model,
+            self.weights,
+            self.engine,
+            self.rollout,
+            self._dist,
+            self._global_step,
+            sent_dtype,
+            folder,
+            self.base,
         )
 
-    def _connect(self) -> Transport:
-        """Connect the main process to the server, and tell every process how weights will be sent."""
+    def _connect(self) -> tuple[Engine | None, torch.dtype | None, CheckpointFolder | None]:
+        """Connect the main process to the server. Return its engine, and what every process needs to send weights."""
         rollout, device = self.rollout, self.accelerator.device
         client = functools.partial(
             ServedEngine, scheme=rollout.scheme, ignore=rollout.ignore, request_timeout=rollout.request_timeout
@@ -112,16 +115,21 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         with substitute(vllm_generation, "VLLMClient", client):
             super()._init_vllm()
         engine: ServedEngine | None = self.vllm_client if self.accelerator.is_main_process else None
-        [(route, dtype)] = broadcast_object_list([self._choose_route(engine) if engine else None], from_process=0)
-        sent_dtype = torch_dtype(dtype)  # casting to the engine's dtype here saves bytes on the way
+        [(route, name)] = broadcast_object_list([self._choose_route(engine) if engine else None], from_process=0)
+        dtype = getattr(torch, name) if name else None  # casting to the engine's dtype here saves bytes on the way
         if route == "stream":
             if engine is not None:
                 engine.open_stream(device)
-            return Stream(engine, True, sent_dtype, self.weights)
-        if route == "adapter":
-            return self._adapt(engine, sent_dtype, self._open_folder(checkpoints=int(rollout.round_base)))
-        # Two checkpoints at most: the one being written and the one that the engine may still be reading.
-        return CheckpointFiles(engine, True, self._open_folder(checkpoints=2), sent_dtype)
+            return engine, dtype, None
+        if route == "checkpoint":  # two at most: the one being written, and one that the engine may still be reading
+            return engine, dtype, self._open_folder(checkpoints=2)
+        self.base = FrozenBase(self.model, self.weights, rollout.round_base)
+        folder = self._open_folder(checkpoints=int(rollout.round_base))
+        if rollout.round_base:
+            self.base.write(folder)
+        self.base.digest(dtype or torch.float32)
+        self.base.round(dtype or torch.float32)
+        return engine, dtype, folder
 
     def _choose_route(self, server: ServedEngine) -> tuple[str, str | None]:
         """Return how to send weights to the server, and the dtype of its unquantized layers."""
@@ -150,39 +158,21 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             logger.info("%s: %s.", "The adapter is sent alone" if sends else "The adapter is merged", reason)
         return sends
 
-    def _adapt(self, engine: Engine | None, dtype: torch.dtype | None, folder: CheckpointFolder) -> Transport:
-        """Return the transport of an adapter to an engine that has the base, or a server that should have it."""
-        if self.base is None:
-            self.base = FrozenBase(self.model, self.weights, self.rollout)
-            if self.rollout.round_base:
-                self.base.write(folder)
-            self.base.digest(dtype or torch.float32, self.accelerator.is_main_process)
-        self.base.round(dtype or torch.float32)
-        write = functools.partial(write_adapter, self.model)
-        return CheckpointFiles(engine, self.rollout.is_served, folder, dtype, write)
-
-    def _start_colocated(self) -> Transport:
+    def _start_colocated(self) -> tuple[Engine, torch.dtype | None, CheckpointFolder | None]:
         """Start an engine in this process, from a checkpoint that describes how its layers are quantized."""
-        processes = self.accelerator.num_processes
-        prepare_process(self.base_model, self.weights.layers, self.rollout, self.model_impl, processes)
-        label = self.rollout.scheme.label if self.rollout.scheme else "full-precision"
-        self.base = FrozenBase(self.model, self.weights, self.rollout) if self._sends_adapter() else None
-        by_files = self.rollout.weight_sync in ("checkpoint", "llmcompressor")
-        needs_start = self.rollout.scheme is not None or not self.model.name_or_path or self.base is not None
+        rollout = self.rollout
+        prepare_process(self.base_model, self.weights, self.model_impl, self.accelerator.num_processes)
+        if self._sends_adapter():
+            self.base = FrozenBase(self.model, self.weights, rollout.round_base)
+        by_files = rollout.weight_sync in ("checkpoint", "llmcompressor")
+        needs_start = rollout.scheme is not None or not self.model.name_or_path or self.base is not None
         folder = self._open_folder(checkpoints=2 if by_files else 1) if by_files or needs_start else None
-        start, cls, extra_kwargs = None, vllm_generation.LLM, self.rollout.engine_kwargs
-        if folder is not None and needs_start:
-            logger.info("Writing %s weights for vLLM to %s.", label, folder.path)
-            start = (
-                self.base.write(folder)
-                if self.base
-                else folder.write("start", self.weights.tensors(self.policy_parameters()))
-            )
+        start = self._write_start(folder) if folder is not None and needs_start else None
+        cls, extra_kwargs = vllm_generation.LLM, rollout.engine_kwargs
         if self.base is not None:
             cls, extra_kwargs = with_adapter(cls), adapter_arguments(adapter_rank(self.model)) | extra_kwargs
-        build = functools.partial(build_engine, cls, start, extra_kwargs)
-        logger.info("Starting vLLM (%s). If it has to compile, this takes a minute.", label)
-        with substitute(vllm_generation, "LLM", build):
+        logger.info("Starting vLLM. If it has to compile, this takes a minute.")
+        with substitute(vllm_generation, "LLM", functools.partial(build_engine, cls, start, extra_kwargs)):
             super()._init_vllm()
         logger.info("vLLM is ready.")
         if folder is not None and not (self.base and self.base.checkpoint):
@@ -190,9 +180,18 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._folder = folder  # keep alive: the worker re-reads the starting checkpoint's headers
         release_when_deleted(self.llm)
         engine = ColocatedEngine(self.llm, self._sleeps)
-        if self.base is not None and folder is not None:
-            return self._adapt(engine, torch_dtype(engine.describe().dtype), folder)
-        return CheckpointFiles(engine, False, folder) if folder is not None and by_files else Stream(engine, False)
+        if self.base is None:
+            return engine, None, folder if by_files else None
+        dtype = getattr(torch, engine.describe().dtype or "float32")
+        self.base.round(dtype)
+        return engine, dtype, folder
+
+    def _write_start(self, folder: CheckpointFolder) -> Path:
+        label = self.rollout.scheme.label if self.rollout.scheme else "full-precision"
+        logger.info("Writing %s weights for vLLM to %s.", label, folder.path)
+        if self.base is not None:
+            return self.base.write(folder)
+        return folder.write("start", self.weights.tensors(self.policy_parameters()))
 
     @property
     def _sleeps(self) -> bool:
@@ -201,7 +200,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def _open_folder(self, checkpoints: int) -> CheckpointFolder:
         rollout = self.rollout
         writer = CheckpointWriter(self.base_model, self.processing_class, rollout.scheme, rollout.ignore)
-        return CheckpointFolder(self.accelerator, rollout, writer, checkpoints * self.weights.nbytes())
+        nbytes = checkpoints * self.weights.nbytes()
+        return CheckpointFolder(self.accelerator, writer, rollout.checkpoint_dir, nbytes, rollout.is_served)
 
     # Weight sync -----------------------------------------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             self._llm_weights_sleeping = False
         started = time.perf_counter()
         push = functools.partial(self.sync.push, self.policy_parameters, self._cost)
-        self._metrics = recover(push, self._reconnect)
+        recover(push, self._reconnect)
         self._seconds_in_syncs += time.perf_counter() - started
 
     def policy_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -272,11 +272,3 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._cost.recoveries += 1
         if self.accelerator.is_main_process:
             self.vllm_client.reconnect(self.server_timeout)
-
-
-def quantized_generation(module: ModuleType, **arguments: Any) -> AbstractContextManager[None]:
-    """Inside the block, make the trainer in a TRL module build a `QuantizedVLLMGeneration` with these arguments.
-
-    `global_step` and `prompts` must not keep the trainer alive, or the engine is never freed.
-    """
-    return substitute(module, "VLLMGeneration", functools.partial(QuantizedVLLMGeneration, **arguments))

@@ -10,7 +10,6 @@ Numbers keep the paths the same from run to run. vLLM includes a model's path in
 graphs, so a new name at each start would trigger another compilation.
 """
 
-import errno
 import fcntl
 import itertools
 import os
@@ -27,11 +26,7 @@ from accelerate.utils import gather_object
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.checkpoint_form import NamedTensors
-from trl_qurl.rollout.settings import RolloutSettings
 
-Write = Callable[[NamedTensors, Path], None]
-
-PREFIX = "trl-qurl-"
 LOCK_SUFFIX = ".lock"
 
 
@@ -55,20 +50,26 @@ class CheckpointFolder:
     """
 
     def __init__(
-        self, accelerator: Accelerator, settings: RolloutSettings, writer: CheckpointWriter, bytes_needed: int
+        self,
+        accelerator: Accelerator,
+        writer: CheckpointWriter,
+        parent: str | None,  # `None` to choose one
+        bytes_needed: int,
+        is_served: bool,
     ) -> None:
         self._accelerator = accelerator
         self._writer = writer
-        self.uses_llmcompressor = settings.weight_sync == "llmcompressor"
-        self.is_writer = accelerator.is_main_process if settings.is_served else accelerator.is_local_main_process
-        self._directory = CheckpointDirectory(settings.checkpoint_dir, bytes_needed) if self.is_writer else None
-        source = 0 if settings.is_served else accelerator.process_index - accelerator.local_process_index
+        self.is_writer = accelerator.is_main_process if is_served else accelerator.is_local_main_process
+        self._directory = CheckpointDirectory(parent, bytes_needed) if self.is_writer else None
+        source = 0 if is_served else accelerator.process_index - accelerator.local_process_index
         self.path: Path = gather_object([self._directory and self._directory.path])[source]
 
-    def write(self, name: str, rollout_tensors: NamedTensors, write: Write | None = None) -> Path:
+    def write(
+        self, name: str, rollout_tensors: NamedTensors, write: Callable[[NamedTensors, Path], None] | None = None
+    ) -> Path:
         """Write a checkpoint from tensors that are already in its format. A collective operation.
 
-        `write(tensors, directory)` overrides how the directory is written (adapters).
+        `write` replaces the checkpoint's writer (adapters).
         """
         path = self.path / name
         if self.is_writer:
@@ -96,7 +97,7 @@ class CheckpointFolder:
                 weights.unlink()
 
 
-def _create(requested: str | None, bytes_needed: int) -> tuple[Path, int | None]:
+def _create(requested: str | None, bytes_needed: int) -> tuple[Path, int]:
     """Create a directory in the first parent that has room. Return it and the open lock file of its owner."""
     parents = [Path(requested)] if requested else [Path("/dev/shm"), Path(tempfile.gettempdir())]
     reason = ""
@@ -105,7 +106,7 @@ def _create(requested: str | None, bytes_needed: int) -> tuple[Path, int | None]
             if requested:
                 parent.mkdir(parents=True, exist_ok=True)
             # Per boot, because some network file systems do not enforce a lock between machines.
-            home = parent / f"{PREFIX}{os.getuid()}-{Path('/proc/sys/kernel/random/boot_id').read_text()[:8]}"
+            home = parent / f"trl-qurl-{os.getuid()}-{Path('/proc/sys/kernel/random/boot_id').read_text()[:8]}"
             _remove_abandoned(home)
             free = shutil.disk_usage(parent).free
             if free >= bytes_needed:
@@ -119,7 +120,7 @@ def _create(requested: str | None, bytes_needed: int) -> tuple[Path, int | None]
     )
 
 
-def _claim(home: Path) -> tuple[Path, int | None]:
+def _claim(home: Path) -> tuple[Path, int]:
     """Create the directory with the lowest number not in use, and return it with its lock."""
     home.mkdir(mode=0o700, exist_ok=True)
     for number in itertools.count():
@@ -128,26 +129,22 @@ def _claim(home: Path) -> tuple[Path, int | None]:
             lock = _lock(path)
         except BlockingIOError:
             continue  # in use by another run
-        if lock is None:
-            return Path(tempfile.mkdtemp(dir=home)), None
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(mode=0o700)
         return path, lock
     raise AssertionError("there is always another number")
 
 
-def _lock(directory: Path) -> int | None:
-    """Lock a directory's lock file. Raises `BlockingIOError` while a run holds it; `None` if locks are unsupported."""
+def _lock(directory: Path) -> int:
+    """Lock a directory's lock file and return it, open. Raises `BlockingIOError` while a run holds it."""
     lock = os.open(f"{directory}{LOCK_SUFFIX}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         if os.fstat(lock).st_uid != directory.parent.lstat().st_uid:
-            raise PermissionError(errno.EPERM, f"{directory.parent} belongs to another user")
+            raise PermissionError(f"{directory.parent} belongs to another user")
         # Not a FileLock: filelock unlocks when Python exits, before the directory is removed.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except OSError:
         os.close(lock)
-        if error.errno in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
-            return None
         raise
     return lock
 
@@ -157,14 +154,12 @@ def _remove_abandoned(home: Path) -> None:
     for lock_file in home.glob(f"*{LOCK_SUFFIX}"):
         with suppress(OSError):
             directory = lock_file.with_suffix("")
-            if (lock := _lock(directory)) is not None:
-                _remove(directory, lock, os.getpid())
+            _remove(directory, _lock(directory), os.getpid())
 
 
-def _remove(directory: Path, lock: int | None, owner: int) -> None:
+def _remove(directory: Path, lock: int, owner: int) -> None:
     if os.getpid() != owner:  # a fork of the owner is exiting
         return
     shutil.rmtree(directory, ignore_errors=True)
-    if lock is not None:
-        fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough while a fork has the file open
-        os.close(lock)
+    fcntl.flock(lock, fcntl.LOCK_UN)  # closing is not enough while a fork has the file open
+    os.close(lock)

@@ -55,15 +55,14 @@ def prepare_weights(
             "ZeRO-3 shards the weights, or prompts have images or environments: run `trl-qurl mismatch MODEL "
             "--kl 5e-3` and pass the list that it writes."
         )
-    choice: list[Any] = [({}, ())]
+    choice: list[Any] = [{}, ()]
     if accelerator.is_main_process and sequences:
         if weights.smoothing is not None:
             weights.fit_smoothing(model, sequences)
-        layers = sensitive_layers(model, weights, sequences) if is_auto else ()
-        scales = {} if weights.smoothing is None else weights.smoothing.scales
-        choice = [({name: scale.cpu() for name, scale in scales.items()}, layers)]
-    broadcast_object_list(choice, from_process=0)
-    scales, layers = choice[0]
+            choice[0] = {name: scale.cpu() for name, scale in weights.smoothing.scales.items()}
+        if is_auto:
+            choice[1] = sensitive_layers(model, weights, sequences)
+    scales, layers = broadcast_object_list(choice, from_process=0)
     if weights.smoothing is not None:
         weights.smoothing.scales = scales
     if is_auto:

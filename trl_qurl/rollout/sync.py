@@ -9,42 +9,43 @@ The path of a weight tensor, file by file:
 3. `quantization/stream.py`: splits each parameter as the model's checkpoint does, under its names
    (`checkpoint_form.py`), and turns each weight into the tensors of its format, one layer at a time.
 4. `quantization/scheme.py`, `quantization/packing.py`: rounding and packing, by compressed-tensors.
-5. `rollout/transports.py`: in this process, over NCCL, or as checkpoint files
-   (6. `quantization/storage.py`, which writes and reads them).
-7. `rollout/engine/colocated.py` or `served.py`: one call to the engine's workers.
-8. `rollout/engine/worker.py`: vLLM's own reload, in the worker.
-9. `rollout/checks/tensors.py`: digests on arrival, and the values that layers hold afterward.
+5. `rollout/directory.py`, `quantization/storage.py`: files of a checkpoint or an adapter, unless tensors are streamed.
+6. `rollout/engine/colocated.py` or `served.py`: one call to the engine's workers.
+7. `rollout/engine/worker.py`: vLLM's own reload, in the worker.
+8. `rollout/checks/tensors.py`: digests on arrival.
 """
 
+import functools
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.distributed import DistributedBackend
 
-from trl_qurl.quantization.checkpoint_form import expert_layers
-from trl_qurl.quantization.stream import Observer, WeightStream
-from trl_qurl.rollout.adapter import adapter_tensors
+from trl_qurl.quantization.checkpoint_form import NamedTensors, expert_layers
+from trl_qurl.quantization.stream import WeightStream
+from trl_qurl.rollout.adapter import FrozenBase, adapter_tensors, write_adapter
 from trl_qurl.rollout.checks.probe import ProbeAnswer, ProbeJudge, ask_engine, run_probe
 from trl_qurl.rollout.checks.tensors import MeteredStream, find_not_finite, require_finite
-from trl_qurl.rollout.engine.interface import FRESH, WeightUpdate
+from trl_qurl.rollout.directory import CheckpointFolder
+from trl_qurl.rollout.engine.interface import FRESH, Engine, TensorMetadata, WeightUpdate
 from trl_qurl.rollout.errors import ServerError, SyncError
-from trl_qurl.rollout.frozen_base import FrozenBase
 from trl_qurl.rollout.recovery import raise_everywhere
 from trl_qurl.rollout.settings import RolloutSettings
-from trl_qurl.rollout.transports import Parameters, Transport
-from trl_qurl.rollout.weight_change import WeightChangeTracker
+
+Parameters = Callable[[], Iterator[tuple[str, torch.Tensor]]]
+"""Iterates over the policy's full-precision parameters under their names in the model. A collective operation."""
 
 
 @dataclass
 class RolloutCost:
-    """The cost of rollouts in this process."""
+    """The cost of rollouts in this process, and what the probe measured."""
 
     quantize_s: float = 0.0  # gathering and rounding
     sync_s: float = 0.0  # whole syncs without the probe; includes `quantize_s` and any digests
@@ -53,49 +54,57 @@ class RolloutCost:
     recoveries: int = 0  # from server faults
     generate_s: float = 0.0
     tokens: int = 0  # of completions
+    probe: dict[str, float] = field(default_factory=dict)  # metrics of the latest probe, if there was one
 
 
 class WeightSync:
-    """Keeps one engine in sync with the policy's weights, or with its LoRA adapter if the engine has the `base`."""
+    """Keeps one engine in sync with the policy's weights, or with its LoRA adapter if the engine has the `base`.
+
+    A colocated engine reads the stream of tensors in this process, and a server's workers receive it over NCCL. With a
+    `folder`, the stream is written to files instead, which works on any device and between any processes that share a
+    file system. If llm-compressor writes them, the stream only serves to check the result.
+    """
 
     def __init__(
         self,
         model: Any,
         weights: WeightStream,  # of this model
-        transport: Transport,
+        engine: Engine | None,  # `None` in processes that leave a server to the main one
         settings: RolloutSettings,
         sharding: DistributedBackend,  # how the launcher shards the policy
         global_step: Callable[[], int],  # optimizer steps so far
+        sent_dtype: torch.dtype | None = None,  # of unquantized tensors; `None` does not cast them
+        folder: CheckpointFolder | None = None,
         base: FrozenBase | None = None,  # of an adapter that is sent alone
     ) -> None:
         self.version = "none"
         self._model = model
         self._weights = weights
-        self._transport = transport
+        self._engine = engine
         self._settings = settings
         self._sharding = sharding
         self._global_step = global_step
+        self._uses_llmcompressor = settings.weight_sync == "llmcompressor"
+        # llm-compressor writes each tensor in the policy's own dtype, so the stream that checks it must not be cast.
+        self._sent_dtype = None if self._uses_llmcompressor else sent_dtype
+        self._folder = folder
         self._base = base
-        self._checks_base = base is not None and settings.is_served and settings.sync_check_interval > 0
         self._run = uuid.uuid4().hex[:8]
         self._count = 0
+        self._files = 0  # checkpoints or adapters that the engine has loaded
+        self._metadata: TensorMetadata = []  # of the tensors for a server's workers
         self._not_finite: list[str] = []  # policy tensors with NaN or infinity
-        interval = settings.weight_metrics_interval if PartialState().is_main_process else 0
-        self._tracker = WeightChangeTracker(interval, settings.scheme, weights.smoothing)
         self._probe = ProbeJudge()
 
-    def push(self, parameters: Parameters, cost: RolloutCost, is_repeated: bool = False) -> dict[str, float]:
+    def push(self, parameters: Parameters, cost: RolloutCost, is_repeated: bool = False) -> None:
         """Send the policy's current weights to the engine. A collective operation.
 
-        Adds to `cost`. Returns metrics of the weights and the probe if this sync measured or probed any. Raises
-        `SyncError` if the engine does not hold the weights that were sent, and `RuntimeError` if it could not load
-        them (`ServerError` from a server). A retry after a server fault (`is_repeated`) is always checked, regardless
-        of the interval, and measures nothing.
+        Adds to `cost`. Raises `SyncError` if the engine does not hold the weights that were sent, and `RuntimeError`
+        if it could not load them (`ServerError` from a server). A retry after a server fault (`is_repeated`) is always
+        checked, regardless of the interval.
         """
-        if not is_repeated:
-            self._tracker.begin_sync()
-            if self._weights.smoothing is not None:
-                self._weights.smoothing.begin_sync()
+        if self._weights.smoothing is not None and not is_repeated:
+            self._weights.smoothing.begin_sync()
         interval = self._settings.sync_check_interval
         is_checked = is_repeated or (interval > 0 and self._count % interval == 0)
         self._check_base(cost, is_repeated)
@@ -103,28 +112,30 @@ class WeightSync:
         self._count += 1
         self._not_finite.clear()
         self.version = f"{self._run}-step{self._global_step()}-sync{self._count}"
-        is_compared = is_checked and self._transport.is_source
-        tensors = self._tensors(parameters, None if is_repeated else self._tracker.observe)
-        stream = MeteredStream(tensors, records_digests=is_compared)
-        self._transport.deliver(WeightUpdate(self.version, is_checked), stream, parameters)
+        # Of several processes with an engine, only those that write its files can compare them with what it received.
+        is_source = self._engine is not None and (self._folder is None or self._folder.is_writer)
+        stream = MeteredStream(self._tensors(parameters), records_digests=is_checked and is_source)
+        update = WeightUpdate(self.version, is_checked)
+        if self._folder is None:
+            self._stream(update, stream, parameters)
+        else:
+            self._send_files(update, stream, parameters, self._folder)
 
         def verify() -> None:
             require_finite(self._not_finite)
-            if is_compared and self._transport.engine:
-                self._transport.engine.compare_digests(stream.digests)
+            if is_checked and is_source and self._engine:
+                self._engine.compare_digests(stream.digests)
             self._require_version()
 
         raise_everywhere(verify, self._settings.is_served)
-        metrics = self._tracker.end_sync()
         cost.sync_s += time.perf_counter() - started
         cost.quantize_s += stream.source_s
         cost.check_s += stream.digest_s
         cost.sent_bytes += stream.nbytes
         if is_checked:
             started = time.perf_counter()
-            metrics |= self._check_probe()
+            cost.probe = self._check_probe()
             cost.check_s += time.perf_counter() - started
-        return metrics
 
     def require_version(self) -> None:
         """Raise `SyncError` if the engine no longer holds the weights of the last sync. A collective operation.
@@ -134,8 +145,7 @@ class WeightSync:
         raise_everywhere(self._require_version, self._settings.is_served)
 
     def _require_version(self) -> None:
-        engine = self._transport.engine
-        version = self.version if engine is None else engine.version()
+        version = self.version if self._engine is None else self._engine.version()
         if version == FRESH:
             raise ServerError(f"The server was restarted: it holds {version!r} weights, not {self.version!r}.")
         if version != self.version:
@@ -144,26 +154,60 @@ class WeightSync:
                 "uses it. Use one server per run, and resume from the last checkpoint."
             )
 
-    def _tensors(self, parameters: Parameters, observer: Observer | None) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self, parameters: Parameters) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the tensors to send, from one pass over the parameters."""
-        dtype = self._transport.sent_dtype
         if self._base is not None:
-            return find_not_finite(adapter_tensors(self._model, dtype), self._not_finite)
-        tensors = self._weights.tensors(find_not_finite(parameters(), self._not_finite), observer, dtype)
+            return find_not_finite(adapter_tensors(self._model, self._sent_dtype), self._not_finite)
+        tensors = self._weights.tensors(find_not_finite(parameters(), self._not_finite), self._sent_dtype)
         if is_peft_model(self._model):
             # vLLM may keep a tensor until its layer is complete; by then the adapter is unmerged from the parameter.
             tensors = ((name, tensor.clone()) for name, tensor in tensors)
         return tensors
 
+    def _stream(self, update: WeightUpdate, stream: MeteredStream, parameters: Parameters) -> None:
+        """Send tensors to the engine; processes without one help gather them, and fail together with the others."""
+        if self._settings.is_served and not self._metadata:
+            self._metadata = stream_metadata(parameters(), self._weights, self._sent_dtype)
+
+        def send() -> None:
+            try:
+                if self._engine is not None:
+                    self._engine.load_stream(stream, self._metadata, update)
+            finally:
+                deque(stream, maxlen=0)  # the other processes gather with this one until the end
+
+        raise_everywhere(send, self._settings.is_served)
+
+    def _send_files(
+        self, update: WeightUpdate, stream: MeteredStream, parameters: Parameters, folder: CheckpointFolder
+    ) -> None:
+        """Write a checkpoint, or the adapter alone, and make the engine load it."""
+        # A retry after a fault reuses the name, because a server that only hung may still read from that path.
+        name = f"sync-{self._files + 1}"
+        if self._uses_llmcompressor:
+            deque(stream, maxlen=0)  # read for digests only
+            path = folder.write_with_llmcompressor(name, parameters())
+        elif self._base is not None:
+            path = folder.write(name, stream, functools.partial(write_adapter, self._model))
+        else:
+            path = folder.write(name, stream)
+
+        def load() -> None:
+            if self._engine is not None:
+                (self._engine.load_checkpoint if self._base is None else self._engine.load_adapter)(path, update)
+
+        raise_everywhere(load, self._settings.is_served)
+        folder.remove(f"sync-{self._files}")
+        self._files += 1
+
     def _check_base(self, cost: RolloutCost, is_repeated: bool) -> None:
         """Compare a server's base with this run's, before the first sync and after each fault."""
-        base, engine = self._base, self._transport.engine
-        is_due = self._checks_base or (is_repeated and base is not None and self._settings.is_served)
-        if not is_due:
+        base, engine = self._base, self._engine
+        is_first = self._count == 0 and self._settings.sync_check_interval > 0
+        if base is None or not self._settings.is_served or not (is_first or is_repeated):
             return
         started = time.perf_counter()
-        raise_everywhere(lambda: engine.check_base(base.digests) if engine and base and base.digests else None)
-        self._checks_base = False
+        raise_everywhere(lambda: engine.check_base(base.digests) if engine and base.digests else None)
         cost.check_s += time.perf_counter() - started
 
     def _check_probe(self) -> dict[str, float]:
@@ -172,7 +216,7 @@ class WeightSync:
             return {}  # a layer's weight is still sharded where the pass would quantize it
         if self._settings.scheme is not None and expert_layers(self._weights.layers):
             return {}  # the trainer computes experts exactly
-        engine, vocabulary_size = self._transport.engine, self._model.config.get_text_config().vocab_size
+        engine, vocabulary_size = self._engine, self._model.config.get_text_config().vocab_size
 
         def ask() -> ProbeAnswer | None:
             return None if engine is None else ask_engine(engine, vocabulary_size)
@@ -187,3 +231,14 @@ class WeightSync:
             result = run_probe(self._model, answer[0], self._weights, merges_adapter=self._base is None)
         self._probe.judge(result)
         return {"sync/probe_distance": result.distance, "sync/probe_ratio": result.ratio}
+
+
+def stream_metadata(
+    named_parameters: NamedTensors, weights: WeightStream, dtype: torch.dtype | None
+) -> TensorMetadata:
+    """Return the metadata of the tensors that the stream will yield, in order, without rounding any."""
+    return [
+        (stored.name, str(stored.dtype).removeprefix("torch."), list(stored.shape))
+        for name, _ in named_parameters
+        for stored in weights.stored(name, dtype)
+    ]

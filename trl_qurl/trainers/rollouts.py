@@ -11,6 +11,7 @@ corrects for the mismatch between the two policies (`grpo.py`, `rloo.py`).
 """
 
 import dataclasses
+import functools
 import itertools
 import time
 import warnings
@@ -25,9 +26,10 @@ from trl.import_utils import is_vllm_available
 
 from trl_qurl.quantization.formats import get_scheme
 from trl_qurl.quantization.layers import AUTO
-from trl_qurl.rollout.backend import quantized_generation
+from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.rollout.settings import RolloutSettings
+from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.arguments import LengthCheckCallback, arguments_by_name, check_arguments
 from trl_qurl.trainers.callbacks import (
     RunLogCallback,
@@ -72,13 +74,13 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         # Nothing below may hold the trainer: vLLM freezes the garbage collector, so reference cycles are never freed,
         # and a deleted trainer would keep its engine.
         trainer = weakref.proxy(self)
-        settings = _rollout_settings(args)
-        with quantized_generation(
-            self._generation_module,
-            rollout=settings,
+        generation = functools.partial(
+            QuantizedVLLMGeneration,
+            rollout=_rollout_settings(args),
             global_step=lambda: trainer.state.global_step,
             prompts=lambda: trainer._first_prompts(),
-        ):
+        )
+        with substitute(self._generation_module, "VLLMGeneration", generation):
             super().__init__(**kwargs)
         # Replace `auto` with the layers it selected, for the log, the model card and the checkpoints.
         patterns = [pattern for pattern in args.quantization_ignore if pattern != AUTO]
@@ -137,7 +139,7 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         self._scoring_seconds = 0.0
         batch = super()._generate_and_score_completions(inputs)
-        self._record(self._rollout_cost() | self.vllm_generation.pop_weight_metrics())
+        self._record(self._rollout_cost())
         return batch
 
     def _first_prompts(self) -> list[list[int]]:
@@ -182,6 +184,7 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
             "time/generate_s": cost.generate_s,
             "time/logps_s": self._scoring_seconds,
             "throughput/generated_tokens_per_s": tokens / cost.generate_s if cost.generate_s else 0.0,
+            **cost.probe,
         }
 
     def _sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -238,7 +241,6 @@ def _rollout_settings(args: Any) -> RolloutSettings:
         smooths=args.smooths,
         checkpoint_dir=args.rollout_checkpoint_dir,
         engine_kwargs=args.engine_kwargs,
-        weight_metrics_interval=args.weight_metrics_interval,
         sync_check_interval=args.sync_check_interval,
         request_timeout=args.vllm_request_timeout,
     )

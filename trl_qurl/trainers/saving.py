@@ -26,8 +26,7 @@ from trl_qurl.quantization.layers import quantized_layer_names
 from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.storage import check_replaceable
 from trl_qurl.quantization.uaq import recorded_scale
-from trl_qurl.rollout.adapter import adapter_rank, adapter_tensors, engine_rank, write_adapter
-from trl_qurl.rollout.frozen_base import FrozenBase
+from trl_qurl.rollout.adapter import FrozenBase, adapter_rank, adapter_tensors, engine_rank, write_adapter
 from trl_qurl.trainers.model_card import add_citation, describe_run, name_local_models, quantized_card
 
 if TYPE_CHECKING:

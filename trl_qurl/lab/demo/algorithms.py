@@ -47,7 +47,6 @@ def build_config(
         "lr_scheduler_type": "constant_with_warmup",
         "warmup_steps": 20,
         "logging_steps": UPDATES_PER_ROLLOUT,
-        "weight_metrics_interval": 1,
         "sync_check_interval": 0,  # vLLM's INT8 kernel for CPUs with AMX rounds more than the probe tolerates
         "vllm_mode": "colocate",
         "vllm_max_model_length": 32,

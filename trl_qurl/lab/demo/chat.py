@@ -86,7 +86,6 @@ def build_chat_config(
         **cpu_settings(),
         "gradient_checkpointing": False,
         "sync_check_interval": 0,
-        "weight_metrics_interval": 1,
         "vllm_mode": "colocate",
         "vllm_max_model_length": 128,
         "vllm_engine_kwargs": {"enforce_eager": True, "use_tqdm_on_load": False},

@@ -39,23 +39,15 @@ CLIPPING = Panel(
         "mismatch/capped_share": "Mismatch ratio ρ above the cap C",
     },
 )
-REACHED = Panel(
-    "Do updates reach the rounded weights?",
-    "share of the squared norm",
-    {
-        "weights/normalized_update": "Update per rollout (Eq. 13)",
-        "weights/normalized_quantization_error": "Quantization error (Eq. 14)",
-    },
-    log=True,
-)
+EXPLORING = Panel("Does the policy still explore?", "nats per token", {"entropy": "Entropy"})
 CRITIC = Panel(
     "Does the critic predict the returns?",
     "share of their variance",
     {"critic/explained_variance": "Explained variance"},
 )
 PANELS = {
-    "grpo": (LEARNING, CLOSENESS, CLIPPING, REACHED),
-    "rloo": (LEARNING, CLOSENESS, CLIPPING._replace(unit="share of completions (ratio), of tokens (ρ)"), REACHED),
+    "grpo": (LEARNING, CLOSENESS, CLIPPING, EXPLORING),
+    "rloo": (LEARNING, CLOSENESS, CLIPPING._replace(unit="share of completions (ratio), of tokens (ρ)"), EXPLORING),
     "ppo": (LEARNING, CLOSENESS, CLIPPING, CRITIC),
 }
 

@@ -57,8 +57,7 @@ def start_engine(job: Job) -> tuple[dict[str, list[list[int]]], LLM]:
     """Return the token ids of all prompts, by task, and an engine with a long enough context."""
     from transformers import AutoConfig, AutoTokenizer
 
-    from trl_qurl.rollout.engine.cpu_checks import check_cpu_build
-    from trl_qurl.rollout.engine.cpu_memory import cpu_cache_arguments
+    from trl_qurl.rollout.engine.cpu_checks import check_cpu_build, cpu_cache_arguments
     from trl_qurl.rollout.engine.launch import weight_bytes
 
     tokenizer = AutoTokenizer.from_pretrained(job.model)

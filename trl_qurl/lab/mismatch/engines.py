@@ -72,8 +72,7 @@ class Engines:
 
         from trl_qurl.lab.device import full_precision
         from trl_qurl.quantization.checkpoint import load_model
-        from trl_qurl.rollout.engine.cpu_checks import check_cpu_build
-        from trl_qurl.rollout.engine.cpu_memory import cpu_cache_arguments
+        from trl_qurl.rollout.engine.cpu_checks import check_cpu_build, cpu_cache_arguments
         from trl_qurl.rollout.engine.launch import require_vllm, resolve_model, weight_bytes
 
         require_vllm()

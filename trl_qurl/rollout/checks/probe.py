@@ -1,22 +1,22 @@
 r"""Check what the engine computes: the trainer scores the engine's continuations of a few fixed prompts.
 
 The engine continues each prompt greedily and reports the log-probabilities of the likeliest tokens at every step. The
-trainer scores the same tokens with its own quantized forward pass. The two never agree exactly. How far apart rounding
-alone puts them depends on the model, so it is measured: the trainer runs its pass a second time, with every layer's
-output disturbed as rounding to bfloat16 would. Each step has a distance over the engine's likeliest next tokens k,
+trainer scores the same tokens with its own quantized forward pass. The two never agree exactly, and how far apart
+rounding alone puts them depends on the model. So the trainer runs its pass a second time, with every layer's output
+disturbed as rounding to bfloat16 would. From the distance of a step over the engine's likeliest next tokens k,
 
-$$d(p, q) = \sum_k p_k \, |\log p_k - \log q_k|.$$
+$$d(p, q) = \sum_k p_k \, |\log p_k - \log q_k|,$$
 
-The median over steps counts, because a few near-tie steps would dominate the mean. The *ratio* of the probe is
+and its median over steps, because a few near-tie steps would dominate a mean, follows the *ratio* of the probe:
 
 $$\mathrm{median}\; d(engine, policy) \;/\; (3 \; \mathrm{median}\; d(disturbed, policy) + 0.002)$$
 
-Up to 1, rounding explains the distance. Measured on CPUs without AMX: of 110 probes of sound engines (INT8, FP8 and
-BF16; float32 and bfloat16 policies; random weights, and a trained policy at four stages; ten sets of prompts) none had
-a ratio above 0.71. Other kernels round differently: a sound engine on a CPU with AMX had 1.5. So a ratio above 1 is
-only a warning. It is an error above `FAULT_RATIO` or, once the run's first check has shown what is normal on this
-machine, above `GROWTH` times that ratio. A projection swapped with another layer's had ratios of 4 to 170, doubled
-scales mostly 2 to 30. Scales of query and key projections barely affect a sharp policy; digests catch those.
+Up to 1, rounding explains the distance: of 110 probes of sound engines on CPUs without AMX (INT8, FP8 and BF16; random
+and trained policies) none had a ratio above 0.71. Other kernels round differently: a sound engine on a CPU with AMX
+had 1.5. So a ratio above 1 is only a warning. It is an error above `FAULT_RATIO` or, once the run's first check has
+shown what is normal on this machine, above `GROWTH` times that ratio. A projection swapped with another layer's had
+ratios of 4 to 170, doubled scales mostly 2 to 30. Scales of query and key projections barely affect a sharp policy;
+digests catch those.
 """
 
 import logging

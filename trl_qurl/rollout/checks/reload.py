@@ -2,7 +2,7 @@
 
 vLLM returns nothing that says so: it counts the values that each layer received (`get_layerwise_info`), but resets the
 counts before `reload_weights` returns, and does not count what it drops. Its log, partly at level DEBUG, is all there
-is. `tests/test_proof.py` and `tests/test_held.py` fail if a new vLLM words it differently.
+is. `tests/test_proof.py` and `tests/test_reload.py` fail if a new vLLM words it differently.
 """
 
 import logging

@@ -1,22 +1,19 @@
 """Check tensors at both ends of their way to an engine.
 
 The worst bugs in this field are silent: an engine that samples from stale or half-loaded weights. Digests compare each
-tensor as it left the trainer with the tensor as it entered the engine, and `ReceivedTensors` compares the latter with
-the values that layers hold afterward. Kernels may repack the weights of a layer that multiplies, even within the same
-shape, so this second check covers only the other layers: norms, and the embedding (except for rows that the engine
-adds to the vocabulary). The probe (`probe`) shares no code with these checks and covers the rest.
+tensor as it left the trainer with the tensor as it entered the engine. The probe (`probe`) shares no code with this
+check and covers what happens afterward.
 """
 
 import hashlib
 import math
 import time
 from collections.abc import Iterator, Mapping
-from itertools import zip_longest
 
 import torch
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
-from trl_qurl.rollout.engine.interface import NOT_RECEIVED, TensorMetadata
+from trl_qurl.rollout.engine.interface import NOT_RECEIVED
 from trl_qurl.rollout.errors import SyncError
 
 
@@ -51,6 +48,13 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
+def record_digests(named_tensors: NamedTensors, digests: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass tensors through, and record the digest of each under its name."""
+    for name, tensor in named_tensors:
+        digests[name] = tensor_digest(tensor)
+        yield name, tensor
+
+
 def base_digests(named_tensors: NamedTensors, dtype: torch.dtype) -> dict[str, str]:
     """Return digests of a checkpoint's tensors as an engine of this dtype holds them; codes are not cast."""
     sixteen_bits = (torch.float32, torch.bfloat16, torch.float16)
@@ -67,7 +71,6 @@ class MeteredStream:
         self.nbytes = 0
         self.source_s = 0.0  # spent on making the tensors
         self.digest_s = 0.0  # spent on digests
-        self.exhausted = False  # whether the stream was read to its end
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         while True:
@@ -83,7 +86,6 @@ class MeteredStream:
                 self.digests[name] = tensor_digest(tensor)
                 self.digest_s += time.perf_counter() - started
             yield name, tensor
-        self.exhausted = True
 
 
 def compare_digests(sent: Mapping[str, str], received: Mapping[str, str]) -> None:
@@ -101,62 +103,3 @@ def differences(sent: Mapping[str, str], received: Mapping[str, str]) -> str:
     }
     parts = [f"{len(names)} {fault} (first {min(names)})" for fault, names in faults.items() if names]
     return f"of {len(sent)} tensors, {', '.join(parts)}" if parts else ""
-
-
-def check_metadata(named_tensors: NamedTensors, metadata: TensorMetadata) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass the stream through; raise `SyncError` at a tensor that differs from the metadata sent to the workers."""
-    for index, (item, expected) in enumerate(zip_longest(named_tensors, metadata)):
-        actual = item and (item[0], str(item[1].dtype).removeprefix("torch."), list(item[1].shape))
-        if actual != expected:
-            raise SyncError(f"Tensor {index} of the stream is {actual}, but its metadata says {expected}.")
-        yield item
-
-
-class ReceivedTensors:
-    """Records digests of the tensors loaded into a model, if `enabled`, and compares them with what it then holds."""
-
-    def __init__(self, model: torch.nn.Module, enabled: bool = True) -> None:
-        self._model = model
-        self._enabled = enabled
-        self._dtypes = {name: parameter.dtype for name, parameter in self._comparable().items()}
-        self.digests: dict[str, str] = {}  # by name, over all watched streams
-        self._expected: dict[str, tuple[torch.Size, str]] = {}
-
-    def watch(self, named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass tensors through, and record their digests."""
-        for name, tensor in named_tensors:
-            if self._enabled:
-                self.digests[name] = tensor_digest(tensor)
-                if name in self._dtypes:
-                    self._expected[name] = tensor.shape, tensor_digest(tensor.to(self._dtypes[name]))
-            yield name, tensor
-
-    def compare(self) -> list[str]:
-        """Return the names of comparable parameters; raise `RuntimeError` if one does not hold the received values."""
-        parameters = self._comparable()
-        comparable, differing = [], []
-        for name, (shape, digest) in self._expected.items():
-            value = padding = parameters[name]
-            if shape and value.dim():
-                value, padding = value[: shape[0]], value[shape[0] :]  # an embedding may have extra rows of zeros
-            if value.shape == shape:
-                comparable.append(name)
-                if tensor_digest(value) != digest or (value is not padding and padding.count_nonzero()):
-                    differing.append(name)
-        if differing:
-            raise RuntimeError(
-                f"The engine received the right weights, but {len(differing)} of the {len(comparable)} parameters "
-                f"that can be compared do not hold them, first {differing[0]}: the engine's loader changed them. "
-                "Open an issue with the model's name and the output of `trl-qurl doctor --json`, and try "
-                "rollout_quantization=None."
-            )
-        return comparable
-
-    def _comparable(self) -> dict[str, torch.Tensor]:
-        """Return, by name, the parameters that vLLM does not repack: those in layers that do not multiply."""
-        return {
-            f"{layer}.{name}": parameter
-            for layer, module in self._model.named_modules()
-            if not hasattr(module, "quant_method") or type(module).__name__ == "VocabParallelEmbedding"
-            for name, parameter in module.named_parameters(recurse=False)
-        }

@@ -3,7 +3,6 @@
 import functools
 import gc
 import os
-import socket
 import weakref
 from collections.abc import Collection
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.rollout.adapter import engine_rank
-from trl_qurl.rollout.engine.cpu_checks import check_cpu_backend, check_cpu_build
-from trl_qurl.rollout.engine.cpu_memory import cpu_cache_arguments
+from trl_qurl.rollout.engine.cpu_checks import check_cpu_build, cpu_cache_arguments
 from trl_qurl.rollout.engine.interface import (
     ADAPTER,
     CPU_LOAD_FORMAT,
@@ -31,15 +29,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from vllm import LLM
 
-    from trl_qurl.quantization.scheme import QuantizationScheme
-    from trl_qurl.rollout.settings import RolloutSettings
-
+    from trl_qurl.quantization.stream import WeightStream
 
 BACKENDS = [f"Transformers{variant}ForCausalLM" for variant in ("", "MoE", "MultiModal", "MultiModalMoE")]
 """vLLM's model classes that run transformers' code."""
-
-UNCOMPILED = {"_decorate_for_torch_compile": lambda model: None}
-"""Attributes of a subclass that is never compiled."""
 
 TRL_MEMORY_SHARE = 0.3  # TRL's default for vllm_gpu_memory_utilization
 
@@ -118,34 +111,22 @@ def adapter_arguments(rank: int) -> dict[str, Any]:
     return arguments | ({"load_format": CPU_LOAD_FORMAT} if current_platform.is_cpu() else {})
 
 
-def free_port(processes: int) -> dict[str, str]:
-    """Choose a port for the process group of a single-process vLLM, unless the user has chosen one.
-
-    TRL tries 29500 first, and runs that start at the same time all find it free.
-    """
-    if processes > 1 or os.environ.get("MASTER_PORT"):
-        return {}
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return {"MASTER_PORT": str(listener.getsockname()[1])}
-
-
-def prepare_process(
-    model: "PreTrainedModel", layers: Collection[str], settings: "RolloutSettings", implementation: str, processes: int
-) -> None:
+def prepare_process(model: "PreTrainedModel", weights: "WeightStream", implementation: str, processes: int) -> None:
     """Check that vLLM can run a model in this process, and prepare the process for its start."""
-    check_cpu_build(model.config, layers, settings.scheme, settings.engine_kwargs)
-    os.environ.update(kernel_environment(settings.scheme) | free_port(processes))
-    protect_transformers_classes(model.config.architectures or [type(model).__name__], implementation, settings.scheme)
+    from vllm.utils.network_utils import get_open_port
+
+    check_cpu_build(model.config, weights.layers, weights.scheme)
+    os.environ.update(kernel_environment(weights.scheme))
+    if processes == 1:  # TRL tries 29500 first, and runs that start at the same time all find it free
+        os.environ.setdefault("MASTER_PORT", str(get_open_port()))
+    protect_transformers_classes(model.config.architectures or [type(model).__name__], implementation)
 
 
-def protect_transformers_classes(
-    architectures: Collection[str], implementation: str, scheme: "QuantizationScheme | None"
-) -> None:
+def protect_transformers_classes(architectures: Collection[str], implementation: str) -> None:
     """Register vLLM's transformers backend without torch.compile, if it runs these architectures.
 
     To compile a model, the backend modifies its transformers class. The trainer's model is of the same class, and its
-    forward pass would fail. Raises `ValueError` if the backend cannot run INT8 on this CPU.
+    forward pass would fail.
     """
     from vllm.model_executor.models import ModelRegistry
 
@@ -153,8 +134,8 @@ def protect_transformers_classes(
     for name in native or BACKENDS:
         cls = ModelRegistry.models[name].load_model_cls()
         if cls.__module__ == "vllm.model_executor.models.transformers":
-            check_cpu_backend(architectures, scheme)
-            ModelRegistry.register_model(name, type(cls.__name__, (cls,), UNCOMPILED))
+            uncompiled = {"_decorate_for_torch_compile": lambda model: None}
+            ModelRegistry.register_model(name, type(cls.__name__, (cls,), uncompiled))
 
 
 def build_engine(cls: type, start: Path | None, engine_kwargs: dict[str, Any], **trl_kwargs: Any) -> Any:

@@ -43,22 +43,16 @@ class ReloadableCPUInt8Kernel(CPUInt8ScaledMMLinearKernel):
         self._scales_in_use = getattr(layer, self.layer_param_names[1])
 
 
-def use_reloadable_int8_kernels(model: torch.nn.Module) -> None:
-    """Replace vLLM's INT8 kernels with `ReloadableCPUInt8Kernel`, before a reload prepares each layer with its kernel.
+def replace_kernels(model: torch.nn.Module) -> None:
+    """Replace vLLM's INT8 kernels with ours, and drop those of 16-bit experts, so a reload builds and packs anew.
 
-    Registering the kernel with vLLM instead would require an environment variable that disables vLLM's own, and later
+    Registering our kernel with vLLM instead would require an environment variable that disables vLLM's own, and later
     processes would inherit it.
     """
     for layer in model.modules():
-        scheme = getattr(layer, "scheme", None)  # only quantized layers have one
+        scheme, method = getattr(layer, "scheme", None), getattr(layer, "quant_method", None)
         if isinstance(scheme, CompressedTensorsW8A8Int8) and type(scheme.kernel) is CPUInt8ScaledMMLinearKernel:
             scheme.kernel = ReloadableCPUInt8Kernel(scheme.kernel.config, scheme.kernel.layer_param_names)
-
-
-def drop_expert_kernels(model: torch.nn.Module) -> None:
-    """Drop the kernels of 16-bit experts, so the next reload builds new ones and packs the weights."""
-    for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
         if isinstance(method, UnquantizedFusedMoEMethod):
             method.moe_kernel = None
 
@@ -84,8 +78,7 @@ def repack_output_head(model: torch.nn.Module) -> None:
 def reload_weights(worker: "RolloutWorker", named_tensors: NamedTensors) -> None:
     """Replace the weights in place by vLLM's own reload, and repair what it breaks."""
     model = worker.get_model()
-    use_reloadable_int8_kernels(model)
-    drop_expert_kernels(model)
+    replace_kernels(model)
     worker.reload_weights(weights_iterator=named_tensors)
     repack_output_head(model)
 
@@ -98,12 +91,8 @@ class CPUModelLoader(DefaultModelLoader):
         super().__init__(replace(load_config, load_format="auto"))
 
     def load_model(self, *args: Any, **kwargs: Any) -> torch.nn.Module:  # noqa: D102
-        return with_empty_weights(super().load_model(*args, **kwargs))
-
-
-def with_empty_weights(model: torch.nn.Module) -> torch.nn.Module:
-    """Give layers an empty weight with a device if their INT8 kernel holds the real one."""
-    for layer in model.modules():
-        if isinstance(getattr(layer, "scheme", None), CompressedTensorsW8A8Int8) and layer.weight is None:
-            layer.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
-    return model
+        model = super().load_model(*args, **kwargs)
+        for layer in model.modules():
+            if isinstance(getattr(layer, "scheme", None), CompressedTensorsW8A8Int8) and layer.weight is None:
+                layer.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
+        return model

@@ -1,7 +1,8 @@
-"""Refuse what vLLM's CPU build cannot run, or runs incorrectly, before an engine starts there."""
+"""What an engine on a CPU needs before it starts: layers that vLLM's CPU build can run, and memory that is free."""
 
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,21 +13,22 @@ if TYPE_CHECKING:
 
     from trl_qurl.quantization.scheme import QuantizationScheme
 
+ENGINE_BYTES = 2**30
+"""Memory that an engine process needs in addition to weights, keys, and values."""
+
+MIN_CACHE = 2**26
+
 
 def check_cpu_build(
-    config: "PretrainedConfig",
-    layers: Collection[str] = (),
-    scheme: "QuantizationScheme | None" = None,
-    engine_kwargs: Mapping[str, Any] | None = None,
+    config: "PretrainedConfig", layers: Collection[str] = (), scheme: "QuantizationScheme | None" = None
 ) -> None:
-    """Raise `ValueError` for a model or an option that vLLM's CPU build does not support.
+    """Raise `ValueError` if vLLM runs on a CPU and its build for CPUs does not support a model.
 
     Args:
         config: Configuration of the model. Tiny test models usually have attention heads that are too small; vLLM
             itself would fail minutes later, at the first token.
         layers: Names of the layers to quantize.
         scheme: Their format, if any.
-        engine_kwargs: The user's arguments for the engine.
     """
     from vllm.platforms import current_platform
 
@@ -42,13 +44,7 @@ def check_cpu_build(
             f"The attention heads of this model are {width} wide, but vLLM's CPU build has kernels only "
             f"for {', '.join(map(str, sizes))}. Use a model with such heads (`make demo` trains one), or a GPU."
         )
-    if (engine_kwargs or {}).get("speculative_config"):
-        # A kernel that spreads temperatures over draft tokens writes into a copy (`_expand_kernel_impl`).
-        raise ValueError(
-            "vllm_engine_kwargs sets 'speculative_config', but with it vLLM's CPU build samples at temperatures from "
-            "uninitialized memory: remove it, or use a GPU."
-        )
-    if scheme and expert_layers(layers) and not _has_amx():
+    if scheme and expert_layers(layers) and not torch.cpu.get_capabilities().get("amx_tile"):
         raise ValueError(
             f"vLLM's CPU build runs {scheme.label} experts only on CPUs with AMX, which this CPU lacks: add "
             "'re:.*\\.experts\\.' to quantization_ignore (`--ignore` on the command line), which leaves experts in 16 "
@@ -56,16 +52,39 @@ def check_cpu_build(
         )
 
 
-def check_cpu_backend(architectures: Collection[str], scheme: "QuantizationScheme | None") -> None:
-    """Raise `ValueError` if vLLM's transformers backend, which runs these architectures, cannot run INT8 here."""
-    from vllm.platforms import current_platform
+def cpu_cache_arguments(weights: int, user_arguments: Collection[str], share: float = 0.5) -> dict[str, int]:
+    """Return the arguments with which an engine on this machine's CPU starts in the memory that is free.
 
-    if current_platform.is_cpu() and _has_amx() and scheme is not None and scheme.name == "int8":
+    By default, vLLM's CPU build plans with 92 % of the machine's memory, and does not start if less is free.
+
+    Args:
+        weights: Size of the engine's weights, in bytes.
+        user_arguments: Names of the arguments that the user has set, which take precedence.
+        share: Share, for keys and values, of the memory left after weights and engine.
+
+    Returns:
+        `kv_cache_memory_bytes`; empty on a GPU, or if the user has chosen a size.
+
+    Raises:
+        ValueError: Too little memory is free.
+    """
+    is_chosen = not {"gpu_memory_utilization", "kv_cache_memory_bytes"}.isdisjoint(user_arguments)
+    if torch.cuda.is_available() or is_chosen or os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        return {}
+    free = free_memory()
+    cache = int(share * (free - weights - ENGINE_BYTES))
+    if cache < MIN_CACHE:
         raise ValueError(
-            f"vLLM runs {', '.join(architectures)} with its transformers backend. Its inputs have three dimensions, "
-            "but vLLM's INT8 kernel for CPUs with AMX accepts only two: set rollout_quantization=None, or use a GPU."
+            f"{free / 1e9:.1f} GB of memory are free, but an engine of this model needs {weights / 1e9:.1f} GB for "
+            f"weights and about {(ENGINE_BYTES + MIN_CACHE / share) / 1e9:.1f} GB for the rest. Stop other processes, "
+            "or use a smaller model."
         )
+    return {"kv_cache_memory_bytes": cache}
 
 
-def _has_amx() -> bool:
-    return bool(torch.cpu.get_capabilities().get("amx_tile"))
+def free_memory() -> int:
+    """Return the free memory as vLLM counts it, in bytes, within a container's limit."""
+    from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info, get_visible_memory_node
+
+    nodes, node = get_visible_memory_node(), get_allowed_cpu_list()[0].numa_node
+    return get_memory_node_info(node if node in nodes else nodes[0]).available_memory

@@ -9,8 +9,6 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 
 FRESH = "default"
@@ -38,7 +36,7 @@ TensorMetadata = list[tuple[str, str, list[int]]]
 
 
 class WeightUpdate(NamedTuple):
-    """One update of an engine's weights, as every layer between trainer and engine sees it."""
+    """One update of an engine's weights."""
 
     version: str  # name of the weights; the engine reports it from then on
     digest: bool = False  # whether each worker records a digest of every tensor it receives
@@ -56,11 +54,6 @@ class EngineDescription(NamedTuple):
     max_lora_rank: int = 0  # maximum rank of an adapter; 0 if the engine accepts none
 
 
-def torch_dtype(name: str | None) -> torch.dtype | None:
-    """Return the dtype with this name, as found in an `EngineDescription`."""
-    return getattr(torch, name) if name else None
-
-
 class Continuation(NamedTuple):
     """A greedy continuation of a prompt."""
 
@@ -76,8 +69,7 @@ class Engine(ABC):
         """Replace the weights in place from a stream in checkpoint format, and clear caches of the old weights.
 
         An engine in another process needs the stream's `metadata`. Raises `RuntimeError` if the engine could not load
-        the weights (`ServerError` from a server), and `SyncError` if the stream does not match its metadata or the
-        engine kept its cache.
+        the weights (`ServerError` from a server), and `SyncError` if it kept its cache.
         """
 
     @abstractmethod

@@ -23,21 +23,12 @@ from trl_qurl.quantization.formats import check_kv_cache, get_scheme
 from trl_qurl.quantization.layers import check_recurrent_layers
 from trl_qurl.quantization.storage import cache_directory, cached
 from trl_qurl.quantization.stream import WeightStream, model_parameters
-from trl_qurl.rollout.engine.cpu_memory import cpu_cache_arguments
+from trl_qurl.rollout.engine.cpu_checks import cpu_cache_arguments
 from trl_qurl.rollout.engine.http import KEY_GUARD
 from trl_qurl.rollout.engine.interface import CPU_LOAD_FORMAT
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
-SEPARATE_SERVERS = {
-    "data_parallel_external_lb",
-    "data_parallel_hybrid_lb",
-    "data_parallel_multi_port_external_lb",
-    "data_parallel_rank",
-}
-
 CHECKPOINT_FILES = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
-
-MEMORY_OPTIONS = ("gpu_memory_utilization", "kv_cache_memory_bytes")
 
 MEMORY_SHARE = 0.92  # vLLM's default for --gpu-memory-utilization
 
@@ -103,21 +94,15 @@ def server_command(checkpoint: str, host: str, port: int, extra_args: Sequence[s
         memory = torch.cuda.get_device_properties(0).total_memory
         options["--gpu-memory-utilization"] = f"{memory_share(weight_bytes(Path(checkpoint)), memory):.2f}"
     user_options = {argument.split("=")[0] for argument in extra_args}
-    memory_options = {name: value for name, value in values_of(extra_args).items() if name in MEMORY_OPTIONS}
-    for name, value in cpu_cache_arguments(weight_bytes(Path(checkpoint)), memory_options).items():
+    for name, value in cpu_cache_arguments(weight_bytes(Path(checkpoint)), values_of(extra_args)).items():
         options[f"--{name.replace('_', '-')}"] = str(value)
     if "--enable-lora" in user_options and not torch.cuda.is_available():
         options["--load-format"] = CPU_LOAD_FORMAT
     ours = [part for name, value in options.items() if name not in user_options for part in (name, value)]
-    if accepts_images(Path(checkpoint)):
+    config = Path(checkpoint) / "config.json"
+    if config.exists() and "vision_config" in json.loads(config.read_text(encoding="utf-8")):
         ours.append("--enable-scale-out")  # TRL has vLLM tokenize prompts with images
     return [sys.executable, "-m", *start, *ours, "--middleware", KEY_GUARD, *extra_args]
-
-
-def accepts_images(directory: Path) -> bool:
-    """Return whether a checkpoint belongs to a vision-language model."""
-    config = directory / "config.json"
-    return config.exists() and "vision_config" in json.loads(config.read_text(encoding="utf-8"))
 
 
 def memory_share(weights: int, memory: int) -> float:
@@ -142,14 +127,8 @@ def require_vllm() -> None:
 
 
 def check_options(extra_args: Sequence[str]) -> None:
-    """Raise `ValueError` for vLLM options that keep new weights from some copies, or quantize the cache unsafely."""
+    """Raise `ValueError` for vLLM options that quantize the cache unsafely."""
     values = values_of(extra_args)
-    if separate := SEPARATE_SERVERS & values.keys():
-        raise ValueError(
-            f"--{min(separate).replace('_', '-')} starts a separate server for each copy of the model, but new "
-            "weights would reach only one of them: use --data-parallel-size alone, with which one server distributes "
-            "the requests."
-        )
     if "kv_cache_dtype" in values:
         check_kv_cache(values["kv_cache_dtype"], "--kv-cache-dtype")
 
@@ -167,9 +146,6 @@ def values_of(extra_args: Sequence[str]) -> dict[str, str]:
 def run_server(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     """Print the command, then exec it with these environment variables and the ones that training needs."""
     print('Starting vLLM; the server is ready when it says "Application startup complete".')
-    if "--gpu-memory-utilization" in command and torch.cuda.is_available():
-        share = command[command.index("--gpu-memory-utilization") + 1]
-        print(f"vLLM may use {share} of the GPU's memory (--gpu-memory-utilization): new weights also need room.")
     switches = {"VLLM_SERVER_DEV_MODE": "1", **environment}
     if "--enable-lora" in command:
         switches["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

@@ -18,7 +18,7 @@ from trl.generation.vllm_client import VLLMClient
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.formats import UNQUANTIZED, check_kv_cache
 from trl_qurl.quantization.scheme import QuantizationScheme
-from trl_qurl.rollout.checks.tensors import check_metadata, differences
+from trl_qurl.rollout.checks.tensors import differences
 from trl_qurl.rollout.engine.broadcast import BUFFER_BYTES, Broadcast, in_background
 from trl_qurl.rollout.engine.http import API_KEY_VARIABLE, BoundedRequests, add_key
 from trl_qurl.rollout.engine.interface import (
@@ -31,13 +31,12 @@ from trl_qurl.rollout.engine.interface import (
     TensorMetadata,
     WeightUpdate,
 )
-from trl_qurl.rollout.errors import RolloutError, ServerError, ServerLostError, SyncError
+from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
 
 logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "trl_qurl.rollout.engine.worker.RolloutWorker"  # by name: only the engine imports the class
 BROADCAST_GRACE = 10.0  # seconds for a broadcast to end after its request
-WAITING_NOTICE = 10.0  # seconds between notices about a server that is not up yet
 
 
 class ServedEngine(VLLMClient, Engine):
@@ -70,18 +69,14 @@ class ServedEngine(VLLMClient, Engine):
         self.session.auth = add_key
         for prefix in ("http://", "https://"):
             self.session.mount(prefix, BoundedRequests(self.request_timeout))
-        started, notice = time.monotonic(), WAITING_NOTICE
+        deadline = time.monotonic() + total_timeout
+        if total_timeout and not self._is_healthy():
+            logger.warning("Waiting up to %.0f seconds for the vLLM server at %s.", total_timeout, self.base_url)
         while not self._is_healthy():
-            waited = time.monotonic() - started
-            if waited >= total_timeout:
+            if time.monotonic() >= deadline:
                 raise ConnectionError(
                     f"No vLLM server answers at {self.base_url} after {total_timeout:.0f} seconds. Start one with "
                     f"{self.command()}, or correct vllm_server_base_url."
-                )
-            if waited >= notice:
-                notice = waited + WAITING_NOTICE
-                logger.warning(
-                    "Waiting for the vLLM server at %s (%.0f of %.0f s).", self.base_url, waited, total_timeout
                 )
             time.sleep(min(retry_interval, total_timeout))
 
@@ -125,9 +120,7 @@ class ServedEngine(VLLMClient, Engine):
         return self._get(f"{self.base_url}/server_info", params={"config_format": "json"})["vllm_config"]
 
     def open_stream(self, device: torch.device) -> None:
-        """Open the NCCL group that tensors are sent over. Raises `ValueError` if that is not possible."""
-        if self.stream_obstacle:
-            raise ValueError(f"Weights cannot be streamed to the server: {self.stream_obstacle}.")
+        """Open the NCCL group that tensors are sent over."""
         super().init_communicator(device)
         self._stream_device = torch.device(device)
 
@@ -161,13 +154,7 @@ class ServedEngine(VLLMClient, Engine):
     # Engine ----------------------------------------------------------------------------------------------------------
 
     def load_checkpoint(self, path: Path, update: WeightUpdate) -> None:  # noqa: D102
-        try:
-            self.call_workers("load_rollout_weights", update=update._asdict(), weights_path=str(path))
-        except RolloutError as error:
-            raise type(error)(
-                f"The vLLM server could not load the weights written to {path}. Make sure that it sees that directory "
-                f"(rollout_checkpoint_dir) and serves the model that is being trained. {error}"
-            ) from None
+        self.call_workers("load_rollout_weights", update=update._asdict(), weights_path=str(path))
         self._drop_cache()
 
     def load_stream(  # noqa: D102
@@ -178,7 +165,7 @@ class ServedEngine(VLLMClient, Engine):
         load = functools.partial(self.call_workers, "load_rollout_weights", update=update._asdict())
         request = in_background(load, metadata=fields)
         self._broadcast = Broadcast(self.communicator)
-        self._broadcast.send(check_metadata(named_tensors, metadata), request)
+        self._broadcast.send(named_tensors, request)
         request.result()
         self._drop_cache()
 

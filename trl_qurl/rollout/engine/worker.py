@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.storage import read_tensors, tensor_shapes
 from trl_qurl.rollout.checks.reload import watched_reload
-from trl_qurl.rollout.checks.tensors import ReceivedTensors, base_digests, compare_digests, tensor_digest
+from trl_qurl.rollout.checks.tensors import base_digests, compare_digests, record_digests, tensor_digest
 from trl_qurl.rollout.engine.interface import FRESH, NOT_RECEIVED, Digests, WeightUpdate
 from trl_qurl.rollout.errors import SyncError
 
@@ -55,24 +55,26 @@ class RolloutWorker:
     ) -> None:
         """Replace weights in place with checkpoint-format tensors from one of three sources.
 
-        Raises `RuntimeError` if a layer kept its old weights or does not hold the new ones, if the weights belong to
-        another model, or if an earlier load failed.
+        Raises `RuntimeError` if a layer kept its old weights, if the weights belong to another model, or if an earlier
+        load failed.
         """
         request = WeightUpdate(**update)
         self._refuse_other_model(weights_path, metadata)
         if getattr(self, "rollout_load_failed", False):
             raise RuntimeError("An earlier load of weights failed halfway: restart the server.")
         self.rollout_load_failed = True
-        received = ReceivedTensors(self.get_model(), enabled=request.digest)
-        self.rollout_digests = received.digests
+        self.rollout_digests = {}
+
+        def recorded(tensors: NamedTensors) -> NamedTensors:
+            return record_digests(tensors, self.rollout_digests) if request.digest else tensors
+
         with watched_reload(self.get_model()):
             if metadata is not None:
-                self._receive(metadata, received)
+                self._receive(metadata, recorded)
             else:
                 source = read_tensors(Path(weights_path)) if weights_path is not None else weights_iterator or ()
-                reload_weights(self, received.watch(source))
+                reload_weights(self, recorded(source))
             self.rollout_load_failed = False  # vLLM can reload even if a layer is incomplete
-        received.compare()
         self.loaded_version = request.version
 
     def compare_rollout_digests(self, sent: Digests) -> None:
@@ -106,33 +108,37 @@ class RolloutWorker:
         """Return the version of the weights loaded last. Only newer versions of vLLM record one themselves."""
         return self.loaded_version
 
-    def _receive(self, metadata: dict[str, list], received: ReceivedTensors) -> None:
+    def _receive(self, metadata: dict[str, list], recorded: Callable[[NamedTensors], NamedTensors]) -> None:
         """Receive one update through vLLM's weight transfer."""
         self.start_weight_update()
         engine, model = self.weight_transfer_engine, self.weight_transfer_engine.model
         # The transfer engine uses only this method of a model.
-        watched = SimpleNamespace(load_weights=lambda weights: model.load_weights(received.watch(weights)))
+        watched = SimpleNamespace(load_weights=lambda weights: model.load_weights(recorded(weights)))
         engine.set_weight_update_target(watched, engine.model_config)
         self.update_weights(metadata)
         engine.reset_weight_update_target()
         self.finish_weight_update()
 
     def _refuse_other_model(self, weights_path: str | None, metadata: dict[str, list] | None) -> None:
-        """Raise `SyncError` for weights of another model, before any layer changes.
+        """Raise `SyncError` for weights of another model, or in files out of sight, before any layer changes.
 
         Compares names and shapes with the checkpoint that the server started from, but only if that is quantized: in a
         model's own checkpoint, tensor names may differ from parameter names.
         """
-        start = Path(self.vllm_config.model_config.model)
-        if self.vllm_config.quant_config is None or not any(start.glob("*.safetensors")):
-            return
         if metadata is not None:
             sent_shapes = dict(zip(metadata["names"], metadata["shapes"], strict=True))
         elif weights_path is not None:
             sent_shapes = tensor_shapes(Path(weights_path))
         else:
             return  # a colocated engine, started from the trainer's own model
-        server_shapes = tensor_shapes(start)
+        if not sent_shapes:
+            raise SyncError(
+                f"{NOT_RECEIVED}: the vLLM server does not see the files in {weights_path}. Set "
+                "rollout_checkpoint_dir to a directory that both the trainer and the server see."
+            )
+        server_shapes = tensor_shapes(Path(self.vllm_config.model_config.model))
+        if self.vllm_config.quant_config is None or not server_shapes:
+            return
         names = sent_shapes.keys() | server_shapes.keys()
         differing = sorted(name for name in names if sent_shapes.get(name) != server_shapes.get(name))
         if differing:
@@ -140,7 +146,7 @@ class RolloutWorker:
             raise SyncError(
                 f"{NOT_RECEIVED}, because they belong to a different model than the server's: {len(differing)} "
                 f"tensors differ, first {name} (shape {sent_shapes.get(name)} instead of {server_shapes.get(name)}). "
-                "Nothing was loaded."
+                "Nothing was loaded: serve the model that is being trained."
             )
 
     def describe_rollouts(self) -> dict[str, object]:
