@@ -138,6 +138,11 @@ def test_llmcompressor_missing(plain, model, tmp_path):
     assert not (tmp_path / "quantized").exists()
 
 
+def test_math_verify_missing(train, monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    assert train() == "Grading answers needs math_verify: run `pip install 'trl-qurl[math]'`."
+
+
 # Settings ------------------------------------------------------------------------------------------------------------
 
 

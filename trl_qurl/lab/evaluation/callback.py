@@ -10,8 +10,7 @@ from typing import Any
 from accelerate.utils import gather_object
 from transformers import Trainer, TrainerControl, TrainerState
 
-from trl_qurl.lab.evaluation.tasks import Task, encode_prompt, load_tasks
-from trl_qurl.rewards import is_correct
+from trl_qurl.lab.evaluation.tasks import Task, are_correct, encode_prompt, load_tasks
 from trl_qurl.trainers.callbacks import TrainerAwareCallback
 
 
@@ -69,8 +68,8 @@ def evaluate_task(trainer: Any, task: Task) -> dict[str, float]:
     completions = complete_greedily(trainer, [encode_prompt(trainer._tokenizer, task.prompts[i]) for i in indices])
     texts = trainer.processing_class.batch_decode(completions, skip_special_tokens=True)
     rows = [
-        (is_correct(text, task.answers[index]), len(tokens), bool(tokens) and tokens[-1] in trainer.eos_token_ids)
-        for index, text, tokens in zip(indices, texts, completions, strict=True)
+        (correct, len(tokens), bool(tokens) and tokens[-1] in trainer.eos_token_ids)
+        for correct, tokens in zip(are_correct(texts, [task.solutions[i] for i in indices]), completions, strict=True)
     ]
     rows = gather_object(rows)[: len(task.prompts)]
     return {
