@@ -12,7 +12,7 @@ from tiny import ENGINE, SHARED, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, Qwen2Config
 from trl import get_peft_config
 
-from trl_qurl.lab.bench.memory import Device, count_parameters, why_too_large
+from trl_qurl.lab.bench.workload import Device, count_parameters, why_too_large
 from trl_qurl.lab.recipes import grpo, ppo
 from trl_qurl.lab.recipes.arguments import recipes, take_settings
 from trl_qurl.lab.recipes.questions import checkpoint_to_resume, punishments
