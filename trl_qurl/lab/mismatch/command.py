@@ -25,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kl", type=float, metavar="NATS", help="choose layers to keep in 16 bits for a KL of at most NATS per token"
     )
-    parser.add_argument("--megabytes", type=float, metavar="MB", help="like --kl, for at most MB of extra weights")
     parser.add_argument(
         "--no-smooth", action="store_true", help="measure as with smooth_activations=False (default: INT8 is smoothed)"
     )
@@ -38,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from transformers.utils.logging import disable_progress_bar
 
     from trl_qurl.lab.mismatch.engines import Sampling
-    from trl_qurl.lab.mismatch.keep import Budget, write_settings
+    from trl_qurl.lab.mismatch.keep import write_settings
     from trl_qurl.lab.mismatch.run import measure_mismatch
     from trl_qurl.lab.mismatch.table import build_layer_table, build_table, sentences
 
@@ -46,9 +45,6 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.output)
     disable_progress_bar()  # hides the bar for loading weights
     sampling = Sampling(args.questions, args.limit, args.samples, args.max_tokens)
-    budget = None
-    if args.kl is not None or args.megabytes is not None:
-        budget = Budget(args.kl, None if args.megabytes is None else int(1e6 * args.megabytes))
     console = Console()
     report = measure_mismatch(
         args.model,
@@ -58,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         args.engine_kwargs,
         console.print,
         args.output,
-        budget,
+        args.kl,
         smooths=not args.no_smooth,
     )
     console.print(build_table(report))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,30 +13,19 @@ from trl_qurl.lab.mismatch.engines import Engines, Sampling
 from trl_qurl.lab.mismatch.statistics import Mismatch, measure
 
 if TYPE_CHECKING:
-    from trl_qurl.lab.mismatch.keep import Budget, Kept
+    from trl_qurl.lab.mismatch.keep import Kept
 
 
 @dataclass
 class Report:
-    """Results of a mismatch measurement.
+    """Results of a mismatch measurement."""
 
-    Attributes:
-        model: Name or directory from the command line.
-        sampling: Questions and number of answers.
-        ignore: Modules kept in full precision.
-        formats: Statistics by format, `"none"` for a 16-bit engine.
-        failures: Reason for missing statistics, by format.
-        kept: Layers chosen to stay in 16 bits.
-        seconds: Total run time.
-    """
-
-    model: str
+    model: str  # name or directory from the command line
     sampling: Sampling
-    ignore: tuple[str, ...]
-    formats: dict[str, Mismatch] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-    kept: Kept | None = None
-    seconds: float = 0.0
+    ignore: tuple[str, ...]  # modules kept in full precision
+    formats: dict[str, Mismatch] = field(default_factory=dict)  # by format, `"none"` for a 16-bit engine
+    failures: dict[str, str] = field(default_factory=dict)  # why statistics are missing, by format
+    kept: Kept | None = None  # layers chosen to stay in 16 bits
 
     @property
     def by_kernels(self) -> float | None:
@@ -53,7 +41,7 @@ def measure_mismatch(
     engine_kwargs: Mapping[str, Any] = MappingProxyType({}),
     say: Callable[[str], None] = lambda line: None,
     output: Path | None = None,
-    budget: Budget | None = None,
+    kl: float | None = None,
     smooths: bool = True,
 ) -> Report:
     """Measure how far engines in several formats are from the full-precision policy.
@@ -66,7 +54,7 @@ def measure_mismatch(
         engine_kwargs: Extra arguments for `vllm.LLM`.
         say: Called with each progress message.
         output: JSON file, rewritten after each format.
-        budget: Also choose layers to keep in 16 bits within this budget; requires exactly one format.
+        kl: Also choose layers to keep in 16 bits, for at most this KL in nats per token; requires exactly one format.
         smooths: Smooth activations for the formats that training smooths by default (`smooth_activations`).
 
     Raises:
@@ -75,20 +63,20 @@ def measure_mismatch(
         ImportError: If vLLM is missing.
         ChildProcessError: If no engine could answer; the process output says why.
     """
-    started = time.monotonic()
     from trl_qurl.lab.mismatch.keep import keep_layers
 
     requested = candidates(schemes)
-    if budget is not None and len(requested) != 1:
+    if kl is not None and len(requested) != 1:
         formats = ", ".join(scheme.name for scheme in requested)
-        raise ValueError(f"A budget requires exactly one format, but got {formats}: choose one with --schemes.")
+        raise ValueError(f"--kl requires exactly one format, but got {formats}: choose one with --schemes.")
+    if kl is not None and not kl > 0:
+        raise ValueError(f"--kl is {kl:g}: give a positive number of nats per token.")
     engines = Engines(model, sampling, engine_kwargs, say, smooths)
     chosen = engines.formats(schemes, ignore)
     names = [BASELINE, *(scheme.name for scheme in chosen)]
     report = Report(model, sampling, tuple(ignore))
 
     def write() -> None:
-        report.seconds = time.monotonic() - started
         if output is not None:
             write_json(report, output)
 
@@ -96,14 +84,14 @@ def measure_mismatch(
         try:
             report.formats[name] = measure(engines.sample(name, ignore))
         except ChildProcessError as error:
-            is_needed = budget is not None and name != BASELINE
+            is_needed = kl is not None and name != BASELINE
             if is_needed or (name == names[-1] and not report.formats):
                 raise
             report.failures[name] = str(error)
         else:
             write()
-    if budget is not None:
-        report.kept, mismatch = keep_layers(engines, chosen[0], report, budget, say)
+    if kl is not None:
+        report.kept, mismatch = keep_layers(engines, chosen[0], report, kl, say)
         report.formats[report.kept.name] = mismatch
         write()
     return report

@@ -35,28 +35,16 @@ class Interval:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Mismatch between engine and policy for one model in one format.
+    """Mismatch between engine and policy for one model in one format."""
 
-    Attributes:
-        answers: Number of answers, n.
-        tokens: Total number of their tokens.
-        kl_k3: Estimate of KL(engine ‖ policy) as the mean of ρ − 1 − log ρ, in nats per token.
-        ratio_quantiles: Quantiles of ρ over tokens, by share.
-        capped_share: Share of tokens with ρ above the cap.
-        ess: Effective sample size of the tokens, as a share.
-        half_length: Extrapolated length in tokens at which the effective sample size of answers, weighted by the
-            product of their ρ, drops to 1/2; `None` without any mismatch.
-        agreement: Share of tokens where both policies have the same most likely token.
-    """
-
-    answers: int
-    tokens: int
-    kl_k3: Interval
-    ratio_quantiles: dict[float, float]
-    capped_share: float
-    ess: float
-    half_length: float | None
-    agreement: float
+    answers: int  # their number, n
+    tokens: int  # in all answers
+    kl_k3: Interval  # estimate of KL(engine ‖ policy) as the mean of ρ − 1 − log ρ, in nats per token
+    ratio_quantiles: dict[float, float]  # of ρ over tokens, by share
+    capped_share: float  # share of tokens with ρ above the cap
+    ess: float  # effective sample size of the tokens, as a share
+    half_length: float | None  # see `half_length`
+    agreement: float  # share of tokens where both policies have the same most likely token
 
 
 def measure(scored: Sequence[Scored]) -> Mismatch:
