@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trl_qurl.lab.demo.evaluate import complete_greedily
 from trl_qurl.lab.demo.run import ENVIRONMENT
 from trl_qurl.lab.device import keep_freed_memory
 from trl_qurl.lab.packages import require
@@ -131,8 +130,11 @@ def answer_greedily(trainer: QuRLGRPOTrainer) -> GradedAnswers:
 
 def answer_by_engine(trainer: QuRLGRPOTrainer) -> GradedAnswers:
     """Sync the weights and answer the held-out questions with the rollout engine."""
+    from trl_qurl.lab.evaluation.callback import complete_greedily
+
     tokenizer, chats = trainer.processing_class, list(map(conversation, questions(held_out=True)))
     prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
+    trainer.vllm_generation.sync_weights()
     completions = complete_greedily(trainer.vllm_generation, prompts)
     return grade(tokenizer.batch_decode(completions, skip_special_tokens=True))
 
