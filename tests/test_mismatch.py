@@ -13,12 +13,13 @@ from test_sensitivity import with_outliers
 from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl import cli
+from trl_qurl.lab.evaluation.scores import Estimate
 from trl_qurl.lab.mismatch.answers import Answer, Scored, score
 from trl_qurl.lab.mismatch.engines import Sampling
 from trl_qurl.lab.mismatch.keep import Group, Kept, keep_layers, within_kl
 from trl_qurl.lab.mismatch.prompts import BUILT_IN, encode, load_prompts
 from trl_qurl.lab.mismatch.run import Report
-from trl_qurl.lab.mismatch.statistics import Interval, half_length, measure
+from trl_qurl.lab.mismatch.statistics import half_length, measure
 from trl_qurl.lab.mismatch.table import sentences, tokens
 from trl_qurl.lab.recipes.grpo import parse_arguments
 from trl_qurl.quantization.formats import get_scheme
@@ -174,7 +175,7 @@ def test_bad_questions_are_refused(source, limit, error, message, tmp_path, monk
 
 def report_with(low, value, high):
     found = measure(answers_of(0.1, count=20))
-    changed = {**found.__dict__, "kl_k3": Interval(value, low, high)}
+    changed = {**found.__dict__, "kl_k3": Estimate(value, low, high)}
     return Report("MODEL", Sampling(), (), formats={"int8": type(found)(**changed)})
 
 

@@ -66,9 +66,7 @@ def load_questions(
 
 
 def as_solution(answer: str) -> str:
-    r"""Return the final answer as `trl.rewards.accuracy_reward` reads it: between dollar signs.
-
-    Without them, it would look for numbers only, and skip answers such as `\frac{1}{2}` or `C`.
+    r"""Return the final answer between dollar signs: without them, TRL finds numbers, but no `\frac{1}{2}` or `C`.
 
     Args:
         answer: Text from the answer column; what follows `####`, as in GSM8K's solutions, is the final answer.

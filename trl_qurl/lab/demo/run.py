@@ -46,10 +46,10 @@ def run_demo(
     from rich.console import Console
     from transformers.utils import logging as transformers_logging
 
-    from trl_qurl.lab.demo.figure import draw_figure
     from trl_qurl.lab.demo.record import RolloutRecorder
     from trl_qurl.lab.demo.task import build_tokenizer, encode_problems, sample_problems
-    from trl_qurl.trainers.run_log import RUN_LOG
+    from trl_qurl.lab.report import draw_report, group_runs
+    from trl_qurl.trainers.run_log import RUN_LOG, read_run
 
     output_dir.mkdir(parents=True, exist_ok=True)
     transformers_logging.disable_progress_bar()  # bars for loading and saving a tiny model would hide the demo's
@@ -67,7 +67,7 @@ def run_demo(
     after = measure(trainer, held_out)
 
     print_table(before, after, name, console)
-    draw_figure(output_dir, output_dir / "demo.png", algorithm)
+    draw_report(group_runs([read_run(output_dir)]), output_dir / "demo.png")
     print(f"Log: {output_dir / RUN_LOG}\nFigure: {output_dir / 'demo.png'}")
     return find_shortfall(before, after, required_rise)
 

@@ -75,17 +75,11 @@ class ScriptArguments:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Training with one of our trainers, for scripts and `trl-qurl COMMAND`.
+    """Training with one of our trainers, for scripts and `trl-qurl COMMAND`."""
 
-    Attributes:
-        command: Name of the subcommand and of the trainer: `grpo`, `ppo` or `rloo`.
-        defaults: Changes to TRL's defaults.
-        script_arguments: Arguments besides those of the trainer and the model.
-    """
-
-    command: str
-    defaults: dict[str, Any]
-    script_arguments: type[ScriptArguments] = ScriptArguments
+    command: str  # name of the subcommand and of the trainer: `grpo`, `ppo` or `rloo`
+    defaults: dict[str, Any]  # changes to TRL's
+    script_arguments: type[ScriptArguments] = ScriptArguments  # besides those of the trainer and the model
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add no options: `parse_arguments` handles all arguments of the subcommand."""
