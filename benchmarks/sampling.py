@@ -60,7 +60,7 @@ def main() -> int:
         os.environ.setdefault(variable, value)
     record = {"benchmark": "sampling", **provenance(torch.device("cpu"), "trl_qurl")}
     console = Console()
-    policy = prepare_policy(console)
+    policy = prepare_policy()
     record["results"] = {name: measure(policy, settings, args.rollouts) for name, settings in SETTINGS.items()}
     table = Table(title="INT8, the demo's policy before training", box=box.SIMPLE_HEAD)
     for heading in ("sampling", "mean ρ", "kl_k1", "kl_k3"):

@@ -17,7 +17,7 @@ In your own script, call `trl_qurl.quiet()` first, and use `QuRLGRPOTrainer` for
 
     trainer = QuRLGRPOTrainer(
         model="Qwen/Qwen2.5-0.5B-Instruct",
-        reward_funcs=answer_reward,
+        reward_funcs=accuracy_reward,
         args=QuRLGRPOConfig(rollout_quantization="int8", objective="acr", steps_per_generation=4),
         train_dataset=load_questions("openai/gsm8k", config="main"),
     )

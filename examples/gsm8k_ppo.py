@@ -14,7 +14,7 @@ In your own script, after `trl_qurl.quiet()`:
 
     trainer = QuRLPPOTrainer(
         model="Qwen/Qwen2.5-0.5B-Instruct",
-        reward_funcs=answer_reward,
+        reward_funcs=accuracy_reward,
         args=QuRLPPOConfig(rollout_quantization="int8", objective="acr", steps_per_generation=4),
         train_dataset=load_questions("openai/gsm8k", config="main"),
     )

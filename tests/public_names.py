@@ -16,7 +16,6 @@ WITHOUT_ALL = (
     "trl_qurl.lab.evaluation.scores",
     "trl_qurl.objective",
     "trl_qurl.quantization.uaq",
-    "trl_qurl.rewards",
     "trl_qurl.rollout.errors",
     "trl_qurl.rollout.mismatch",
     "trl_qurl.trainers.run_log",

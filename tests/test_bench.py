@@ -13,22 +13,24 @@ from hypothesis import strategies as st
 from tiny import ENGINE, tiny_model
 
 from trl_qurl.lab.bench import run
-from trl_qurl.lab.bench.engine import start_engine
-from trl_qurl.lab.bench.memory import Device, count_parameters, why_too_large
+from trl_qurl.lab.bench.measure import measure_training, start_engine
 from trl_qurl.lab.bench.prediction import (
     WORTHWHILE,
     EngineCosts,
     Range,
     Timing,
     TrainingCosts,
+    advice,
+    build_table,
     compare,
+    digits,
     per_token,
     predict_step,
+    sentences,
+    size,
 )
 from trl_qurl.lab.bench.run import bench, run_job, save_config
-from trl_qurl.lab.bench.table import advice, build_table, digits, sentences, size
-from trl_qurl.lab.bench.training import measure_training
-from trl_qurl.lab.bench.workload import Job, Workload
+from trl_qurl.lab.bench.workload import Device, Job, Workload, count_parameters, why_too_large
 from trl_qurl.lab.comparison import BASELINE
 from trl_qurl.lab.device import cpu_settings
 
@@ -99,7 +101,6 @@ def test_a_step_is_the_sum_of_its_parts():
     assert step.update.middle == pytest.approx(passes * 1.5 * 4 + 2 * 0.7)
     parts = [step.sync, step.generate, step.score, step.update]
     assert step.total.middle == pytest.approx(sum(part.middle for part in parts))
-    assert step.rollout_share == pytest.approx((20.9 + 2.0) / step.total.middle)
 
 
 def test_one_update_per_rollout_scores_nothing_beforehand():
@@ -138,7 +139,7 @@ def test_advice(rate, spread, said):
     light = TrainingCosts(timing(1200, 0.01), timing(1200, 0.05), timing(1, 0.01))
     found = compare(engine(spread=spread), engine(rate=rate, spread=spread), light, WORKLOAD)
     assert found.advice == said
-    sentence = advice(found)
+    sentence = advice(found, whole_step=True)
     assert sentence.startswith({"yes": "Worth it", "no": "Not worth it", "unclear": "Unclear"}[said])
     assert f"{found.speedup.middle:.2f} ({found.speedup.low:.2f}-{found.speedup.high:.2f})" in sentence
     assert (found.speedup.low >= WORTHWHILE) == (said == "yes")
@@ -236,7 +237,7 @@ def rates(job):
     return engine(rate=20 / 511 if job.part == "none" else 10 / 511, sync=0.5, lengths=(1, 8, 512))
 
 
-def test_a_policy_that_cannot_fit_is_not_measured_and_the_decode_rates_still_answer(h100, qwen_7b, tmp_path):
+def test_a_policy_that_cannot_fit_is_not_measured_and_the_engine_still_is(h100, qwen_7b, tmp_path):
     jobs = h100(rates)
     said = []
     result = bench(qwen_7b, Workload(), ["fp8"], say=said.append, output=tmp_path / "bench.json")
@@ -248,10 +249,16 @@ def test_a_policy_that_cannot_fit_is_not_measured_and_the_decode_rates_still_ans
     assert "the 80 GB of the GPU (NVIDIA H100 80GB HBM3), so only the engine is measured" in said[0]
     assert said[0].endswith("Use --lora-rank 16 to measure a whole step.")
     [fp8] = result.comparisons.values()
-    # 21.5 s of rollout and sync become 11.5 s, and (21.5 + t) / (11.5 + t) = 1.05 where t = (21.5 - 12.075) / 0.05.
-    assert fp8.advice == "depends" and fp8.training_limit == pytest.approx(188.5)
-    assert "Worth it if scoring and updates take less than 188 s per rollout" in " ".join(sentences(result))
-    assert json.loads((tmp_path / "bench.json").read_text())["comparisons"]["fp8"]["advice"] == "depends"
+    # 21.5 s of rollout and sync become 11.5 s.
+    assert fp8.advice == "unclear" and fp8.speedup.middle == pytest.approx(21.5 / 11.5)
+    assert "FP8: Rollout and sync are 1.87 (1.87-1.87) times as fast" in " ".join(sentences(result))
+    assert json.loads((tmp_path / "bench.json").read_text())["comparisons"]["fp8"]["advice"] == "unclear"
+
+
+def test_rollouts_that_gain_too_little_are_not_worth_it_whatever_the_rest_takes():
+    found = compare(engine(), engine(rate=0.099), None, WORKLOAD)
+    assert found.advice == "no"
+    assert advice(found, whole_step=False).startswith("Not worth it for speed: rollout and sync are 1.01 (1.01-1.01)")
 
 
 @pytest.mark.parametrize(("is_gpu", "share"), [(True, 0.9), (False, 0.3)])
@@ -293,7 +300,7 @@ def test_an_adapter_that_fits_is_measured_whole(h100, qwen_7b):
     result = bench(qwen_7b, ADAPTER, ["fp8"])
     assert [job.part for job in jobs] == ["none", "fp8", "training"]
     assert all(job.holds_policy for job in jobs)
-    assert result.too_large is None and result.comparisons["fp8"].training_limit is None
+    assert result.too_large is None
     assert result.comparisons["fp8"].step.update.middle > 0
 
 

@@ -321,7 +321,7 @@ def test_quantize_passes_its_arguments_on(monkeypatch, tmp_path, capsys):
     arguments = ["--scheme", "fp8", "--ignore", "lm_head", "--ignore", "re:.*down_proj"]
     assert cli.main(["quantize", "some/model", str(out), *arguments]) == 0
     expected = ("model of some/model", "tokenizer of some/model", "fp8", out)
-    named = {"ignore": ("lm_head", "re:.*down_proj"), "quantizer": "streaming"}
+    named = {"ignore": ("lm_head", "re:.*down_proj")}
     assert calls == [(expected, named)]
     assert str(out) in capsys.readouterr().out
 
@@ -382,14 +382,10 @@ def test_templates_for_issues_are_forms():
             assert (ROOT / name).is_file(), name
 
 
-def test_quantize_needs_no_llmcompressor_and_misses_it_before_the_model_is_loaded(tmp_path, monkeypatch, capsys):
+def test_quantize_needs_no_llmcompressor(tmp_path, monkeypatch, capsys):
     tiny_model().save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     monkeypatch.setitem(sys.modules, "llmcompressor", None)  # as if it were not installed
     command = ["quantize", str(tmp_path / "model"), str(tmp_path / "out"), "--scheme", "int8"]
-    assert cli.main([*command, "--quantizer", "llmcompressor"]) == 2
-    said = capsys.readouterr()
-    assert "pip install 'trl-qurl[llmcompressor]'" in said.err
-    assert "Loading" not in said.out
     assert cli.main(command) == 0, capsys.readouterr().err
     assert (tmp_path / "out" / "model.safetensors").exists()

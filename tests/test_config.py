@@ -325,14 +325,14 @@ def test_defaults_of_trl_that_are_written_out_are_replaced_with_one_warning(obje
 def test_llmcompressor_works_in_one_process(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())  # whether llm-compressor is here or not
     monkeypatch.setattr(QuRLGRPOConfig, "world_size", 2)
-    with pytest.raises(ValueError, match=r"works in one process, and this run has 2\. Use weight_sync='auto'"):
+    with pytest.raises(ValueError, match=r"works in one process, .* and this run has 2: use weight_sync='auto'"):
         config(weight_sync="llmcompressor")
     config(weight_sync="auto")
 
 
 def test_llmcompressor_needs_a_format(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    with pytest.raises(ValueError, match=r"rollout_quantization=None quantizes nothing: use weight_sync='auto' or"):
+    with pytest.raises(ValueError, match=r"needs a format .*, but rollout_quantization is None .*: use weight_sync"):
         config(weight_sync="llmcompressor", rollout_quantization=None)
 
 

@@ -4,8 +4,10 @@ import gzip
 import json
 
 import pytest
+from tiny import SHARED
 
-from trl_qurl.lab.data import INSTRUCTION, final_answer, load_questions
+from trl_qurl.lab.data import INSTRUCTION, as_solution, load_questions
+from trl_qurl.lab.evaluation.tasks import are_correct
 
 
 def write(path, rows):
@@ -21,9 +23,9 @@ def test_rows_become_one_user_message_and_a_text_answer(tmp_path, name):
         tmp_path / name, [{"question": "2 + 2?", "answer": 4}, {"question": "Half of 1?", "answer": "\\frac12"}]
     )
     questions = load_questions(path)
-    assert questions.column_names == ["prompt", "answer"]
+    assert questions.column_names == ["prompt", "solution"]
     assert questions[0]["prompt"] == [{"role": "user", "content": f"2 + 2?\n\n{INSTRUCTION}"}]
-    assert questions["answer"][:] == ["4", "\\frac12"]
+    assert questions["solution"][:] == ["$4$", "$\\frac12$"]
 
 
 def test_a_json_file_holds_a_list(tmp_path):
@@ -34,13 +36,52 @@ def test_a_json_file_holds_a_list(tmp_path):
 
 def test_limit_keeps_the_first(tmp_path):
     path = write(tmp_path / "q.jsonl", [{"question": str(index), "answer": str(index)} for index in range(5)])
-    assert load_questions(path, limit=2)["answer"][:] == ["0", "1"]
+    assert load_questions(path, limit=2)["solution"][:] == ["$0$", "$1$"]
     assert len(load_questions(path, limit=9)) == 5
 
 
-def test_gsm8k_answer_is_what_follows_the_hashes():
-    assert final_answer("She earns 40*30 = <<40*30=1200>>1,200 dollars.\n#### 1,200") == "1200"
-    assert final_answer(" (1, 2) ") == "(1, 2)"  # other data sets: commas mean something
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        ("She earns 40*30 = <<40*30=1200>>1,200 dollars.\n#### 1,200", "1200", "1"),
+        ("#### 18", "\\$18", "81"),
+        ("18.", "18 \\text{ dollars}", "18.5"),
+        ("-3", "-3.0", "3"),
+        ("1,234", "1{,}234", "234"),
+        ("\\frac{1}{2}", "0.5", "2"),
+        ("$x^2$", "x^2", "x"),
+        ("$1$, $2$", "2, 1", "1"),
+        ("(1, 2)", "\\left(1, 2\\right)", "(2, 1)"),
+        ("C", "\\text{C}", "D"),
+        ("\\text{Evelyn}", "Evelyn", "Bob"),
+    ],
+)
+def test_trl_grades_what_data_sets_call_an_answer(answer, right, wrong):
+    pytest.importorskip("math_verify")
+    texts = [f"So it is $\\boxed{{{right}}}$.", f"So it is $\\boxed{{{wrong}}}$."]
+    assert are_correct(texts, [as_solution(answer)] * 2) == [True, False]
+
+
+@pytest.mark.skipif(not (SHARED / "data").exists(), reason="needs ../shared/data")
+def test_trl_grades_the_answers_of_two_benchmarks():
+    pytest.importorskip("math_verify")
+    missed, equal = [], []
+    for name in ("gsm8k", "math500"):
+        with gzip.open(SHARED / "data" / name / "test.jsonl.gz", "rt", encoding="utf-8") as file:
+            answers = [json.loads(line)["answer"] for line in file][:100]
+        texts = [f"So it is $\\boxed{{{answer}}}$." for answer in answers]
+        solutions = list(map(as_solution, answers))
+        missed += [a for a, right in zip(answers, are_correct(texts, solutions), strict=True) if not right]
+        pairs = zip(answers, answers[1:], are_correct(texts[:-1], solutions[1:]), strict=False)
+        equal += [(one, other) for one, other, right in pairs if right and one != other]
+    assert missed == ["11\\sqrt2"]  # TRL wants \sqrt{2}
+    assert equal == [("5", "x=5")]  # answers to two questions that are indeed equal
+
+
+@pytest.mark.parametrize("text", ["", "it is 72", "\\boxed{72", "\\boxed{71}", "\\boxed{71} or \\boxed{72}"])
+def test_what_is_not_one_right_box_is_wrong(text):
+    pytest.importorskip("math_verify")
+    assert are_correct([text, "\\boxed{72}"], ["$72$", "$72$"]) == [False, True]
 
 
 def test_a_hub_name_is_not_looked_for_on_disk(monkeypatch):
@@ -53,7 +94,7 @@ def test_a_hub_name_is_not_looked_for_on_disk(monkeypatch):
         return datasets.Dataset.from_dict({"question": ["q", "r"], "answer": ["w #### 1", "w #### 2"]})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert load_questions("openai/gsm8k", split="test", config="main", limit=1)["answer"][:] == ["1"]
+    assert load_questions("openai/gsm8k", split="test", config="main", limit=1)["solution"][:] == ["$1$"]
     assert asked == [(("openai/gsm8k", "main"), {"split": "test"})]
 
 
@@ -101,7 +142,7 @@ def test_a_bad_file_is_named_with_its_fault(tmp_path, rows, message):
 )
 def test_columns_have_the_names_that_sets_on_the_hub_give_them(row, columns, answer, tmp_path):
     questions = load_questions(write(tmp_path / "q.jsonl", [row]), **columns)
-    assert questions[0]["prompt"][0]["content"].startswith("q\n") and questions["answer"][:] == [answer]
+    assert questions[0]["prompt"][0]["content"].startswith("q\n") and questions["solution"][:] == [f"${answer}$"]
 
 
 def test_a_conversation_stays_one_and_ends_with_the_instruction(tmp_path):
@@ -146,7 +187,7 @@ def test_tables_are_read_too(tmp_path):
     rows.to_parquet(tmp_path / "q.parquet")
     for name in ("q.csv", "q.parquet"):
         questions = load_questions(str(tmp_path / name))
-        assert questions["answer"][:] == ["2", "3"] and questions[0]["prompt"][0]["content"].startswith("1+1\n")
+        assert questions["solution"][:] == ["$2$", "$3$"] and questions[0]["prompt"][0]["content"].startswith("1+1\n")
 
 
 def test_a_limit_that_leaves_nothing_is_refused(tmp_path):

@@ -100,8 +100,6 @@ PYTHON = [*all_blocks("python"), *map(changed, all_blocks("diff")), *examples_in
 
 @pytest.mark.parametrize("block", PYTHON, ids=str)
 def test_python_blocks_run(block, monkeypatch):
-    if "is_correct" in block.code:
-        pytest.importorskip("math_verify", reason="needs math-verify (trl-qurl[math])")
     dataset = datasets.Dataset.from_list([{"prompt": "1 + 1?", "question": "1 + 1?", "answer": "2"}] * 2)
     for trainer in TRAINERS:
         monkeypatch.setattr(trl_qurl, trainer.__name__, double(trainer))

@@ -113,7 +113,7 @@ def write_questions(path, count_=4, answer="7"):
 def test_local_files_are_tasks(tmp_path):
     path = write_questions(tmp_path / "sums" / "test.jsonl")
     task = load_task(path, limit=3)
-    assert (task.name, len(task.prompts), task.answers) == ("test", 3, ["7", "7", "7"])
+    assert (task.name, len(task.prompts), task.solutions) == ("test", 3, ["$7$", "$7$", "$7$"])
     assert load_task(f"mine={path}").name == "mine"
     assert load_task(path).digest != task.digest and load_task(path, limit=3).digest == task.digest
 
@@ -151,7 +151,7 @@ def test_other_names_are_asked_of_the_hub(spec, asked, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     task = load_task(spec)
-    assert task.answers == ["1, 2"] and task.prompts[0][0]["content"].startswith("p\n")
+    assert task.solutions == ["$1, 2$"] and task.prompts[0][0]["content"].startswith("p\n")
     assert set(SOURCES) == {"gsm8k", "math500", "aime24", "amc23", "minerva", "olympiad"}
 
 

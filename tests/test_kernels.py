@@ -161,7 +161,7 @@ def test_sixteen_bits_are_those_of_the_gpu(supported, expected, monkeypatch):
 def test_bench_measures_in_the_sixteen_bits_of_the_gpu(monkeypatch, tmp_path):
     from tiny import tiny_model
 
-    from trl_qurl.lab.bench.engine import start_engine
+    from trl_qurl.lab.bench.measure import start_engine
     from trl_qurl.lab.bench.workload import Job, Workload
 
     started = {}

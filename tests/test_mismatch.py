@@ -13,12 +13,13 @@ from test_sensitivity import with_outliers
 from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl import cli
+from trl_qurl.lab.evaluation.scores import Estimate
 from trl_qurl.lab.mismatch.answers import Answer, Scored, score
 from trl_qurl.lab.mismatch.engines import Sampling
-from trl_qurl.lab.mismatch.keep import Budget, Group, Kept, keep_layers, within_bytes, within_kl
+from trl_qurl.lab.mismatch.keep import Group, Kept, keep_layers, within_kl
 from trl_qurl.lab.mismatch.prompts import BUILT_IN, encode, load_prompts
 from trl_qurl.lab.mismatch.run import Report
-from trl_qurl.lab.mismatch.statistics import Interval, half_length, measure
+from trl_qurl.lab.mismatch.statistics import half_length, measure
 from trl_qurl.lab.mismatch.table import sentences, tokens
 from trl_qurl.lab.recipes.grpo import parse_arguments
 from trl_qurl.quantization.formats import get_scheme
@@ -174,7 +175,7 @@ def test_bad_questions_are_refused(source, limit, error, message, tmp_path, monk
 
 def report_with(low, value, high):
     found = measure(answers_of(0.1, count=20))
-    changed = {**found.__dict__, "kl_k3": Interval(value, low, high)}
+    changed = {**found.__dict__, "kl_k3": Estimate(value, low, high)}
     return Report("MODEL", Sampling(), (), formats={"int8": type(found)(**changed)})
 
 
@@ -194,11 +195,8 @@ def test_the_verdict_waits_until_the_interval_is_clear(kl, words):
 
 def test_a_list_that_misses_its_budget_is_not_passed_off_as_one_that_does():
     report = report_with(0.0005, 0.001, 0.0015)
-    for budget, words in (
-        (Budget(kl=0.0009), "above --kl 0.0009: lower --kl"),
-        (Budget(kl=0.0011), "current weights"),
-    ):
-        kept = Kept("int8", "int8", ("lm_head",), 0, 0.0, (), budget)
+    for limit, words in ((0.0009, "above --kl 0.0009: lower --kl"), (0.0011, "current weights")):
+        kept = Kept("int8", "int8", ("lm_head",), 0, 0.0, (), limit)
         assert words in sentences(replace(report, kept=kept))[1]
 
 
@@ -212,11 +210,6 @@ def test_lengths_are_rounded():
 
 
 GROUPS = [Group((str(size),), size, kl) for size, kl in ((10, 5.0), (70, 30.0), (20, 4.0), (5, 1.0))]
-
-
-def test_bytes_are_spent_on_what_is_worth_most():
-    assert [group.extra_bytes for group in within_bytes(GROUPS, 35)] == [10, 20, 5]
-    assert within_bytes(GROUPS, 4) == []
 
 
 def test_a_kl_is_reached_with_the_fewest_groups():
@@ -245,17 +238,9 @@ def test_lists_grow_until_an_engine_is_within_the_budget(reached, kept, monkeypa
     report = report_with(0.004, 0.005, 0.006)
     report.formats["none"] = report_with(0, 0.0005, 1).formats["int8"]
     report = replace(report, ignore=("lm_head",))
-    found, mismatch = keep_layers(FakeEngines(), get_scheme("int8"), report, Budget(kl=0.002), lambda line: None)
+    found, mismatch = keep_layers(FakeEngines(), get_scheme("int8"), report, 0.002, lambda line: None)
     assert asked == kept and len(found.ignore) == kept[-1] + 1 and mismatch.kl_k3.value == reached[-1]
     assert found.share == pytest.approx(kept[-1] / 5) and found.extra_bytes == 100 * kept[-1]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"), [((None, None), "one budget"), ((1e-3, 5), "one budget"), ((0.0, None), "budget is 0.0")]
-)
-def test_a_budget_is_one_positive_number(given, message):
-    with pytest.raises(ValueError, match=message):
-        Budget(*given)
 
 
 # The command ---------------------------------------------------------------------------------------------------------
@@ -270,7 +255,7 @@ def test_a_budget_is_one_positive_number(given, message):
         (["--max-tokens", "4000"], "do not fit into the model's context of 128"),
         (["--questions", "nowhere.txt"], "nowhere.txt does not exist"),
         (["--output", "figures.png"], "--output is figures.png: give the name of a .json file"),
-        (["--kl", "0"], "budget is 0.0"),
+        (["--kl", "0", "--schemes", "int8"], "--kl is 0: give a positive number"),
         (["--kl", "1e-3", "--schemes", "int8,fp8"], "exactly one format, but got int8, fp8"),
     ],
 )

@@ -33,7 +33,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'].split('\\n')
 
 GSM8K = {
     "test_limit": 8,
-    "completion_tokens": 4,
+    "completion_tokens": 10,
     "context_tokens": 64,
     "micro_batch": 8,
     "passes": 1,
@@ -51,12 +51,13 @@ def cells(path: Path, kind: str = "code") -> list[nbformat.NotebookNode]:
 
 
 def warm_model() -> torch.nn.Module:
-    """Answers `a+b=` with one of the digits 2, 3, 4 and the end of its text: every third answer earns the reward."""
+    """Answers `a+b=` with one of the digits 2, 3, 4 in a box: every third answer earns the reward."""
     model = tiny_model(max_position_embeddings=1024)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    ids = torch.tensor(tiny_tokenizer()([f"{a}+{b}={c}<eos>" for a in "12" for b in "12" for c in "234"])["input_ids"])
-    for _ in range(40):
-        loss = model(input_ids=ids, labels=ids.masked_fill(torch.arange(6) < 4, -100)).loss
+    texts = [f"{a}+{b}=\\boxed{{{c}}}<eos>" for a in "12" for b in "12" for c in "234"]
+    ids = torch.tensor(tiny_tokenizer()(texts)["input_ids"])
+    for _ in range(200):
+        loss = model(input_ids=ids, labels=ids.masked_fill(torch.arange(ids.shape[1]) < 4, -100)).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -112,9 +112,8 @@ def test_kept_share_and_clip_range_by_hand():
     # C = 2: r = 1, 1, 2/3, 1/5; (1 + 0.28) / r − 1 = 0.28, 0.28, 0.92, 5.4
     rho = torch.tensor([[0.5, 2.0, 3.0, 10.0]], dtype=torch.float64)
     torch.testing.assert_close(kept_share(rho, 2.0), torch.tensor([[1, 1, 2 / 3, 0.2]], dtype=torch.float64))
-    clip_range = adaptive_clip_range(rho, 2.0, **CLIP)
-    torch.testing.assert_close(clip_range.epsilon_high, torch.tensor([[0.28, 0.28, 0.92, 5.4]], dtype=torch.float64))
-    assert torch.equal(clip_range.epsilon_low, torch.full_like(rho, 0.2))
+    upper = adaptive_clip_range(rho, 2.0, CLIP["epsilon_high"])
+    torch.testing.assert_close(upper, torch.tensor([[0.28, 0.28, 0.92, 5.4]], dtype=torch.float64))
 
 
 def test_nothing_is_cut_at_the_cap_itself():
@@ -192,10 +191,9 @@ def test_acr_is_tis_to_the_last_bit_where_the_cap_cuts_nothing(seed, cap):
 @settings(max_examples=200, deadline=None)
 def test_clip_range_is_lifted_exactly_where_the_cap_cuts(rho, cap, epsilon_high):
     rho = torch.tensor([rho])
-    low, high = adaptive_clip_range(rho, cap, 0.2, epsilon_high)
+    high = adaptive_clip_range(rho, cap, epsilon_high)
     r = kept_share(rho, cap)
     epsilons = torch.full_like(rho, epsilon_high)
-    assert torch.equal(low, torch.full_like(rho, 0.2))
     assert torch.equal(high[rho <= cap], epsilons[rho <= cap])
     assert torch.equal(r[rho <= cap], torch.ones_like(r[rho <= cap]))
     torch.testing.assert_close(r * rho, rho.clamp(max=cap), rtol=1e-6, atol=0)

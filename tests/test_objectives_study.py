@@ -1,7 +1,6 @@
 """The comparison of objectives: what its harsher quantizers do, what it would run, and what its tables say."""
 
 import copy
-import io
 import json
 import math
 import subprocess
@@ -13,7 +12,6 @@ import torch
 from conftest import child_environment
 from documents import rows
 from peft import LoraConfig, get_peft_model
-from rich.console import Console
 
 from benchmarks.objectives import contrasts, study, summary
 from benchmarks.objectives.arms import EXPERIMENTS
@@ -222,7 +220,7 @@ def test_the_quantized_policy_is_measured_with_its_adapter(merges, tmp_path):
     base = policy.get_base_model()
     forward = base.forward
     base.forward = lambda **inputs: forward(**inputs)  # as TRL replaces it: a copy still computes with this very model
-    recorder = BothPolicies(scheme, merges, problem_ids=problems, rollouts=1, console=Console(file=io.StringIO()))
+    recorder = BothPolicies(scheme, merges, problem_ids=problems, rollouts=1)
     row = recorder.measure(policy)
     assert row["quantized_expected_accuracy"] == pytest.approx(expected, rel=1e-5, abs=0)
     assert row["expected_accuracy"] == evaluate.measure_policy(policy, problems).expected

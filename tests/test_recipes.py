@@ -12,7 +12,7 @@ from tiny import ENGINE, SHARED, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, Qwen2Config
 from trl import get_peft_config
 
-from trl_qurl.lab.bench.memory import Device, count_parameters, why_too_large
+from trl_qurl.lab.bench.workload import Device, count_parameters, why_too_large
 from trl_qurl.lab.recipes import grpo, ppo
 from trl_qurl.lab.recipes.arguments import recipes, take_settings
 from trl_qurl.lab.recipes.questions import checkpoint_to_resume, punishments
@@ -99,7 +99,7 @@ def test_dapo_is_dapo():
     (recipe,) = (path for path in RECIPES if path.stem == "dapo")
     script, config, _ = grpo.parse_arguments(["--config", str(recipe), *ON_CPU])
     assert (config.epsilon, config.epsilon_high, config.loss_type) == (0.2, 0.28, "dapo")
-    assert config.dynamic_sampling and config.dynamic_sampling_reward == "answer_reward"
+    assert config.dynamic_sampling and config.dynamic_sampling_reward == "accuracy_reward"
     assert config.mask_truncated_completions
     (punish,) = punishments(script.soft_overlong_cache, config)
     # DAPO, Eq. 13, with 3072 tokens and 614 of them before the limit: -(2765 - 2458) / 614 = -0.5.
@@ -261,7 +261,7 @@ def test_two_steps_on_the_real_questions(recipe, two_steps):
     updates = [row for row in record["history"] if "loss" in row]
     assert len(updates) == 2 and all(row["loss"] == row["loss"] for row in updates)
     [rollout] = [row for row in record["history"] if "reward" in row]
-    assert rollout["num_tokens"] > 100 and "rewards/answer_reward/mean" in rollout
+    assert rollout["num_tokens"] > 100 and "rewards/accuracy_reward/mean" in rollout
     metric = "eval_held_out/actor_avg@1"
     evaluations = [row for row in record["history"] if metric in row]
     assert [row["step"] for row in evaluations] == [0, 2], "a benchmark before the first step and after the second"

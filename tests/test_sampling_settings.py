@@ -10,7 +10,6 @@ from trl.experimental.gmpo import GMPOConfig
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig, QuRLRLOOConfig
 from trl_qurl.config import QuantizedRolloutsConfig
-from trl_qurl.objective import OBJECTIVES
 
 
 def warned(kind=QuRLGRPOConfig, **settings):
@@ -58,25 +57,10 @@ def test_settings_are_named_with_the_way_out(kind, settings, named):
     assert "Set top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0" in message
 
 
-WEIGHED, MEASURED = "weighs or clips tokens wrongly", "so only the mismatch/* metrics are wrong"
-
-
-@pytest.mark.parametrize("objective", [*OBJECTIVES, "trl"])
-def test_what_is_harmed_depends_on_the_objective(objective):
-    expected = MEASURED if objective == "naive" else WEIGHED
-    assert f"objective={objective!r}" in warned(objective=objective, top_p=0.9)
-    assert expected in warned(objective=objective, top_p=0.9)
-
-
-def test_trls_losses_without_a_correction_use_no_ratio():
-    assert MEASURED in warned(objective="trl", vllm_importance_sampling_correction=False, top_p=0.9)
-    assert MEASURED in warned(QuRLRLOOConfig, objective="trl", top_p=0.9)
-
-
 def test_a_config_without_an_objective_is_warned_as_well():
     @dataclass
     class Other(QuantizedRolloutsConfig, GMPOConfig):
         """As a project of somebody else may have it."""
 
-    with pytest.warns(UserWarning, match="mismatch/. metrics are wrong, and so is every correction based on it"):
+    with pytest.warns(UserWarning, match="importance ratio is therefore wrong .* and so are the mismatch/. metrics"):
         Other("out", **PLAIN | SEVERAL_UPDATES | {"top_p": 0.9})

@@ -119,5 +119,5 @@ def test_fields_that_comments_describe_are_on_the_site(site):
 
 def test_the_help_of_every_subcommand_is_on_the_site(site):
     html = (site / "api/cli.html").read_text()
-    for option in ("--no-such-option", "--completion-len", "--schemes", "--required-rise", "--port", "--quantizer"):
+    for option in ("--no-such-option", "--completion-len", "--schemes", "--required-rise", "--port"):
         assert (option in html) == (option != "--no-such-option"), option

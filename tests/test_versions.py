@@ -53,7 +53,7 @@ def test_upper_bounds_are_removed_and_nothing_else():
     expected = "python_requires = >=3.11\n    trl>=1.15\n    vllm>=0.28\n    torch\n    peft>=0.18\n"
     assert version_rows.without_upper_bounds(text) == expected
     freed = version_rows.without_upper_bounds((ROOT / "setup.cfg").read_text())
-    assert "trl>=1.15\n" in freed and "math-verify>=0.8\n" in freed and "trl_qurl = py.typed" in freed
+    assert "trl>=1.15\n" in freed and "peft>=0.19\n" in freed and "trl_qurl = py.typed" in freed
 
 
 def test_uv_prefers_the_lock_file_except_for_the_newest():

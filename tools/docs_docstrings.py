@@ -20,7 +20,6 @@ COMMENT = re.compile(r"  # (?P<text>.+)$", re.MULTILINE)
 REFERENCE = re.compile(r"\[`~?(?P<path>[A-Za-z_.]+)`\](?![\[(])")
 
 OURS = {
-    "DynamicSamplingSettings": "trl_qurl.config.grpo.DynamicSamplingSettings",
     "QuRLGRPOConfig": "trl_qurl.QuRLGRPOConfig",
     "QuRLGRPOTrainer": "trl_qurl.QuRLGRPOTrainer",
     "QuRLPPOConfig": "trl_qurl.QuRLPPOConfig",

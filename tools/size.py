@@ -1,7 +1,7 @@
 """`make size`: print how large the project is, and fail if it exceeds a limit.
 
-Lines are those of Python files, including blank lines and docstrings. The core is everything in trl_qurl/ except lab/
-and rewards.py, which grades answers. Limits only go down: a feature that needs more lines has to replace others.
+Lines are those of Python files, including blank lines and docstrings. The core is everything in trl_qurl/ except lab/.
+Limits only go down: a feature that needs more lines has to replace others.
 """
 
 import dataclasses
@@ -43,14 +43,12 @@ def added_fields() -> list[str]:
 def main() -> int:
     """Print one line per figure; return 1 if one exceeds its limit."""
     lab = python_files(PACKAGE / "lab")
-    grading = PACKAGE / "rewards.py"
-    core = [path for path in python_files(PACKAGE) if path not in {*lab, grading}]
-    long = [path for path in (*core, grading, *lab) if count_lines(path) > LONGEST_FILE]
+    core = [path for path in python_files(PACKAGE) if path not in lab]
+    long = [path for path in (*core, *lab) if count_lines(path) > LONGEST_FILE]
     entries = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     rows = [
         ("core, lines", total(core), 10_100),
         ("lab, lines", total(lab), 5_350),
-        ("rewards.py, lines", count_lines(grading), 250),
         ("tests, lines", total(python_files(ROOT / "tests")), None),
         (f"files over {LONGEST_FILE} lines", len(long), 0),
         ("settings added to TRL's", len(added_fields()), 22),

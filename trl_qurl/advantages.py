@@ -1,7 +1,6 @@
 """Training with a critic: per-token rewards, generalized advantage estimation (GAE), and the value loss.
 
-Pure functions of tensors and floats, independent of trainers, configs and process groups. For a mean over all
-processes, the caller passes a function that sums over them.
+Pure functions of tensors and floats. For a mean over all processes, the caller passes a function that sums over them.
 
 Shapes: `B` sequences, `T` completion tokens. `mask` is true on the *learned* tokens, which the policy itself produced.
 Padding and tool output are not actions: GAE skips them, and these functions return 0 there. `values[:, t]` is the

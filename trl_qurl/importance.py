@@ -8,16 +8,8 @@ rollout time.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
-
-
-class ClipRange(NamedTuple):
-    """Clip bounds in TRL's convention: the ratio is clamped to [1 − epsilon_low, 1 + epsilon_high]."""
-
-    epsilon_low: torch.Tensor  # `(B, T)`, distance of the lower bound below 1
-    epsilon_high: torch.Tensor  # `(B, T)`, distance of the upper bound above 1
 
 
 def importance_ratio(proximal_logps: torch.Tensor, behavior_logps: torch.Tensor) -> torch.Tensor:
@@ -62,33 +54,30 @@ def kept_share(rho: torch.Tensor, cap: float) -> torch.Tensor:
     Raises:
         ValueError: If `cap` is out of range.
     """
-    checked_cap(cap)
+    if not 0 < cap < math.inf:
+        raise ValueError(f"Got cap={cap}: give a cap finite and above 0 (2 is usual).")
     # `where` instead of `clamp`: C / ρ rounds, and must not end up just below 1 where ρ was not capped.
     return torch.where(rho > cap, cap / rho, 1.0)
 
 
-def adaptive_clip_range(rho: torch.Tensor, cap: float, epsilon_low: float, epsilon_high: float) -> ClipRange:
+def adaptive_clip_range(rho: torch.Tensor, cap: float, epsilon_high: float) -> torch.Tensor:
     """Lift the upper clip bound where ρ exceeds the cap; the lower bound never moves.
 
-        1 − ε_low' = 1 − ε_low,    1 + ε_high' = (1 + ε_high) / r
+        1 + ε_high' = (1 + ε_high) / r
 
-    Where r is `kept_share(rho, cap)`. Source: Eq. 9, with DAPO's ε_low and ε_high instead of its single ε.
+    Where r is `kept_share(rho, cap)`. Source: Eq. 9, with DAPO's ε_high instead of its single ε.
 
     Args:
         rho: ρ, `(B, T)`.
-        cap: C, a ratio, finite and above 0.
-        epsilon_low: Distance of the lower bound below 1.
+        cap: C, a ratio, finite and above 0; checked by `kept_share`.
         epsilon_high: Distance of the upper bound above 1, before it is lifted.
 
     Returns:
-        Both distances, each `(B, T)`; exactly `epsilon_low` and `epsilon_high` where ρ ≤ C.
-
-    Raises:
-        ValueError: If `cap` is out of range.
+        ε_high', `(B, T)`; exactly `epsilon_high` where ρ ≤ C.
     """
     lifted_epsilon = (1.0 + epsilon_high) / kept_share(rho, cap) - 1.0  # (B, T)
     # (1 + ε) − 1 is not ε in floating point, so bounds that are not lifted bypass the formula.
-    return ClipRange(torch.full_like(rho, epsilon_low), torch.where(rho > cap, lifted_epsilon, epsilon_high))
+    return torch.where(rho > cap, lifted_epsilon, epsilon_high)
 
 
 def geometric_mask(
@@ -114,23 +103,3 @@ def geometric_mask(
     log_ratio = torch.where(scored, proximal_logps - behavior_logps, 0.0).sum(-1, keepdim=True)  # (B, 1)
     mean = (log_ratio / scored.sum(-1, keepdim=True).clamp(min=1)).exp()
     return ((mean >= floor) & (mean <= cap)).to(proximal_logps.dtype)
-
-
-def checked_cap(cap: float | None, floor: float | None = None) -> float:
-    """Validate the cap C of a ratio, and its floor.
-
-    Args:
-        cap: C, a ratio.
-        floor: Smallest ratio; `None` for no floor.
-
-    Returns:
-        `cap`, unchanged.
-
-    Raises:
-        ValueError: If `cap` is not finite and above 0, or `floor` is not in [0, cap].
-    """
-    if cap is None or not 0 < cap < math.inf:
-        raise ValueError(f"Got cap={cap}: give a cap finite and above 0 (2 is usual), or use objective 'decoupled'.")
-    if floor is not None and not 0 <= floor <= cap:
-        raise ValueError(f"Got floor={floor} with cap={cap}. The floor must lie in [0, cap]; None means no floor.")
-    return cap

@@ -9,18 +9,13 @@ Shapes: `B` sequences, `T` completion tokens. Equation numbers: QuRL, arXiv:2602
 rollout time, `policy_logps` from the full-precision policy being updated.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 
-from trl_qurl.importance import (
-    ClipRange,
-    adaptive_clip_range,
-    checked_cap,
-    geometric_mask,
-    importance_ratio,
-)
+from trl_qurl.importance import adaptive_clip_range, geometric_mask, importance_ratio
 
 Correction = Literal["none", "full", "truncated", "masked", "masked_sequence"]
 """Token weight: 1, ρ, min(ρ, C), ρ in [floor, C] and 0 outside, or the output of `geometric_mask`."""
@@ -181,15 +176,24 @@ def surrogate_terms(
     if preset.correction == "full":
         weight = rho
     elif preset.correction == "truncated":
-        weight = rho.clamp(min=floor, max=checked_cap(cap, floor))  # (B, T)
+        weight = rho.clamp(min=floor, max=_checked_cap(cap, floor))  # (B, T)
     elif preset.correction.startswith("masked"):
-        cap = checked_cap(cap, floor)
+        cap = _checked_cap(cap, floor)
         floor = min(cap, 1 / cap) if floor is None else floor
         weight = torch.where((rho >= floor) & (rho <= cap), rho, 0.0)  # (B, T)
         if preset.correction == "masked_sequence":
             weight = geometric_mask(proximal_logps, behavior_logps, floor, cap).expand_as(rho)
 
-    clip_range = ClipRange(torch.full_like(rho, epsilon_low), torch.full_like(rho, epsilon_high))
+    upper = torch.full_like(rho, epsilon_high)
     if preset.lifts_upper_bound:
-        clip_range = adaptive_clip_range(rho, checked_cap(cap), epsilon_low, epsilon_high)
-    return SurrogateTerms(old_logps, weight, *clip_range)
+        upper = adaptive_clip_range(rho, _checked_cap(cap), epsilon_high)
+    return SurrogateTerms(old_logps, weight, torch.full_like(rho, epsilon_low), upper)
+
+
+def _checked_cap(cap: float | None, floor: float | None = None) -> float:
+    """Return the cap C; raise `ValueError` if it is not finite and above 0, or the floor is not in [0, C]."""
+    if cap is None or not 0 < cap < math.inf:
+        raise ValueError(f"Got cap={cap}: give a cap finite and above 0 (2 is usual), or use objective 'decoupled'.")
+    if floor is not None and not 0 <= floor <= cap:
+        raise ValueError(f"Got floor={floor} with cap={cap}. The floor must lie in [0, cap]; None means no floor.")
+    return cap

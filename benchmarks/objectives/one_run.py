@@ -60,7 +60,6 @@ LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": 
 def train_arm(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any], place: Path) -> None:
     """Train, and write the shortened run log to `place`; a file that is there is complete."""
     from peft import LoraConfig
-    from rich.console import Console
 
     from benchmarks.objectives.coarse import add_coarse_schemes, coarsen_activations
     from benchmarks.objectives.recorder import BothPolicies
@@ -94,15 +93,13 @@ def train_arm(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any],
         if arm.activation_bits < 8:
             llm = trainer.vllm_generation.llm
             llm.apply_model(lambda model: coarsen_activations(model, arm.activation_bits))
-        with open(os.devnull, "w") as nowhere:
-            shown = {"problem_ids": held_out, "rollouts": arm.rollouts, "console": Console(file=nowhere)}
-            if arm.scheme is None or not arm.is_repeatable:
-                recorder = RolloutRecorder(**shown)
-            else:
-                merges = arm.changed.get("weight_sync") != "adapter"
-                recorder = BothPolicies(get_scheme(arm.scheme), merges, **shown)
-            trainer.add_callback(recorder)
-            trainer.train()
+        if arm.scheme is None or not arm.is_repeatable:
+            recorder = RolloutRecorder(held_out, arm.rollouts)
+        else:
+            merges = arm.changed.get("weight_sync") != "adapter"
+            recorder = BothPolicies(get_scheme(arm.scheme), merges, problem_ids=held_out, rollouts=arm.rollouts)
+        trainer.add_callback(recorder)
+        trainer.train()
         run = read_run(output_dir)
     settings = {name: run.settings[name] for name in KEPT_SETTINGS if name in run.settings}
     settings |= {"activation_bits": arm.activation_bits, "arm": arm.name, **provenance}

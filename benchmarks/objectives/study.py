@@ -106,13 +106,12 @@ def run_all(missing: list[tuple[Arm, int, Path]], jobs: int, rollouts: int | Non
 def prepare() -> tuple[Path, dict[str, Any]]:
     """The policy that every run starts from, and where and with what the study runs."""
     import torch
-    from rich.console import Console
 
     from benchmarks.provenance import provenance
     from trl_qurl.lab.demo.run import prepare_policy
 
     found = provenance(torch.device("cpu"), measured="trl_qurl")
-    return prepare_policy(Console()), {name: found[name] for name in ("date", "commit", "hardware", "versions")}
+    return prepare_policy(), {name: found[name] for name in ("date", "commit", "hardware", "versions")}
 
 
 def child(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any], place: Path, core: int) -> None:

@@ -31,8 +31,8 @@ COMMANDS = {
     "quantize": Command("trl_qurl.cli.quantize", "write a quantized checkpoint of a model"),
     "serve": Command("trl_qurl.cli.serve", "start a vLLM server for training; other options are passed to vLLM", True),
     "eval": Command("trl_qurl.lab.evaluation.command", "answer and grade benchmarks, in one or several formats"),
-    "bench": Command("trl_qurl.lab.bench.command", "measure whether quantized rollouts pay off on this machine"),
-    "mismatch": Command("trl_qurl.lab.mismatch.command", "measure the effect of rounding on a model, before training"),
+    "bench": Command("trl_qurl.lab.bench.run", "measure whether quantized rollouts pay off on this machine"),
+    "mismatch": Command("trl_qurl.lab.mismatch.run", "measure the effect of rounding on a model, before training"),
     "report": Command("trl_qurl.lab.report", "compare runs in a table and a picture"),
     "demo": Command("trl_qurl.lab.demo.command", "train a tiny model on three-digit addition, in minutes on a CPU"),
     "doctor": Command(

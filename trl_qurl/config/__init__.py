@@ -1,6 +1,6 @@
 """Trainer configurations: TRL's, plus the settings of quantized rollouts and the critic."""
 
-from trl_qurl.config.grpo import CLIPPED_LOSS_TYPES, DynamicSamplingSettings, QuRLGRPOConfig
+from trl_qurl.config.grpo import CLIPPED_LOSS_TYPES, QuRLGRPOConfig
 from trl_qurl.config.ppo import QuRLPPOConfig
 from trl_qurl.config.rloo import QuRLRLOOConfig
 from trl_qurl.config.rollout import TAKEN_ENGINE_ARGUMENTS, QuantizedRolloutsConfig
@@ -8,7 +8,6 @@ from trl_qurl.config.rollout import TAKEN_ENGINE_ARGUMENTS, QuantizedRolloutsCon
 __all__ = [
     "CLIPPED_LOSS_TYPES",
     "TAKEN_ENGINE_ARGUMENTS",
-    "DynamicSamplingSettings",
     "QuRLGRPOConfig",
     "QuRLPPOConfig",
     "QuRLRLOOConfig",

@@ -29,35 +29,9 @@ DEFAULT_CAP = DefaultCap(2.0)
 
 @with_help
 @dataclass
-class DynamicSamplingSettings:
-    """Mixin for TRL configs: the settings of dynamic sampling.
-
-    A group in which all rewards are equal has no advantage and teaches nothing. With dynamic sampling, groups of other
-    prompts replace such groups until the batch is full, as in DAPO (arXiv:2503.14476, Eq. 11). If ten rounds of
-    generation do not fill it, it is used as is.
-
-    > Dynamic sampling
-
-    Args:
-        dynamic_sampling: Whether to replace groups in which all rewards are equal with groups of other prompts.
-        dynamic_sampling_reward: Name of the reward function that decides; by default the weighted sum of all. Set it
-            if another reward, such as a length penalty, would always make a difference.
-    """
-
-    dynamic_sampling: bool = False
-    dynamic_sampling_reward: str | None = None
-
-    def __post_init__(self: Any) -> None:
-        super().__post_init__()  # type: ignore[misc]  # TRL's config comes after this class
-        if self.dynamic_sampling_reward is not None and not self.dynamic_sampling:
-            raise ValueError("dynamic_sampling_reward has no effect unless dynamic_sampling=True.")
-
-
-@with_help
-@dataclass
-class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfig):
+class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
     """[`~trl.GRPOConfig`] plus the settings of quantized rollouts ([`QuantizedRolloutsConfig`]), the objective, and
-    dynamic sampling ([`DynamicSamplingSettings`]). Only new fields and fields with a new default are listed.
+    dynamic sampling. Only new fields and fields with a new default are listed.
 
     > Objective
 
@@ -67,6 +41,14 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
             `geometric_mask` completions, with a ratio above C or below `vllm_importance_sampling_clip_min` (by default
             1/C). `trl` is TRL's own loss and correction, with TRL's settings. Defaults to `acr`, or to `tis` with a
             loss that `acr` does not support (GSPO, CISPO, ...).
+
+    > Dynamic sampling
+
+        dynamic_sampling: Whether to replace groups in which all rewards are equal, which teach nothing, with groups of
+            other prompts until the batch is full, as in DAPO (arXiv:2503.14476, Eq. 11). If ten rounds of generation
+            do not fill it, it is used as is.
+        dynamic_sampling_reward: Name of the reward function that decides; by default the weighted sum of all. Set it
+            if another reward, such as a length penalty, would always make a difference.
 
     > Changed defaults
 
@@ -82,13 +64,17 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
     vllm_importance_sampling_mode: str | None = None
     vllm_importance_sampling_clip_max: float | None = DEFAULT_CAP
     objective: str | None = None
+    dynamic_sampling: bool = False
+    dynamic_sampling_reward: str | None = None
 
     def __post_init__(self) -> None:
         conflict, is_explicit = self._lifted_bounds_conflict(), self.objective is not None
         if self.objective is None:
             self.objective = "tis" if conflict else "acr"
-        check_choice("objective", self.objective, (*OBJECTIVES, TRL_LOSS))
+        check_choice(self, "objective", (*OBJECTIVES, TRL_LOSS))
         super().__post_init__()
+        if self.dynamic_sampling_reward is not None and not self.dynamic_sampling:
+            raise ValueError("dynamic_sampling_reward has no effect unless dynamic_sampling=True.")
         if self.objective == TRL_LOSS:
             return
         objective = get_objective(self.objective)
@@ -114,18 +100,19 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
             )
 
     def _replace_trl_defaults(self) -> list[str]:
-        replaced, is_trls = super()._replace_trl_defaults(), self.objective == TRL_LOSS
+        replaced = super()._replace_trl_defaults()
         mode, cap = "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"
-        defaults = TRL_DEFAULTS if is_trls else {mode: "token_truncate", cap: float(DEFAULT_CAP)}
-        unset = {mode: getattr(self, mode) is None, cap: isinstance(getattr(self, cap), DefaultCap)}
-        repeats_trl_default = not is_trls and getattr(self, mode) == TRL_DEFAULTS[mode]
-        for name, is_unset in unset.items():
-            value = getattr(self, name)
-            is_replaced = repeats_trl_default and value == TRL_DEFAULTS[name]
-            if is_replaced:
-                replaced.append(f"{name}={value!r} -> {defaults[name]!r}")
-            if is_replaced or is_unset:
+        defaults: dict[str, Any] = {mode: "token_truncate", cap: float(DEFAULT_CAP)}
+        if self.objective == TRL_LOSS:
+            defaults = TRL_DEFAULTS
+        elif self.vllm_importance_sampling_mode == TRL_DEFAULTS[mode]:  # TRL's settings, written out
+            for name in (name for name in defaults if getattr(self, name) == TRL_DEFAULTS[name]):
+                replaced.append(f"{name}={getattr(self, name)!r} -> {defaults[name]!r}")
                 setattr(self, name, defaults[name])
+        if self.vllm_importance_sampling_mode is None:
+            self.vllm_importance_sampling_mode = defaults[mode]
+        if isinstance(self.vllm_importance_sampling_clip_max, DefaultCap):
+            self.vllm_importance_sampling_clip_max = defaults[cap]
         return replaced
 
     def _check_objective(self, objective: Objective) -> None:
@@ -139,7 +126,7 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, DynamicSamplingSettings, GRPOConfi
                 f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} does not fit objective="
                 f"{self.objective!r}: leave it out, or use objective='trl', TRL's own loss and correction."
             )
-        check_cap(objective, self.vllm_importance_sampling_clip_max, self.vllm_importance_sampling_clip_min)
+        check_cap(self, objective)
 
     def _lifted_bounds_conflict(self) -> tuple[str, str] | None:
         """Return the setting that rules out one upper clip bound per token, and what to set instead."""

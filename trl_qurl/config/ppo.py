@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import inf
 
-from trl_qurl.config.checks import check_numbers
+from trl_qurl.config.checks import check_number
 from trl_qurl.config.grpo import CLIPPED_LOSS_TYPES, QuRLGRPOConfig
 from trl_qurl.config.help import with_help
 
@@ -63,26 +63,26 @@ class QuRLPPOConfig(QuRLGRPOConfig):
         self.num_generations = generations
 
     def _check_critic(self) -> None:
-        check_numbers(self, ["num_generations"], lambda n: n is not None and n >= 1, "1 or more")
-        check_numbers(self, ["gamma", "gae_lambda"], lambda x: 0 <= x <= 1, "in [0, 1] (verl's setting is 1)")
-        check_numbers(self, ["critic_learning_rate"], lambda x: 0 < x < inf, "positive and finite")
-        check_numbers(self, ["critic_warmup_steps"], lambda n: n >= 0, "a number of optimizer steps, or 0 for none")
-        check_numbers(self, ["value_clip_range"], lambda x: x is None or x > 0, "positive, or None for no clipping")
+        check_number(self, "num_generations", lambda n: n >= 1, "1 or more")
+        check_number(self, "gamma", lambda x: 0 <= x <= 1, "in [0, 1] (verl's setting is 1)")
+        check_number(self, "gae_lambda", lambda x: 0 <= x <= 1, "in [0, 1] (verl's setting is 1)")
+        check_number(self, "critic_learning_rate", lambda x: 0 < x < inf, "positive and finite")
+        check_number(self, "critic_warmup_steps", lambda n: n >= 0, "a number of optimizer steps, or 0 for none")
+        if self.value_clip_range is not None:
+            check_number(self, "value_clip_range", lambda x: x > 0, "positive, or None for no clipping")
         if self.loss_type not in CLIPPED_LOSS_TYPES or self.importance_sampling_level != "token":
             raise ValueError(
                 f"loss_type={self.loss_type!r} with importance_sampling_level={self.importance_sampling_level!r} does "
                 "not fit PPO, which has one ratio and one advantage per token and clips on both sides: use 'token' "
                 f"and one of {', '.join(map(repr, CLIPPED_LOSS_TYPES))}."
             )
-        if self.dynamic_sampling:
-            raise ValueError("dynamic_sampling=True replaces groups, and a critic has none: set it to False.")
-        if self.scale_rewards not in ("none", False):
-            raise ValueError(
-                f"scale_rewards={self.scale_rewards!r} scales rewards for a group's baseline, which the critic "
-                "replaces: use 'none'; advantages are normalized over the whole rollout."
-            )
-        if self.multi_objective_aggregation != "sum_then_normalize":
-            raise ValueError(
-                f"multi_objective_aggregation={self.multi_objective_aggregation!r} normalizes rewards within groups, "
-                "which the critic replaces: use 'sum_then_normalize'."
-            )
+        for name, allowed in {
+            "dynamic_sampling": (False,),
+            "scale_rewards": ("none", False),
+            "multi_objective_aggregation": ("sum_then_normalize",),
+        }.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} compares completions of a group, which the critic replaces: set "
+                    f"it to {allowed[0]!r}."
+                )

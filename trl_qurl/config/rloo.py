@@ -36,7 +36,7 @@ class QuRLRLOOConfig(QuantizedRolloutsConfig, RLOOConfig):
     vllm_importance_sampling_clip_min: float | None = None
 
     def __post_init__(self) -> None:
-        check_choice("objective", self.objective, (*OBJECTIVES, TRL_LOSS))
+        check_choice(self, "objective", (*OBJECTIVES, TRL_LOSS))
         super().__post_init__()
         if self.objective == TRL_LOSS:
             return
@@ -47,4 +47,4 @@ class QuRLRLOOConfig(QuantizedRolloutsConfig, RLOOConfig):
                 f"objective={self.objective!r} lifts the clip bounds of single tokens, and RLOO clips one ratio per "
                 f"completion: use one of {', '.join(map(repr, [*supported, TRL_LOSS]))}, or QuRLGRPOTrainer."
             )
-        check_cap(objective, self.vllm_importance_sampling_clip_max, self.vllm_importance_sampling_clip_min)
+        check_cap(self, objective)

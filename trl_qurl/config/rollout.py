@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from trl_qurl.config.checks import check_choice, check_numbers, warn_of_biased_ratio
+from trl_qurl.config.checks import check_choice, check_number, warn_of_biased_ratio
 from trl_qurl.config.help import with_help
 from trl_qurl.quantization.checkpoint import check_quantizer
 from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, check_kv_cache, get_scheme, parse_scheme
@@ -134,12 +134,10 @@ class QuantizedRolloutsConfig:
         self.rollout_quantization = parse_scheme(self.rollout_quantization)
         if isinstance(self.quantization_ignore, str):  # one pattern, as YAML allows
             self.quantization_ignore = [self.quantization_ignore]
+        self._check_values()
         self._check_format()
-        self._check_uaq()
-        self._check_layers()
         self._check_engine()
         warn_of_biased_ratio(self, stacklevel=4)
-        self._check_guard()
 
     @property
     def engine_kwargs(self) -> dict[str, Any]:
@@ -164,35 +162,43 @@ class QuantizedRolloutsConfig:
         self.use_vllm = True
         return ["use_vllm=False -> True"]
 
+    def _check_values(self) -> None:
+        check_choice(self, "weight_sync", ("auto", "stream", "checkpoint", "adapter", "llmcompressor"))
+        check_choice(self, "vllm_mode", ("colocate", "server"))
+        check_choice(self, "mismatch_guard", ("off", "warn", "stop"))
+        finite = "positive and finite"
+        check_number(self, "uaq_scale", lambda s: 0 < s < inf, f"{finite} (the paper uses 1.5; 1.0 turns UAQ off)")
+        check_number(self, "mismatch_guard_kl", lambda kl: 0 < kl < inf, f"{finite} (nats per token; usually 0.1)")
+        check_number(self, "vllm_request_timeout", lambda x: x > 0, "a positive number of seconds")
+        check_number(self, "sync_check_interval", lambda n: n >= 0, "a number of syncs, or 0 for none")
+
     def _check_format(self: Any) -> None:
-        check_choice("weight_sync", self.weight_sync, ("auto", "stream", "checkpoint", "adapter", "llmcompressor"))
         if self.round_base and (self.weight_sync not in ("auto", "adapter") or self.rollout_quantization is None):
             raise ValueError(
                 "round_base=True needs a format and an adapter that is not merged, but rollout_quantization is "
                 f"{self.rollout_quantization!r} and weight_sync is {self.weight_sync!r}: choose a format and "
                 "weight_sync='adapter', or set round_base=False."
             )
-        if self.weight_sync != "llmcompressor":
-            return
-        check_quantizer("llmcompressor", "weight_sync", "auto")
-        if self.rollout_quantization is None:
-            raise ValueError(
-                "weight_sync='llmcompressor' with rollout_quantization=None quantizes nothing: use weight_sync='auto' "
-                "or choose a format."
-            )
-        if self.world_size > 1:
-            raise ValueError(
-                f"weight_sync='llmcompressor' works in one process, and this run has {self.world_size}. Use "
-                "weight_sync='auto', which produces the same codes and scales."
-            )
-
-    def _check_uaq(self: Any) -> None:
-        requirement = "positive and finite (the paper uses 1.5; 1.0 turns UAQ off)"
-        check_numbers(self, ["uaq_scale"], lambda scale: scale is not None and 0 < scale < inf, requirement)
+        if self.weight_sync == "llmcompressor":
+            check_quantizer("llmcompressor", "weight_sync", "auto")
+            if self.rollout_quantization is None or self.world_size > 1:
+                raise ValueError(
+                    "weight_sync='llmcompressor' needs a format and works in one process, but rollout_quantization is "
+                    f"{self.rollout_quantization!r} and this run has {self.world_size}: use weight_sync='auto', which "
+                    "produces the same codes and scales."
+                )
         if self.sync_ref_model and self.uaq_scale != 1.0:
             raise ValueError(
                 f"sync_ref_model=True mixes the policy's weights, which uaq_scale={self.uaq_scale} rescales, into a "
                 "reference model that is not rescaled: set uaq_scale=1.0, or sync_ref_model=False."
+            )
+        if self.smooth_activations and (setting := self._smoothing_conflict()):
+            raise ValueError(f"smooth_activations=True does not work with {setting}: leave it out.")
+        if AUTO in self.quantization_ignore and self.vllm_mode == "server":
+            raise ValueError(
+                "quantization_ignore='auto' chooses layers when the engine starts in this process, but vllm_mode is "
+                "'server': run `trl-qurl mismatch MODEL --kl 5e-3` and use the list that it writes, also for "
+                "`trl-qurl serve --ignore`."
             )
 
     @property
@@ -209,25 +215,12 @@ class QuantizedRolloutsConfig:
             return f"weight_sync={self.weight_sync!r} (smoothing is folded into whole weights as they are sent)"
         return "round_base=True (no whole weights are sent)" if self.round_base else None
 
-    def _check_layers(self: Any) -> None:
-        if self.smooth_activations and (setting := self._smoothing_conflict()):
-            raise ValueError(f"smooth_activations=True does not work with {setting}: leave it out.")
-        if AUTO in self.quantization_ignore and self.vllm_mode == "server":
-            raise ValueError(
-                "quantization_ignore='auto' chooses layers when the engine starts in this process, but vllm_mode is "
-                "'server': run `trl-qurl mismatch MODEL --kl 5e-3` and use the list that it writes, also for "
-                "`trl-qurl serve --ignore`."
-            )
-
     def _check_engine(self: Any) -> None:
-        check_choice("vllm_mode", self.vllm_mode, ("colocate", "server"))
         if self.use_transformers_continuous_batching:
             raise ValueError(
                 "use_transformers_continuous_batching=True asks transformers to generate, without quantized "
                 "rollouts: set it to False, or use TRL's own trainer with use_vllm=False."
             )
-        check_numbers(self, ["vllm_request_timeout"], lambda x: x > 0, "a positive number of seconds")
-        check_numbers(self, ["sync_check_interval"], lambda n: n >= 0, "a number of syncs, or 0 for none")
         engine_kwargs = self.engine_kwargs
         if engine_kwargs and self.vllm_mode == "server":
             raise ValueError(
@@ -240,8 +233,3 @@ class QuantizedRolloutsConfig:
                 f"{TAKEN_ENGINE_ARGUMENTS[argument]}. Remove it from vllm_engine_kwargs."
             )
         check_kv_cache(engine_kwargs.get("kv_cache_dtype", "auto"), "kv_cache_dtype of vllm_engine_kwargs")
-
-    def _check_guard(self: Any) -> None:
-        check_choice("mismatch_guard", self.mismatch_guard, ("off", "warn", "stop"))
-        requirement = "positive and finite (nats per token; the default is 0.1)"
-        check_numbers(self, ["mismatch_guard_kl"], lambda kl: 0 < kl < inf, requirement)

@@ -22,10 +22,8 @@ Values = NDArray[np.float64]
 FINAL_ROLLOUTS = 20
 """Number of rollouts to average for a final value, because single rollouts are noisy."""
 
-# Okabe and Ito's colors, except for yellow: it is too light for a line. Dashes and markers are for print and for
-# color-blind readers.
+# Okabe and Ito's colors, except for yellow: it is too light for a line. Dashes are for print and color-blind readers.
 COLORS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-MARKERS = ("o", "s", "^", "D", "v", "X", "P", "*")
 DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
 
 
@@ -84,12 +82,10 @@ def draw_curve(axes: Axes, style: int, label: str, seeds: Sequence[Run], metric:
     rollouts = np.unique(np.concatenate([points.rollouts for points in smoothed]))
     # (seeds, N), NaN before a seed's first value and after its last
     values = np.stack([np.interp(rollouts, *points, left=math.nan, right=math.nan) for points in smoothed])
-    color, marker = COLORS[style % len(COLORS)], MARKERS[style % len(MARKERS)]
-    # Mark all points if there are few. Otherwise offset the marks by style to tell overlapping lines apart.
-    every = (style * 0.15 / len(MARKERS), 0.15) if len(rollouts) > 20 else None
+    color, marker = COLORS[style % len(COLORS)], "o" if len(rollouts) <= 20 else ""  # few points may make no line
     look: dict[str, Any] = {"color": color, "linestyle": DASHES[style % len(DASHES)], "linewidth": 1.6}
     mean = np.nanmean(values, axis=0)
-    axes.plot(rollouts, mean, **look, label=label, marker=marker, markersize=4, markevery=every)
+    axes.plot(rollouts, mean, **look, label=label, marker=marker, markersize=4)
     axes.set_xlabel("rollout", fontsize=9)
     if len(logged) > 1:
         low, high = np.nanmin(values, axis=0), np.nanmax(values, axis=0)

@@ -1,4 +1,4 @@
-"""Load questions with checkable answers in the format of TRL's trainers.
+"""Load questions with checkable answers in the format of TRL's trainers and of `trl.rewards.accuracy_reward`.
 
 `datasets` reads a Hub data set or a local file, with a column of questions and a column of answers. All checks run
 here, before loading a model or starting an engine. TRL applies the chat template.
@@ -28,7 +28,7 @@ def load_questions(
     question_column: str | None = None,
     answer_column: str | None = None,
 ) -> Dataset:
-    """Load questions as a data set with the columns `prompt` (a conversation) and `answer` (str).
+    """Load questions as a data set with the columns `prompt` (a conversation) and `solution` (the answer in LaTeX).
 
     Args:
         name_or_path: Hub name (`openai/gsm8k`), or a local `.json`, `.jsonl`, `.csv` or `.parquet` file (or `.gz`).
@@ -55,27 +55,27 @@ def load_questions(
     rows = _read_local(name_or_path) if is_local else load_dataset(name_or_path, config, split=split)
     if len(rows) == 0:
         raise ValueError(f"{name_or_path} contains no questions.")
-    questions, answers = [], []
+    questions, solutions = [], []
     question_columns = QUESTION_COLUMNS if question_column is None else (question_column,)
     answer_columns = ANSWER_COLUMNS if answer_column is None else (answer_column,)
     for number, row in enumerate(islice(rows, limit), start=1):
         question, answer = _pick(row, (question_columns, answer_columns), name_or_path, number)
         questions.append(_instructed(question, name_or_path, number))
-        answers.append(final_answer(", ".join(map(str, answer)) if isinstance(answer, list) else str(answer)))
-    return Dataset.from_dict({"prompt": questions, "answer": answers})
+        solutions.append(as_solution(", ".join(map(str, answer)) if isinstance(answer, list) else str(answer)))
+    return Dataset.from_dict({"prompt": questions, "solution": solutions})
 
 
-def final_answer(answer: str) -> str:
-    """Extract the final answer: from GSM8K's solutions, the number after `####` without thousands separators.
+def as_solution(answer: str) -> str:
+    r"""Return the final answer between dollar signs: without them, TRL finds numbers, but no `\frac{1}{2}` or `C`.
 
     Args:
-        answer: Text from the answer column.
+        answer: Text from the answer column; what follows `####`, as in GSM8K's solutions, is the final answer.
 
     Returns:
-        The final answer, or the whole stripped text if there is no `####`.
+        The final answer as a formula.
     """
-    _, marker, after = answer.rpartition("####")
-    return after.strip().replace(",", "") if marker else answer.strip()
+    final = answer.rpartition("####")[2].strip(" $\n").rstrip(".")
+    return f"${final}$"
 
 
 def _instructed(question: Any, source: str, number: int) -> list[dict[str, str]]:

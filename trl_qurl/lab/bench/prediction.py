@@ -1,12 +1,16 @@
-"""Measured costs, estimates for sizes that were not measured, and the step and the advice that follow from them."""
+"""Measured costs, the step that they predict, and the verdict: a table, and one sentence per format."""
 
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from trl_qurl.lab.bench.workload import Workload
+from trl_qurl.lab.comparison import BASELINE, label, new_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 WORTHWHILE = 1.05
 """Minimum speed-up of a step that justifies quantized rollouts as another source of error."""
@@ -32,15 +36,10 @@ NOTHING = Range(0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class Timing:
-    """Durations of an operation at one size.
+    """Durations of an operation at one size."""
 
-    Attributes:
-        size: Size of the operation, in tokens.
-        seconds: Duration of each repetition.
-    """
-
-    size: int
-    seconds: list[float]
+    size: int  # in tokens
+    seconds: list[float]  # of each repetition
 
     @property
     def range(self) -> Range:
@@ -50,18 +49,11 @@ class Timing:
 
 @dataclass(frozen=True)
 class EngineCosts:
-    """Costs of rollouts in one format.
+    """Costs of rollouts in one format."""
 
-    Attributes:
-        generation: Generating a whole batch at three completion lengths, shortest first; the first length, one token,
-            gives the cost of the prompts.
-        sync: Quantizing all weights and loading them into the engine.
-        weight_bytes: Size of the engine's weights.
-    """
-
-    generation: list[Timing]
-    sync: Timing
-    weight_bytes: int
+    generation: list[Timing]  # a whole batch at three completion lengths, ascending; one token costs what prompts do
+    sync: Timing  # quantizing all weights and loading them into the engine
+    weight_bytes: int  # of the engine
 
     def generate(self, tokens: int) -> Range:
         r"""Estimate the seconds to generate a batch of completions.
@@ -70,12 +62,6 @@ class EngineCosts:
 
         Where the rate $r$ and its growth with the context $g \ge 0$ come from the measured lengths. Between these
         lengths the estimate interpolates; beyond them, the low bound keeps the rate of the longest one.
-
-        Args:
-            tokens: Completion length L.
-
-        Returns:
-            The estimate with its bounds.
         """
         first, short, longest = self.generation
         rate = per_token(first, longest)
@@ -90,17 +76,11 @@ class EngineCosts:
 
 @dataclass(frozen=True)
 class TrainingCosts:
-    """Costs of learning from a rollout, which do not depend on its format.
+    """Costs of learning from a rollout, which do not depend on its format."""
 
-    Attributes:
-        score: A pass without gradients over some tokens.
-        update: A forward and backward pass over some tokens.
-        optimizer: One optimizer step.
-    """
-
-    score: Timing
-    update: Timing
-    optimizer: Timing
+    score: Timing  # a pass without gradients over some tokens
+    update: Timing  # a forward and backward pass over some tokens
+    optimizer: Timing  # one optimizer step
 
 
 def per_token(shorter: Timing, longer: Timing) -> Range:
@@ -111,49 +91,52 @@ def per_token(shorter: Timing, longer: Timing) -> Range:
 
 @dataclass(frozen=True)
 class Step:
-    """Predicted seconds of each part of a training step.
+    """Predicted seconds of each part of a training step."""
 
-    Attributes:
-        sync: Sending the weights to the engine.
-        generate: Generating the rollout.
-        score: Computing the policy's log-probabilities at rollout time; skipped with one update per rollout.
-        update: Forward passes, backward passes and optimizer steps.
-    """
-
-    sync: Range
+    sync: Range  # sending the weights to the engine
     generate: Range
-    score: Range
-    update: Range
+    score: Range  # the policy's log-probabilities at rollout time; skipped with one update per rollout
+    update: Range  # forward passes, backward passes and optimizer steps
 
     @property
     def total(self) -> Range:
         """Seconds of the whole step."""
         return self.sync + self.generate + self.score + self.update
 
-    @property
-    def rollout_share(self) -> float:
-        """Share of generation and sync in the step: an upper bound on what faster rollouts can save."""
-        return (self.generate.middle + self.sync.middle) / self.total.middle
-
 
 @dataclass(frozen=True)
 class Comparison:
-    """Gain of a format over 16-bit rollouts.
+    """Gain of a format over 16-bit rollouts."""
 
-    Attributes:
-        step: Predicted step in this format.
-        speedup: Speed-up of the step.
-        rollout_speedup: Speed-up of generation alone.
-        training_limit: Only if scoring and updates were not measured: the most seconds they may take for a worthwhile
-            speed-up. `speedup` then covers rollout and sync only, an upper bound on that of a step.
-        advice: `"yes"`, `"no"`, `"unclear"` if the range includes both, or `"depends"` on `training_limit`.
-    """
+    step: Step  # predicted, in this format
+    speedup: Range  # of the step, or of rollout and sync only, which is more, if the rest was not measured
+    rollout_speedup: float  # of generation alone
+    advice: str  # "yes", "no", or "unclear" if the range includes both or the rest of the step is unknown
 
-    step: Step
-    speedup: Range
-    rollout_speedup: float
-    training_limit: float | None
-    advice: str
+
+@dataclass
+class Bench:
+    """Measurements and predictions."""
+
+    model: str  # name or directory from the command line
+    workload: Workload  # the step to predict
+    measurements: dict[str, EngineCosts] = field(default_factory=dict)  # by format, `"none"` for 16 bits
+    training: TrainingCosts | None = None  # the rest of a step, if measured
+    baseline: Step | None = None  # predicted step with 16-bit rollouts, if those were measured
+    comparisons: dict[str, Comparison] = field(default_factory=dict)  # with the baseline, by quantized format
+    too_large: str | None = None  # why the rest of a step is not measured, if the policy does not fit
+    failures: dict[str, str] = field(default_factory=dict)  # why a measurement is missing, by format or `"training"`
+    seconds: float = 0.0  # total run time
+
+    def conclude(self) -> None:
+        """Predict the steps and compare them, as far as the measurements allow."""
+        before = self.measurements.get(BASELINE)
+        if before is not None:
+            self.baseline = predict_step(before, self.training, self.workload)
+            quantized = {name: costs for name, costs in self.measurements.items() if name != BASELINE}
+            self.comparisons = {
+                name: compare(before, costs, self.training, self.workload) for name, costs in quantized.items()
+            }
 
 
 def predict_step(engine: EngineCosts, training: TrainingCosts | None, workload: Workload) -> Step:
@@ -184,16 +167,81 @@ def compare(
     slow, fast = before.sync + before.generate, after.sync + after.generate
     pairs = zip(slow, reversed(fast), strict=True)  # the lowest speed-up: the fastest baseline, the slowest format
     speedup = Range(*((numerator + rest) / (denominator + rest) for numerator, denominator in pairs))
-    limit = None
-    if training is None:  # (slow + limit) / (fast + limit) = WORTHWHILE
-        limit = (slow.middle - WORTHWHILE * fast.middle) / (WORTHWHILE - 1)
-    return Comparison(after, speedup, before.generate.middle / after.generate.middle, limit, advise(speedup, limit))
+    advice = "unclear"
+    if speedup.high < WORTHWHILE:
+        advice = "no"
+    elif training is not None and speedup.low >= WORTHWHILE:
+        advice = "yes"
+    return Comparison(after, speedup, before.generate.middle / after.generate.middle, advice)
 
 
-def advise(speedup: Range, training_limit: float | None) -> str:
-    """Return the `advice` of a `Comparison`."""
-    if training_limit is not None:
-        return "depends" if training_limit > 0 else "no"
-    if speedup.low >= WORTHWHILE:
-        return "yes"
-    return "no" if speedup.high < WORTHWHILE else "unclear"
+def build_table(result: Bench) -> Table:
+    """Build a table of the seconds per step by format, within 80 columns."""
+    workload = result.workload
+    title = f"{result.model}: one step of {workload.batch} completions, {workload.completion_len} tokens each"
+    caption = "Seconds; extrapolated from shorter runs if a whole step would take too long."
+    figures = ("tok/s", "sync", "rollout", "score", "update", "step", "speed-up", "weights")
+    table = new_table(title, caption, "format", *figures)
+    for scheme, measurement in result.measurements.items():
+        comparison = result.comparisons.get(scheme)
+        step = predict_step(measurement, result.training, workload)
+        parts = [step.generate, step.score, step.update, step.total] if result.training else [step.generate]
+        table.add_row(
+            label(scheme),
+            f"{workload.batch * workload.completion_len / step.generate.middle:.0f}",
+            digits(step.sync.middle),
+            *(digits(part.middle) for part in parts),
+            *["-"] * (4 - len(parts)),
+            with_range(comparison.speedup) if comparison else "",
+            size(measurement.weight_bytes),
+        )
+    return table
+
+
+def sentences(result: Bench) -> list[str]:
+    """Return the advice for each format, with its reason."""
+    lines = []
+    if result.baseline and result.training:
+        step = result.baseline
+        share = (step.generate.middle + step.sync.middle) / step.total.middle
+        lines.append(
+            f"Rollouts and their syncs take {share:.0%} of a 16-bit step. If they were free, a step would be "
+            f"{1 / (1 - share):.1f} times as fast; no format can do better."
+        )
+    for scheme, comparison in result.comparisons.items():
+        lines.append(f"{label(scheme)}: {advice(comparison, whole_step=result.training is not None)}")
+    lines += [f"{label(part)}: not measured. {failure}" for part, failure in result.failures.items()]
+    lines += [result.too_large] if result.too_large else []
+    return lines
+
+
+def advice(comparison: Comparison, whole_step: bool) -> str:
+    """Summarize in one sentence whether the format is worth it."""
+    gain = with_range(comparison.speedup)
+    rollout = f"(rollouts {comparison.rollout_speedup:.2f} times as fast)"
+    if comparison.advice == "no":
+        measured = "a step is" if whole_step else "rollout and sync are"
+        return f"Not worth it for speed: {measured} {gain} times as fast {rollout}."
+    if not whole_step:
+        return (
+            f"Rollout and sync are {gain} times as fast {rollout}. A step gains less, the more time scoring and "
+            "updates take."
+        )
+    if comparison.advice == "yes":
+        return f"Worth it: a step is {gain} times as fast {rollout}."
+    return f"Unclear: a step is {gain} times as fast {rollout}, and it takes {WORTHWHILE:.2f} to be worth it."
+
+
+def with_range(value: Range) -> str:
+    """Format a ratio with its range."""
+    return f"{value.middle:.2f} ({value.low:.2f}-{value.high:.2f})"
+
+
+def size(count: int) -> str:
+    """Format bytes in readable units."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
+
+
+def digits(seconds: float) -> str:
+    """Format seconds with three digits."""
+    return f"{seconds:.0f}" if seconds >= 100 else f"{seconds:.3g}" if seconds >= 0.1 else f"{seconds:.3f}"

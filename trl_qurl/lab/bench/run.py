@@ -1,63 +1,54 @@
-"""The whole benchmark: validate, measure each format in a separate process, compare."""
+"""`trl-qurl bench`: measure each format and the rest of a step in separate processes, compare, and advise.
+
+Heavy imports wait until the command runs.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from trl_qurl.lab.bench.memory import ENGINE_SHARE, find_device, why_too_large
-from trl_qurl.lab.bench.prediction import Comparison, EngineCosts, Step, TrainingCosts, compare, predict_step
-from trl_qurl.lab.bench.workload import TRAINING, Job, Workload
-from trl_qurl.lab.comparison import BASELINE, candidates, fitting_formats, write_json
+from trl_qurl.cli.options import check_model
+from trl_qurl.lab.bench.prediction import Bench, build_table, sentences
+from trl_qurl.lab.bench.workload import ENGINE_SHARE, TRAINING, Job, Workload, find_device, why_too_large
+from trl_qurl.lab.comparison import BASELINE, add_options, candidates, check_output, fitting_formats, write_json
 from trl_qurl.lab.processes import call_in_child
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@dataclass
-class Bench:
-    """Measurements and predictions.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `trl-qurl bench`."""
+    parser.epilog = "Uses random weights: the cost of a step does not depend on their values."
+    parser.add_argument("model", metavar="MODEL", help="Hub name or directory with a config.json")
+    for option in fields(Workload):
+        help = f"{option.metadata['help']} (default: %(default)s)"
+        parser.add_argument(f"--{option.name.replace('_', '-')}", type=int, default=option.default, help=help)
+    add_options(parser, Path("bench.json"))
 
-    Attributes:
-        model: Name or directory from the command line.
-        workload: The step to predict.
-        measurements: Costs by format, `"none"` for 16 bits.
-        training: Costs of the rest of a step; `None` if not measured.
-        baseline: Predicted step with 16-bit rollouts, if those were measured.
-        comparisons: Comparison with the baseline by quantized format.
-        too_large: Reason for not measuring the rest of a step, if the policy does not fit.
-        failures: Reason for a missing measurement, by part (a format or `"training"`).
-        seconds: Total run time.
-    """
 
-    model: str
-    workload: Workload
-    measurements: dict[str, EngineCosts] = field(default_factory=dict)
-    training: TrainingCosts | None = None
-    baseline: Step | None = None
-    comparisons: dict[str, Comparison] = field(default_factory=dict)
-    too_large: str | None = None
-    failures: dict[str, str] = field(default_factory=dict)
-    seconds: float = 0.0
+def run(args: argparse.Namespace) -> int:
+    """Measure, print the table and the advice, and return exit status 0 for any advice."""
+    from rich.console import Console
 
-    def conclude(self) -> None:
-        """Predict the steps and compare them, as far as the measurements allow."""
-        before = self.measurements.get(BASELINE)
-        if before is None:
-            return
-        self.baseline = predict_step(before, self.training, self.workload)
-        self.comparisons = {
-            name: compare(before, costs, self.training, self.workload)
-            for name, costs in self.measurements.items()
-            if name != BASELINE
-        }
+    workload = Workload(**{option.name: getattr(args, option.name) for option in fields(Workload)})
+    check_model(args.model)
+    check_output(args.output)
+    console = Console()
+    result = bench(args.model, workload, args.schemes, args.ignore, args.engine_kwargs, console.print, args.output)
+    console.print(build_table(result))
+    for line in sentences(result):
+        console.print(line)
+    print(f"Results: {args.output}")
+    return 0
 
 
 def bench(
@@ -154,8 +145,7 @@ def run_job(job: Job) -> Any:
     Raises:
         ChildProcessError: If the process failed. Its last output lines go to standard error.
     """
-    from trl_qurl.lab.bench.engine import measure_engine
-    from trl_qurl.lab.bench.training import measure_training
+    from trl_qurl.lab.bench.measure import measure_engine, measure_training
 
     failure = (
         f"Measuring {job.description} failed; the last output lines are above. If it ran out of memory, lower --batch "

@@ -1,9 +1,9 @@
-"""The composition of the user's training step, and the measurements that it takes to predict it."""
+"""The user's training step, the measurements that predict it, and whether it fits on this device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from trl_qurl.lab.comparison import label
 
@@ -15,28 +15,29 @@ REPEATS = 3
 SHORT = 8
 """Length of the first completions, from which we estimate the longest that the budget allows."""
 
+ENGINE_SHARE = 0.3  # share of a GPU for an engine that runs beside a trainer: TRL's default
+WHOLE_SHARE = 0.9  # share of a GPU for an engine alone
+SPARE = 0.1  # share for activations; if it is too small, training fails, but the engine's costs remain valid
+TRAINED = 16  # bytes per trained parameter: 32-bit weight, gradient, and the two moments of AdamW
+FROZEN = 4  # bytes per frozen parameter: only the weight
+
+
+def option(default: int, text: str) -> Any:
+    """Define a field that is also an option of `trl-qurl bench`."""
+    return field(default=default, metadata={"help": text})
+
 
 @dataclass(frozen=True)
 class Workload:
-    """One rollout in one process, and the updates from it.
+    """One rollout in one process, and the updates from it."""
 
-    Attributes:
-        prompt_len: Tokens per prompt.
-        completion_len: Tokens per completion.
-        batch: Completions per rollout.
-        generations: Completions per prompt.
-        train_batch: Completions per forward and backward pass.
-        updates: Optimizer steps per rollout.
-        lora_rank: Train an adapter of this rank on all linear layers instead of the model; 0 for none.
-    """
-
-    prompt_len: int = 256
-    completion_len: int = 512
-    batch: int = 64
-    generations: int = 8
-    train_batch: int = 8
-    updates: int = 4
-    lora_rank: int = 0
+    prompt_len: int = option(256, "tokens per prompt")
+    completion_len: int = option(512, "tokens per completion")
+    batch: int = option(64, "completions per rollout")
+    generations: int = option(8, "completions per prompt")
+    train_batch: int = option(8, "completions per forward and backward pass")
+    updates: int = option(4, "optimizer steps per rollout")
+    lora_rank: int = option(0, "train an adapter of this rank on all linear layers, 0 for none")
 
     def __post_init__(self) -> None:
         for name in ("prompt_len", "completion_len", "batch", "generations", "train_batch", "updates"):
@@ -66,25 +67,64 @@ class Workload:
 
 @dataclass(frozen=True)
 class Job:
-    """A measurement in one process: of an engine, or of learning from its rollouts, which is the same for all formats.
+    """A measurement in one process: of an engine, or of learning from its rollouts."""
 
-    Attributes:
-        part: Format of the engine, `BASELINE` for 16 bits, or `TRAINING`.
-        config_dir: Directory with the model's `config.json`.
-        workload: The step to predict.
-        ignore: Modules to keep in full precision.
-        holds_policy: Hold the policy in the engine's process; otherwise syncs reuse one tensor per shape.
-        engine_kwargs: Extra arguments for `vllm.LLM`.
-    """
-
-    part: str
-    config_dir: str
+    part: str  # format of the engine, `BASELINE` for 16 bits, or `TRAINING`
+    config_dir: str  # directory with the model's `config.json`
     workload: Workload
-    ignore: tuple[str, ...] = ("lm_head",)
-    holds_policy: bool = True
-    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    ignore: tuple[str, ...] = ("lm_head",)  # modules to keep in full precision
+    holds_policy: bool = True  # hold the policy in the engine's process; otherwise syncs reuse one tensor per shape
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)  # extra arguments for `vllm.LLM`
 
     @property
     def description(self) -> str:
         """The measurement in words."""
         return "scoring and updates" if self.part == TRAINING else f"rollouts in {label(self.part)}"
+
+
+class Device(NamedTuple):
+    """The device that runs a training step."""
+
+    name: str
+    memory: int  # bytes: total for a GPU, available for a machine
+    is_gpu: bool
+
+
+def find_device() -> Device:
+    """Return the first GPU, or this machine if there is none."""
+    import torch
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        return Device(f"the GPU ({properties.name})", properties.total_memory, True)
+    import psutil
+
+    return Device("this machine", psutil.virtual_memory().available, False)
+
+
+def count_parameters(model: Any, lora_rank: int) -> tuple[int, int]:
+    """Count the parameters of a policy on the meta device and of an adapter on its linear layers."""
+    from trl_qurl.quantization.layers import linear_layer_names
+
+    widths = sum(sum(model.get_submodule(name).weight.shape) for name in linear_layer_names(model))
+    return sum(parameter.numel() for parameter in model.parameters()), lora_rank * widths
+
+
+def why_too_large(model: Any, lora_rank: int, device: Device, engine_share: float = ENGINE_SHARE) -> str | None:
+    """Explain why a training step does not fit beside an engine, and what would; return `None` if it fits."""
+
+    def step_bytes(rank: int) -> int:
+        count, adapter = count_parameters(model, rank)
+        return FROZEN * count + TRAINED * adapter if rank else TRAINED * count
+
+    count, _ = count_parameters(model, 0)
+    engine = engine_share * device.memory if device.is_gpu else 2 * count
+    room = (1 - SPARE) * device.memory - engine
+    if step_bytes(lora_rank) <= room:
+        return None
+    return (
+        f"A training step of {count / 1e9:.2f} billion parameters needs {step_bytes(lora_rank) / 1e9:.0f} GB for "
+        "weights, gradients and AdamW. With the engine and activations, this exceeds the "
+        f"{device.memory / 1e9:.0f} GB of {device.name}, so only the engine is measured. "
+        + ("Use --lora-rank 16 to measure a whole step." if step_bytes(16) <= room else "Use a smaller model.")
+    )

@@ -1,4 +1,4 @@
-"""The demo's trainers: their settings, and whether the critic has learned.
+"""The demo's trainers and their settings.
 
 Each makes four updates of 64 completions from a rollout of 256. GRPO uses the settings of a study in which the
 expected accuracy rose from .47 to .84 in 120 rollouts.
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
     from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLRLOOConfig, QuRLRLOOTrainer
-    from trl_qurl.lab.demo.record import Row
 
     Config = QuRLGRPOConfig | QuRLRLOOConfig
     Trainer = QuRLGRPOTrainer | QuRLRLOOTrainer
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 ALGORITHMS = ("grpo", "ppo", "rloo")
 
 UPDATES_PER_ROLLOUT = 4
-MIN_JUDGED_ROLLOUTS = 10  # in the second half of a run; a critic in a shorter run has not had time to learn
 
 
 def build_config(
@@ -82,13 +80,3 @@ def build_trainer(policy_dir: Path, config: Config, peft_config: PeftConfig | No
     )
     trainer.remove_callback(PrinterCallback)  # the recorder shows the few metrics that matter here
     return trainer
-
-
-def critic_shortfall(rows: list[Row]) -> str | None:
-    """Explain in one sentence why the critic failed to learn; return `None` if it learned or there is no critic."""
-    shares = [row["critic/explained_variance"] for row in rows if row.get("critic/explained_variance") is not None]
-    later = shares[len(shares) // 2 :]  # the first half is for learning
-    if len(later) < MIN_JUDGED_ROLLOUTS or sum(later) > 0:
-        return None
-    mean = sum(later) / len(later)
-    return f"the critic's explained variance was {mean:.3f} in the second half of the run, but should be above 0."

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trl_qurl.lab.demo.evaluate import complete_greedily
 from trl_qurl.lab.demo.run import ENVIRONMENT
 from trl_qurl.lab.device import keep_freed_memory
 from trl_qurl.lab.packages import require
@@ -128,14 +127,6 @@ def answer_greedily(trainer: QuRLGRPOTrainer) -> GradedAnswers:
     return grade(texts)
 
 
-def answer_by_engine(trainer: QuRLGRPOTrainer) -> GradedAnswers:
-    """Sync the weights and answer the held-out questions with the rollout engine."""
-    tokenizer, chats = trainer.processing_class, list(map(conversation, questions(held_out=True)))
-    prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
-    completions = complete_greedily(trainer.vllm_generation, prompts)
-    return grade(tokenizer.batch_decode(completions, skip_special_tokens=True))
-
-
 def grade(texts: list[str]) -> GradedAnswers:
     """Grade answers to the held-out questions."""
     right = [is_right(text, question.answer) for text, question in zip(texts, questions(held_out=True), strict=True)]
@@ -155,8 +146,8 @@ def run_chat_demo(model: str, scheme: str | None, output_dir: Path, rollouts: in
     from transformers.utils import logging as transformers_logging
 
     from trl_qurl.cli.options import check_model
-    from trl_qurl.lab.demo.figure import draw_figure
     from trl_qurl.lab.progress import use_step_lines
+    from trl_qurl.lab.report import draw_report, group_runs
     from trl_qurl.trainers.run_log import RUN_LOG, read_run
 
     check_model(model)
@@ -172,16 +163,16 @@ def run_chat_demo(model: str, scheme: str | None, output_dir: Path, rollouts: in
     use_step_lines(trainer)
     trainer.train()
     seconds = time.perf_counter() - started
-    after, by_engine = answer_greedily(trainer), answer_by_engine(trainer)
+    after = answer_greedily(trainer)
     print_answers(before, after, console)
-    kl = [row["mismatch/kl_k3"] for row in read_run(output_dir).rows if row.get("mismatch/kl_k3") is not None]
-    name = f"{scheme.upper()} " if scheme else ""
+    log = read_run(output_dir)
+    kl = [row["mismatch/kl_k3"] for row in log.rows if row.get("mismatch/kl_k3") is not None]
     console.print(
         f"Accuracy on 32 held-out questions: {before.accuracy:.2f} before, {after.accuracy:.2f} after "
-        f"{rollouts} rollouts in {seconds / 60:.1f} minutes ({by_engine.accuracy:.2f} with the {name}engine)."
+        f"{rollouts} rollouts in {seconds / 60:.1f} minutes."
     )
     console.print(f"KL between engine and policy: {kl[0]:.2g} nats per token at the start, {kl[-1]:.2g} at the end.")
-    draw_figure(output_dir, output_dir / "demo.png", title="One-digit arithmetic")
+    draw_report(group_runs([log]), output_dir / "demo.png")
     print(f"Log: {output_dir / RUN_LOG}\nFigure: {output_dir / 'demo.png'}")
     if after.accuracy > before.accuracy:
         return None

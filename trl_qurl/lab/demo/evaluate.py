@@ -52,18 +52,9 @@ def measure_policy(model: PreTrainedModel, problem_ids: Tensor) -> Accuracy:
 
 def measure_actor(generation: QuantizedVLLMGeneration, problem_ids: Tensor) -> float:
     """Sync the weights and measure the greedy accuracy of the rollout actor in the engine."""
+    from trl_qurl.lab.evaluation.callback import complete_greedily
+
     prompts, answers = problem_ids[:, :PROMPT_TOKENS].tolist(), problem_ids[:, PROMPT_TOKENS:].tolist()
-    completions = complete_greedily(generation, prompts)
-    return sum(list(tokens) == answer for tokens, answer in zip(completions, answers, strict=True)) / len(answers)
-
-
-def complete_greedily(generation: QuantizedVLLMGeneration, prompts: list[list[int]]) -> list[list[int]]:
-    """Sync the weights and generate one completion per prompt with the engine."""
     generation.sync_weights()
-    temperature, generation.temperature = generation.temperature, 0.0
-    try:
-        completions: list[list[int]] = generation.generate(prompts=prompts, images=None, num_generations=1)[1]
-    finally:
-        generation.temperature = temperature
-        generation.pop_cost()  # otherwise the next rollout's row would include these seconds and tokens
-    return completions
+    completions = complete_greedily(generation, prompts)
+    return sum(tokens == answer for tokens, answer in zip(completions, answers, strict=True)) / len(answers)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from trl_qurl.lab.demo.algorithms import build_config, build_trainer, critic_shortfall
+from trl_qurl.lab.demo.algorithms import build_config, build_trainer
 from trl_qurl.lab.packages import require
 from trl_qurl.lab.processes import ENGINE_ENVIRONMENT
 
@@ -46,10 +46,10 @@ def run_demo(
     from rich.console import Console
     from transformers.utils import logging as transformers_logging
 
-    from trl_qurl.lab.demo.figure import draw_figure
     from trl_qurl.lab.demo.record import RolloutRecorder
     from trl_qurl.lab.demo.task import build_tokenizer, encode_problems, sample_problems
-    from trl_qurl.trainers.run_log import RUN_LOG
+    from trl_qurl.lab.report import draw_report, group_runs
+    from trl_qurl.trainers.run_log import RUN_LOG, read_run
 
     output_dir.mkdir(parents=True, exist_ok=True)
     transformers_logging.disable_progress_bar()  # bars for loading and saving a tiny model would hide the demo's
@@ -57,37 +57,28 @@ def run_demo(
     name = scheme.upper() if scheme else "BF16"
 
     config = build_config(algorithm, scheme, output_dir, rollouts, seed)  # rejects a bad scheme before the warm start
-    policy_dir = prepare_policy(console)
+    policy_dir = prepare_policy()
     held_out = encode_problems(sample_problems(HELD_OUT_PROBLEMS, seed=0, held_out=True), build_tokenizer())
     console.print(f"Starting vLLM with the {name} actor")
     trainer = build_trainer(policy_dir, config)
     before = measure(trainer, held_out)
-    recorder = RolloutRecorder(held_out, rollouts, console)
-    trainer.add_callback(recorder)
-    with recorder.progress:
-        trainer.train()
+    trainer.add_callback(RolloutRecorder(held_out, rollouts))
+    trainer.train()
     after = measure(trainer, held_out)
 
     print_table(before, after, name, console)
-    draw_figure(output_dir, output_dir / "demo.png", algorithm)
+    draw_report(group_runs([read_run(output_dir)]), output_dir / "demo.png")
     print(f"Log: {output_dir / RUN_LOG}\nFigure: {output_dir / 'demo.png'}")
-    return find_shortfall(before, after, required_rise) or critic_shortfall(recorder.rows)
+    return find_shortfall(before, after, required_rise)
 
 
-def prepare_policy(console: Console) -> Path:
-    """Return the directory of the warm-started policy, training it with a progress bar if it is not cached."""
-    from trl_qurl.lab.demo.record import progress_bar
+def prepare_policy() -> Path:
+    """Return the directory of the warm-started policy, training it if it is not cached."""
     from trl_qurl.lab.demo.warm_start import WarmStartSettings, cached_warm_start
     from trl_qurl.quantization.storage import cache_directory
 
-    with progress_bar(console, "accuracy {task.fields[accuracy]:.3f}") as bar:
-        task = bar.add_task("Warm start, update", total=None, accuracy=0.0, visible=False)
-
-        def show(update: int, accuracy: float) -> None:
-            bar.update(task, completed=update, accuracy=accuracy, visible=True)
-
-        policy_dir = cached_warm_start(WarmStartSettings(), cache_directory(), show)
-    console.print(f"Warm-started policy: {policy_dir}")
+    policy_dir = cached_warm_start(WarmStartSettings(), cache_directory())
+    print(f"Warm-started policy: {policy_dir}")
     return policy_dir
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,8 +17,6 @@ from trl_qurl.quantization.storage import cached, new_directory
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
-
-Progress = Callable[[int, float], None]  # called with the number of updates so far and the expected accuracy
 
 
 @dataclass(frozen=True)
@@ -35,12 +32,12 @@ class WarmStartSettings:
     seed: int = 0
 
 
-def cached_warm_start(settings: WarmStartSettings, cache_dir: Path, progress: Progress = lambda *_: None) -> Path:
+def cached_warm_start(settings: WarmStartSettings, cache_dir: Path) -> Path:
     """Return the directory of the warm-started policy and its tokenizer, training it if it is not cached."""
 
     def make(path: Path) -> None:
         tokenizer = task.build_tokenizer()
-        policy = train_warm_start(settings, tokenizer, progress)
+        policy = train_warm_start(settings, tokenizer)
         with new_directory(path) as tmp:
             policy.save_pretrained(tmp)
             tokenizer.save_pretrained(tmp)
@@ -56,9 +53,7 @@ def fingerprint(settings: WarmStartSettings) -> str:
     return digest.hexdigest()[:16]
 
 
-def train_warm_start(
-    settings: WarmStartSettings, tokenizer: PreTrainedTokenizerFast, progress: Progress
-) -> Qwen2ForCausalLM:
+def train_warm_start(settings: WarmStartSettings, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     """Train on fresh problems until the expected accuracy on held-out problems reaches the target."""
     import torch
 
@@ -78,7 +73,7 @@ def train_warm_start(
         warm_up.step()
         if update % settings.evaluate_every == 0:
             accuracy = evaluate.measure_policy(policy, held_out).expected
-            progress(update, accuracy)
+            print(f"Warm start, update {update}: accuracy {accuracy:.3f}", flush=True)
             if accuracy >= settings.target:
                 return policy
     outcome = f"The warm start reached an accuracy of {accuracy:.2f} in max_updates={settings.max_updates}"

@@ -14,8 +14,6 @@ from trl_qurl.lab.doctor.report import Line, Status, as_json, as_text
 IMPORT_SECONDS = 120.0  # time limit for importing torch
 TRIAL_SECONDS = 600.0  # per format; most of it is for compiling on a slow machine
 
-CLEAR = "\033[K"  # erases what a terminal shows on this line
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trl-qurl doctor`."""
@@ -39,15 +37,11 @@ def run(args: argparse.Namespace) -> int:
 
             for name in args.formats:
                 parse_scheme(name)
-    on_terminal = sys.stdout.isatty() and not args.json
     lines = []
     for line in examine(args.formats, args.quick):
-        if line.status is not Status.RUNNING:
-            lines.append(line)
-            if not args.json:
-                print(CLEAR * on_terminal + as_text(line), flush=True)
-        elif on_terminal:
-            print(as_text(line), end="\r", flush=True)  # until its result replaces it
+        lines.append(line)
+        if not args.json:
+            print(as_text(line), flush=True)
     failures = [line.name for line in lines if line.status is Status.FAILED]
     if args.json:
         print(as_json(lines))
@@ -57,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine(formats: Sequence[str], quick: bool) -> Iterator[Line]:
-    """Yield the result of each check, and an announcement of each slow one."""
+    """Yield the result of each check; standard error announces those that take long."""
     results = []
     for check in INSPECTIONS:
         try:
@@ -67,7 +61,6 @@ def examine(formats: Sequence[str], quick: bool) -> Iterator[Line]:
             line = Line(name, f"could not be determined ({type(error).__name__}: {error}).", Status.NOTE)
         results.append(line)
         yield line
-    yield Line("torch", "importing", Status.RUNNING)
     results += (devices := check_in_child("torch", "device", IMPORT_SECONDS))
     yield from devices
     failed = [line.name for line in results if line.status is Status.FAILED and line.name in ("vllm", "torch")]
@@ -78,5 +71,5 @@ def examine(formats: Sequence[str], quick: bool) -> Iterator[Line]:
         elif quick:
             yield Line(name, "--quick starts no engine", Status.SKIPPED)
         else:
-            yield Line(name, "starting an engine", Status.RUNNING)
+            print(f"Starting an engine in {form}; this may take minutes.", file=sys.stderr)
             yield from check_in_child(name, "trial", TRIAL_SECONDS, form)

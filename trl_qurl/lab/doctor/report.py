@@ -34,7 +34,6 @@ class Status(StrEnum):
     NOTE = "note"  # works, but there is something to know or to improve
     FAILED = "FAILED"  # something required does not work
     SKIPPED = "skipped"
-    RUNNING = "..."  # announced on a terminal only
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,20 @@
 The evaluation of TRL's trainers samples at the training temperature, one small batch after the other.
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.utils import gather_object
 from transformers import Trainer, TrainerControl, TrainerState
 
-from trl_qurl.lab.evaluation.tasks import Task, encode_prompt, load_tasks
-from trl_qurl.rewards import is_correct
+from trl_qurl.lab.evaluation.tasks import Task, are_correct, encode_prompt, load_tasks
 from trl_qurl.trainers.callbacks import TrainerAwareCallback
+
+if TYPE_CHECKING:
+    from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 
 
 class TaskEvaluationCallback(TrainerAwareCallback):
@@ -66,11 +70,15 @@ def evaluate_task(trainer: Any, task: Task) -> dict[str, float]:
     first = accelerator.process_index * share
     # A server requires the same number of prompts from each process, so pad with the last question.
     indices = [min(index, len(task.prompts) - 1) for index in range(first, first + share)]
-    completions = complete_greedily(trainer, [encode_prompt(trainer._tokenizer, task.prompts[i]) for i in indices])
+    if trainer.state.global_step != trainer._last_loaded_step:
+        trainer.vllm_generation.sync_weights()
+        trainer._last_loaded_step = trainer.state.global_step
+    prompts = [encode_prompt(trainer._tokenizer, task.prompts[index]) for index in indices]
+    completions = complete_greedily(trainer.vllm_generation, prompts)
     texts = trainer.processing_class.batch_decode(completions, skip_special_tokens=True)
     rows = [
-        (is_correct(text, task.answers[index]), len(tokens), bool(tokens) and tokens[-1] in trainer.eos_token_ids)
-        for index, text, tokens in zip(indices, texts, completions, strict=True)
+        (correct, len(tokens), bool(tokens) and tokens[-1] in trainer.eos_token_ids)
+        for correct, tokens in zip(are_correct(texts, [task.solutions[i] for i in indices]), completions, strict=True)
     ]
     rows = gather_object(rows)[: len(task.prompts)]
     return {
@@ -79,16 +87,12 @@ def evaluate_task(trainer: Any, task: Task) -> dict[str, float]:
     }
 
 
-def complete_greedily(trainer: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """Generate greedy completions with the engine, syncing the weights of this step first if needed."""
-    generation = trainer.vllm_generation
-    if trainer.state.global_step != trainer._last_loaded_step:
-        generation.sync_weights()
-        trainer._last_loaded_step = trainer.state.global_step
+def complete_greedily(generation: QuantizedVLLMGeneration, prompts: list[list[int]]) -> list[list[int]]:
+    """Generate one greedy completion per prompt with the engine's current weights."""
     temperature, generation.temperature = generation.temperature, 0.0
     try:
         completions = generation.generate(prompts=prompts, images=None, num_generations=1)[1]
     finally:
         generation.temperature = temperature
-    generation.pop_cost()  # discard: this was not a rollout
+        generation.pop_cost()  # otherwise the next rollout's row would include these seconds and tokens
     return [list(completion) for completion in completions]

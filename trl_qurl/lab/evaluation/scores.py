@@ -16,7 +16,7 @@ Z95 = 1.959963984540054  # quantile of the normal distribution for a 95 % interv
 
 @dataclass(frozen=True)
 class Estimate:
-    """A share in [0, 1], or a difference of two in [−1, 1], with its 95 % interval."""
+    """An estimate with its 95 % interval."""
 
     value: float  # the estimate
     low: float  # lower end of the interval

@@ -41,12 +41,12 @@ class Task:
 
     name: str  # for tables
     prompts: list[Any]  # one conversation per question
-    answers: list[str]
+    solutions: list[str]  # references, as `trl.rewards.accuracy_reward` takes them
 
     @property
     def digest(self) -> str:
         """Hash of the questions and answers, which prevents reusing answers to other questions."""
-        return hashlib.blake2b(json.dumps([self.prompts, self.answers]).encode(), digest_size=8).hexdigest()
+        return hashlib.blake2b(json.dumps([self.prompts, self.solutions]).encode(), digest_size=8).hexdigest()
 
 
 def load_task(spec: str, limit: int | None = None) -> Task:
@@ -62,7 +62,7 @@ def load_task(spec: str, limit: int | None = None) -> Task:
         raise ValueError(f"The task {spec!r} is not of the form name=source: {ALLOWED}.")
     path, config, split = _find_source(source)
     questions = load_questions(path, split, config, limit)
-    return Task(name, questions["prompt"][:], questions["answer"][:])
+    return Task(name, questions["prompt"][:], questions["solution"][:])
 
 
 def load_tasks(specs: list[str], limit: int | None = None) -> list[Task]:
@@ -81,6 +81,14 @@ def encode_prompt(tokenizer: Any, prompt: list[dict[str, str]]) -> list[int]:
     if tokenizer.chat_template is None:
         return list(tokenizer("\n\n".join(message["content"] for message in prompt) + "\n")["input_ids"])
     return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+
+def are_correct(completions: Sequence[str], solutions: Sequence[str]) -> list[bool]:
+    """Grade completions as TRL's reward does; a reference that cannot be parsed has no correct answer."""
+    from trl.rewards import accuracy_reward
+
+    messages = [[{"role": "assistant", "content": text}] for text in completions]
+    return [reward == 1.0 for reward in accuracy_reward(messages, list(solutions))]
 
 
 def needed_context(config: Any, prompts: Iterable[Sequence[int]], max_tokens: int) -> int:

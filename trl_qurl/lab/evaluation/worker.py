@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_qurl.cli.noise import quiet, shows_everything
 from trl_qurl.lab.evaluation.results import Answer
-from trl_qurl.lab.evaluation.tasks import Task, encode_prompt, needed_context
+from trl_qurl.lab.evaluation.tasks import Task, are_correct, encode_prompt, needed_context
 from trl_qurl.lab.processes import die_with_parent
 
 if TYPE_CHECKING:
@@ -75,16 +75,15 @@ def answer_task(llm: LLM, task: Task, prompts: list[list[int]], job: Job) -> Ite
     """Generate the answers to a task with vLLM's progress bar, and yield them graded, by question."""
     from vllm import SamplingParams
 
-    from trl_qurl.rewards import is_correct
-
     print(f"{job.label}: {task.name}, {len(prompts)} questions", flush=True)
     # Unlike Python's hash, a checksum is the same on every machine.
     seeds = [zlib.crc32(f"{job.seed}/{task.name}/{question}".encode()) for question in range(len(prompts))]
     params = [SamplingParams(**job.sampling, seed=seed) for seed in seeds]
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
-    for question, (output, expected) in enumerate(zip(outputs, task.answers, strict=True)):
-        for completion in output.outputs:
-            correct, finished = is_correct(completion.text, expected), completion.finish_reason == "stop"
+    for question, (output, solution) in enumerate(zip(outputs, task.solutions, strict=True)):
+        graded = are_correct([completion.text for completion in output.outputs], [solution] * len(output.outputs))
+        for completion, correct in zip(output.outputs, graded, strict=True):
+            finished = completion.finish_reason == "stop"
             yield Answer(task.name, question, correct, len(completion.token_ids), finished, completion.text)
 
 

@@ -15,21 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """Prompts for one engine to answer.
+    """Prompts for one engine to answer."""
 
-    Attributes:
-        model: Directory of the checkpoint that vLLM loads.
-        scheme: Format of the checkpoint, `"none"` for 16 bits.
-        prompts: Token ids of each prompt, repeated once per answer.
-        max_tokens: Longest answer, in tokens.
-        engine_kwargs: Arguments for `vllm.LLM`.
-    """
-
-    model: str
-    scheme: str
-    prompts: list[list[int]]
-    max_tokens: int
-    engine_kwargs: dict[str, Any] = field(default_factory=dict)
+    model: str  # directory of the checkpoint that vLLM loads
+    scheme: str  # format of the checkpoint, `"none"` for 16 bits
+    prompts: list[list[int]]  # token ids of each prompt, repeated once per answer
+    max_tokens: int  # longest answer
+    engine_kwargs: dict[str, Any] = field(default_factory=dict)  # for `vllm.LLM`
 
 
 class Answer(NamedTuple):

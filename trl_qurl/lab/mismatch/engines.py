@@ -23,19 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Questions to ask and answers to sample.
+    """Questions to ask and answers to sample."""
 
-    Attributes:
-        questions: Source of the questions; `None` for the built-in ones.
-        limit: Maximum number of questions.
-        samples: Answers per question.
-        max_tokens: Longest answer, in tokens.
-    """
-
-    questions: str | None = None
-    limit: int = 16
-    samples: int = 4
-    max_tokens: int = 128
+    questions: str | None = None  # their source; `None` for the built-in ones
+    limit: int = 16  # most questions
+    samples: int = 4  # answers per question
+    max_tokens: int = 128  # longest answer
 
     def __post_init__(self) -> None:
         for name in ("limit", "samples", "max_tokens"):

@@ -1,8 +1,8 @@
-"""Choose layers to keep in 16 bits within a budget, either of KL or of extra bytes.
+"""Choose layers to keep in 16 bits, so that the engine stays below a KL.
 
 Layers are chosen by estimates of the KL that each causes (`quantization/sensitivity.py`), and a real engine measures
-the result. Keeping layers cannot remove the KL of the kernels, so the KL of a 16-bit engine is subtracted from the
-budget first. The rest is rescaled by how well the estimates explain the engine's KL.
+the result. Keeping layers cannot remove the KL of the kernels, so the KL of a 16-bit engine is subtracted
+from the limit first. The rest is rescaled by how well the estimates explain the engine's KL.
 """
 
 from __future__ import annotations
@@ -24,67 +24,32 @@ ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Budget:
-    """A limit on the KL or on the extra bytes; exactly one is set.
-
-    Attributes:
-        kl: Maximum KL of the engine, in nats per token.
-        bytes: Maximum growth of the engine's weights.
-    """
-
-    kl: float | None = None
-    bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        if (self.kl is None) == (self.bytes is None):
-            raise ValueError("Give exactly one budget: --kl or --megabytes.")
-        if not (self.kl or self.bytes or 0) > 0:
-            raise ValueError(f"The budget is {self.kl if self.bytes is None else self.bytes}: give a positive number.")
-
-
-@dataclass(frozen=True)
 class Group:
-    """Layers that the engine fuses, so they must share a format.
-
-    Attributes:
-        layers: Names of the layers.
-        extra_bytes: Additional bytes in 16 bits compared to quantized.
-        kl: Estimated KL from rounding them, in nats per token.
-    """
+    """Layers that the engine fuses, so they must share a format."""
 
     layers: tuple[str, ...]
-    extra_bytes: int
-    kl: float
+    extra_bytes: int  # in 16 bits, compared to quantized
+    kl: float  # estimate, from rounding them, in nats per token
 
 
 @dataclass(frozen=True)
 class Kept:
-    """The layers chosen to stay in 16 bits.
+    """The layers chosen to stay in 16 bits."""
 
-    Attributes:
-        scheme: Format of the other layers.
-        name: Key of the mixed format in the report.
-        ignore: Value for `quantization_ignore`.
-        extra_bytes: Growth of the engine's weights.
-        share: `extra_bytes` as a share of what quantization saves.
-        groups: All groups of layers, the kept ones first, then by KL per byte.
-        budget: The limit they were chosen for.
-    """
-
-    scheme: str
-    name: str
-    ignore: tuple[str, ...]
-    extra_bytes: int
-    share: float
-    groups: tuple[Group, ...]
-    budget: Budget
+    scheme: str  # format of the other layers
+    name: str  # key of the mixed format in the report
+    ignore: tuple[str, ...]  # value for `quantization_ignore`
+    extra_bytes: int  # growth of the engine's weights
+    share: float  # `extra_bytes` as a share of what quantization saves
+    groups: tuple[Group, ...]  # all groups of layers, the kept ones first, then by KL per byte
+    limit: float  # the KL they were chosen for, in nats per token
 
 
 def keep_layers(
     engines: Engines,
     scheme: QuantizationScheme,
     report: Report,
-    budget: Budget,
+    limit: float,
     say: Callable[[str], None],
 ) -> tuple[Kept, Mismatch]:
     """Choose layers to keep in 16 bits, and measure an engine with that choice.
@@ -93,32 +58,30 @@ def keep_layers(
         engines: Engines of the model.
         scheme: Format of the layers that are not kept.
         report: Measurements of a 16-bit engine and of one without kept layers.
-        budget: Limit on the KL or on the extra bytes.
+        limit: Maximum KL of the engine, in nats per token.
         say: Called with each progress message.
 
     Returns:
         The choice, and the statistics of its engine.
 
     Raises:
-        ValueError: If even a 16-bit engine exceeds the budget, or all layers would have to stay in 16 bits.
+        ValueError: If even a 16-bit engine exceeds the limit, or all layers would have to stay in 16 bits.
         ChildProcessError: If the engine failed.
     """
     measured, kernels = report.formats[scheme.name].kl_k3.value, report.by_kernels or 0.0
-    if budget.kl is not None and kernels >= budget.kl:
+    if kernels >= limit:
         raise ValueError(
-            f"--kl {budget.kl:g} is out of reach: even a 16-bit engine has a KL of {kernels:.2g}, whichever layers "
+            f"--kl {limit:g} is out of reach: even a 16-bit engine has a KL of {kernels:.2g}, whichever layers "
             "are kept. Raise --kl."
         )
     say("Estimating the KL that each layer causes")
     groups = estimate_groups(engines, scheme, report.ignore)
-    allowed, reached, kept = budget.kl, measured, []
+    kept: list[Group] = []
+    allowed, reached = limit, measured
     for _ in range(ROUNDS):
-        if allowed is None:
-            kept = within_bytes(groups, budget.bytes or 0)
-        else:
-            # Calibrate: the quantized layers' estimates sum to the KL that the engine shows beyond its kernels.
-            remaining = sum(group.kl for group in groups if group not in kept)
-            kept = within_kl(groups, remaining * (allowed - kernels) / max(reached - kernels, 1e-12))
+        # Calibrate: the quantized layers' estimates sum to the KL that the engine shows beyond its kernels.
+        remaining = sum(group.kl for group in groups if group not in kept)
+        kept = within_kl(groups, remaining * (allowed - kernels) / max(reached - kernels, 1e-12))
         if len(kept) == len(groups):
             raise ValueError(
                 f"A KL below {allowed:.2g} would require all layers in 16 bits: raise --kl or choose a finer format."
@@ -126,14 +89,14 @@ def keep_layers(
         ignore = (*report.ignore, *(layer for group in kept for layer in group.layers))
         found = measure(engines.sample(scheme.name, ignore))
         reached = found.kl_k3.value
-        if allowed is None or budget.kl is None or reached <= budget.kl:
+        if reached <= limit:
             break
-        allowed = kernels + 0.9 * (budget.kl - kernels)  # leave a margin: the next measurement is noisy, too
+        allowed = kernels + 0.9 * (limit - kernels)  # leave a margin: the next measurement is noisy, too
     extra = sum(group.extra_bytes for group in kept)
     share = extra / sum(group.extra_bytes for group in groups)
     rest = [group for group in groups if group not in kept]
     name = f"{scheme.name}, {len(kept)} kept"
-    return Kept(scheme.name, name, ignore, extra, share, (*kept, *rest), budget), found
+    return Kept(scheme.name, name, ignore, extra, share, (*kept, *rest), limit), found
 
 
 def estimate_groups(engines: Engines, scheme: QuantizationScheme, ignore: Sequence[str]) -> list[Group]:
@@ -143,15 +106,6 @@ def estimate_groups(engines: Engines, scheme: QuantizationScheme, ignore: Sequen
     with engines.policy() as policy, engines.weights(scheme, ignore) as weights:
         estimates, sizes = estimate_kl(policy, weights, engines.prompts), extra_bytes(policy, scheme, weights.layers)
     return [Group(group, sum(sizes[x] for x in group), estimates[group]) for group in by_worth(estimates, sizes)]
-
-
-def within_bytes(groups: Sequence[Group], budget: int) -> list[Group]:
-    """Choose the groups to keep in 16 bits: in order, each that still fits into the budget of bytes."""
-    kept: list[Group] = []
-    for group in groups:
-        if group.extra_bytes <= budget - sum(other.extra_bytes for other in kept):
-            kept.append(group)
-    return kept
 
 
 def within_kl(groups: Sequence[Group], budget: float) -> list[Group]:

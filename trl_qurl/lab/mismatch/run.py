@@ -1,48 +1,100 @@
-"""The whole command: validate, sample from one engine per format, score the answers, compute statistics."""
+"""`trl-qurl mismatch`: sample from one engine per format, score the answers, compute statistics, and advise.
+
+Heavy imports wait until the command runs.
+"""
 
 from __future__ import annotations
 
-import time
+import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from trl_qurl.lab.comparison import BASELINE, candidates, write_json
+from trl_qurl.cli.options import check_model
+from trl_qurl.lab.comparison import BASELINE, add_options, candidates, check_output, write_json
 from trl_qurl.lab.mismatch.engines import Engines, Sampling
 from trl_qurl.lab.mismatch.statistics import Mismatch, measure
 
 if TYPE_CHECKING:
-    from trl_qurl.lab.mismatch.keep import Budget, Kept
+    from trl_qurl.lab.mismatch.keep import Kept
 
 
 @dataclass
 class Report:
-    """Results of a mismatch measurement.
+    """Results of a mismatch measurement."""
 
-    Attributes:
-        model: Name or directory from the command line.
-        sampling: Questions and number of answers.
-        ignore: Modules kept in full precision.
-        formats: Statistics by format, `"none"` for a 16-bit engine.
-        failures: Reason for missing statistics, by format.
-        kept: Layers chosen to stay in 16 bits.
-        seconds: Total run time.
-    """
-
-    model: str
+    model: str  # name or directory from the command line
     sampling: Sampling
-    ignore: tuple[str, ...]
-    formats: dict[str, Mismatch] = field(default_factory=dict)
-    failures: dict[str, str] = field(default_factory=dict)
-    kept: Kept | None = None
-    seconds: float = 0.0
+    ignore: tuple[str, ...]  # modules kept in full precision
+    formats: dict[str, Mismatch] = field(default_factory=dict)  # by format, `"none"` for a 16-bit engine
+    failures: dict[str, str] = field(default_factory=dict)  # why statistics are missing, by format
+    kept: Kept | None = None  # layers chosen to stay in 16 bits
 
     @property
     def by_kernels(self) -> float | None:
         """The KL of a 16-bit engine, which kernels alone cause."""
         return self.formats[BASELINE].kl_k3.value if BASELINE in self.formats else None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `trl-qurl mismatch`."""
+    parser.epilog = "Samples answers from one engine per format and scores them with the full-precision model."
+    parser.add_argument("model", metavar="MODEL", help="full-precision model: Hub name or local directory")
+    parser.add_argument(
+        "--questions",
+        metavar="SOURCE",
+        help="a task of `trl-qurl eval` (gsm8k, a .jsonl file, ...) or a .txt file with one prompt per line "
+        "(default: 16 built-in questions of mixed kinds)",
+    )
+    parser.add_argument("--limit", type=int, default=16, metavar="N", help="first N questions (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=4, help="answers per question (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="longest answer, in tokens (default: %(default)s)")
+    parser.add_argument(
+        "--kl", type=float, metavar="NATS", help="choose layers to keep in 16 bits for a KL of at most NATS per token"
+    )
+    parser.add_argument(
+        "--no-smooth", action="store_true", help="measure as with smooth_activations=False (default: INT8 is smoothed)"
+    )
+    add_options(parser, Path("mismatch.json"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print the table and the verdict, and return exit status 0 for any verdict."""
+    from rich.console import Console
+    from transformers.utils.logging import disable_progress_bar
+
+    from trl_qurl.lab.mismatch.keep import write_settings
+    from trl_qurl.lab.mismatch.table import build_layer_table, build_table, sentences
+
+    check_model(args.model)
+    check_output(args.output)
+    disable_progress_bar()  # hides the bar for loading weights
+    sampling = Sampling(args.questions, args.limit, args.samples, args.max_tokens)
+    console = Console()
+    report = measure_mismatch(
+        args.model,
+        sampling,
+        args.schemes,
+        args.ignore,
+        args.engine_kwargs,
+        console.print,
+        args.output,
+        args.kl,
+        smooths=not args.no_smooth,
+    )
+    console.print(build_table(report))
+    settings = ""
+    if report.kept is not None:
+        console.print(build_layer_table(report.kept))
+        path = args.output.with_suffix(".yaml")
+        write_settings(report.kept, path)
+        settings = f"Settings for --config: {path}. "
+    for line in sentences(report):
+        console.print(line)
+    print(f"{settings}Results: {args.output}")
+    return 0
 
 
 def measure_mismatch(
@@ -53,7 +105,7 @@ def measure_mismatch(
     engine_kwargs: Mapping[str, Any] = MappingProxyType({}),
     say: Callable[[str], None] = lambda line: None,
     output: Path | None = None,
-    budget: Budget | None = None,
+    kl: float | None = None,
     smooths: bool = True,
 ) -> Report:
     """Measure how far engines in several formats are from the full-precision policy.
@@ -66,7 +118,7 @@ def measure_mismatch(
         engine_kwargs: Extra arguments for `vllm.LLM`.
         say: Called with each progress message.
         output: JSON file, rewritten after each format.
-        budget: Also choose layers to keep in 16 bits within this budget; requires exactly one format.
+        kl: Also choose layers to keep in 16 bits, for at most this KL in nats per token; requires exactly one format.
         smooths: Smooth activations for the formats that training smooths by default (`smooth_activations`).
 
     Raises:
@@ -75,20 +127,20 @@ def measure_mismatch(
         ImportError: If vLLM is missing.
         ChildProcessError: If no engine could answer; the process output says why.
     """
-    started = time.monotonic()
     from trl_qurl.lab.mismatch.keep import keep_layers
 
     requested = candidates(schemes)
-    if budget is not None and len(requested) != 1:
+    if kl is not None and len(requested) != 1:
         formats = ", ".join(scheme.name for scheme in requested)
-        raise ValueError(f"A budget requires exactly one format, but got {formats}: choose one with --schemes.")
+        raise ValueError(f"--kl requires exactly one format, but got {formats}: choose one with --schemes.")
+    if kl is not None and not kl > 0:
+        raise ValueError(f"--kl is {kl:g}: give a positive number of nats per token.")
     engines = Engines(model, sampling, engine_kwargs, say, smooths)
     chosen = engines.formats(schemes, ignore)
     names = [BASELINE, *(scheme.name for scheme in chosen)]
     report = Report(model, sampling, tuple(ignore))
 
     def write() -> None:
-        report.seconds = time.monotonic() - started
         if output is not None:
             write_json(report, output)
 
@@ -96,14 +148,14 @@ def measure_mismatch(
         try:
             report.formats[name] = measure(engines.sample(name, ignore))
         except ChildProcessError as error:
-            is_needed = budget is not None and name != BASELINE
+            is_needed = kl is not None and name != BASELINE
             if is_needed or (name == names[-1] and not report.formats):
                 raise
             report.failures[name] = str(error)
         else:
             write()
-    if budget is not None:
-        report.kept, mismatch = keep_layers(engines, chosen[0], report, budget, say)
+    if kl is not None:
+        report.kept, mismatch = keep_layers(engines, chosen[0], report, kl, say)
         report.formats[report.kept.name] = mismatch
         write()
     return report

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from trl_qurl.lab.evaluation.scores import Estimate
 from trl_qurl.lab.mismatch.answers import Scored
 
 if TYPE_CHECKING:
@@ -25,38 +26,17 @@ LEAST_QUESTIONS = 4
 
 
 @dataclass(frozen=True)
-class Interval:
-    """An estimate with its 95 % confidence interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
 class Mismatch:
-    """Mismatch between engine and policy for one model in one format.
+    """Mismatch between engine and policy for one model in one format."""
 
-    Attributes:
-        answers: Number of answers, n.
-        tokens: Total number of their tokens.
-        kl_k3: Estimate of KL(engine ‖ policy) as the mean of ρ − 1 − log ρ, in nats per token.
-        ratio_quantiles: Quantiles of ρ over tokens, by share.
-        capped_share: Share of tokens with ρ above the cap.
-        ess: Effective sample size of the tokens, as a share.
-        half_length: Extrapolated length in tokens at which the effective sample size of answers, weighted by the
-            product of their ρ, drops to 1/2; `None` without any mismatch.
-        agreement: Share of tokens where both policies have the same most likely token.
-    """
-
-    answers: int
-    tokens: int
-    kl_k3: Interval
-    ratio_quantiles: dict[float, float]
-    capped_share: float
-    ess: float
-    half_length: float | None
-    agreement: float
+    answers: int  # their number, n
+    tokens: int  # in all answers
+    kl_k3: Estimate  # estimate of KL(engine ‖ policy) as the mean of ρ − 1 − log ρ, in nats per token
+    ratio_quantiles: dict[float, float]  # of ρ over tokens, by share
+    capped_share: float  # share of tokens with ρ above the cap
+    ess: float  # effective sample size of the tokens, as a share
+    half_length: float | None  # see `half_length`
+    agreement: float  # share of tokens where both policies have the same most likely token
 
 
 def measure(scored: Sequence[Scored]) -> Mismatch:
@@ -95,7 +75,7 @@ def by_question(scored: Sequence[Scored]) -> list[list[int]]:
     return list(groups.values()) if len(groups) >= LEAST_QUESTIONS else [[index] for index in range(len(scored))]
 
 
-def interval(values: Sequence[torch.Tensor], questions: Sequence[Sequence[int]]) -> Interval:
+def interval(values: Sequence[torch.Tensor], questions: Sequence[Sequence[int]]) -> Estimate:
     """Return a mean over tokens with its 95 % interval, resampling questions (bootstrap-t).
 
     Answers to one question are correlated, and a model is far more certain of some answers than of others.
@@ -114,10 +94,10 @@ def interval(values: Sequence[torch.Tensor], questions: Sequence[Sequence[int]])
     means, errors = _mean_and_error(totals[resamples], counts[resamples])
     varied = errors > 1e-9 * error  # drop resamples that repeat a single question
     if not varied.any():
-        return Interval(float(mean), float(mean), float(mean))
+        return Estimate(float(mean), float(mean), float(mean))
     scores = ((means - mean) / errors)[varied]
     low, high = scores.quantile(torch.tensor([0.025, 0.975], dtype=scores.dtype))
-    return Interval(float(mean), float(mean - high * error), float(mean - low * error))
+    return Estimate(float(mean), float(mean - high * error), float(mean - low * error))
 
 
 def _mean_and_error(totals: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -70,12 +70,8 @@ def build_layer_table(kept: Kept, most: int = 12) -> Table:
 def sentences(report: Report) -> list[str]:
     """Return the advice for each format, with its reason."""
     lines = [f"{label(name)}: {verdict(mismatch)}" for name, mismatch in report.formats.items() if name != BASELINE]
-    if (kept := report.kept) is not None and kept.budget.kl is not None:
-        kl = report.formats[kept.name].kl_k3.value
-        if kl > kept.budget.kl:
-            lines.append(
-                f"{label(kept.name)} has a KL of {kl:.2g}, above --kl {kept.budget.kl:g}: lower --kl to keep more."
-            )
+    if (kept := report.kept) and (kl := report.formats[kept.name].kl_k3.value) > kept.limit:
+        lines.append(f"{label(kept.name)} has a KL of {kl:.2g}, above --kl {kept.limit:g}: lower --kl to keep more.")
     lines += [f"{label(name)}: not measured. {failure}" for name, failure in report.failures.items()]
     if any(name != BASELINE for name in report.formats):
         lines.append(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trl_qurl.cli.noise import quiet
 from trl_qurl.cli.options import check_model
 from trl_qurl.lab.device import cpu_settings, keep_freed_memory
+from trl_qurl.lab.packages import require
 from trl_qurl.lab.recipes.arguments import parse
 
 if TYPE_CHECKING:
@@ -74,17 +75,11 @@ class ScriptArguments:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Training with one of our trainers, for scripts and `trl-qurl COMMAND`.
+    """Training with one of our trainers, for scripts and `trl-qurl COMMAND`."""
 
-    Attributes:
-        command: Name of the subcommand and of the trainer: `grpo`, `ppo` or `rloo`.
-        defaults: Changes to TRL's defaults.
-        script_arguments: Arguments besides those of the trainer and the model.
-    """
-
-    command: str
-    defaults: dict[str, Any]
-    script_arguments: type[ScriptArguments] = ScriptArguments
+    command: str  # name of the subcommand and of the trainer: `grpo`, `ppo` or `rloo`
+    defaults: dict[str, Any]  # changes to TRL's
+    script_arguments: type[ScriptArguments] = ScriptArguments  # besides those of the trainer and the model
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add no options: `parse_arguments` handles all arguments of the subcommand."""
@@ -103,12 +98,12 @@ class Recipe:
         quiet()
         keep_freed_memory()
         from trl import get_peft_config
+        from trl.rewards import accuracy_reward
 
         import trl_qurl
         from trl_qurl.lab.data import load_questions
         from trl_qurl.lab.evaluation.callback import TaskEvaluationCallback
         from trl_qurl.lab.progress import use_step_lines
-        from trl_qurl.rewards import answer_reward
 
         _set_up_logging(training_args)
         checkpoint = self._check_arguments(script_args, training_args, model_args)
@@ -133,7 +128,7 @@ class Recipe:
         logger.info("Loading %s.", model_args.model_name_or_path)
         trainer = getattr(trl_qurl, f"QuRL{self.command.upper()}Trainer")(
             model=model_args.model_name_or_path,
-            reward_funcs=[answer_reward, *punishments(script_args.soft_overlong_cache, training_args)],
+            reward_funcs=[accuracy_reward, *punishments(script_args.soft_overlong_cache, training_args)],
             args=training_args,
             train_dataset=questions,
             peft_config=get_peft_config(model_args),
@@ -154,6 +149,7 @@ class Recipe:
 
     def _check_arguments(self, script_args: Any, training_args: Any, model_args: ModelConfig) -> str | None:
         """Report wrong names before starting an engine, and return the checkpoint to resume from."""
+        require("Grading answers", "math_verify", extra="math")
         if script_args.save_quantized and training_args.rollout_quantization is None:
             raise ValueError(
                 "save_quantized uses the rollout format, but rollout_quantization is None: set it to a format, or run "

@@ -26,7 +26,7 @@ STATE_FILE = "dynamic_sampling_state.json"  # in a checkpoint: number of prompts
 
 
 class DynamicSamplingTrainer(GRPOTrainer):
-    """[`~trl.GRPOTrainer`] with dynamic sampling; `args` needs the fields of [`DynamicSamplingSettings`]."""
+    """[`~trl.GRPOTrainer`] with dynamic sampling, as [`QuRLGRPOConfig`] sets it."""
 
     _filled: Batch | None = None
     _dynamic_sampler: DynamicSampler | None = None
