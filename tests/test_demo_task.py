@@ -9,7 +9,7 @@ import torch
 from trl_qurl.lab.demo import evaluate, task, warm_start
 from trl_qurl.lab.demo.algorithms import ALGORITHMS, build_config, critic_shortfall
 from trl_qurl.lab.demo.run import Measurement, find_shortfall
-from trl_qurl.trainers.run_log import RunLog
+from trl_qurl.trainers.run_log import append_row, begin_log
 
 TINY = warm_start.WarmStartSettings(target=0.0, max_updates=2, evaluate_every=1, batch_size=4)
 
@@ -194,11 +194,11 @@ def test_the_figure_bears_missing_metrics(tmp_path):
     from trl_qurl.lab.demo.figure import PANELS, draw_figure
 
     logged = [{"step": 4, "reward": 0.5, "mismatch/kl_k3": None}, {"step": 8, "reward": 0.6, "mismatch/kl_k3": 1e-4}]
-    log = RunLog(tmp_path / "run.jsonl")
-    log.begin({"rollout_quantization": "int8", "updates_per_rollout": 4}, 0)
+    log = tmp_path / "run.jsonl"
+    begin_log(log, {"rollout_quantization": "int8", "updates_per_rollout": 4}, 0)
     for row in logged:  # the trainer's row, and the recorder's beside it
-        log.append(row)
-        log.append({"step": row["step"], "expected_accuracy": row["reward"]})
+        append_row(log, row)
+        append_row(log, {"step": row["step"], "expected_accuracy": row["reward"]})
     for algorithm in PANELS:
         draw_figure(tmp_path, tmp_path / f"{algorithm}.png", algorithm)
         assert (tmp_path / f"{algorithm}.png").read_bytes().startswith(b"\x89PNG")

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from trl_qurl.lab.demo.evaluate import measure_policy
 from trl_qurl.lab.progress import step_line
-from trl_qurl.trainers.run_log import RUN_LOG, RunLog
+from trl_qurl.trainers.run_log import RUN_LOG, append_row
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,7 +54,7 @@ class RolloutRecorder(TrainerCallback):
         metrics = self.measure(model)
         self.rows.append({**metrics, **logs})
         # The trainer has already written its own row for this step.
-        RunLog(Path(args.output_dir or ".") / RUN_LOG).append({"step": state.global_step, **metrics})
+        append_row(Path(args.output_dir or ".") / RUN_LOG, {"step": state.global_step, **metrics})
         self.progress.advance(self._bar)
         if len(self.rows) % 10 == 0:
             line = step_line(self.rows[-1], len(self.rows), self._rollouts)
