@@ -48,8 +48,6 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
     _algorithm = "PPO"
     _tag_names = ["trl", "ppo", "qurl"]
 
-    critic: Critic
-
     def __init__(
         self,
         model: Any,
@@ -89,8 +87,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
 
     def _add_advantages(self, batch: dict[str, Any], values: torch.Tensor) -> None:
         """Replace the groups' advantages with the critic's, and add what the critic learns from to the batch."""
-        totals = weighted_sum(self._rewards_per_func, self.reward_weights)  # of all processes
-        # (B,), NaN if no reward function returned one
+        totals = weighted_sum(self._rewards_per_func, self.reward_weights)  # of all processes; NaN without a reward
         rewards = totals.tensor_split(self.accelerator.num_processes)[self.accelerator.process_index]
         mask = learned_tokens(batch) & ~rewards.isnan().unsqueeze(1)  # (B, T)
         ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]  # as TRL detects truncated completions

@@ -11,23 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from trl.trainer.utils import RepeatSampler
 
 
-def save_rollout_state(state: dict[str, Any], checkpoint: Path, process_index: int) -> None:
-    """Write one process's state into a checkpoint directory."""
+def save_rollout_state(state: dict[str, Any], checkpoint: Path, accelerator: Accelerator) -> None:
+    """Write this process's state into a checkpoint directory."""
     checkpoint.mkdir(parents=True, exist_ok=True)
-    torch.save(state, _path(checkpoint, process_index))
+    torch.save(state | {"processes": accelerator.num_processes}, _path(checkpoint, accelerator))
 
 
-def load_rollout_state(checkpoint: Path, process_index: int, device: torch.device) -> dict[str, Any] | None:
-    """Read one process's state; `None` if the checkpoint has none (another trainer, or fewer processes)."""
-    path = _path(checkpoint, process_index)
+def load_rollout_state(checkpoint: Path, accelerator: Accelerator) -> dict[str, Any] | None:
+    """Read this process's state; `None` if the checkpoint has none, or is from another number of processes."""
+    path = _path(checkpoint, accelerator)
     if not path.exists():
         return None
     # Load via the CPU: torch cannot load directly to "cpu:0", the device of processes in a distributed CPU run.
-    return send_to_device(torch.load(path, map_location="cpu", weights_only=True), device)
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    # Otherwise processes with a file would continue the rollout and draws of prompts, and those without start over.
+    return send_to_device(state, accelerator.device) if state["processes"] == accelerator.num_processes else None
 
 
 def skip_epochs(sampler: RepeatSampler | None, epoch: float | None) -> None:
@@ -37,5 +40,5 @@ def skip_epochs(sampler: RepeatSampler | None, epoch: float | None) -> None:
             next(iter(sampler))
 
 
-def _path(checkpoint: Path, process_index: int) -> Path:
-    return checkpoint / f"rollout_state_{process_index}.pt"
+def _path(checkpoint: Path, accelerator: Accelerator) -> Path:
+    return checkpoint / f"rollout_state_{accelerator.process_index}.pt"

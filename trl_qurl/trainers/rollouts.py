@@ -181,9 +181,9 @@ class QuantizedRolloutsMixin(TRLTrainer):
     def _rollout_state(self) -> dict[str, Any]:
         """Return what a resumed run needs in addition to transformers' checkpoint; trainers may add to it."""
         smoothing = self.vllm_generation.weights.smoothing
+        scales = smoothing and smoothing.state_dict()
         # TRL's count of micro-batches so far, and the batches of its rollout.
-        state = {"step": self._step, "batches": self._buffered_inputs}
-        return state | {"smoothing": smoothing and smoothing.state_dict()}
+        return {"step": self._step, "batches": self._buffered_inputs, "smoothing": scales}
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
         self._step, self._buffered_inputs = state["step"], state["batches"]
@@ -194,7 +194,7 @@ class QuantizedRolloutsMixin(TRLTrainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         checkpoint = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        save_rollout_state(self._rollout_state(), checkpoint, self.accelerator.process_index)
+        save_rollout_state(self._rollout_state(), checkpoint, self.accelerator)
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         self._train_sampler = super()._get_train_sampler(dataset)
@@ -205,8 +205,7 @@ class QuantizedRolloutsMixin(TRLTrainer):
         if checkpoint is None:
             return
         skip_epochs(self._train_sampler, self.state.epoch)  # `self.state` is the checkpoint's by now
-        state = load_rollout_state(Path(checkpoint), self.accelerator.process_index, self.accelerator.device)
-        if state is not None:
+        if state := load_rollout_state(Path(checkpoint), self.accelerator):
             self._load_rollout_state(state)
 
     # Saving ----------------------------------------------------------------------------------------------------------
