@@ -90,26 +90,22 @@ def measure(case: str, directory: Path, completions: int, device: str) -> Iterat
 def train_critic(model: str, args: Any) -> None:
     """The critic's share of PPO by itself: values of a rollout, then its updates."""
     from accelerate import Accelerator
-    from transformers import get_scheduler
 
-    from trl_qurl.trainers.critic.critic import Critic, build_optimizer
-    from trl_qurl.trainers.critic.value_model import build_value_model
+    from trl_qurl.trainers.critic import Critic, build_value_model
 
     critic_model = build_value_model(model, characters(), {"device_map": None, **(args.model_init_kwargs or {})})
     accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if args.bf16 else "no")
     names = {name for name, _ in critic_model.named_parameters()}
     critic = Critic(critic_model, args, accelerator)
-    critic.prepare(
-        lambda model: build_optimizer(model, args, decayed=names),
-        lambda optimizer: get_scheduler("constant", optimizer),
-    )
+    critic.prepare(decayed=names)
     prompt = 30
     ids = torch.randint(2, 90, (args.per_device_train_batch_size, prompt + COMPLETION_TOKENS))
     ids = ids.to(accelerator.device)
+    batch = {"prompt_ids": ids[:, :prompt], "completion_ids": ids[:, prompt:]}
+    batch |= {name.replace("ids", "mask"): torch.ones_like(part) for name, part in batch.items()}
     for _ in range(UPDATES):
-        with torch.no_grad():
-            old = critic.values(ids, torch.ones_like(ids), COMPLETION_TOKENS)
-        critic.backward((critic.values(ids, torch.ones_like(ids), COMPLETION_TOKENS) - old - 1).square().mean())
+        old = critic.rollout_values(batch, len(ids))
+        critic.learn(batch, lambda values, old=old: (values - old - 1).square().mean())
         critic.step()
 
 

@@ -1,11 +1,12 @@
 """A policy and a reward without a model, for tests of dynamic sampling: every third prompt tells its answers apart."""
 
+import functools
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-from trl_qurl.trainers.dynamic_sampling.sampler import DynamicSampler, PromptStream, RolloutFunctions, weighted_sum
+from trl_qurl.trainers.dynamic_sampling import Batch, DynamicSampler, PromptStream, sample_batch, weighted_sum
 
 ROWS = [{"prompt": f"question {number}", "number": number} for number in range(60)]
 
@@ -45,7 +46,6 @@ class MadeUpPolicy:
             prompts,
             accelerator,
         )
-        self.functions = RolloutFunctions(self.generate, self.score, self.take_extras)
 
     def generate(self, prompts: list[str]) -> tuple:
         self.rounds.append(len(prompts))
@@ -60,10 +60,9 @@ class MadeUpPolicy:
         assert all(text.startswith(prompt + ",") for text, prompt in zip(completions, prompts, strict=True))
         # The first completion of a useful group differs; the second reward is the row's number, equal within a group.
         first = [float(self.useful(row) and text.endswith("0")) for row, text in zip(rows, completions, strict=True)]
-        self.extras = {"seen": [f"saw {text}" for text in completions], "of another length": [0]}
+        self.extras |= {"seen": [f"saw {text}" for text in completions], "of another length": [0]}
         local = torch.tensor([first, [row["number"] for row in rows]]).T
         return self.accelerator.gather(local)
 
-    def take_extras(self) -> dict[str, list]:
-        taken, self.extras = self.extras, {}
-        return taken
+    def fill(self, rows: list[dict[str, Any]]) -> Batch:
+        return self.sampler.fill(rows, functools.partial(sample_batch, self.generate, self.score, self.extras))

@@ -23,13 +23,9 @@ def runs(run_scenario, tmp_path_factory):
 def test_two_processes_take_the_steps_of_one(way, runs):
     one, two = runs["one process"][0], runs[way][0]
     assert (one["processes"], two["processes"]) == (1, 2)
-    norms = [[step["critic/grad_norm"] for step in record["steps"]] for record in (one, two)]
+    norms = one["steps"], two["steps"]
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)
     assert len(set(norms[0])) == len(norms[0]), "the critic does not move"
-    # Linear over ten optimizer steps, whatever the number of processes.
-    for record in (one, two):
-        rates = [step["critic/learning_rate"] for step in record["steps"]]
-        assert rates == pytest.approx([0.1, 0.09, 0.08, 0.07])
 
 
 @pytest.mark.parametrize("way", ["one process", *WAYS])

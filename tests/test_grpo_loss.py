@@ -16,7 +16,7 @@ from trl import GRPOTrainer
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 from trl_qurl.config import CLIPPED_LOSS_TYPES
 from trl_qurl.objective import OBJECTIVES
-from trl_qurl.rollout.mismatch import MismatchTally, mismatch_metrics, mismatch_sums
+from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
 
 # One trainer, with a real engine, in one process: an engine cannot be started twice in a process.
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("trainer")]
@@ -100,14 +100,7 @@ def trl_ratio(inputs):
 
 def our_loss(trainer, batch):
     """The trainer's loss on a batch that was scored at rollout time."""
-    inputs = batch | trainer._objective_inputs(batch, batch["old_per_token_logps"])
-    forget_mismatch(trainer)
-    return trainer._compute_loss(trainer.model, inputs)
-
-
-def forget_mismatch(trainer):
-    """The batch has more unscored tokens than a rollout may have."""
-    trainer._mismatch = MismatchTally(trainer.accelerator)
+    return trainer._compute_loss(trainer.model, batch)
 
 
 def gradients(trainer, loss):
@@ -265,7 +258,8 @@ def test_the_guard_sees_no_evaluation(trainer, batch):
     trainer.model.eval()
     batch["sampling_per_token_logps"] = batch["sampling_per_token_logps"].nan_to_num()
     try:
-        trainer._objective_inputs(batch, batch["old_per_token_logps"])
+        logps = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
+        trainer._mismatch.add(*logps, batch["completion_mask"].bool(), CAP)
         trainer._record_mismatch()
     finally:
         trainer.model.train()
@@ -387,17 +381,6 @@ def test_the_mismatch_is_that_of_one_whole_rollout(trainer, monkeypatch):
             sums, largest = sums + part, max(largest, ratio.item())
         for name, value in mismatch_metrics(sums, largest).items():
             assert logged[name][rollout] == pytest.approx(value, rel=2e-2, abs=1e-9), name
-
-
-def test_a_batch_of_trls_own_is_computed_from_what_it_carries(trainer, batch, monkeypatch):
-    monkeypatch.setattr(trainer.args, "objective", "tis")
-    trainer.loss_type = "bnpo"
-    loss = trainer.compute_loss(trainer.model, batch)
-    forget_mismatch(trainer)
-    assert loss.item() == pytest.approx(reference(trainer, batch, "tis", "bnpo").item(), rel=1e-5)
-    del batch["sampling_per_token_logps"]
-    with pytest.raises(ValueError, match="objective='tis' .* the batch has no 'sampling_per_token_logps'"):
-        trainer.compute_loss(trainer.model, batch)
 
 
 def give_invalid_logps(trainer, monkeypatch, value, count=None):

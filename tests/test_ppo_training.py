@@ -4,14 +4,10 @@ import json
 
 import pytest
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file
 from test_engine import ADAPTER, MOVED, SAME, assert_metrics
 from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
-
-from trl_qurl import QuRLPPOConfig
-from trl_qurl.trainers.critic.critic import Critic
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("ppo")]  # they share runs
 
@@ -22,11 +18,9 @@ PPO_METRICS = {
     "critic/returns_mean",
     "critic/returns_std",
     "critic/grad_norm",
-    "critic/learning_rate",
     "advantages/mean",
     "advantages/std",
     "time/values_s",
-    "time/critic_update_s",
 }
 
 ONE = {"num_generations": 1, "critic_learning_rate": 1e-3}
@@ -139,7 +133,7 @@ def test_policy_and_critic_learn(kind, one_process):
     assert len(steps) == 4
     logged = set().union(*steps)
     assert logged >= PPO_METRICS, PPO_METRICS - logged
-    assert all(row["critic/grad_norm"] > 0 and row["critic/learning_rate"] == 1e-3 for row in steps)
+    assert all(row["critic/grad_norm"] > 0 for row in steps)
     # Bias of the last projection apart, every trained tensor of the critic has moved.
     assert record["critic_moved"] == record["critic_parameters"] > 0
     assert record["probe_end"] != pytest.approx(record["probe_start"], abs=MOVED)
@@ -208,11 +202,11 @@ def metrics_by_step(record):
 
 
 def state_of_the_critic(checkpoint):
-    """Weights, optimizer and schedule, by name."""
+    """Weights and optimizer, by name."""
     directory = checkpoint / "critic_state"
     return {
         "weights": load_file(directory / "model.safetensors"),
-        **{name: torch.load(directory / f"{name}.bin", weights_only=True) for name in ("optimizer", "scheduler")},
+        "optimizer": torch.load(directory / "optimizer.bin", weights_only=True),
     }
 
 
@@ -244,13 +238,6 @@ def test_only_the_critic_learns_in_its_warmup(one_process, policy):
     assert critics[2]["score.weight"].any()
     losses = [row["loss"] for row in one_process[1]["long own"]["history"] if "loss" in row]
     assert losses[:3] == [0, 0, 0] and losses[3] != 0, "DeepSpeed steps before the callback is asked"
-
-
-def test_a_checkpoint_without_a_critic_says_so(tmp_path):
-    args = QuRLPPOConfig(str(tmp_path), use_cpu=True, bf16=False, steps_per_generation=2)
-    critic = Critic(tiny_model(), args, Accelerator(cpu=True))
-    with pytest.raises(FileNotFoundError, match=r"has no critic_state: .*Resume from an earlier checkpoint"):
-        critic.load_state(tmp_path)
 
 
 # Several processes ---------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ a crash. Four updates share a rollout, so checkpoint 2 lies inside a rollout and
 """
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,11 +119,14 @@ def test_an_adapter_on_a_rounded_base_resumes(train, tmp_path):
 def test_a_state_loads_onto_the_device_of_one_process_among_several(tmp_path):
     # Accelerate calls it "cpu:0", which torch.load cannot restore to.
     batches = [{"advantages": torch.arange(3.0), "num_items_in_batch": torch.tensor(7)}]
-    save_rollout_state({"step": 5, "batches": batches}, tmp_path, process_index=1)
-    state = load_rollout_state(tmp_path, 1, torch.device("cpu", 0))
+    second = SimpleNamespace(process_index=1, num_processes=2, device=torch.device("cpu", 0))
+    save_rollout_state({"step": 5, "batches": batches}, tmp_path, second)
+    state = load_rollout_state(tmp_path, second)
     assert state is not None and state["step"] == 5
     assert torch.equal(state["batches"][0]["advantages"], batches[0]["advantages"])
-    assert load_rollout_state(tmp_path, 0, torch.device("cpu")) is None
+    assert load_rollout_state(tmp_path, SimpleNamespace(process_index=0, num_processes=2)) is None
+    more = SimpleNamespace(process_index=1, num_processes=3)
+    assert load_rollout_state(tmp_path, more) is None, "the third process has no state"
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -2,7 +2,6 @@
 
 import math
 import os
-from pathlib import Path
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
@@ -92,7 +91,6 @@ def policy_log_probabilities(trainer, batch):
     mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
     length = batch["completion_ids"].size(1)
     logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, length, compute_entropy=True)[0]
-    trainer._passes.clear()
     return logps
 
 
@@ -258,18 +256,3 @@ def test_tokens_without_a_log_probability_are_left_out_or_an_error(trainer, monk
     give_invalid_logps(trainer, monkeypatch, None, count=None)
     with pytest.raises(RuntimeError, match=r"NaN or infinite for 100\.0% of this rollout's tokens"):
         trainer._generate_and_score_completions(ROWS)
-
-
-def test_the_card_names_a_local_model(trainer, monkeypatch, tmp_path):
-    (tmp_path / "start").mkdir()
-    monkeypatch.setattr(trainer.model.config, "_name_or_path", str(tmp_path / "start"))
-    trainer.create_model_card()
-    output = Path(trainer.args.output_dir)
-    card = (output / "README.md").read_text()
-    assert "This model is a fine-tuned version of `start`." in card and f'model="{output.name}"' in card
-    assert "[None]" not in card and 'model="None"' not in card
-
-
-def test_a_batch_of_trls_own_is_refused(trainer, batch):
-    with pytest.raises(ValueError, match="The batch has no 'proximal_logps'"):
-        trainer.compute_loss(trainer.model, batch[0])

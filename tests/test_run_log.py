@@ -8,15 +8,13 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from trl_qurl.cli import main
 from trl_qurl.trainers.callbacks import RunLogCallback
-from trl_qurl.trainers.run_log import RUN_LOG, RunLog, read_run
+from trl_qurl.trainers.run_log import RUN_LOG, append_row, begin_log, read_run
 
 
 def write(path, rows, settings=None, step=0):
-    log = RunLog(path)
-    log.begin(settings or {"learning_rate": 1e-5}, step)
+    begin_log(path, settings or {"learning_rate": 1e-5}, step)
     for row in rows:
-        log.append(row)
-    return log
+        append_row(path, row)
 
 
 def test_what_was_written_is_read(tmp_path):

@@ -57,4 +57,4 @@ def test_another_trainer_takes_quantized_rollouts_in_thirty_lines(trainers):
     assert all(row["time/update_s"] > 0 for row in record["history"] if "loss" in row)
     assert {"model.safetensors", "README.md"} <= set(record["saved"])
     assert "rollout_state_0.pt" in record["checkpoint"]
-    assert "The algorithm is GMPO." in record["card"] and "`rollout_quantization` | int8" in record["card"]
+    assert "The algorithm is GMPO." in record["card"] and "quantized (INT8" in record["card"]

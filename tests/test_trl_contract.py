@@ -56,7 +56,7 @@ DEFINITIONS = [
         "trainers/rollouts.py times it, trainers/grpo.py keeps its result",
     ),
     (GRPO, "GRPOTrainer._compute_loss", "model inputs", "trainers/grpo.py computes every objective through it"),
-    (GRPO, "GRPOTrainer._save_checkpoint", "model trial", "trainers/rollout_state.py adds the rollout in progress"),
+    (GRPO, "GRPOTrainer._save_checkpoint", "model trial", "trainers/rollouts.py adds the rollout in progress"),
     (
         RLOO,
         "RLOOTrainer.__init__",
@@ -72,27 +72,27 @@ DEFINITIONS = [
     (RLOO, "RLOOTrainer._prepare_inputs", "generation_batch", "trainers/rollouts.py times the rollouts in it"),
     (RLOO, "RLOOTrainer._get_per_token_logps_and_entropies", "model", "trainers/rloo.py weighs its gradient"),
     (RLOO, "RLOOTrainer._compute_loss", "model inputs", "trainers/rloo.py computes every objective through it"),
-    (RLOO, "RLOOTrainer._save_checkpoint", "model trial", "trainers/rollout_state.py adds the rollout in progress"),
+    (RLOO, "RLOOTrainer._save_checkpoint", "model trial", "trainers/rollouts.py adds the rollout in progress"),
     (
         GRPO,
         "GRPOTrainer._load_optimizer_and_scheduler",
         "checkpoint",
-        "rollout_state.py reads the rollout back there",
+        "trainers/rollouts.py reads the rollout back there",
     ),
     (
         GRPO,
         "GRPOTrainer._get_train_sampler",
         "dataset",
-        "rollout_state.py skips past epochs in it on resuming",
+        "trainers/rollouts.py skips past epochs in it on resuming",
     ),
     ("trl.trainer.utils", "RepeatSampler.__init__", "shuffle seed", "trainers/rollout_state.py skips epochs in it"),
     (GRPO, "GRPOTrainer._calculate_rewards", "", "trainers/ppo.py keeps the rewards of whole sequences"),
-    (GRPO, "GRPOTrainer._generate", "prompts", "trainers/dynamic_sampling/sampler.py makes its rounds by it"),
+    (GRPO, "GRPOTrainer._generate", "prompts", "trainers/dynamic_sampling.py makes its rounds by it"),
     (
         GRPO,
         "GRPOTrainer._calculate_rewards",
         "inputs prompts completions completion_ids_list",
-        "trainers/dynamic_sampling/sampler.py scores its rounds by it",
+        "trainers/dynamic_sampling.py scores its rounds by it",
     ),
     (
         "accelerate.utils.operations",
@@ -105,20 +105,20 @@ DEFINITIONS = [
         "trl.trainer.utils",
         "create_model_from_path",
         "model_id architecture",
-        "trainers/critic/value_model.py loads the critic by it",
+        "trainers/critic.py loads the critic by it",
     ),
-    ("trl.trainer.utils", "disable_dropout_in_model", "model", "trainers/critic/value_model.py leaves no dropout"),
+    ("trl.trainer.utils", "disable_dropout_in_model", "model", "trainers/critic.py leaves no dropout"),
     (
         "trl.trainer.base_trainer",
         "_BaseTrainer.create_model_card",
         "model_name dataset_name tags",
-        "trainers/saving.py adds to the card it writes into output_dir",
+        "trainers/rollouts.py adds to the card it writes into output_dir",
     ),
     (
         "trl.trainer.utils",
         "get_config_model_id",
         "config",
-        "trainers/saving.py and trainers/critic/value_model.py finds the policy's start by it",
+        "trainers/rollouts.py and trainers/critic.py find the policy's start by it",
     ),
     (
         "transformers.trainer",
@@ -136,7 +136,7 @@ DEFINITIONS = [
         "transformers.trainer",
         "Trainer.get_optimizer_cls_and_kwargs",
         "args model",
-        "trainers/critic/critic.py builds the critic's optimizer of the policy's kind",
+        "trainers/critic.py builds the critic's optimizer of the policy's kind",
     ),
     (
         "transformers.trainer",
@@ -177,26 +177,26 @@ DEFINITIONS = [
     (
         "accelerate.accelerator",
         "Accelerator.__init__",
-        "gradient_accumulation_plugin step_scheduler_with_optimizer",
-        "trainers/critic/critic.py has an accelerator of its own",
+        "gradient_accumulation_plugin",
+        "trainers/critic.py has a separate accelerator",
     ),
     (
         "accelerate.accelerator",
         "Accelerator.save_state",
         "output_dir",
-        "critic/critic.py saves the critic by it",
+        "trainers/critic.py saves the critic by it",
     ),
     (
         "accelerate.accelerator",
         "Accelerator.load_state",
         "input_dir",
-        "critic/critic.py resumes the critic by it",
+        "trainers/critic.py resumes the critic by it",
     ),
     (
         "transformers.trainer",
         "Trainer._get_output_dir",
         "trial",
-        "rollout_state.py finds the checkpoint by it",
+        "trainers/rollouts.py finds the checkpoint by it",
     ),
     ("transformers.trainer", "Trainer._load_rng_state", "checkpoint", "a resumed run samples on where it stopped"),
     (
@@ -213,7 +213,7 @@ DEFINITIONS = [
         "processes share a directory",
     ),
     ("trl.distributed", "DistributedBackend.is_zero3", "", "WeightSync reads it, and `fsdp_version`"),
-    ("trl.import_utils", "is_vllm_available", "", "trainers/rollouts.py names the extra that brings vLLM"),
+    ("trl.import_utils", "is_vllm_available", "", "trainers/arguments.py names the extra that brings vLLM"),
     (
         GENERATION,
         "VLLMGeneration.__init__",
@@ -459,7 +459,7 @@ def test_the_loss_reads_what_the_objective_completes_only_after_its_forward_pass
         "GRPOTrainer._compute_loss makes several forward passes: QuRLGRPOTrainer._objective_inputs acts on each."
     )
     forward = body.index("self._get_per_token_logps_and_entropies(")
-    for name in ("old_per_token_logps", "importance_sampling_ratio", "self.epsilon_low", "self.epsilon_high"):
+    for name in ("old_per_token_logps", "importance_sampling_ratio"):
         assert forward < body.index(name), (
             f"GRPOTrainer._compute_loss reads {name} before the forward pass that QuRLGRPOTrainer._objective_inputs "
             "waits for."
@@ -558,7 +558,7 @@ def test_reward_functions_get_what_the_constructor_checks_them_for(module, name)
 
 def test_generation_and_scoring_are_called_as_dynamic_sampling_calls_them():
     body = text_of(GRPO, "GRPOTrainer._generate_and_score_completions")
-    leaning = "which trainers/dynamic_sampling/sampler.py and dynamic_trainer.py lean on."
+    leaning = "which trainers/dynamic_sampling.py leans on."
     results = "prompt_ids_list, completion_ids_list, tool_mask_list, completions, sampling_per_token_logps_list, "
     results += "extra_fields, images, tool_images = self._generate(prompts)"
     assert results in body.replace("(prompt_ids_list", "prompt_ids_list").replace("tool_images)", "tool_images"), (
@@ -608,13 +608,13 @@ def test_the_place_within_a_rollout_is_step_and_buffer():
         "if self._step % generate_every == 0 or self._buffered_inputs is None:",
         "inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]",
     ):
-        assert line in body, f"GRPOTrainer._prepare_inputs has no `{line}`; rollout_state.py saves those two."
+        assert line in body, f"GRPOTrainer._prepare_inputs has no `{line}`; QuantizedRolloutsMixin saves those two."
 
 
 def test_checkpoints_are_named_as_rollout_state_expects():
     body = text_of("transformers.trainer", "Trainer._save_checkpoint")
     assert "f'{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}'" in body and "self._get_output_dir(" in body, (
-        "Trainer._save_checkpoint names its directory otherwise; QuRLGRPOTrainer._save_checkpoint writes into it."
+        "Trainer._save_checkpoint names its directory otherwise; trainers/rollouts.py writes into it."
     )
 
 

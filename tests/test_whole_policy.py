@@ -1,15 +1,10 @@
 """What a run on several GPUs saves is the whole policy, however accelerate keeps its checkpoints."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import yaml
 from documents import ROOT
-from tiny import tiny_model, tiny_tokenizer
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
-
-from trl_qurl.trainers.saving import SavingMixin
+from transformers import AutoModelForCausalLM
 
 CONFIGURATIONS = sorted((ROOT / "examples" / "accelerate_configs").glob("*.yaml"))
 
@@ -32,23 +27,3 @@ def test_the_configurations_save_whole_policies(path):
     settings = yaml.safe_load(path.read_text())
     assert settings.get("fsdp_config", {}).get("fsdp_state_dict_type", "FULL_STATE_DICT") == "FULL_STATE_DICT"
     assert settings.get("deepspeed_config", {}).get("zero3_save_16bit_model", True)
-
-
-class Faulty(SavingMixin, Trainer):
-    """Saves no weights and says nothing, as DeepSpeed may, or incomplete ones."""
-
-    written: bytes | None = None
-
-    def _save(self, output_dir=None, state_dict=None):
-        if self.written is not None:
-            Path(output_dir, "model.safetensors").write_bytes(self.written)
-
-
-def test_weights_that_are_not_there_are_not_called_saved(tmp_path):
-    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
-    trainer = Faulty(tiny_model(), arguments, processing_class=tiny_tokenizer())
-    with pytest.raises(OSError, match="No weights were written to .*zero3_save_16bit_model: true"):
-        trainer.save_model()
-    trainer.written = b"\x10\x00"
-    with pytest.raises(OSError, match=r"model.safetensors cannot be read"):
-        trainer.save_model()

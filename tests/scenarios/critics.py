@@ -15,11 +15,10 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from tiny import tiny_classifier, tiny_tokenizer
-from transformers import get_linear_schedule_with_warmup
 from trl.trainer.utils import disable_dropout_in_model
 
 from trl_qurl import QuRLPPOConfig
-from trl_qurl.trainers.critic.critic import Critic, build_optimizer
+from trl_qurl.trainers.critic import Critic
 
 B, P, T, STEPS = 4, 3, 5, 3
 
@@ -54,31 +53,25 @@ def main(directory: Path, *options: str) -> None:
         # A share of the mean over all processes, which average their gradients; as in the trainer.
         return (values - targets[part]).square().sum() * accelerator.num_processes / targets.numel() / 2
 
-    def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-        return build_optimizer(model, args, decayed=set())
-
-    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        return get_linear_schedule_with_warmup(optimizer, num_warmup_steps=0, num_training_steps=10)
-
     def make() -> Critic:
         model = tiny_classifier(seed=1)
         disable_dropout_in_model(model)
         return Critic(model, args, accelerator)
 
-    def step(critic: Critic) -> dict[str, float]:
+    def step(critic: Critic) -> float:
         for last in (False, True):  # two micro-batches, of which the last one sums over the processes
             accelerator.gradient_state._set_sync_gradients(last)
             critic.learn(batch, value_loss)
         return critic.step()
 
     critic = make()
-    critic.prepare(optimizer, schedule)
+    critic.prepare(decayed=set())
     steps = [step(critic) for _ in range(STEPS)]
     critic.save_state(directory)
     critic.save_pretrained(directory / "critic", tiny_tokenizer())
     accelerator.wait_for_everyone()
     again = make()
-    again.prepare(optimizer, schedule)
+    again.prepare(decayed=set())
     again.load_state(directory)
     record = {
         "processes": accelerator.num_processes,

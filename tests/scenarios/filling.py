@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from made_up_policy import ROWS, MadeUpPolicy
 
-from trl_qurl.trainers.dynamic_sampling.sampler import PromptStream
+from trl_qurl.trainers.dynamic_sampling import PromptStream
 
 GROUPS, GROUP_SIZE, ROLLOUTS = 4, 3, 8
 
@@ -22,7 +22,7 @@ def main() -> None:
     for rollout in range(ROLLOUTS):
         batch = [row for row in ROWS[rollout * GROUPS :][:GROUPS] for _ in range(GROUP_SIZE)]
         size = len(batch) // accelerator.num_processes
-        filled = policy.sampler.fill(batch[accelerator.process_index * size :][:size], policy.functions)
+        filled = policy.fill(batch[accelerator.process_index * size :][:size])
         samples = gather_object([[s.row["prompt"], s.completion, s.extras["seen"]] for s in filled.samples])
         rollouts.append({"samples": samples, "rewards": filled.rewards.tolist(), "metrics": filled.metrics})
     if accelerator.is_main_process:

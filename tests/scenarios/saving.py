@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import torch
 import transformers.trainer
 from datasets import Dataset
 from huggingface_hub.utils import filter_repo_objects
@@ -68,7 +67,6 @@ def mistakes(trainer, output_dir: Path) -> dict[str, str]:
     messages = {
         "own directory": message_of(trainer, output_dir),
         "unknown scheme": message_of(trainer, scheme="int4"),
-        "unknown quantizer": message_of(trainer, quantizer="gptq"),
         "nothing left": message_of(trainer, ignore=["re:.*"]),
     }
     trainer.args.rollout_quantization, kept = None, trainer.args.rollout_quantization
@@ -117,14 +115,11 @@ def run(options: argparse.Namespace) -> dict:
     record = {"history": trainer.state.log_history}
     if options.save:
         version = trainer.vllm_generation.sync.version
-        before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
         record["directory"] = str(trainer.save_quantized())
         record["messages"] = mistakes(trainer, options.output_dir)
-        record["moved"] = [name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])]
         record["version_kept"] = trainer.vllm_generation.sync.version == version
         if not options.lora:
             trainer.save_quantized(options.output_dir / "fp8", scheme="fp8", ignore=["lm_head", "re:.*down_proj"])
-            trainer.save_quantized(options.output_dir / "compressor", quantizer="llmcompressor")
         hub = Hub()
         transformers.trainer.hf_api = lambda: hub
         trainer.push_to_hub(blocking=True)

@@ -17,11 +17,15 @@ from datasets import Dataset
 from tiny import tiny_model, tiny_tokenizer
 from transformers import Trainer, TrainingArguments
 
-from trl_qurl.trainers.saving import SavingMixin
+from trl_qurl.trainers.saving import whole_state_dict
 
 
-class SavingTrainer(SavingMixin, Trainer):
+class SavingTrainer(Trainer):
     """As a trainer of this project saves."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        with whole_state_dict(self.accelerator.state.fsdp_plugin):
+            super().save_model(output_dir, _internal_call)
 
 
 def main(directory: Path, state_dict_type: str) -> None:

@@ -28,8 +28,7 @@ class QuRLPPOConfig(QuRLGRPOConfig):
             of reward (verl). `None` for no clipping.
         critic_warmup_steps: Number of initial optimizer steps in which only the critic learns. The policy's schedule
             counts them.
-        critic_learning_rate: Constant learning rate of the critic, as in the paper's GSM8K run and verl. For a
-            schedule, override `QuRLPPOTrainer.create_critic_scheduler`.
+        critic_learning_rate: Constant learning rate of the critic, as in the paper's GSM8K run and verl.
 
     > Changed defaults
 

@@ -1,17 +1,18 @@
-"""Checks of a trainer's arguments other than its config, by TRL's names, before an engine starts.
+"""A trainer's arguments, checked before an engine starts: TRL would report most of these errors minutes later."""
 
-Everything here except `LengthCheckCallback` needs only the arguments, not a loaded model. TRL would report most of
-these errors only after the first rollout.
-"""
-
+import dataclasses
 import inspect
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 from accelerate.utils import is_peft_model
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback
 from transformers.utils.quantization_config import QuantizationConfigMixin
+from trl.import_utils import is_vllm_available
+
+from trl_qurl.quantization.formats import get_scheme
+from trl_qurl.rollout.settings import RolloutSettings
 
 REWARD_KEYWORDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """Keyword arguments that TRL passes to every reward function, before the dataset's columns."""
@@ -19,93 +20,110 @@ REWARD_KEYWORDS = ("prompts", "completions", "completion_ids", "trainer_state", 
 NOT_PASSED = ("prompt", "completion", "completion_ids")
 """Columns that TRL does not pass."""
 
-UNMERGED = ("ADAPTION_PROMPT", "OSF", "POLY", "SHADOW", "XLORA")
-"""PEFT methods, besides prompt learning, whose adapters cannot be merged and unmerged."""
+
+def checked_config(trainer: Any, config: Any, model: Any) -> Any:
+    """Return a config of this trainer class; the default one if `config` is `None`."""
+    if not is_vllm_available():
+        raise ImportError(
+            "Quantized rollouts need vLLM, which is not installed: run `pip install 'trl-qurl[vllm]'` (TRL imports it "
+            "here even if a server generates), or train with TRL's own trainer and use_vllm=False."
+        )
+    config_class = trainer._config_class
+    if config is None:
+        name = model if isinstance(model, str) else model.config._name_or_path
+        return config_class(f"{name.split('/')[-1] or 'model'}-QuRL-{trainer._algorithm}")
+    if type(config) in config_class.__mro__ and type(config).__module__.startswith("trl."):  # GRPOConfig for ours
+        fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
+        # TRL has derived it from steps_per_generation, and rejects a config with both.
+        return config_class(**{name: value for name, value in fields.items() if name != "generation_batch_size"})
+    if not isinstance(config, config_class):
+        package = config_class.__module__.partition(".")[0]
+        raise TypeError(
+            f"args is a {type(config).__name__}, which lacks settings of {trainer.__name__}: pass a {package}."
+            f"{config_class.__name__} (it takes the same fields and adds its own)."
+        )
+    return config
 
 
-def arguments_by_name(trainer: type, positional: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all arguments by their names in the constructor of TRL's trainer.
-
-    Args:
-        trainer: TRL's trainer, or a subclass of it.
-        positional: Arguments in TRL's order, `model` first.
-        named: Arguments by name.
-
-    Returns:
-        All arguments by name.
-
-    Raises:
-        TypeError: There are too many arguments, or one is passed twice.
-    """
-    bases = [cls for cls in trainer.__mro__ if cls.__module__.startswith("trl.")]
-    signatures = [inspect.signature(cls) for cls in bases]  # some take `**kwargs` for their parent
-    complete = next(signature for signature in signatures if "train_dataset" in signature.parameters)
-    by_position = complete.bind_partial(*positional).arguments
-    if twice := by_position.keys() & named.keys():
-        raise TypeError(f"{trainer.__name__} got {', '.join(sorted(twice))} by position and by name: pass it once.")
-    return {**by_position, **named}
+def rollout_settings(args: Any) -> RolloutSettings:
+    """Return the rollout settings of a config as flat values."""
+    name = args.rollout_quantization
+    return RolloutSettings(
+        scheme=None if name is None else get_scheme(name),
+        ignore=tuple(args.quantization_ignore),
+        is_served=args.vllm_mode == "server",
+        weight_sync=args.weight_sync,
+        round_base=args.round_base,
+        smooths=args.smooths,
+        checkpoint_dir=args.rollout_checkpoint_dir,
+        engine_kwargs=args.engine_kwargs,
+        sync_check_interval=args.sync_check_interval,
+        request_timeout=args.vllm_request_timeout,
+    )
 
 
-def check_arguments(args: Any, kwargs: Mapping[str, Any]) -> None:
+def applies_uaq(args: Any, arguments: Mapping[str, Any]) -> bool:
+    """Return whether to rescale the model for UAQ; warn if an adapter forbids it."""
+    model = arguments["model"]
+    is_adapted = arguments.get("peft_config") is not None or (not isinstance(model, str) and is_peft_model(model))
+    if args.uaq_scale != 1.0 and is_adapted:
+        warnings.warn(
+            f"uaq_scale={args.uaq_scale} is not applied: an adapter trained on rescaled weights would not fit the "
+            "original model that users load it on. Set uaq_scale=1.0 to avoid this warning.",
+            stacklevel=3,
+        )
+    return args.uaq_scale != 1.0 and not is_adapted
+
+
+def check_arguments(args: Any, arguments: Mapping[str, Any]) -> None:
     """Raise for datasets, reward functions, models and adapters that training cannot use.
 
-    Args:
-        args: The trainer's config.
-        kwargs: The constructor's other arguments, by TRL's names.
-
-    Raises:
-        ValueError: A model or a dataset cannot be used; the message says what to do.
-        TypeError: A reward function does not accept what TRL passes to it.
+    `arguments` are the constructor's, by TRL's names; `args` is the config among them.
     """
-    arguments = [kwargs.get("quantization_config"), *(args.model_init_kwargs or {}).values()]
-    check_full_precision(kwargs["model"], arguments)
-    check_adapter(kwargs["model"], kwargs.get("peft_config"))
-    train, evaluation, rewards = (kwargs.get(name) for name in ("train_dataset", "eval_dataset", "reward_funcs"))
-    if kwargs.get("environment_factory") is None:  # an environment brings its own prompts
+    model, loading = arguments["model"], (args.model_init_kwargs or {}).values()
+    check_full_precision(model, [arguments.get("quantization_config"), *loading])
+    check_adapter(model, arguments.get("peft_config"))
+    train: Any = arguments.get("train_dataset")
+    evaluation = arguments.get("eval_dataset")
+    if arguments.get("environment_factory") is None:  # an environment brings its own prompts
         evaluation = evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
         for name, dataset in {"train_dataset": train, **evaluation}.items():
             check_prompt_column(name, dataset)
-    check_prompts(train, args.generation_batch_size // args.num_generations)
+    needed = args.generation_batch_size // args.num_generations
+    if hasattr(train, "__len__") and len(train) < needed:  # TRL would end without a step
+        raise ValueError(
+            f"train_dataset has {len(train)} prompts, but a rollout needs {needed} (per_device_train_batch_size x "
+            "processes x steps_per_generation / num_generations): add prompts, or make rollouts smaller."
+        )
+    rewards = arguments.get("reward_funcs")
     for function in rewards if isinstance(rewards, list) else [rewards]:
-        check_reward(function, args, kwargs)
+        check_reward(function, args, arguments)
 
 
 def check_prompt_column(name: str, dataset: Any) -> None:
     """Raise `ValueError` if the dataset's columns are known and do not include `prompt`."""
     columns = getattr(dataset, "column_names", None)  # unknown for some streams until they are read
     if columns and "prompt" not in columns:
-        first = next(iter(columns))
         raise ValueError(
             f"{name} has no column 'prompt', only {', '.join(map(repr, columns))}: rename one with "
-            f"dataset.rename_column({first!r}, 'prompt'), or make one with "
+            f"dataset.rename_column({next(iter(columns))!r}, 'prompt'), or make one with "
             "dataset.map(lambda row: {'prompt': ...})."
         )
 
 
-def check_prompts(dataset: Any, per_rollout: int) -> None:
-    """Raise `ValueError` if a non-streaming dataset is too small for a rollout; TRL would end without a step."""
-    if hasattr(dataset, "__len__") and len(dataset) < per_rollout:
-        raise ValueError(
-            f"train_dataset has {len(dataset)} prompts, but a rollout needs {per_rollout} "
-            "(per_device_train_batch_size x processes x steps_per_generation / num_generations): add prompts, or make "
-            "rollouts smaller."
-        )
-
-
-def check_reward(function: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raise `TypeError` for a reward function that TRL cannot call; models and unknown signatures pass."""
+def check_reward(function: Any, args: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise `TypeError` for a reward function that TRL cannot call; models pass."""
     if isinstance(function, nn.Module) or not callable(function):
         return
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return
-    columns = getattr(kwargs.get("train_dataset"), "column_names", None)
+    columns = getattr(arguments.get("train_dataset"), "column_names", None)
     columns = [] if columns is None or args.remove_unused_columns else columns
-    environments = kwargs.get("environment_factory") and ["environments"]
-    names = [*REWARD_KEYWORDS, *(environments or []), *(name for name in columns if name not in NOT_PASSED)]
+    names = [*REWARD_KEYWORDS, *(name for name in columns if name not in NOT_PASSED)]
+    has_environment = arguments.get("environment_factory") is not None
+    if has_environment:
+        names.append("environments")
+    signature = inspect.signature(function)
     # Streams, rollout functions and environments may pass more names, so unfilled parameters are not errors.
-    is_complete = columns and not environments and kwargs.get("rollout_func") is None
+    is_complete = columns and not has_environment and arguments.get("rollout_func") is None
     try:
         (signature.bind if is_complete else signature.bind_partial)(**dict.fromkeys(names))
     except TypeError as error:
@@ -121,7 +139,7 @@ def check_adapter(model: Any, peft_config: Any) -> None:
     configs = model.peft_config.values() if not isinstance(model, str) and is_peft_model(model) else ()
     for config in [*configs, *([] if peft_config is None else [peft_config])]:
         alora_tokens = vars(config).get("alora_invocation_tokens")  # aLoRA adapts only some tokens
-        if config.is_prompt_learning or config.peft_type in UNMERGED or alora_tokens:
+        if config.is_prompt_learning or alora_tokens:
             raise ValueError(
                 f"{type(config).__name__} ({'aLoRA' if alora_tokens else config.peft_type.value}) is a PEFT method "
                 "that cannot be merged into the weights, but each sync quantizes merged weights: use LoRA, or omit "
@@ -141,19 +159,3 @@ def check_full_precision(model: Any, arguments: list[Any]) -> None:
             "load it in 16 bits, without quantization_config. For an adapter on a base that is rounded as in the "
             "engine, set round_base=True."
         )
-
-
-class LengthCheckCallback(TrainerCallback):
-    """Callback that rejects completions longer than the loaded model allows, before an engine starts."""
-
-    def on_init_end(self, args: Any, *others: Any, model: PreTrainedModel, **kwargs: Any) -> None:
-        """Compare the two lengths, once the model is loaded."""
-        text = model.config.get_text_config()
-        factor = (getattr(text, "rope_parameters", None) or {}).get("factor") or 1  # YaRN and others
-        positions = int((getattr(text, "max_position_embeddings", None) or 0) * factor)
-        length = args.max_completion_length or 0
-        if positions and length > positions and length != type(args).max_completion_length:  # ignore the default
-            raise ValueError(
-                f"max_completion_length is {args.max_completion_length}, but the model has {positions} positions "
-                "(max_position_embeddings), shared by prompt and completion: lower it."
-            )

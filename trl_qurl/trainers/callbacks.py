@@ -4,11 +4,10 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from torch.optim import Optimizer
 from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 
 from trl_qurl.quantization.uaq import recorded_scale, scale_model_
-from trl_qurl.trainers.run_log import RUN_LOG, RunLog
+from trl_qurl.trainers.run_log import RUN_LOG, append_row, begin_log
 
 
 class UpdateAwareQuantizationCallback(TrainerCallback):
@@ -50,11 +49,7 @@ class TrainerAwareCallback(TrainerCallback):
 
     @property
     def trainer(self) -> Any:
-        """The trainer that this callback was passed to.
-
-        Raises:
-            RuntimeError: The callback was not passed to a trainer, or that trainer was deleted.
-        """
+        """The trainer that this callback was passed to; a `RuntimeError` if there is none."""
         trainer = None if self._trainer is None else self._trainer()
         if trainer is None:
             name = type(self).__name__
@@ -66,27 +61,6 @@ class TrainerAwareCallback(TrainerCallback):
         self._trainer = weakref.ref(trainer)
 
 
-class CriticWarmupCallback(TrainerCallback):
-    """A `TrainerCallback` that freezes the policy for the first optimizer steps, to let its critic learn first.
-
-    The optimizer runs without gradients, so it changes no weights, builds no momentum and applies no weight decay.
-    DeepSpeed steps before callbacks run. There, the trainer's zero loss freezes the policy, except for weight decay.
-
-    Args:
-        steps: Optimizer steps at the start of training.
-    """
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def on_pre_optimizer_step(
-        self, args: Any, state: TrainerState, control: Any, *, optimizer: Optimizer, **kwargs: Any
-    ) -> None:
-        """Clear the gradients."""
-        if state.global_step < self.steps:
-            optimizer.zero_grad()
-
-
 class RunLogCallback(TrainerCallback):
     """A `TrainerCallback` that writes `run.jsonl`, the input of `trl-qurl report`, in the main process.
 
@@ -96,23 +70,19 @@ class RunLogCallback(TrainerCallback):
 
     def __init__(self, settings: dict[str, object] | None = None) -> None:
         self._settings = settings or {}
-        self._log: RunLog | None = None
+        self._path: Path | None = None  # of the log, in the process that writes it
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: Any, *, model: PreTrainedModel, **kwargs: Any
     ) -> None:
         """Start the file in the output directory, or continue it after the step that training resumes from."""
         if state.is_world_process_zero:
-            settings = {
-                "model": getattr(model.config, "_name_or_path", None),
-                **args.to_dict(),
-                "uaq_scale": recorded_scale(model),
-                **self._settings,
-            }
-            self._log = RunLog(Path(args.output_dir or ".") / RUN_LOG)
-            self._log.begin(settings, state.global_step)
+            name = getattr(model.config, "_name_or_path", None)
+            settings = {"model": name, **args.to_dict(), "uaq_scale": recorded_scale(model), **self._settings}
+            self._path = Path(args.output_dir or ".") / RUN_LOG
+            begin_log(self._path, settings, state.global_step)
 
     def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, float], **kwargs: Any) -> None:
         """Append the row, unless the trainer evaluates without having trained."""
-        if self._log is not None:
-            self._log.append({"step": state.global_step, **logs})
+        if self._path is not None:
+            append_row(self._path, {"step": state.global_step, **logs})

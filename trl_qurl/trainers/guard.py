@@ -8,7 +8,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from accelerate.logging import get_logger
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -19,7 +19,7 @@ WINDOW = 5
 """Rollouts per median. A run is not judged before it has this many."""
 
 KL, TAIL, ESS = "mismatch/kl_k3", "mismatch/capped_share", "mismatch/ess"
-"""The metrics to watch."""
+"""The metrics to watch: their ideals are 0, 0 and 1."""
 
 # Evidence for all thresholds: the runs of benchmarks/study.md, replayed by benchmarks/guard.py. In the 185 runs that
 # were not harmed, medians of five rollouts reached at worst a KL of 0.069 (W4A16 with a merged adapter, one of five
@@ -44,25 +44,6 @@ ADVICE_WITHOUT_ROUNDING = (
 )
 
 
-class Limit(NamedTuple):
-    """The range of a metric."""
-
-    ideal: float  # without any mismatch
-    threshold: float  # of the alarm
-
-    def fraction(self, value: float) -> float:
-        """Return the distance from the ideal as a fraction of the threshold's; infinite for NaN and infinity."""
-        return (value - self.ideal) / (self.threshold - self.ideal) if math.isfinite(value) else math.inf
-
-
-class Finding(NamedTuple):
-    """A metric beyond its threshold."""
-
-    metric: str
-    median: float  # of the last `WINDOW` rollouts
-    threshold: float
-
-
 class MismatchGuard:
     """Watches KL, the tail of the importance ratio and the effective sample size of one run.
 
@@ -76,44 +57,44 @@ class MismatchGuard:
 
     def __init__(self, kl: float, cap: float | None = None) -> None:
         self.alarm = False
-        self._limits = {KL: Limit(0.0, kl), ESS: Limit(1.0, ESS_THRESHOLD)}
+        self._thresholds = {KL: kl, ESS: ESS_THRESHOLD}
         if cap is None or cap >= SMALLEST_CAP:
-            self._limits[TAIL] = Limit(0.0, TAIL_THRESHOLD)
+            self._thresholds[TAIL] = TAIL_THRESHOLD
         self._rollouts: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
 
-    def observe(self, metrics: Mapping[str, float]) -> list[Finding]:
+    def observe(self, metrics: Mapping[str, float]) -> list[str]:
         """Record the metrics of a rollout.
 
         Args:
             metrics: From `mismatch_metrics`. Empty metrics (no token was scored) change nothing.
 
         Returns:
-            The metrics beyond their thresholds if this rollout raises the alarm; otherwise an empty list.
+            A line for each metric beyond its threshold if this rollout raises the alarm; otherwise an empty list.
         """
         if metrics:
             self._rollouts.append(metrics)
         if not metrics or len(self._rollouts) < WINDOW:
             return []
-        fractions = {
-            name: median(limit.fraction(rollout[name]) for rollout in self._rollouts)
-            for name, limit in self._limits.items()
-        }
-        had_alarm, self.alarm = self.alarm, max(fractions.values()) >= (0.5 if self.alarm else 1.0)
+        distances = {name: median(_distance(row[name], name) for row in self._rollouts) for name in self._thresholds}
+        allowed = {name: _distance(threshold, name) for name, threshold in self._thresholds.items()}
+        share = 0.5 if self.alarm else 1.0
+        had_alarm, self.alarm = self.alarm, any(distances[name] >= share * allowed[name] for name in distances)
         if had_alarm:
             return []
         return [
-            Finding(name, limit.ideal + fractions[name] * (limit.threshold - limit.ideal), limit.threshold)
-            for name, limit in self._limits.items()
-            if fractions[name] >= 1.0
+            f"{name} is {1 - distance if name == ESS else distance:.3g} (threshold {self._thresholds[name]:g})"
+            for name, distance in distances.items()
+            if distance >= allowed[name]
         ]
 
 
-class MismatchGuardCallback(TrainerCallback):
-    """Callback that warns of each alarm, and with `mismatch_guard="stop"` ends training after the current step.
+def _distance(value: float, name: str) -> float:
+    """Return the distance of a metric from its ideal; infinite for NaN and infinity."""
+    return (1 - value if name == ESS else value) if math.isfinite(value) else math.inf
 
-    Args:
-        args: The trainer's config, with `mismatch_guard` other than `off`.
-    """
+
+class MismatchGuardCallback(TrainerCallback):
+    """Callback that warns of each alarm, and with `mismatch_guard="stop"` ends training after the current step."""
 
     def __init__(self, args: Any) -> None:
         self._stops = args.mismatch_guard == "stop"
@@ -124,12 +105,10 @@ class MismatchGuardCallback(TrainerCallback):
 
     def observe(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Check a training rollout's mismatch for drift, and return the guard's own metric."""
-        findings = self._guard.observe(metrics)
-        if findings:
-            medians = ", ".join(f"{name} is {value:.3g} (threshold {limit:g})" for name, value, limit in findings)
+        if findings := self._guard.observe(metrics):
             logger.warning(
                 f"The sampling policy has drifted from the policy being trained: over the last {WINDOW} rollouts, the "
-                f"median of {medians}. {self._advice}"
+                f"median of {', '.join(findings)}. {self._advice}"
                 + ("" if self._stops else " Set mismatch_guard='stop' to end training at an alarm.")
             )
         return {"mismatch/guard": float(self._guard.alarm)}

@@ -7,6 +7,7 @@ import torch
 
 def loss_metrics(
     policy_logps: torch.Tensor,  # of the policy being updated, (B, T)
+    proximal_logps: torch.Tensor,  # of the policy at rollout time, (B, T)
     inputs: Mapping[str, torch.Tensor],  # of the loss
     learned: torch.Tensor,  # mask of the tokens learned from, bool (B, T)
     epsilon_high: float,  # the upper clip bound above 1, before ACR lifts it
@@ -18,7 +19,7 @@ def loss_metrics(
     2020, "Approximating KL Divergence"). `acr/*` are shares of all tokens learned from: those whose upper bound ACR
     lifted, and the subset of these that TIS would have clipped.
     """
-    log_ratio = (policy_logps - inputs["proximal_logps"]).masked_fill(~learned, 0.0).double()  # (B, T)
+    log_ratio = (policy_logps - proximal_logps).masked_fill(~learned, 0.0).double()  # (B, T)
     parts = {"policy/approx_kl": log_ratio.expm1() - log_ratio}  # (B, T) each
     if "epsilon_high" in inputs:
         ratio = torch.exp(policy_logps - inputs["old_per_token_logps"])  # (B, T)

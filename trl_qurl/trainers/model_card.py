@@ -1,15 +1,15 @@
-"""Model cards: a section about the rollouts for TRL's card, and the card of a quantized checkpoint.
+"""Model cards: a section about the rollouts for TRL's card, and the card of a quantized checkpoint."""
 
-TRL writes the card of a run (`create_model_card`). This module adds a section and the algorithm's citation to it.
-"""
-
-from collections.abc import Mapping
+from collections.abc import Sequence
 from importlib.metadata import packages_distributions, version
+from pathlib import Path
+from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
 from trl_qurl import __version__
-from trl_qurl.objective import get_objective
+from trl_qurl.objective import OBJECTIVES
+from trl_qurl.quantization.formats import get_scheme
 from trl_qurl.quantization.scheme import QuantizationScheme
 
 PACKAGES = ("vllm", "compressed_tensors", "trl", "transformers", "torch")  # a run depends on their versions
@@ -27,75 +27,53 @@ QURL = {
 """The paper, in the format of TRL's cards (`_paper`)."""
 
 
-def describe_objective(name: str) -> str:
-    """Return a sentence that describes an objective."""
-    objective = get_objective(name)
-    return f"The objective is `{objective.name}` ({objective.source}): {objective.description}."
-
-
-def name_local_models(card: ModelCard, start: str, trained: str) -> None:
-    """Replace "None" in TRL's card, in place, with the names of models that are not on the Hub."""
-    source = f"a fine-tuned version of `{start}`" if start else "a fine-tuned language model"
-    card.text = card.text.replace("a fine-tuned version of [None](https://huggingface.co/None)", source)
-    card.text = card.text.replace('model="None"', f'model="{trained}"')
-
-
-def describe_run(card: ModelCard, sentences: list[str], settings: Mapping[str, object]) -> None:
-    """Add a section about the rollouts to TRL's card, in place."""
-    cells = [(name, str(value).replace("|", "\\|")) for name, value in settings.items()]
-    table = ["| setting | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in cells)]
-    parts = ["### Quantized rollouts", " ".join(sentences), "\n".join(table), f"Made with {made_with()}."]
+def add_rollouts(path: Path, algorithm: str, args: Any, sends_adapter: bool) -> None:
+    """Add a section about the rollouts to TRL's card, from the trainer's config."""
+    name = args.rollout_quantization
+    codes = "not quantized" if name is None else f"quantized ({get_scheme(name).description})"
+    source = "the frozen base with the unmerged adapter" if sends_adapter else "a copy of the policy"
+    sentences = [f"The algorithm is {algorithm}. vLLM generated the rollouts with {source}, {codes}."]
+    if args.round_base:
+        sentences.append(
+            "The adapter was trained on a base whose weights were rounded to the values of these codes, and only "
+            "works with that base: on the original weights, or merged into them, it is a different policy."
+        )
+    if objective := OBJECTIVES.get(vars(args).get("objective", "")):
+        sentences.append(f"The objective is `{objective.name}` ({objective.source}): {objective.description}.")
+    sentences.append(f"All settings are in `run.jsonl`. Made with {made_with()}.")
+    card = ModelCard.load(path)
     head, mark, tail = card.text.partition("### Framework versions")
-    card.text = "\n\n".join([head.rstrip(), *parts, mark + tail])
-
-
-def add_citation(card: ModelCard, algorithm: str, citation: str) -> None:
-    """Add the algorithm's BibTeX entry to TRL's card, in place."""
-    head, mark, tail = card.text.partition("Cite TRL as:")
-    if mark:
-        card.text = f"{head}Cite {algorithm} as:\n\n```bibtex\n{citation}\n```\n\n{mark}{tail}"
+    card.text = "\n\n".join([head.rstrip(), "### Quantized rollouts", " ".join(sentences), mark + tail])
+    card.save(path)
 
 
 def quantized_card(
     name: str,
     scheme: QuantizationScheme,
-    ignore: list[str],
+    ignore: Sequence[str],
     full_precision: str | None,
     base_model: str | None,
-    tags: list[str],
     adapter_rank: int = 0,
 ) -> ModelCard:
-    """Return the model card of a quantized checkpoint, linking the policy and its base model on the Hub.
-
-    A checkpoint with an adapter in its subdirectory `adapter` must be served with `--max-lora-rank adapter_rank`.
-    """
+    """Return the card of a quantized checkpoint, with a link to the policy, or its base, on the Hub if it is there."""
+    source = full_precision or base_model
     data = ModelCardData(
-        base_model=full_precision or base_model,
+        base_model=source,
         base_model_relation="quantized" if full_precision else "finetune" if base_model else None,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=[*tags, scheme.name, "compressed-tensors", "vllm"],
+        tags=["trl", "qurl", scheme.name, "compressed-tensors", "vllm"],
     )
-    source = full_precision or base_model
-    link = f" of [{source}](https://huggingface.co/{source})" if source else ""
-    copy = "quantized copy" if full_precision or not base_model else "quantized fine-tune"
-    ignored = ", ".join(f"`{pattern}`" for pattern in ignore) or "none"
-    options = f" --enable-lora --max-lora-rank {adapter_rank} --lora-modules policy={name}/adapter"
-    adapter_note = (
-        "\n\nThe policy is this base with the adapter in `adapter`: request the model `policy` from the server."
-        if adapter_rank
-        else ""
-    )
-    bits = scheme.weight_args.num_bits
+    options, note = "", ""
+    if adapter_rank:
+        options = f" --enable-lora --max-lora-rank {adapter_rank} --lora-modules policy={name}/adapter"
+        note = "\n\nThe policy is this base with the adapter in `adapter`: request the model `policy` from the server."
     return ModelCard(
         f"---\n{data.to_yaml()}\n---\n\n"
         f"# {name}\n\n"
-        f"This is a {bits}-bit {copy}{link}, in the format of compressed-tensors: {scheme.description}. "
-        f"Kept in full precision: {ignored}. No calibration data was used.\n\n"
-        "## Serving\n\n"
-        f"```bash\nvllm serve {name}{options if adapter_rank else ''}\n```{adapter_note}\n\n"
-        f"Written by {made_with()} with `save_quantized`, which rounds "
-        "the weights as in the rollouts of [QuRL](https://huggingface.co/papers/2602.13953).\n"
+        f"A policy trained with {made_with()} and quantized: {scheme.description}. Kept in full "
+        f"precision: {', '.join(f'`{pattern}`' for pattern in ignore) or 'none'}. No calibration data was used.\n\n"
+        f"## Serving\n\n```bash\nvllm serve {name}{options}\n```{note}\n"
     )
 
 

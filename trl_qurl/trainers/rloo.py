@@ -18,7 +18,7 @@ from trl_qurl.objective import TRL_LOSS, surrogate_terms
 from trl_qurl.rollout.mismatch import valid_logps
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.loss_metrics import loss_metrics
-from trl_qurl.trainers.model_card import QURL, describe_objective
+from trl_qurl.trainers.model_card import QURL
 from trl_qurl.trainers.rollouts import QuantizedRolloutsMixin
 
 
@@ -35,66 +35,28 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
     FlashRL's (Eq. 5 of QuRL, arXiv 2602.13953); GSPO-token also combines token weights with a ratio of completions
     (arXiv 2507.18071).
 
-    One weight per completion, ∏_t ρ_t, would be exact, but it degenerates with length. Over T tokens at a divergence
-    of k nats each, its logarithm is close to normal with mean −T·k and variance 2·T·k, so the effective sample size is
-    exp(−2·T·k) of the completions. With T = 500, that is one half at INT8's k = 0.0007, and one in twenty thousand at
-    INT4's k = 0.01. A cap cuts the largest weights, but the median stays at exp(−T·k), 1/150 for INT4. One weight per
-    token leaves exp(−2·k) at any length. The price is a bias: each token is weighted as if the tokens before and after
-    it came from the policy being trained.
+    One weight per completion, ∏_t ρ_t, would be exact, but leaves an effective sample size of exp(−2·T·k) for T tokens
+    with a divergence of k nats each. One per token leaves exp(−2·k) at any length. The price is a bias: each token is
+    weighted as if the tokens before and after it came from the policy being trained (docs/rloo.md).
 
-    Args:
-        model: See [`~trl.RLOOTrainer`].
-        reward_funcs: See [`~trl.RLOOTrainer`].
-        args: A [`QuRLRLOOConfig`] or a [`~trl.RLOOConfig`]; `None` for the defaults.
-        positional: Remaining arguments of [`~trl.RLOOTrainer`], in its order (`train_dataset`, `eval_dataset`, ...).
-        kwargs: The same arguments by name (`train_dataset`, `peft_config`, ...).
-
-    Raises:
-        TypeError: `args` is neither a `QuRLRLOOConfig` nor an `RLOOConfig`, or TRL cannot call a reward function.
-        ValueError: The dataset, model or adapter is not supported.
-        ImportError: vLLM is not installed.
-
-    Example:
-
-    ```python
-    from datasets import load_dataset
-    from trl_qurl import QuRLRLOOConfig, QuRLRLOOTrainer
-
-    trainer = QuRLRLOOTrainer(
-        model="Qwen/Qwen2.5-0.5B-Instruct",
-        reward_funcs=lambda completions, **kwargs: [float(len(set(completion))) for completion in completions],
-        args=QuRLRLOOConfig("output", num_generations=8),
-        train_dataset=load_dataset("trl-lib/tldr", split="train"),
-    )
-    trainer.train()
-    ```
+    The arguments are those of [`QuRLGRPOTrainer`], with a [`QuRLRLOOConfig`] or a [`~trl.RLOOConfig`] for `args`.
     """
 
     _config_class = QuRLRLOOConfig
     _generation_module = rloo_trainer
     _algorithm = "RLOO"
-    _algorithm_citation = RLOOTrainer._paper["citation"].strip()
     _tag_names = ["trl", "rloo", "qurl"]
     _name = "QuRL"
     _paper = QURL
 
-    def __init__(
-        self,
-        model: Any,
-        reward_funcs: Any = None,
-        args: QuRLRLOOConfig | None = None,
-        *positional: Any,
-        **kwargs: Any,
-    ) -> None:
-        self._passes: list[torch.Tensor] = []  # log-probabilities of the latest forward passes, (B, T) each
-        self._token_weights: torch.Tensor | None = None  # of the loss being computed, (B, T)
-        super().__init__(model, reward_funcs, args, *positional, **kwargs)
+    _token_weights: torch.Tensor | None = None  # of the loss being computed, (B, T)
+    _passes: Any = ()  # log-probabilities of the latest forward passes, (B, T) each
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        self._passes.clear()
+        self._passes = ()
         batch = super()._generate_and_score_completions(inputs)
         proximal_logps = self._passes[0]  # (B, T), the policy's; the reference model's would be second
-        self._passes.clear()
+        self._passes = ()
         batch |= self._objective_inputs(batch, proximal_logps, self._behavior_logps())
         self._record_mismatch()
         return batch
@@ -133,38 +95,22 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
         }
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        if "proximal_logps" not in inputs:
-            raise ValueError(
-                "The batch has no 'proximal_logps', the log-probabilities that this trainer adds to TRL's batch: keep "
-                "every key that _generate_and_score_completions returns."
-            )
-        self._passes.clear()
+        self._passes = ()
         with substitute(self, "_token_weights", inputs.get("token_weights")):
             loss = super()._compute_loss(model, inputs)
-        (policy_logps,) = self._passes  # the loss runs one forward pass
-        self._passes.clear()
+        policy_logps = self._passes[0]  # the loss runs one forward pass
+        self._passes = ()
         learned = inputs["completion_mask"].bool()
-        self._record(loss_metrics(policy_logps, inputs, learned, self.epsilon_high, self._sum_over_processes))
+        proximal_logps, upper = inputs["proximal_logps"], self.epsilon_high
+        self._record(loss_metrics(policy_logps, proximal_logps, inputs, learned, upper, self._sum_over_processes))
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
         logps, *others = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self._passes.append(logps.detach())
+        self._passes += (logps.detach(),)
         if self._token_weights is not None:
             logps = weigh_gradient(logps, self._token_weights)
         return logps, *others
-
-    def _describe_run(self) -> tuple[list[str], dict[str, object]]:
-        sentences, settings = super()._describe_run()
-        args = self.args
-        settings |= {
-            "`objective`": args.objective,
-            "cap C (`vllm_importance_sampling_clip_max`)": args.vllm_importance_sampling_clip_max,
-            "`epsilon`, `epsilon_high`": f"{self.epsilon_low}, {self.epsilon_high}",
-        }
-        if args.objective == TRL_LOSS:
-            return [*sentences, "The loss is TRL's own and does not correct for the quantization."], settings
-        return [*sentences, describe_objective(args.objective), "Ratio and clipping are per completion."], settings
 
 
 def weigh_gradient(logps: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -173,13 +119,7 @@ def weigh_gradient(logps: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         log π_t → sg(log π_t) + w_t · (log π_t − sg(log π_t))
 
     Where sg stops the gradient. A function f of the result has the gradient Σ_t w_t · ∂f/∂log π_t · ∇log π_t.
-
-    Args:
-        logps: `(B, T)`, in nats.
-        weights: w, `(B, T)`, finite.
-
-    Returns:
-        `(B, T)`, bitwise equal to `logps`.
+    `logps` and `weights` are `(B, T)`; the weights must be finite.
     """
     fixed = logps.detach()
     return fixed + weights * (logps - fixed)

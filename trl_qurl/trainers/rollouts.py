@@ -10,78 +10,88 @@ quantization, logs the cost of rollouts, saves quantized checkpoints and resumes
 corrects for the mismatch between the two policies (`grpo.py`, `rloo.py`).
 """
 
-import dataclasses
 import functools
+import inspect
 import itertools
+import os
 import time
-import warnings
 import weakref
+from collections.abc import Collection
+from contextlib import nullcontext
+from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from accelerate.utils import is_peft_model
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.data_utils import prepare_multimodal_messages
-from trl.import_utils import is_vllm_available
+from trl.trainer.utils import RepeatSampler, get_config_model_id
 
-from trl_qurl.quantization.formats import get_scheme
+from trl_qurl.quantization.formats import SCHEMES, get_scheme
 from trl_qurl.quantization.layers import AUTO
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.mismatch import MismatchTally
-from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.trainers.arguments import LengthCheckCallback, arguments_by_name, check_arguments
-from trl_qurl.trainers.callbacks import (
-    RunLogCallback,
-    TrainerAwareCallback,
-    UpdateAwareQuantizationCallback,
-)
+from trl_qurl.trainers.arguments import applies_uaq, check_arguments, checked_config, rollout_settings
+from trl_qurl.trainers.callbacks import RunLogCallback, TrainerAwareCallback, UpdateAwareQuantizationCallback
 from trl_qurl.trainers.guard import MismatchGuardCallback
-from trl_qurl.trainers.rollout_state import RolloutStateMixin
-from trl_qurl.trainers.saving import SavingMixin
+from trl_qurl.trainers.model_card import add_rollouts, quantized_card
+from trl_qurl.trainers.rollout_state import load_rollout_state, save_rollout_state, skip_epochs
+from trl_qurl.trainers.saving import whole_state_dict, write_quantized
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer as TRLTrainer
+else:
+    TRLTrainer = object
 
 CALIBRATION_PROMPTS, LONGEST_PROMPT = 8, 512
 """Number of prompts, and maximum tokens of each, for smoothing and `quantization_ignore="auto"`."""
 
 
-class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
+class QuantizedRolloutsMixin(TRLTrainer):
     """Mixin for TRL trainers that generates rollouts with a quantized copy of the policy, updated at every sync.
 
-    List it before the trainer in the bases, and set the four class attributes.
+    List it before the trainer in the bases, and set the three class attributes.
 
     Attributes:
         _config_class: The trainer's config class, with the fields of [`QuantizedRolloutsConfig`].
         _generation_module: The TRL module whose `VLLMGeneration` the trainer starts.
         _algorithm: Name of the algorithm, for model cards and logs.
-        _algorithm_citation: BibTeX entry of the algorithm, for model cards; may be empty.
     """
 
     _config_class: ClassVar[type]
     _generation_module: ClassVar[ModuleType]
+    _algorithm: ClassVar[str]
 
-    def __init__(self, model: Any, *positional: Any, **named: Any) -> None:
-        kwargs = self._checked_arguments(model, *positional, **named)
-        args = kwargs["args"]
+    _train_sampler: RepeatSampler | None = None
+    _scoring_seconds = 0.0  # in forward passes of the current rollout
+
+    def __init__(
+        self, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **kwargs: Any
+    ) -> None:
+        args = checked_config(type(self), args, model)
+        bound = inspect.signature(super().__init__).bind_partial(model, reward_funcs, args, *positional, **kwargs)
+        arguments = dict(bound.arguments)
+        arguments |= arguments.pop("kwargs", {})  # some trainers leave the rest to their parent
+        self._before_engine(args, arguments)
         self._step_timer = StepTimer()
-        self._scoring_seconds = 0.0
-        run_log = RunLogCallback({"updates_per_rollout": args.updates_per_rollout, "algorithm": self._algorithm})
-        # Ours go first: rows logged by user callbacks belong in run.jsonl, their time in no step.
-        adapted = kwargs.get("peft_config") is not None or (not isinstance(model, str) and is_peft_model(model))
         self._guard = None if args.mismatch_guard == "off" else MismatchGuardCallback(args)
+        # Ours go first: rows logged by user callbacks belong in run.jsonl, their time in no step.
+        run_log = RunLogCallback({"updates_per_rollout": args.updates_per_rollout, "algorithm": self._algorithm})
         guard = [] if self._guard is None else [self._guard]
-        callbacks = [*_uaq_callbacks(args, adapted), self._step_timer, run_log, *guard]
-        kwargs["callbacks"] = [LengthCheckCallback(), *callbacks, *(kwargs.get("callbacks") or [])]
+        uaq = [UpdateAwareQuantizationCallback(args.uaq_scale)] if applies_uaq(args, arguments) else []
+        arguments["callbacks"] = [*uaq, self._step_timer, run_log, *guard, *(arguments.get("callbacks") or [])]
         # Nothing below may hold the trainer: vLLM freezes the garbage collector, so reference cycles are never freed,
         # and a deleted trainer would keep its engine.
         trainer = weakref.proxy(self)
         generation = functools.partial(
             QuantizedVLLMGeneration,
-            rollout=_rollout_settings(args),
+            rollout=rollout_settings(args),
             global_step=lambda: trainer.state.global_step,
             prompts=lambda: trainer._first_prompts(),
         )
         with substitute(self._generation_module, "VLLMGeneration", generation):
-            super().__init__(**kwargs)
+            super().__init__(**arguments)
         # Replace `auto` with the layers it selected, for the log, the model card and the checkpoints.
         patterns = [pattern for pattern in args.quantization_ignore if pattern != AUTO]
         args.quantization_ignore = [*patterns, *self.vllm_generation.kept]
@@ -89,37 +99,9 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         for callback in self.callback_handler.callbacks:
             self._set_trainer(callback)
 
-    @classmethod
-    def _checked_arguments(cls, model: Any, *positional: Any, **named: Any) -> dict[str, Any]:
-        """Return the arguments by TRL's names, with a config of this trainer; raise if they cannot be used."""
-        arguments = arguments_by_name(cls, (model, *positional), named)
-        arguments["args"] = cls._checked_config(arguments.get("args"), model)
-        check_arguments(arguments["args"], arguments)
-        return arguments
-
-    @classmethod
-    def _checked_config(cls, config: Any, model: Any) -> Any:
-        """Return a config of this trainer; the default one if `config` is `None`."""
-        if not is_vllm_available():
-            raise ImportError(
-                "Quantized rollouts need vLLM, which is not installed: run `pip install 'trl-qurl[vllm]'` (TRL "
-                "imports it here even if a server generates), or train with TRL's own trainer and use_vllm=False."
-            )
-        config_class = cls._config_class
-        if config is None:
-            name = model if isinstance(model, str) else model.config._name_or_path
-            return config_class(f"{name.split('/')[-1] or 'model'}-QuRL-{cls._algorithm}")
-        if type(config) in config_class.__mro__ and type(config).__module__.startswith("trl."):  # GRPOConfig for ours
-            fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
-            # TRL has derived it from steps_per_generation, and rejects a config with both.
-            return config_class(**{name: value for name, value in fields.items() if name != "generation_batch_size"})
-        if not isinstance(config, config_class):
-            package = config_class.__module__.partition(".")[0]
-            raise TypeError(
-                f"args is a {type(config).__name__}, which lacks settings of {cls.__name__}: pass a {package}."
-                f"{config_class.__name__} (it takes the same fields and adds its own)."
-            )
-        return config
+    def _before_engine(self, args: Any, arguments: dict[str, Any]) -> None:
+        """Check the constructor's arguments, by TRL's names. What may fail belongs before the engine's slow start."""
+        check_arguments(args, arguments)
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback, and set its trainer if it needs one."""
@@ -130,6 +112,8 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
         if isinstance(callback, TrainerAwareCallback):
             callback.trainer = self
 
+    # Rollouts --------------------------------------------------------------------------------------------------------
+
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         started = time.perf_counter()
         inputs = super()._prepare_inputs(generation_batch)
@@ -139,7 +123,19 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         self._scoring_seconds = 0.0
         batch = super()._generate_and_score_completions(inputs)
-        self._record(self._rollout_cost())
+        cost = self.vllm_generation.pop_cost()
+        tokens = self._sum_over_processes(torch.tensor([float(cost.tokens)], device=self.accelerator.device)).item()
+        metrics = {
+            "time/quantize_s": cost.quantize_s,
+            "time/sync_s": cost.sync_s,
+            "time/sync_check_s": cost.check_s,
+            "sync/sent_mb": cost.sent_bytes / 1e6,
+            "sync/recoveries": float(cost.recoveries),
+            "time/generate_s": cost.generate_s,
+            "time/logps_s": self._scoring_seconds,
+            "throughput/generated_tokens_per_s": tokens / cost.generate_s if cost.generate_s else 0.0,
+        }
+        self._record(metrics | cost.probe)
         return batch
 
     def _first_prompts(self) -> list[list[int]]:
@@ -171,22 +167,6 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
             metrics |= self._guard.observe(metrics)
         self._record(metrics)
 
-    def _rollout_cost(self) -> dict[str, float]:
-        cost = self.vllm_generation.pop_cost()
-        local = torch.tensor([float(cost.tokens)], device=self.accelerator.device)
-        tokens = self._sum_over_processes(local).item()
-        return {
-            "time/quantize_s": cost.quantize_s,
-            "time/sync_s": cost.sync_s,
-            "time/sync_check_s": cost.check_s,
-            "sync/sent_mb": cost.sent_bytes / 1e6,
-            "sync/recoveries": float(cost.recoveries),
-            "time/generate_s": cost.generate_s,
-            "time/logps_s": self._scoring_seconds,
-            "throughput/generated_tokens_per_s": tokens / cost.generate_s if cost.generate_s else 0.0,
-            **cost.probe,
-        }
-
     def _sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.accelerator.reduce(tensor, reduction="sum")
 
@@ -197,6 +177,100 @@ class QuantizedRolloutsMixin(SavingMixin, RolloutStateMixin):
     def _record(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
             self._metrics[self._mode][name].append(value)
+
+    # Checkpoints -----------------------------------------------------------------------------------------------------
+
+    def _rollout_state(self) -> dict[str, Any]:
+        """Return what a resumed run needs in addition to transformers' checkpoint; trainers may add to it."""
+        smoothing = self.vllm_generation.weights.smoothing
+        scales = smoothing and smoothing.state_dict()
+        # TRL's count of micro-batches so far, and the batches of its rollout.
+        return {"step": self._step, "batches": self._buffered_inputs, "smoothing": scales}
+
+    def _load_rollout_state(self, state: dict[str, Any]) -> None:
+        self._step, self._buffered_inputs = state["step"], state["batches"]
+        smoothing = self.vllm_generation.weights.smoothing
+        if smoothing is not None and state["smoothing"]:
+            smoothing.load_state_dict(state["smoothing"])
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        checkpoint = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        save_rollout_state(self._rollout_state(), checkpoint, self.accelerator)
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        self._train_sampler = super()._get_train_sampler(dataset)
+        return self._train_sampler
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        skip_epochs(self._train_sampler, self.state.epoch)  # `self.state` is the checkpoint's by now
+        if state := load_rollout_state(Path(checkpoint), self.accelerator):
+            self._load_rollout_state(state)
+
+    # Saving ----------------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the whole policy, as the parent does, to `output_dir` or else the run's output directory."""
+        with whole_state_dict(self.accelerator.state.fsdp_plugin) if self.is_fsdp_enabled else nullcontext():
+            super().save_model(output_dir, _internal_call)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write TRL's model card, with a section about the rollouts."""
+        super().create_model_card(*args, **kwargs)
+        if self.is_world_process_zero():
+            path, sends_adapter = Path(self.args.output_dir) / "README.md", self.vllm_generation.base is not None
+            add_rollouts(path, self._algorithm, self.args, sends_adapter)
+
+    def save_quantized(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        scheme: str | None = None,
+        *,
+        ignore: Collection[str] | None = None,
+        merge: bool = False,
+    ) -> Path:
+        """Write a quantized checkpoint of the current policy, without a critic, for `vllm serve DIRECTORY`.
+
+        No calibration data is needed. PEFT adapters are merged into the weights. If rollouts kept the adapter separate
+        from the quantized base (`weight_sync="adapter"`), so does the checkpoint, in its subdirectory `adapter`.
+        Weights rescaled by UAQ compute the same function, and the config records the scale. Unquantized weights keep
+        their training dtype. Training can continue afterwards. In a distributed run, every process must call this.
+
+        Args:
+            output_dir: Directory to create; defaults to `{args.output_dir}-{scheme}`, which `push_to_hub` does not
+                upload. An existing quantized checkpoint is replaced once the new one is complete.
+            scheme: Name of a format; defaults to the rollouts' format, `args.rollout_quantization`.
+            ignore: Modules to keep in full precision; defaults to those of the rollouts, `args.quantization_ignore`.
+            merge: Whether to merge an adapter that rollouts kept separate. With another format or other modules to
+                ignore than the rollouts', it is always merged.
+
+        Returns:
+            The checkpoint directory.
+
+        Raises:
+            ValueError: The scheme is missing or unknown, or no layer is left to quantize.
+            OSError: The directory holds something other than a quantized checkpoint, or cannot be written.
+        """
+        args, generation = self.args, self.vllm_generation
+        name = scheme or args.rollout_quantization
+        if name is None:
+            raise ValueError(
+                "This run's rollouts are not quantized (rollout_quantization=None): pass "
+                f"save_quantized(scheme=...) one of {', '.join(map(repr, SCHEMES))}."
+            )
+        target, run = get_scheme(name), Path(args.output_dir).absolute()
+        ignore = args.quantization_ignore if ignore is None else list(ignore)
+        path = run.with_name(f"{run.name}-{target.name}") if output_dir is None else Path(output_dir)
+        is_rollouts = (target.name, ignore) == (args.rollout_quantization, args.quantization_ignore)
+        start = get_config_model_id(self.model.config)
+        start = None if not start or Path(start).is_dir() else start
+        hub_name = self.hub_model_id or args.hub_model_id
+        card = functools.partial(quantized_card, path.name, target, ignore, hub_name, start)
+        write_quantized(generation, path, target, ignore, card, generation.base if is_rollouts and not merge else None)
+        return path
 
 
 class StepTimer(TrainerAwareCallback):
@@ -215,32 +289,3 @@ class StepTimer(TrainerAwareCallback):
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Record the duration of the step in seconds, including the optimizer's update."""
         self.trainer._record({"time/update_s": time.perf_counter() - self._started})
-
-
-def _uaq_callbacks(args: Any, adapted: bool) -> list[UpdateAwareQuantizationCallback]:
-    if args.uaq_scale == 1.0:
-        return []
-    if adapted:
-        warnings.warn(
-            f"uaq_scale={args.uaq_scale} is not applied: an adapter trained on rescaled weights would not fit the "
-            "original model that users load it on. Set uaq_scale=1.0 to avoid this warning.",
-            stacklevel=3,
-        )
-        return []
-    return [UpdateAwareQuantizationCallback(args.uaq_scale)]
-
-
-def _rollout_settings(args: Any) -> RolloutSettings:
-    name = args.rollout_quantization
-    return RolloutSettings(
-        scheme=None if name is None else get_scheme(name),
-        ignore=tuple(args.quantization_ignore),
-        is_served=args.vllm_mode == "server",
-        weight_sync=args.weight_sync,
-        round_base=args.round_base,
-        smooths=args.smooths,
-        checkpoint_dir=args.rollout_checkpoint_dir,
-        engine_kwargs=args.engine_kwargs,
-        sync_check_interval=args.sync_check_interval,
-        request_timeout=args.vllm_request_timeout,
-    )

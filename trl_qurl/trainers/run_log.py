@@ -10,7 +10,6 @@ import gzip
 import json
 import os
 import re
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -19,12 +18,11 @@ from typing import Any
 RUN_LOG = "run.jsonl"
 SETTINGS_KEY = "settings"
 
-# Names of settings with secret values; `max_tokens` and `eos_token_id` do not match.
-_SECRET = re.compile(r"(^|_|-)(token|api_?key|password|passwd|secret|authorization|credentials?)$", re.IGNORECASE)
-_CREDENTIALS = re.compile(r"(?<=:)//[^/@\s]+@")  # user and password in a URL
-_MASK = "<hidden>"
-
-Row = dict[str, Any]
+# Text of settings with secret values, also inside JSON text, where quotes are escaped; and passwords in URLs.
+_SECRET = re.compile(
+    r"""((?:token|api_?key|password|passwd|secret|authorization|credentials?)\\*":\s*\\*")[^"\\]+""", re.IGNORECASE
+)
+_PASSWORD = re.compile(r'(?<=:)//[^/@\s"]+@')
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Run:
 
     path: Path
     settings: dict[str, Any]
-    rows: list[Row]
+    rows: list[dict[str, Any]]
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """Return the values of a metric over the run.
@@ -54,46 +52,39 @@ class Run:
         return sorted(values.items())
 
 
-class RunLog:
-    """Writer of one run's log.
+def begin_log(path: Path, settings: dict[str, Any], step: int) -> None:
+    """Start a run's log, or continue it after a resume.
+
+    A run that starts at step 0 renames an earlier run's file to the next free `run-1.jsonl`. A resumed run keeps the
+    rows up to its checkpoint and drops later ones, whose steps will be repeated.
 
     Args:
         path: The log file.
+        settings: The run's settings. Values that JSON cannot represent become text; secrets are masked.
+        step: Number of optimizer updates already done.
     """
+    rows: list[dict[str, Any]] = []
+    if step > 0 and path.exists():
+        rows = [row for row in read_run(path).rows if row["step"] <= step]
+    elif path.exists():
+        backups = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(1))
+        path.rename(next(backup for backup in backups if not backup.exists()))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = _PASSWORD.sub("//<hidden>@", _SECRET.sub(r"\1<hidden>", _line({SETTINGS_KEY: settings})))
+    tmp = path.with_suffix(".tmp")
+    tmp.write_text(header + "".join(map(_line, rows)), encoding="utf-8")
+    tmp.replace(path)
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
 
-    def begin(self, settings: dict[str, Any], step: int) -> None:
-        """Start the file, or continue it after a resume.
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    """Append a row to a run's log.
 
-        A run that starts at step 0 renames an earlier run's file to the next free `run-1.jsonl`. A resumed run keeps
-        the rows up to its checkpoint and drops later ones, whose steps will be repeated.
-
-        Args:
-            settings: The run's settings. Values that JSON cannot represent become text; secrets are masked.
-            step: Number of optimizer updates already done.
-        """
-        rows: list[Row] = []
-        if step > 0 and self.path.exists():
-            rows = [row for row in read_run(self.path).rows if row["step"] <= step]
-        elif self.path.exists():
-            backups = (self.path.with_name(f"{self.path.stem}-{number}{self.path.suffix}") for number in count(1))
-            os.replace(self.path, next(backup for backup in backups if not backup.exists()))
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        tmp = self.path.with_suffix(".tmp")
-        contents = [{SETTINGS_KEY: _without_secrets(settings)}, *rows]
-        tmp.write_text("".join(map(_line, contents)), encoding="utf-8")
-        os.replace(tmp, self.path)
-
-    def append(self, row: Row) -> None:
-        """Append one row.
-
-        Args:
-            row: Values by name, including `step`.
-        """
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(_line(row))
+    Args:
+        path: The log file.
+        row: Values by name, including `step`.
+    """
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(_line(row))
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
@@ -127,21 +118,6 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             f"{file} is not a run log, or is damaged ({error}): its first line must hold the settings, and all others "
             "a step."
         ) from error
-
-
-def _without_secrets(value: Any) -> Any:
-    """Mask secrets in nested settings, including those in JSON text, and passwords in URLs."""
-    if isinstance(value, dict):
-        return {
-            name: _MASK if isinstance(entry, str) and _SECRET.search(str(name)) else _without_secrets(entry)
-            for name, entry in value.items()
-        }
-    if not isinstance(value, str):
-        return value
-    if value.lstrip().startswith("{"):
-        with suppress(json.JSONDecodeError):
-            return json.dumps(_without_secrets(json.loads(value)))
-    return _CREDENTIALS.sub(f"//{_MASK}@", value)
 
 
 def _line(content: dict[str, Any]) -> str:

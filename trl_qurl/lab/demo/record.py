@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from trl_qurl.lab.demo.evaluate import measure_policy
 from trl_qurl.lab.progress import step_line
-from trl_qurl.trainers.run_log import RUN_LOG, RunLog
+from trl_qurl.trainers.run_log import RUN_LOG, append_row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +38,7 @@ class RolloutRecorder(TrainerCallback):
             return
         metrics = self.measure(model)
         # The trainer has already written its own row for this step.
-        RunLog(Path(args.output_dir or ".") / RUN_LOG).append({"step": state.global_step, **metrics})
+        append_row(Path(args.output_dir or ".") / RUN_LOG, {"step": state.global_step, **metrics})
         self._done += 1
         if self._done % 10 == 0:
             print("rollout", step_line({**metrics, **logs}, self._done, self._rollouts), flush=True)

@@ -7,27 +7,20 @@ order of TRL's batches, and may straddle two processes.
 
 import hashlib
 import json
-import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)  # logs in the main process only
 
 MAX_ROUNDS = 10
 """Rounds of generation for one batch, including the first: verl's limit for DAPO."""
-
-
-class StreamPrompt(NamedTuple):
-    """A prompt drawn from the stream."""
-
-    row: dict[str, Any]
-    position: int  # prompts drawn so far, including this one
 
 
 class PromptStream:
@@ -37,19 +30,17 @@ class PromptStream:
     """
 
     def __init__(self, dataset: Any, seed: int, drawn: int = 0) -> None:
-        if not hasattr(dataset, "__len__"):
-            raise ValueError(
-                "dynamic_sampling=True cannot draw extra prompts from a streaming dataset: load it with "
-                "streaming=False, or set dynamic_sampling=False."
-            )
         self._dataset = dataset
         self._seed = seed
         self._epoch, self._order = -1, torch.empty(0)
         self.drawn = drawn
 
-    def draw(self, count: int, tried: set[str]) -> list[StreamPrompt]:
-        """Draw the next `count` prompts that are not in `tried`, and add them to it; fewer if none are left."""
-        prompts: list[StreamPrompt] = []
+    def draw(self, count: int, tried: set[str]) -> list[tuple[dict[str, Any], int]]:
+        """Draw `count` prompts that are not in `tried`, or fewer if none are left, and add them to it.
+
+        Returns rows of the dataset, each with the number of prompts drawn so far, including it.
+        """
+        prompts: list[tuple[dict[str, Any], int]] = []
         for _ in range(2 * len(self._dataset)):  # the rest of this epoch plus one full epoch
             if len(prompts) == count:
                 break
@@ -58,7 +49,7 @@ class PromptStream:
             digest = prompt_digest(row)
             if digest not in tried:
                 tried.add(digest)
-                prompts.append(StreamPrompt(row, self.drawn))
+                prompts.append((row, self.drawn))
         return prompts
 
     def _next_index(self) -> int:
@@ -98,6 +89,11 @@ class Batch:
         """The dataset rows of the samples."""
         return [sample.row for sample in self.samples]
 
+    def extras(self) -> dict[str, list]:
+        """Return the columns that reward functions add to the table of completions."""
+        names = {name for sample in self.samples for name in sample.extras}
+        return {name: [sample.extras.get(name) for sample in self.samples] for name in names}
+
     def generated(self) -> tuple:
         """Return what TRL's `_generate` would have returned for these prompts, without tools and images."""
         prompt_ids = [sample.prompt_ids for sample in self.samples]
@@ -105,14 +101,6 @@ class Batch:
         completions = [sample.completion for sample in self.samples]
         logps = None if self.samples[0].logps is None else [sample.logps for sample in self.samples]
         return prompt_ids, completion_ids, None, completions, logps, {}, None, []
-
-
-class RolloutFunctions(NamedTuple):
-    """A trainer's methods for generation and scoring, passed per batch so the sampler holds no trainer."""
-
-    generate: Callable[[list], tuple]  # the trainer's `_generate`; returns the same as `Batch.generated`
-    score: Callable[..., torch.Tensor]  # its `_calculate_rewards`; returns the rewards of all processes
-    take_extras: Callable[[], dict[str, list]]  # returns and clears what reward functions added to the table
 
 
 @dataclass
@@ -123,24 +111,24 @@ class DynamicSampler:
     judge: Callable[[torch.Tensor], torch.Tensor]  # maps rewards, (N, functions), to the one that decides, (N,)
     prompts: PromptStream
     accelerator: Accelerator
-    _warned: bool = False
 
-    def fill(self, rows: list[dict[str, Any]], functions: RolloutFunctions) -> Batch:
+    def fill(self, rows: list[dict[str, Any]], sample: Callable[[list[dict[str, Any]]], Batch]) -> Batch:
         """Generate a batch, and replace groups whose rewards are equal with groups of other prompts.
 
-        Every process must call this with its own rows of the batch, one per completion.
+        Every process must call this with its own rows of the batch, one per completion. `sample` generates and scores
+        a completion for each row (`sample_batch`).
         """
-        rounds = [self._make_round(rows, functions)]
+        rounds = [sample(rows)]
         batch = Batch(list(rounds[0].samples), rounds[0].rewards.clone())
         useful = self._useful(batch)  # (groups,)
         tried = {digest for part in gather_object([[prompt_digest(row) for row in rows]]) for digest in part}
         group_count, useful_count = len(useful), int(useful.sum())
-        for _ in range(1, MAX_ROUNDS):
+        while len(rounds) < MAX_ROUNDS and not useful.all():
             open_slots = (~useful).nonzero().flatten().tolist()
-            prompts = self._draw(len(open_slots), useful_count / group_count, len(useful), tried) if open_slots else []
+            prompts = self._draw(len(open_slots), useful_count / group_count, len(useful), tried)
             if not prompts:
                 break
-            rounds.append(self._make_round(self._share_out(prompts), functions))
+            rounds.append(sample(self._share_out([row for row, _ in prompts])))
             new = self._useful(rounds[-1])
             group_count, useful_count = group_count + len(new), useful_count + int(new.sum())
             slots = dict(zip(new.nonzero().flatten().tolist(), open_slots, strict=False))
@@ -149,34 +137,37 @@ class DynamicSampler:
             if useful.all():
                 # Return unused prompts to the stream. Otherwise the training data would depend on the size of a round,
                 # and with it on the number of processes.
-                self.prompts.drawn = prompts[max(slots)].position
-        self._warn_if_unfilled(useful, len(rounds))
-        batch.metrics.update(self._metrics(rounds, batch.samples, useful))
+                self.prompts.drawn = prompts[max(slots)][1]
+        if not useful.all():
+            logger.warning_once(
+                f"Dynamic sampling could not fill a batch with groups of different rewards in {MAX_ROUNDS} rounds of "
+                "generation, or ran out of prompts: the questions may be too easy or too hard for the policy. How "
+                "often that happens is logged as dynamic_sampling/filled_share."
+            )
+        decisive = self.judge(torch.cat([each.rewards for each in rounds]))  # (N,)
+        batch.metrics.update(
+            {
+                "dynamic_sampling/rounds": float(len(rounds)),
+                "dynamic_sampling/discarded_share": 1 - len(batch.rewards) / len(decisive),
+                "dynamic_sampling/filled_share": useful.float().mean().item(),
+                "dynamic_sampling/unfiltered_reward": decisive.nanmean().item(),
+            }
+        )
         return batch
 
     def _useful(self, batch: Batch) -> torch.Tensor:
         return informative(self.judge(batch.rewards), self.group_size)
 
-    def _make_round(self, rows: list[dict[str, Any]], functions: RolloutFunctions) -> Batch:
-        prompts = [row["prompt"] for row in rows]
-        prompt_ids, completion_ids, _, completions, logps, *_ = functions.generate(prompts)
-        rewards = functions.score(rows, prompts, completions, completion_ids)
-        # A column of another length cannot be matched to rows.
-        columns = {name: column for name, column in functions.take_extras().items() if len(column) == len(rows)}
-        extras = [{name: column[i] for name, column in columns.items()} for i in range(len(rows))]
-        logps = [None] * len(rows) if logps is None else logps
-        return Batch(list(map(Sample, rows, prompt_ids, completion_ids, completions, logps, extras)), rewards)
-
-    def _draw(self, missing: int, share: float, groups: int, tried: set[str]) -> list[StreamPrompt]:
+    def _draw(self, missing: int, share: float, groups: int, tried: set[str]) -> list[tuple[dict[str, Any], int]]:
         """Draw prompts for the next round: enough if the share of useful groups stays as it is, at most a batch."""
         count = min(groups, math.ceil(missing / max(share, 1 / 8)))  # a smaller share is not a reliable estimate
         step = self.accelerator.num_processes // math.gcd(self.accelerator.num_processes, self.group_size)
         prompts = self.prompts.draw(-(-count // step) * step, tried)
         return prompts[: len(prompts) // step * step]  # every process must generate the same number of completions
 
-    def _share_out(self, prompts: Sequence[StreamPrompt]) -> list[dict[str, Any]]:
+    def _share_out(self, prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return this process's share of the prompts' groups, one row per completion."""
-        rows = [prompt.row for prompt in prompts for _ in range(self.group_size)]
+        rows = [row for row in prompts for _ in range(self.group_size)]
         size = len(rows) // self.accelerator.num_processes
         return rows[self.accelerator.process_index * size :][:size]
 
@@ -196,30 +187,26 @@ class DynamicSampler:
         for origin, target in moves.items():
             batch.rewards[target] = source.rewards[origin]
 
-    def _warn_if_unfilled(self, useful: torch.Tensor, rounds: int) -> None:
-        if not useful.all() and not self._warned:
-            self._warned = True
-            logger.warning(
-                "Dynamic sampling found only %d of %d groups with different rewards in %d rounds of generation: the "
-                "questions may be too easy or too hard for the policy. Later batches are not reported, but logged as "
-                "dynamic_sampling/filled_share.",
-                int(useful.sum()),
-                len(useful),
-                rounds,
-            )
 
-    def _metrics(self, rounds: list[Batch], samples: list[Sample], useful: torch.Tensor) -> dict[str, float]:
-        decisive = self.judge(torch.cat([each.rewards for each in rounds]))  # (N,)
-        generated = [sample for each in rounds for sample in each.samples]
-        discarded = sum(len(s.completion_ids) for s in generated) - sum(len(s.completion_ids) for s in samples)
-        local = torch.tensor([float(discarded)], device=self.accelerator.device)
-        return {
-            "dynamic_sampling/rounds": float(len(rounds)),
-            "dynamic_sampling/discarded_share": 1 - len(samples) * self.accelerator.num_processes / len(decisive),
-            "dynamic_sampling/extra_tokens": self.accelerator.reduce(local, reduction="sum").item(),
-            "dynamic_sampling/filled_share": useful.float().mean().item(),
-            "dynamic_sampling/unfiltered_reward": decisive.nanmean().item(),
-        }
+def sample_batch(
+    generate: Callable[[list], tuple],
+    score: Callable[..., torch.Tensor],
+    extras: dict[str, list],
+    rows: list[dict[str, Any]],
+) -> Batch:
+    """Return a completion for each row, from a trainer's `_generate` and `_calculate_rewards`.
+
+    Reward functions add columns of the table of completions to `extras`, which this function empties.
+    """
+    prompts = [row["prompt"] for row in rows]
+    prompt_ids, completion_ids, _, completions, logps, *_ = generate(prompts)
+    rewards = score(rows, prompts, completions, completion_ids)
+    # A column of another length cannot be matched to rows.
+    columns = {name: column for name, column in extras.items() if len(column) == len(rows)}
+    extras.clear()
+    of_rows = [{name: column[i] for name, column in columns.items()} for i in range(len(rows))]
+    logps = [None] * len(rows) if logps is None else logps
+    return Batch(list(map(Sample, rows, prompt_ids, completion_ids, completions, logps, of_rows)), rewards)
 
 
 def informative(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
@@ -235,3 +222,26 @@ def weighted_sum(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return TRL's total reward, (N,), from rewards per function, (N, functions); NaN if no function scored."""
     total = (rewards * weights.to(rewards.device)).nansum(1)
     return total.masked_fill(rewards.isnan().all(1), math.nan)
+
+
+def check_dynamic_sampling(arguments: dict[str, Any], reward_name: str | None) -> None:
+    """Raise `ValueError` for trainer arguments that dynamic sampling does not support, before an engine starts."""
+    dataset = arguments.get("train_dataset")
+    if not hasattr(dataset, "__len__"):
+        raise ValueError(
+            "dynamic_sampling=True cannot draw extra prompts from a streaming dataset: load it with streaming=False, "
+            "or set dynamic_sampling=False."
+        )
+    for name in ("tools", "rollout_func", "environment_factory"):
+        if arguments.get(name):
+            raise ValueError(f"dynamic_sampling=True does not work with {name}: remove one of them.")
+    if {"image", "images"} & set(getattr(dataset, "column_names", None) or ()):
+        raise ValueError("dynamic_sampling=True does not work with images: set it to False.")
+    functions = arguments["reward_funcs"]
+    functions = functions if isinstance(functions, list) else [functions]
+    names = [getattr(function, "__name__", None) for function in functions]
+    if reward_name is not None and None not in names and reward_name not in names:
+        raise ValueError(
+            f"dynamic_sampling_reward={reward_name!r} is not the name of a reward function: use one of "
+            f"{', '.join(map(repr, names))}."
+        )

@@ -1,0 +1,258 @@
+"""PPO's critic: a value model that trains along with the policy, and its optimizer.
+
+It has a separate `Accelerator`. The two share the process group and every setting, but each has its own models and
+optimizers, so DDP, FSDP2 and ZeRO-3 prepare, clip and save the policy and the critic separately.
+
+The value model is a causal backbone with a scalar head per token, built from the user's `value_model`: for most
+architectures, transformers has `AutoModelForTokenClassification`, here with one label. A new head starts at zero in
+every process, so the first values are 0 and the first advantages equal the returns.
+
+Shapes: `B` sequences, `P` prompt tokens, `T` completion tokens.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, is_peft_model
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoModelForTokenClassification,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    Trainer,
+)
+from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
+from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, get_config_model_id
+
+from trl_qurl.config import QuRLPPOConfig
+from trl_qurl.quantization.parameters import whole
+from trl_qurl.quantization.storage import new_directory
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+CRITIC_DIRECTORY = "critic"
+"""Subdirectory for the critic, in the directory where `save_model` writes the policy."""
+
+STATE_DIRECTORY = "critic_state"
+"""Subdirectory for the critic and its optimizer, in a checkpoint."""
+
+HEAD_NAMES = ("score", "classifier")
+"""Head names in the token classifiers of transformers."""
+
+
+class Critic:
+    """A value model that learns after each backward pass of the policy.
+
+    The trainer calls `rollout_values` per rollout, `learn` per micro-batch and `step` per optimizer step.
+    `model(input_ids, attention_mask).logits` is `(B, P + T, 1)`.
+    """
+
+    def __init__(self, model: PreTrainedModel, args: QuRLPPOConfig, policy_accelerator: Accelerator) -> None:
+        # Accelerators of a process share one `GradientState`: a plugin with other settings would change the policy's.
+        plugin = GradientAccumulationPlugin(**policy_accelerator.gradient_state.plugin_kwargs)
+        accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+        self.model: Any = model  # `prepare` may wrap it for the launcher
+        self.accelerator = accelerator
+        self._args = args
+        self._optimizer: Any = None
+        if args.gradient_checkpointing:
+            model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+            if is_peft_model(model):
+                model.enable_input_require_grads()  # otherwise reentrant checkpointing would compute no gradients
+        if accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+            model.to(accelerator.device)
+
+    def prepare(self, decayed: set[str]) -> None:
+        """Build the optimizer on the first call; training may start several times.
+
+        Weight decay applies to the parameters named in `decayed`.
+        """
+        if self._optimizer is None:
+            optimizer = build_optimizer(self.model, self._args, decayed)
+            self.model, self._optimizer = self.accelerator.prepare(self.model, optimizer)
+
+    @torch.no_grad()
+    def rollout_values(self, batch: dict[str, Any], batch_size: int) -> torch.Tensor:
+        """Return values before each token and after the last, `(B, T + 1)`, in passes of `batch_size` sequences."""
+        ids, mask = prompts_and_completions(batch)
+        chunks = zip(ids.split(batch_size), mask.split(batch_size), strict=True)
+        return torch.cat([self.values(*chunk, batch["completion_ids"].size(1)) for chunk in chunks])
+
+    def learn(self, batch: dict[str, Any], value_loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Accumulate gradients on a micro-batch, and sum them over processes only at the last one of a step.
+
+        `value_loss` maps the micro-batch's values, `(B, T + 1)`, to its share of the step's loss.
+        """
+        accelerator = self.accelerator
+        loss = value_loss(self.values(*prompts_and_completions(batch), batch["completion_ids"].size(1)))
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            accelerator.backward(loss, scale_wrt_gas=False)  # the loss is already a mean over the whole step
+            return
+        with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(self.model):
+            accelerator.backward(loss)
+
+    def values(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_length: int) -> torch.Tensor:
+        """Return values before each of `T` completion tokens and after the last, `(B, T + 1)`; ids: `(B, P + T)`."""
+        self.model.train(torch.is_grad_enabled())  # gradient checkpointing needs train mode; dropout is off
+        logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        return logits.squeeze(-1)[:, -(completion_length + 1) :].float()
+
+    def step(self) -> float:
+        """Clip, update and clear gradients; return the norm before clipping."""
+        limit = self._args.max_grad_norm or math.inf  # 0 disables clipping, as for the policy
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), limit)  # `None` under DeepSpeed
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # FSDP2 shards it
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return math.nan if norm is None else float(norm)
+
+    def save_pretrained(self, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write a token classifier that transformers can load."""
+        state = self.accelerator.get_state_dict(self.model)
+        if self.accelerator.is_main_process:
+            with new_directory(directory) as tmp:
+                self.accelerator.unwrap_model(self.model).save_pretrained(tmp, state_dict=state)
+                tokenizer.save_pretrained(tmp)
+
+    def save_state(self, checkpoint: Path) -> None:
+        """Add the model and its optimizer to a checkpoint."""
+        self.accelerator.save_state(str(checkpoint / STATE_DIRECTORY))
+
+    def load_state(self, checkpoint: Path) -> None:
+        """Load what `save_state` wrote."""
+        # Load via the CPU: torch cannot load directly to "cpu:0", the device of processes in a distributed CPU run.
+        self.accelerator.load_state(str(checkpoint / STATE_DIRECTORY), map_location="cpu")
+
+
+def prompts_and_completions(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids and attention mask of a trainer's batch, both `(B, P + T)`."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    return ids, torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+
+
+def build_optimizer(model: torch.nn.Module, args: QuRLPPOConfig, decayed: set[str]) -> torch.optim.Optimizer:
+    """Build an optimizer with the policy's settings (`optim`, betas, weight decay) and the critic's learning rate."""
+    optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for name, parameter in trained if name in decayed], "weight_decay": args.weight_decay},
+        {"params": [parameter for name, parameter in trained if name not in decayed], "weight_decay": 0.0},
+    ]
+    kwargs["lr"] = args.critic_learning_rate
+    return optimizer_class([group for group in groups if group["params"]], **kwargs)
+
+
+def load_critic_model(
+    args: QuRLPPOConfig,
+    policy: str | PreTrainedModel,
+    processing_class: Any,
+    value_model: str | PreTrainedModel | None,
+    value_peft_config: Any,
+) -> PreTrainedModel:
+    """Load the critic's model, or raise if it does not fit the policy."""
+    policy_name = policy if isinstance(policy, str) else get_config_model_id(policy.config)
+    if value_model is None and not policy_name:
+        raise ValueError(
+            "The policy was not loaded from a checkpoint, so value_model=None cannot load the critic from it: save "
+            "the policy and pass its path as value_model."
+        )
+    # Load it whole on every process; the launcher's wrapper moves it to the right device.
+    init_kwargs = {"device_map": None, "trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+    if processing_class is None:  # as the trainer will
+        processing_class = AutoProcessor.from_pretrained(policy_name, **_hub_arguments(init_kwargs))
+    if isinstance(processing_class, ProcessorMixin):
+        raise ValueError(
+            f"The policy uses a {type(processing_class).__name__}, but the critic does not support images or audio: "
+            "use QuRLGRPOTrainer."
+        )
+    source = policy_name if value_model is None else value_model
+    return build_value_model(source, processing_class, init_kwargs, value_peft_config)
+
+
+def build_value_model(
+    source: str | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    init_kwargs: Mapping[str, Any],
+    peft_config: "PeftConfig | None" = None,
+) -> PreTrainedModel:
+    """Load the critic, check that it can read the policy's tokens, and add an adapter if requested.
+
+    A name or path may refer to a causal model (only its backbone is used), a reward model (its head is used too) or a
+    saved critic. A model object must be a token classifier with one label. Dropout is turned off.
+    """
+    if name := source if isinstance(source, str) else get_config_model_id(source.config):
+        check_same_tokens(tokenizer, name, init_kwargs)
+    model = _load(source, init_kwargs) if isinstance(source, str) else source
+    inner = model.get_base_model() if is_peft_model(model) else model
+    if "TokenClassification" not in type(inner).__name__ or inner.config.num_labels != 1:
+        raise TypeError(
+            f"value_model is a {type(inner).__name__} with {inner.config.num_labels} labels, but must have one value "
+            "per token: pass AutoModelForTokenClassification.from_pretrained(..., num_labels=1), or a name or path."
+        )
+    disable_dropout_in_model(model)
+    model.config.use_cache = False
+    if peft_config is not None:
+        from peft import TaskType, get_peft_model
+
+        # With another task type, the new head would be neither trained nor saved. It is trained in full, so
+        # "all-linear" must not include it.
+        peft_config = copy.deepcopy(peft_config)
+        peft_config.task_type = TaskType.TOKEN_CLS
+        excluded = getattr(peft_config, "exclude_modules", None)
+        if not isinstance(excluded, str):
+            peft_config.exclude_modules = [*(excluded or ()), *HEAD_NAMES]
+        model = get_peft_model(model, peft_config)
+    return model
+
+
+def check_same_tokens(tokenizer: PreTrainedTokenizerBase, source: str, init_kwargs: Mapping[str, Any]) -> None:
+    """Raise if the critic's tokenizer, if it has one, lacks a token of the policy or gives it a different id."""
+    options = _hub_arguments(init_kwargs)
+    # Without this file, AutoTokenizer may return an empty tokenizer of the architecture's class.
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    if cached_file(source, "tokenizer_config.json", revision=options["revision"], **quiet) is None:
+        return
+    critic_tokens = AutoTokenizer.from_pretrained(source, **options).get_vocab()
+    if different := tokenizer.get_vocab().items() - critic_tokens.items():
+        token, number = min(different, key=lambda item: item[1])
+        raise ValueError(
+            f"value_model {source} uses a different tokenizer than the policy ({len(different)} tokens differ: "
+            f"{token!r} is {number} for the policy and {critic_tokens.get(token, 'unknown')} for the critic): use a "
+            "critic from the policy's model family, or value_model=None."
+        )
+
+
+def _hub_arguments(init_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: init_kwargs.get(name) for name in ("revision", "trust_remote_code")}
+
+
+def _load(source: str, init_kwargs: Mapping[str, Any]) -> PreTrainedModel:
+    init_kwargs = {**init_kwargs, "num_labels": 1, "output_loading_info": True}
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # do not report a missing head or an unused one
+    try:
+        model, info = create_model_from_path(source, AutoModelForTokenClassification, **init_kwargs)
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    is_head = {name: name.rpartition(".")[0].split(".")[-1] in HEAD_NAMES for name in info["missing_keys"]}
+    if missing := [name for name, belongs in is_head.items() if not belongs]:
+        raise ValueError(
+            f"value_model {source} lacks weights of its backbone ({', '.join(sorted(missing)[:3])}): pass a complete "
+            "model."
+        )
+    new_head = [parameter for name, parameter in model.named_parameters() if name in is_head]
+    with torch.no_grad(), whole(new_head):
+        for parameter in new_head:
+            parameter.zero_()
+    return model

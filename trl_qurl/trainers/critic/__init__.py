@@ -1,1 +1,0 @@
-"""PPO's critic and the loading of its model."""
