@@ -13,7 +13,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     *sorted(ROOT.glob("*/README.md")),
-    *sorted(set(ROOT.glob("benchmarks/*.md")) - {ROOT / "benchmarks" / "README.md"}),
+    *sorted({*ROOT.glob("benchmarks/*.md"), *ROOT.glob("tests/*.md")} - {ROOT / "benchmarks" / "README.md"}),
     *SITE,
 ]
 

@@ -1,4 +1,4 @@
-"""The examples of docs/adding.md, in another package: a scheme and an objective; a trainer is in test_trainers.py."""
+"""The examples of docs/architecture.md, in another package: a scheme, an objective (a trainer: test_trainers.py)."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from documents import ROOT, blocks
 from safetensors.torch import load_file
 from tiny import tiny_model, tiny_tokenizer
 
-PAGE = ROOT / "docs" / "adding.md"
+PAGE = ROOT / "docs" / "architecture.md"
 NAMES = ("scheme", "registration", "objective", "config", "trainer")
 EXAMPLES = dict(zip(NAMES, (block.code for block in blocks(PAGE, "py")), strict=True))
 """The code of the page."""

@@ -210,7 +210,7 @@ def test_commands_in_the_text_exist(page):
 
 
 def test_every_subcommand_is_on_its_page():
-    shown = {code.split()[1] for code in inline_code(ROOT / "docs/api/cli.md") if code.startswith("trl-qurl ")}
+    shown = {code.split()[1] for code in inline_code(ROOT / "docs/reference.md") if code.startswith("trl-qurl ")}
     assert subcommands().keys() <= shown
 
 

@@ -1,7 +1,7 @@
 """What goes wrong with a server, done to a real one: the run continues as if nothing had happened, or stops with one
 sentence, and a new one goes on.
 
-docs/reliability.md tells users the same, fault by fault.
+tests/reliability.md and docs/reliability.md list the same, fault by fault.
 """
 
 import functools

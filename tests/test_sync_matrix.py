@@ -1,6 +1,6 @@
 """Every combination of mode, transport, dtype of the server, LoRA and tied head trains, with digests at every sync.
 
-docs/reliability.md shows the same matrix as a table. UAQ (s = 1.5) is on wherever there is no adapter. A server takes
+tests/reliability.md shows the same matrix as a table. UAQ (s = 1.5) is on wherever there is no adapter. A server takes
 a stream over NCCL only on GPUs: that row runs here with both real ends and a stand-in for NCCL between them.
 """
 

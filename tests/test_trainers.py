@@ -4,7 +4,7 @@ import pytest
 from test_adding import EXAMPLES
 
 PACKAGE = {f"{name}.py": EXAMPLES[name] for name in ("objective", "config", "trainer")}
-"""What docs/adding.md shows for another objective, and for another trainer of TRL."""
+"""What docs/architecture.md shows for another objective, and for another trainer of TRL."""
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("several trainers")]
 

@@ -82,9 +82,8 @@ def _converted(link: re.Match[str], source: Path, uri: str, repo_url: str | None
 
 def command_line_help() -> str:
     """A heading and the help of each subcommand; `grpo`, `ppo` and `rloo` import TRL for theirs, and are left out."""
-    return "\n\n".join(
-        f"## `trl-qurl {name}`\n\n```text\n{_help(name)}```" for name, command in COMMANDS.items() if command.adds_help
-    )
+    names = [name for name, command in COMMANDS.items() if command.adds_help]
+    return "\n\n".join(f"### `trl-qurl {name}`\n\n```text\n{_help(name)}```" for name in names)
 
 
 def _help(command: str) -> str:

@@ -1,6 +1,6 @@
 """Hook of mkdocs: a table of every name in the reference, with the first line of its docstring.
 
-The table lists what the pages of docs/api show with their `::: name` lines; tests/test_site.py compares it with the
+The table lists what docs/reference.md shows below it with `::: name` lines; tests/test_site.py compares it with the
 code.
 """
 
@@ -16,25 +16,22 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "<!-- Here the site has a table of every name. -->"
 SHOWN = re.compile(r"^::: (?P<path>[\w.]+)$", re.MULTILINE)
-PAGE = re.compile(r"\]\((?P<page>\w+\.md)\)")
 REFERENCE = re.compile(r"\[`~?(?P<path>[\w.]+)`\]")
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Insert the table."""
-    if MARK not in markdown:
-        return markdown
-    return markdown.replace(MARK, table(PAGE.findall(markdown)))
+    above, mark, below = markdown.partition(MARK)
+    return above + table(below) + below if mark else markdown
 
 
-def table(pages: list[str]) -> str:
-    """All names on some pages of docs/api, in their order."""
+def table(markdown: str) -> str:
+    """All names that a text shows, in their order."""
     package = griffe.load("trl_qurl", search_paths=[ROOT], resolve_aliases=True)
     lines = ["| name | description |", "|---|---|"]
-    for page in pages:
-        for shown in SHOWN.finditer((ROOT / "docs" / "api" / page).read_text(encoding="utf-8")):
-            for path, thing in named(package, shown["path"]):
-                lines.append(f"| [`{path}`]({page}#{path}) | {first_line(thing)} |")
+    for shown in SHOWN.finditer(markdown):
+        for path, thing in named(package, shown["path"]):
+            lines.append(f"| [`{path}`](#{path}) | {first_line(thing)} |")
     return "\n".join(lines)
 
 

@@ -1,8 +1,7 @@
 """Draw figures of the documentation from logs in the repository: python tools/metrics_pictures.py
 
-That of docs/metrics.md shows one healthy run and two sick ones from the study in docs/results.md. Their final figures
-are printed in the form of the page's table; tests/test_documentation.py compares the two. That of docs/results.md
-shows the study's long runs.
+That of docs/metrics.md shows one healthy run and two sick ones from the study. Their final figures are printed in the
+form of the page's table; tests/test_documentation.py compares the two. That of benchmarks/study.md shows long runs.
 """
 
 from pathlib import Path
@@ -90,7 +89,7 @@ def draw() -> Figure:
 
 
 def draw_long() -> Figure:
-    """Draw the figure of docs/results.md: accuracy over 450 rollouts, by objective."""
+    """Draw the figure of benchmarks/study.md: accuracy over 450 rollouts, by objective."""
     runs = [read_run(path) for arm in LONG_ARMS for path in sorted((STUDY / "long").glob(f"{arm}-seed*"))]
     figure = Figure(figsize=(6.0, 4.6), dpi=160, layout="constrained")
     axes = figure.subplots()

@@ -46,7 +46,7 @@ TABLE: dict[str, tuple[str, str, str]] = {
     "stochastic − nearest (`tis`)": ("actors", "{}_stochastic_tis", "{}_tis"),
     "error feedback − nearest (`tis`)": ("actors", "{}_feedback_tis", "{}_tis"),
 }
-"""Rows of docs/results.md's table of differences: experiment and arms, by format."""
+"""Rows of benchmarks/study.md's table of differences: experiment and arms, by format."""
 
 INT8 = {
     "main": ("bf16", "int8_{}", ("naive", "quantized_ratio", "decoupled", "tis", "acr", "acr_uaq")),
@@ -204,7 +204,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, default=RESULTS, help="directory that study.py wrote to")
     study = Study(parser.parse_args(argv).runs)
     table, everything = list(study.table().values()), list(study.everything())
-    print(f"### The table of results.md: {len(table)} differences in accuracy\n\n{table_of(table)}")
+    print(f"### The table of study.md: {len(table)} differences in accuracy\n\n{table_of(table)}")
     print(
         f"\n### All {len(everything)} differences; shown are those with p < {LEVEL}\n\n{table_of(everything, LEVEL)}"
     )
