@@ -35,7 +35,7 @@ from transformers.utils import logging as transformers_logging
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, get_config_model_id
 
 from trl_qurl.config import QuRLPPOConfig
-from trl_qurl.quantization.parameters import whole
+from trl_qurl.quantization.checkpoint_form import whole
 from trl_qurl.quantization.storage import new_directory
 
 if TYPE_CHECKING:
