@@ -126,13 +126,11 @@ class TestFiles:
         quantized = {name for name, tensor in weights.items() if tensor.dtype == torch.float8_e4m3fn}
         # Six of a layer's seven projections, in two layers.
         assert len(quantized) == 12 and not [name for name in quantized if "down_proj" in name]
-        # Each code is the nearest to what INT8 keeps within half a step of 1/127.5 of the channel's largest weight.
-        int8 = weights_of(saved[0] / "full-int8")
+        policy = weights_of(saved[0] / "full")
         for name in quantized:
-            ours = weights[name].float() * weights[f"{name}_scale"]
-            theirs = int8[name].float() * int8[f"{name}_scale"]
-            # E4M3 has three bits of mantissa: half a step is 1/16 of the value.
-            torch.testing.assert_close(ours, theirs, rtol=1 / 16, atol=1.1 * int8[f"{name}_scale"].max().item())
+            ours, scale = weights[name].float() * weights[f"{name}_scale"], weights[f"{name}_scale"].max().item()
+            # E4M3 has three bits of mantissa: half a step is 1/16 of the value, and 2^-10 at the smallest.
+            torch.testing.assert_close(ours, policy[name], rtol=1 / 16, atol=scale * 2**-9)
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_a_push_uploads_the_policy_its_card_and_its_log(self, kind, saved):
@@ -253,11 +251,13 @@ def trainer(tmp_path):
         output_dir=str(tmp_path / "run"),
         hub_model_id="someone/tiny",
     )
+    weights = WeightStream(model, SCHEMES["w4a16"])
     trainer.vllm_generation = SimpleNamespace(
         model=model,
+        weights=weights,
         processing_class=tiny_tokenizer(),
         base_model=model.get_base_model(),
-        base=FrozenBase(model, WeightStream(model, SCHEMES["w4a16"]), rounds=False),
+        base=FrozenBase(model, weights, rounds=False),
         policy_parameters=lambda: copy.deepcopy(model).merge_and_unload().named_parameters(),
     )
     return trainer

@@ -86,6 +86,7 @@ def run(options: argparse.Namespace) -> dict:
     settings = BASE | {
         "max_steps": 4,
         "learning_rate": 1e-3,
+        "smooth_activations": True,
         "uaq_scale": 1.0 if options.lora else 1.5,
         "hub_model_id": "someone/tiny",
         "hub_token": SECRET,

@@ -29,6 +29,7 @@ from trl.trainer.utils import RepeatSampler, get_config_model_id
 
 from trl_qurl.quantization.formats import SCHEMES, get_scheme
 from trl_qurl.quantization.layers import AUTO
+from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.rollout.substitution import substitute
@@ -234,8 +235,9 @@ class QuantizedRolloutsMixin(TRLTrainer):
     ) -> Path:
         """Write a quantized checkpoint of the current policy, without a critic, for `vllm serve DIRECTORY`.
 
-        No calibration data is needed. PEFT adapters are merged into the weights. If rollouts kept the adapter separate
-        from the quantized base (`weight_sync="adapter"`), so does the checkpoint, in its subdirectory `adapter`.
+        In the rollouts' format it holds what the engine would be sent, smoothed as in the rollouts. PEFT adapters are
+        merged into the weights. If rollouts kept the adapter separate from the quantized base
+        (`weight_sync="adapter"`), so does the checkpoint, in its subdirectory `adapter`.
         Weights rescaled by UAQ compute the same function, and the config records the scale. Unquantized weights keep
         their training dtype. Training can continue afterwards. In a distributed run, every process must call this.
 
@@ -269,7 +271,9 @@ class QuantizedRolloutsMixin(TRLTrainer):
         start = None if not start or Path(start).is_dir() else start
         hub_name = self.hub_model_id or args.hub_model_id
         card = functools.partial(quantized_card, path.name, target, ignore, hub_name, start)
-        write_quantized(generation, path, target, ignore, card, generation.base if is_rollouts and not merge else None)
+        # A new stream raises in every process or in none. It is not smoothed: nobody has seen its activations.
+        weights = generation.weights if is_rollouts else WeightStream(generation.base_model, target, ignore)
+        write_quantized(generation, path, weights, card, generation.base if is_rollouts and not merge else None)
         return path
 
 

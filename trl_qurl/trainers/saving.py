@@ -6,8 +6,8 @@ ZeRO-3 shards and merges adapters temporarily). The engine and its weights are n
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_li
 from huggingface_hub import ModelCard
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
-from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.storage import check_replaceable
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import FrozenBase, adapter_rank, adapter_tensors, engine_rank, write_adapter
@@ -28,26 +27,26 @@ ADAPTER_DIRECTORY = "adapter"  # subdirectory of a quantized checkpoint
 def write_quantized(
     generation: QuantizedVLLMGeneration,
     path: Path,
-    scheme: QuantizationScheme,
-    ignore: Collection[str],
+    weights: WeightStream,
     card: Callable[[int], ModelCard],
     base: FrozenBase | None = None,
 ) -> None:
     """Write a quantized checkpoint of the policy, and the card that `card` makes for the rank of an adapter, or 0.
 
-    If `base` is given, the rollouts' frozen base in this format, its adapter stays separate; otherwise adapters are
-    merged. A collective operation.
+    `weights` makes its tensors, smoothed as in the rollouts if it is the rollouts' own. If `base` is given, the
+    rollouts' frozen base in this format, its adapter stays separate; otherwise adapters are merged. A collective
+    operation.
     """
-    model = generation.model
-    weights = WeightStream(generation.base_model, scheme, tuple(ignore))  # raises in every process or in none
+    model, smoothing = generation.model, weights.smoothing
     main_process_only(lambda: check_replaceable(path))
-    writer = CheckpointWriter(generation.base_model, generation.processing_class, scheme, ignore)
+    writer = CheckpointWriter(generation.base_model, generation.processing_class, weights.scheme, weights.ignore)
     if base is None:
         parameters = generation.policy_parameters()
-        main_process_only(
-            lambda: writer.write(weights.tensors(parameters), path, lambda tmp: card(0).save(tmp / "README.md")),
-            parameters,
-        )
+        with smoothing.paused() if smoothing else nullcontext():  # the next fit needs the weights of the last sync
+            main_process_only(
+                lambda: writer.write(weights.tensors(parameters), path, lambda tmp: card(0).save(tmp / "README.md")),
+                parameters,
+            )
         return
     tensors, adapter = base.quantized_tensors(), adapter_tensors(model)
 
