@@ -79,9 +79,12 @@ def anchors(page: Path) -> set[str]:
     return slugs
 
 
-def rows(page: Path) -> Iterator[list[str]]:
-    """The cells of every row of a page's tables, without heads and rules."""
-    lines = prose(page).splitlines()
+def rows(page: Path, section: str = "") -> Iterator[list[str]]:
+    """The cells of every row of the tables on a page, or in one of its sections (`## ...`), without heads and rules."""
+    text = prose(page)
+    if section:
+        text = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    lines = text.splitlines()
     for number, line in enumerate(lines):
         below = lines[number + 1] if number + 1 < len(lines) else ""
         if line.startswith("|") and not line.startswith("|--") and not below.startswith("|--"):

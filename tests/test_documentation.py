@@ -179,10 +179,11 @@ def test_the_architecture_names_every_file_of_the_core():
 
 
 CONFIGS = {
-    "settings.md": (QuRLGRPOConfig, GRPOConfig),
-    "ppo.md": (QuRLPPOConfig, QuRLGRPOConfig),
-    "rloo.md": (QuRLRLOOConfig, QuRLGRPOConfig),
+    "Quantized rollouts": ("settings.md", QuRLGRPOConfig, GRPOConfig),
+    "PPO": ("algorithms.md", QuRLPPOConfig, QuRLGRPOConfig),
+    "RLOO": ("algorithms.md", QuRLRLOOConfig, QuRLGRPOConfig),
 }
+"""By section: its page, the configuration that it describes, and the one that it builds on."""
 
 
 def default_values(config: type) -> dict[str, Any]:
@@ -192,12 +193,12 @@ def default_values(config: type) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_settings_are_all_there_with_their_defaults(name):
-    config, parent = CONFIGS[name]
+@pytest.mark.parametrize("section", CONFIGS)
+def test_settings_are_all_there_with_their_defaults(section):
+    page, config, parent = CONFIGS[section]
     defaults, inherited = default_values(config), default_values(parent)
     shown = {}
-    for row in rows(DOCS / name):
+    for row in rows(DOCS / page, section):
         names, values = (re.findall(r"`([^`]+)`", cell) for cell in row[:2])
         if names and set(names) <= defaults.keys() and len(names) == len(values):
             shown |= {field: ast.literal_eval(value) for field, value in zip(names, values, strict=True)}

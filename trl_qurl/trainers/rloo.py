@@ -37,7 +37,7 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
 
     One weight per completion, ∏_t ρ_t, would be exact, but leaves an effective sample size of exp(−2·T·k) for T tokens
     with a divergence of k nats each. One per token leaves exp(−2·k) at any length. The price is a bias: each token is
-    weighted as if the tokens before and after it came from the policy being trained (docs/rloo.md).
+    weighted as if the tokens before and after it came from the policy being trained (docs/algorithms.md).
 
     The arguments are those of [`QuRLGRPOTrainer`], with a [`QuRLRLOOConfig`] or a [`~trl.RLOOConfig`] for `args`.
     """
