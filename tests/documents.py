@@ -80,7 +80,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def rows(page: Path, section: str = "") -> Iterator[list[str]]:
-    """The cells of every row of the tables on a page, or in one of its sections (`## ...`), without heads and rules."""
+    """The cells of every row of the tables on a page, or in a section (`## ...`) of it, without heads and rules."""
     text = prose(page)
     if section:
         text = text.split(f"\n## {section}\n")[1].split("\n## ")[0]

@@ -112,7 +112,7 @@ def test_settings_of_a_configuration_are_a_list_and_not_code(site):
 
 
 def test_fields_that_comments_describe_are_on_the_site(site):
-    assert "istance of the lower bound below 1" in read(site / "reference.html")
+    assert "istance of the lower clip bound below 1" in read(site / "reference.html")
 
 
 def test_the_help_of_every_subcommand_is_on_the_site(site):

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.integrations import is_deepspeed_zero3_enabled
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 """Tensors with their names."""
@@ -22,6 +21,8 @@ EXPERT_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 def whole(parameters: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
     """Gather parameters that ZeRO-3 shards, for the duration of a context that may change them."""
+    from transformers.integrations import is_deepspeed_zero3_enabled  # slow, and the command line needs this file
+
     if not is_deepspeed_zero3_enabled():
         return nullcontext()
     import deepspeed

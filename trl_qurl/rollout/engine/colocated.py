@@ -118,7 +118,7 @@ def prepare_process(model: "PreTrainedModel", weights: "WeightStream", implement
     check_cpu_build(model.config, weights.layers, weights.scheme)
     os.environ.update(kernel_environment(weights.scheme))
     if processes == 1:  # TRL tries 29500 first, and runs that start at the same time all find it free
-        os.environ.setdefault("MASTER_PORT", str(get_open_port()))
+        os.environ["MASTER_PORT"] = os.environ.get("MASTER_PORT") or str(get_open_port())
     protect_transformers_classes(model.config.architectures or [type(model).__name__], implementation)
 
 
