@@ -1,17 +1,20 @@
 """`make size`: print how large the project is, and fail if it exceeds a limit.
 
 Lines are those of Python files, including blank lines and docstrings. The core is everything in trl_qurl/ except lab/.
-Limits only go down: a feature that needs more lines has to replace others.
+Words are those of docs/ and the README, without code blocks. Limits only go down: a feature that needs more lines has
+to replace others.
 """
 
+import ast
 import dataclasses
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trl_qurl"
-LONGEST_FILE = 300
+LONGEST_FILE, LONGEST_FUNCTION = 300, 60
 
 
 def count_lines(path: Path) -> int:
@@ -29,6 +32,19 @@ def total(paths: Iterable[Path]) -> int:
     return sum(map(count_lines, paths))
 
 
+def long_functions(path: Path) -> list[str]:
+    """The functions of a file that are too long, with their lines."""
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, functions)]
+    lengths = {node.name: (node.end_lineno or node.lineno) - node.lineno + 1 for node in nodes}
+    return [f"{path.relative_to(ROOT)}, {name}: {n}" for name, n in lengths.items() if n > LONGEST_FUNCTION]
+
+
+def count_words(page: Path) -> int:
+    """The words of a page, without code blocks and comments."""
+    return len(re.sub(r"```.*?```|<!--.*?-->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL).split())
+
+
 def added_fields() -> list[str]:
     """The settings that our configurations add to TRL's."""
     from trl import GRPOConfig, RLOOConfig
@@ -44,21 +60,26 @@ def main() -> int:
     """Print one line per figure; return 1 if one exceeds its limit."""
     lab = python_files(PACKAGE / "lab")
     core = [path for path in python_files(PACKAGE) if path not in lab]
-    long = [path for path in (*core, *lab) if count_lines(path) > LONGEST_FILE]
+    long = [f"{path.relative_to(ROOT)}: {n}" for path in (*core, *lab) if (n := count_lines(path)) > LONGEST_FILE]
+    functions = [function for path in (*core, *lab) for function in long_functions(path)]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     entries = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     rows = [
-        ("core, lines", total(core), 10_100),
-        ("lab, lines", total(lab), 5_350),
+        ("core, lines", total(core), 8_670),
+        ("lab, lines", total(lab), 5_000),
         ("tests, lines", total(python_files(ROOT / "tests")), None),
         (f"files over {LONGEST_FILE} lines", len(long), 0),
+        (f"functions over {LONGEST_FUNCTION} lines", len(functions), 0),
         ("settings added to TRL's", len(added_fields()), 22),
-        ("entries in trl_qurl/", len(entries), 13),
+        ("entries in trl_qurl/", len(entries), 12),
+        ("pages in docs/ and README", len(pages), 20),
+        ("words on them", sum(map(count_words, pages)), 20_000),
     ]
     for name, found, goal in rows:
         limit = "" if goal is None else f"  at most {goal:,}{'' if found <= goal else ', EXCEEDED'}"
-        print(f"{name:<24} {found:>7,}{limit}")
-    for path in long:
-        print(f"  {path.relative_to(ROOT)}: {count_lines(path)}")
+        print(f"{name:<26} {found:>7,}{limit}")
+    for offender in (*long, *functions):
+        print(f"  {offender}")
     return int(any(goal is not None and found > goal for _, found, goal in rows))
 
 

@@ -80,12 +80,7 @@ def bench(
         ChildProcessError: If no measurement succeeded; the process output says why.
     """
     started = time.monotonic()
-    from trl_qurl.rollout.engine.launch import require_vllm
-
-    require_vllm()
-    if workload.lora_rank and importlib.util.find_spec("peft") is None:
-        raise ImportError("Adapters require PEFT, but it is not installed: run `pip install 'trl-qurl[peft]'`.")
-    candidates(schemes)  # report unknown names before any slow work
+    _check(workload, schemes)
     with tempfile.TemporaryDirectory() as directory:
         empty = save_config(model, workload, directory)
         parts = [BASELINE, *(scheme.name for scheme in fitting_formats(empty, schemes, ignore, say))]
@@ -115,6 +110,16 @@ def bench(
             if output is not None:
                 write_json(result, output)
     return result
+
+
+def _check(workload: Workload, schemes: Sequence[str] | None) -> None:
+    """Report missing packages and unknown formats before any slow work."""
+    from trl_qurl.rollout.engine.launch import require_vllm
+
+    require_vllm()
+    if workload.lora_rank and importlib.util.find_spec("peft") is None:
+        raise ImportError("Adapters require PEFT, but it is not installed: run `pip install 'trl-qurl[peft]'`.")
+    candidates(schemes)
 
 
 def save_config(model: str, workload: Workload, directory: str) -> PreTrainedModel:

@@ -129,12 +129,7 @@ def measure_mismatch(
     """
     from trl_qurl.lab.mismatch.keep import keep_layers
 
-    requested = candidates(schemes)
-    if kl is not None and len(requested) != 1:
-        formats = ", ".join(scheme.name for scheme in requested)
-        raise ValueError(f"--kl requires exactly one format, but got {formats}: choose one with --schemes.")
-    if kl is not None and not kl > 0:
-        raise ValueError(f"--kl is {kl:g}: give a positive number of nats per token.")
+    _check(kl, schemes)
     engines = Engines(model, sampling, engine_kwargs, say, smooths)
     chosen = engines.formats(schemes, ignore)
     names = [BASELINE, *(scheme.name for scheme in chosen)]
@@ -159,3 +154,13 @@ def measure_mismatch(
         report.formats[report.kept.name] = mismatch
         write()
     return report
+
+
+def _check(kl: float | None, schemes: Sequence[str] | None) -> None:
+    formats = [scheme.name for scheme in candidates(schemes)]
+    if kl is None:
+        return
+    if len(formats) != 1:
+        raise ValueError(f"--kl requires exactly one format, but got {', '.join(formats)}: choose one with --schemes.")
+    if not kl > 0:
+        raise ValueError(f"--kl is {kl:g}: give a positive number of nats per token.")
