@@ -37,6 +37,11 @@ ARMS: dict[str, dict[str, Any]] = {
     "int8_kept_acr": {"objective": "acr", **KEPT},
     "int8_plain_decoupled": {"objective": "decoupled", **PLAIN},
     "int8_plain_geometric_mask": {"objective": "geometric_mask", **PLAIN},
+    "int8_plain_geometric_mask_1.3": {
+        "objective": "geometric_mask",
+        "vllm_importance_sampling_clip_max": 1.3,
+        **PLAIN,
+    },
     "int8_plain_icepop": {"objective": "icepop", **PLAIN},
     "int8_float32_codes_naive": {"objective": "naive", FLOAT32_CODES: True, **PLAIN},
     "int8_float32_codes_acr": {"objective": "acr", FLOAT32_CODES: True, **PLAIN},
