@@ -28,6 +28,7 @@ from trl_qurl.config import QuantizedRolloutsConfig
 from trl_qurl.trainers.guard import ESS, KL, TAIL, WINDOW, MismatchGuard
 from trl_qurl.trainers.run_log import Run, read_run
 
+COLLAPSED = "int8_float32_codes_quantized_ratio"
 HEALTHY, UNCLEAR, HARMED, COLLAPSING = ("healthy", "harmed, KL as healthy", "harmed", "collapsing")
 UNSMOOTHED = "not smoothed: either"
 EXPECTED = (HEALTHY, UNCLEAR, HARMED, COLLAPSING, UNSMOOTHED)
@@ -46,6 +47,8 @@ def expectation(arm: Arm) -> str:
 
 def real_expectation(arm: str) -> str:
     """Expectation for an arm of the real model's study. Without smoothing, INT8's correction decides about harm."""
+    if arm == COLLAPSED:
+        return COLLAPSING
     return UNSMOOTHED if "plain" in arm or arm in ("int8_forward", "int8_rounded_base") else HEALTHY
 
 
@@ -86,7 +89,7 @@ def replay_all(directory: Path, real: Path) -> list[Group]:
         replay_group(Group(f"real {task.name}", arm, real_expectation(arm)), sorted(task.glob(f"{arm}-seed*")))
         for task in sorted(real.iterdir())
         for arm in sorted({path.name.rpartition("-seed")[0] for path in task.iterdir()})
-        if "float32_codes" not in arm  # syncs no longer do what these arms did
+        if "float32_codes" not in arm or arm == COLLAPSED  # syncs no longer do what these arms did
     ]
     for name, experiment in EXPERIMENTS.items():
         for arm in experiment.arms:
