@@ -147,7 +147,14 @@ class TestFiles:
         assert {"trl", "qurl", "grpo" if kind == "full" else "ppo"} <= set(card.data.tags)
         assert card.data.library_name == "transformers"
         algorithm = "The algorithm is GRPO." if kind == "full" else "The algorithm is PPO."
-        for part in (algorithm, "The objective is `acr` (Eq. 9 of QuRL)", "arXiv:2602.13953", "Cite TRL as", "vllm "):
+        for part in (
+            algorithm,
+            "The objective is `acr` (Eq. 9 of QuRL)",
+            "; exact: `lm_head`).",
+            "arXiv:2602.13953",
+            "Cite TRL as",
+            "vllm ",
+        ):
             assert part in card.text, part
         quantized = ModelCard.load(saved[0] / f"{kind}-int8" / "README.md")
         assert (quantized.data.base_model, quantized.data.base_model_relation) == ("someone/tiny", "quantized")

@@ -30,7 +30,8 @@ QURL = {
 def add_rollouts(path: Path, algorithm: str, args: Any, sends_adapter: bool) -> None:
     """Add a section about the rollouts to TRL's card, from the trainer's config."""
     name = args.rollout_quantization
-    codes = "not quantized" if name is None else f"quantized ({get_scheme(name).description})"
+    ignored = ", ".join(f"`{pattern}`" for pattern in args.quantization_ignore) or "none"
+    codes = "not quantized" if name is None else f"quantized ({get_scheme(name).description}; exact: {ignored})"
     source = "the frozen base with the unmerged adapter" if sends_adapter else "a copy of the policy"
     sentences = [f"The algorithm is {algorithm}. vLLM generated the rollouts with {source}, {codes}."]
     if args.round_base:
@@ -72,7 +73,7 @@ def quantized_card(
         f"---\n{data.to_yaml()}\n---\n\n"
         f"# {name}\n\n"
         f"A policy trained with {made_with()} and quantized: {scheme.description}. Kept in full "
-        f"precision: {', '.join(f'`{pattern}`' for pattern in ignore) or 'none'}. No calibration data was used.\n\n"
+        f"precision: {', '.join(f'`{pattern}`' for pattern in ignore) or 'none'}.\n\n"
         f"## Serving\n\n```bash\nvllm serve {name}{options}\n```{note}\n"
     )
 
