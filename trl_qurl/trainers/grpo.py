@@ -22,7 +22,7 @@ from trl.trainer import grpo_trainer
 
 from trl_qurl.config import QuRLGRPOConfig
 from trl_qurl.objective import TRL_LOSS, get_objective, surrogate_terms
-from trl_qurl.rollout.mismatch import loss_metrics, valid_logps
+from trl_qurl.rollout.mismatch import valid_logps
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.dynamic_sampling import (
     Batch,
@@ -32,6 +32,7 @@ from trl_qurl.trainers.dynamic_sampling import (
     sample_batch,
     weighted_sum,
 )
+from trl_qurl.trainers.loss_metrics import loss_metrics
 from trl_qurl.trainers.model_card import QURL
 from trl_qurl.trainers.rollouts import QuantizedRolloutsMixin
 

@@ -15,8 +15,9 @@ from trl.trainer.utils import pad
 
 from trl_qurl.config import QuRLRLOOConfig
 from trl_qurl.objective import TRL_LOSS, surrogate_terms
-from trl_qurl.rollout.mismatch import loss_metrics, valid_logps
+from trl_qurl.rollout.mismatch import valid_logps
 from trl_qurl.rollout.substitution import substitute
+from trl_qurl.trainers.loss_metrics import loss_metrics
 from trl_qurl.trainers.model_card import QURL
 from trl_qurl.trainers.rollouts import QuantizedRolloutsMixin
 

@@ -55,18 +55,9 @@ def check_cpu_build(
 def cpu_cache_arguments(weights: int, user_arguments: Collection[str], share: float = 0.5) -> dict[str, int]:
     """Return the arguments with which an engine on this machine's CPU starts in the memory that is free.
 
-    By default, vLLM's CPU build plans with 92 % of the machine's memory, and does not start if less is free.
-
-    Args:
-        weights: Size of the engine's weights, in bytes.
-        user_arguments: Names of the arguments that the user has set, which take precedence.
-        share: Share, for keys and values, of the memory left after weights and engine.
-
-    Returns:
-        `kv_cache_memory_bytes`; empty on a GPU, or if the user has chosen a size.
-
-    Raises:
-        ValueError: Too little memory is free.
+    By default, vLLM's CPU build plans with 92 % of the machine's memory, and does not start if less is free. Keys and
+    values get a `share` of the memory that is left after the `weights` (in bytes) and the engine. The result is empty
+    on a GPU, or if `user_arguments` names a size. Raises `ValueError` if too little memory is free.
     """
     is_chosen = not {"gpu_memory_utilization", "kv_cache_memory_bytes"}.isdisjoint(user_arguments)
     if torch.cuda.is_available() or is_chosen or os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
