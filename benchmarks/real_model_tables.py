@@ -21,7 +21,7 @@ CONTRASTS = [
     ("int8_plain_tis", "int8_plain_naive"),
     ("int8_plain_acr", "int8_plain_tis"),
     ("int8_plain_decoupled", "int8_plain_tis"),
-    ("int8_plain_geometric_mask", "int8_plain_tis"),
+    ("int8_plain_geometric_mask_1.3", "int8_plain_tis"),
     ("int8_plain_icepop", "int8_plain_tis"),
     ("int8_naive", "int8_plain_naive"),
     ("int8_tis", "int8_naive"),
