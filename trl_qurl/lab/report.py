@@ -165,26 +165,27 @@ def _format(seeds: Sequence[float | None], spread: bool = False) -> str:
 
 
 def draw_report(groups: Groups, path: Path) -> None:
-    """Draw reward, held-out scores, mismatch and seconds per rollout; the path's suffix selects the format."""
+    """Draw reward, held-out scores, mismatch and, to compare groups, seconds; the path's suffix selects the format."""
     from matplotlib.figure import Figure
 
     scores = held_out_scores(groups)
-    titles = {"reward": "Reward of the rollouts", **{name: name.replace("_", " ") for name in scores}}
+    titles = {"reward": "Reward of the rollouts", **{name: name.replace("_", " ").capitalize() for name in scores}}
     titles |= {"mismatch/kl_k3": "KL, nats per token", "mismatch/ratio_max": "Largest ratio ρ"}
-    rows = len(titles) // 2 + 1
+    rows = -(-(len(titles) + (len(groups) > 1)) // 2)
     figure = Figure(figsize=(8.4, 2.7 * rows + 0.22 * len(groups)), layout="constrained")
     for position, (metric, title) in enumerate(titles.items(), start=1):
         axes = figure.add_subplot(rows, 2, position)
         for style, (label, runs) in enumerate(groups.items()):
             draw_curve(axes, style, label, runs, metric)
         finish_axes(axes, title, log=metric.startswith("mismatch/"))
-    bars = figure.add_subplot(rows, 2, len(titles) + 1)
-    for style, runs in enumerate(groups.values()):
-        totals = [seconds.total for run in runs if (seconds := seconds_per_rollout(run)).total]
-        bars.barh(style, statistics.mean(totals or [0.0]), color=COLORS[style % len(COLORS)])
-    bars.set_yticks([])
-    bars.set_ylim(max(len(groups), 4) - 0.5, -0.5)  # the first group on top, and a single bar not too thick
-    finish_axes(bars, "Seconds per rollout")
+    if len(groups) > 1:
+        bars = figure.add_subplot(rows, 2, len(titles) + 1)
+        for style, runs in enumerate(groups.values()):
+            totals = [seconds.total for run in runs if (seconds := seconds_per_rollout(run)).total]
+            bars.barh(style, statistics.mean(totals or [0.0]), color=COLORS[style % len(COLORS)])
+        bars.set_yticks([])
+        bars.set_ylim(max(len(groups), 4) - 0.5, -0.5)  # the first group on top, and bars not too thick
+        finish_axes(bars, "Seconds per rollout")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", fontsize=9, frameon=False, handlelength=3.2)
     figure.savefig(path, format=path.suffix[1:] or "png", dpi=150)
