@@ -141,3 +141,17 @@ def test_a_resumed_epoch_has_its_own_order(shuffle):
     for epoch, order in ((0.0, first), (0.75, first), (1.0, second), (2.5, third), (None, first)):
         assert orders(1, epoch) == [order]
     skip_epochs(None, 2)  # a streamed data set has no sampler
+
+
+def test_a_state_that_was_not_written_to_its_end_leaves_the_earlier_one(tmp_path, monkeypatch):
+    process = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"))
+    save_rollout_state({"step": 5}, tmp_path, process)
+
+    def break_off(state, path):
+        path.write_bytes(b"PK")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", break_off)
+    with pytest.raises(OSError, match="disk full"):
+        save_rollout_state({"step": 9}, tmp_path, process)
+    assert load_rollout_state(tmp_path, process)["step"] == 5

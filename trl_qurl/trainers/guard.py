@@ -21,7 +21,7 @@ WINDOW = 5
 KL, TAIL, ESS = "mismatch/kl_k3", "mismatch/capped_share", "mismatch/ess"
 """The metrics to watch: their ideals are 0, 0 and 1."""
 
-# Evidence for all thresholds: the runs of benchmarks/study.md, replayed by benchmarks/guard.py. In the 185 runs that
+# Evidence for all thresholds: the runs of benchmarks/study.md, replayed by benchmarks/guard.py. In the 144 runs that
 # were not harmed, medians of five rollouts reached at worst a KL of 0.069 (W4A16 with a merged adapter, one of five
 # seeds; 0.030 in all other formats), a tail of 0.0078, and an effective sample size of 0.877. Each of the 140 runs
 # with INT3 weights crossed at least one of the thresholds. The KL's is a setting, `mismatch_guard_kl`.

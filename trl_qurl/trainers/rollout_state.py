@@ -17,9 +17,11 @@ from trl.trainer.utils import RepeatSampler
 
 
 def save_rollout_state(state: dict[str, Any], checkpoint: Path, accelerator: Accelerator) -> None:
-    """Write this process's state into a checkpoint directory."""
+    """Write this process's state into a checkpoint directory, complete or not at all."""
+    path = _path(checkpoint, accelerator)
     checkpoint.mkdir(parents=True, exist_ok=True)
-    torch.save(state | {"processes": accelerator.num_processes}, _path(checkpoint, accelerator))
+    torch.save(state | {"processes": accelerator.num_processes}, tmp := path.with_suffix(".tmp"))
+    tmp.replace(path)
 
 
 def load_rollout_state(checkpoint: Path, accelerator: Accelerator) -> dict[str, Any] | None:
