@@ -2,7 +2,7 @@
 
 import pytest
 from datasets import Dataset, DatasetDict
-from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft import AdaptionPromptConfig, LoraConfig, PolyConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl import (
@@ -157,3 +157,9 @@ def test_an_adapter_that_cannot_be_merged_is_refused(kind, config, method, name,
         build(kind, config, tmp_path, peft_config=method)
     with pytest.raises(ValueError, match=message):
         build(kind, config, tmp_path, model=get_peft_model(tiny_model(), method))
+
+
+@pytest.mark.parametrize("method", [AdaptionPromptConfig(), PolyConfig()], ids=["adaption prompt", "Poly"])
+def test_a_method_that_cannot_be_undone_is_refused(method, tmp_path):
+    with pytest.raises(ValueError, match=rf"{type(method).__name__} .* cannot be merged into the weights"):
+        build(QuRLGRPOTrainer, QuRLGRPOConfig, tmp_path, peft_config=method)

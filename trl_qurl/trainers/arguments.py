@@ -17,8 +17,8 @@ from trl_qurl.rollout.settings import RolloutSettings
 REWARD_KEYWORDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """Keyword arguments that TRL passes to every reward function, before the dataset's columns."""
 
-NOT_PASSED = ("prompt", "completion", "completion_ids")
-"""Columns that TRL does not pass."""
+NOT_PASSED = ("prompt", "completion", "completion_ids")  # columns that TRL does not pass
+UNMERGED = ("ADAPTION_PROMPT", "OSF", "POLY", "SHADOW", "XLORA")  # PEFT methods, besides prompt learning
 
 
 def checked_config(trainer: Any, config: Any, model: Any) -> Any:
@@ -139,7 +139,7 @@ def check_adapter(model: Any, peft_config: Any) -> None:
     configs = model.peft_config.values() if not isinstance(model, str) and is_peft_model(model) else ()
     for config in [*configs, *([] if peft_config is None else [peft_config])]:
         alora_tokens = vars(config).get("alora_invocation_tokens")  # aLoRA adapts only some tokens
-        if config.is_prompt_learning or alora_tokens:
+        if config.is_prompt_learning or config.peft_type.value in UNMERGED or alora_tokens:
             raise ValueError(
                 f"{type(config).__name__} ({'aLoRA' if alora_tokens else config.peft_type.value}) is a PEFT method "
                 "that cannot be merged into the weights, but each sync quantizes merged weights: use LoRA, or omit "
