@@ -40,7 +40,7 @@ demo-rloo: setup ## the same as demo with RLOO's loss
 
 docs: setup ## build the documentation into site/; any warning is an error
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --strict --quiet
-	@echo "Documentation: site/index.html"
+	@echo "Documentation: site/index.html (its search works when it is served: make docs-serve)"
 
 docs-serve: setup ## serve the documentation at http://127.0.0.1:8008 while you write
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs serve --strict --dev-addr 127.0.0.1:8008
