@@ -95,7 +95,7 @@ def diverged(name, value):
 def load_nothing(generation):
     """The worker claims success and digests without loading anything."""
 
-    def load_stream(source, metadata, update):
+    def load_stream(source, update):
         for _ in source:
             pass
         [worker] = generation.llm.collective_rpc(lambda wrapper: wrapper.worker)

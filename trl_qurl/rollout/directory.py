@@ -58,7 +58,7 @@ class CheckpointFolder:
         is_served: bool,
     ) -> None:
         self._accelerator = accelerator
-        self._writer = writer
+        self.writer = writer
         self.is_writer = accelerator.is_main_process if is_served else accelerator.is_local_main_process
         self._directory = CheckpointDirectory(parent, bytes_needed) if self.is_writer else None
         source = 0 if is_served else accelerator.process_index - accelerator.local_process_index
@@ -67,22 +67,14 @@ class CheckpointFolder:
     def write(
         self, name: str, rollout_tensors: NamedTensors, write: Callable[[NamedTensors, Path], None] | None = None
     ) -> Path:
-        """Write a checkpoint from tensors that are already in its format. A collective operation.
-
-        `write` replaces the checkpoint's writer (adapters).
-        """
+        """Write a checkpoint from tensors in its format, or call `write` on them. A collective operation."""
         path = self.path / name
         if self.is_writer:
-            (write or self._writer.write)(rollout_tensors, path)
+            (write or self.writer.write)(rollout_tensors, path)
         else:
             deque(rollout_tensors, maxlen=0)
         self._accelerator.wait_for_everyone()
         return path
-
-    def write_with_llmcompressor(self, name: str, parameters: NamedTensors) -> Path:
-        """Write a checkpoint that llm-compressor makes from full-precision parameters."""
-        self._writer.quantize(parameters, self.path / name, "llmcompressor")
-        return self.path / name
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint, if it exists, once no process reads it anymore. A collective operation."""
@@ -125,13 +117,11 @@ def _claim(home: Path) -> tuple[Path, int]:
     home.mkdir(mode=0o700, exist_ok=True)
     for number in itertools.count():
         path = home / str(number)
-        try:
+        with suppress(BlockingIOError):  # in use by another run
             lock = _lock(path)
-        except BlockingIOError:
-            continue  # in use by another run
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(mode=0o700)
-        return path, lock
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(mode=0o700)
+            return path, lock
     raise AssertionError("there is always another number")
 
 

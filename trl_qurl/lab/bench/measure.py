@@ -156,7 +156,7 @@ def measure_sync(llm: LLM, policy: Any, job: Job, device: torch.device) -> tuple
         started = seconds(device)
         if is_peft:
             policy.merge_adapter()
-        engine.load_stream(weights.tensors(parameters()), [], WeightUpdate("bench"))
+        engine.load_stream(weights.tensors(parameters()), WeightUpdate("bench"))
         if is_peft:
             policy.unmerge_adapter()
         return seconds(device) - started

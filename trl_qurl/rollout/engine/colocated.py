@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.rollout.adapter import engine_rank
 from trl_qurl.rollout.engine.cpu_checks import check_cpu_build, cpu_cache_arguments
-from trl_qurl.rollout.engine.interface import (
-    ADAPTER,
-    CPU_LOAD_FORMAT,
-    PROBE_TOP,
-    Continuation,
-    Engine,
-    TensorMetadata,
-    WeightUpdate,
-)
+from trl_qurl.rollout.engine.interface import ADAPTER, CPU_LOAD_FORMAT, PROBE_TOP, Continuation, Engine, WeightUpdate
 from trl_qurl.rollout.engine.kernels import kernel_environment
 from trl_qurl.rollout.engine.launch import weight_bytes
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION
@@ -44,9 +36,7 @@ class ColocatedEngine(Engine):
         self._llm = llm
         self._sleeps = sleeps  # between rollouts; then the key-value cache must be woken first
 
-    def load_stream(  # noqa: D102
-        self, named_tensors: NamedTensors, metadata: TensorMetadata, update: WeightUpdate
-    ) -> None:
+    def load_stream(self, named_tensors: NamedTensors, update: WeightUpdate) -> None:  # noqa: D102
         self._load("load_rollout_weights", update, weights_iterator=named_tensors)
 
     def load_checkpoint(self, path: Path, update: WeightUpdate) -> None:  # noqa: D102
@@ -75,14 +65,12 @@ class ColocatedEngine(Engine):
             self._llm.wake_up(tags=["kv_cache"])  # as TRL does before it generates
         params = SamplingParams(max_tokens=steps, temperature=0.0, logprobs=PROBE_TOP, ignore_eos=True)
         outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        completions = [output.outputs[0] for output in outputs]
-        return [
-            Continuation(
-                list(completion.token_ids),
-                [{token: entry.logprob for token, entry in entries.items()} for entries in completion.logprobs],
-            )
-            for completion in completions
-        ]
+        continuations = []
+        for prompt, output in zip(prompts, outputs, strict=True):
+            completion = output.outputs[0]
+            logps = [{token: entry.logprob for token, entry in entries.items()} for entries in completion.logprobs]
+            continuations.append(Continuation(prompt, list(completion.token_ids), logps))
+        return continuations
 
 
 def with_adapter(engine: type["LLM"]) -> type["LLM"]:
