@@ -22,7 +22,7 @@ from trl_qurl.rollout.engine import broadcast, served
 from trl_qurl.rollout.engine.interface import EngineDescription, WeightUpdate
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
-from trl_qurl.rollout.routes import choose_route
+from trl_qurl.rollout.preparation import choose_route
 from trl_qurl.rollout.sync import stream_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op`:FutureWarning")

@@ -25,22 +25,13 @@ from trl_qurl.quantization.layers import check_recurrent_layers
 from trl_qurl.quantization.stream import on_grid
 from trl_qurl.rollout.adapter import FrozenBase, adapter_obstacle, adapter_rank, engine_rank
 from trl_qurl.rollout.directory import CheckpointFolder
-from trl_qurl.rollout.engine.colocated import (
-    ColocatedEngine,
-    adapter_arguments,
-    build_engine,
-    prepare_process,
-    release_when_deleted,
-    with_adapter,
-)
+from trl_qurl.rollout.engine import colocated
 from trl_qurl.rollout.engine.interface import Engine
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError
 from trl_qurl.rollout.images import ImagePrompts, check_seen
-from trl_qurl.rollout.preparation import prepare_weights
+from trl_qurl.rollout.preparation import RolloutSettings, choose_adapter, choose_route, prepare_weights
 from trl_qurl.rollout.recovery import raise_everywhere, recover
-from trl_qurl.rollout.routes import choose_adapter, choose_route
-from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.sync import RolloutCost, WeightSync
 
@@ -53,7 +44,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     `global_step` and `prompts` must not keep the trainer alive, or the engine is never freed.
     """
 
-    engine: Engine | None  # `None` in processes that leave a server to the main one
     sync: WeightSync  # keeps the engine at the policy's weights
     base: FrozenBase | None = None  # of an adapter that is sent alone
     kept: tuple[str, ...]  # layers that `AUTO` keeps in full precision
@@ -93,17 +83,9 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.weights, self.kept = prepare_weights(self.model, self.rollout, self.accelerator, self._prompts)
         self.rollout = replace(self.rollout, ignore=self.weights.ignore)
         start = self._connect if self.rollout.is_served else self._start_colocated
-        self.engine, sent_dtype, folder = start()
+        engine, dtype, folder = start()
         self.sync = WeightSync(
-            self.model,
-            self.weights,
-            self.engine,
-            self.rollout,
-            self._dist,
-            self._global_step,
-            sent_dtype,
-            folder,
-            self.base,
+            self.model, self.weights, engine, self.rollout, self._dist, self._global_step, dtype, folder, self.base
         )
 
     def _connect(self) -> tuple[Engine | None, torch.dtype | None, CheckpointFolder | None]:
@@ -161,7 +143,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def _start_colocated(self) -> tuple[Engine, torch.dtype | None, CheckpointFolder | None]:
         """Start an engine in this process, from a checkpoint that describes how its layers are quantized."""
         rollout = self.rollout
-        prepare_process(self.base_model, self.weights, self.model_impl, self.accelerator.num_processes)
+        colocated.prepare_process(self.base_model, self.weights, self.model_impl, self.accelerator.num_processes)
         if self._sends_adapter():
             self.base = FrozenBase(self.model, self.weights, rollout.round_base)
         by_files = rollout.weight_sync in ("checkpoint", "llmcompressor")
@@ -170,16 +152,17 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         start = self._write_start(folder) if folder is not None and needs_start else None
         cls, extra_kwargs = vllm_generation.LLM, rollout.engine_kwargs
         if self.base is not None:
-            cls, extra_kwargs = with_adapter(cls), adapter_arguments(adapter_rank(self.model)) | extra_kwargs
+            cls = colocated.with_adapter(cls)
+            extra_kwargs = colocated.adapter_arguments(adapter_rank(self.model)) | extra_kwargs
         logger.info("Starting vLLM. If it has to compile, this takes a minute.")
-        with substitute(vllm_generation, "LLM", functools.partial(build_engine, cls, start, extra_kwargs)):
+        with substitute(vllm_generation, "LLM", functools.partial(colocated.build_engine, cls, start, extra_kwargs)):
             super()._init_vllm()
         logger.info("vLLM is ready.")
         if folder is not None and not (self.base and self.base.checkpoint):
             folder.drop_weights("start")
         self._folder = folder  # keep alive: the worker re-reads the starting checkpoint's headers
-        release_when_deleted(self.llm)
-        engine = ColocatedEngine(self.llm, self._sleeps)
+        colocated.release_when_deleted(self.llm)
+        engine = colocated.ColocatedEngine(self.llm, self._sleeps)
         if self.base is None:
             return engine, None, folder if by_files else None
         dtype = getattr(torch, engine.describe().dtype or "float32")
@@ -252,20 +235,17 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.sampled_logps = output[2]
         return output
 
-    def _sample(self, *args: Any, **kwargs: Any) -> tuple:
-        if kwargs.get("images") is not None and not self.rollout.is_served:
-            return self._sample_with_images(*args, **kwargs)
+    def _sample(self, prompts: list[list[int]], images: list[list | None] | None, *args: Any, **kwargs: Any) -> tuple:
+        expands = images is not None and not self.rollout.is_served
+        plain = [self.images.plain(prompt) for prompt in prompts] if expands else prompts
         try:
-            return super().generate(*args, **kwargs)
+            output = super().generate(plain, images, *args, **kwargs)
         except ServerError:
             # The other processes wait for the completions, inside the parent's method.
             broadcast_object_list([([], [], None, None)], from_process=0)
             raise
-
-    def _sample_with_images(self, *args: Any, **kwargs: Any) -> tuple:
-        prompts = kwargs.pop("prompts")
-        output = super().generate(*args, prompts=[self.images.plain(prompt) for prompt in prompts], **kwargs)
-        check_seen(prompts, output[0])
+        if expands:
+            check_seen(prompts, output[0])
         return output
 
     def _reconnect(self) -> None:

@@ -20,13 +20,9 @@ class ImagePrompts:
     def tokenize(
         self, processor: Any, conversations: Sequence[Any], prompts: Sequence[Tokens], **template: Any
     ) -> None:
-        """Tokenize conversations without the image tokens that the processor inserts, and remember them.
+        """Remember the tokens of each prompt's conversation without the image tokens that the processor inserts.
 
-        Args:
-            processor: The trainer's processor.
-            conversations: The messages of each prompt.
-            prompts: The token ids of each prompt, as the trainer scores them.
-            **template: Extra arguments for `apply_chat_template`.
+        The trainer scores `prompts`. `template` is passed to `apply_chat_template`.
         """
         tokenizer = processor.tokenizer
         texts = processor.apply_chat_template(

@@ -36,11 +36,11 @@ from trl_qurl.rollout.checks.tensors import MeteredStream, find_not_finite, requ
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine.interface import FRESH, Engine, TensorMetadata, WeightUpdate
 from trl_qurl.rollout.errors import ServerError, SyncError
+from trl_qurl.rollout.preparation import RolloutSettings
 from trl_qurl.rollout.recovery import raise_everywhere
-from trl_qurl.rollout.settings import RolloutSettings
 
+# Iterates over the policy's full-precision parameters under their names in the model. A collective operation.
 Parameters = Callable[[], Iterator[tuple[str, torch.Tensor]]]
-"""Iterates over the policy's full-precision parameters under their names in the model. A collective operation."""
 
 
 @dataclass

@@ -19,9 +19,7 @@ from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.rollout.errors import SyncError
 
 Item = tuple[str, torch.Tensor]
-
-BUFFER_BYTES = 2**28
-"""Bytes after which a buffer is sent. Both ends hold two; vLLM's default, 1 GiB, would not fit beside a full cache."""
+BUFFER_BYTES = 2**28  # of a buffer; both ends hold two, and vLLM's default of 1 GiB would not fit beside a full cache
 
 
 def in_background(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:

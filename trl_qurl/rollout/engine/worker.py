@@ -6,6 +6,7 @@ On CPU, `cpu` adds fixes to it.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,13 +24,9 @@ from trl_qurl.rollout.checks.tensors import base_digests, compare_digests, recor
 from trl_qurl.rollout.engine.interface import FRESH, NOT_RECEIVED, TensorMetadata, WeightUpdate
 from trl_qurl.rollout.errors import SyncError
 
-if current_platform.is_cpu():
-    from trl_qurl.rollout.engine.cpu import reload_weights
-else:
-
-    def reload_weights(worker: "RolloutWorker", named_tensors: NamedTensors) -> None:
-        """Replace the weights in place by vLLM's own reload."""
-        worker.reload_weights(weights_iterator=named_tensors)
+IS_CPU = current_platform.is_cpu()
+if IS_CPU:
+    from trl_qurl.rollout.engine.cpu import repaired_reload
 
 
 class RolloutWorker:
@@ -72,7 +69,8 @@ class RolloutWorker:
                 self._receive(request.metadata, recorded)
             else:
                 source = read_tensors(Path(weights_path)) if weights_path is not None else weights_iterator or ()
-                reload_weights(self, recorded(source))
+                with repaired_reload(self.get_model()) if IS_CPU else nullcontext():
+                    self.reload_weights(weights_iterator=recorded(source))
             self.rollout_load_failed = False  # vLLM can reload even if a layer is incomplete
         self.loaded_version = request.version
 
