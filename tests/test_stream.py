@@ -166,7 +166,7 @@ def test_tensors_arrive_in_order_and_bit_for_bit(scheme, ends):
     client, worker = ends
     model = tiny_model(dtype=torch.bfloat16)
     metadata = announced(model, scheme)
-    sent = MeteredStream(stream(model, scheme))
+    sent = MeteredStream(stream(model, scheme), {})
     client.load_stream(sent, WeightUpdate("v1", True, metadata))
     assert len(worker.rollout_digests) == len(metadata)
     client.compare_digests(sent.digests)
@@ -194,7 +194,7 @@ def test_both_ends_cut_the_stream_into_buffers_of_one_size(ends, monkeypatch):
     worker.weight_transfer_engine.packed_buffer_size_bytes = asked["init_info"]["packed_buffer_size_bytes"]
     buffers, send = [], client.communicator.broadcast
     client.communicator.broadcast = lambda tensor, src: buffers.append(tensor.numel()) or send(tensor, src)
-    sent = MeteredStream(stream(model, INT8))
+    sent = MeteredStream(stream(model, INT8), {})
     client.load_stream(sent, WeightUpdate("v1", True, announced(model, INT8)))
     client.compare_digests(sent.digests)
     largest = max(tensor.nbytes for _, tensor in stream(model, INT8))
@@ -233,10 +233,10 @@ def test_a_server_that_refuses_says_why_and_nobody_hangs(ends):
 def test_workers_compare_digests(ends):
     client, worker = ends
     model = tiny_model()
-    sent = MeteredStream(stream(model, INT8))
+    sent = MeteredStream(stream(model, INT8), {})
     client.load_stream(sent, WeightUpdate("v1", True, announced(model, INT8)))
     client.compare_digests(sent.digests)
-    other = MeteredStream(stream(tiny_model(seed=1), INT8))  # what a worker got that the trainer did not send
+    other = MeteredStream(stream(tiny_model(seed=1), INT8), {})  # what a worker got that the trainer did not send
     client.load_stream(other, WeightUpdate("v2", True, announced(model, INT8)))
     with pytest.raises(SyncError, match=rf"of {len(sent.digests)} tensors, \d+ different"):
         client.compare_digests(sent.digests)
@@ -245,7 +245,7 @@ def test_workers_compare_digests(ends):
 def test_workers_that_made_no_digests_do_not_agree_with_any(ends):
     client, worker = ends
     model = tiny_model()
-    sent = MeteredStream(stream(model, INT8))
+    sent = MeteredStream(stream(model, INT8), {})
     client.load_stream(sent, WeightUpdate("v1", False, announced(model, INT8)))
     with pytest.raises(SyncError, match=f"{len(sent.digests)} missing"):
         client.compare_digests(sent.digests)
@@ -373,14 +373,14 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
     ],
 )
 def test_how_weights_travel(requested, device, obstacle, name, reason):
-    route, why = choose_route(requested, device, obstacle)
+    route, why = choose_route(requested, device, obstacle, is_sharded=False)
     assert route == name and reason in why
 
 
 @pytest.mark.parametrize(("device", "obstacle"), [(CPU, None), (CUDA, "a reason")])
 def test_a_stream_that_cannot_be_is_refused(device, obstacle):
     with pytest.raises(ValueError, match=r"weight_sync='stream' is not possible: .* set weight_sync='checkpoint'"):
-        choose_route("stream", device, obstacle)
+        choose_route("stream", device, obstacle, is_sharded=False)
 
 
 def test_a_policy_in_parts_is_streamed_only_where_that_was_asked_for():

@@ -8,7 +8,6 @@ parent's code still gathers parameters (FSDP, ZeRO-3, PEFT) and generates comple
 import functools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +80,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def _init_vllm(self) -> None:
         check_recurrent_layers(self.base_model)
         self.weights, self.kept = prepare_weights(self.model, self.rollout, self.accelerator, self._prompts)
-        self.rollout = replace(self.rollout, ignore=self.weights.ignore)
         start = self._connect if self.rollout.is_served else self._start_colocated
         engine, dtype, folder = start()
         self.sync = WeightSync(
@@ -92,7 +90,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         """Connect the main process to the server. Return its engine, and what every process needs to send weights."""
         rollout, device = self.rollout, self.accelerator.device
         client = functools.partial(
-            ServedEngine, scheme=rollout.scheme, ignore=rollout.ignore, request_timeout=rollout.request_timeout
+            ServedEngine, scheme=rollout.scheme, ignore=self.weights.ignore, request_timeout=rollout.request_timeout
         )
         with substitute(vllm_generation, "VLLMClient", client):
             super()._init_vllm()
@@ -182,7 +180,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _open_folder(self, checkpoints: int) -> CheckpointFolder:
         rollout = self.rollout
-        writer = CheckpointWriter(self.base_model, self.processing_class, rollout.scheme, rollout.ignore)
+        writer = CheckpointWriter(self.base_model, self.processing_class, rollout.scheme, self.weights.ignore)
         nbytes = checkpoints * self.weights.nbytes()
         return CheckpointFolder(self.accelerator, writer, rollout.checkpoint_dir, nbytes, rollout.is_served)
 
@@ -225,21 +223,22 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def _generate(self, args: tuple, kwargs: dict[str, Any], is_repeated: bool) -> tuple:
         if is_repeated:
             self.sync.push(self.policy_parameters, self._cost, is_repeated=True)
-        self.sync.require_version()
+        raise_everywhere(self.sync.require_version, self.rollout.is_served)
         synced_before = self._seconds_in_syncs
         started = time.perf_counter()
         output = raise_everywhere(lambda: self._sample(*args, **kwargs), self.rollout.is_served)
-        self.sync.require_version()  # a server that restarted in the meantime answers from other weights
+        # A server that restarted in the meantime answered from other weights.
+        raise_everywhere(self.sync.require_version, self.rollout.is_served)
         self._cost.generate_s += time.perf_counter() - started - (self._seconds_in_syncs - synced_before)  # sleep mode
         self._cost.tokens += sum(len(completion) for completion in output[1])
         self.sampled_logps = output[2]
         return output
 
-    def _sample(self, prompts: list[list[int]], images: list[list | None] | None, *args: Any, **kwargs: Any) -> tuple:
+    def _sample(self, prompts: list[list[int]], images: list | None, num_generations: int, **kwargs: Any) -> tuple:
         expands = images is not None and not self.rollout.is_served
         plain = [self.images.plain(prompt) for prompt in prompts] if expands else prompts
         try:
-            output = super().generate(plain, images, *args, **kwargs)
+            output = super().generate(prompts=plain, images=images, num_generations=num_generations, **kwargs)
         except ServerError:
             # The other processes wait for the completions, inside the parent's method.
             broadcast_object_list([([], [], None, None)], from_process=0)

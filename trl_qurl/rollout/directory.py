@@ -1,13 +1,9 @@
-"""The directory through which a run passes checkpoints to its engine.
-
-It exists as long as the run: in memory if there is room, readable only by this user, and removed at the end.
+"""The directory through which a run passes checkpoints to its engine, readable only by this user.
 
 A run takes the lowest number whose lock file it can lock (`0.lock` for `0`), and only the holder of that lock creates
 or removes the directory. Lock files are never removed, so a path always means the same lock. The system releases it
-when a run is killed, and the next run then removes the leftovers. Only a few empty lock files remain.
-
-Numbers keep the paths the same from run to run. vLLM includes a model's path in the key of its cache of compiled
-graphs, so a new name at each start would trigger another compilation.
+when a run is killed, and the next run then removes the leftovers. Numbers, because vLLM includes a model's path in the
+key of its cache of compiled graphs: a new name at each start would trigger another compilation.
 """
 
 import fcntl
@@ -50,17 +46,12 @@ class CheckpointFolder:
     """
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        writer: CheckpointWriter,
-        parent: str | None,  # `None` to choose one
-        bytes_needed: int,
-        is_served: bool,
+        self, accelerator: Accelerator, writer: CheckpointWriter, parent: str | None, nbytes: int, is_served: bool
     ) -> None:
         self._accelerator = accelerator
         self.writer = writer
         self.is_writer = accelerator.is_main_process if is_served else accelerator.is_local_main_process
-        self._directory = CheckpointDirectory(parent, bytes_needed) if self.is_writer else None
+        self._directory = CheckpointDirectory(parent, nbytes) if self.is_writer else None
         source = 0 if is_served else accelerator.process_index - accelerator.local_process_index
         self.path: Path = gather_object([self._directory and self._directory.path])[source]
 

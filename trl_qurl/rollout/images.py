@@ -17,17 +17,13 @@ class ImagePrompts:
     def __init__(self) -> None:
         self._plain: dict[tuple[int, ...], Tokens] = {}
 
-    def tokenize(
-        self, processor: Any, conversations: Sequence[Any], prompts: Sequence[Tokens], **template: Any
-    ) -> None:
+    def tokenize(self, processor: Any, conversations: list[Any], prompts: list[Tokens], **template: Any) -> None:
         """Remember the tokens of each prompt's conversation without the image tokens that the processor inserts.
 
         The trainer scores `prompts`. `template` is passed to `apply_chat_template`.
         """
         tokenizer = processor.tokenizer
-        texts = processor.apply_chat_template(
-            list(conversations), add_generation_prompt=True, tokenize=False, **template
-        )
+        texts = processor.apply_chat_template(conversations, add_generation_prompt=True, tokenize=False, **template)
         self._plain = {}
         for text, prompt in zip(texts, prompts, strict=True):
             starts = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)

@@ -82,9 +82,7 @@ def prepare_weights(
     return weights, layers
 
 
-def choose_route(
-    requested: str, device: torch.device, obstacle: str | None, is_sharded: bool = False
-) -> tuple[str, str]:
+def choose_route(requested: str, device: torch.device, obstacle: str | None, is_sharded: bool) -> tuple[str, str]:
     """Choose how to send weights to a server, `"stream"` or `"checkpoint"`, and give the reason.
 
     `requested` is the config's `weight_sync`, `device` the trainer's, `obstacle` why the server accepts no stream, and

@@ -50,10 +50,8 @@ def recover(operation: Callable[[bool], Result], reconnect: Callable[[], None]) 
             if retries:
                 raise_everywhere(reconnect)
             return operation(retries > 0)
-        except ServerLostError:
-            raise
         except ServerError as error:
-            if retries == MAX_RECOVERIES:
+            if isinstance(error, ServerLostError) or retries == MAX_RECOVERIES:
                 raise
             retries += 1
             logger.warning("Recovery %d of at most %d in a row: %s", retries, MAX_RECOVERIES, error)

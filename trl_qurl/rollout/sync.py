@@ -106,7 +106,7 @@ class WeightSync:
         self.version = f"{self._run}-step{self.global_step()}-sync{self._count}"
         # Of several processes with an engine, only those that write its files can compare them with what it received.
         is_source = self.engine is not None and (self.folder is None or self.folder.is_writer)
-        stream = MeteredStream(self._tensors(parameters), records_digests=is_checked and is_source)
+        stream = MeteredStream(self._tensors(parameters), {} if is_checked and is_source else None)
         update = WeightUpdate(self.version, is_checked)
         if self.folder is None:
             self._stream(update, stream, parameters)
@@ -115,9 +115,9 @@ class WeightSync:
 
         def verify() -> None:
             require_finite(self._not_finite)
-            if is_checked and is_source and self.engine:
+            if stream.digests is not None and self.engine:
                 self.engine.compare_digests(stream.digests)
-            self._require_version()
+            self.require_version()
 
         raise_everywhere(verify, self.settings.is_served)
         cost.sync_s += time.perf_counter() - started
@@ -130,13 +130,7 @@ class WeightSync:
             cost.check_s += time.perf_counter() - started
 
     def require_version(self) -> None:
-        """Raise `SyncError` if the engine no longer holds the weights of the last sync. A collective operation.
-
-        Raises `ServerError` instead if the server was restarted.
-        """
-        raise_everywhere(self._require_version, self.settings.is_served)
-
-    def _require_version(self) -> None:
+        """Raise `SyncError` unless the engine holds the weights of the last sync; `ServerError` after a restart."""
         version = self.version if self.engine is None else self.engine.version()
         if version == FRESH:
             raise ServerError(f"The server was restarted: it holds {version!r} weights, not {self.version!r}.")
@@ -217,17 +211,15 @@ class WeightSync:
             return {}
         smoothing = self.weights.smoothing
         with smoothing.paused() if smoothing else nullcontext():  # the tokens are arbitrary and the outputs disturbed
-            result = run_probe(self.model, answer[0], self.weights, merges_adapter=self.base is None)
+            result = run_probe(self.model, answer[0], self.weights, is_merged=self.base is None)
         self._probe_limit = judge_probe(result, self._probe_limit)
         return {"sync/probe_distance": result.distance, "sync/probe_ratio": result.ratio}
 
 
-def stream_metadata(
-    named_parameters: NamedTensors, weights: WeightStream, dtype: torch.dtype | None
-) -> TensorMetadata:
+def stream_metadata(parameters: NamedTensors, weights: WeightStream, dtype: torch.dtype | None) -> TensorMetadata:
     """Return the metadata of the tensors that the stream will yield, in order, without rounding any."""
     return [
         (stored.name, str(stored.dtype).removeprefix("torch."), list(stored.shape))
-        for name, _ in named_parameters
+        for name, _ in parameters
         for stored in weights.stored(name, dtype)
     ]

@@ -96,15 +96,13 @@ def ask_engine(engine: Engine, vocabulary_size: int) -> list[Continuation] | Non
 
 
 @torch.no_grad()
-def run_probe(
-    model: Any, answer: list[Continuation], weights: WeightStream, merges_adapter: bool = True
-) -> ProbeResult:
+def run_probe(model: Any, answer: list[Continuation], weights: WeightStream, is_merged: bool = True) -> ProbeResult:
     """Compare the engine's log-probabilities with the policy's own, computed with fake quantization.
 
-    An adapter is merged during this call, unless the engine holds it separately. Weights are rounded and inputs
-    smoothed as in `weights`, which the engine was sent.
+    Weights are rounded and inputs smoothed as in `weights`, which the engine was sent. `is_merged` says whether it got
+    them with the adapter merged; then so does this.
     """
-    merges = merges_adapter and is_peft_model(model)
+    merges = is_merged and is_peft_model(model)
     if merges:
         model.merge_adapter()
     base, layers, scheme = plain_model(model), weights.layers, weights.scheme

@@ -72,10 +72,7 @@ class ColocatedEngine(Engine):
 
 
 def with_adapter(engine: type["LLM"]) -> type["LLM"]:
-    """Subclass vLLM's `LLM` to generate with its `adapter`, and to keep its base in host memory while it sleeps.
-
-    TRL passes no adapter to `generate`, and uses a sleep level that discards all weights.
-    """
+    """Subclass vLLM's `LLM` to generate with its `adapter`, and to keep its base in host memory while it sleeps."""
 
     class AdapterLLM(engine):
         adapter: Any = None
@@ -84,7 +81,7 @@ def with_adapter(engine: type["LLM"]) -> type["LLM"]:
             return super().generate(*args, **{"lora_request": self.adapter, **kwargs})
 
         def sleep(self, level: int = 1, **kwargs: Any) -> Any:
-            return super().sleep(1, **kwargs)
+            return super().sleep(1, **kwargs)  # TRL's level would discard all weights
 
     return AdapterLLM
 
@@ -138,8 +135,7 @@ def release_when_deleted(llm: "LLM") -> None:
     """Make a new engine free its memory when it is deleted, and leave the process groups alone.
 
     vLLM's own finalizer also destroys the process groups: those of the trainer, which continues in several processes,
-    and those of an engine started since then (as when a notebook cell is rerun). Here that happens when the process
-    ends.
+    and of an engine started since then (as when a notebook cell is rerun). Here that happens at the process's end.
     """
     _destroy_process_groups_at_exit()
     client = llm.llm_engine.engine_core

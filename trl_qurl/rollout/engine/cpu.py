@@ -40,11 +40,8 @@ class ReloadableCPUInt8Kernel(CPUInt8ScaledMMLinearKernel):
 
 
 def replace_kernels(model: torch.nn.Module) -> None:
-    """Replace vLLM's INT8 kernels with ours, and drop those of 16-bit experts, so a reload builds and packs anew.
-
-    Registering our kernel with vLLM instead would require an environment variable that disables vLLM's own, and later
-    processes would inherit it.
-    """
+    """Replace vLLM's INT8 kernels with ours, and drop those of 16-bit experts, so that a reload packs them again."""
+    # To register ours with vLLM, a variable that disables vLLM's own is needed, which later processes would inherit.
     for layer in model.modules():
         scheme, method = getattr(layer, "scheme", None), getattr(layer, "quant_method", None)
         if isinstance(scheme, CompressedTensorsW8A8Int8) and type(scheme.kernel) is CPUInt8ScaledMMLinearKernel:
@@ -54,10 +51,7 @@ def replace_kernels(model: torch.nn.Module) -> None:
 
 
 def repack_output_head(model: torch.nn.Module) -> None:
-    """Make an unquantized output head multiply with its current weight.
-
-    A tied head uses the packed copy that a reload of the embedding has just made. Any other head packs its own weight.
-    """
+    """Give a tied output head the packed copy that a reload of the embedding has made; let any other pack its own."""
     packed = {
         id(layer.weight): layer.cpu_linear
         for layer in model.modules()

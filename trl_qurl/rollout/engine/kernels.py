@@ -23,11 +23,10 @@ def kernel_environment(scheme: QuantizationScheme | None) -> dict[str, str]:
     here = [fault for fault in faults if fault is not None and capability >= fault.lowest]
     if not here or DISABLED_KERNELS_VARIABLE in os.environ:
         return {}
-    for fault in here:
-        is_ours = scheme is not None and fault == scheme.kernel_fault
-        if is_ours and not hasattr(importlib.import_module(KERNELS), fault.instead):
-            raise ValueError(
-                f"This vLLM has no {fault.instead}, and its {fault.kernels[0]} fails on GPUs of compute capability "
-                f"{'.'.join(map(str, capability))}: choose another rollout_quantization or another GPU."
-            )
+    ours = None if scheme is None else scheme.kernel_fault
+    if ours in here and not hasattr(importlib.import_module(KERNELS), ours.instead):
+        raise ValueError(
+            f"This vLLM has no {ours.instead}, and its {ours.kernels[0]} fails on GPUs of compute capability "
+            f"{'.'.join(map(str, capability))}: choose another rollout_quantization or another GPU."
+        )
     return {DISABLED_KERNELS_VARIABLE: ",".join(kernel for fault in here for kernel in fault.kernels)}

@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.storage import read_tensors, tensor_shapes
 from trl_qurl.rollout.checks.reload import watched_reload
-from trl_qurl.rollout.checks.tensors import base_digests, compare_digests, record_digests, tensor_digest
+from trl_qurl.rollout.checks.tensors import MeteredStream, base_digests, compare_digests, tensor_digest
 from trl_qurl.rollout.engine.interface import FRESH, NOT_RECEIVED, TensorMetadata, WeightUpdate
 from trl_qurl.rollout.errors import SyncError
 
@@ -60,17 +60,14 @@ class RolloutWorker:
             raise RuntimeError("An earlier load of weights failed halfway: restart the server.")
         self.rollout_load_failed = True
         self.rollout_digests = {}
-
-        def recorded(tensors: NamedTensors) -> NamedTensors:
-            return record_digests(tensors, self.rollout_digests) if request.digest else tensors
-
+        digests = self.rollout_digests if request.digest else None
         with watched_reload(self.get_model()):
             if request.metadata is not None:
-                self._receive(request.metadata, recorded)
+                self._receive(request.metadata, digests)
             else:
                 source = read_tensors(Path(weights_path)) if weights_path is not None else weights_iterator or ()
                 with repaired_reload(self.get_model()) if IS_CPU else nullcontext():
-                    self.reload_weights(weights_iterator=recorded(source))
+                    self.reload_weights(weights_iterator=MeteredStream(source, digests))
             self.rollout_load_failed = False  # vLLM can reload even if a layer is incomplete
         self.loaded_version = request.version
 
@@ -105,12 +102,12 @@ class RolloutWorker:
         """Return the version of the weights loaded last. Only newer versions of vLLM record one themselves."""
         return self.loaded_version
 
-    def _receive(self, metadata: TensorMetadata, recorded: Callable[[NamedTensors], NamedTensors]) -> None:
+    def _receive(self, metadata: TensorMetadata, digests: dict[str, str] | None) -> None:
         """Receive one update through vLLM's weight transfer."""
         self.start_weight_update()
         engine, model = self.weight_transfer_engine, self.weight_transfer_engine.model
         # The transfer engine uses only this method of a model.
-        watched = SimpleNamespace(load_weights=lambda weights: model.load_weights(recorded(weights)))
+        watched = SimpleNamespace(load_weights=lambda weights: model.load_weights(MeteredStream(weights, digests)))
         engine.set_weight_update_target(watched, engine.model_config)
         names, dtypes, shapes = map(list, zip(*metadata, strict=True))
         self.update_weights({"names": names, "dtype_names": dtypes, "shapes": shapes})
