@@ -69,10 +69,7 @@ def engine_rank(rank: int) -> int:
 
 
 def adapter_tensors(model: Any, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield A (rank, in) and scaled B (out, rank) of each layer under PEFT's names. A collective operation.
-
-    They are cast to `dtype`, or keep their own.
-    """
+    """Yield A (rank, in) and scaled B (out, rank) of each layer, under PEFT's names. A collective operation."""
     for name, layer in _adapted_layers(model):
         adapter = model.active_adapters[0]
         a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight

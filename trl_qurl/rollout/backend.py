@@ -28,7 +28,7 @@ from trl_qurl.rollout.engine import colocated
 from trl_qurl.rollout.engine.interface import Engine
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError
-from trl_qurl.rollout.images import ImagePrompts, check_seen
+from trl_qurl.rollout.images import as_plain, check_seen
 from trl_qurl.rollout.preparation import RolloutSettings, choose_adapter, choose_route, prepare_weights
 from trl_qurl.rollout.recovery import raise_everywhere, recover
 from trl_qurl.rollout.substitution import substitute
@@ -60,7 +60,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._global_step = global_step  # optimizer steps so far; part of each version name
         self._cost = RolloutCost()
         self._seconds_in_syncs = 0.0
-        self.images = ImagePrompts()
+        self.plain_prompts: dict[tuple[int, ...], list[int]] = {}  # of the rollout, if it has images
         self.sampled_logps: list[list[list[float | None]]] | None = None  # for RLOO, where TRL drops them
         # RLOO requests no log-probabilities, but the mismatch metrics need them. 0 returns only the sampled token's.
         super().__init__(*args, **{**kwargs, "logprobs": kwargs.get("logprobs") or 0})
@@ -236,7 +236,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _sample(self, prompts: list[list[int]], images: list | None, num_generations: int, **kwargs: Any) -> tuple:
         expands = images is not None and not self.rollout.is_served
-        plain = [self.images.plain(prompt) for prompt in prompts] if expands else prompts
+        plain = [as_plain(prompt, self.plain_prompts) for prompt in prompts] if expands else prompts
         try:
             output = super().generate(prompts=plain, images=images, num_generations=num_generations, **kwargs)
         except ServerError:

@@ -54,10 +54,7 @@ class ProbeResult(NamedTuple):
 
 
 def judge_probe(result: ProbeResult, run_limit: float | None) -> float:
-    """Accept a result, warn, or raise `SyncError` if it is NaN or too large; return the limit for the run's next one.
-
-    `run_limit` is the one that the run's first check returned, if this is not the first.
-    """
+    """Accept a result, warn, or raise `SyncError`; return the run's limit, which its first result (`None`) sets."""
     limit = run_limit or FAULT_RATIO
     clause = (
         "The engine's log-probabilities of the probe differ from the policy's own quantized forward pass by "

@@ -4,17 +4,14 @@ import functools
 import gc
 import os
 import weakref
-from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import engine_rank
-from trl_qurl.rollout.engine.cpu_checks import check_cpu_build, cpu_cache_arguments
+from trl_qurl.rollout.engine.hardware import check_cpu_build, cpu_cache_arguments, kernel_environment
 from trl_qurl.rollout.engine.interface import ADAPTER, CPU_LOAD_FORMAT, PROBE_TOP, Continuation, Engine, WeightUpdate
-from trl_qurl.rollout.engine.kernels import kernel_environment
-from trl_qurl.rollout.engine.launch import weight_bytes
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 from trl_qurl.rollout.errors import SyncError
 
@@ -96,23 +93,16 @@ def adapter_arguments(rank: int) -> dict[str, Any]:
 
 def prepare_process(model: "PreTrainedModel", weights: WeightStream, implementation: str, processes: int) -> None:
     """Check that vLLM can run a model in this process, and prepare the process for its start."""
+    from vllm.model_executor.models import ModelRegistry
     from vllm.utils.network_utils import get_open_port
 
     check_cpu_build(model.config, weights.layers, weights.scheme)
     os.environ.update(kernel_environment(weights.scheme))
     if processes == 1:  # TRL tries 29500 first, and runs that start at the same time all find it free
         os.environ["MASTER_PORT"] = os.environ.get("MASTER_PORT") or str(get_open_port())
-    protect_transformers_classes(model.config.architectures or [type(model).__name__], implementation)
-
-
-def protect_transformers_classes(architectures: Collection[str], implementation: str) -> None:
-    """Register vLLM's transformers backend without torch.compile, if it runs these architectures.
-
-    To compile a model, the backend modifies its transformers class. The trainer's model is of the same class, and its
-    forward pass would fail.
-    """
-    from vllm.model_executor.models import ModelRegistry
-
+    # To compile a model, vLLM's transformers backend modifies its class. The trainer's model is of the same class, and
+    # its forward pass would fail. So register that backend without torch.compile, if it runs this model.
+    architectures = model.config.architectures or [type(model).__name__]
     native = [name for name in architectures if name in ModelRegistry.models and implementation != "transformers"]
     for name in native or BACKENDS:
         cls = ModelRegistry.models[name].load_model_cls()
@@ -126,8 +116,7 @@ def build_engine(cls: type, start: Path | None, engine_kwargs: dict[str, Any], *
     if start is not None:
         trl_kwargs["model"] = str(start)
     if trl_kwargs.get("gpu_memory_utilization") == TRL_MEMORY_SHARE:  # the user has chosen nothing
-        weights = weight_bytes(Path(trl_kwargs["model"]))
-        trl_kwargs |= cpu_cache_arguments(weights, engine_kwargs, share=TRL_MEMORY_SHARE)
+        trl_kwargs |= cpu_cache_arguments(trl_kwargs["model"], engine_kwargs, share=TRL_MEMORY_SHARE)
     return cls(**trl_kwargs, **engine_kwargs, worker_extension_cls=WORKER_EXTENSION)
 
 

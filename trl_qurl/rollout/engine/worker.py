@@ -76,10 +76,7 @@ class RolloutWorker:
         compare_digests(sent, self.rollout_digests)
 
     def accept_rollout_adapter(self, update: Mapping[str, Any], path: str) -> None:
-        """Record the version and the digests of an adapter that vLLM has just loaded from a directory.
-
-        Raises `SyncError` if the engine holds another adapter.
-        """
+        """Record the version and digests of the adapter that vLLM has just loaded; `SyncError` if it holds another."""
         manager = self.model_runner.lora_manager._adapter_manager
         dtype = self.vllm_config.lora_config.lora_dtype
         tensors = dict(read_tensors(Path(path)))

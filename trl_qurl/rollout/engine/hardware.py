@@ -1,26 +1,52 @@
-"""What an engine on a CPU needs before it starts: layers that vLLM's CPU build can run, and memory that is free."""
+"""What vLLM can run on this machine: kernels that work on its GPU; on a CPU, layers and the memory that is free."""
 
+import importlib
 import os
 from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from trl_qurl.quantization.checkpoint_form import expert_layers
+from trl_qurl.quantization.formats import SCHEMES, gpu_capability
+from trl_qurl.quantization.scheme import QuantizationScheme
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from trl_qurl.quantization.scheme import QuantizationScheme
-
+DISABLED_KERNELS_VARIABLE = "VLLM_DISABLED_KERNELS"  # vLLM's: class names, separated by commas
+KERNELS = "vllm.model_executor.kernels.linear"
 ENGINE_BYTES = 2**30  # memory that an engine process needs in addition to weights, keys, and values
 MIN_CACHE = 2**26
 
 
+def kernel_environment(scheme: QuantizationScheme | None) -> dict[str, str]:
+    """Return the environment that vLLM needs before an engine of this format starts; empty if the user has set it.
+
+    It is the same for all formats, because vLLM reads its environment only once per process. Raises `ValueError` if
+    vLLM has no kernel for the format that works on this GPU.
+    """
+    capability = gpu_capability()
+    if capability is None:
+        return {}
+    faults = [each.kernel_fault for each in SCHEMES.values()]
+    here = [fault for fault in faults if fault is not None and capability >= fault.lowest]
+    if not here or DISABLED_KERNELS_VARIABLE in os.environ:
+        return {}
+    ours = None if scheme is None else scheme.kernel_fault
+    if ours in here and not hasattr(importlib.import_module(KERNELS), ours.instead):
+        raise ValueError(
+            f"This vLLM has no {ours.instead}, and its {ours.kernels[0]} fails on GPUs of compute capability "
+            f"{'.'.join(map(str, capability))}: choose another rollout_quantization or another GPU."
+        )
+    return {DISABLED_KERNELS_VARIABLE: ",".join(kernel for fault in here for kernel in fault.kernels)}
+
+
 def check_cpu_build(
-    config: "PretrainedConfig", layers: Collection[str] = (), scheme: "QuantizationScheme | None" = None
+    config: "PretrainedConfig", layers: Collection[str] = (), scheme: QuantizationScheme | None = None
 ) -> None:
-    """Raise `ValueError` if vLLM runs on a CPU and its build for CPUs does not support a model with quantized layers.
+    """Raise `ValueError` if vLLM runs on a CPU and its build for CPUs does not support a model with these layers.
 
     Tiny test models usually have attention heads that are too small; vLLM would fail minutes later, at a first token.
     """
@@ -46,17 +72,17 @@ def check_cpu_build(
         )
 
 
-def cpu_cache_arguments(weights: int, user_arguments: Collection[str], share: float = 0.5) -> dict[str, int]:
-    """Return the arguments with which an engine on this machine's CPU starts in the memory that is free.
+def cpu_cache_arguments(checkpoint: str, user_arguments: Collection[str], share: float = 0.5) -> dict[str, int]:
+    """Return the arguments with which an engine of this checkpoint starts in the memory that is free, on a CPU.
 
     By default, vLLM's CPU build plans with 92 % of the machine's memory, and does not start if less is free. Keys and
-    values get a `share` of the memory that is left after the `weights` (in bytes) and the engine. The result is empty
+    values get a `share` of the memory that is left after the weights and the engine itself. The result is empty
     on a GPU, or if `user_arguments` names a size. Raises `ValueError` if too little memory is free.
     """
     is_chosen = not {"gpu_memory_utilization", "kv_cache_memory_bytes"}.isdisjoint(user_arguments)
     if torch.cuda.is_available() or is_chosen or os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         return {}
-    free = free_memory()
+    free, weights = free_memory(), weight_bytes(checkpoint)
     cache = int(share * (free - weights - ENGINE_BYTES))
     if cache < MIN_CACHE:
         raise ValueError(
@@ -73,3 +99,8 @@ def free_memory() -> int:
 
     nodes, node = get_visible_memory_node(), get_allowed_cpu_list()[0].numa_node
     return get_memory_node_info(node if node in nodes else nodes[0]).available_memory
+
+
+def weight_bytes(directory: str) -> int:
+    """Return the size of a checkpoint's weights, in bytes."""
+    return sum(path.stat().st_size for path in Path(directory).glob("*.safetensors"))
