@@ -27,7 +27,7 @@ from trl_qurl.rollout.adapter import (
 from trl_qurl.rollout.checks.tensors import base_digests
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine.launch import starting_checkpoint
-from trl_qurl.rollout.routes import choose_adapter
+from trl_qurl.rollout.preparation import choose_adapter
 
 PLAIN = {"use_cpu": True, "bf16": False, "report_to": [], "steps_per_generation": 4, "gradient_accumulation_steps": 1}
 TOKENS = torch.tensor([[5, 9, 70, 33]])

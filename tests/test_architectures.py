@@ -5,7 +5,7 @@ from conftest import Server
 from tiny import SIXTEEN_BIT_EXPERTS, tiny_mixture, tiny_tokenizer
 from tiny_vision import VISION_FAMILIES, picture, tiny_vision_model, vision_processor
 
-from trl_qurl.rollout.images import ImagePrompts, check_seen
+from trl_qurl.rollout.images import as_plain, check_seen, plain_prompts
 
 VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm")
 TEXT = ("qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "glm4", "granite", "cohere2")
@@ -106,14 +106,13 @@ def test_an_engine_is_sent_placeholders_of_pictures(family):
     chats = [[{"role": "user", "content": content}] for content in contents]
     further, template = [40, 41], {"add_generation_prompt": True}
     whole = processor.apply_chat_template(chats, tokenize=True, return_dict=True, **template)["input_ids"]
-    prompts = ImagePrompts()
-    prompts.tokenize(processor, chats, whole)
+    plain = plain_prompts(processor, chats, whole)
     texts = processor.apply_chat_template(chats, tokenize=False, **template)
     for prompt, text in zip(whole, texts, strict=True):
-        assert "".join(processor.tokenizer.convert_ids_to_tokens(prompts.plain(prompt))) == text
-        assert prompts.plain([*prompt, *further]) == [*prompts.plain(prompt), *further]
-        assert len(prompts.plain(prompt)) < len(prompt)
-    assert prompts.plain([50, 51]) == [50, 51]
+        assert "".join(processor.tokenizer.convert_ids_to_tokens(as_plain(prompt, plain))) == text
+        assert as_plain([*prompt, *further], plain) == [*as_plain(prompt, plain), *further]
+        assert len(as_plain(prompt, plain)) < len(prompt)
+    assert as_plain([50, 51], plain) == [50, 51]
     check_seen(whole, whole)
     with pytest.raises(ValueError, match=rf"of 9 tokens where the trainer scores one of {len(whole[0])}: .*'server'"):
         check_seen(whole, [[7] * 9])

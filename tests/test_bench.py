@@ -269,7 +269,7 @@ def test_an_engine_measured_alone_takes_a_gpu_but_leaves_a_machine_room_for_its_
     monkeypatch.setattr("vllm.LLM", lambda **arguments: started.update(arguments))
     monkeypatch.setattr("torch.cuda.is_available", lambda: is_gpu)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: True)
-    monkeypatch.setattr("trl_qurl.rollout.engine.kernels.gpu_capability", lambda: None)
+    monkeypatch.setattr("trl_qurl.rollout.engine.hardware.gpu_capability", lambda: None)
     start_engine(Job(BASELINE, str(tmp_path), Workload(), holds_policy=False), tiny_model())
     assert started["gpu_memory_utilization"] == share
 

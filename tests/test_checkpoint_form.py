@@ -22,7 +22,7 @@ from trl_qurl.quantization.checkpoint_form import CheckpointForm
 from trl_qurl.quantization.layers import ignored_modules
 from trl_qurl.quantization.stream import WeightStream, model_parameters
 from trl_qurl.rollout.adapter import FrozenBase, adapter_obstacle
-from trl_qurl.rollout.engine.cpu_checks import check_cpu_build
+from trl_qurl.rollout.engine.hardware import check_cpu_build
 from trl_qurl.rollout.errors import ServerError
 from trl_qurl.rollout.sync import WeightSync
 

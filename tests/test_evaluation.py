@@ -25,7 +25,7 @@ from trl_qurl.lab.evaluation.results import Answer, build_table, summarize
 from trl_qurl.lab.evaluation.scores import Z95, average_at_k, paired_difference
 from trl_qurl.lab.evaluation.tasks import SOURCES, load_task, load_tasks, needed_context
 from trl_qurl.lab.evaluation.worker import Job, start_engine
-from trl_qurl.rollout.engine import cpu_checks
+from trl_qurl.rollout.engine import hardware
 
 answer_sheets = st.integers(1, 5).flatmap(
     lambda k: st.lists(st.lists(st.booleans(), min_size=k, max_size=k), min_size=1, max_size=8)
@@ -354,7 +354,7 @@ def test_evaluating_without_its_packages_says_which_extra(tmp_path, monkeypatch,
 def test_an_engine_on_a_cpu_takes_memory_that_is_free(tmp_path, monkeypatch):
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(cpu_checks, "free_memory", lambda: 12 * 10**9)
+    monkeypatch.setattr(hardware, "free_memory", lambda: 12 * 10**9)
     started = []
     monkeypatch.setattr("vllm.LLM", lambda **arguments: started.append(arguments))
     tiny_model().save_pretrained(tmp_path)

@@ -10,8 +10,8 @@ from documents import ROOT
 
 from trl_qurl.lab import device
 from trl_qurl.quantization import SCHEMES
-from trl_qurl.rollout.engine import kernels
-from trl_qurl.rollout.engine.kernels import kernel_environment
+from trl_qurl.rollout.engine import hardware
+from trl_qurl.rollout.engine.hardware import kernel_environment
 
 GENERATIONS = {"Turing": (7, 5), "Ampere": (8, 0), "Ada": (8, 9), "Hopper": (9, 0), "Blackwell": (10, 0)}
 CUTLASS, TRITON = "CutlassInt8ScaledMMLinearKernel", "TritonInt8ScaledMMLinearKernel"
@@ -23,7 +23,7 @@ def on(monkeypatch):
     """Let this machine have a GPU of a compute capability."""
 
     def on(capability):
-        monkeypatch.setattr(kernels, "gpu_capability", lambda: capability)
+        monkeypatch.setattr(hardware, "gpu_capability", lambda: capability)
 
     monkeypatch.delenv("VLLM_DISABLED_KERNELS", raising=False)
     return on
@@ -168,7 +168,7 @@ def test_bench_measures_in_the_sixteen_bits_of_the_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr("vllm.LLM", lambda **arguments: started.update(arguments))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: False)
-    monkeypatch.setattr(kernels, "gpu_capability", lambda: (7, 5))
+    monkeypatch.setattr(hardware, "gpu_capability", lambda: (7, 5))
     monkeypatch.setenv("VLLM_DISABLED_KERNELS", "")
     start_engine(Job("int8", str(tmp_path), Workload()), tiny_model())
     assert started["dtype"] == "float16"

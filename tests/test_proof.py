@@ -7,15 +7,7 @@ from tiny import WHOLE_BLOCKS, tiny_model
 from trl_qurl.quantization import SCHEMES, fake_quantization, quantized_layer_names
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.stream import WeightStream
-from trl_qurl.rollout.checks.probe import (
-    ProbeAnswer,
-    ProbeJudge,
-    ProbeResult,
-    _disturbed,
-    compare_probe,
-    probe_prompts,
-    run_probe,
-)
+from trl_qurl.rollout.checks.probe import ProbeResult, _disturbed, compare_probe, judge_probe, probe_prompts, run_probe
 from trl_qurl.rollout.checks.tensors import MeteredStream, compare_digests, tensor_digest
 from trl_qurl.rollout.engine.interface import Continuation
 from trl_qurl.rollout.errors import SyncError
@@ -79,12 +71,12 @@ def test_a_digest_sees_every_bit_the_shape_and_the_dtype(dtype):
 
 def test_a_recorder_changes_nothing():
     tensors = [("a", torch.ones(2)), ("b", torch.zeros(0))]
-    recorder = MeteredStream(iter(tensors))
+    recorder = MeteredStream(iter(tensors), {})
     assert [name for name, _ in recorder] == ["a", "b"]
     assert recorder.digests == {name: tensor_digest(tensor) for name, tensor in tensors}
-    unread = MeteredStream(iter(tensors), records_digests=False)
+    unread = MeteredStream(iter(tensors), None)
     next(iter(unread))
-    assert unread.digests == {}
+    assert unread.digests is None
 
 
 def test_digests_name_what_differs():
@@ -99,8 +91,7 @@ def test_the_probe_measures_by_what_rounding_explains():
     half = torch.tensor(0.5).log().item()
     policy = torch.tensor([[half + 0.03, half, -9.0]])  # distance 0.5 * 0.03 = 0.015
     result = compare_probe([{0: half, 1: half}], policy, policy + torch.tensor([[-0.01, 0.0, 4.0]]))
-    assert result == pytest.approx((0.015, 0.017), abs=1e-5)
-    assert result.ratio == pytest.approx(0.015 / 0.017, abs=1e-3)
+    assert result == pytest.approx((0.015, 0.015 / 0.017), abs=1e-5)
 
 
 def test_one_step_on_the_edge_does_not_count_and_most_do():
@@ -111,11 +102,11 @@ def test_one_step_on_the_edge_does_not_count_and_most_do():
 
 
 def judged(*ratios):
-    """A judge that has seen probes of these ratios in a run."""
-    judge = ProbeJudge()
+    """The limit in a run after probes of these ratios."""
+    limit = None
     for ratio in ratios:
-        judge.judge(ProbeResult(0.01 * ratio, 0.01))
-    return judge
+        limit = judge_probe(ProbeResult(0.01 * ratio, ratio), limit)
+    return limit
 
 
 def test_a_sound_probe_is_silent_and_one_beyond_rounding_is_a_warning(caplog):
@@ -137,9 +128,9 @@ def test_a_sound_probe_is_silent_and_one_beyond_rounding_is_a_warning(caplog):
     ],
 )
 def test_a_probe_out_of_all_proportion_is_an_error(before, fault):
-    judge = judged(*before)
+    limit = judged(*before)
     with pytest.raises(SyncError, match="of the probe differ .* times what rounding explains"):
-        judge.judge(ProbeResult(0.01 * fault, 0.01))
+        judge_probe(ProbeResult(0.01 * fault, fault), limit)
 
 
 def test_probe_prompts_are_fixed_and_within_bounds():
@@ -153,13 +144,13 @@ def test_probe_prompts_are_fixed_and_within_bounds():
 
 def test_a_continuation_is_scored_where_its_tokens_were_chosen():
     model = tiny_model().eval()
-    prompts, continuation = [[5, 9, 70]], [33, 12]
+    prompt, tokens = [5, 9, 70], [33, 12]
     expected = [model(torch.tensor([prefix])).logits[0, -1].log_softmax(-1) for prefix in ([5, 9, 70], [5, 9, 70, 33])]
-    scored = [Continuation(continuation, [{token: logps[token].item() for token in (33, 12)} for logps in expected])]
-    assert run_probe(model, ProbeAnswer(prompts, scored), WeightStream(model, None)).distance < 1e-5
-    shifted = [Continuation(continuation, scored[0].logps[::-1])]
+    scored = Continuation(prompt, tokens, [{token: logps[token].item() for token in tokens} for logps in expected])
+    assert run_probe(model, [scored], WeightStream(model, None)).distance < 1e-5
+    shifted = scored._replace(logps=scored.logps[::-1])
     sharp = tiny_model(initializer_range=0.5)
-    assert run_probe(sharp, ProbeAnswer(prompts, shifted), WeightStream(sharp, None)).ratio > 6
+    assert run_probe(sharp, [shifted], WeightStream(sharp, None)).ratio > 6
 
 
 def test_the_disturbance_is_that_of_a_rounding_and_passes():

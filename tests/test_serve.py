@@ -20,7 +20,7 @@ from tiny_vision import tiny_vision_model
 from trl_qurl import cli
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.storage import CACHE_VARIABLE
-from trl_qurl.rollout.engine import cpu_checks, http, launch
+from trl_qurl.rollout.engine import hardware, http, launch
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
 
@@ -135,7 +135,7 @@ def cpu(monkeypatch, tmp_path):
     """A machine without a GPU, with 12 GB of free memory, and a checkpoint of 1 GB."""
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(cpu_checks, "free_memory", lambda: 12 * 10**9)
+    monkeypatch.setattr(hardware, "free_memory", lambda: 12 * 10**9)
     tiny_model().config.save_pretrained(tmp_path)
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(10**9)
@@ -160,7 +160,7 @@ def test_a_cpu_takes_memory_that_is_free(cpu, monkeypatch):
 
 
 def test_a_cpu_without_enough_free_memory_is_one_line(cpu, monkeypatch, capsys):
-    monkeypatch.setattr(cpu_checks, "free_memory", lambda: 2 * 10**9)
+    monkeypatch.setattr(hardware, "free_memory", lambda: 2 * 10**9)
     monkeypatch.setattr(launch, "run_server", lambda *arguments: pytest.fail("it was started"))
     assert cli.main(["serve", str(cpu), "--scheme", "none"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -168,7 +168,7 @@ def test_a_cpu_without_enough_free_memory_is_one_line(cpu, monkeypatch, capsys):
 
 
 def test_the_memory_of_this_machine_is_what_vllm_counts():
-    assert cpu_checks.free_memory() > 0
+    assert hardware.free_memory() > 0
 
 
 def test_the_share_that_is_lowered_is_vllms_own():

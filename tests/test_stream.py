@@ -22,7 +22,7 @@ from trl_qurl.rollout.engine import broadcast, served
 from trl_qurl.rollout.engine.interface import EngineDescription, WeightUpdate
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
-from trl_qurl.rollout.routes import choose_route
+from trl_qurl.rollout.preparation import choose_route
 from trl_qurl.rollout.sync import stream_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op`:FutureWarning")
@@ -166,8 +166,8 @@ def test_tensors_arrive_in_order_and_bit_for_bit(scheme, ends):
     client, worker = ends
     model = tiny_model(dtype=torch.bfloat16)
     metadata = announced(model, scheme)
-    sent = MeteredStream(stream(model, scheme))
-    client.load_stream(sent, metadata, WeightUpdate("v1", digest=True))
+    sent = MeteredStream(stream(model, scheme), {})
+    client.load_stream(sent, WeightUpdate("v1", True, metadata))
     assert len(worker.rollout_digests) == len(metadata)
     client.compare_digests(sent.digests)
     expected = dict(stream(model, scheme))
@@ -178,7 +178,7 @@ def test_tensors_arrive_in_order_and_bit_for_bit(scheme, ends):
     assert worker.session == ["start", "update", "finish"]
     assert client.requests == ["/collective_rpc", "/reset_prefix_cache", "/reset_encoder_cache", "/collective_rpc"]
     assert client.version() == "v1"
-    client.load_stream(stream(model, scheme), metadata, WeightUpdate("v2"))
+    client.load_stream(stream(model, scheme), WeightUpdate("v2", False, metadata))
     assert client.version() == "v2" and worker.rollout_digests == {}
 
 
@@ -194,8 +194,8 @@ def test_both_ends_cut_the_stream_into_buffers_of_one_size(ends, monkeypatch):
     worker.weight_transfer_engine.packed_buffer_size_bytes = asked["init_info"]["packed_buffer_size_bytes"]
     buffers, send = [], client.communicator.broadcast
     client.communicator.broadcast = lambda tensor, src: buffers.append(tensor.numel()) or send(tensor, src)
-    sent = MeteredStream(stream(model, INT8))
-    client.load_stream(sent, announced(model, INT8), WeightUpdate("v1", digest=True))
+    sent = MeteredStream(stream(model, INT8), {})
+    client.load_stream(sent, WeightUpdate("v1", True, announced(model, INT8)))
     client.compare_digests(sent.digests)
     largest = max(tensor.nbytes for _, tensor in stream(model, INT8))
     assert len(buffers) > 10 and max(buffers) <= 4096 + largest
@@ -221,7 +221,7 @@ def test_a_server_that_refuses_says_why_and_nobody_hangs(ends):
 
     worker.update_weights = refuse
     with ThreadPoolExecutor(1) as executor:
-        outcome = executor.submit(client.load_stream, stream(model, INT8), metadata, WeightUpdate("v1", digest=True))
+        outcome = executor.submit(client.load_stream, stream(model, INT8), WeightUpdate("v1", True, metadata))
         with pytest.raises(ServerError, match="no weight transfer here"):
             outcome.result(timeout=20)
     assert client._broadcast.wait(5.0), "a run that recovers opens another one"
@@ -233,11 +233,11 @@ def test_a_server_that_refuses_says_why_and_nobody_hangs(ends):
 def test_workers_compare_digests(ends):
     client, worker = ends
     model = tiny_model()
-    sent = MeteredStream(stream(model, INT8))
-    client.load_stream(sent, announced(model, INT8), WeightUpdate("v1", digest=True))
+    sent = MeteredStream(stream(model, INT8), {})
+    client.load_stream(sent, WeightUpdate("v1", True, announced(model, INT8)))
     client.compare_digests(sent.digests)
-    other = MeteredStream(stream(tiny_model(seed=1), INT8))  # what a worker got that the trainer did not send
-    client.load_stream(other, announced(model, INT8), WeightUpdate("v2", digest=True))
+    other = MeteredStream(stream(tiny_model(seed=1), INT8), {})  # what a worker got that the trainer did not send
+    client.load_stream(other, WeightUpdate("v2", True, announced(model, INT8)))
     with pytest.raises(SyncError, match=rf"of {len(sent.digests)} tensors, \d+ different"):
         client.compare_digests(sent.digests)
 
@@ -245,8 +245,8 @@ def test_workers_compare_digests(ends):
 def test_workers_that_made_no_digests_do_not_agree_with_any(ends):
     client, worker = ends
     model = tiny_model()
-    sent = MeteredStream(stream(model, INT8))
-    client.load_stream(sent, announced(model, INT8), WeightUpdate("v1"))
+    sent = MeteredStream(stream(model, INT8), {})
+    client.load_stream(sent, WeightUpdate("v1", False, announced(model, INT8)))
     with pytest.raises(SyncError, match=f"{len(sent.digests)} missing"):
         client.compare_digests(sent.digests)
 
@@ -266,7 +266,7 @@ def test_a_broadcast_that_never_returns_ends_the_run_in_time(ends, monkeypatch):
     model = tiny_model()
     try:
         with pytest.raises(ServerError, match="did not answer /collective_rpc"):
-            client.load_stream(stream(model, INT8), announced(model, INT8), WeightUpdate("v1"))
+            client.load_stream(stream(model, INT8), WeightUpdate("v1", False, announced(model, INT8)))
         with pytest.raises(ServerLostError, match="A broadcast to the server's workers did not end.*did not answer"):
             client.reconnect(1.0)
     finally:
@@ -294,7 +294,7 @@ def test_tensors_are_made_here_finished_before_they_are_sent_and_kept_until_they
             yield item
 
     metadata = announced(model, INT8)
-    client.load_stream(made(), metadata, WeightUpdate("v1"))
+    client.load_stream(made(), WeightUpdate("v1", False, metadata))
     assert [log.count((event, here)) for event, here in (("make", True), ("finish", True), ("keep", False))] == [
         len(metadata)
     ] * 3
@@ -314,21 +314,18 @@ def test_weights_of_another_model_are_refused_before_anything_is_touched(ends, t
     with pytest.raises(
         SyncError, match=r"to a different model.*: 19 tensors differ, first model.layers.2.input_layernorm"
     ):
-        client.load_stream(stream(deeper, INT8), metadata, WeightUpdate("v1", digest=True))
+        client.load_stream(stream(deeper, INT8), WeightUpdate("v1", True, metadata))
     write_checkpoint(deeper, tiny_tokenizer(), "int8", tmp_path / "deeper", quantizer="streaming")
     with pytest.raises(RuntimeError, match="a different model than the server's"):
         worker.load_rollout_weights({"version": "v1"}, weights_path=str(tmp_path / "deeper"))
     assert worker.session == [], "the reload was begun"
     same = tiny_model(seed=1)
     metadata = announced(same, INT8)
-    columns = dict(zip(("names", "_", "shapes"), zip(*metadata, strict=True), strict=True))
-    worker._refuse_other_model(None, columns)
-    part = {name: column[:5] for name, column in columns.items()}
+    worker._refuse_other_model(None, metadata)
     with pytest.raises(RuntimeError, match=f"{len(metadata) - 5} tensors differ"):
-        worker._refuse_other_model(None, part)
-    more = {"names": [*columns["names"], "elsewhere"], "shapes": [*columns["shapes"], [1]]}
+        worker._refuse_other_model(None, metadata[:5])
     with pytest.raises(RuntimeError, match="1 tensors differ, first elsewhere"):
-        worker._refuse_other_model(None, more)
+        worker._refuse_other_model(None, [*metadata, ("elsewhere", "int8", [1])])
 
 
 def test_a_worker_says_how_its_model_is_quantized(ends):
@@ -376,14 +373,14 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
     ],
 )
 def test_how_weights_travel(requested, device, obstacle, name, reason):
-    route, why = choose_route(requested, device, obstacle)
+    route, why = choose_route(requested, device, obstacle, is_sharded=False)
     assert route == name and reason in why
 
 
 @pytest.mark.parametrize(("device", "obstacle"), [(CPU, None), (CUDA, "a reason")])
 def test_a_stream_that_cannot_be_is_refused(device, obstacle):
     with pytest.raises(ValueError, match=r"weight_sync='stream' is not possible: .* set weight_sync='checkpoint'"):
-        choose_route("stream", device, obstacle)
+        choose_route("stream", device, obstacle, is_sharded=False)
 
 
 def test_a_policy_in_parts_is_streamed_only_where_that_was_asked_for():

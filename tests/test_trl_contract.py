@@ -223,7 +223,12 @@ DEFINITIONS = [
     (GENERATION, "VLLMGeneration._init_vllm", "", "QuantizedVLLMGeneration starts the engine through it"),
     (GENERATION, "VLLMGeneration._iter_named_params", "", "QuantizedVLLMGeneration quantizes what it yields"),
     (GENERATION, "VLLMGeneration.sync_weights", "", "QuantizedVLLMGeneration replaces it"),
-    (GENERATION, "VLLMGeneration.generate", "prompts", "QuantizedVLLMGeneration counts its seconds and tokens"),
+    (
+        GENERATION,
+        "VLLMGeneration.generate",
+        "prompts images num_generations",
+        "QuantizedVLLMGeneration counts its seconds and tokens",
+    ),
     (GENERATION, "empty_cache", "", "QuantizedVLLMGeneration calls it before waking the engine"),
     (CLIENT, "VLLMClient.__init__", "base_url connection_timeout", "ServedEngine is built as it is"),
     (CLIENT, "VLLMClient.check_server", "total_timeout retry_interval", "ServedEngine waits in its place"),

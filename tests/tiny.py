@@ -150,7 +150,7 @@ def save_remote_code_model(directory: Path, architecture: str = "InternLM3ForCau
 
 def rollout_settings(scheme, **changed):
     """Settings of rollouts: those of a config that sets nothing, without smoothing, and with these changes."""
-    from trl_qurl.rollout.settings import RolloutSettings
+    from trl_qurl.rollout.preparation import RolloutSettings
 
     defaults = {
         "ignore": ("lm_head",),

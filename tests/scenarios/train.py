@@ -62,7 +62,7 @@ class Teaching:
 def engine_logps(trainer) -> list[float]:
     """The engine's log-probabilities of the probe's tokens from the second on; only this process's own engine's."""
     generation = trainer.vllm_generation
-    if generation.engine is None:
+    if generation.sync.engine is None:
         return []
     if generation.mode == "server":
         result = generation.vllm_client.get_sequence_logprobs([PROBE], [1], top_logprobs=1)
@@ -219,7 +219,7 @@ def run(options: argparse.Namespace) -> dict:
         record["sent_names"] = sorted(name for name, _ in trainer.vllm_generation.policy_parameters())
     if options.save:
         trainer.save_model()
-    if (engine := trainer.vllm_generation.engine) is not None:
+    if (engine := trainer.vllm_generation.sync.engine) is not None:
         record["engine_dtype"] = engine.describe().dtype
     record["processes"] = trainer.accelerator.num_processes
     record["distribution"] = str(trainer.accelerator.distributed_type.value)

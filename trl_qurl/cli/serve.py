@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
     check_model(args.model)
     from trl_qurl.quantization.formats import get_scheme, parse_scheme
     from trl_qurl.rollout.engine import launch
+    from trl_qurl.rollout.engine.hardware import kernel_environment
     from trl_qurl.rollout.engine.http import require_key
-    from trl_qurl.rollout.engine.kernels import kernel_environment
 
     launch.require_vllm()
     require_key()

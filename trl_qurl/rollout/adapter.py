@@ -5,7 +5,6 @@ that to 1. vLLM reads one scaling for all layers from the config: that would be 
 """
 
 import copy
-import re
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,12 +22,10 @@ from trl_qurl.quantization.storage import new_directory, read_tensors, write_ten
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.checks.tensors import base_digests
 from trl_qurl.rollout.directory import CheckpointFolder
-from trl_qurl.rollout.engine.interface import Digests
 
 ADAPTER_FILE = "adapter_model.safetensors"  # PEFT's name, which vLLM expects
-
-ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Maximum ranks that vLLM can be started with; it accepts adapters up to that rank."""
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # maximum ranks that vLLM can be started with
+CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."  # part of names under activation checkpointing
 
 
 def adapter_obstacle(model: Any) -> str | None:
@@ -72,17 +69,13 @@ def engine_rank(rank: int) -> int:
 
 
 def adapter_tensors(model: Any, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield A (rank, in) and scaled B (out, rank) of each layer under PEFT's names. A collective operation.
-
-    They are cast to `dtype`, or keep their own.
-    """
+    """Yield A (rank, in) and scaled B (out, rank) of each layer, under PEFT's names. A collective operation."""
     for name, layer in _adapted_layers(model):
         adapter = model.active_adapters[0]
         a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
         with whole([a, b]):
-            parts = (("lora_A", _gathered(a)), ("lora_B", _gathered(b) * layer.scaling[adapter]))
-            for part, tensor in parts:
-                yield f"{_plain_name(name)}.{part}.weight", tensor.to(dtype or a.dtype)
+            for part, tensor in (("lora_A", _gathered(a)), ("lora_B", _gathered(b) * layer.scaling[adapter])):
+                yield f"{name.replace(CHECKPOINT_WRAPPER, '')}.{part}.weight", tensor.to(dtype or a.dtype)
 
 
 def write_adapter(model: Any, tensors: NamedTensors, directory: Path) -> None:
@@ -110,17 +103,12 @@ def _gathered(parameter: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _plain_name(name: str) -> str:
-    """Strip the wrappers of activation checkpointing from a name."""
-    return re.sub(r"_checkpoint_wrapped_module\.", "", name)
-
-
 class FrozenBase:
     """The frozen base of a PEFT model."""
 
     def __init__(self, model: Any, weights: WeightStream, rounds: bool) -> None:
         self.checkpoint: Path | None = None  # set if `round` will overwrite the weights it was made from
-        self.digests: Digests | None = None  # a server must have started from these; main process only
+        self.digests: dict[str, str] | None = None  # a server must have started from these; main process only
         self._model = model
         self._weights = weights
         self._rounds = rounds  # whether the trainer computes with the rounded values as well
@@ -137,7 +125,7 @@ class FrozenBase:
         for name, parameter in self._model.named_parameters():
             if ".lora_" not in name:
                 with whole([parameter]):
-                    yield parameter_name(_plain_name(name)), _gathered(parameter)
+                    yield parameter_name(name.replace(CHECKPOINT_WRAPPER, "")), _gathered(parameter)
 
     def quantized_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over the tensors of the quantized checkpoint. A collective operation.

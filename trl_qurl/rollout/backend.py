@@ -8,7 +8,6 @@ parent's code still gathers parameters (FSDP, ZeRO-3, PEFT) and generates comple
 import functools
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +24,13 @@ from trl_qurl.quantization.layers import check_recurrent_layers
 from trl_qurl.quantization.stream import on_grid
 from trl_qurl.rollout.adapter import FrozenBase, adapter_obstacle, adapter_rank, engine_rank
 from trl_qurl.rollout.directory import CheckpointFolder
-from trl_qurl.rollout.engine.colocated import (
-    ColocatedEngine,
-    adapter_arguments,
-    build_engine,
-    prepare_process,
-    release_when_deleted,
-    with_adapter,
-)
+from trl_qurl.rollout.engine import colocated
 from trl_qurl.rollout.engine.interface import Engine
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError
-from trl_qurl.rollout.images import ImagePrompts, check_seen
-from trl_qurl.rollout.preparation import prepare_weights
+from trl_qurl.rollout.images import as_plain, check_seen
+from trl_qurl.rollout.preparation import RolloutSettings, choose_adapter, choose_route, prepare_weights
 from trl_qurl.rollout.recovery import raise_everywhere, recover
-from trl_qurl.rollout.routes import choose_adapter, choose_route
-from trl_qurl.rollout.settings import RolloutSettings
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.sync import RolloutCost, WeightSync
 
@@ -53,7 +43,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     `global_step` and `prompts` must not keep the trainer alive, or the engine is never freed.
     """
 
-    engine: Engine | None  # `None` in processes that leave a server to the main one
     sync: WeightSync  # keeps the engine at the policy's weights
     base: FrozenBase | None = None  # of an adapter that is sent alone
     kept: tuple[str, ...]  # layers that `AUTO` keeps in full precision
@@ -71,7 +60,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._global_step = global_step  # optimizer steps so far; part of each version name
         self._cost = RolloutCost()
         self._seconds_in_syncs = 0.0
-        self.images = ImagePrompts()
+        self.plain_prompts: dict[tuple[int, ...], list[int]] = {}  # of the rollout, if it has images
         self.sampled_logps: list[list[list[float | None]]] | None = None  # for RLOO, where TRL drops them
         # RLOO requests no log-probabilities, but the mismatch metrics need them. 0 returns only the sampled token's.
         super().__init__(*args, **{**kwargs, "logprobs": kwargs.get("logprobs") or 0})
@@ -91,26 +80,17 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def _init_vllm(self) -> None:
         check_recurrent_layers(self.base_model)
         self.weights, self.kept = prepare_weights(self.model, self.rollout, self.accelerator, self._prompts)
-        self.rollout = replace(self.rollout, ignore=self.weights.ignore)
         start = self._connect if self.rollout.is_served else self._start_colocated
-        self.engine, sent_dtype, folder = start()
+        engine, dtype, folder = start()
         self.sync = WeightSync(
-            self.model,
-            self.weights,
-            self.engine,
-            self.rollout,
-            self._dist,
-            self._global_step,
-            sent_dtype,
-            folder,
-            self.base,
+            self.model, self.weights, engine, self.rollout, self._dist, self._global_step, dtype, folder, self.base
         )
 
     def _connect(self) -> tuple[Engine | None, torch.dtype | None, CheckpointFolder | None]:
         """Connect the main process to the server. Return its engine, and what every process needs to send weights."""
         rollout, device = self.rollout, self.accelerator.device
         client = functools.partial(
-            ServedEngine, scheme=rollout.scheme, ignore=rollout.ignore, request_timeout=rollout.request_timeout
+            ServedEngine, scheme=rollout.scheme, ignore=self.weights.ignore, request_timeout=rollout.request_timeout
         )
         with substitute(vllm_generation, "VLLMClient", client):
             super()._init_vllm()
@@ -161,7 +141,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def _start_colocated(self) -> tuple[Engine, torch.dtype | None, CheckpointFolder | None]:
         """Start an engine in this process, from a checkpoint that describes how its layers are quantized."""
         rollout = self.rollout
-        prepare_process(self.base_model, self.weights, self.model_impl, self.accelerator.num_processes)
+        colocated.prepare_process(self.base_model, self.weights, self.model_impl, self.accelerator.num_processes)
         if self._sends_adapter():
             self.base = FrozenBase(self.model, self.weights, rollout.round_base)
         by_files = rollout.weight_sync in ("checkpoint", "llmcompressor")
@@ -170,16 +150,17 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         start = self._write_start(folder) if folder is not None and needs_start else None
         cls, extra_kwargs = vllm_generation.LLM, rollout.engine_kwargs
         if self.base is not None:
-            cls, extra_kwargs = with_adapter(cls), adapter_arguments(adapter_rank(self.model)) | extra_kwargs
+            cls = colocated.with_adapter(cls)
+            extra_kwargs = colocated.adapter_arguments(adapter_rank(self.model)) | extra_kwargs
         logger.info("Starting vLLM. If it has to compile, this takes a minute.")
-        with substitute(vllm_generation, "LLM", functools.partial(build_engine, cls, start, extra_kwargs)):
+        with substitute(vllm_generation, "LLM", functools.partial(colocated.build_engine, cls, start, extra_kwargs)):
             super()._init_vllm()
         logger.info("vLLM is ready.")
         if folder is not None and not (self.base and self.base.checkpoint):
             folder.drop_weights("start")
         self._folder = folder  # keep alive: the worker re-reads the starting checkpoint's headers
-        release_when_deleted(self.llm)
-        engine = ColocatedEngine(self.llm, self._sleeps)
+        colocated.release_when_deleted(self.llm)
+        engine = colocated.ColocatedEngine(self.llm, self._sleeps)
         if self.base is None:
             return engine, None, folder if by_files else None
         dtype = getattr(torch, engine.describe().dtype or "float32")
@@ -199,7 +180,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _open_folder(self, checkpoints: int) -> CheckpointFolder:
         rollout = self.rollout
-        writer = CheckpointWriter(self.base_model, self.processing_class, rollout.scheme, rollout.ignore)
+        writer = CheckpointWriter(self.base_model, self.processing_class, rollout.scheme, self.weights.ignore)
         nbytes = checkpoints * self.weights.nbytes()
         return CheckpointFolder(self.accelerator, writer, rollout.checkpoint_dir, nbytes, rollout.is_served)
 
@@ -242,30 +223,28 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def _generate(self, args: tuple, kwargs: dict[str, Any], is_repeated: bool) -> tuple:
         if is_repeated:
             self.sync.push(self.policy_parameters, self._cost, is_repeated=True)
-        self.sync.require_version()
+        raise_everywhere(self.sync.require_version, self.rollout.is_served)
         synced_before = self._seconds_in_syncs
         started = time.perf_counter()
         output = raise_everywhere(lambda: self._sample(*args, **kwargs), self.rollout.is_served)
-        self.sync.require_version()  # a server that restarted in the meantime answers from other weights
+        # A server that restarted in the meantime answered from other weights.
+        raise_everywhere(self.sync.require_version, self.rollout.is_served)
         self._cost.generate_s += time.perf_counter() - started - (self._seconds_in_syncs - synced_before)  # sleep mode
         self._cost.tokens += sum(len(completion) for completion in output[1])
         self.sampled_logps = output[2]
         return output
 
-    def _sample(self, *args: Any, **kwargs: Any) -> tuple:
-        if kwargs.get("images") is not None and not self.rollout.is_served:
-            return self._sample_with_images(*args, **kwargs)
+    def _sample(self, prompts: list[list[int]], images: list | None, num_generations: int, **kwargs: Any) -> tuple:
+        expands = images is not None and not self.rollout.is_served
+        plain = [as_plain(prompt, self.plain_prompts) for prompt in prompts] if expands else prompts
         try:
-            return super().generate(*args, **kwargs)
+            output = super().generate(prompts=plain, images=images, num_generations=num_generations, **kwargs)
         except ServerError:
             # The other processes wait for the completions, inside the parent's method.
             broadcast_object_list([([], [], None, None)], from_process=0)
             raise
-
-    def _sample_with_images(self, *args: Any, **kwargs: Any) -> tuple:
-        prompts = kwargs.pop("prompts")
-        output = super().generate(*args, prompts=[self.images.plain(prompt) for prompt in prompts], **kwargs)
-        check_seen(prompts, output[0])
+        if expands:
+            check_seen(prompts, output[0])
         return output
 
     def _reconnect(self) -> None:

@@ -1,13 +1,9 @@
-"""The directory through which a run passes checkpoints to its engine.
-
-It exists as long as the run: in memory if there is room, readable only by this user, and removed at the end.
+"""The directory through which a run passes checkpoints to its engine, readable only by this user.
 
 A run takes the lowest number whose lock file it can lock (`0.lock` for `0`), and only the holder of that lock creates
 or removes the directory. Lock files are never removed, so a path always means the same lock. The system releases it
-when a run is killed, and the next run then removes the leftovers. Only a few empty lock files remain.
-
-Numbers keep the paths the same from run to run. vLLM includes a model's path in the key of its cache of compiled
-graphs, so a new name at each start would trigger another compilation.
+when a run is killed, and the next run then removes the leftovers. Numbers, because vLLM includes a model's path in the
+key of its cache of compiled graphs: a new name at each start would trigger another compilation.
 """
 
 import fcntl
@@ -50,39 +46,26 @@ class CheckpointFolder:
     """
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        writer: CheckpointWriter,
-        parent: str | None,  # `None` to choose one
-        bytes_needed: int,
-        is_served: bool,
+        self, accelerator: Accelerator, writer: CheckpointWriter, parent: str | None, nbytes: int, is_served: bool
     ) -> None:
         self._accelerator = accelerator
-        self._writer = writer
+        self.writer = writer
         self.is_writer = accelerator.is_main_process if is_served else accelerator.is_local_main_process
-        self._directory = CheckpointDirectory(parent, bytes_needed) if self.is_writer else None
+        self._directory = CheckpointDirectory(parent, nbytes) if self.is_writer else None
         source = 0 if is_served else accelerator.process_index - accelerator.local_process_index
         self.path: Path = gather_object([self._directory and self._directory.path])[source]
 
     def write(
         self, name: str, rollout_tensors: NamedTensors, write: Callable[[NamedTensors, Path], None] | None = None
     ) -> Path:
-        """Write a checkpoint from tensors that are already in its format. A collective operation.
-
-        `write` replaces the checkpoint's writer (adapters).
-        """
+        """Write a checkpoint from tensors in its format, or call `write` on them. A collective operation."""
         path = self.path / name
         if self.is_writer:
-            (write or self._writer.write)(rollout_tensors, path)
+            (write or self.writer.write)(rollout_tensors, path)
         else:
             deque(rollout_tensors, maxlen=0)
         self._accelerator.wait_for_everyone()
         return path
-
-    def write_with_llmcompressor(self, name: str, parameters: NamedTensors) -> Path:
-        """Write a checkpoint that llm-compressor makes from full-precision parameters."""
-        self._writer.quantize(parameters, self.path / name, "llmcompressor")
-        return self.path / name
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint, if it exists, once no process reads it anymore. A collective operation."""
@@ -125,13 +108,11 @@ def _claim(home: Path) -> tuple[Path, int]:
     home.mkdir(mode=0o700, exist_ok=True)
     for number in itertools.count():
         path = home / str(number)
-        try:
+        with suppress(BlockingIOError):  # in use by another run
             lock = _lock(path)
-        except BlockingIOError:
-            continue  # in use by another run
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(mode=0o700)
-        return path, lock
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(mode=0o700)
+            return path, lock
     raise AssertionError("there is always another number")
 
 

@@ -11,37 +11,25 @@ from typing import Any
 Tokens = list[int]
 
 
-class ImagePrompts:
-    """The image prompts of one rollout, with their unexpanded placeholders."""
+def plain_prompts(
+    processor: Any, conversations: list[Any], prompts: list[Tokens], **template: Any
+) -> dict[tuple[int, ...], Tokens]:
+    """Map prompts, as the trainer scores them, to the same without the image tokens that the processor inserts.
 
-    def __init__(self) -> None:
-        self._plain: dict[tuple[int, ...], Tokens] = {}
+    `template` is passed to `apply_chat_template`.
+    """
+    plain, tokenizer = {}, processor.tokenizer
+    texts = processor.apply_chat_template(conversations, add_generation_prompt=True, tokenize=False, **template)
+    for text, prompt in zip(texts, prompts, strict=True):
+        starts = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+        plain[tuple(prompt)] = tokenizer(text, add_special_tokens=not starts)["input_ids"]
+    return plain
 
-    def tokenize(
-        self, processor: Any, conversations: Sequence[Any], prompts: Sequence[Tokens], **template: Any
-    ) -> None:
-        """Tokenize conversations without the image tokens that the processor inserts, and remember them.
 
-        Args:
-            processor: The trainer's processor.
-            conversations: The messages of each prompt.
-            prompts: The token ids of each prompt, as the trainer scores them.
-            **template: Extra arguments for `apply_chat_template`.
-        """
-        tokenizer = processor.tokenizer
-        texts = processor.apply_chat_template(
-            list(conversations), add_generation_prompt=True, tokenize=False, **template
-        )
-        self._plain = {}
-        for text, prompt in zip(texts, prompts, strict=True):
-            starts = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
-            self._plain[tuple(prompt)] = tokenizer(text, add_special_tokens=not starts)["input_ids"]
-
-    def plain(self, prompt: Tokens) -> Tokens:
-        """Return a prompt with unexpanded placeholders. Tokens that an agent has appended are kept."""
-        prefixes = [prefix for prefix in self._plain if tuple(prompt[: len(prefix)]) == prefix]
-        prefix = max(prefixes, key=len, default=())
-        return [*self._plain.get(prefix, ()), *prompt[len(prefix) :]]
+def as_plain(prompt: Tokens, plain: dict[tuple[int, ...], Tokens]) -> Tokens:
+    """Return a prompt with unexpanded placeholders. Tokens that an agent has appended are kept."""
+    prefix = max((known for known in plain if tuple(prompt[: len(known)]) == known), key=len, default=())
+    return [*plain.get(prefix, ()), *prompt[len(prefix) :]]
 
 
 def check_seen(prompts: Sequence[Tokens], engine_prompts: Sequence[Tokens]) -> None:

@@ -5,12 +5,9 @@ processes (`MismatchTally`), then turned into metrics (`mismatch_metrics`). `B` 
 """
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
+from accelerate import Accelerator
 
 INVALID_LIMIT = 0.01
 """Maximum share of tokens without a valid log-probability from the engine."""
@@ -44,7 +41,7 @@ class MismatchTally:
         accelerator: Accelerator of the processes that share the rollout.
     """
 
-    def __init__(self, accelerator: "Accelerator") -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._parts: list[torch.Tensor] = []  # `mismatch_sums` and the largest ratio, (8,) each
 

@@ -1,9 +1,11 @@
-"""Choose the layers to quantize and how to smooth their activations, before an engine starts.
+"""The settings of rollouts, and what follows from them before an engine starts.
 
-Both need the tokens of a few prompts. Only the main process chooses, because others may not have loaded the weights.
+Which layers are quantized, how their activations are smoothed, and which way weights are sent: as a stream, as the
+files of a checkpoint, or as an adapter alone.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,36 +15,45 @@ from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.distributed import DistributedBackend
 
 from trl_qurl.quantization.layers import AUTO, ignored_modules
+from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.sensitivity import sensitive_layers
 from trl_qurl.quantization.smoothing import can_smooth
 from trl_qurl.quantization.stream import WeightStream
-from trl_qurl.rollout.settings import RolloutSettings
 
 logger = get_logger(__name__)  # of the main process
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""The trainer's compute dtype, by accelerate's `mixed_precision`."""
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's `mixed_precision`
+
+
+@dataclass(frozen=True)
+class RolloutSettings:
+    """The rollout settings of a trainer's config, as flat values: config objects stop at the trainers."""
+
+    scheme: QuantizationScheme | None  # format of the rollout weights; `None` for full precision
+    ignore: tuple[str, ...]  # modules kept in full precision; `AUTO` adds sensitive ones
+    is_served: bool  # whether the engine is a vLLM server
+    weight_sync: str  # "auto", "stream", "checkpoint", "adapter" or "llmcompressor"
+    round_base: bool  # whether to round the trainer's frozen base to its quantized values
+    smooths: bool | None  # whether to smooth activations; `None` to do so where supported
+    checkpoint_dir: str | None  # where to write checkpoints for the engine; `None` to choose
+    engine_kwargs: dict[str, Any]  # extra arguments of the colocated engine
+    sync_check_interval: int  # syncs between checks by digest and probe; 0 to disable
+    request_timeout: float  # seconds that a request to a server may take
 
 
 def prepare_weights(
     model: Any, rollout: RolloutSettings, accelerator: Accelerator, prompts: Callable[[], list[list[int]]]
 ) -> tuple[WeightStream, tuple[str, ...]]:
-    """Prepare the stream of weights to send. A collective operation.
+    """Return the stream of weights to send, and the layers that `AUTO` keeps in full precision.
 
-    Args:
-        model: The policy.
-        rollout: Settings; `AUTO` among the ignored modules is replaced with layers.
-        accelerator: Accelerator of the processes that share the policy.
-        prompts: Returns the tokens of a few prompts; empty if they are not known yet.
-
-    Returns:
-        The stream, and the layers that `AUTO` keeps in full precision.
-
-    Raises:
-        ValueError: `AUTO` has no whole weights or no prompts to choose by.
+    A collective operation. `prompts` returns the tokens of a few prompts, or none if they are not known yet. Raises
+    `ValueError` if `AUTO` has no whole weights or no prompts to choose by.
     """
     ignore = ignored_modules(model, [pattern for pattern in rollout.ignore if pattern != AUTO])
-    weights = WeightStream(model, rollout.scheme, ignore, _smooths(model, rollout))
+    smooths = rollout.smooths
+    if smooths is None:  # smooth where supported, unless an adapter may be sent alone
+        smooths = can_smooth(model) and not (rollout.is_served and is_peft_model(model))
+    weights = WeightStream(model, rollout.scheme, ignore, smooths)
     if not is_peft_model(model):  # an adapter is not rounded with its base
         weights.grid = AUTOCAST.get(accelerator.mixed_precision)
     is_auto = AUTO in rollout.ignore and rollout.scheme is not None
@@ -55,7 +66,7 @@ def prepare_weights(
             "ZeRO-3 shards the weights, or prompts have images or environments: run `trl-qurl mismatch MODEL "
             "--kl 5e-3` and pass the list that it writes."
         )
-    choice: list[Any] = [{}, ()]
+    choice: list[Any] = [{}, ()]  # made by the main process, because others may not have loaded the weights
     if accelerator.is_main_process and sequences:
         if weights.smoothing is not None:
             weights.fit_smoothing(model, sequences)
@@ -71,8 +82,51 @@ def prepare_weights(
     return weights, layers
 
 
-def _smooths(model: Any, rollout: RolloutSettings) -> bool:
-    """Return whether to smooth activations: by default where supported, unless an adapter may be sent alone."""
-    if rollout.smooths is not None:
-        return rollout.smooths
-    return can_smooth(model) and not (rollout.is_served and is_peft_model(model))
+def choose_route(requested: str, device: torch.device, obstacle: str | None, is_sharded: bool) -> tuple[str, str]:
+    """Choose how to send weights to a server, `"stream"` or `"checkpoint"`, and give the reason.
+
+    `requested` is the config's `weight_sync`, `device` the trainer's, `obstacle` why the server accepts no stream, and
+    `is_sharded` whether processes hold parts of the policy. Raises `ValueError` if a requested stream is not possible.
+    """
+    if device.type != "cuda":
+        obstacle = f"NCCL needs a CUDA device, and the trainer's is {device.type!r}"
+    if requested == "stream" and obstacle:
+        raise ValueError(
+            f"weight_sync='stream' is not possible: {obstacle}. Start the server with `trl-qurl serve` where it sees "
+            "a GPU, or set weight_sync='checkpoint' (or 'auto')."
+        )
+    if requested != "auto":
+        return "stream" if requested == "stream" else "checkpoint", f"weight_sync={requested!r} requests it"
+    if is_sharded and not obstacle:
+        obstacle = "streaming a sharded policy is untested on GPUs (weight_sync='stream' forces it)"
+    return ("checkpoint", obstacle) if obstacle else ("stream", "the trainer and the server both have NCCL")
+
+
+def choose_adapter(
+    requested: str, obstacle: str | None, rank: int, served_rank: int | None, restart: str = ""
+) -> tuple[bool, str]:
+    """Choose whether to send an adapter without its base, and give the reason.
+
+    `requested` is the config's `weight_sync`, `obstacle` why the adapter cannot be sent alone. A server accepts
+    adapters up to `served_rank` (0: none), or larger ones once restarted with the command `restart`; `None` means a
+    colocated engine. Raises `ValueError` if a requested adapter is not possible, and also for whole weights to a
+    server that accepts adapters, because its layers are not the ones that whole weights are loaded into.
+    """
+    if obstacle is None and served_rank is not None and rank > served_rank:
+        limit = f"only adapters up to rank {served_rank}" if served_rank else "no adapters"
+        obstacle = f"the server accepts {limit}, but this one has rank {rank}: start it with {restart}"
+    if requested == "adapter" and obstacle:
+        raise ValueError(
+            f"weight_sync='adapter' is not possible: {obstacle}. Or set weight_sync='auto', which merges the "
+            "adapter into the weights."
+        )
+    if requested == "adapter":
+        return True, "weight_sync='adapter' requests it"
+    if served_rank and (requested != "auto" or obstacle):
+        raise ValueError(
+            "The server accepts adapters (--enable-lora), but this run would send whole weights "
+            f"({obstacle or f'weight_sync={requested!r}'}): start it without --enable-lora."
+        )
+    if served_rank:
+        return True, "the server accepts adapters"
+    return False, obstacle or "vLLM generates faster without one"

@@ -5,7 +5,6 @@ Only the main process talks to the server, so only it sees the fault; the others
 A retry always starts from scratch: before a generation is retried, all weights are sent and checked again.
 """
 
-import itertools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -17,7 +16,6 @@ from trl_qurl.rollout.errors import RolloutError, ServerError, ServerLostError
 logger = get_logger(__name__)  # of the main process
 
 MAX_RECOVERIES = 3  # in a row
-
 Result = TypeVar("Result")
 
 
@@ -46,15 +44,14 @@ def recover(operation: Callable[[bool], Result], reconnect: Callable[[], None]) 
     `operation` is called with `True` on a retry. `reconnect`, called before each, waits for the server. Raises the
     fault after `MAX_RECOVERIES` retries.
     """
-    for retries in itertools.count():
+    retries = 0
+    while True:
         try:
             if retries:
                 raise_everywhere(reconnect)
             return operation(retries > 0)
-        except ServerLostError:
-            raise
         except ServerError as error:
-            if retries >= MAX_RECOVERIES:
+            if isinstance(error, ServerLostError) or retries == MAX_RECOVERIES:
                 raise
-            logger.warning("Recovery %d of at most %d in a row: %s", retries + 1, MAX_RECOVERIES, error)
-    raise AssertionError("the loop has no end")
+            retries += 1
+            logger.warning("Recovery %d of at most %d in a row: %s", retries, MAX_RECOVERIES, error)

@@ -31,16 +31,16 @@ from trl.distributed import DistributedBackend
 from trl_qurl.quantization.checkpoint_form import NamedTensors, expert_layers
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import FrozenBase, adapter_tensors, write_adapter
-from trl_qurl.rollout.checks.probe import ProbeAnswer, ProbeJudge, ask_engine, run_probe
+from trl_qurl.rollout.checks.probe import ask_engine, judge_probe, run_probe
 from trl_qurl.rollout.checks.tensors import MeteredStream, find_not_finite, require_finite
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine.interface import FRESH, Engine, TensorMetadata, WeightUpdate
 from trl_qurl.rollout.errors import ServerError, SyncError
+from trl_qurl.rollout.preparation import RolloutSettings
 from trl_qurl.rollout.recovery import raise_everywhere
-from trl_qurl.rollout.settings import RolloutSettings
 
+# Iterates over the policy's full-precision parameters under their names in the model. A collective operation.
 Parameters = Callable[[], Iterator[tuple[str, torch.Tensor]]]
-"""Iterates over the policy's full-precision parameters under their names in the model. A collective operation."""
 
 
 @dataclass
@@ -57,6 +57,7 @@ class RolloutCost:
     probe: dict[str, float] = field(default_factory=dict)  # metrics of the latest probe, if there was one
 
 
+@dataclass(eq=False)
 class WeightSync:
     """Keeps one engine in sync with the policy's weights, or with its LoRA adapter if the engine has the `base`.
 
@@ -65,36 +66,27 @@ class WeightSync:
     file system. If llm-compressor writes them, the stream only serves to check the result.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        weights: WeightStream,  # of this model
-        engine: Engine | None,  # `None` in processes that leave a server to the main one
-        settings: RolloutSettings,
-        sharding: DistributedBackend,  # how the launcher shards the policy
-        global_step: Callable[[], int],  # optimizer steps so far
-        sent_dtype: torch.dtype | None = None,  # of unquantized tensors; `None` does not cast them
-        folder: CheckpointFolder | None = None,
-        base: FrozenBase | None = None,  # of an adapter that is sent alone
-    ) -> None:
+    model: Any
+    weights: WeightStream  # of this model
+    engine: Engine | None  # `None` in processes that leave a server to the main one
+    settings: RolloutSettings
+    sharding: DistributedBackend  # how the launcher shards the policy
+    global_step: Callable[[], int]  # optimizer steps so far
+    sent_dtype: torch.dtype | None = None  # of unquantized tensors; `None` does not cast them
+    folder: CheckpointFolder | None = None
+    base: FrozenBase | None = None  # of an adapter that is sent alone
+
+    def __post_init__(self) -> None:
         self.version = "none"
-        self._model = model
-        self._weights = weights
-        self._engine = engine
-        self._settings = settings
-        self._sharding = sharding
-        self._global_step = global_step
-        self._uses_llmcompressor = settings.weight_sync == "llmcompressor"
-        # llm-compressor writes each tensor in the policy's own dtype, so the stream that checks it must not be cast.
-        self._sent_dtype = None if self._uses_llmcompressor else sent_dtype
-        self._folder = folder
-        self._base = base
         self._run = uuid.uuid4().hex[:8]
         self._count = 0
         self._files = 0  # checkpoints or adapters that the engine has loaded
-        self._metadata: TensorMetadata = []  # of the tensors for a server's workers
+        self._metadata: TensorMetadata | None = None  # of a stream to a server's workers
         self._not_finite: list[str] = []  # policy tensors with NaN or infinity
-        self._probe = ProbeJudge()
+        self._probe_limit: float | None = None  # set by the first check
+        self._uses_llmcompressor = self.settings.weight_sync == "llmcompressor"
+        if self._uses_llmcompressor:
+            self.sent_dtype = None  # it writes tensors in the policy's own dtype, and the stream checks them
 
     def push(self, parameters: Parameters, cost: RolloutCost, is_repeated: bool = False) -> None:
         """Send the policy's current weights to the engine. A collective operation.
@@ -103,31 +95,31 @@ class WeightSync:
         if it could not load them (`ServerError` from a server). A retry after a server fault (`is_repeated`) is always
         checked, regardless of the interval.
         """
-        if self._weights.smoothing is not None and not is_repeated:
-            self._weights.smoothing.begin_sync()
-        interval = self._settings.sync_check_interval
+        if self.weights.smoothing is not None and not is_repeated:
+            self.weights.smoothing.begin_sync()
+        interval = self.settings.sync_check_interval
         is_checked = is_repeated or (interval > 0 and self._count % interval == 0)
         self._check_base(cost, is_repeated)
         started = time.perf_counter()
         self._count += 1
         self._not_finite.clear()
-        self.version = f"{self._run}-step{self._global_step()}-sync{self._count}"
+        self.version = f"{self._run}-step{self.global_step()}-sync{self._count}"
         # Of several processes with an engine, only those that write its files can compare them with what it received.
-        is_source = self._engine is not None and (self._folder is None or self._folder.is_writer)
-        stream = MeteredStream(self._tensors(parameters), records_digests=is_checked and is_source)
+        is_source = self.engine is not None and (self.folder is None or self.folder.is_writer)
+        stream = MeteredStream(self._tensors(parameters), {} if is_checked and is_source else None)
         update = WeightUpdate(self.version, is_checked)
-        if self._folder is None:
+        if self.folder is None:
             self._stream(update, stream, parameters)
         else:
-            self._send_files(update, stream, parameters, self._folder)
+            self._send_files(update, stream, parameters, self.folder)
 
         def verify() -> None:
             require_finite(self._not_finite)
-            if is_checked and is_source and self._engine:
-                self._engine.compare_digests(stream.digests)
-            self._require_version()
+            if stream.digests is not None and self.engine:
+                self.engine.compare_digests(stream.digests)
+            self.require_version()
 
-        raise_everywhere(verify, self._settings.is_served)
+        raise_everywhere(verify, self.settings.is_served)
         cost.sync_s += time.perf_counter() - started
         cost.quantize_s += stream.source_s
         cost.check_s += stream.digest_s
@@ -138,14 +130,8 @@ class WeightSync:
             cost.check_s += time.perf_counter() - started
 
     def require_version(self) -> None:
-        """Raise `SyncError` if the engine no longer holds the weights of the last sync. A collective operation.
-
-        Raises `ServerError` instead if the server was restarted.
-        """
-        raise_everywhere(self._require_version, self._settings.is_served)
-
-    def _require_version(self) -> None:
-        version = self.version if self._engine is None else self._engine.version()
+        """Raise `SyncError` unless the engine holds the weights of the last sync; `ServerError` after a restart."""
+        version = self.version if self.engine is None else self.engine.version()
         if version == FRESH:
             raise ServerError(f"The server was restarted: it holds {version!r} weights, not {self.version!r}.")
         if version != self.version:
@@ -156,27 +142,27 @@ class WeightSync:
 
     def _tensors(self, parameters: Parameters) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the tensors to send, from one pass over the parameters."""
-        if self._base is not None:
-            return find_not_finite(adapter_tensors(self._model, self._sent_dtype), self._not_finite)
-        tensors = self._weights.tensors(find_not_finite(parameters(), self._not_finite), self._sent_dtype)
-        if is_peft_model(self._model):
+        if self.base is not None:
+            return find_not_finite(adapter_tensors(self.model, self.sent_dtype), self._not_finite)
+        tensors = self.weights.tensors(find_not_finite(parameters(), self._not_finite), self.sent_dtype)
+        if is_peft_model(self.model):
             # vLLM may keep a tensor until its layer is complete; by then the adapter is unmerged from the parameter.
             tensors = ((name, tensor.clone()) for name, tensor in tensors)
         return tensors
 
     def _stream(self, update: WeightUpdate, stream: MeteredStream, parameters: Parameters) -> None:
         """Send tensors to the engine; processes without one help gather them, and fail together with the others."""
-        if self._settings.is_served and not self._metadata:
-            self._metadata = stream_metadata(parameters(), self._weights, self._sent_dtype)
+        if self.settings.is_served and self._metadata is None:
+            self._metadata = stream_metadata(parameters(), self.weights, self.sent_dtype)
 
         def send() -> None:
             try:
-                if self._engine is not None:
-                    self._engine.load_stream(stream, self._metadata, update)
+                if self.engine is not None:
+                    self.engine.load_stream(stream, update._replace(metadata=self._metadata))
             finally:
                 deque(stream, maxlen=0)  # the other processes gather with this one until the end
 
-        raise_everywhere(send, self._settings.is_served)
+        raise_everywhere(send, self.settings.is_served)
 
     def _send_files(
         self, update: WeightUpdate, stream: MeteredStream, parameters: Parameters, folder: CheckpointFolder
@@ -186,25 +172,26 @@ class WeightSync:
         name = f"sync-{self._files + 1}"
         if self._uses_llmcompressor:
             deque(stream, maxlen=0)  # read for digests only
-            path = folder.write_with_llmcompressor(name, parameters())
-        elif self._base is not None:
-            path = folder.write(name, stream, functools.partial(write_adapter, self._model))
+            quantize = functools.partial(folder.writer.quantize, quantizer="llmcompressor")
+            path = folder.write(name, parameters(), quantize)
+        elif self.base is not None:
+            path = folder.write(name, stream, functools.partial(write_adapter, self.model))
         else:
             path = folder.write(name, stream)
 
         def load() -> None:
-            if self._engine is not None:
-                (self._engine.load_checkpoint if self._base is None else self._engine.load_adapter)(path, update)
+            if self.engine is not None:
+                (self.engine.load_checkpoint if self.base is None else self.engine.load_adapter)(path, update)
 
-        raise_everywhere(load, self._settings.is_served)
+        raise_everywhere(load, self.settings.is_served)
         folder.remove(f"sync-{self._files}")
         self._files += 1
 
     def _check_base(self, cost: RolloutCost, is_repeated: bool) -> None:
         """Compare a server's base with this run's, before the first sync and after each fault."""
-        base, engine = self._base, self._engine
-        is_first = self._count == 0 and self._settings.sync_check_interval > 0
-        if base is None or not self._settings.is_served or not (is_first or is_repeated):
+        base, engine = self.base, self.engine
+        is_first = self._count == 0 and self.settings.sync_check_interval > 0
+        if base is None or not self.settings.is_served or not (is_first or is_repeated):
             return
         started = time.perf_counter()
         raise_everywhere(lambda: engine.check_base(base.digests) if engine and base.digests else None)
@@ -212,33 +199,27 @@ class WeightSync:
 
     def _check_probe(self) -> dict[str, float]:
         """Compare the engine with the trainer's own quantized forward pass, if it can run one."""
-        if self._sharding.is_zero3 or self._sharding.fsdp_version == 1:
+        if self.sharding.is_zero3 or self.sharding.fsdp_version == 1:
             return {}  # a layer's weight is still sharded where the pass would quantize it
-        if self._settings.scheme is not None and expert_layers(self._weights.layers):
+        if self.settings.scheme is not None and expert_layers(self.weights.layers):
             return {}  # the trainer computes experts exactly
-        engine, vocabulary_size = self._engine, self._model.config.get_text_config().vocab_size
-
-        def ask() -> ProbeAnswer | None:
-            return None if engine is None else ask_engine(engine, vocabulary_size)
-
-        answer = [raise_everywhere(ask, self._settings.is_served)]
-        if self._settings.is_served and self._sharding.fsdp_version == 2:
+        engine, size = self.engine, self.model.config.get_text_config().vocab_size
+        answer = [raise_everywhere(lambda: ask_engine(engine, size) if engine else None, self.settings.is_served)]
+        if self.settings.is_served and self.sharding.fsdp_version == 2:
             broadcast_object_list(answer, from_process=0)  # each process holds a shard of the weights
         if answer[0] is None:
             return {}
-        smoothing = self._weights.smoothing
+        smoothing = self.weights.smoothing
         with smoothing.paused() if smoothing else nullcontext():  # the tokens are arbitrary and the outputs disturbed
-            result = run_probe(self._model, answer[0], self._weights, merges_adapter=self._base is None)
-        self._probe.judge(result)
+            result = run_probe(self.model, answer[0], self.weights, is_merged=self.base is None)
+        self._probe_limit = judge_probe(result, self._probe_limit)
         return {"sync/probe_distance": result.distance, "sync/probe_ratio": result.ratio}
 
 
-def stream_metadata(
-    named_parameters: NamedTensors, weights: WeightStream, dtype: torch.dtype | None
-) -> TensorMetadata:
+def stream_metadata(parameters: NamedTensors, weights: WeightStream, dtype: torch.dtype | None) -> TensorMetadata:
     """Return the metadata of the tensors that the stream will yield, in order, without rounding any."""
     return [
         (stored.name, str(stored.dtype).removeprefix("torch."), list(stored.shape))
-        for name, _ in named_parameters
+        for name, _ in parameters
         for stored in weights.stored(name, dtype)
     ]

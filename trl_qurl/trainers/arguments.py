@@ -12,7 +12,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from trl.import_utils import is_vllm_available
 
 from trl_qurl.quantization.formats import get_scheme
-from trl_qurl.rollout.settings import RolloutSettings
+from trl_qurl.rollout.preparation import RolloutSettings
 
 REWARD_KEYWORDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """Keyword arguments that TRL passes to every reward function, before the dataset's columns."""

@@ -31,6 +31,7 @@ from trl_qurl.quantization.formats import SCHEMES, get_scheme
 from trl_qurl.quantization.layers import AUTO
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
+from trl_qurl.rollout.images import plain_prompts
 from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.arguments import applies_uaq, check_arguments, checked_config, rollout_settings
@@ -152,7 +153,8 @@ class QuantizedRolloutsMixin(TRLTrainer):
             # TRL's RLOO trainer lacks `chat_template`, which is for tools.
             template = {"chat_template": vars(self).get("chat_template"), **self.chat_template_kwargs}
             conversations = [prepare_multimodal_messages(prompt) for prompt in prompts]
-            self.vllm_generation.images.tokenize(self.processing_class, conversations, prompt_ids, **template)
+            plain = plain_prompts(self.processing_class, conversations, prompt_ids, **template)
+            self.vllm_generation.plain_prompts = plain
         return prompt_ids, images, fields
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:

@@ -71,8 +71,7 @@ def start_engine(job: Job, policy: Any) -> LLM:
     from trl_qurl.quantization.layers import ignored_modules
     from trl_qurl.quantization.storage import write_config
     from trl_qurl.rollout.directory import CheckpointDirectory
-    from trl_qurl.rollout.engine.cpu_checks import check_cpu_build
-    from trl_qurl.rollout.engine.kernels import kernel_environment
+    from trl_qurl.rollout.engine.hardware import check_cpu_build, kernel_environment
     from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
     policy = getattr(policy, "get_base_model", lambda: policy)()
@@ -156,7 +155,7 @@ def measure_sync(llm: LLM, policy: Any, job: Job, device: torch.device) -> tuple
         started = seconds(device)
         if is_peft:
             policy.merge_adapter()
-        engine.load_stream(weights.tensors(parameters()), [], WeightUpdate("bench"))
+        engine.load_stream(weights.tensors(parameters()), WeightUpdate("bench"))
         if is_peft:
             policy.unmerge_adapter()
         return seconds(device) - started

@@ -103,7 +103,7 @@ def check_arguments(args: argparse.Namespace) -> dict[str, dict[str, str]]:
     """Check what can be checked at once, and return the environment that the engine of each format needs."""
     from trl_qurl.lab.packages import require
     from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, get_scheme, parse_scheme
-    from trl_qurl.rollout.engine.kernels import kernel_environment
+    from trl_qurl.rollout.engine.hardware import kernel_environment
     from trl_qurl.rollout.engine.launch import require_vllm
 
     names = [parse_scheme(name) for name in args.schemes.split(",")]

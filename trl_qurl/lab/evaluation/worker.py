@@ -57,15 +57,14 @@ def start_engine(job: Job) -> tuple[dict[str, list[list[int]]], LLM]:
     """Return the token ids of all prompts, by task, and an engine with a long enough context."""
     from transformers import AutoConfig, AutoTokenizer
 
-    from trl_qurl.rollout.engine.cpu_checks import check_cpu_build, cpu_cache_arguments
-    from trl_qurl.rollout.engine.launch import weight_bytes
+    from trl_qurl.rollout.engine.hardware import check_cpu_build, cpu_cache_arguments
 
     tokenizer = AutoTokenizer.from_pretrained(job.model)
     token_ids = {task.name: [encode_prompt(tokenizer, prompt) for prompt in task.prompts] for task in job.tasks}
     config = AutoConfig.from_pretrained(job.model)
     check_cpu_build(config)
     needed = needed_context(config, chain(*token_ids.values()), job.sampling["max_tokens"])
-    memory = cpu_cache_arguments(weight_bytes(Path(job.model)), job.engine_kwargs)
+    memory = cpu_cache_arguments(job.model, job.engine_kwargs)
     from vllm import LLM
 
     return token_ids, LLM(**{"model": job.model, "max_model_len": needed, **memory, **job.engine_kwargs})

@@ -46,7 +46,7 @@ def sample(job: Job) -> list[Answer]:
     """Sample an answer to each prompt at temperature 1 from the whole vocabulary, as training does by default."""
     from vllm import LLM, SamplingParams
 
-    from trl_qurl.rollout.engine.kernels import kernel_environment
+    from trl_qurl.rollout.engine.hardware import kernel_environment
 
     os.environ.update(kernel_environment(find_scheme(job.scheme)))
     llm = LLM(**{"model": job.model, "seed": 0, "logprobs_mode": "processed_logprobs", **job.engine_kwargs})

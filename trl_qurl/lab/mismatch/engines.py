@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.lab.comparison import BASELINE, find_scheme, fitting_formats, label
@@ -65,8 +64,8 @@ class Engines:
 
         from trl_qurl.lab.device import full_precision
         from trl_qurl.quantization.checkpoint import load_model
-        from trl_qurl.rollout.engine.cpu_checks import check_cpu_build, cpu_cache_arguments
-        from trl_qurl.rollout.engine.launch import require_vllm, resolve_model, weight_bytes
+        from trl_qurl.rollout.engine.hardware import check_cpu_build, cpu_cache_arguments
+        from trl_qurl.rollout.engine.launch import require_vllm, resolve_model
 
         require_vllm()
         prompts = load_prompts(sampling.questions, sampling.limit)
@@ -84,7 +83,7 @@ class Engines:
         policy, self._tokenizer = load_model(self.directory)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._policy = policy.to(getattr(torch, sixteen_bits) if self._device == "cuda" else torch.float32).eval()
-        memory = cpu_cache_arguments(weight_bytes(Path(self.directory)), engine_kwargs)
+        memory = cpu_cache_arguments(self.directory, engine_kwargs)
         repeated = [tokens for tokens in self.prompts for _ in range(sampling.samples)]
         engine_kwargs = {**arguments, **memory, **engine_kwargs}
         self._job = Job(self.directory, BASELINE, repeated, sampling.max_tokens, engine_kwargs)

@@ -29,7 +29,7 @@ from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
-from trl_qurl.quantization.checkpoint_form import expert_modules
+from trl_qurl.quantization.checkpoint_form import expert_modules, plain_model
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.formats import FP8_CACHES
 from trl_qurl.quantization.stream import WeightStream
@@ -40,57 +40,35 @@ logger = logging.getLogger(__name__)
 
 SHORT_LENGTH = 7  # tokens
 STEPS = 8  # tokens by which each prompt is continued
-
 ROUNDING = 2.0**-8  # largest relative error of one rounding to bfloat16, doubled for input and output
 FACTOR, FLOOR = 3.0, 0.002  # see above; the floor (nats) is for passes that round nothing
 FAULT_RATIO = 6.0  # no rounding explains it on any machine: four times the largest ratio of a sound engine
 GROWTH, MIN_LIMIT = 4.0, 2.0  # after the first check, the limit is `GROWTH` times its ratio, at least `MIN_LIMIT`
 
 
-class ProbeAnswer(NamedTuple):
-    """An engine's continuations of the probe's prompts."""
-
-    prompts: list[list[int]]
-    continuations: list[Continuation]
-
-
 class ProbeResult(NamedTuple):
-    """The result of a probe, in nats."""
+    """The result of a probe; both are NaN if the engine's log-probabilities are."""
 
-    distance: float  # between engine and policy; NaN if the engine's log-probabilities are
-    tolerance: float  # the distance that rounding explains
-
-    @property
-    def ratio(self) -> float:
-        """The distance in units of the tolerance."""
-        return self.distance / self.tolerance
+    distance: float  # between engine and policy, in nats
+    ratio: float  # of the distance to the one that rounding explains
 
 
-class ProbeJudge:
-    """Decides whether a probe is sound, worth a warning, or a fault, calibrated by the run's first check."""
-
-    def __init__(self) -> None:
-        self._limit: float | None = None  # after the first check
-
-    def judge(self, result: ProbeResult) -> None:
-        """Accept the result, warn, or raise `SyncError` if it exceeds the limit or is NaN."""
-        limit = self._limit or FAULT_RATIO
-        clause = (
-            "The engine's log-probabilities of the probe differ from the policy's own quantized forward pass by "
-            f"{result.distance:.3g} nats, {result.ratio:.2g} times what rounding explains (limit {limit:.2g})"
+def judge_probe(result: ProbeResult, run_limit: float | None) -> float:
+    """Accept a result, warn, or raise `SyncError`; return the run's limit, which its first result (`None`) sets."""
+    limit = run_limit or FAULT_RATIO
+    clause = (
+        "The engine's log-probabilities of the probe differ from the policy's own quantized forward pass by "
+        f"{result.distance:.3g} nats, {result.ratio:.2g} times what rounding explains (limit {limit:.2g})"
+    )
+    if not result.ratio <= limit:  # also catches NaN
+        raise SyncError(
+            f"{clause}: it does not use the weights that were sent, or keeps a cache from older ones. Resume from the "
+            "last checkpoint. If the engine is right and this check is wrong, set sync_check_interval=0."
         )
-        if not result.ratio <= limit:  # also catches NaN
-            raise SyncError(
-                f"{clause}: it does not use the weights that were sent, or keeps a cache from older ones. Resume "
-                "from the last checkpoint. If the engine is right and this check is wrong, set sync_check_interval=0."
-            )
-        if result.ratio > 1:
-            logger.warning(
-                "%s. Kernels may round differently here: mismatch/kl_k3 and sync/probe_ratio should stay level.",
-                clause,
-            )
-        if self._limit is None:
-            self._limit = max(MIN_LIMIT, min(FAULT_RATIO, GROWTH * result.ratio))
+    if result.ratio > 1:
+        advice = "Kernels may round differently here: mismatch/kl_k3 and sync/probe_ratio should stay level."
+        logger.warning("%s. %s", clause, advice)
+    return run_limit or max(MIN_LIMIT, min(FAULT_RATIO, GROWTH * result.ratio))
 
 
 def probe_prompts(vocabulary_size: int, block_size: int, max_model_len: int) -> list[list[int]]:
@@ -105,29 +83,28 @@ def probe_prompts(vocabulary_size: int, block_size: int, max_model_len: int) -> 
     return [prompt[: max(1, max_model_len - STEPS)] for prompt in prompts]
 
 
-def ask_engine(engine: Engine, vocabulary_size: int) -> ProbeAnswer | None:
+def ask_engine(engine: Engine, vocabulary_size: int) -> list[Continuation] | None:
     """Return an engine's greedy continuations of the probe's prompts; `None` if it rounds keys and values to FP8."""
     description = engine.describe()
     if description.kv_cache_dtype in FP8_CACHES:
         return None  # the trainer's own pass has no such cache to compare with
     prompts = probe_prompts(vocabulary_size, description.block_size, description.max_model_len)
-    return ProbeAnswer(prompts, engine.continue_greedily(prompts, STEPS))
+    return engine.continue_greedily(prompts, STEPS)
 
 
 @torch.no_grad()
-def run_probe(model: Any, answer: ProbeAnswer, weights: WeightStream, merges_adapter: bool = True) -> ProbeResult:
+def run_probe(model: Any, answer: list[Continuation], weights: WeightStream, is_merged: bool = True) -> ProbeResult:
     """Compare the engine's log-probabilities with the policy's own, computed with fake quantization.
 
-    An adapter is merged during this call, unless the engine holds it separately. Weights are rounded and inputs
-    smoothed as in `weights`, which the engine was sent.
+    Weights are rounded and inputs smoothed as in `weights`, which the engine was sent. `is_merged` says whether it got
+    them with the adapter merged; then so does this.
     """
-    merges = merges_adapter and is_peft_model(model)
+    merges = is_merged and is_peft_model(model)
     if merges:
         model.merge_adapter()
-    base: PreTrainedModel = model.get_base_model() if is_peft_model(model) else model
+    base, layers, scheme = plain_model(model), weights.layers, weights.scheme
     training = base.training
     base.eval()
-    layers, scheme = weights.layers, weights.scheme
     try:
         with quantized_forward(base, layers, scheme, weights.smoothing, weights.grid) if scheme else nullcontext():
             policy = _score(base, answer)
@@ -137,7 +114,7 @@ def run_probe(model: Any, answer: ProbeAnswer, weights: WeightStream, merges_ada
         base.train(training)
         if merges:
             model.unmerge_adapter()
-    scored = [logps for continuation in answer.continuations for logps in continuation.logps]
+    scored = [logps for continuation in answer for logps in continuation.logps]
     return compare_probe(scored, policy, disturbed)
 
 
@@ -151,13 +128,15 @@ def compare_probe(scored: list[dict[int, float]], policy: torch.Tensor, disturbe
         distances.append((weight * (engine - reference).abs()).sum())
         explained.append((weight * (disturbed[row, chosen] - reference).abs()).sum())
     tolerance = FACTOR * torch.stack(explained).median().item() + FLOOR
-    return ProbeResult(torch.stack(distances).median().item(), tolerance)
+    distance = torch.stack(distances).median().item()
+    return ProbeResult(distance, distance / tolerance)
 
 
-def _score(model: PreTrainedModel, answer: ProbeAnswer) -> torch.Tensor:
+def _score(model: PreTrainedModel, answer: list[Continuation]) -> torch.Tensor:
     """Return log-probabilities of all tokens at each step of each continuation, (steps, V), float32."""
     logps = []
-    for prompt, continuation in zip(answer.prompts, answer.continuations, strict=True):
+    for continuation in answer:
+        prompt = continuation.prompt
         tokens = torch.tensor([prompt + continuation.tokens], device=model.device)  # (1, T)
         logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1]  # after each token but the last
         logps.append(logits.float().log_softmax(-1).cpu())

@@ -75,10 +75,8 @@ def _computed_values(model: torch.nn.Module) -> dict[str, int]:
     counts: dict[str, int] = {}
     for module in model.modules():
         if not hasattr(module, "quant_method"):
-            computed = module._non_persistent_buffers_set
-            elements = sum(
-                buffer.numel() for name, buffer in module._buffers.items() if buffer is not None and name in computed
-            )
+            computed, buffers = module._non_persistent_buffers_set, module.named_buffers(recurse=False)
+            elements = sum(buffer.numel() for name, buffer in buffers if name in computed)
             if elements or (module._buffers and not module._parameters):
                 counts[type(module).__name__] = elements
     return counts

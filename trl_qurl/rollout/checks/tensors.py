@@ -48,13 +48,6 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def record_digests(named_tensors: NamedTensors, digests: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass tensors through, and record the digest of each under its name."""
-    for name, tensor in named_tensors:
-        digests[name] = tensor_digest(tensor)
-        yield name, tensor
-
-
 def base_digests(named_tensors: NamedTensors, dtype: torch.dtype) -> dict[str, str]:
     """Return digests of a checkpoint's tensors as an engine of this dtype holds them; codes are not cast."""
     sixteen_bits = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,12 +55,11 @@ def base_digests(named_tensors: NamedTensors, dtype: torch.dtype) -> dict[str, s
 
 
 class MeteredStream:
-    """A stream of named tensors that counts its bytes and seconds, and records digests if `records_digests`."""
+    """A stream of named tensors that counts its bytes and seconds, and adds digests by name to `digests`, if given."""
 
-    def __init__(self, named_tensors: NamedTensors, records_digests: bool = True) -> None:
+    def __init__(self, named_tensors: NamedTensors, digests: dict[str, str] | None) -> None:
         self._named_tensors = iter(named_tensors)
-        self._records_digests = records_digests
-        self.digests: dict[str, str] = {}  # by name
+        self.digests = digests
         self.nbytes = 0
         self.source_s = 0.0  # spent on making the tensors
         self.digest_s = 0.0  # spent on digests
@@ -81,7 +73,7 @@ class MeteredStream:
                 break
             name, tensor = item
             self.nbytes += tensor.nbytes
-            if self._records_digests:
+            if self.digests is not None:
                 started = time.perf_counter()
                 self.digests[name] = tensor_digest(tensor)
                 self.digest_s += time.perf_counter() - started

@@ -9,7 +9,7 @@ its memory is not reused before the broadcast's stream has read it.
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
 
@@ -19,9 +19,7 @@ from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.rollout.errors import SyncError
 
 Item = tuple[str, torch.Tensor]
-
-BUFFER_BYTES = 2**28
-"""Bytes after which a buffer is sent. Both ends hold two; vLLM's default, 1 GiB, would not fit beside a full cache."""
+BUFFER_BYTES = 2**28  # of a buffer; both ends hold two, and vLLM's default of 1 GiB would not fit beside a full cache
 
 
 def in_background(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
@@ -52,11 +50,7 @@ class Broadcast:
         if device is not None:
             torch.accelerator.set_device_index(device)  # each thread has its own
         packed_nccl_broadcast_producer(
-            self._queued_tensors(),
-            communicator,
-            src=0,
-            post_iter_func=_keep_for_this_stream,
-            buffer_size_bytes=BUFFER_BYTES,
+            self._queued_tensors(), communicator, src=0, post_iter_func=_keep_tensor, buffer_size_bytes=BUFFER_BYTES
         )
 
     def _queued_tensors(self) -> Iterator[Item]:
@@ -91,12 +85,11 @@ class Broadcast:
 
     def wait(self, seconds: float) -> bool:
         """Wait for the thread this many seconds, and return whether it has ended."""
-        with suppress(BaseException):
-            self._outcome.exception(seconds)
-        return self._outcome.done()
+        return bool(wait([self._outcome], seconds).done)
 
 
-def _keep_for_this_stream(item: Item) -> torch.Tensor:
+def _keep_tensor(item: Item) -> torch.Tensor:
+    """Return an item's tensor, whose memory is not reused before this stream has read it."""
     if torch.accelerator.is_available():
         item[1].record_stream(torch.accelerator.current_stream())
     return item[1]

@@ -4,24 +4,14 @@ import functools
 import gc
 import os
 import weakref
-from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
+from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import engine_rank
-from trl_qurl.rollout.engine.cpu_checks import check_cpu_build, cpu_cache_arguments
-from trl_qurl.rollout.engine.interface import (
-    ADAPTER,
-    CPU_LOAD_FORMAT,
-    PROBE_TOP,
-    Continuation,
-    Engine,
-    TensorMetadata,
-    WeightUpdate,
-)
-from trl_qurl.rollout.engine.kernels import kernel_environment
-from trl_qurl.rollout.engine.launch import weight_bytes
+from trl_qurl.rollout.engine.hardware import check_cpu_build, cpu_cache_arguments, kernel_environment
+from trl_qurl.rollout.engine.interface import ADAPTER, CPU_LOAD_FORMAT, PROBE_TOP, Continuation, Engine, WeightUpdate
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 from trl_qurl.rollout.errors import SyncError
 
@@ -29,11 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from vllm import LLM
 
-    from trl_qurl.quantization.stream import WeightStream
-
+# vLLM's model classes that run transformers' code.
 BACKENDS = [f"Transformers{variant}ForCausalLM" for variant in ("", "MoE", "MultiModal", "MultiModalMoE")]
-"""vLLM's model classes that run transformers' code."""
-
 TRL_MEMORY_SHARE = 0.3  # TRL's default for vllm_gpu_memory_utilization
 
 
@@ -44,9 +31,7 @@ class ColocatedEngine(Engine):
         self._llm = llm
         self._sleeps = sleeps  # between rollouts; then the key-value cache must be woken first
 
-    def load_stream(  # noqa: D102
-        self, named_tensors: NamedTensors, metadata: TensorMetadata, update: WeightUpdate
-    ) -> None:
+    def load_stream(self, named_tensors: NamedTensors, update: WeightUpdate) -> None:  # noqa: D102
         self._load("load_rollout_weights", update, weights_iterator=named_tensors)
 
     def load_checkpoint(self, path: Path, update: WeightUpdate) -> None:  # noqa: D102
@@ -75,21 +60,16 @@ class ColocatedEngine(Engine):
             self._llm.wake_up(tags=["kv_cache"])  # as TRL does before it generates
         params = SamplingParams(max_tokens=steps, temperature=0.0, logprobs=PROBE_TOP, ignore_eos=True)
         outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        completions = [output.outputs[0] for output in outputs]
-        return [
-            Continuation(
-                list(completion.token_ids),
-                [{token: entry.logprob for token, entry in entries.items()} for entries in completion.logprobs],
-            )
-            for completion in completions
-        ]
+        continuations = []
+        for prompt, output in zip(prompts, outputs, strict=True):
+            completion = output.outputs[0]
+            logps = [{token: entry.logprob for token, entry in entries.items()} for entries in completion.logprobs]
+            continuations.append(Continuation(prompt, list(completion.token_ids), logps))
+        return continuations
 
 
 def with_adapter(engine: type["LLM"]) -> type["LLM"]:
-    """Subclass vLLM's `LLM` to generate with its `adapter`, and to keep its base in host memory while it sleeps.
-
-    TRL passes no adapter to `generate`, and uses a sleep level that discards all weights.
-    """
+    """Subclass vLLM's `LLM` to generate with its `adapter`, and to keep its base in host memory while it sleeps."""
 
     class AdapterLLM(engine):
         adapter: Any = None
@@ -98,7 +78,7 @@ def with_adapter(engine: type["LLM"]) -> type["LLM"]:
             return super().generate(*args, **{"lora_request": self.adapter, **kwargs})
 
         def sleep(self, level: int = 1, **kwargs: Any) -> Any:
-            return super().sleep(1, **kwargs)
+            return super().sleep(1, **kwargs)  # TRL's level would discard all weights
 
     return AdapterLLM
 
@@ -111,25 +91,18 @@ def adapter_arguments(rank: int) -> dict[str, Any]:
     return arguments | ({"load_format": CPU_LOAD_FORMAT} if current_platform.is_cpu() else {})
 
 
-def prepare_process(model: "PreTrainedModel", weights: "WeightStream", implementation: str, processes: int) -> None:
+def prepare_process(model: "PreTrainedModel", weights: WeightStream, implementation: str, processes: int) -> None:
     """Check that vLLM can run a model in this process, and prepare the process for its start."""
+    from vllm.model_executor.models import ModelRegistry
     from vllm.utils.network_utils import get_open_port
 
     check_cpu_build(model.config, weights.layers, weights.scheme)
     os.environ.update(kernel_environment(weights.scheme))
     if processes == 1:  # TRL tries 29500 first, and runs that start at the same time all find it free
         os.environ["MASTER_PORT"] = os.environ.get("MASTER_PORT") or str(get_open_port())
-    protect_transformers_classes(model.config.architectures or [type(model).__name__], implementation)
-
-
-def protect_transformers_classes(architectures: Collection[str], implementation: str) -> None:
-    """Register vLLM's transformers backend without torch.compile, if it runs these architectures.
-
-    To compile a model, the backend modifies its transformers class. The trainer's model is of the same class, and its
-    forward pass would fail.
-    """
-    from vllm.model_executor.models import ModelRegistry
-
+    # To compile a model, vLLM's transformers backend modifies its class. The trainer's model is of the same class, and
+    # its forward pass would fail. So register that backend without torch.compile, if it runs this model.
+    architectures = model.config.architectures or [type(model).__name__]
     native = [name for name in architectures if name in ModelRegistry.models and implementation != "transformers"]
     for name in native or BACKENDS:
         cls = ModelRegistry.models[name].load_model_cls()
@@ -143,8 +116,7 @@ def build_engine(cls: type, start: Path | None, engine_kwargs: dict[str, Any], *
     if start is not None:
         trl_kwargs["model"] = str(start)
     if trl_kwargs.get("gpu_memory_utilization") == TRL_MEMORY_SHARE:  # the user has chosen nothing
-        weights = weight_bytes(Path(trl_kwargs["model"]))
-        trl_kwargs |= cpu_cache_arguments(weights, engine_kwargs, share=TRL_MEMORY_SHARE)
+        trl_kwargs |= cpu_cache_arguments(trl_kwargs["model"], engine_kwargs, share=TRL_MEMORY_SHARE)
     return cls(**trl_kwargs, **engine_kwargs, worker_extension_cls=WORKER_EXTENSION)
 
 
@@ -152,14 +124,12 @@ def release_when_deleted(llm: "LLM") -> None:
     """Make a new engine free its memory when it is deleted, and leave the process groups alone.
 
     vLLM's own finalizer also destroys the process groups: those of the trainer, which continues in several processes,
-    and those of an engine started since then (as when a notebook cell is rerun). Here that happens when the process
-    ends.
+    and of an engine started since then (as when a notebook cell is rerun). Here that happens at the process's end.
     """
     _destroy_process_groups_at_exit()
     client = llm.llm_engine.engine_core
-    vllm_finalizer = getattr(client, "_finalizer", None)  # vLLM below 0.31 has none
-    if vllm_finalizer is not None:
-        vllm_finalizer.detach()
+    if (finalizer := getattr(client, "_finalizer", None)) is not None:  # vLLM below 0.31 has none
+        finalizer.detach()
     weakref.finalize(client, _release, client.engine_core)
 
 

@@ -1,4 +1,4 @@
-"""Fixes for four bugs in the CPU build of vLLM 0.31, made with vLLM's own functions. In a reload:
+"""Fixes for four bugs in the CPU build of vLLM 0.31, with vLLM's own functions; imported only there. In a reload:
 
 - The oneDNN INT8 kernel (CPUs without AMX) keeps a pointer to scales that a reload frees, so its outputs become noise.
 - A tied output head multiplies with a packed copy of the embedding that a reload does not update, so it keeps the
@@ -7,12 +7,12 @@
   reads noise.
 
 At startup, adapter layers read the device of the base layer's weight, but the INT8 kernel has removed that weight.
-
-Imported only if vLLM runs on CPU.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.config import LoadConfig
@@ -27,11 +27,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.rollout.engine.interface import CPU_LOAD_FORMAT
-
-if TYPE_CHECKING:
-    from trl_qurl.rollout.engine.worker import RolloutWorker
 
 
 class ReloadableCPUInt8Kernel(CPUInt8ScaledMMLinearKernel):
@@ -44,11 +40,8 @@ class ReloadableCPUInt8Kernel(CPUInt8ScaledMMLinearKernel):
 
 
 def replace_kernels(model: torch.nn.Module) -> None:
-    """Replace vLLM's INT8 kernels with ours, and drop those of 16-bit experts, so a reload builds and packs anew.
-
-    Registering our kernel with vLLM instead would require an environment variable that disables vLLM's own, and later
-    processes would inherit it.
-    """
+    """Replace vLLM's INT8 kernels with ours, and drop those of 16-bit experts, so that a reload packs them again."""
+    # To register ours with vLLM, a variable that disables vLLM's own is needed, which later processes would inherit.
     for layer in model.modules():
         scheme, method = getattr(layer, "scheme", None), getattr(layer, "quant_method", None)
         if isinstance(scheme, CompressedTensorsW8A8Int8) and type(scheme.kernel) is CPUInt8ScaledMMLinearKernel:
@@ -58,10 +51,7 @@ def replace_kernels(model: torch.nn.Module) -> None:
 
 
 def repack_output_head(model: torch.nn.Module) -> None:
-    """Make an unquantized output head multiply with its current weight.
-
-    A tied head uses the packed copy that a reload of the embedding has just made. Any other head packs its own weight.
-    """
+    """Give a tied output head the packed copy that a reload of the embedding has made; let any other pack its own."""
     packed = {
         id(layer.weight): layer.cpu_linear
         for layer in model.modules()
@@ -75,11 +65,11 @@ def repack_output_head(model: torch.nn.Module) -> None:
                 layer.quant_method.process_weights_after_loading(layer)
 
 
-def reload_weights(worker: "RolloutWorker", named_tensors: NamedTensors) -> None:
-    """Replace the weights in place by vLLM's own reload, and repair what it breaks."""
-    model = worker.get_model()
+@contextmanager
+def repaired_reload(model: torch.nn.Module) -> Iterator[None]:
+    """Repair what vLLM's own reload of a model breaks, if it runs inside the block."""
     replace_kernels(model)
-    worker.reload_weights(weights_iterator=named_tensors)
+    yield
     repack_output_head(model)
 
 

@@ -6,19 +6,17 @@ vLLM protects only some paths, not those that replace weights, so `KeyGuard` run
 
 import hmac
 import os
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import requests
 from requests.adapters import HTTPAdapter
 from urllib3.util.retry import Retry
 
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
 API_KEY_VARIABLE = "VLLM_API_KEY"  # same as for vLLM's own server
 OPEN_PATH = "/health"  # polled by waiting trainers and batch systems; it reveals only that the server is up
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 
 def require_key() -> None:
@@ -40,11 +38,11 @@ def add_key(request: requests.PreparedRequest) -> requests.PreparedRequest:
 class KeyGuard:
     """ASGI middleware that answers 401 to every request without the key, on every path except `/health`."""
 
-    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]) -> None:
+    def __init__(self, app: "ASGIApp") -> None:
         self._app = app
         self._expected = f"Bearer {os.environ[API_KEY_VARIABLE]}".encode()
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """Forward the request, or reject it."""
         is_open = scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] == OPEN_PATH)
         if is_open or hmac.compare_digest(dict(scope["headers"]).get(b"authorization", b""), self._expected):

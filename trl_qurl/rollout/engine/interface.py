@@ -11,28 +11,14 @@ from typing import Any, NamedTuple
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 
-FRESH = "default"
-"""Version of the weights that an engine starts with."""
-
-ADAPTER = "trl-qurl-policy"
-"""Name of the trained adapter among the models that an engine serves."""
-
-CPU_LOAD_FORMAT = "trl-qurl-cpu"
-"""Load format of our model loader, with which vLLM's CPU build accepts an adapter on INT8 layers (`cpu`)."""
-
+FRESH = "default"  # version of the weights that an engine starts with
+ADAPTER = "trl-qurl-policy"  # name of the trained adapter among the models that an engine serves
+CPU_LOAD_FORMAT = "trl-qurl-cpu"  # of our loader (`cpu`): vLLM's CPU build accepts an adapter on INT8 layers with it
+PROBE_TOP = 20  # number of likeliest tokens per step that a probe compares: vLLM's default `max_logprobs`
+# Prefix of every error about weights that a retry cannot fix. A server returns only the text of its workers' errors.
 NOT_RECEIVED = "The engine did not receive the weights that were sent"
-"""Prefix of every error about weights that a retry cannot fix, from a worker or the trainer. A server returns only the
-text of its workers' errors, and with `--data-parallel-size` nothing else from workers of other engines than the first.
-"""
-
-PROBE_TOP = 20
-"""Number of likeliest tokens per step that a probe compares: vLLM's default `max_logprobs`."""
-
-Digests = dict[str, str]
-"""Digests of tensors, by tensor name."""
-
+# Name, dtype (as vLLM writes it, `"bfloat16"`) and shape of each tensor in a stream, in order.
 TensorMetadata = list[tuple[str, str, list[int]]]
-"""Name, dtype (as vLLM writes it, `"bfloat16"`) and shape of each tensor in a stream, in order."""
 
 
 class WeightUpdate(NamedTuple):
@@ -40,6 +26,7 @@ class WeightUpdate(NamedTuple):
 
     version: str  # name of the weights; the engine reports it from then on
     digest: bool = False  # whether each worker records a digest of every tensor it receives
+    metadata: TensorMetadata | None = None  # of a stream to an engine in another process
 
 
 class EngineDescription(NamedTuple):
@@ -57,6 +44,7 @@ class EngineDescription(NamedTuple):
 class Continuation(NamedTuple):
     """A greedy continuation of a prompt."""
 
+    prompt: list[int]
     tokens: list[int]
     logps: list[dict[int, float]]  # for each token, the log-probabilities of the likeliest ones, in nats
 
@@ -65,11 +53,11 @@ class Engine(ABC):
     """An engine that samples rollouts."""
 
     @abstractmethod
-    def load_stream(self, named_tensors: NamedTensors, metadata: TensorMetadata, update: WeightUpdate) -> None:
+    def load_stream(self, named_tensors: NamedTensors, update: WeightUpdate) -> None:
         """Replace the weights in place from a stream in checkpoint format, and clear caches of the old weights.
 
-        An engine in another process needs the stream's `metadata`. Raises `RuntimeError` if the engine could not load
-        the weights (`ServerError` from a server), and `SyncError` if it kept its cache.
+        Raises `RuntimeError` if the engine could not load the weights (`ServerError` from a server), and `SyncError`
+        if it kept its cache.
         """
 
     @abstractmethod
@@ -80,7 +68,7 @@ class Engine(ABC):
     def load_adapter(self, path: Path, update: WeightUpdate) -> None:
         """Load a LoRA adapter like `load_checkpoint`, and use it for all generation from then on."""
 
-    def check_base(self, sent: Digests) -> None:  # noqa: B027
+    def check_base(self, sent: dict[str, str]) -> None:  # noqa: B027
         """Raise `SyncError` if an engine that this run did not start has a base with other digests."""
 
     @abstractmethod
@@ -91,7 +79,7 @@ class Engine(ABC):
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
         """Call a method of `RolloutWorker` in each worker. With several engines, only the first one answers."""
 
-    def compare_digests(self, sent: Digests) -> None:
+    def compare_digests(self, sent: dict[str, str]) -> None:
         """Raise `SyncError` if a worker received anything but the tensors that were sent, in the latest load.
 
         Workers compare, because with `--data-parallel-size` vLLM returns the first engine's answer and others' errors.

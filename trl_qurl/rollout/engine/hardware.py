@@ -1,0 +1,106 @@
+"""What vLLM can run on this machine: kernels that work on its GPU; on a CPU, layers and the memory that is free."""
+
+import importlib
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from trl_qurl.quantization.checkpoint_form import expert_layers
+from trl_qurl.quantization.formats import SCHEMES, gpu_capability
+from trl_qurl.quantization.scheme import QuantizationScheme
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+DISABLED_KERNELS_VARIABLE = "VLLM_DISABLED_KERNELS"  # vLLM's: class names, separated by commas
+KERNELS = "vllm.model_executor.kernels.linear"
+ENGINE_BYTES = 2**30  # memory that an engine process needs in addition to weights, keys, and values
+MIN_CACHE = 2**26
+
+
+def kernel_environment(scheme: QuantizationScheme | None) -> dict[str, str]:
+    """Return the environment that vLLM needs before an engine of this format starts; empty if the user has set it.
+
+    It is the same for all formats, because vLLM reads its environment only once per process. Raises `ValueError` if
+    vLLM has no kernel for the format that works on this GPU.
+    """
+    capability = gpu_capability()
+    if capability is None:
+        return {}
+    faults = [each.kernel_fault for each in SCHEMES.values()]
+    here = [fault for fault in faults if fault is not None and capability >= fault.lowest]
+    if not here or DISABLED_KERNELS_VARIABLE in os.environ:
+        return {}
+    ours = None if scheme is None else scheme.kernel_fault
+    if ours in here and not hasattr(importlib.import_module(KERNELS), ours.instead):
+        raise ValueError(
+            f"This vLLM has no {ours.instead}, and its {ours.kernels[0]} fails on GPUs of compute capability "
+            f"{'.'.join(map(str, capability))}: choose another rollout_quantization or another GPU."
+        )
+    return {DISABLED_KERNELS_VARIABLE: ",".join(kernel for fault in here for kernel in fault.kernels)}
+
+
+def check_cpu_build(
+    config: "PretrainedConfig", layers: Collection[str] = (), scheme: QuantizationScheme | None = None
+) -> None:
+    """Raise `ValueError` if vLLM runs on a CPU and its build for CPUs does not support a model with these layers.
+
+    Tiny test models usually have attention heads that are too small; vLLM would fail minutes later, at a first token.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    text = config.get_text_config()
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if width not in sizes:
+        raise ValueError(
+            f"The attention heads of this model are {width} wide, but vLLM's CPU build has kernels only "
+            f"for {', '.join(map(str, sizes))}. Use a model with such heads (`make demo` trains one), or a GPU."
+        )
+    if scheme and expert_layers(layers) and not torch.cpu.get_capabilities().get("amx_tile"):
+        raise ValueError(
+            f"vLLM's CPU build runs {scheme.label} experts only on CPUs with AMX, which this CPU lacks: add "
+            "'re:.*\\.experts\\.' to quantization_ignore (`--ignore` on the command line), which leaves experts in 16 "
+            "bits and quantizes all other layers, or use a GPU."
+        )
+
+
+def cpu_cache_arguments(checkpoint: str, user_arguments: Collection[str], share: float = 0.5) -> dict[str, int]:
+    """Return the arguments with which an engine of this checkpoint starts in the memory that is free, on a CPU.
+
+    By default, vLLM's CPU build plans with 92 % of the machine's memory, and does not start if less is free. Keys and
+    values get a `share` of the memory that is left after the weights and the engine itself. The result is empty
+    on a GPU, or if `user_arguments` names a size. Raises `ValueError` if too little memory is free.
+    """
+    is_chosen = not {"gpu_memory_utilization", "kv_cache_memory_bytes"}.isdisjoint(user_arguments)
+    if torch.cuda.is_available() or is_chosen or os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        return {}
+    free, weights = free_memory(), weight_bytes(checkpoint)
+    cache = int(share * (free - weights - ENGINE_BYTES))
+    if cache < MIN_CACHE:
+        raise ValueError(
+            f"{free / 1e9:.1f} GB of memory are free, but an engine of this model needs {weights / 1e9:.1f} GB for "
+            f"weights and about {(ENGINE_BYTES + MIN_CACHE / share) / 1e9:.1f} GB for the rest. Stop other processes, "
+            "or use a smaller model."
+        )
+    return {"kv_cache_memory_bytes": cache}
+
+
+def free_memory() -> int:
+    """Return the free memory as vLLM counts it, in bytes, within a container's limit."""
+    from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info, get_visible_memory_node
+
+    nodes, node = get_visible_memory_node(), get_allowed_cpu_list()[0].numa_node
+    return get_memory_node_info(node if node in nodes else nodes[0]).available_memory
+
+
+def weight_bytes(directory: str) -> int:
+    """Return the size of a checkpoint's weights, in bytes."""
+    return sum(path.stat().st_size for path in Path(directory).glob("*.safetensors"))
