@@ -197,6 +197,14 @@ def test_what_a_user_sets_is_not_set_again():
     assert [part for part in command if part.startswith("--max-logprobs")] == ["--max-logprobs=40"]
 
 
+@pytest.mark.parametrize("option", ["--enable-lora", "--enable_lora"])
+def test_a_server_of_adapters_may_load_new_ones(option, monkeypatch):
+    environments = []
+    monkeypatch.setattr("os.execve", lambda program, command, environment: environments.append(environment))
+    launch.run_server(["python", option], {})
+    assert environments[0]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+
+
 # The key -------------------------------------------------------------------------------------------------------------
 
 

@@ -134,7 +134,7 @@ def run_server(command: Sequence[str], environment: Mapping[str, str]) -> NoRetu
     """Print the command, then exec it with these environment variables and the ones that training needs."""
     print('Starting vLLM; the server is ready when it says "Application startup complete".')
     switches = {"VLLM_SERVER_DEV_MODE": "1", **environment}
-    if "--enable-lora" in command:
+    if "enable_lora" in values_of(command):
         switches["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     print(*(f"{name}={value}" for name, value in switches.items()), shlex.join(command), flush=True)
     os.execve(command[0], list(command), {**os.environ, **switches})

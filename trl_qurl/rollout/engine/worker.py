@@ -42,6 +42,7 @@ class RolloutWorker:
     finish_weight_update: Callable[[], None]
     rollout_digests: dict[str, str]  # of the latest load; empty if none were requested
     loaded_version = FRESH
+    rollout_load_failed = False
 
     def load_rollout_weights(
         self,
@@ -56,7 +57,7 @@ class RolloutWorker:
         """
         request = WeightUpdate(**update)
         self._refuse_other_model(weights_path, request.metadata)
-        if getattr(self, "rollout_load_failed", False):
+        if self.rollout_load_failed:
             raise RuntimeError("An earlier load of weights failed halfway: restart the server.")
         self.rollout_load_failed = True
         self.rollout_digests = {}
