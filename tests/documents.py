@@ -1,8 +1,10 @@
-"""Reads the repository's Markdown for tests/test_documentation.py: code, commands, links, headings, names."""
+"""Reads the repository's Markdown for the tests: code, commands, links, headings, names."""
 
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,11 +19,10 @@ PAGES = [
     *SITE,
 ]
 
-FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
-INDENTED = re.compile(r"(?<=\n\n)(?:    \S.*\n)+")
-LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
-HEADING = re.compile(r"^#+ +(?P<title>.+?)\s*$", re.MULTILINE)
-INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+CODE = re.compile(
+    r"^```(?P<language>\w*)\n(?P<fenced>.*?)^```$|(?<=\n\n)(?P<indented>(?:    \S[^\n]*\n)+)",
+    re.DOTALL | re.MULTILINE,
+)
 
 
 class Block(NamedTuple):
@@ -36,47 +37,39 @@ class Block(NamedTuple):
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
-def blocks(page: Path, language: str) -> list[Block]:
-    """The fenced blocks of a language."""
+def blocks(page: Path, language: str) -> Iterator[Block]:
+    """The fenced blocks in a language, or the `indented` blocks."""
     text = page.read_text(encoding="utf-8")
-    return [
-        Block(page, text[: found.start()].count("\n") + 1, language, found["code"])
-        for found in FENCE.finditer(text)
-        if found["language"] == language
-    ]
+    for match in CODE.finditer(text):
+        if language == ("indented" if match["indented"] else match["language"]):
+            line = text[: match.start()].count("\n") + 1
+            yield Block(page, line, language, textwrap.dedent(match["fenced"] or match["indented"]))
 
 
 def all_blocks(language: str) -> list[Block]:
-    """Of all pages."""
+    """The blocks of all pages."""
     return [block for page in PAGES for block in blocks(page, language)]
 
 
 def prose(page: Path) -> str:
-    """A page without its fenced and indented blocks."""
-    return INDENTED.sub("", FENCE.sub("", page.read_text(encoding="utf-8")))
+    """A page without its blocks of code."""
+    return CODE.sub("", page.read_text(encoding="utf-8"))
 
 
 def inline_code(page: Path) -> list[str]:
     """The text between backticks, in paragraphs and tables."""
-    return INLINE.findall(prose(page).replace("\\|", "|"))
+    return re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose(page).replace("\\|", "|"))
 
 
 def links(page: Path) -> list[str]:
-    """Targets of a page's links, except those to other hosts."""
-    return [target for target in LINK.findall(prose(page)) if not re.match(r"[a-z]+:", target)]
+    """Targets of a page's links and images, except those on other hosts."""
+    return re.findall(r"\[[^\]]*\]\((?![a-z]+:)([^)\s]+)\)", prose(page))
 
 
 def anchors(page: Path) -> set[str]:
     """A page's headings as GitHub names them in links."""
-    slugs: set[str] = set()
-    for heading in HEADING.finditer(FENCE.sub("", page.read_text(encoding="utf-8"))):
-        title = LINK.sub(lambda link: link[0][1 : link[0].index("]")], heading["title"]).replace("`", "")
-        slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-        number = 0
-        while (unique := slug if not number else f"{slug}-{number}") in slugs:
-            number += 1
-        slugs.add(unique)
-    return slugs
+    titles = re.findall(r"^#+ +(.+?)\s*$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def rows(page: Path, section: str = "") -> Iterator[list[str]]:
@@ -84,38 +77,22 @@ def rows(page: Path, section: str = "") -> Iterator[list[str]]:
     text = prose(page)
     if section:
         text = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
-    lines = text.splitlines()
-    for number, line in enumerate(lines):
-        below = lines[number + 1] if number + 1 < len(lines) else ""
+    for line, below in pairwise([*text.splitlines(), ""]):
         if line.startswith("|") and not line.startswith("|--") and not below.startswith("|--"):
             yield [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))]
 
 
-def commands(text: str) -> list[list[str]]:
+def commands(text: str) -> Iterator[list[str]]:
     """The words of each command of a shell block, as the programs get them."""
-    found: list[list[str]] = []
     for line in text.replace("\\\n", " ").splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
         lexer.whitespace_split = True
-        words: list[str] = []
-        for word in [*lexer, ";"]:
-            if set(word) <= set(";&|"):
-                if words:
-                    found.append(words)
-                words = []
-            else:
-                words.append(word)
-    return found
+        for is_separator, words in groupby(lexer, key=lambda word: set(word) <= set(";&|")):
+            if not is_separator:
+                yield list(words)
 
 
 def shell_commands() -> list[tuple[str, list[str]]]:
-    """Every command of every `bash` block and every indented block of all pages, and where it is."""
-    found = []
-    for page in PAGES:
-        for block in blocks(page, "bash"):
-            found += [(str(block), words) for words in commands(block.code)]
-        for indented in INDENTED.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
-            if re.match(r" +(python|make|trl-qurl|pip|git) ", indented):
-                place = str(page.relative_to(ROOT))
-                found += [(place, words) for words in commands(re.sub(r"^    ", "", indented, flags=re.MULTILINE))]
-    return found
+    """Every command of every `bash` block and indented block of all pages, and where it is."""
+    indented = [block for block in all_blocks("indented") if re.match("(python|make|trl-qurl|pip|git) ", block.code)]
+    return [(str(block), words) for block in all_blocks("bash") + indented for words in commands(block.code)]
