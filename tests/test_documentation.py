@@ -7,7 +7,6 @@ checks its arguments and method calls against the real signatures and trains not
 """
 
 import ast
-import dataclasses
 import importlib
 import inspect
 import pkgutil
@@ -19,15 +18,12 @@ import datasets
 import pytest
 import torch
 from documents import CODE, PAGES, ROOT, SITE, Block, all_blocks, anchors, blocks, inline_code, links, rows
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 import trl_qurl
 from trl_qurl import (
-    QuRLGRPOConfig,
     QuRLGRPOTrainer,
-    QuRLPPOConfig,
     QuRLPPOTrainer,
-    QuRLRLOOConfig,
     QuRLRLOOTrainer,
 )
 
@@ -158,33 +154,13 @@ def test_the_architecture_names_every_file_of_the_core():
     assert {file for file in named if not file.endswith("/")} == core
 
 
-CONFIGS = {
-    "Quantized rollouts": ("settings.md", QuRLGRPOConfig, GRPOConfig),
-    "PPO": ("algorithms.md", QuRLPPOConfig, QuRLGRPOConfig),
-    "RLOO": ("algorithms.md", QuRLRLOOConfig, QuRLGRPOConfig),
-}
-"""By section: its page, the configuration that it describes, and the one that it builds on."""
-
-
-def default_values(config: type) -> dict[str, Any]:
-    return {
-        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        for field in dataclasses.fields(config)
-    }
-
-
-@pytest.mark.parametrize("section", CONFIGS)
-def test_settings_are_all_there_with_their_defaults(section):
-    page, config, parent = CONFIGS[section]
-    defaults, inherited = default_values(config), default_values(parent)
-    shown = {}
-    for row in rows(DOCS / page, section):
-        names, values = (re.findall(r"`([^`]+)`", cell) for cell in row[:2])
-        if names and set(names) <= defaults.keys() and len(names) == len(values):
-            shown |= {field: ast.literal_eval(value) for field, value in zip(names, values, strict=True)}
-    assert shown == {field: defaults[field] for field in shown}
-    own = {field for field in defaults if field not in inherited or defaults[field] != inherited[field]}
-    assert own <= shown.keys()
+def test_tables_of_settings_are_those_of_the_docstrings(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    docs_settings = importlib.import_module("docs_settings")
+    pages = {page.name: page.read_text() for page in SITE}
+    assert sum(len(docs_settings.TABLE.findall(text)) for text in pages.values()) == 3
+    for name, text in pages.items():
+        assert docs_settings.with_tables(text) == text, f"{name} is out of date: run `python tools/docs_settings.py`"
 
 
 def test_metrics_are_all_explained():

@@ -15,7 +15,6 @@ import griffe
 
 GROUP = re.compile(r"^> (?P<name>.+)\n\n(?!Args:)(?=    )", re.MULTILINE)
 FIRST_GROUP = re.compile(r"^> (?P<name>.+)$", re.MULTILINE)
-TYPE_IN_WORDS = re.compile(r"^(?P<name> +\w+) \([^()\n]*\*optional\*[^()\n]*\):", re.MULTILINE)
 COMMENT = re.compile(r"  # (?P<text>.+)$", re.MULTILINE)
 REFERENCE = re.compile(r"\[`~?(?P<path>[A-Za-z_.]+)`\](?![\[(])")
 
@@ -58,7 +57,6 @@ def rewritten(docstring: str) -> str:
     """A docstring with an `Args:` for each group, and links."""
     docstring = GROUP.sub(r"**\g<name>**\n\nArgs:\n", docstring)
     docstring = FIRST_GROUP.sub(r"**\g<name>**", docstring)
-    docstring = TYPE_IN_WORDS.sub(r"\g<name>:", docstring)
     return REFERENCE.sub(_link, docstring)
 
 

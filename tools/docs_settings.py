@@ -1,0 +1,69 @@
+"""Write the tables of settings in docs/ from the docstrings of the configurations.
+
+    python tools/docs_settings.py
+
+A table stands between the comments `<!-- settings: CONFIG ... -->` and `<!-- end of settings -->`. It has one row for
+each field that the docstrings of these configurations describe.
+"""
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+from trl_qurl import config
+from trl_qurl.config.help import ENTRY
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = re.compile(r"(<!-- settings: ([\w ]+) -->\n).*?(<!-- end of settings -->)", re.DOTALL)
+SEE = {
+    "rollout_quantization": "choosing.md#format",
+    "quantization_ignore": "choosing.md#layers-in-16-bits",
+    "uaq_scale": "choosing.md#uaqs-s-and-the-learning-rate",
+    "smooth_activations": "mismatch.md#large-activations",
+    "round_base": "lora.md",
+    "sync_check_interval": "reliability.md#how-a-sync-is-checked",
+    "objective": "settings.md#objectives",
+    "dynamic_sampling": "settings.md#dynamic-sampling-dapo",
+    "mismatch_guard": "settings.md#the-mismatch-guard",
+}
+"""Where a setting is explained further."""
+
+
+def with_tables(page: str) -> str:
+    """Return a page with all its tables of settings written anew."""
+    return TABLE.sub(lambda found: found[1] + table(found[2].split()) + found[3], page)
+
+
+def table(names: list[str]) -> str:
+    """Return the table of the fields that the docstrings of these configurations describe."""
+    lines = ["| field | default | meaning |", "|---|---|---|"]
+    for name in names:
+        config_class = getattr(config, name)
+        fields = {field.name: field for field in dataclasses.fields(config_class)}
+        for entry in ENTRY.finditer(inspect.getdoc(config_class) or ""):
+            if field := fields.get(entry["name"]):
+                lines.append(f"| `{field.name}` | `{default(field)}` | {meaning(field.name, entry['text'])} |")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def default(field: "dataclasses.Field") -> str:
+    """Return a field's default as Python code, with the quotes of the documentation."""
+    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return repr(value).replace("'", '"')
+
+
+def meaning(name: str, text: str) -> str:
+    """Return a docstring's entry as Markdown for a cell."""
+    text = re.sub(r"\[`~?[\w.]*?(\w+)`\]", r"`\1`", " ".join(text.split())).replace("|", "\\|")
+    return f"{text} [More]({SEE[name]})." if name in SEE else text
+
+
+def main() -> None:
+    """Write all pages."""
+    for path in sorted((ROOT / "docs").glob("*.md")):
+        path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
