@@ -81,7 +81,7 @@ class CheckpointFolder:
 
     def write_with_llmcompressor(self, name: str, parameters: NamedTensors) -> Path:
         """Write a checkpoint that llm-compressor makes from full-precision parameters."""
-        self._writer.quantize(parameters, self.path / name, "llmcompressor")
+        self._writer.write_with_llmcompressor(parameters, self.path / name)
         return self.path / name
 
     def remove(self, name: str) -> None:
