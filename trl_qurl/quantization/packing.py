@@ -5,25 +5,12 @@ second.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 CACHED, ON_GPU = 512 * 1024, 16 * 1024 * 1024
 """Weights to round at a time: on a CPU, 2 MB of float32 fit into the L2 cache; on a GPU, the limit saves memory."""
-
-
-class StoredTensor(NamedTuple):
-    """Name, dtype and shape of a tensor in a checkpoint."""
-
-    name: str
-    dtype: torch.dtype
-    shape: torch.Size
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.shape.numel() * self.dtype.itemsize
 
 
 def pack(weight: torch.Tensor, library_scheme: Any, checkpoint_format: str) -> dict[str, torch.Tensor]:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 
 from trl_qurl.quantization import packing
-from trl_qurl.quantization.packing import StoredTensor
 
 HEAD = "lm_head"
 """Last part of an output head's name."""
@@ -98,25 +97,24 @@ class QuantizationScheme:
         """
         return self.cpus if capability is None else capability >= self.lowest_gpu
 
-    def layout(self, shape: Sequence[int], dtype: torch.dtype) -> list[StoredTensor]:
-        """Describe the tensors that `quantize` makes of a weight.
+    def layout(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Describe the result of `quantize` without rounding anything.
 
         Args:
-            shape: Shape of the weight, (out, in).
-            dtype: Its dtype.
+            weight: Weight, (out, in), on any device, such as meta.
 
         Returns:
-            One entry per tensor, in the same order; names are relative to the layer, such as `"weight_scale"`.
+            The same tensors on the meta device, by name, in the same order.
         """
         height, width = self.weight_args.block_structure or (1, self.weight_args.group_size or 1)
-        small, large = _samples(self, height, width, dtype)
-        blocks = (shape[0] // height, shape[1] // width)
-        result = []
+        small, large = _samples(self, height, width, weight.dtype)
+        blocks = (weight.shape[0] // height, weight.shape[1] // width)
+        result = {}
         for name, tensor in small.items():
             # Every dimension is constant or proportional to one of the weight's.
             sizes = zip(tensor.shape, large[name].shape, blocks, strict=False)
-            full_shape = torch.Size(one + (two - one) * (count - 1) for one, two, count in sizes)
-            result.append(StoredTensor(name, tensor.dtype, full_shape))
+            shape = [one + (two - one) * (count - 1) for one, two, count in sizes]
+            result[name] = torch.empty(shape, dtype=tensor.dtype, device="meta")
         return result
 
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -13,7 +13,6 @@ import torch
 
 from trl_qurl.quantization.checkpoint_form import CheckpointForm, NamedTensors, parameter_name, persistent_buffers
 from trl_qurl.quantization.layers import linear_layer_names, quantized_layer_names
-from trl_qurl.quantization.packing import StoredTensor
 from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.smoothing import Smoothing
 
@@ -98,34 +97,30 @@ class WeightStream:
         for name, tensor in tensors if self.smoothing is None else self.smoothing.fold(tensors):
             layer = _layer(name, missing)
             weight = tensor.float() if is_exact and layer else tensor
-            parts = {} if self.scheme is None or layer is None else self.scheme.quantize(weight)
             if layer is not None:
                 missing.remove(layer)
-            if parts:
-                yield from ((f"{layer}.{suffix}", part) for suffix, part in parts.items())
-            else:
+            if self.scheme is None or layer is None:
                 yield name, weight.to(_sent_dtype(weight.dtype, dtype))
+            else:
+                yield from ((f"{layer}.{suffix}", part) for suffix, part in self.scheme.quantize(weight).items())
         if missing and self.scheme is not None:
             raise ValueError(
                 f"{len(missing)} of {len(self.layers)} layers to quantize were not among the parameters, first "
                 f"{min(missing)!r}: pass all parameters of the model that the stream was made for."
             )
 
-    def stored(self, parameter: str, dtype: torch.dtype | None = None) -> list[StoredTensor]:
-        """Describe the tensors that `tensors` yields for the parameter of this name."""
-        result = []
+    def stored(self, parameter: str, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what `tensors` yields for the parameter of this name, on the meta device."""
         for name, tensor in self.form.layout[parameter].items():
             layer = _layer(name, self.layers)
             if self.scheme is None or layer is None:
-                result.append(StoredTensor(name, _sent_dtype(tensor.dtype, dtype), tensor.shape))
+                yield name, tensor.to(_sent_dtype(tensor.dtype, dtype))
             else:
-                parts = self.scheme.layout(tensor.shape, tensor.dtype)
-                result += [part._replace(name=f"{layer}.{part.name}") for part in parts]
-        return result
+                yield from ((f"{layer}.{suffix}", part) for suffix, part in self.scheme.layout(tensor).items())
 
     def nbytes(self, dtype: torch.dtype | None = None) -> int:
         """Return the size of everything that `tensors` yields, in bytes."""
-        return sum(stored.nbytes for parameter in self.form.layout for stored in self.stored(parameter, dtype))
+        return sum(tensor.nbytes for parameter in self.form.layout for _, tensor in self.stored(parameter, dtype))
 
 
 def on_grid(tensor: torch.Tensor, grid: torch.dtype | None) -> torch.Tensor:

@@ -238,7 +238,7 @@ def stream_metadata(
 ) -> TensorMetadata:
     """Return the metadata of the tensors that the stream will yield, in order, without rounding any."""
     return [
-        (stored.name, str(stored.dtype).removeprefix("torch."), list(stored.shape))
+        (stored_name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
         for name, _ in named_parameters
-        for stored in weights.stored(name, dtype)
+        for stored_name, tensor in weights.stored(name, dtype)
     ]
