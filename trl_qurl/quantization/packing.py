@@ -52,27 +52,21 @@ def _channel_codes(weight: torch.Tensor, scale: torch.Tensor, args: Any) -> torc
     return (quotient.add_(0.0) if dtype.is_floating_point else quotient.round_()).to(dtype)
 
 
-def unpack(tensors: Mapping[str, torch.Tensor], args: Any) -> torch.Tensor:
-    """Return the codes, (out, in), in INT8 or FP8."""
-    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-
-    if "weight" in tensors:
-        return tensors["weight"]
-    shape = torch.Size(tensors["weight_shape"].tolist())
-    integers: torch.Tensor = unpack_from_int32(tensors["weight_packed"], args.num_bits, shape)
-    return integers
-
-
 def dequantize(tensors: Mapping[str, torch.Tensor], args: Any) -> torch.Tensor:
     """Return the weight, (out, in), in the dtype of its scales, or in float32 if those are powers of two."""
     from compressed_tensors.compressors.mx_utils import decompress_mx_scale
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
     from compressed_tensors.quantization.lifecycle import forward
 
     scale = tensors["weight_scale"]
     if scale.dtype == torch.uint8:
         scale = decompress_mx_scale(scale).float()
-    codes = unpack(tensors, args).to(scale.dtype)
-    weight: torch.Tensor = forward.dequantize(codes, scale, args=args)
+    if "weight_packed" in tensors:
+        shape = torch.Size(tensors["weight_shape"].tolist())
+        codes = unpack_from_int32(tensors["weight_packed"], args.num_bits, shape)
+    else:
+        codes = tensors["weight"]
+    weight: torch.Tensor = forward.dequantize(codes.to(scale.dtype), scale, args=args)
     return weight
 
 

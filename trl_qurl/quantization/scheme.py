@@ -22,58 +22,43 @@ def quantized_targets(ignore: Sequence[str]) -> list[str]:
 
 
 class KernelFault(NamedTuple):
-    """Kernels that vLLM selects even though they fail on a GPU or change the weights.
+    """Kernels that vLLM selects even though they fail on a GPU or change the weights."""
 
-    Attributes:
-        lowest: Lowest affected CUDA compute capability.
-        kernels: Their class names in vLLM.
-        instead: The class that vLLM selects when they are disabled.
-    """
-
-    lowest: tuple[int, int]
-    kernels: tuple[str, ...]
-    instead: str
+    lowest: tuple[int, int]  # lowest affected CUDA compute capability
+    kernels: tuple[str, ...]  # their class names in vLLM
+    instead: str  # the class that vLLM selects when they are disabled
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationScheme:
     """A format for the weights, and possibly the activations, of linear layers.
 
-    Attributes:
-        name: What users write (`rollout_quantization="int8"`).
-        preset: Name of the same format among compressed-tensors' presets.
-        checkpoint_format: compressed-tensors' name for the storage format of weights.
-        description: The format in a few words, for model cards and help texts.
-        lowest_gpu: Lowest CUDA compute capability for which vLLM has kernels (not counting emulation). Below it, vLLM
-            may still run the weights with exact activations.
-        cpus: Whether vLLM has kernels for CPUs.
-        round_activations: Function that rounds a layer's inputs (..., in) as vLLM's kernels do; `None` if they stay
-            exact.
-        heads: Whether vLLM can load an output head in this format.
-        is_smoothed: Whether to smooth activations (`smoothing`), which helps formats with few integer levels.
-        kernel_fault: Kernels that an engine must not use on some GPUs.
+    Activations stay exact without `round_activations`, a function of a layer's inputs (..., in). On GPUs below
+    `lowest_gpu`, vLLM may still run the weights with exact activations.
     """
 
-    name: str
-    preset: str
-    checkpoint_format: str
-    description: str
-    lowest_gpu: tuple[int, int]
-    cpus: bool
-    round_activations: Callable[[torch.Tensor], torch.Tensor] | None = None
-    heads: bool = True
-    is_smoothed: bool = False
-    kernel_fault: KernelFault | None = None
+    name: str  # what users write (`rollout_quantization="int8"`)
+    preset: str  # name of the same format among compressed-tensors' presets
+    checkpoint_format: str  # compressed-tensors' name for the storage format of weights
+    description: str  # the format in a few words, for model cards and help texts
+    lowest_gpu: tuple[int, int]  # lowest CUDA compute capability with kernels in vLLM, not counting emulation
+    cpus: bool  # whether vLLM has kernels for CPUs
+    round_activations: Callable[[torch.Tensor], torch.Tensor] | None = None  # rounds as vLLM's kernels do
+    heads: bool = True  # whether vLLM can load an output head in this format
+    is_smoothed: bool = False  # whether to smooth activations (`smoothing`): helps formats with few integer levels
+    kernel_fault: KernelFault | None = None  # kernels that an engine must not use on some GPUs
 
     @property
     def label(self) -> str:
         """Name for titles and tables."""
         return self.name.upper()
 
-    @property
+    @functools.cached_property
     def library_scheme(self) -> Any:
-        """compressed-tensors' scheme of the same format."""
-        return _preset(self.preset)
+        """compressed-tensors' scheme of the same format; the first use imports the library, which takes a second."""
+        from compressed_tensors.quantization import preset_name_to_scheme
+
+        return preset_name_to_scheme(self.preset, targets=["Linear"])
 
     @property
     def weight_args(self) -> Any:
@@ -221,11 +206,3 @@ def _samples(
     """Quantize one block of weights, and two by two of them. Meta tensors fail in compressed-tensors 0.18."""
     small, large = (scheme.quantize(torch.zeros(n * height, n * width, dtype=dtype)) for n in (1, 2))
     return small, large
-
-
-@functools.cache
-def _preset(name: str) -> Any:
-    """Look up a preset of compressed-tensors; the import takes a second."""
-    from compressed_tensors.quantization import preset_name_to_scheme
-
-    return preset_name_to_scheme(name, targets=["Linear"])
