@@ -21,19 +21,12 @@ from trl_qurl.quantization.smoothing import Smoothing
 
 @dataclass(frozen=True)
 class QuantizedLinear:
-    """A linear layer's function with rounded weights and inputs.
+    """A linear layer's function with rounded weights and inputs."""
 
-    Attributes:
-        layer: The exact layer.
-        scheme: Format of the weights and inputs.
-        input_scale: Smoothing: divides inputs and multiplies columns, (in,).
-        grid: Source dtype of the engine's codes (`WeightStream.grid`).
-    """
-
-    layer: Any
+    layer: Any  # the exact one
     scheme: QuantizationScheme
-    input_scale: torch.Tensor | None = None
-    grid: torch.dtype | None = None
+    input_scale: torch.Tensor | None = None  # of smoothing: divides inputs and multiplies columns, (in,)
+    grid: torch.dtype | None = None  # to which weights are rounded first (`WeightStream.grid`)
 
     @torch.no_grad()
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:

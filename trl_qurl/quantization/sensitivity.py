@@ -33,15 +33,10 @@ SMALL = 1e-3
 
 
 def estimate_kl(model: Any, weights: WeightStream, sequences: Iterable[Sequence[int]]) -> dict[tuple[str, ...], float]:
-    """Estimate the KL that rounding causes, for each group of layers that an engine fuses.
+    """Estimate the KL, in nats per token, of each group of layers that an engine fuses, rounded alone.
 
-    Args:
-        model: The model of the stream, whole and in memory.
-        weights: Its scheme and layers, with the engine's smoothing. Experts are left out.
-        sequences: Tokens of prompts or answers; the first `MOST_TOKENS` are used.
-
-    Returns:
-        Nats per token, for each group rounded alone.
+    The stream's `model` must be whole and in memory. Experts are left out. Of the tokens in `sequences` (prompts or
+    answers), the first `MOST_TOKENS` are used.
     """
     estimates = dict.fromkeys(weights.layers, 0.0)
     generator, count = torch.Generator(model.device).manual_seed(0), 0

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from trl_qurl.quantization.architectures import ARCHITECTURES, decoder_layers
-from trl_qurl.quantization.checkpoint_form import CheckpointForm, NamedTensors, parameter_name, plain_model
+from trl_qurl.quantization.checkpoint_form import CheckpointForm, NamedTensors, plain_model
 from trl_qurl.quantization.layers import linear_layers
 
 ALPHA = 0.4
@@ -45,28 +45,19 @@ class Source:
 
     name: str
     layers: tuple[str, ...]
-    gain_offset: float = 0.0  # a norm multiplies by gain_offset + weight
+    gain_offset: float  # a norm multiplies by gain_offset + weight
 
 
 class Smoothing:
-    """Smoothing scales of one model: fits them, and folds them into the tensors sent to an engine.
+    """Smoothing scales of the quantized `layers` of a model: fits them, and folds them into what an engine is sent.
 
-    Args:
-        model: A transformers model, or a PEFT model around one. Hooks on its linear layers see their inputs while
-            `collects` is set.
-        layers: Names of the quantized layers, from `WeightStream.layers`.
-
-    Attributes:
-        scales: By source, (channels,), in float32.
-
-    Raises:
-        ValueError: If the model's type is not in `ARCHITECTURES`.
+    Raises `ValueError` if the model's type is not in `ARCHITECTURES`.
     """
 
     def __init__(self, model: Any, layers: frozenset[str]) -> None:
-        self.collects = False
+        self.collects = False  # whether hooks on the model record the inputs of its layers
         self._syncs = FIT_INTERVAL - 1  # since the last fit; fit again after the first rollout
-        self.scales: dict[str, torch.Tensor] = {}
+        self.scales: dict[str, torch.Tensor] = {}  # by source, (channels,), in float32
         self._sources = {source.name: source for source in sources(model) if layers.intersection(source.layers)}
         self._feeder = {layer: source.name for source in self._sources.values() for layer in source.layers}
         # Sums of squares by channel and, last, the number of squares in each, (channels + 1,).
@@ -166,16 +157,9 @@ class Smoothing:
 
 
 def fitted_scales(inputs: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Compute scales that split the range between inputs and weights, divided by their geometric mean.
+    """Compute s from the means of X_j² and W_j², all (in,); 1 for channels with only zeros as inputs or weights.
 
-    The division keeps the overall magnitude of inputs and weights.
-
-    Args:
-        inputs: Mean of X_j² of each channel, (in,).
-        columns: Mean of W_j² of each channel, (in,).
-
-    Returns:
-        s, (in,), in float32; 1 for channels with only zeros as inputs or weights.
+    Division by the geometric mean keeps the overall magnitude of inputs and weights.
     """
     used = (inputs > 0) & (columns > 0)
     logs = torch.where(used, (ALPHA * inputs.float().log() - (1 - ALPHA) * columns.float().log()) / 2, 0.0)
@@ -201,17 +185,14 @@ def sources(model: Any) -> list[Source]:
     Layers without a norm or linear layer before them have none. Raises `ValueError` for model types that are not in
     `ARCHITECTURES`.
     """
-    base, form = plain_model(model), CheckpointForm(model)
-    way_out = "Leave smooth_activations out, or set it to False."
-    (feeds, offset), blocks = decoder_layers(base, "Smoothing", way_out)
+    form, way_out = CheckpointForm(model), "Leave smooth_activations out, or set it to False."
+    (feeds, offset), blocks = decoder_layers(plain_model(model), "Smoothing", way_out)
     result = []
     for path, block in blocks.items():
-
-        def full_name(name: str, path: str = path) -> str:
-            return form.name(parameter_name(f"{path}.{name}"))
-
-        result += [Source(full_name(norm), tuple(map(full_name, linears)), offset) for norm, linears in feeds.items()]
+        groups = [(offset, (norm, *linears)) for norm, linears in feeds.items()]
         if dict(block.named_modules()).keys() >= set(LINEAR_PAIR):  # not with fused layers
-            maker, reader = map(full_name, LINEAR_PAIR)
-            result.append(Source(maker, (reader,)))
+            groups.append((0.0, LINEAR_PAIR))
+        for gain_offset, names in groups:
+            source, *layers = (form.name(f"{path}.{name}") for name in names)
+            result.append(Source(source, tuple(layers), gain_offset))
     return result

@@ -18,30 +18,19 @@ from trl_qurl.quantization.smoothing import Smoothing
 
 
 class WeightStream:
-    """Reusable converter from a model's parameters to the tensors of its checkpoint.
+    """Reusable converter from the parameters of a model, with or without PEFT, to the tensors of its checkpoint.
 
-    Args:
-        model: A transformers model, or a PEFT model around one.
-        scheme: Target format; `None` quantizes nothing.
-        ignore: Modules kept in full precision, as for `quantized_layer_names`.
-        smooths: Whether to fold `smoothing` into the weights.
-
-    Attributes:
-        grid: Dtype to which the trainer's autocast rounds float32 weights before it computes with them. `on_grid` has
-            already rounded the parameters to it. `None` for none.
-
-    Raises:
-        ValueError: As for `quantized_layer_names`, `CheckpointForm` and `Smoothing`.
+    Raises `ValueError` as `quantized_layer_names`, `CheckpointForm` and `Smoothing` do.
     """
 
-    grid: torch.dtype | None = None
+    grid: torch.dtype | None = None  # to which the trainer's autocast rounds weights, and `on_grid` the parameters
 
     def __init__(
         self,
         model: Any,
-        scheme: QuantizationScheme | None,
+        scheme: QuantizationScheme | None,  # `None` quantizes nothing
         ignore: Sequence[str] = ("lm_head",),
-        smooths: bool = False,
+        smooths: bool = False,  # whether to fold `smoothing` into the weights
     ) -> None:
         self.scheme = scheme
         self.ignore = tuple(ignore)
@@ -71,26 +60,14 @@ class WeightStream:
         self.layers = self.layers.difference(layers)
 
     def tensors(
-        self,
-        named_parameters: NamedTensors,
-        dtype: torch.dtype | None = None,
-        is_exact: bool = False,
+        self, named_parameters: NamedTensors, dtype: torch.dtype | None = None, is_exact: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Convert parameters to tensors in checkpoint format, one at a time; the input is not modified.
+        """Convert a model's parameters, without adapters, to tensors in checkpoint format, one layer at a time.
 
-        A layer's weight becomes the tensors of the scheme's layout, each under the layer's name.
+        `dtype` casts tensors that are not quantized. The engine would cast them to the same bits, so this only saves
+        bandwidth. If `is_exact`, codes are made from float32 and do not depend on the dtype of the parameters.
 
-        Args:
-            named_parameters: Parameters under their names in the model, without adapters.
-            dtype: Floating-point type of the tensors that are not quantized; `None` leaves them as they are. An engine
-                would cast them to the same bits, so this only saves bandwidth.
-            is_exact: Whether to quantize in float32, so the codes do not depend on the dtype of the parameters.
-
-        Yields:
-            Names and tensors.
-
-        Raises:
-            ValueError: If the scheme cannot store a layer, or, after the last tensor, if a layer is missing.
+        Raises `ValueError` if the scheme cannot store a layer, or, after the last tensor, if a layer is missing.
         """
         missing = set(self.layers)
         tensors = self.form.convert(named_parameters)
