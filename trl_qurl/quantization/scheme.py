@@ -12,12 +12,14 @@ from trl_qurl.quantization import packing
 HEAD = "lm_head"
 """Last part of an output head's name."""
 
+LINEAR = torch.nn.Linear(1, 1, device="meta")  # stand-in for patterns that match class names
+
 
 def quantized_targets(ignore: Sequence[str]) -> list[str]:
     """Return compressed-tensors' patterns for what is quantized; vLLM's output head is not a `Linear`."""
     from compressed_tensors.utils import is_match
 
-    ignores_head = is_match(HEAD, torch.nn.Linear(1, 1, device="meta"), tuple(ignore))
+    ignores_head = is_match(HEAD, LINEAR, tuple(ignore))
     return ["Linear"] if ignores_head else ["Linear", f"re:.*{HEAD}$"]
 
 

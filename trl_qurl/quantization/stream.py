@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trl_qurl.quantization.checkpoint_form import CheckpointForm, NamedTensors, parameter_name, persistent_buffers
-from trl_qurl.quantization.layers import linear_layer_names, quantized_layer_names
+from trl_qurl.quantization.layers import layer_shapes, quantized_layer_names
 from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.smoothing import Smoothing
 
@@ -35,7 +35,8 @@ class WeightStream:
         self.scheme = scheme
         self.ignore = tuple(ignore)
         self.form = CheckpointForm(model, splits_experts=scheme is not None)
-        self.layers = quantized_layer_names(model, ignore, scheme) if scheme else linear_layer_names(model, ignore)
+        names = quantized_layer_names(model, ignore, scheme) if scheme else layer_shapes(model, ignore)
+        self.layers = frozenset(names)
         self.smoothing = Smoothing(model, self.layers) if smooths else None
 
     def fit_smoothing(self, model: Any, sequences: Iterable[Sequence[int]]) -> None:
