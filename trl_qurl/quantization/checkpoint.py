@@ -108,7 +108,8 @@ class CheckpointWriter:
         write_beside: Callable[[Path], None] | None = None,
     ) -> None:
         """Write tensors that are already in checkpoint format; `write_beside` adds other files to the directory."""
-        quantization = None if self.scheme is None else self.scheme.quantization_config(self._ignored())
+        ignore = ignored_modules(self.model, self.ignore)
+        quantization = None if self.scheme is None else self.scheme.quantization_config(ignore)
         with new_directory(output_dir) as tmp:
             write_tensors(named_tensors, tmp)
             self._write_extra_files(tmp)
@@ -139,14 +140,11 @@ class CheckpointWriter:
             # llm-compressor looks up its model by name, on the Hub unless the name is a directory, so point it here.
             self.model.config.save_pretrained(tmp)
             duplicate.name_or_path = duplicate.config._name_or_path = str(tmp)
-            ignore = self._ignored()
+            ignore = ignored_modules(self.model, self.ignore)
             recipe = QuantizationModifier(targets=quantized_targets(ignore), scheme=self.scheme.preset, ignore=ignore)
             with _quiet_llmcompressor():
                 oneshot(model=duplicate, recipe=recipe)
                 duplicate.save_pretrained(tmp, save_compressed=True)
-
-    def _ignored(self) -> list[str]:
-        return ignored_modules(self.model, self.ignore)
 
     def _write_extra_files(self, directory: os.PathLike[str]) -> None:
         if self.model.generation_config is not None:

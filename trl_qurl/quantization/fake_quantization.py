@@ -51,20 +51,6 @@ class QuantizedLinear:
         return self.scheme.dequantize(self.scheme.quantize(weight), dtype).to(dtype)
 
 
-def quantized_linears(
-    model: nn.Module,
-    layers: Collection[str],
-    scheme: QuantizationScheme,
-    smoothing: Smoothing | None = None,
-    grid: torch.dtype | None = None,
-) -> dict[str, QuantizedLinear]:
-    """Return the quantized functions of the linear layers among `layers`, in model order."""
-    return {
-        name: QuantizedLinear(layer, scheme, smoothing.input_scale(name) if smoothing else None, grid)
-        for name, layer in linear_layers(model, layers)
-    }
-
-
 @contextmanager
 def quantized_forward(
     model: nn.Module,
@@ -74,21 +60,21 @@ def quantized_forward(
     grid: torch.dtype | None = None,
 ) -> Iterator[None]:
     """Run linear layers quantized inside the context, with the engine's smoothing and grid, if any."""
-    functions = quantized_linears(model, layers, scheme, smoothing, grid).values()
-    for function in functions:
-        function.layer.forward = function  # hides the method of its class
+    modules: list[tuple[str, Any]] = list(linear_layers(model, layers))
+    for name, layer in modules:
+        scale = smoothing.input_scale(name) if smoothing else None
+        layer.forward = QuantizedLinear(layer, scheme, scale, grid)  # hides the method of its class
     try:
         yield
     finally:
-        for function in functions:
-            del function.layer.forward
+        for _, layer in modules:
+            del layer.forward
 
 
 def round_base(model: Any, layers: Collection[str], scheme: QuantizationScheme, dtype: torch.dtype) -> None:
     """Replace weights, in place, with the values of their codes in an engine of this dtype, and record the format.
 
-    The frozen base below an adapter then computes with the engine's weights. Raises `ValueError` if the weights are
-    already rounded, because rounding them again would change the codes.
+    The frozen base below an adapter then computes with the engine's weights. Raises as `check_unrounded` does.
     """
     check_unrounded(model)
     modules: list[Any] = [module for _, module in linear_layers(model, layers) if not module.weight.is_meta]

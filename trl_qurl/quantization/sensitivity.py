@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from trl_qurl.quantization.fake_quantization import QuantizedLinear, quantized_linears
+from trl_qurl.quantization.fake_quantization import QuantizedLinear
+from trl_qurl.quantization.layers import linear_layers
 from trl_qurl.quantization.stream import WeightStream
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
@@ -65,12 +66,15 @@ def _rounding_errors(model: Any, weights: WeightStream) -> Iterator[list[tuple[s
     """Collect every layer's name, exact output and rounding error in each forward pass, in evaluation mode."""
     errors: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
-    def compare(name: str, function: QuantizedLinear, layer: Any, inputs: tuple, exact: torch.Tensor) -> None:
-        errors.append((name, exact.requires_grad_(), function(inputs[0]) - exact.detach()))
+    scheme, smoothing = weights.scheme, weights.smoothing
+    assert scheme is not None, "the stream must quantize"
 
-    assert weights.scheme is not None, "the stream must quantize"
-    layers = quantized_linears(model, weights.layers, weights.scheme, weights.smoothing)
-    hooks = [each.layer.register_forward_hook(partial(compare, name, each)) for name, each in layers.items()]
+    def compare(name: str, layer: Any, inputs: tuple[torch.Tensor, ...], exact: torch.Tensor) -> None:
+        rounded = QuantizedLinear(layer, scheme, smoothing.input_scale(name) if smoothing else None)(inputs[0])
+        errors.append((name, exact.requires_grad_(), rounded - exact.detach()))
+
+    modules = linear_layers(model, weights.layers)
+    hooks = [layer.register_forward_hook(partial(compare, name)) for name, layer in modules]
     was_training = model.training
     model.eval()  # no dropout and no gradient checkpointing
     try:
@@ -82,10 +86,7 @@ def _rounding_errors(model: Any, weights: WeightStream) -> Iterator[list[tuple[s
 
 
 def sensitive_layers(model: Any, weights: WeightStream, sequences: Iterable[Sequence[int]]) -> tuple[str, ...]:
-    """Return the layers to keep in 16 bits: the ones with the most KL per byte, up to a tenth of the bytes.
-
-    The arguments are those of `estimate_kl`. Names are sorted by KL per byte, largest first.
-    """
+    """Return the layers to keep in 16 bits: those with the most KL per byte first, up to a tenth of the bytes."""
     estimates, sizes = estimate_kl(model, weights, sequences), extra_bytes(weights)
     selected: list[str] = []
     remaining_kl, room = sum(estimates.values()), LARGEST_SHARE * sum(sizes.values())

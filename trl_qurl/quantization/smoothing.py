@@ -14,8 +14,8 @@ starts, and to rollouts during training. Unlike update-aware quantization, the p
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,12 +39,10 @@ feed-forward block multiplies `up_proj` by an activation. Values in attention do
 nothing."""
 
 
-@dataclass(frozen=True)
-class Source:
-    """Source of some channels, a norm or a linear layer, and the linear layers that read them."""
+class Source(NamedTuple):
+    """Source of some channels, a norm or a linear layer."""
 
-    name: str
-    layers: tuple[str, ...]
+    layers: tuple[str, ...]  # linear layers that read its channels
     gain_offset: float  # a norm multiplies by gain_offset + weight
 
 
@@ -58,14 +56,14 @@ class Smoothing:
         self.collects = False  # whether hooks on the model record the inputs of its layers
         self._syncs = FIT_INTERVAL - 1  # since the last fit; fit again after the first rollout
         self.scales: dict[str, torch.Tensor] = {}  # by source, (channels,), in float32
-        self._sources = {source.name: source for source in sources(model) if layers.intersection(source.layers)}
-        self._feeder = {layer: source.name for source in self._sources.values() for layer in source.layers}
+        self._sources = {name: each for name, each in sources(model).items() if layers.intersection(each.layers)}
+        self._feeder = {layer: name for name, source in self._sources.items() for layer in source.layers}
         # Sums of squares by channel and, last, the number of squares in each, (channels + 1,).
         self._inputs: dict[str, torch.Tensor] = {}  # by source, since the last fit
         self._columns: dict[str, torch.Tensor] = {}  # by layer, as last sent
         readers = {source.layers[0]: name for name, source in self._sources.items()}  # its layers share one input
         self._hooks = [
-            module.register_forward_pre_hook(self._hook(readers[layer]))
+            module.register_forward_pre_hook(partial(self._record_inputs, readers[layer]))
             for layer, module in linear_layers(model, readers.keys())
         ]
         decoder = plain_model(model).get_decoder()
@@ -80,14 +78,11 @@ class Smoothing:
     def _record_mask(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._mask = kwargs.get("attention_mask") if self.collects else None
 
-    def _hook(self, source: str) -> Any:
-        def collect(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            if self.collects:
-                x, mask = inputs[0], self._mask
-                x = x[mask.bool()] if mask is not None and mask.shape == x.shape[:-1] else x
-                self._inputs[source] = squares(x) + self._inputs.get(source, 0.0)
-
-        return collect
+    def _record_inputs(self, source: str, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if self.collects:
+            x, mask = inputs[0], self._mask
+            x = x[mask.bool()] if mask is not None and mask.shape == x.shape[:-1] else x
+            self._inputs[source] = squares(x) + self._inputs.get(source, 0.0)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -116,10 +111,9 @@ class Smoothing:
         self.collects = self._syncs >= FIT_INTERVAL
 
     def fit(self, is_shared: bool = True) -> bool:
-        """Refit the scales to the inputs since the last fit and the weights as last sent.
+        """Refit the scales to the inputs since the last fit and the weights as last sent; `False` without inputs.
 
-        If `is_shared`, all processes fit the same scales to the inputs of all; this is a collective operation. Returns
-        whether there were inputs.
+        If `is_shared`, all processes fit the same scales to the inputs of all; this is a collective operation.
         """
         has_inputs = False
         for name, source in self._sources.items():
@@ -179,20 +173,19 @@ def can_smooth(model: Any) -> bool:
     return plain_model(model).config.model_type in ARCHITECTURES
 
 
-def sources(model: Any) -> list[Source]:
-    """List the modules with outputs that can be rescaled, in model order, under their names in the checkpoint.
+def sources(model: Any) -> dict[str, Source]:
+    """Return the modules with outputs that can be rescaled, in model order, by their names in the checkpoint.
 
-    Layers without a norm or linear layer before them have none. Raises `ValueError` for model types that are not in
-    `ARCHITECTURES`.
+    Raises `ValueError` for model types that are not in `ARCHITECTURES`.
     """
     form, way_out = CheckpointForm(model), "Leave smooth_activations out, or set it to False."
     (feeds, offset), blocks = decoder_layers(plain_model(model), "Smoothing", way_out)
-    result = []
+    result = {}
     for path, block in blocks.items():
         groups = [(offset, (norm, *linears)) for norm, linears in feeds.items()]
         if dict(block.named_modules()).keys() >= set(LINEAR_PAIR):  # not with fused layers
             groups.append((0.0, LINEAR_PAIR))
         for gain_offset, names in groups:
             source, *layers = (form.name(f"{path}.{name}") for name in names)
-            result.append(Source(source, tuple(layers), gain_offset))
+            result[source] = Source(tuple(layers), gain_offset)
     return result
