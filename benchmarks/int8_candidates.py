@@ -162,10 +162,7 @@ class Lab:
         """The layers that the package would keep in 16 bits for this share of the bytes."""
         weights = WeightStream(self.model, INT8, smooths=True)
         weights.fit_smoothing(self.model, self.prompts)
-        estimates, sizes = (
-            estimate_kl(self.model, weights, self.prompts),
-            extra_bytes(self.model, INT8, weights.layers),
-        )
+        estimates, sizes = estimate_kl(self.model, weights, self.prompts), extra_bytes(weights)
         assert weights.smoothing is not None
         weights.smoothing.close()
         found: list[str] = []

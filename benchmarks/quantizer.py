@@ -93,7 +93,8 @@ def run_stream(model: PreTrainedModel, scheme: QuantizationScheme, directory: Pa
 def run_written(model: PreTrainedModel, scheme: QuantizationScheme, directory: Path) -> dict[str, float]:
     """The stream as a checkpoint: the same product as llm-compressor's."""
     start = time.perf_counter()
-    CheckpointWriter(model, None, scheme, IGNORE).quantize(parameters(model), directory, "streaming")
+    tensors = WeightStream(model, scheme, IGNORE).tensors(parameters(model))
+    CheckpointWriter(model, None, scheme, IGNORE).write(tensors, directory)
     return {WRITTEN: now(model) - start}
 
 
@@ -106,7 +107,7 @@ def run_reference(model: PreTrainedModel, scheme: QuantizationScheme, directory:
         yield from parameters(model)
         copied = time.perf_counter()  # the copy holds every tensor; from here on, oneshot and save_pretrained
 
-    CheckpointWriter(model, None, scheme, IGNORE).quantize(watched(), directory, "llmcompressor")
+    CheckpointWriter(model, None, scheme, IGNORE).write_with_llmcompressor(watched(), directory)
     end = now(model)
     return {REFERENCE: end - copied, REFERENCE_WITH_COPY: end - start}
 

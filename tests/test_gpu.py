@@ -10,7 +10,8 @@ from conftest import child_environment
 from documents import ROOT
 from tiny import ENGINE
 
-from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, available_schemes
+from trl_qurl.lab.comparison import candidates
+from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-FORMATS = [*(scheme.name for scheme in available_schemes()), UNQUANTIZED]
+FORMATS = [*(scheme.name for scheme in candidates(None)), UNQUANTIZED]
 
 SETTINGS = {
     "sleep": {"vllm_enable_sleep_mode": True},

@@ -6,7 +6,6 @@ from tiny import tiny_model
 
 from trl_qurl.quantization import get_scheme
 from trl_qurl.quantization.fake_quantization import quantized_forward
-from trl_qurl.quantization.layers import quantized_layer_names
 from trl_qurl.quantization.sensitivity import (
     LARGEST_SHARE,
     estimate_kl,
@@ -80,7 +79,7 @@ def test_smoothing_takes_the_outliers_off_the_estimate(weights):
 def test_a_tenth_of_the_bytes_is_kept_at_most(weights, monkeypatch):
     monkeypatch.setattr("trl_qurl.quantization.sensitivity.SMALL", 0.0)
     model, stream = weights
-    sizes = extra_bytes(model, stream.scheme, stream.layers)
+    sizes = extra_bytes(stream)
     kept = sensitive_layers(model, stream, TOKENS.tolist())
     assert 0 < sum(sizes[layer] for layer in kept) <= LARGEST_SHARE * sum(sizes.values())
     estimates = estimate_kl(model, stream, TOKENS.tolist())
@@ -107,6 +106,5 @@ def test_layers_that_an_engine_fuses_stay_together():
 
 def test_bytes_are_those_of_a_checkpoint():
     model, scheme = tiny_model("llama", torch.bfloat16), get_scheme("int8")
-    layers = quantized_layer_names(model, scheme=scheme)
-    whole, quantized = (WeightStream(model, each).nbytes(torch.bfloat16) for each in (None, scheme))
-    assert sum(extra_bytes(model, scheme, layers).values()) == whole - quantized
+    whole, quantized = (WeightStream(model, each) for each in (None, scheme))
+    assert sum(extra_bytes(quantized).values()) == whole.nbytes(torch.bfloat16) - quantized.nbytes(torch.bfloat16)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trl_qurl.quantization.storage import INDEX_NAME, new_directory, write_tensors
+from trl_qurl.quantization.storage import new_directory, write_tensors
 
 
 def test_a_directory_appears_only_when_it_is_complete(tmp_path):
@@ -51,7 +51,7 @@ def test_shards_hold_every_tensor_once(tmp_path):
     # 64 bytes each, a shard of 100 bytes is flushed once it holds two: 2 + 2 + 1.
     tensors = {f"t{i}": torch.full((16,), float(i)) for i in range(5)}
     write_tensors(tensors.items(), tmp_path, shard_bytes=100)
-    index = json.loads((tmp_path / INDEX_NAME).read_text())
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 5 * 64
     assert sorted(index["weight_map"]) == sorted(tensors)
     assert len(set(index["weight_map"].values())) == 3

@@ -49,9 +49,11 @@ def check_output(path: Path) -> None:
 
 def candidates(names: Sequence[str] | None) -> list[QuantizationScheme]:
     """Return the named formats; without names, all with kernels on this machine."""
-    from trl_qurl.quantization.formats import available_schemes, get_scheme
+    from trl_qurl.quantization.formats import SCHEMES, get_scheme, gpu_capability
 
-    return available_schemes() if names is None else [get_scheme(name) for name in names]
+    if names is None:
+        return [scheme for scheme in SCHEMES.values() if scheme.runs_on(gpu_capability())]
+    return [get_scheme(name) for name in names]
 
 
 def fitting_formats(

@@ -20,11 +20,7 @@ def int8_per_token(inputs: torch.Tensor) -> torch.Tensor:
 
     $$s = \\max_j |x_j| / 127, \\qquad \\hat x_j = s \\cdot \\mathrm{round}(x_j / s)$$
 
-    Args:
-        inputs: A layer's inputs, (..., in).
-
-    Returns:
-        The rounded inputs, in the same dtype.
+    `inputs` are a layer's, (..., in), and so is the result, in the same dtype.
     """
     scale = _token_scale(inputs, 127.0)
     return ((inputs.float() / scale).clamp(-127.0, 127.0).round() * scale).to(inputs.dtype)

@@ -6,15 +6,10 @@ from torch import nn
 
 
 class Architecture(NamedTuple):
-    """Norms and the linear layers they feed, inside one decoder layer.
+    """Norms and the linear layers they feed, inside one decoder layer."""
 
-    Attributes:
-        feeds: Linear layers by the norm that feeds them; names are relative to the decoder layer.
-        gain_offset: The norm multiplies by gain_offset + weight: 0, or 1 in the Gemma family.
-    """
-
-    feeds: dict[str, tuple[str, ...]]
-    gain_offset: float = 0.0
+    feeds: dict[str, tuple[str, ...]]  # linear layers by the norm that feeds them, named relative to the decoder layer
+    gain_offset: float = 0.0  # the norm multiplies by gain_offset + weight: 0, or 1 in the Gemma family
 
 
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

@@ -19,15 +19,13 @@ from tqdm.auto import tqdm
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.formats import get_scheme
-from trl_qurl.quantization.layers import ignored_modules, quantized_layer_names
+from trl_qurl.quantization.layers import ignored_modules
 from trl_qurl.quantization.scheme import QuantizationScheme, quantized_targets
 from trl_qurl.quantization.storage import check_replaceable, new_directory, write_config, write_tensors
 from trl_qurl.quantization.stream import WeightStream, model_parameters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-QUANTIZERS = ("streaming", "llmcompressor")
 
 
 def write_checkpoint(
@@ -57,18 +55,20 @@ def write_checkpoint(
     """
     check_quantizer(quantizer)
     target = get_scheme(scheme)
-    quantized_layer_names(model, ignore, target)  # raises for unsupported layers, with either quantizer
+    weights = WeightStream(model, target, ignore)  # raises for unsupported layers, with either quantizer
     check_replaceable(output_dir)
-    parameters: NamedTensors = list(model_parameters(model))
-    if quantizer == "streaming":  # llm-compressor copies them all before it starts
-        parameters = tqdm(parameters, f"Rounding to {target.label}", disable=None)
-    CheckpointWriter(model, tokenizer, target, ignore).quantize(parameters, output_dir, quantizer)
+    writer = CheckpointWriter(model, tokenizer, target, ignore)
+    if quantizer == "llmcompressor":
+        writer.write_with_llmcompressor(model_parameters(model), output_dir)
+    else:
+        parameters = tqdm(list(model_parameters(model)), f"Rounding to {target.label}", disable=None)
+        writer.write(weights.tensors(parameters), output_dir)
 
 
 def check_quantizer(name: str, setting: str = "quantizer", instead: str = "streaming") -> None:
     """Raise `ValueError` for an unknown quantizer, and `ImportError` if it is llm-compressor and not installed."""
-    if name not in QUANTIZERS:
-        raise ValueError(f"Unknown quantizer {name!r}: choose one of {', '.join(map(repr, QUANTIZERS))}.")
+    if name not in ("streaming", "llmcompressor"):
+        raise ValueError(f"Unknown quantizer {name!r}: choose one of 'streaming', 'llmcompressor'.")
     if name == "llmcompressor" and importlib.util.find_spec("llmcompressor") is None:
         raise ImportError(
             f"{setting}='llmcompressor' needs llm-compressor, but it is not installed: run "
@@ -108,7 +108,8 @@ class CheckpointWriter:
         write_beside: Callable[[Path], None] | None = None,
     ) -> None:
         """Write tensors that are already in checkpoint format; `write_beside` adds other files to the directory."""
-        quantization = None if self.scheme is None else self.scheme.quantization_config(self._ignored())
+        ignore = ignored_modules(self.model, self.ignore)
+        quantization = None if self.scheme is None else self.scheme.quantization_config(ignore)
         with new_directory(output_dir) as tmp:
             write_tensors(named_tensors, tmp)
             self._write_extra_files(tmp)
@@ -116,14 +117,8 @@ class CheckpointWriter:
             if write_beside is not None:
                 write_beside(tmp)
 
-    def quantize(
-        self, parameters: NamedTensors, output_dir: str | os.PathLike[str], quantizer: str = "streaming"
-    ) -> None:
-        """Quantize full-precision parameters and write the result, with a quantizer that passed `check_quantizer`."""
-        if quantizer == "streaming":
-            weights = WeightStream(self.model, self.scheme, tuple(self.ignore))
-            self.write(weights.tensors(parameters), output_dir)
-            return
+    def write_with_llmcompressor(self, parameters: NamedTensors, output_dir: str | os.PathLike[str]) -> None:
+        """Quantize full-precision parameters with llm-compressor, in a copy of the model, and write the result."""
         from llmcompressor import reset_session
 
         try:
@@ -145,14 +140,11 @@ class CheckpointWriter:
             # llm-compressor looks up its model by name, on the Hub unless the name is a directory, so point it here.
             self.model.config.save_pretrained(tmp)
             duplicate.name_or_path = duplicate.config._name_or_path = str(tmp)
-            ignore = self._ignored()
+            ignore = ignored_modules(self.model, self.ignore)
             recipe = QuantizationModifier(targets=quantized_targets(ignore), scheme=self.scheme.preset, ignore=ignore)
             with _quiet_llmcompressor():
                 oneshot(model=duplicate, recipe=recipe)
                 duplicate.save_pretrained(tmp, save_compressed=True)
-
-    def _ignored(self) -> list[str]:
-        return ignored_modules(self.model, self.ignore)
 
     def _write_extra_files(self, directory: os.PathLike[str]) -> None:
         if self.model.generation_config is not None:

@@ -63,25 +63,19 @@ def expert_layers(layers: Iterable[str]) -> list[str]:
 
 
 class CheckpointForm:
-    """Layout in which a checkpoint stores a model's parameters.
+    """Layout in which a checkpoint stores a model's parameters, which may be empty, sharded or on no device.
 
-    Args:
-        model: A transformers model, or a PEFT model around one. Its parameters may be empty, sharded or on no device.
-        splits_experts: Whether to split experts into separate matrices under llm-compressor's names, as in its
-            quantized checkpoints; otherwise they stay as in the model's own checkpoint.
-
-    Attributes:
-        layout: The checkpoint's tensors, on the meta device, by parameter and name.
-
-    Raises:
-        ValueError: If one tensor of the checkpoint holds several of the model's parameters.
+    With `splits_experts`, experts are separate matrices, as in llm-compressor's checkpoints. Raises `ValueError` if
+    one tensor of the checkpoint holds several parameters.
     """
+
+    layout: dict[str, dict[str, torch.Tensor]]  # the checkpoint's tensors, on the meta device, by parameter and name
 
     def __init__(self, model: nn.Module, splits_experts: bool = True) -> None:
         self._model = plain_model(model)
         modules = expert_modules(model) if splits_experts else ()
         self._experts = {parameter_name(path): experts for path, experts in modules}
-        self.layout: dict[str, dict[str, torch.Tensor]] = {}
+        self.layout = {}
         parts: dict[str, dict[str, torch.Tensor]] = {}
         for path, parameter in [*model.named_parameters(), *persistent_buffers(model)]:
             if ".lora_" not in path and ".original_module" not in path:

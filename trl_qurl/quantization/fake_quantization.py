@@ -21,19 +21,12 @@ from trl_qurl.quantization.smoothing import Smoothing
 
 @dataclass(frozen=True)
 class QuantizedLinear:
-    """A linear layer's function with rounded weights and inputs.
+    """A linear layer's function with rounded weights and inputs."""
 
-    Attributes:
-        layer: The exact layer.
-        scheme: Format of the weights and inputs.
-        input_scale: Smoothing: divides inputs and multiplies columns, (in,).
-        grid: Source dtype of the engine's codes (`WeightStream.grid`).
-    """
-
-    layer: Any
+    layer: Any  # the exact one
     scheme: QuantizationScheme
-    input_scale: torch.Tensor | None = None
-    grid: torch.dtype | None = None
+    input_scale: torch.Tensor | None = None  # of smoothing: divides inputs and multiplies columns, (in,)
+    grid: torch.dtype | None = None  # to which weights are rounded first (`WeightStream.grid`)
 
     @torch.no_grad()
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -58,20 +51,6 @@ class QuantizedLinear:
         return self.scheme.dequantize(self.scheme.quantize(weight), dtype).to(dtype)
 
 
-def quantized_linears(
-    model: nn.Module,
-    layers: Collection[str],
-    scheme: QuantizationScheme,
-    smoothing: Smoothing | None = None,
-    grid: torch.dtype | None = None,
-) -> dict[str, QuantizedLinear]:
-    """Return the quantized functions of the linear layers among `layers`, in model order."""
-    return {
-        name: QuantizedLinear(layer, scheme, smoothing.input_scale(name) if smoothing else None, grid)
-        for name, layer in linear_layers(model, layers)
-    }
-
-
 @contextmanager
 def quantized_forward(
     model: nn.Module,
@@ -81,21 +60,21 @@ def quantized_forward(
     grid: torch.dtype | None = None,
 ) -> Iterator[None]:
     """Run linear layers quantized inside the context, with the engine's smoothing and grid, if any."""
-    functions = quantized_linears(model, layers, scheme, smoothing, grid).values()
-    for function in functions:
-        function.layer.forward = function  # hides the method of its class
+    modules: list[tuple[str, Any]] = list(linear_layers(model, layers))
+    for name, layer in modules:
+        scale = smoothing.input_scale(name) if smoothing else None
+        layer.forward = QuantizedLinear(layer, scheme, scale, grid)  # hides the method of its class
     try:
         yield
     finally:
-        for function in functions:
-            del function.layer.forward
+        for _, layer in modules:
+            del layer.forward
 
 
 def round_base(model: Any, layers: Collection[str], scheme: QuantizationScheme, dtype: torch.dtype) -> None:
     """Replace weights, in place, with the values of their codes in an engine of this dtype, and record the format.
 
-    The frozen base below an adapter then computes with the engine's weights. Raises `ValueError` if the weights are
-    already rounded, because rounding them again would change the codes.
+    The frozen base below an adapter then computes with the engine's weights. Raises as `check_unrounded` does.
     """
     check_unrounded(model)
     modules: list[Any] = [module for _, module in linear_layers(model, layers) if not module.weight.is_meta]

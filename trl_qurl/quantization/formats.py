@@ -76,11 +76,6 @@ def check_kv_cache(dtype: str, setting: str) -> None:
         )
 
 
-def available_schemes() -> list[QuantizationScheme]:
-    """List the schemes that vLLM has kernels for on this machine."""
-    return [scheme for scheme in SCHEMES.values() if scheme.runs_on(gpu_capability())]
-
-
 def gpu_capability() -> tuple[int, int] | None:
     """Return the compute capability of the current GPU, major and minor; `None` without CUDA."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None

@@ -1,14 +1,14 @@
 """Selection of the layers to quantize, by their names in the checkpoint."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from trl_qurl.quantization.checkpoint_form import CheckpointForm, expert_modules, parameter_name, plain_model
-from trl_qurl.quantization.scheme import HEAD, QuantizationScheme
+from trl_qurl.quantization.scheme import HEAD, LINEAR, QuantizationScheme
 
 AUTO = "auto"
 """Ignore pattern that also keeps the layers that rounding hurts most in full precision (`sensitivity`)."""
@@ -18,13 +18,6 @@ RELOADABLE = ("qwen3_5_text",)
 
 ROUTER = r"(^|\.)(gate|router|shared_expert_gate)(\.|$)"
 """Layers beside experts that select or weigh them. vLLM cannot quantize these."""
-
-EXPERT = nn.Linear(1, 1, device="meta")  # stand-in module for class-name patterns
-
-
-def linear_layer_names(model: nn.Module, ignore: Iterable[str] = ("lm_head",)) -> frozenset[str]:
-    """Return the result of `quantized_layer_names` without its checks: maybe no layers, or some that fit no format."""
-    return frozenset(_layer_shapes(model, ignore))
 
 
 def quantized_layer_names(
@@ -45,15 +38,23 @@ def quantized_layer_names(
         ValueError: If there is nothing to quantize, the scheme cannot store a layer, or an output head to quantize
             shares its weight with the embedding.
     """
-    layers = _layer_shapes(model, ignore)
+    layers = layer_shapes(model, ignore)
     if not layers:
         raise ValueError(
-            f"quantization_ignore={list(ignore)} matches all {len(_layer_shapes(model, ()))} linear layers of "
+            f"quantization_ignore={list(ignore)} matches all {len(layer_shapes(model, ()))} linear layers of "
             f"{type(model).__name__}, so there is nothing to quantize: narrow the patterns, or set "
             "rollout_quantization=None."
         )
     _check_head(model, ignore)
-    if scheme and (reasons := _why_unsupported(layers, scheme)):
+    if scheme is None:
+        return frozenset(layers)
+    head = "vLLM cannot load an output head in this format"
+    checked = {
+        name: head if name.endswith(HEAD) and not scheme.heads else scheme.refusal(shape)
+        for name, shape in layers.items()
+    }
+    reasons = {name: reason for name, reason in checked.items() if reason}
+    if reasons:
         first, reason = next(iter(reasons.items()))
         patterns = sorted({f"re:.*{name.rpartition('.')[2]}" for name in reasons})
         raise ValueError(
@@ -101,16 +102,6 @@ def _check_head(model: Any, ignore: Iterable[str]) -> None:
         )
 
 
-def _why_unsupported(layers: Mapping[str, Sequence[int]], scheme: QuantizationScheme) -> dict[str, str]:
-    """Return why the scheme cannot store some layers, or vLLM cannot load them, by name."""
-    head = "vLLM cannot load an output head in this format"
-    reasons = {
-        name: head if name.endswith(HEAD) and not scheme.heads else scheme.refusal(shape)
-        for name, shape in layers.items()
-    }
-    return {name: reason for name, reason in reasons.items() if reason}
-
-
 def check_recurrent_layers(model: Any) -> None:
     """Raise `ValueError` for recurrent layers: after vLLM's reload, Mamba 2 computes with other weights."""
     config = model.config.get_text_config()
@@ -127,8 +118,8 @@ def _is_linear(path: str, module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and ".lora_" not in path and ".original_module" not in path
 
 
-def _layer_shapes(model: nn.Module, ignore: Iterable[str]) -> dict[str, torch.Size]:
-    """Return shapes (out, in) of linear layers and experts, by their names in the checkpoint."""
+def layer_shapes(model: nn.Module, ignore: Iterable[str] = ("lm_head",)) -> dict[str, torch.Size]:
+    """Return the shapes (out, in) of what `quantized_layer_names` names, without its checks."""
     from compressed_tensors.utils import is_match
 
     patterns, form = ignored_modules(model, ignore), CheckpointForm(model)
@@ -144,7 +135,7 @@ def _layer_shapes(model: nn.Module, ignore: Iterable[str]) -> dict[str, torch.Si
         for name, tensor in stored.items():
             layer = name.removesuffix(".weight")
             names = {layer, parameter.removesuffix(".weight")} if module is not None else {layer}
-            if layer != name and not any(is_match(n, module or EXPERT, patterns) for n in names):
+            if layer != name and not any(is_match(n, module or LINEAR, patterns) for n in names):
                 shapes[layer] = tensor.shape
     return shapes
 
@@ -159,8 +150,6 @@ def _paths_beside_language_model(model: Any) -> list[str]:
     modules = dict(model.named_modules())
     root = next((path for path, module in modules.items() if module is decoder), "")
     parents = [path for path in modules if path != root and f"{root}.".startswith(f"{path}." if path else "")]
-    if not root:
-        return []
     return [
         f"{parent}.{name}" if parent else name
         for parent in parents

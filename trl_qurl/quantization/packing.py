@@ -5,25 +5,12 @@ second.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 CACHED, ON_GPU = 512 * 1024, 16 * 1024 * 1024
 """Weights to round at a time: on a CPU, 2 MB of float32 fit into the L2 cache; on a GPU, the limit saves memory."""
-
-
-class StoredTensor(NamedTuple):
-    """Name, dtype and shape of a tensor in a checkpoint."""
-
-    name: str
-    dtype: torch.dtype
-    shape: torch.Size
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.shape.numel() * self.dtype.itemsize
 
 
 def pack(weight: torch.Tensor, library_scheme: Any, checkpoint_format: str) -> dict[str, torch.Tensor]:
@@ -65,27 +52,21 @@ def _channel_codes(weight: torch.Tensor, scale: torch.Tensor, args: Any) -> torc
     return (quotient.add_(0.0) if dtype.is_floating_point else quotient.round_()).to(dtype)
 
 
-def unpack(tensors: Mapping[str, torch.Tensor], args: Any) -> torch.Tensor:
-    """Return the codes, (out, in), in INT8 or FP8."""
-    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-
-    if "weight" in tensors:
-        return tensors["weight"]
-    shape = torch.Size(tensors["weight_shape"].tolist())
-    integers: torch.Tensor = unpack_from_int32(tensors["weight_packed"], args.num_bits, shape)
-    return integers
-
-
 def dequantize(tensors: Mapping[str, torch.Tensor], args: Any) -> torch.Tensor:
     """Return the weight, (out, in), in the dtype of its scales, or in float32 if those are powers of two."""
     from compressed_tensors.compressors.mx_utils import decompress_mx_scale
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
     from compressed_tensors.quantization.lifecycle import forward
 
     scale = tensors["weight_scale"]
     if scale.dtype == torch.uint8:
         scale = decompress_mx_scale(scale).float()
-    codes = unpack(tensors, args).to(scale.dtype)
-    weight: torch.Tensor = forward.dequantize(codes, scale, args=args)
+    if "weight_packed" in tensors:
+        shape = torch.Size(tensors["weight_shape"].tolist())
+        codes = unpack_from_int32(tensors["weight_packed"], args.num_bits, shape)
+    else:
+        codes = tensors["weight"]
+    weight: torch.Tensor = forward.dequantize(codes.to(scale.dtype), scale, args=args)
     return weight
 
 

@@ -8,73 +8,59 @@ from typing import Any, NamedTuple
 import torch
 
 from trl_qurl.quantization import packing
-from trl_qurl.quantization.packing import StoredTensor
 
 HEAD = "lm_head"
 """Last part of an output head's name."""
+
+LINEAR = torch.nn.Linear(1, 1, device="meta")  # stand-in for patterns that match class names
 
 
 def quantized_targets(ignore: Sequence[str]) -> list[str]:
     """Return compressed-tensors' patterns for what is quantized; vLLM's output head is not a `Linear`."""
     from compressed_tensors.utils import is_match
 
-    ignores_head = is_match(HEAD, torch.nn.Linear(1, 1, device="meta"), tuple(ignore))
+    ignores_head = is_match(HEAD, LINEAR, tuple(ignore))
     return ["Linear"] if ignores_head else ["Linear", f"re:.*{HEAD}$"]
 
 
 class KernelFault(NamedTuple):
-    """Kernels that vLLM selects even though they fail on a GPU or change the weights.
+    """Kernels that vLLM selects even though they fail on a GPU or change the weights."""
 
-    Attributes:
-        lowest: Lowest affected CUDA compute capability.
-        kernels: Their class names in vLLM.
-        instead: The class that vLLM selects when they are disabled.
-    """
-
-    lowest: tuple[int, int]
-    kernels: tuple[str, ...]
-    instead: str
+    lowest: tuple[int, int]  # lowest affected CUDA compute capability
+    kernels: tuple[str, ...]  # their class names in vLLM
+    instead: str  # the class that vLLM selects when they are disabled
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationScheme:
     """A format for the weights, and possibly the activations, of linear layers.
 
-    Attributes:
-        name: What users write (`rollout_quantization="int8"`).
-        preset: Name of the same format among compressed-tensors' presets.
-        checkpoint_format: compressed-tensors' name for the storage format of weights.
-        description: The format in a few words, for model cards and help texts.
-        lowest_gpu: Lowest CUDA compute capability for which vLLM has kernels (not counting emulation). Below it, vLLM
-            may still run the weights with exact activations.
-        cpus: Whether vLLM has kernels for CPUs.
-        round_activations: Function that rounds a layer's inputs (..., in) as vLLM's kernels do; `None` if they stay
-            exact.
-        heads: Whether vLLM can load an output head in this format.
-        is_smoothed: Whether to smooth activations (`smoothing`), which helps formats with few integer levels.
-        kernel_fault: Kernels that an engine must not use on some GPUs.
+    Activations stay exact without `round_activations`, a function of a layer's inputs (..., in). On GPUs below
+    `lowest_gpu`, vLLM may still run the weights with exact activations.
     """
 
-    name: str
-    preset: str
-    checkpoint_format: str
-    description: str
-    lowest_gpu: tuple[int, int]
-    cpus: bool
-    round_activations: Callable[[torch.Tensor], torch.Tensor] | None = None
-    heads: bool = True
-    is_smoothed: bool = False
-    kernel_fault: KernelFault | None = None
+    name: str  # what users write (`rollout_quantization="int8"`)
+    preset: str  # name of the same format among compressed-tensors' presets
+    checkpoint_format: str  # compressed-tensors' name for the storage format of weights
+    description: str  # the format in a few words, for model cards and help texts
+    lowest_gpu: tuple[int, int]  # lowest CUDA compute capability with kernels in vLLM, not counting emulation
+    cpus: bool  # whether vLLM has kernels for CPUs
+    round_activations: Callable[[torch.Tensor], torch.Tensor] | None = None  # rounds as vLLM's kernels do
+    heads: bool = True  # whether vLLM can load an output head in this format
+    is_smoothed: bool = False  # whether to smooth activations (`smoothing`): helps formats with few integer levels
+    kernel_fault: KernelFault | None = None  # kernels that an engine must not use on some GPUs
 
     @property
     def label(self) -> str:
         """Name for titles and tables."""
         return self.name.upper()
 
-    @property
+    @functools.cached_property
     def library_scheme(self) -> Any:
-        """compressed-tensors' scheme of the same format."""
-        return _preset(self.preset)
+        """compressed-tensors' scheme of the same format; the first use imports the library, which takes a second."""
+        from compressed_tensors.quantization import preset_name_to_scheme
+
+        return preset_name_to_scheme(self.preset, targets=["Linear"])
 
     @property
     def weight_args(self) -> Any:
@@ -98,25 +84,24 @@ class QuantizationScheme:
         """
         return self.cpus if capability is None else capability >= self.lowest_gpu
 
-    def layout(self, shape: Sequence[int], dtype: torch.dtype) -> list[StoredTensor]:
-        """Describe the tensors that `quantize` makes of a weight.
+    def layout(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Describe the result of `quantize` without rounding anything.
 
         Args:
-            shape: Shape of the weight, (out, in).
-            dtype: Its dtype.
+            weight: Weight, (out, in), on any device, such as meta.
 
         Returns:
-            One entry per tensor, in the same order; names are relative to the layer, such as `"weight_scale"`.
+            The same tensors on the meta device, by name, in the same order.
         """
         height, width = self.weight_args.block_structure or (1, self.weight_args.group_size or 1)
-        small, large = _samples(self, height, width, dtype)
-        blocks = (shape[0] // height, shape[1] // width)
-        result = []
+        small, large = _samples(self, height, width, weight.dtype)
+        blocks = (weight.shape[0] // height, weight.shape[1] // width)
+        result = {}
         for name, tensor in small.items():
             # Every dimension is constant or proportional to one of the weight's.
             sizes = zip(tensor.shape, large[name].shape, blocks, strict=False)
-            full_shape = torch.Size(one + (two - one) * (count - 1) for one, two, count in sizes)
-            result.append(StoredTensor(name, tensor.dtype, full_shape))
+            shape = [one + (two - one) * (count - 1) for one, two, count in sizes]
+            result[name] = torch.empty(shape, dtype=tensor.dtype, device="meta")
         return result
 
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -223,11 +208,3 @@ def _samples(
     """Quantize one block of weights, and two by two of them. Meta tensors fail in compressed-tensors 0.18."""
     small, large = (scheme.quantize(torch.zeros(n * height, n * width, dtype=dtype)) for n in (1, 2))
     return small, large
-
-
-@functools.cache
-def _preset(name: str) -> Any:
-    """Look up a preset of compressed-tensors; the import takes a second."""
-    from compressed_tensors.quantization import preset_name_to_scheme
-
-    return preset_name_to_scheme(name, targets=["Linear"])

@@ -7,15 +7,15 @@ and a few backward passes therefore rank all layers. The estimate ignores how er
 combine: on SmolLM2-135M the sum of the estimates was 1.4 times the KL.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
-from trl_qurl.quantization.checkpoint_form import CheckpointForm
-from trl_qurl.quantization.fake_quantization import QuantizedLinear, quantized_linears
-from trl_qurl.quantization.scheme import QuantizationScheme
+from trl_qurl.quantization.fake_quantization import QuantizedLinear
+from trl_qurl.quantization.layers import linear_layers
 from trl_qurl.quantization.stream import WeightStream
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
@@ -34,15 +34,10 @@ SMALL = 1e-3
 
 
 def estimate_kl(model: Any, weights: WeightStream, sequences: Iterable[Sequence[int]]) -> dict[tuple[str, ...], float]:
-    """Estimate the KL that rounding causes, for each group of layers that an engine fuses.
+    """Estimate the KL, in nats per token, of each group of layers that an engine fuses, rounded alone.
 
-    Args:
-        model: The model of the stream, whole and in memory.
-        weights: Its scheme and layers, with the engine's smoothing. Experts are left out.
-        sequences: Tokens of prompts or answers; the first `MOST_TOKENS` are used.
-
-    Returns:
-        Nats per token, for each group rounded alone.
+    The stream's `model` must be whole and in memory. Experts are left out. Of the tokens in `sequences` (prompts or
+    answers), the first `MOST_TOKENS` are used.
     """
     estimates = dict.fromkeys(weights.layers, 0.0)
     generator, count = torch.Generator(model.device).manual_seed(0), 0
@@ -71,16 +66,15 @@ def _rounding_errors(model: Any, weights: WeightStream) -> Iterator[list[tuple[s
     """Collect every layer's name, exact output and rounding error in each forward pass, in evaluation mode."""
     errors: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
-    def hook_of(name: str, function: QuantizedLinear) -> Any:
-        def compare(layer: Any, inputs: tuple[torch.Tensor, ...], exact: torch.Tensor) -> None:
-            exact = exact if exact.requires_grad else exact.requires_grad_()
-            errors.append((name, exact, function(inputs[0]) - exact.detach()))
+    scheme, smoothing = weights.scheme, weights.smoothing
+    assert scheme is not None, "the stream must quantize"
 
-        return compare
+    def compare(name: str, layer: Any, inputs: tuple[torch.Tensor, ...], exact: torch.Tensor) -> None:
+        rounded = QuantizedLinear(layer, scheme, smoothing.input_scale(name) if smoothing else None)(inputs[0])
+        errors.append((name, exact.requires_grad_(), rounded - exact.detach()))
 
-    assert weights.scheme is not None, "the stream must quantize"
-    functions = quantized_linears(model, weights.layers, weights.scheme, weights.smoothing)
-    hooks = [function.layer.register_forward_hook(hook_of(name, function)) for name, function in functions.items()]
+    modules = linear_layers(model, weights.layers)
+    hooks = [layer.register_forward_hook(partial(compare, name)) for name, layer in modules]
     was_training = model.training
     model.eval()  # no dropout and no gradient checkpointing
     try:
@@ -92,12 +86,8 @@ def _rounding_errors(model: Any, weights: WeightStream) -> Iterator[list[tuple[s
 
 
 def sensitive_layers(model: Any, weights: WeightStream, sequences: Iterable[Sequence[int]]) -> tuple[str, ...]:
-    """Return the layers to keep in 16 bits: the ones with the most KL per byte, up to a tenth of the bytes.
-
-    The arguments are those of `estimate_kl`. Names are sorted by KL per byte, largest first.
-    """
-    assert weights.scheme is not None, "the stream must quantize"
-    estimates, sizes = estimate_kl(model, weights, sequences), extra_bytes(model, weights.scheme, weights.layers)
+    """Return the layers to keep in 16 bits: those with the most KL per byte first, up to a tenth of the bytes."""
+    estimates, sizes = estimate_kl(model, weights, sequences), extra_bytes(weights)
     selected: list[str] = []
     remaining_kl, room = sum(estimates.values()), LARGEST_SHARE * sum(sizes.values())
     for group in by_worth(estimates, sizes):
@@ -124,15 +114,13 @@ def fused_groups(layers: Iterable[str]) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups.values()]
 
 
-def extra_bytes(model: torch.nn.Module, scheme: QuantizationScheme, layers: Collection[str]) -> dict[str, int]:
+def extra_bytes(weights: WeightStream) -> dict[str, int]:
     """Return the extra bytes that each layer takes in 16 bits rather than quantized."""
-    shapes = {
-        name.removesuffix(".weight"): tensor.shape
-        for stored in CheckpointForm(model, splits_experts=True).layout.values()
-        for name, tensor in stored.items()
-    }
+    assert weights.scheme is not None, "the stream must quantize"
     sizes = {}
-    for layer in layers:
-        quantized = sum(tensor.nbytes for tensor in scheme.layout(shapes[layer], torch.bfloat16))
-        sizes[layer] = 2 * shapes[layer].numel() - quantized
+    for stored in weights.form.layout.values():
+        for name, tensor in stored.items():
+            if (layer := name.removesuffix(".weight")) in weights.layers:
+                half = tensor.to(torch.bfloat16)
+                sizes[layer] = half.nbytes - sum(part.nbytes for part in weights.scheme.layout(half).values())
     return sizes

@@ -14,14 +14,14 @@ starts, and to rollouts during training. Unlike update-aware quantization, the p
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from trl_qurl.quantization.architectures import ARCHITECTURES, decoder_layers
-from trl_qurl.quantization.checkpoint_form import CheckpointForm, NamedTensors, parameter_name, plain_model
+from trl_qurl.quantization.checkpoint_form import CheckpointForm, NamedTensors, plain_model
 from trl_qurl.quantization.layers import linear_layers
 
 ALPHA = 0.4
@@ -39,42 +39,31 @@ feed-forward block multiplies `up_proj` by an activation. Values in attention do
 nothing."""
 
 
-@dataclass(frozen=True)
-class Source:
-    """Source of some channels, a norm or a linear layer, and the linear layers that read them."""
+class Source(NamedTuple):
+    """Source of some channels, a norm or a linear layer."""
 
-    name: str
-    layers: tuple[str, ...]
-    gain_offset: float = 0.0  # a norm multiplies by gain_offset + weight
+    layers: tuple[str, ...]  # linear layers that read its channels
+    gain_offset: float  # a norm multiplies by gain_offset + weight
 
 
 class Smoothing:
-    """Smoothing scales of one model: fits them, and folds them into the tensors sent to an engine.
+    """Smoothing scales of the quantized `layers` of a model: fits them, and folds them into what an engine is sent.
 
-    Args:
-        model: A transformers model, or a PEFT model around one. Hooks on its linear layers see their inputs while
-            `collects` is set.
-        layers: Names of the quantized layers, from `WeightStream.layers`.
-
-    Attributes:
-        scales: By source, (channels,), in float32.
-
-    Raises:
-        ValueError: If the model's type is not in `ARCHITECTURES`.
+    Raises `ValueError` if the model's type is not in `ARCHITECTURES`.
     """
 
     def __init__(self, model: Any, layers: frozenset[str]) -> None:
-        self.collects = False
+        self.collects = False  # whether hooks on the model record the inputs of its layers
         self._syncs = FIT_INTERVAL - 1  # since the last fit; fit again after the first rollout
-        self.scales: dict[str, torch.Tensor] = {}
-        self._sources = {source.name: source for source in sources(model) if layers.intersection(source.layers)}
-        self._feeder = {layer: source.name for source in self._sources.values() for layer in source.layers}
+        self.scales: dict[str, torch.Tensor] = {}  # by source, (channels,), in float32
+        self._sources = {name: each for name, each in sources(model).items() if layers.intersection(each.layers)}
+        self._feeder = {layer: name for name, source in self._sources.items() for layer in source.layers}
         # Sums of squares by channel and, last, the number of squares in each, (channels + 1,).
         self._inputs: dict[str, torch.Tensor] = {}  # by source, since the last fit
         self._columns: dict[str, torch.Tensor] = {}  # by layer, as last sent
         readers = {source.layers[0]: name for name, source in self._sources.items()}  # its layers share one input
         self._hooks = [
-            module.register_forward_pre_hook(self._hook(readers[layer]))
+            module.register_forward_pre_hook(partial(self._record_inputs, readers[layer]))
             for layer, module in linear_layers(model, readers.keys())
         ]
         decoder = plain_model(model).get_decoder()
@@ -89,14 +78,11 @@ class Smoothing:
     def _record_mask(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._mask = kwargs.get("attention_mask") if self.collects else None
 
-    def _hook(self, source: str) -> Any:
-        def collect(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            if self.collects:
-                x, mask = inputs[0], self._mask
-                x = x[mask.bool()] if mask is not None and mask.shape == x.shape[:-1] else x
-                self._inputs[source] = squares(x) + self._inputs.get(source, 0.0)
-
-        return collect
+    def _record_inputs(self, source: str, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if self.collects:
+            x, mask = inputs[0], self._mask
+            x = x[mask.bool()] if mask is not None and mask.shape == x.shape[:-1] else x
+            self._inputs[source] = squares(x) + self._inputs.get(source, 0.0)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -125,10 +111,9 @@ class Smoothing:
         self.collects = self._syncs >= FIT_INTERVAL
 
     def fit(self, is_shared: bool = True) -> bool:
-        """Refit the scales to the inputs since the last fit and the weights as last sent.
+        """Refit the scales to the inputs since the last fit and the weights as last sent; `False` without inputs.
 
-        If `is_shared`, all processes fit the same scales to the inputs of all; this is a collective operation. Returns
-        whether there were inputs.
+        If `is_shared`, all processes fit the same scales to the inputs of all; this is a collective operation.
         """
         has_inputs = False
         for name, source in self._sources.items():
@@ -166,16 +151,9 @@ class Smoothing:
 
 
 def fitted_scales(inputs: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """Compute scales that split the range between inputs and weights, divided by their geometric mean.
+    """Compute s from the means of X_j² and W_j², all (in,); 1 for channels with only zeros as inputs or weights.
 
-    The division keeps the overall magnitude of inputs and weights.
-
-    Args:
-        inputs: Mean of X_j² of each channel, (in,).
-        columns: Mean of W_j² of each channel, (in,).
-
-    Returns:
-        s, (in,), in float32; 1 for channels with only zeros as inputs or weights.
+    Division by the geometric mean keeps the overall magnitude of inputs and weights.
     """
     used = (inputs > 0) & (columns > 0)
     logs = torch.where(used, (ALPHA * inputs.float().log() - (1 - ALPHA) * columns.float().log()) / 2, 0.0)
@@ -195,23 +173,19 @@ def can_smooth(model: Any) -> bool:
     return plain_model(model).config.model_type in ARCHITECTURES
 
 
-def sources(model: Any) -> list[Source]:
-    """List the modules with outputs that can be rescaled, in model order, under their names in the checkpoint.
+def sources(model: Any) -> dict[str, Source]:
+    """Return the modules with outputs that can be rescaled, in model order, by their names in the checkpoint.
 
-    Layers without a norm or linear layer before them have none. Raises `ValueError` for model types that are not in
-    `ARCHITECTURES`.
+    Raises `ValueError` for model types that are not in `ARCHITECTURES`.
     """
-    base, form = plain_model(model), CheckpointForm(model)
-    way_out = "Leave smooth_activations out, or set it to False."
-    (feeds, offset), blocks = decoder_layers(base, "Smoothing", way_out)
-    result = []
+    form, way_out = CheckpointForm(model), "Leave smooth_activations out, or set it to False."
+    (feeds, offset), blocks = decoder_layers(plain_model(model), "Smoothing", way_out)
+    result = {}
     for path, block in blocks.items():
-
-        def full_name(name: str, path: str = path) -> str:
-            return form.name(parameter_name(f"{path}.{name}"))
-
-        result += [Source(full_name(norm), tuple(map(full_name, linears)), offset) for norm, linears in feeds.items()]
+        groups = [(offset, (norm, *linears)) for norm, linears in feeds.items()]
         if dict(block.named_modules()).keys() >= set(LINEAR_PAIR):  # not with fused layers
-            maker, reader = map(full_name, LINEAR_PAIR)
-            result.append(Source(maker, (reader,)))
+            groups.append((0.0, LINEAR_PAIR))
+        for gain_offset, names in groups:
+            source, *layers = (form.name(f"{path}.{name}") for name in names)
+            result[source] = Source(tuple(layers), gain_offset)
     return result

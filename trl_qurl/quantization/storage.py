@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 CACHE_VARIABLE = "TRL_QURL_CACHE"
 
-INDEX_NAME = "model.safetensors.index.json"
-
 
 @contextmanager
 def new_directory(path: str | os.PathLike[str]) -> Iterator[Path]:
@@ -95,7 +93,7 @@ def write_tensors(named_tensors: NamedTensors, directory: Path, shard_bytes: int
         os.replace(directory / "model-00001.safetensors", directory / "model.safetensors")
     else:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (directory / INDEX_NAME).write_text(json.dumps(index, indent=2))
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:

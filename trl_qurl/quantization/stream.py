@@ -12,42 +12,31 @@ from typing import Any
 import torch
 
 from trl_qurl.quantization.checkpoint_form import CheckpointForm, NamedTensors, parameter_name, persistent_buffers
-from trl_qurl.quantization.layers import linear_layer_names, quantized_layer_names
-from trl_qurl.quantization.packing import StoredTensor
+from trl_qurl.quantization.layers import layer_shapes, quantized_layer_names
 from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.smoothing import Smoothing
 
 
 class WeightStream:
-    """Reusable converter from a model's parameters to the tensors of its checkpoint.
+    """Reusable converter from the parameters of a model, with or without PEFT, to the tensors of its checkpoint.
 
-    Args:
-        model: A transformers model, or a PEFT model around one.
-        scheme: Target format; `None` quantizes nothing.
-        ignore: Modules kept in full precision, as for `quantized_layer_names`.
-        smooths: Whether to fold `smoothing` into the weights.
-
-    Attributes:
-        grid: Dtype to which the trainer's autocast rounds float32 weights before it computes with them. `on_grid` has
-            already rounded the parameters to it. `None` for none.
-
-    Raises:
-        ValueError: As for `quantized_layer_names`, `CheckpointForm` and `Smoothing`.
+    Raises `ValueError` as `quantized_layer_names`, `CheckpointForm` and `Smoothing` do.
     """
 
-    grid: torch.dtype | None = None
+    grid: torch.dtype | None = None  # to which the trainer's autocast rounds weights, and `on_grid` the parameters
 
     def __init__(
         self,
         model: Any,
-        scheme: QuantizationScheme | None,
+        scheme: QuantizationScheme | None,  # `None` quantizes nothing
         ignore: Sequence[str] = ("lm_head",),
-        smooths: bool = False,
+        smooths: bool = False,  # whether to fold `smoothing` into the weights
     ) -> None:
         self.scheme = scheme
         self.ignore = tuple(ignore)
         self.form = CheckpointForm(model, splits_experts=scheme is not None)
-        self.layers = quantized_layer_names(model, ignore, scheme) if scheme else linear_layer_names(model, ignore)
+        names = quantized_layer_names(model, ignore, scheme) if scheme else layer_shapes(model, ignore)
+        self.layers = frozenset(names)
         self.smoothing = Smoothing(model, self.layers) if smooths else None
 
     def fit_smoothing(self, model: Any, sequences: Iterable[Sequence[int]]) -> None:
@@ -72,60 +61,44 @@ class WeightStream:
         self.layers = self.layers.difference(layers)
 
     def tensors(
-        self,
-        named_parameters: NamedTensors,
-        dtype: torch.dtype | None = None,
-        is_exact: bool = False,
+        self, named_parameters: NamedTensors, dtype: torch.dtype | None = None, is_exact: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Convert parameters to tensors in checkpoint format, one at a time; the input is not modified.
+        """Convert a model's parameters, without adapters, to tensors in checkpoint format, one layer at a time.
 
-        A layer's weight becomes the tensors of the scheme's layout, each under the layer's name.
+        `dtype` casts tensors that are not quantized. The engine would cast them to the same bits, so this only saves
+        bandwidth. If `is_exact`, codes are made from float32 and do not depend on the dtype of the parameters.
 
-        Args:
-            named_parameters: Parameters under their names in the model, without adapters.
-            dtype: Floating-point type of the tensors that are not quantized; `None` leaves them as they are. An engine
-                would cast them to the same bits, so this only saves bandwidth.
-            is_exact: Whether to quantize in float32, so the codes do not depend on the dtype of the parameters.
-
-        Yields:
-            Names and tensors.
-
-        Raises:
-            ValueError: If the scheme cannot store a layer, or, after the last tensor, if a layer is missing.
+        Raises `ValueError` if the scheme cannot store a layer, or, after the last tensor, if a layer is missing.
         """
         missing = set(self.layers)
         tensors = self.form.convert(named_parameters)
         for name, tensor in tensors if self.smoothing is None else self.smoothing.fold(tensors):
             layer = _layer(name, missing)
             weight = tensor.float() if is_exact and layer else tensor
-            parts = {} if self.scheme is None or layer is None else self.scheme.quantize(weight)
             if layer is not None:
                 missing.remove(layer)
-            if parts:
-                yield from ((f"{layer}.{suffix}", part) for suffix, part in parts.items())
-            else:
+            if self.scheme is None or layer is None:
                 yield name, weight.to(_sent_dtype(weight.dtype, dtype))
+            else:
+                yield from ((f"{layer}.{suffix}", part) for suffix, part in self.scheme.quantize(weight).items())
         if missing and self.scheme is not None:
             raise ValueError(
                 f"{len(missing)} of {len(self.layers)} layers to quantize were not among the parameters, first "
                 f"{min(missing)!r}: pass all parameters of the model that the stream was made for."
             )
 
-    def stored(self, parameter: str, dtype: torch.dtype | None = None) -> list[StoredTensor]:
-        """Describe the tensors that `tensors` yields for the parameter of this name."""
-        result = []
+    def stored(self, parameter: str, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what `tensors` yields for the parameter of this name, on the meta device."""
         for name, tensor in self.form.layout[parameter].items():
             layer = _layer(name, self.layers)
             if self.scheme is None or layer is None:
-                result.append(StoredTensor(name, _sent_dtype(tensor.dtype, dtype), tensor.shape))
+                yield name, tensor.to(_sent_dtype(tensor.dtype, dtype))
             else:
-                parts = self.scheme.layout(tensor.shape, tensor.dtype)
-                result += [part._replace(name=f"{layer}.{part.name}") for part in parts]
-        return result
+                yield from ((f"{layer}.{suffix}", part) for suffix, part in self.scheme.layout(tensor).items())
 
     def nbytes(self, dtype: torch.dtype | None = None) -> int:
         """Return the size of everything that `tensors` yields, in bytes."""
-        return sum(stored.nbytes for parameter in self.form.layout for stored in self.stored(parameter, dtype))
+        return sum(tensor.nbytes for parameter in self.form.layout for _, tensor in self.stored(parameter, dtype))
 
 
 def on_grid(tensor: torch.Tensor, grid: torch.dtype | None) -> torch.Tensor:

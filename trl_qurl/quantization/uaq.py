@@ -1,9 +1,8 @@
 """Update-aware quantization (UAQ): the same function with smaller weights, which makes updates relatively larger.
 
-Once, before training, the linear layers that a norm feeds are divided by s, and the norm's gain is multiplied by s.
-The output x (W / s)ᵀ + b does not change, because x is s times larger. The rounding step of the quantized weights is s
-times finer, and so is the threshold that an update must exceed to change a code. Layers without a norm before them
-(o_proj, down_proj), the embedding and the head stay as they are. Supported models are listed in `architectures`.
+The linear layers that a norm feeds are divided by s once, before training. The rounding step of their weights is then
+s times finer, and so is the threshold that an update must exceed to change a code. Layers without a norm before them
+(o_proj, down_proj), the embedding and the head stay as they are. `architectures` lists the supported models.
 """
 
 import logging
@@ -42,7 +41,6 @@ def scale_model_(model: PreTrainedModel, scale: float) -> bool:
     Where g is the gain of the norm that feeds W. Biases do not change: (W / s)(s x) + b = W x + b. `save_pretrained`
     keeps the record, so a saved model is not scaled twice. Models that share a config object share the record. In
     float32 the function is unchanged up to rounding. In bfloat16 and float16 the rounding is not small: this warns.
-
     Source: Eq. 10-12, Fig. 5.
 
     Args:
@@ -53,8 +51,8 @@ def scale_model_(model: PreTrainedModel, scale: float) -> bool:
         True if the model was scaled, False if it already had this scale.
 
     Raises:
-        ValueError: If the scale is not finite and above 0, the model has another scale, its type is not in the table,
-            or its layers are not plain linear layers in memory, as listed in the table. Nothing is changed then.
+        ValueError: If the scale is not finite and above 0, the model has another scale or an unknown type, or one of
+            its layers is not a plain linear layer in memory. Nothing is changed then.
     """
     if not (0 < scale < math.inf):
         raise ValueError(f"Got UAQ scale {scale}. It must be finite and above 0; 1.0 turns UAQ off.")

@@ -172,8 +172,7 @@ class WeightSync:
         name = f"sync-{self._files + 1}"
         if self._uses_llmcompressor:
             deque(stream, maxlen=0)  # read for digests only
-            quantize = functools.partial(folder.writer.quantize, quantizer="llmcompressor")
-            path = folder.write(name, parameters(), quantize)
+            path = folder.write(name, parameters(), folder.writer.write_with_llmcompressor)
         elif self.base is not None:
             path = folder.write(name, stream, functools.partial(write_adapter, self.model))
         else:
@@ -219,7 +218,7 @@ class WeightSync:
 def stream_metadata(parameters: NamedTensors, weights: WeightStream, dtype: torch.dtype | None) -> TensorMetadata:
     """Return the metadata of the tensors that the stream will yield, in order, without rounding any."""
     return [
-        (stored.name, str(stored.dtype).removeprefix("torch."), list(stored.shape))
+        (stored_name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
         for name, _ in parameters
-        for stored in weights.stored(name, dtype)
+        for stored_name, tensor in weights.stored(name, dtype)
     ]

@@ -104,9 +104,9 @@ def find_device() -> Device:
 
 def count_parameters(model: Any, lora_rank: int) -> tuple[int, int]:
     """Count the parameters of a policy on the meta device and of an adapter on its linear layers."""
-    from trl_qurl.quantization.layers import linear_layer_names
+    from trl_qurl.quantization.layers import layer_shapes
 
-    widths = sum(sum(model.get_submodule(name).weight.shape) for name in linear_layer_names(model))
+    widths = sum(sum(shape) for shape in layer_shapes(model).values())
     return sum(parameter.numel() for parameter in model.parameters()), lora_rank * widths
 
 

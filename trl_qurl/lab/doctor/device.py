@@ -6,10 +6,11 @@ import shutil
 
 import torch
 
+from trl_qurl.lab.comparison import candidates
 from trl_qurl.lab.device import BF16_INSTRUCTIONS, full_precision
 from trl_qurl.lab.doctor.environment import GIB, driver_version
 from trl_qurl.lab.doctor.report import Line, Status
-from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, available_schemes
+from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED
 
 OLDEST_DRIVERS = {13: 580, 12: 525}
 """Minimum NVIDIA driver by major CUDA version, from NVIDIA's page on minor version compatibility.
@@ -80,7 +81,7 @@ def describe_cpu(built: str) -> Line:
 
 def check_formats() -> Line:
     """List the formats with vLLM kernels on this machine, and what the others need."""
-    here = [*(scheme.name for scheme in available_schemes()), UNQUANTIZED]
+    here = [*(scheme.name for scheme in candidates(None)), UNQUANTIZED]
     text = f"vLLM runs {', '.join(here)} (16 bits) here"
     others = [f"{name} {'.'.join(map(str, SCHEMES[name].lowest_gpu))}" for name in SCHEMES if name not in here]
     if others:
