@@ -1,7 +1,5 @@
 """Options and checks shared by several subcommands."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

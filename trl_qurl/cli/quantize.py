@@ -1,7 +1,5 @@
 """`trl-qurl quantize`: write a quantized checkpoint of a model, ready for `vllm serve`."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -4,8 +4,6 @@
 loses only the line it was writing.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
