@@ -85,7 +85,7 @@ DEFINITIONS = [
         "dataset",
         "trainers/rollouts.py skips past epochs in it on resuming",
     ),
-    ("trl.trainer.utils", "RepeatSampler.__init__", "shuffle seed", "trainers/rollout_state.py skips epochs in it"),
+    ("trl.trainer.utils", "RepeatSampler.__init__", "shuffle seed", "trainers/rollouts.py skips epochs in it"),
     (GRPO, "GRPOTrainer._calculate_rewards", "", "trainers/ppo.py keeps the rewards of whole sequences"),
     (GRPO, "GRPOTrainer._generate", "prompts", "trainers/dynamic_sampling.py makes its rounds by it"),
     (
@@ -611,7 +611,7 @@ def test_the_place_within_a_rollout_is_step_and_buffer():
         assert line in body, f"GRPOTrainer._prepare_inputs has no `{line}`; QuantizedRolloutsMixin saves those two."
 
 
-def test_checkpoints_are_named_as_rollout_state_expects():
+def test_checkpoints_are_named_as_the_state_of_rollouts_expects():
     body = text_of("transformers.trainer", "Trainer._save_checkpoint")
     assert "f'{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}'" in body and "self._get_output_dir(" in body, (
         "Trainer._save_checkpoint names its directory otherwise; trainers/rollouts.py writes into it."
