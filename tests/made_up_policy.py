@@ -1,12 +1,11 @@
 """A policy and a reward without a model, for tests of dynamic sampling: every third prompt tells its answers apart."""
 
-import functools
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-from trl_qurl.trainers.dynamic_sampling import Batch, DynamicSampler, PromptStream, sample_batch, weighted_sum
+from trl_qurl.trainers.dynamic_sampling import Batch, DynamicSampler, PromptStream, weighted_sum
 
 ROWS = [{"prompt": f"question {number}", "number": number} for number in range(60)]
 
@@ -65,4 +64,4 @@ class MadeUpPolicy:
         return self.accelerator.gather(local)
 
     def fill(self, rows: list[dict[str, Any]]) -> Batch:
-        return self.sampler.fill(rows, functools.partial(sample_batch, self.generate, self.score, self.extras))
+        return self.sampler.fill(rows, self.generate, self.score, self.extras)

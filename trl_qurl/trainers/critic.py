@@ -41,29 +41,19 @@ from trl_qurl.quantization.storage import new_directory
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-CRITIC_DIRECTORY = "critic"
-"""Subdirectory for the critic, in the directory where `save_model` writes the policy."""
-
-STATE_DIRECTORY = "critic_state"
-"""Subdirectory for the critic and its optimizer, in a checkpoint."""
-
-HEAD_NAMES = ("score", "classifier")
-"""Head names in the token classifiers of transformers."""
+CRITIC_DIRECTORY = "critic"  # in the directory where `save_model` writes the policy
+STATE_DIRECTORY = "critic_state"  # of the critic and its optimizer, in a checkpoint
+HEAD_NAMES = ("score", "classifier")  # in the token classifiers of transformers
 
 
 class Critic:
-    """A value model that learns after each backward pass of the policy.
-
-    The trainer calls `rollout_values` per rollout, `learn` per micro-batch and `step` per optimizer step.
-    `model(input_ids, attention_mask).logits` is `(B, P + T, 1)`.
-    """
+    """A value model that learns after each backward pass of the policy, and steps when the policy does."""
 
     def __init__(self, model: PreTrainedModel, args: QuRLPPOConfig, policy_accelerator: Accelerator) -> None:
         # Accelerators of a process share one `GradientState`: a plugin with other settings would change the policy's.
         plugin = GradientAccumulationPlugin(**policy_accelerator.gradient_state.plugin_kwargs)
-        accelerator = Accelerator(gradient_accumulation_plugin=plugin)
-        self.model: Any = model  # `prepare` may wrap it for the launcher
-        self.accelerator = accelerator
+        self.accelerator = accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+        self.model: Any = model  # `prepare` may wrap it for the launcher; its logits are (B, P + T, 1)
         self._args = args
         self._optimizer: Any = None
         if args.gradient_checkpointing:
@@ -74,10 +64,7 @@ class Critic:
             model.to(accelerator.device)
 
     def prepare(self, decayed: set[str]) -> None:
-        """Build the optimizer on the first call; training may start several times.
-
-        Weight decay applies to the parameters named in `decayed`.
-        """
+        """Build the optimizer, with weight decay for `decayed`, if there is none yet: training may start again."""
         if self._optimizer is None:
             optimizer = build_optimizer(self.model, self._args, decayed)
             self.model, self._optimizer = self.accelerator.prepare(self.model, optimizer)
