@@ -14,7 +14,6 @@ import importlib.util
 import inspect
 import re
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -81,21 +80,13 @@ def double(trainer: type) -> type:
     return Double
 
 
-def examples_in_docstrings() -> list[Block]:
-    return [
-        Block(Path(inspect.getfile(trainer)), 1, "python", inspect.cleandoc(code))
-        for trainer in TRAINERS
-        for code in re.findall(r"```python\n(.*?)```", trainer.__doc__, re.DOTALL)
-    ]
-
-
 def changed(block: Block) -> Block:
     """A diff's new side."""
     lines = [line[1:] for line in block.code.splitlines() if not line.startswith("-")]
     return block._replace(code="\n".join(lines))
 
 
-PYTHON = [*all_blocks("python"), *map(changed, all_blocks("diff")), *examples_in_docstrings()]
+PYTHON = [*all_blocks("python"), *map(changed, all_blocks("diff"))]
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=str)

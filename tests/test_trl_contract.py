@@ -134,15 +134,9 @@ DEFINITIONS = [
     ),
     (
         "transformers.trainer",
-        "Trainer.get_optimizer_cls_and_kwargs",
-        "args model",
-        "trainers/critic.py builds the critic's optimizer of the policy's kind",
-    ),
-    (
-        "transformers.trainer",
-        "Trainer.get_decay_parameter_names",
+        "Trainer.create_optimizer",
         "model",
-        "trainers/ppo.py spares the critic's norms",
+        "trainers/ppo.py builds the critic's optimizer of the policy's kind",
     ),
     ("vllm.lora.worker_manager", "LRUCacheWorkerLoRAManager.add_adapter", "lora_request", "vLLM replaces an adapter"),
     (

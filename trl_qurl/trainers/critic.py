@@ -1,11 +1,8 @@
 """PPO's critic: a value model that trains along with the policy, and its optimizer.
 
-It has a separate `Accelerator`. The two share the process group and every setting, but each has its own models and
-optimizers, so DDP, FSDP2 and ZeRO-3 prepare, clip and save the policy and the critic separately.
-
-The value model is a causal backbone with a scalar head per token, built from the user's `value_model`: for most
-architectures, transformers has `AutoModelForTokenClassification`, here with one label. A new head starts at zero in
-every process, so the first values are 0 and the first advantages equal the returns.
+It has a separate `Accelerator`, so DDP, FSDP2 and ZeRO-3 prepare, clip and save the policy and the critic separately.
+The value model is a token classifier with one label. A new head starts at zero in every process, so the first values
+are 0 and the first advantages equal the returns.
 
 Shapes: `B` sequences, `P` prompt tokens, `T` completion tokens.
 """
@@ -28,7 +25,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
-    Trainer,
 )
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
@@ -63,11 +59,10 @@ class Critic:
         if accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
             model.to(accelerator.device)
 
-    def prepare(self, decayed: set[str]) -> None:
-        """Build the optimizer, with weight decay for `decayed`, if there is none yet: training may start again."""
+    def prepare(self, build_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer]) -> None:
+        """Build the optimizer on the first call; training may start several times."""
         if self._optimizer is None:
-            optimizer = build_optimizer(self.model, self._args, decayed)
-            self.model, self._optimizer = self.accelerator.prepare(self.model, optimizer)
+            self.model, self._optimizer = self.accelerator.prepare(self.model, build_optimizer(self.model))
 
     @torch.no_grad()
     def rollout_values(self, batch: dict[str, Any], batch_size: int) -> torch.Tensor:
@@ -126,18 +121,6 @@ def prompts_and_completions(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.
     """Return token ids and attention mask of a trainer's batch, both `(B, P + T)`."""
     ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     return ids, torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-
-
-def build_optimizer(model: torch.nn.Module, args: QuRLPPOConfig, decayed: set[str]) -> torch.optim.Optimizer:
-    """Build an optimizer with the policy's settings (`optim`, betas, weight decay) and the critic's learning rate."""
-    optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for name, parameter in trained if name in decayed], "weight_decay": args.weight_decay},
-        {"params": [parameter for name, parameter in trained if name not in decayed], "weight_decay": 0.0},
-    ]
-    kwargs["lr"] = args.critic_learning_rate
-    return optimizer_class([group for group in groups if group["params"]], **kwargs)
 
 
 def load_critic_model(

@@ -80,11 +80,6 @@ class Batch:
     rewards: torch.Tensor  # of all processes, (B, functions)
     metrics: dict[str, float] = field(default_factory=dict)  # cost of filling the batch, over all processes
 
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """The dataset rows of the samples."""
-        return [sample.row for sample in self.samples]
-
     def generated(self) -> tuple:
         """Return what TRL's `_generate` would have returned for these prompts, without tools and images."""
         prompt_ids = [sample.prompt_ids for sample in self.samples]

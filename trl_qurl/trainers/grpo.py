@@ -49,21 +49,6 @@ class QuRLGRPOTrainer(QuantizedRolloutsMixin, GRPOTrainer):
         TypeError: `args` is neither a `QuRLGRPOConfig` nor a `GRPOConfig`, or TRL cannot call a reward function.
         ValueError: The dataset, model or adapter is not supported.
         ImportError: vLLM is not installed.
-
-    Example:
-
-    ```python
-    from datasets import load_dataset
-    from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
-
-    trainer = QuRLGRPOTrainer(
-        model="Qwen/Qwen2.5-0.5B-Instruct",
-        reward_funcs=lambda completions, **kwargs: [float(len(set(completion))) for completion in completions],
-        args=QuRLGRPOConfig("output", steps_per_generation=16, gradient_accumulation_steps=4),
-        train_dataset=load_dataset("trl-lib/tldr", split="train"),
-    )
-    trainer.train()
-    ```
     """
 
     epsilon_low: Any
@@ -107,7 +92,7 @@ class QuRLGRPOTrainer(QuantizedRolloutsMixin, GRPOTrainer):
             rewards, extras = self._calculate_rewards, self._pending_extra_logs
             filled = self._sampler.fill(inputs, self._generate, rewards, extras)
             self._record(filled.metrics)
-            inputs = filled.rows
+            inputs = [sample.row for sample in filled.samples]
         # TRL would score the rollout in advance, for its importance ratio, even if the update scores it.
         corrects = self.vllm_importance_sampling_correction and not self._scores_in_update
         with substitute(self, "vllm_importance_sampling_correction", corrects), substitute(self, "_filled", filled):

@@ -34,9 +34,7 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
     FlashRL's (Eq. 5 of QuRL, arXiv 2602.13953); GSPO-token also combines token weights with a ratio of completions
     (arXiv 2507.18071).
 
-    One weight per completion, ∏_t ρ_t, would be exact, but leaves an effective sample size of exp(−2·T·k) for T tokens
-    with a divergence of k nats each. One per token leaves exp(−2·k) at any length. The price is a bias: each token is
-    weighted as if the tokens before and after it came from the policy being trained (docs/algorithms.md).
+    One weight per completion, ∏_t ρ_t, would be exact, but would leave few effective samples (docs/algorithms.md).
 
     The arguments are those of [`QuRLGRPOTrainer`], with a [`QuRLRLOOConfig`] or a [`~trl.RLOOConfig`] for `args`.
     """
