@@ -1,7 +1,4 @@
-"""Configuration of GRPO on quantized rollouts: TRL's, plus rollouts, objective and dynamic sampling.
-
-Conflicting settings are rejected here, before a model is loaded.
-"""
+"""Configuration of GRPO on quantized rollouts: TRL's, plus rollouts, objective and dynamic sampling."""
 
 import warnings
 from dataclasses import dataclass, fields

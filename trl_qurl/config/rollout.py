@@ -1,8 +1,4 @@
-"""Settings of quantized rollouts, for trainers of any algorithm.
-
-A mixin: `class MyConfig(QuantizedRolloutsConfig, trl.RLOOConfig)` is a dataclass with TRL's fields and these. It reads
-a few fields that all of TRL's trainers with vLLM have (`vllm_mode`, `sync_ref_model`, ...).
-"""
+"""Settings of quantized rollouts, for the config of any TRL trainer that generates with vLLM."""
 
 import json
 import warnings

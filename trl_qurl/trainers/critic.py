@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 CRITIC_DIRECTORY = "critic"  # in the directory where `save_model` writes the policy
 STATE_DIRECTORY = "critic_state"  # of the critic and its optimizer, in a checkpoint
+INPUTS = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")  # of a trainer's batch
 HEAD_NAMES = ("score", "classifier")  # in the token classifiers of transformers
 
 
@@ -67,9 +68,8 @@ class Critic:
     @torch.no_grad()
     def rollout_values(self, batch: dict[str, Any], batch_size: int) -> torch.Tensor:
         """Return values before each token and after the last, `(B, T + 1)`, in passes of `batch_size` sequences."""
-        ids, mask = prompts_and_completions(batch)
-        chunks = zip(ids.split(batch_size), mask.split(batch_size), strict=True)
-        return torch.cat([self.values(*chunk, batch["completion_ids"].size(1)) for chunk in chunks])
+        chunks = zip(*(batch[name].split(batch_size) for name in INPUTS), strict=True)
+        return torch.cat([self.values(*chunk) for chunk in chunks])
 
     def learn(self, batch: dict[str, Any], value_loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Accumulate gradients on a micro-batch, and sum them over processes only at the last one of a step.
@@ -77,18 +77,19 @@ class Critic:
         `value_loss` maps the micro-batch's values, `(B, T + 1)`, to its share of the step's loss.
         """
         accelerator = self.accelerator
-        loss = value_loss(self.values(*prompts_and_completions(batch), batch["completion_ids"].size(1)))
+        loss = value_loss(self.values(*(batch[name] for name in INPUTS)))
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             accelerator.backward(loss, scale_wrt_gas=False)  # the loss is already a mean over the whole step
             return
         with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(self.model):
             accelerator.backward(loss)
 
-    def values(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_length: int) -> torch.Tensor:
-        """Return values before each of `T` completion tokens and after the last, `(B, T + 1)`; ids: `(B, P + T)`."""
+    def values(self, prompt_ids: torch.Tensor, ids: torch.Tensor, *masks: torch.Tensor) -> torch.Tensor:
+        """Return values before each completion token and after the last, `(B, T + 1)`, from a batch's `INPUTS`."""
         self.model.train(torch.is_grad_enabled())  # gradient checkpointing needs train mode; dropout is off
-        logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
-        return logits.squeeze(-1)[:, -(completion_length + 1) :].float()
+        inputs, mask = torch.cat([prompt_ids, ids], dim=1), torch.cat(masks, dim=1)  # (B, P + T)
+        logits = self.model(input_ids=inputs, attention_mask=mask, use_cache=False).logits
+        return logits.squeeze(-1)[:, -(ids.size(1) + 1) :].float()
 
     def step(self) -> float:
         """Clip, update and clear gradients; return the norm before clipping."""
@@ -115,12 +116,6 @@ class Critic:
         """Load what `save_state` wrote."""
         # Load via the CPU: torch cannot load directly to "cpu:0", the device of processes in a distributed CPU run.
         self.accelerator.load_state(str(checkpoint / STATE_DIRECTORY), map_location="cpu")
-
-
-def prompts_and_completions(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and attention mask of a trainer's batch, both `(B, P + T)`."""
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    return ids, torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
 
 
 def load_critic_model(

@@ -98,21 +98,12 @@ class DynamicSampler:
     prompts: PromptStream
     accelerator: Accelerator
 
-    def fill(
-        self,
-        rows: list[dict[str, Any]],
-        generate: Callable[[list], tuple],
-        score: Callable[..., torch.Tensor],
-        extras: dict[str, list],
-    ) -> Batch:
-        """Generate a batch, and replace groups whose rewards are equal with groups of other prompts.
+    def fill(self, rows: list[dict[str, Any]], trainer: Any) -> Batch:
+        """Let a trainer generate and score a batch, and replace groups of equal rewards with groups of other prompts.
 
-        Every process must call this with its own rows of the batch, one per completion. `generate` and `score` are a
-        trainer's `_generate` and `_calculate_rewards`. `extras` are columns of the table of completions, to which
-        reward functions add; they end up with those of the batch.
+        Every process must call this with its own rows of the batch, one per completion.
         """
-        sample = functools.partial(sample_batch, generate, score, extras)
-        rounds = [sample(rows)]
+        rounds = [sample_batch(rows, trainer)]
         batch = Batch(list(rounds[0].samples), rounds[0].rewards.clone())
         useful = self._useful(batch)  # (groups,)
         tried = {digest for part in gather_object([[prompt_digest(row) for row in rows]]) for digest in part}
@@ -122,7 +113,7 @@ class DynamicSampler:
             prompts = self._draw(len(open_slots), useful_count / group_count, len(useful), tried)
             if not prompts:
                 break
-            rounds.append(sample(self._share_out([row for row, _ in prompts])))
+            rounds.append(sample_batch(self._share_out([row for row, _ in prompts]), trainer))
             new = self._useful(rounds[-1])
             group_count, useful_count = group_count + len(new), useful_count + int(new.sum())
             slots = dict(zip(new.nonzero().flatten().tolist(), open_slots, strict=False))
@@ -139,7 +130,8 @@ class DynamicSampler:
                 "often that happens is logged as dynamic_sampling/filled_share."
             )
         names = {name for each in batch.samples for name in each.extras}
-        extras.update({name: [each.extras.get(name) for each in batch.samples] for name in names})
+        columns = {name: [each.extras.get(name) for each in batch.samples] for name in names}
+        trainer._pending_extra_logs.update(columns)
         decisive = self.judge(torch.cat([each.rewards for each in rounds]))  # (N,)
         batch.metrics.update(
             {
@@ -184,16 +176,12 @@ class DynamicSampler:
             batch.rewards[target] = source.rewards[origin]
 
 
-def sample_batch(
-    generate: Callable[[list], tuple],
-    score: Callable[..., torch.Tensor],
-    extras: dict[str, list],
-    rows: list[dict[str, Any]],
-) -> Batch:
-    """Generate and score a completion for each row, and move what reward functions add to `extras` to its samples."""
+def sample_batch(rows: list[dict[str, Any]], trainer: Any) -> Batch:
+    """Let a trainer generate and score a completion for each row, and take the columns that reward functions add."""
     prompts = [row["prompt"] for row in rows]
-    prompt_ids, completion_ids, _, completions, logps, *_ = generate(prompts)
-    rewards = score(rows, prompts, completions, completion_ids)
+    prompt_ids, completion_ids, _, completions, logps, *_ = trainer._generate(prompts)
+    rewards = trainer._calculate_rewards(rows, prompts, completions, completion_ids)
+    extras = trainer._pending_extra_logs
     # A column of another length cannot be matched to rows.
     columns = {name: column for name, column in extras.items() if len(column) == len(rows)}
     extras.clear()

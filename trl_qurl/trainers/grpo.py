@@ -89,8 +89,7 @@ class QuRLGRPOTrainer(QuantizedRolloutsMixin, GRPOTrainer):
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         filled = None
         if self._sampler is not None and self.model.training:
-            rewards, extras = self._calculate_rewards, self._pending_extra_logs
-            filled = self._sampler.fill(inputs, self._generate, rewards, extras)
+            filled = self._sampler.fill(inputs, self)
             self._record(filled.metrics)
             inputs = [sample.row for sample in filled.samples]
         # TRL would score the rollout in advance, for its importance ratio, even if the update scores it.

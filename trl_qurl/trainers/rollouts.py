@@ -1,9 +1,4 @@
-"""Quantized rollouts for any TRL trainer.
-
-The mixin starts TRL's trainer with an engine that holds a quantized copy of the policy, applies update-aware
-quantization, logs the cost of rollouts, saves quantized checkpoints and resumes inside a rollout. The trainer's loss
-corrects for the mismatch between the two policies (`grpo.py`, `rloo.py`).
-"""
+"""Quantized rollouts for any TRL trainer, whose loss corrects for the mismatch between the two policies."""
 
 import functools
 import inspect
@@ -15,7 +10,7 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -34,10 +29,7 @@ from trl_qurl.trainers.guard import MismatchGuardCallback
 from trl_qurl.trainers.model_card import add_rollouts, quantized_card
 from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state, write_quantized
 
-if TYPE_CHECKING:
-    from trl import GRPOTrainer as TRLTrainer
-else:
-    TRLTrainer = object
+TRLTrainer: Any = object  # to mypy, the mixin has all that a trainer has
 
 CALIBRATION_PROMPTS, LONGEST_PROMPT = 8, 512  # for smoothing and `quantization_ignore="auto"`; in tokens
 
@@ -45,7 +37,8 @@ CALIBRATION_PROMPTS, LONGEST_PROMPT = 8, 512  # for smoothing and `quantization_
 class QuantizedRolloutsMixin(TRLTrainer):
     """Mixin for TRL trainers that generates rollouts with a quantized copy of the policy, updated at every sync.
 
-    List it before the trainer in the bases, and set the three class attributes.
+    It also applies update-aware quantization, logs the cost of rollouts, saves quantized checkpoints, and resumes
+    inside a rollout. List it before the trainer in the bases, and set the three class attributes.
 
     Attributes:
         _config_class: The trainer's config class, with the fields of [`QuantizedRolloutsConfig`].
@@ -218,8 +211,7 @@ class QuantizedRolloutsMixin(TRLTrainer):
         """Write TRL's model card, with a section about the rollouts."""
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
-            path, sends_adapter = Path(self.args.output_dir) / "README.md", self.vllm_generation.base is not None
-            add_rollouts(path, self._algorithm, self.args, sends_adapter)
+            add_rollouts(self._algorithm, self.args, sends_adapter=self.vllm_generation.base is not None)
 
     def save_quantized(
         self,
@@ -231,11 +223,10 @@ class QuantizedRolloutsMixin(TRLTrainer):
     ) -> Path:
         """Write a quantized checkpoint of the current policy, without a critic, for `vllm serve DIRECTORY`.
 
-        In the rollouts' format it holds what the engine would be sent, smoothed as in the rollouts. PEFT adapters are
-        merged into the weights. If rollouts kept the adapter separate from the quantized base
-        (`weight_sync="adapter"`), so does the checkpoint, in its subdirectory `adapter`.
-        Weights rescaled by UAQ compute the same function, and the config records the scale. Unquantized weights keep
-        their training dtype. Training can continue afterwards. In a distributed run, every process must call this.
+        In the rollouts' format it holds what the engine would be sent, smoothed as in the rollouts. An adapter is
+        merged into the weights, unless rollouts kept it separate (`weight_sync="adapter"`): then it is in the
+        subdirectory `adapter`. With UAQ, the config records the scale. Unquantized weights keep their training dtype.
+        Training can continue afterwards. In a distributed run, every process must call this.
 
         Args:
             output_dir: Directory to create; defaults to `{args.output_dir}-{scheme}`, which `push_to_hub` does not
