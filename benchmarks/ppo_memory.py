@@ -90,14 +90,16 @@ def measure(case: str, directory: Path, completions: int, device: str) -> Iterat
 def train_critic(model: str, args: Any) -> None:
     """The critic's share of PPO by itself: values of a rollout, then its updates."""
     from accelerate import Accelerator
+    from transformers import Trainer
 
     from trl_qurl.trainers.critic import Critic, build_value_model
 
     critic_model = build_value_model(model, characters(), {"device_map": None, **(args.model_init_kwargs or {})})
     accelerator = Accelerator(cpu=args.use_cpu, mixed_precision="bf16" if args.bf16 else "no")
-    names = {name for name, _ in critic_model.named_parameters()}
+    optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args)
+    kwargs |= {"lr": args.critic_learning_rate, "weight_decay": args.weight_decay}
     critic = Critic(critic_model, args, accelerator)
-    critic.prepare(decayed=names)
+    critic.prepare(lambda model: optimizer_class(model.parameters(), **kwargs))
     prompt = 30
     ids = torch.randint(2, 90, (args.per_device_train_batch_size, prompt + COMPLETION_TOKENS))
     ids = ids.to(accelerator.device)

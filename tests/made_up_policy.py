@@ -1,12 +1,11 @@
 """A policy and a reward without a model, for tests of dynamic sampling: every third prompt tells its answers apart."""
 
-import functools
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 
-from trl_qurl.trainers.dynamic_sampling import Batch, DynamicSampler, PromptStream, sample_batch, weighted_sum
+from trl_qurl.trainers.dynamic_sampling import Batch, DynamicSampler, PromptStream, weighted_sum
 
 ROWS = [{"prompt": f"question {number}", "number": number} for number in range(60)]
 
@@ -19,6 +18,8 @@ def tells_apart(row: dict[str, Any]) -> bool:
 class MadeUpPolicy:
     """
     Answers each prompt with a text that names it, and the place of the completion within its group.
+
+    It has what dynamic sampling asks of a trainer.
 
     Args:
         accelerator: Whose processes share the work.
@@ -39,7 +40,7 @@ class MadeUpPolicy:
         self.group_size = group_size
         self.useful = useful
         self.rounds: list[int] = []  # completions made in each, in this process
-        self.extras: dict[str, list] = {}
+        self._pending_extra_logs: dict[str, list] = {}
         self.sampler = DynamicSampler(
             group_size,
             lambda rewards: weighted_sum(rewards, torch.tensor(weights)),
@@ -47,7 +48,7 @@ class MadeUpPolicy:
             accelerator,
         )
 
-    def generate(self, prompts: list[str]) -> tuple:
+    def _generate(self, prompts: list[str]) -> tuple:
         self.rounds.append(len(prompts))
         offset = len(prompts) * self.accelerator.process_index
         places = [(offset + i) % self.group_size for i in range(len(prompts))]
@@ -55,14 +56,14 @@ class MadeUpPolicy:
         ids = [[ord(character) for character in text] for text in texts]
         return [[1]] * len(prompts), ids, None, texts, [[-1.0] * len(line) for line in ids], {}, None, []
 
-    def score(self, rows, prompts, completions, completion_ids) -> torch.Tensor:
+    def _calculate_rewards(self, rows, prompts, completions, completion_ids) -> torch.Tensor:
         assert [row["prompt"] for row in rows] == prompts
         assert all(text.startswith(prompt + ",") for text, prompt in zip(completions, prompts, strict=True))
         # The first completion of a useful group differs; the second reward is the row's number, equal within a group.
         first = [float(self.useful(row) and text.endswith("0")) for row, text in zip(rows, completions, strict=True)]
-        self.extras |= {"seen": [f"saw {text}" for text in completions], "of another length": [0]}
+        self._pending_extra_logs |= {"seen": [f"saw {text}" for text in completions], "of another length": [0]}
         local = torch.tensor([first, [row["number"] for row in rows]]).T
         return self.accelerator.gather(local)
 
     def fill(self, rows: list[dict[str, Any]]) -> Batch:
-        return self.sampler.fill(rows, functools.partial(sample_batch, self.generate, self.score, self.extras))
+        return self.sampler.fill(rows, self)

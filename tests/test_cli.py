@@ -14,8 +14,8 @@ from tiny import tiny_model, tiny_tokenizer
 from trl import GRPOConfig, RLOOConfig
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig, QuRLRLOOConfig, __version__, cli
+from trl_qurl.cli import COMMANDS
 from trl_qurl.cli.options import check_model
-from trl_qurl.cli.parser import COMMANDS
 from trl_qurl.lab import device
 from trl_qurl.lab.recipes import ppo, rloo
 from trl_qurl.lab.recipes.arguments import take_settings

@@ -11,7 +11,6 @@ import importlib
 import inspect
 import pkgutil
 import re
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -67,20 +66,12 @@ def double(trainer: type) -> type:
     return Double
 
 
-def docstring_examples() -> list[Block]:
-    return [
-        Block(Path(inspect.getfile(trainer)), 1, "python", inspect.cleandoc(code))
-        for trainer in TRAINERS
-        for code in re.findall(r"```python\n(.*?)```", trainer.__doc__, re.DOTALL)
-    ]
-
-
 def new_side(diff: Block) -> Block:
     lines = [line[1:] for line in diff.code.splitlines() if not line.startswith("-")]
     return diff._replace(code="\n".join(lines))
 
 
-PYTHON = [*all_blocks("python"), *map(new_side, all_blocks("diff")), *docstring_examples()]
+PYTHON = [*all_blocks("python"), *map(new_side, all_blocks("diff"))]
 
 
 @pytest.fixture
@@ -117,7 +108,7 @@ def test_the_script_of_from_trl_names_what_a_cpu_needs(monkeypatch):
 
 def test_code_fits_a_laptops_window():
     """At 1,300 pixels the site shows 100 columns of code."""
-    examples = docstring_examples()
+    examples = []
     for page in (README, *SITE):
         text = re.sub(r"^> ?", "", page.read_text(), flags=re.MULTILINE)  # includes quoted code
         examples += [Block(page, 0, "", match["fenced"] or "") for match in CODE.finditer(text)]

@@ -15,7 +15,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from documents import PAGES, ROOT, inline_code, shell_commands
 
-from trl_qurl.cli.parser import COMMANDS, build_parser
+from trl_qurl.cli import COMMANDS, build_parser
 from trl_qurl.lab.recipes import grpo, ppo, rloo
 
 RECIPES = {"grpo": grpo, "ppo": ppo, "rloo": rloo}

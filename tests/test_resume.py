@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from test_engine import ADAPTER
 from trl.trainer.utils import RepeatSampler
 
-from trl_qurl.trainers.rollout_state import load_rollout_state, save_rollout_state, skip_epochs
+from trl_qurl.trainers.rollouts import skip_epochs
+from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state
 
 pytestmark = [
     pytest.mark.vllm,

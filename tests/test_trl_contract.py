@@ -85,7 +85,7 @@ DEFINITIONS = [
         "dataset",
         "trainers/rollouts.py skips past epochs in it on resuming",
     ),
-    ("trl.trainer.utils", "RepeatSampler.__init__", "shuffle seed", "trainers/rollout_state.py skips epochs in it"),
+    ("trl.trainer.utils", "RepeatSampler.__init__", "shuffle seed", "trainers/rollouts.py skips epochs in it"),
     (GRPO, "GRPOTrainer._calculate_rewards", "", "trainers/ppo.py keeps the rewards of whole sequences"),
     (GRPO, "GRPOTrainer._generate", "prompts", "trainers/dynamic_sampling.py makes its rounds by it"),
     (
@@ -134,15 +134,9 @@ DEFINITIONS = [
     ),
     (
         "transformers.trainer",
-        "Trainer.get_optimizer_cls_and_kwargs",
-        "args model",
-        "trainers/critic.py builds the critic's optimizer of the policy's kind",
-    ),
-    (
-        "transformers.trainer",
-        "Trainer.get_decay_parameter_names",
+        "Trainer.create_optimizer",
         "model",
-        "trainers/ppo.py spares the critic's norms",
+        "trainers/ppo.py builds the critic's optimizer of the policy's kind",
     ),
     ("vllm.lora.worker_manager", "LRUCacheWorkerLoRAManager.add_adapter", "lora_request", "vLLM replaces an adapter"),
     (
@@ -616,7 +610,7 @@ def test_the_place_within_a_rollout_is_step_and_buffer():
         assert line in body, f"GRPOTrainer._prepare_inputs has no `{line}`; QuantizedRolloutsMixin saves those two."
 
 
-def test_checkpoints_are_named_as_rollout_state_expects():
+def test_checkpoints_are_named_as_the_state_of_rollouts_expects():
     body = text_of("transformers.trainer", "Trainer._save_checkpoint")
     assert "f'{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}'" in body and "self._get_output_dir(" in body, (
         "Trainer._save_checkpoint names its directory otherwise; trainers/rollouts.py writes into it."

@@ -16,7 +16,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from trl_qurl.cli.parser import COMMANDS, build_parser
+from trl_qurl.cli import COMMANDS, build_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 

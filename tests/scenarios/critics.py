@@ -35,8 +35,6 @@ def main(directory: Path, *options: str) -> None:
         str(directory),
         use_cpu=True,
         bf16=False,
-        optim="sgd",
-        critic_learning_rate=0.1,
         steps_per_generation=2,
     )
     accelerator = Accelerator(cpu=True)
@@ -58,6 +56,9 @@ def main(directory: Path, *options: str) -> None:
         disable_dropout_in_model(model)
         return Critic(model, args, accelerator)
 
+    def optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
     def step(critic: Critic) -> float:
         for last in (False, True):  # two micro-batches, of which the last one sums over the processes
             accelerator.gradient_state._set_sync_gradients(last)
@@ -65,13 +66,13 @@ def main(directory: Path, *options: str) -> None:
         return critic.step()
 
     critic = make()
-    critic.prepare(decayed=set())
+    critic.prepare(optimizer)
     steps = [step(critic) for _ in range(STEPS)]
     critic.save_state(directory)
     critic.save_pretrained(directory / "critic", tiny_tokenizer())
     accelerator.wait_for_everyone()
     again = make()
-    again.prepare(decayed=set())
+    again.prepare(optimizer)
     again.load_state(directory)
     record = {
         "processes": accelerator.num_processes,

@@ -17,15 +17,15 @@ from datasets import Dataset
 from tiny import tiny_model, tiny_tokenizer
 from transformers import Trainer, TrainingArguments
 
-from trl_qurl.trainers.saving import whole_state_dict
+from trl_qurl.trainers.rollouts import QuantizedRolloutsMixin
 
 
-class SavingTrainer(Trainer):
-    """As a trainer of this project saves."""
+class SavingTrainer(QuantizedRolloutsMixin, Trainer):
+    """Saves as a trainer of this project; the rest is transformers' own."""
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        with whole_state_dict(self.accelerator.state.fsdp_plugin):
-            super().save_model(output_dir, _internal_call)
+    __init__ = Trainer.__init__
+    _prepare_inputs = Trainer._prepare_inputs
+    _save_checkpoint = Trainer._save_checkpoint
 
 
 def main(directory: Path, state_dict_type: str) -> None:

@@ -1,8 +1,4 @@
-"""Hides harmless startup messages of our dependencies: `trl_qurl.quiet()`.
-
-Our commands call it, and scripts and notebooks can, too. Importing the package or using a trainer does not, so scripts
-that do not call it keep their logging and warnings. `TRL_QURL_DEBUG=1` shows everything.
-"""
+"""Hides harmless startup messages of our dependencies. Importing the package or using a trainer hides nothing."""
 
 import importlib.metadata
 import logging

@@ -1,9 +1,6 @@
 """Options and checks shared by several subcommands."""
 
-from __future__ import annotations
-
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +24,6 @@ def add_ignore(parser: argparse.ArgumentParser) -> None:
         help="modules to keep in full precision: a name, or re: followed by a regular expression; repeat the option "
         "for more (default: lm_head)",
     )
-
-
-def json_dictionary(text: str) -> dict[str, Any]:
-    """Parse an argument as a JSON dictionary."""
-    try:
-        return {**json.loads(text)}
-    except (TypeError, ValueError):
-        raise argparse.ArgumentTypeError(
-            f'{text!r} is not a JSON dictionary such as {{"enforce_eager": true}}'
-        ) from None
 
 
 def check_model(name_or_path: str) -> None:

@@ -1,7 +1,5 @@
 """`trl-qurl quantize`: write a quantized checkpoint of a model, ready for `vllm serve`."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 
@@ -30,7 +28,6 @@ def run(args: argparse.Namespace) -> int:
     print(f"Loading {args.model}", flush=True)
     model, tokenizer = load_model(args.model, args.trust_remote_code)
     print(f"Quantizing its weights to {args.scheme.upper()}", flush=True)
-    ignore = tuple(args.ignore)
-    write_checkpoint(model, tokenizer, args.scheme, args.output_dir, ignore=ignore)
+    write_checkpoint(model, tokenizer, args.scheme, args.output_dir, ignore=tuple(args.ignore))
     print(f"{args.scheme.upper()} checkpoint written to {args.output_dir}")
     return 0

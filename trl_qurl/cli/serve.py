@@ -1,7 +1,5 @@
 """`trl-qurl serve`: prepare a quantized checkpoint of a model, then exec vLLM's server on it."""
 
-from __future__ import annotations
-
 import argparse
 from difflib import get_close_matches
 

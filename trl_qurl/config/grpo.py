@@ -1,7 +1,4 @@
-"""Configuration of GRPO on quantized rollouts: TRL's, plus rollouts, objective and dynamic sampling.
-
-Conflicting settings are rejected here, before a model is loaded.
-"""
+"""Configuration of GRPO on quantized rollouts: TRL's, plus rollouts, objective and dynamic sampling."""
 
 import warnings
 from dataclasses import dataclass, fields
@@ -56,9 +53,6 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
             objectives are per token; with `objective="trl"`, to TRL's own default.
         vllm_importance_sampling_clip_max: Cap C of the importance ratio (a ratio, not a log). Defaults to 2.0; with
             `objective="trl"`, to TRL's own default. As in TRL, `None` is no cap.
-
-    Raises:
-        ValueError: If settings conflict; the message names them and says what to change.
     """
 
     vllm_importance_sampling_mode: str | None = None

@@ -26,9 +26,6 @@ class QuRLRLOOConfig(QuantizedRolloutsConfig, RLOOConfig):
         vllm_importance_sampling_clip_max: Cap C of the importance ratio of a token (a ratio, not a log).
         vllm_importance_sampling_clip_min: Smallest weight of `tis`, with no floor by default; or smallest ratio that
             the masks keep, by default 1/C.
-
-    Raises:
-        ValueError: If settings conflict; the message names them and says what to change.
     """
 
     objective: str = "tis"

@@ -1,8 +1,4 @@
-"""Settings of quantized rollouts, for trainers of any algorithm.
-
-A mixin: `class MyConfig(QuantizedRolloutsConfig, trl.RLOOConfig)` is a dataclass with TRL's fields and these. It reads
-a few fields that all of TRL's trainers with vLLM have (`vllm_mode`, `sync_ref_model`, ...).
-"""
+"""Settings of quantized rollouts, for the config of any TRL trainer that generates with vLLM."""
 
 import json
 import warnings
@@ -60,10 +56,9 @@ class QuantizedRolloutsConfig:
 
         weight_sync: How weights reach the engine: `auto`, `stream`, `checkpoint`, `adapter` or `llmcompressor`.
             `stream` sends tensors (in process or over NCCL), `checkpoint` writes them for the engine to reload.
-            `adapter` sends only the LoRA adapter, to an engine that has the frozen base, quantized once; the other
-            methods merge the adapter into the weights they send. `auto` sends the adapter to a server that accepts
-            adapters, streams where both sides can, and otherwise writes checkpoints; the log states the choice and its
-            reason. `llmcompressor` writes a checkpoint with llm-compressor at every sync: the slow reference.
+            `adapter` sends only the LoRA adapter, to an engine that has the frozen base, quantized once; the others
+            merge it. `auto` sends the adapter to a server that accepts adapters, streams where both sides can, and
+            otherwise writes checkpoints, and logs why. `llmcompressor` is the slow reference: it writes each sync.
         round_base: Whether the trainer replaces the frozen base below a LoRA adapter with the values that the engine's
             codes represent, so both policies have the same weights. Implies `weight_sync="adapter"`.
         rollout_checkpoint_dir: Directory for checkpoints that the engine loads; a server must see it too. Defaults to
@@ -76,17 +71,14 @@ class QuantizedRolloutsConfig:
 
         sync_check_interval: Syncs between checks of the engine by digests and probe; 0 for none. Digests compare all
             tensors on both sides. The probe compares the engine's log-probabilities of fixed prompts with the
-            trainer's own quantized forward pass. It is skipped under FSDP 1 and ZeRO-3, because they never hold whole
-            layers, and for models with quantized experts. The first sync is always checked, unless this is 0.
+            trainer's own quantized forward pass, where it has one. The first sync is always checked, unless this is 0.
 
     > Guard
 
         mismatch_guard: What to do when the sampling policy has drifted from the learning policy: `off`, `warn` or
-            `stop`. `warn` warns once per alarm; `stop` also saves a checkpoint and ends training. To continue with
-            16-bit rollouts, resume from it with `rollout_quantization=None`.
-        mismatch_guard_kl: KL (`mismatch/kl_k3`, nats per token) at which the guard acts. The median of five rollouts
-            decides. The guard also watches the tail of the importance ratio and the effective sample size, with fixed
-            thresholds.
+            `stop`. `warn` warns once per alarm; `stop` also saves a checkpoint and ends training.
+        mismatch_guard_kl: KL (`mismatch/kl_k3`, nats per token) at which the guard acts, as a median of five rollouts.
+            The tail of the importance ratio and the effective sample size have fixed thresholds.
 
     > Changed default
 

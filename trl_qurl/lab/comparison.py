@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_qurl.cli.options import add_ignore, json_dictionary
+from trl_qurl.cli.options import add_ignore
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,12 +32,27 @@ def add_options(parser: argparse.ArgumentParser, output: Path) -> None:
         help=f"any of {', '.join(SCHEMES)} (default: all that this machine and the model support)",
     )
     add_ignore(parser)
-    parser.add_argument(
-        "--engine-kwargs", type=json_dictionary, default={}, metavar="JSON", help="extra arguments for vllm.LLM"
-    )
+    add_engine_kwargs(parser)
     parser.add_argument(
         "-o", "--output", type=Path, default=output, help="JSON file with all results (default: %(default)s)"
     )
+
+
+def add_engine_kwargs(parser: argparse.ArgumentParser) -> None:
+    """Add `--engine-kwargs JSON`, also to `trl-qurl eval`."""
+    parser.add_argument(
+        "--engine-kwargs", type=json_dictionary, default={}, metavar="JSON", help="extra arguments for vllm.LLM"
+    )
+
+
+def json_dictionary(text: str) -> dict[str, Any]:
+    """Parse an argument as a JSON dictionary."""
+    try:
+        return {**json.loads(text)}
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError(
+            f'{text!r} is not a JSON dictionary such as {{"enforce_eager": true}}'
+        ) from None
 
 
 def check_output(path: Path) -> None:

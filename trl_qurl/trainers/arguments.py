@@ -14,9 +14,8 @@ from trl.import_utils import is_vllm_available
 from trl_qurl.quantization.formats import get_scheme
 from trl_qurl.rollout.preparation import RolloutSettings
 
+# What TRL passes to every reward function by name, before the dataset's columns.
 REWARD_KEYWORDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""Keyword arguments that TRL passes to every reward function, before the dataset's columns."""
-
 NOT_PASSED = ("prompt", "completion", "completion_ids")  # columns that TRL does not pass
 UNMERGED = ("ADAPTION_PROMPT", "OSF", "POLY", "SHADOW", "XLORA")  # PEFT methods, besides prompt learning
 

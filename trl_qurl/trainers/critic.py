@@ -1,11 +1,8 @@
 """PPO's critic: a value model that trains along with the policy, and its optimizer.
 
-It has a separate `Accelerator`. The two share the process group and every setting, but each has its own models and
-optimizers, so DDP, FSDP2 and ZeRO-3 prepare, clip and save the policy and the critic separately.
-
-The value model is a causal backbone with a scalar head per token, built from the user's `value_model`: for most
-architectures, transformers has `AutoModelForTokenClassification`, here with one label. A new head starts at zero in
-every process, so the first values are 0 and the first advantages equal the returns.
+It has a separate `Accelerator`, so DDP, FSDP2 and ZeRO-3 prepare, clip and save the policy and the critic separately.
+The value model is a token classifier with one label. A new head starts at zero in every process, so the first values
+are 0 and the first advantages equal the returns.
 
 Shapes: `B` sequences, `P` prompt tokens, `T` completion tokens.
 """
@@ -28,7 +25,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
-    Trainer,
 )
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
@@ -41,29 +37,20 @@ from trl_qurl.quantization.storage import new_directory
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-CRITIC_DIRECTORY = "critic"
-"""Subdirectory for the critic, in the directory where `save_model` writes the policy."""
-
-STATE_DIRECTORY = "critic_state"
-"""Subdirectory for the critic and its optimizer, in a checkpoint."""
-
-HEAD_NAMES = ("score", "classifier")
-"""Head names in the token classifiers of transformers."""
+CRITIC_DIRECTORY = "critic"  # in the directory where `save_model` writes the policy
+STATE_DIRECTORY = "critic_state"  # of the critic and its optimizer, in a checkpoint
+INPUTS = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")  # of a trainer's batch
+HEAD_NAMES = ("score", "classifier")  # in the token classifiers of transformers
 
 
 class Critic:
-    """A value model that learns after each backward pass of the policy.
-
-    The trainer calls `rollout_values` per rollout, `learn` per micro-batch and `step` per optimizer step.
-    `model(input_ids, attention_mask).logits` is `(B, P + T, 1)`.
-    """
+    """A value model that learns after each backward pass of the policy, and steps when the policy does."""
 
     def __init__(self, model: PreTrainedModel, args: QuRLPPOConfig, policy_accelerator: Accelerator) -> None:
         # Accelerators of a process share one `GradientState`: a plugin with other settings would change the policy's.
         plugin = GradientAccumulationPlugin(**policy_accelerator.gradient_state.plugin_kwargs)
-        accelerator = Accelerator(gradient_accumulation_plugin=plugin)
-        self.model: Any = model  # `prepare` may wrap it for the launcher
-        self.accelerator = accelerator
+        self.accelerator = accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+        self.model: Any = model  # `prepare` may wrap it for the launcher; its logits are (B, P + T, 1)
         self._args = args
         self._optimizer: Any = None
         if args.gradient_checkpointing:
@@ -73,21 +60,16 @@ class Critic:
         if accelerator.distributed_type not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
             model.to(accelerator.device)
 
-    def prepare(self, decayed: set[str]) -> None:
-        """Build the optimizer on the first call; training may start several times.
-
-        Weight decay applies to the parameters named in `decayed`.
-        """
+    def prepare(self, build_optimizer: Callable[[torch.nn.Module], torch.optim.Optimizer]) -> None:
+        """Build the optimizer on the first call; training may start several times."""
         if self._optimizer is None:
-            optimizer = build_optimizer(self.model, self._args, decayed)
-            self.model, self._optimizer = self.accelerator.prepare(self.model, optimizer)
+            self.model, self._optimizer = self.accelerator.prepare(self.model, build_optimizer(self.model))
 
     @torch.no_grad()
     def rollout_values(self, batch: dict[str, Any], batch_size: int) -> torch.Tensor:
         """Return values before each token and after the last, `(B, T + 1)`, in passes of `batch_size` sequences."""
-        ids, mask = prompts_and_completions(batch)
-        chunks = zip(ids.split(batch_size), mask.split(batch_size), strict=True)
-        return torch.cat([self.values(*chunk, batch["completion_ids"].size(1)) for chunk in chunks])
+        chunks = zip(*(batch[name].split(batch_size) for name in INPUTS), strict=True)
+        return torch.cat([self.values(*chunk) for chunk in chunks])
 
     def learn(self, batch: dict[str, Any], value_loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Accumulate gradients on a micro-batch, and sum them over processes only at the last one of a step.
@@ -95,18 +77,19 @@ class Critic:
         `value_loss` maps the micro-batch's values, `(B, T + 1)`, to its share of the step's loss.
         """
         accelerator = self.accelerator
-        loss = value_loss(self.values(*prompts_and_completions(batch), batch["completion_ids"].size(1)))
+        loss = value_loss(self.values(*(batch[name] for name in INPUTS)))
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             accelerator.backward(loss, scale_wrt_gas=False)  # the loss is already a mean over the whole step
             return
         with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(self.model):
             accelerator.backward(loss)
 
-    def values(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_length: int) -> torch.Tensor:
-        """Return values before each of `T` completion tokens and after the last, `(B, T + 1)`; ids: `(B, P + T)`."""
+    def values(self, prompt_ids: torch.Tensor, ids: torch.Tensor, *masks: torch.Tensor) -> torch.Tensor:
+        """Return values before each completion token and after the last, `(B, T + 1)`, from a batch's `INPUTS`."""
         self.model.train(torch.is_grad_enabled())  # gradient checkpointing needs train mode; dropout is off
-        logits = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
-        return logits.squeeze(-1)[:, -(completion_length + 1) :].float()
+        inputs, mask = torch.cat([prompt_ids, ids], dim=1), torch.cat(masks, dim=1)  # (B, P + T)
+        logits = self.model(input_ids=inputs, attention_mask=mask, use_cache=False).logits
+        return logits.squeeze(-1)[:, -(ids.size(1) + 1) :].float()
 
     def step(self) -> float:
         """Clip, update and clear gradients; return the norm before clipping."""
@@ -133,24 +116,6 @@ class Critic:
         """Load what `save_state` wrote."""
         # Load via the CPU: torch cannot load directly to "cpu:0", the device of processes in a distributed CPU run.
         self.accelerator.load_state(str(checkpoint / STATE_DIRECTORY), map_location="cpu")
-
-
-def prompts_and_completions(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and attention mask of a trainer's batch, both `(B, P + T)`."""
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    return ids, torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-
-
-def build_optimizer(model: torch.nn.Module, args: QuRLPPOConfig, decayed: set[str]) -> torch.optim.Optimizer:
-    """Build an optimizer with the policy's settings (`optim`, betas, weight decay) and the critic's learning rate."""
-    optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(args, model)
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for name, parameter in trained if name in decayed], "weight_decay": args.weight_decay},
-        {"params": [parameter for name, parameter in trained if name not in decayed], "weight_decay": 0.0},
-    ]
-    kwargs["lr"] = args.critic_learning_rate
-    return optimizer_class([group for group in groups if group["params"]], **kwargs)
 
 
 def load_critic_model(

@@ -5,6 +5,7 @@ for TRL to continue with. The `G` completions of a prompt form a group. Groups a
 order of TRL's batches, and may straddle two processes.
 """
 
+import functools
 import hashlib
 import json
 import math
@@ -19,21 +20,16 @@ from accelerate.utils import gather_object
 
 logger = get_logger(__name__)  # logs in the main process only
 
-MAX_ROUNDS = 10
-"""Rounds of generation for one batch, including the first: verl's limit for DAPO."""
+MAX_ROUNDS = 10  # of generation for one batch, including the first: verl's limit for DAPO
 
 
+@dataclass
 class PromptStream:
-    """The dataset's prompts, reshuffled every epoch in an order that all processes share.
+    """The dataset's prompts, reshuffled every epoch in an order that all processes share."""
 
-    Set `drawn`, the prompts drawn so far, to continue after them.
-    """
-
-    def __init__(self, dataset: Any, seed: int, drawn: int = 0) -> None:
-        self._dataset = dataset
-        self._seed = seed
-        self._epoch, self._order = -1, torch.empty(0)
-        self.drawn = drawn
+    dataset: Any
+    seed: int
+    drawn: int = 0  # prompts drawn so far; set it to continue after them
 
     def draw(self, count: int, tried: set[str]) -> list[tuple[dict[str, Any], int]]:
         """Draw `count` prompts that are not in `tried`, or fewer if none are left, and add them to it.
@@ -41,10 +37,11 @@ class PromptStream:
         Returns rows of the dataset, each with the number of prompts drawn so far, including it.
         """
         prompts: list[tuple[dict[str, Any], int]] = []
-        for _ in range(2 * len(self._dataset)):  # the rest of this epoch plus one full epoch
+        for _ in range(2 * len(self.dataset)):  # the rest of this epoch plus one full epoch
             if len(prompts) == count:
                 break
-            row = self._dataset[self._next_index()]
+            epoch, position = divmod(self.drawn, len(self.dataset))
+            row = self.dataset[int(epoch_order(len(self.dataset), self.seed, epoch)[position])]
             self.drawn += 1
             digest = prompt_digest(row)
             if digest not in tried:
@@ -52,12 +49,11 @@ class PromptStream:
                 prompts.append((row, self.drawn))
         return prompts
 
-    def _next_index(self) -> int:
-        epoch, position = divmod(self.drawn, len(self._dataset))
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-            self._epoch, self._order = epoch, torch.randperm(len(self._dataset), generator=generator)
-        return int(self._order[position])
+
+@functools.lru_cache(maxsize=1)  # `draw` reads one order many times
+def epoch_order(size: int, seed: int, epoch: int) -> torch.Tensor:
+    """Return the indices of an epoch's prompts in the order they are drawn, (size,)."""
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
 def prompt_digest(row: dict[str, Any]) -> str:
@@ -84,16 +80,6 @@ class Batch:
     rewards: torch.Tensor  # of all processes, (B, functions)
     metrics: dict[str, float] = field(default_factory=dict)  # cost of filling the batch, over all processes
 
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """The dataset rows of the samples."""
-        return [sample.row for sample in self.samples]
-
-    def extras(self) -> dict[str, list]:
-        """Return the columns that reward functions add to the table of completions."""
-        names = {name for sample in self.samples for name in sample.extras}
-        return {name: [sample.extras.get(name) for sample in self.samples] for name in names}
-
     def generated(self) -> tuple:
         """Return what TRL's `_generate` would have returned for these prompts, without tools and images."""
         prompt_ids = [sample.prompt_ids for sample in self.samples]
@@ -112,13 +98,12 @@ class DynamicSampler:
     prompts: PromptStream
     accelerator: Accelerator
 
-    def fill(self, rows: list[dict[str, Any]], sample: Callable[[list[dict[str, Any]]], Batch]) -> Batch:
-        """Generate a batch, and replace groups whose rewards are equal with groups of other prompts.
+    def fill(self, rows: list[dict[str, Any]], trainer: Any) -> Batch:
+        """Let a trainer generate and score a batch, and replace groups of equal rewards with groups of other prompts.
 
-        Every process must call this with its own rows of the batch, one per completion. `sample` generates and scores
-        a completion for each row (`sample_batch`).
+        Every process must call this with its own rows of the batch, one per completion.
         """
-        rounds = [sample(rows)]
+        rounds = [sample_batch(rows, trainer)]
         batch = Batch(list(rounds[0].samples), rounds[0].rewards.clone())
         useful = self._useful(batch)  # (groups,)
         tried = {digest for part in gather_object([[prompt_digest(row) for row in rows]]) for digest in part}
@@ -128,7 +113,7 @@ class DynamicSampler:
             prompts = self._draw(len(open_slots), useful_count / group_count, len(useful), tried)
             if not prompts:
                 break
-            rounds.append(sample(self._share_out([row for row, _ in prompts])))
+            rounds.append(sample_batch(self._share_out([row for row, _ in prompts]), trainer))
             new = self._useful(rounds[-1])
             group_count, useful_count = group_count + len(new), useful_count + int(new.sum())
             slots = dict(zip(new.nonzero().flatten().tolist(), open_slots, strict=False))
@@ -144,6 +129,9 @@ class DynamicSampler:
                 "generation, or ran out of prompts: the questions may be too easy or too hard for the policy. How "
                 "often that happens is logged as dynamic_sampling/filled_share."
             )
+        names = {name for each in batch.samples for name in each.extras}
+        columns = {name: [each.extras.get(name) for each in batch.samples] for name in names}
+        trainer._pending_extra_logs.update(columns)
         decisive = self.judge(torch.cat([each.rewards for each in rounds]))  # (N,)
         batch.metrics.update(
             {
@@ -188,19 +176,12 @@ class DynamicSampler:
             batch.rewards[target] = source.rewards[origin]
 
 
-def sample_batch(
-    generate: Callable[[list], tuple],
-    score: Callable[..., torch.Tensor],
-    extras: dict[str, list],
-    rows: list[dict[str, Any]],
-) -> Batch:
-    """Return a completion for each row, from a trainer's `_generate` and `_calculate_rewards`.
-
-    Reward functions add columns of the table of completions to `extras`, which this function empties.
-    """
+def sample_batch(rows: list[dict[str, Any]], trainer: Any) -> Batch:
+    """Let a trainer generate and score a completion for each row, and take the columns that reward functions add."""
     prompts = [row["prompt"] for row in rows]
-    prompt_ids, completion_ids, _, completions, logps, *_ = generate(prompts)
-    rewards = score(rows, prompts, completions, completion_ids)
+    prompt_ids, completion_ids, _, completions, logps, *_ = trainer._generate(prompts)
+    rewards = trainer._calculate_rewards(rows, prompts, completions, completion_ids)
+    extras = trainer._pending_extra_logs
     # A column of another length cannot be matched to rows.
     columns = {name: column for name, column in extras.items() if len(column) == len(rows)}
     extras.clear()

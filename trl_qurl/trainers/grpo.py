@@ -1,15 +1,11 @@
 """`QuRLGRPOTrainer`: TRL's `GRPOTrainer` with quantized rollouts and the paper's objectives.
 
-`QuantizedRolloutsMixin` provides the rollouts. This file corrects for the mismatch between the quantized policy that
-sampled and the full-precision policy being trained: from the two policies' log-probabilities, it computes what TRL's
+From the log-probabilities of the quantized policy that sampled and of the policy being trained, it computes what TRL's
 loss reads (`old_per_token_logps`, `importance_sampling_ratio`, clip bounds per token).
-
-With `objective="trl"`, TRL's loss and correction stay unchanged, and the mismatch is only measured.
 
 With one update per rollout, the log-probabilities "at rollout time" are those of the update, so no pass computes them
 in advance. TRL's loss makes the only forward pass, and reads the objective's inputs after it: they are added to its
-batch in between (`_get_per_token_logps_and_entropies`). A separate forward pass before the loss would cost as much as
-the one that this saves, and passing its result on would copy the model's inputs from TRL's loss.
+batch in between (`_get_per_token_logps_and_entropies`).
 """
 
 import functools
@@ -29,7 +25,6 @@ from trl_qurl.trainers.dynamic_sampling import (
     DynamicSampler,
     PromptStream,
     check_dynamic_sampling,
-    sample_batch,
     weighted_sum,
 )
 from trl_qurl.trainers.loss_metrics import loss_metrics
@@ -54,21 +49,6 @@ class QuRLGRPOTrainer(QuantizedRolloutsMixin, GRPOTrainer):
         TypeError: `args` is neither a `QuRLGRPOConfig` nor a `GRPOConfig`, or TRL cannot call a reward function.
         ValueError: The dataset, model or adapter is not supported.
         ImportError: vLLM is not installed.
-
-    Example:
-
-    ```python
-    from datasets import load_dataset
-    from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
-
-    trainer = QuRLGRPOTrainer(
-        model="Qwen/Qwen2.5-0.5B-Instruct",
-        reward_funcs=lambda completions, **kwargs: [float(len(set(completion))) for completion in completions],
-        args=QuRLGRPOConfig("output", steps_per_generation=16, gradient_accumulation_steps=4),
-        train_dataset=load_dataset("trl-lib/tldr", split="train"),
-    )
-    trainer.train()
-    ```
     """
 
     epsilon_low: Any
@@ -88,12 +68,7 @@ class QuRLGRPOTrainer(QuantizedRolloutsMixin, GRPOTrainer):
     _unscored: dict[str, Any] | None = None  # batch of the loss being computed, if its forward pass scores it
 
     def __init__(
-        self,
-        model: Any,
-        reward_funcs: Any = None,
-        args: QuRLGRPOConfig | None = None,
-        *positional: Any,
-        **kwargs: Any,
+        self, model: Any, reward_funcs: Any = None, args: QuRLGRPOConfig | None = None, *positional: Any, **kwargs: Any
     ) -> None:
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         if self.args.dynamic_sampling:
@@ -114,11 +89,9 @@ class QuRLGRPOTrainer(QuantizedRolloutsMixin, GRPOTrainer):
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         filled = None
         if self._sampler is not None and self.model.training:
-            rewards, extras = self._calculate_rewards, self._pending_extra_logs
-            filled = self._sampler.fill(inputs, functools.partial(sample_batch, self._generate, rewards, extras))
-            extras.update(filled.extras())
+            filled = self._sampler.fill(inputs, self)
             self._record(filled.metrics)
-            inputs = filled.rows
+            inputs = [sample.row for sample in filled.samples]
         # TRL would score the rollout in advance, for its importance ratio, even if the update scores it.
         corrects = self.vllm_importance_sampling_correction and not self._scores_in_update
         with substitute(self, "vllm_importance_sampling_correction", corrects), substitute(self, "_filled", filled):

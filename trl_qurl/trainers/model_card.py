@@ -27,8 +27,8 @@ QURL = {
 """The paper, in the format of TRL's cards (`_paper`)."""
 
 
-def add_rollouts(path: Path, algorithm: str, args: Any, sends_adapter: bool) -> None:
-    """Add a section about the rollouts to TRL's card, from the trainer's config."""
+def add_rollouts(algorithm: str, args: Any, sends_adapter: bool) -> None:
+    """Add a section about the rollouts to TRL's card in the output directory, from the trainer's config."""
     name = args.rollout_quantization
     ignored = ", ".join(f"`{pattern}`" for pattern in args.quantization_ignore) or "none"
     codes = "not quantized" if name is None else f"quantized ({get_scheme(name).description}; exact: {ignored})"
@@ -42,7 +42,7 @@ def add_rollouts(path: Path, algorithm: str, args: Any, sends_adapter: bool) -> 
     if objective := OBJECTIVES.get(vars(args).get("objective", "")):
         sentences.append(f"The objective is `{objective.name}` ({objective.source}): {objective.description}.")
     sentences.append(f"All settings are in `run.jsonl`. Made with {made_with()}.")
-    card = ModelCard.load(path)
+    card = ModelCard.load(path := Path(args.output_dir) / "README.md")
     head, mark, tail = card.text.partition("### Framework versions")
     card.text = "\n\n".join([head.rstrip(), "### Quantized rollouts", " ".join(sentences), mark + tail])
     card.save(path)

@@ -22,6 +22,7 @@ from trl_qurl.advantages import (
     whiten,
 )
 from trl_qurl.config import QuRLPPOConfig
+from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.critic import CRITIC_DIRECTORY, Critic, load_critic_model
 from trl_qurl.trainers.dynamic_sampling import weighted_sum
 from trl_qurl.trainers.grpo import QuRLGRPOTrainer, learned_tokens
@@ -166,7 +167,9 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Create the policy's schedule, and the critic's optimizer, whose learning rate is constant."""
         scheduler = super().create_scheduler(num_training_steps, optimizer)
-        self.critic.prepare(set(self.get_decay_parameter_names(self.critic.model)))
+        rate = self.args.critic_learning_rate
+        with substitute(self, "optimizer", None), substitute(self.args, "learning_rate", rate):
+            self.critic.prepare(self.create_optimizer)
         return scheduler
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -1,9 +1,8 @@
 """`QuRLRLOOTrainer`: TRL's `RLOOTrainer` with quantized rollouts and a correction for the mismatch.
 
-`QuantizedRolloutsMixin` provides the rollouts; baseline, advantages, KL penalty and loss stay TRL's. TRL's RLOO drops
-the engine's log-probabilities, so this file takes them from the backend and compares them with TRL's scoring pass,
-which RLOO always runs. The objective's weights, one per token, join the batch. Inside TRL's loss, they scale the
-gradient of the forward pass; the value of the loss, its ratio and its clipping do not change.
+Baseline, advantages, KL penalty and loss stay TRL's. TRL's RLOO drops the engine's log-probabilities, so this file
+takes them from the backend and compares them with TRL's scoring pass, which RLOO always runs. Inside TRL's loss, the
+objective's weights scale the gradient of the forward pass; the loss's value, ratio and clipping do not change.
 """
 
 from typing import Any
@@ -35,9 +34,7 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
     FlashRL's (Eq. 5 of QuRL, arXiv 2602.13953); GSPO-token also combines token weights with a ratio of completions
     (arXiv 2507.18071).
 
-    One weight per completion, ∏_t ρ_t, would be exact, but leaves an effective sample size of exp(−2·T·k) for T tokens
-    with a divergence of k nats each. One per token leaves exp(−2·k) at any length. The price is a bias: each token is
-    weighted as if the tokens before and after it came from the policy being trained (docs/algorithms.md).
+    One weight per completion, ∏_t ρ_t, would be exact, but would leave few effective samples (docs/algorithms.md).
 
     The arguments are those of [`QuRLGRPOTrainer`], with a [`QuRLRLOOConfig`] or a [`~trl.RLOOConfig`] for `args`.
     """
@@ -50,13 +47,12 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
     _paper = QURL
 
     _token_weights: torch.Tensor | None = None  # of the loss being computed, (B, T)
-    _passes: Any = ()  # log-probabilities of the latest forward passes, (B, T) each
+    _passes: tuple[torch.Tensor, ...] = ()  # log-probabilities of the latest forward passes, (B, T) each
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        self._passes = ()
-        batch = super()._generate_and_score_completions(inputs)
-        proximal_logps = self._passes[0]  # (B, T), the policy's; the reference model's would be second
-        self._passes = ()
+        with substitute(self, "_passes", ()):
+            batch = super()._generate_and_score_completions(inputs)
+            proximal_logps = self._passes[0]  # (B, T), the policy's; the reference model's would be second
         batch |= self._objective_inputs(batch, proximal_logps, self._behavior_logps())
         self._record_mismatch()
         return batch
@@ -95,11 +91,9 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
         }
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        self._passes = ()
-        with substitute(self, "_token_weights", inputs.get("token_weights")):
+        with substitute(self, "_token_weights", inputs.get("token_weights")), substitute(self, "_passes", ()):
             loss = super()._compute_loss(model, inputs)
-        policy_logps = self._passes[0]  # the loss runs one forward pass
-        self._passes = ()
+            policy_logps = self._passes[0]  # the loss runs one forward pass
         learned = inputs["completion_mask"].bool()
         proximal_logps, upper = inputs["proximal_logps"], self.epsilon_high
         self._record(loss_metrics(policy_logps, proximal_logps, inputs, learned, upper, self._sum_over_processes))

@@ -1,14 +1,4 @@
-"""Quantized rollouts for any TRL trainer.
-
-    class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
-        _config_class = QuRLRLOOConfig     # (QuantizedRolloutsConfig, RLOOConfig)
-        _generation_module = rloo_trainer  # where TRL's trainer looks up `VLLMGeneration`
-        _algorithm = "RLOO"
-
-The mixin starts TRL's trainer with an engine that holds a quantized copy of the policy, applies update-aware
-quantization, logs the cost of rollouts, saves quantized checkpoints and resumes inside a rollout. The trainer's loss
-corrects for the mismatch between the two policies (`grpo.py`, `rloo.py`).
-"""
+"""Quantized rollouts for any TRL trainer, whose loss corrects for the mismatch between the two policies."""
 
 import functools
 import inspect
@@ -17,10 +7,10 @@ import os
 import time
 import weakref
 from collections.abc import Collection
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -38,22 +28,18 @@ from trl_qurl.trainers.arguments import applies_uaq, check_arguments, checked_co
 from trl_qurl.trainers.callbacks import RunLogCallback, TrainerAwareCallback, UpdateAwareQuantizationCallback
 from trl_qurl.trainers.guard import MismatchGuardCallback
 from trl_qurl.trainers.model_card import add_rollouts, quantized_card
-from trl_qurl.trainers.rollout_state import load_rollout_state, save_rollout_state, skip_epochs
-from trl_qurl.trainers.saving import whole_state_dict, write_quantized
+from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state, write_quantized
 
-if TYPE_CHECKING:
-    from trl import GRPOTrainer as TRLTrainer
-else:
-    TRLTrainer = object
+TRLTrainer: Any = object  # to mypy, the mixin has all that a trainer has
 
-CALIBRATION_PROMPTS, LONGEST_PROMPT = 8, 512
-"""Number of prompts, and maximum tokens of each, for smoothing and `quantization_ignore="auto"`."""
+CALIBRATION_PROMPTS, LONGEST_PROMPT = 8, 512  # for smoothing and `quantization_ignore="auto"`; in tokens
 
 
 class QuantizedRolloutsMixin(TRLTrainer):
     """Mixin for TRL trainers that generates rollouts with a quantized copy of the policy, updated at every sync.
 
-    List it before the trainer in the bases, and set the three class attributes.
+    It also applies update-aware quantization, logs the cost of rollouts, saves quantized checkpoints, and resumes
+    inside a rollout. List it before the trainer in the bases, and set the three class attributes.
 
     Attributes:
         _config_class: The trainer's config class, with the fields of [`QuantizedRolloutsConfig`].
@@ -217,15 +203,17 @@ class QuantizedRolloutsMixin(TRLTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole policy, as the parent does, to `output_dir` or else the run's output directory."""
-        with whole_state_dict(self.accelerator.state.fsdp_plugin) if self.is_fsdp_enabled else nullcontext():
+        whole: AbstractContextManager[None] = nullcontext()
+        if self.is_fsdp_enabled:  # with `SHARDED_STATE_DICT`, transformers would save no weights here
+            whole = substitute(self.accelerator.state.fsdp_plugin, "state_dict_type", "FULL_STATE_DICT")
+        with whole:
             super().save_model(output_dir, _internal_call)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write TRL's model card, with a section about the rollouts."""
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
-            path, sends_adapter = Path(self.args.output_dir) / "README.md", self.vllm_generation.base is not None
-            add_rollouts(path, self._algorithm, self.args, sends_adapter)
+            add_rollouts(self._algorithm, self.args, sends_adapter=self.vllm_generation.base is not None)
 
     def save_quantized(
         self,
@@ -237,11 +225,10 @@ class QuantizedRolloutsMixin(TRLTrainer):
     ) -> Path:
         """Write a quantized checkpoint of the current policy, without a critic, for `vllm serve DIRECTORY`.
 
-        In the rollouts' format it holds what the engine would be sent, smoothed as in the rollouts. PEFT adapters are
-        merged into the weights. If rollouts kept the adapter separate from the quantized base
-        (`weight_sync="adapter"`), so does the checkpoint, in its subdirectory `adapter`.
-        Weights rescaled by UAQ compute the same function, and the config records the scale. Unquantized weights keep
-        their training dtype. Training can continue afterwards. In a distributed run, every process must call this.
+        In the rollouts' format it holds what the engine would be sent, smoothed as in the rollouts. An adapter is
+        merged into the weights, unless rollouts kept it separate (`weight_sync="adapter"`): then it is in the
+        subdirectory `adapter`. With UAQ, the config records the scale. Unquantized weights keep their training dtype.
+        Training can continue afterwards. In a distributed run, every process must call this.
 
         Args:
             output_dir: Directory to create; defaults to `{args.output_dir}-{scheme}`, which `push_to_hub` does not
@@ -277,6 +264,13 @@ class QuantizedRolloutsMixin(TRLTrainer):
         weights = generation.weights if is_rollouts else WeightStream(generation.base_model, target, ignore)
         write_quantized(generation, path, weights, card, generation.base if is_rollouts and not merge else None)
         return path
+
+
+def skip_epochs(sampler: RepeatSampler | None, epoch: float | None) -> None:
+    """Draw the orders of completed epochs again: a resumed process seeds the sampler's generator again."""
+    if sampler is not None and sampler.shuffle:
+        for _ in range(int(epoch or 0)):
+            next(iter(sampler))
 
 
 class StepTimer(TrainerAwareCallback):

@@ -4,8 +4,6 @@
 loses only the line it was writing.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -27,17 +25,11 @@ _PASSWORD = re.compile(r'(?<=:)//[^/@\s"]+@')
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of a run log.
+    """The contents of a run log."""
 
-    Attributes:
-        path: The log file.
-        settings: The run's settings, by name.
-        rows: The logged rows in the order they were written, each with its `step`.
-    """
-
-    path: Path
-    settings: dict[str, Any]
-    rows: list[dict[str, Any]]
+    path: Path  # of the log
+    settings: dict[str, Any]  # of the run, by name
+    rows: list[dict[str, Any]]  # in the order they were written, each with its `step`
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """Return the values of a metric over the run.

@@ -1,18 +1,22 @@
-"""Quantized checkpoints of the trained policy for `vllm serve`, and whole policies under FSDP.
+"""Quantized checkpoints of the trained policy for `vllm serve`, and the state of a rollout in a run's checkpoints.
 
 For a quantized checkpoint, parameters come from the same source as for a sync (TRL's backend, which gathers FSDP and
 ZeRO-3 shards and merges adapters temporarily). The engine and its weights are not touched.
+
+One rollout serves several optimizer updates, but TRL keeps its tokens only in memory. Without its state, a small file
+per process, a run that resumes between two of those updates would sample again and lose its place in the data.
 """
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
-from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_list
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import broadcast_object_list, send_to_device
 from huggingface_hub import ModelCard
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
@@ -22,6 +26,7 @@ from trl_qurl.rollout.adapter import FrozenBase, adapter_rank, adapter_tensors, 
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 
 ADAPTER_DIRECTORY = "adapter"  # subdirectory of a quantized checkpoint
+STATE_FILE = "rollout_state_{}.pt"  # in a checkpoint, by process
 
 
 def write_quantized(
@@ -40,21 +45,21 @@ def write_quantized(
     model, smoothing = generation.model, weights.smoothing
     main_process_only(lambda: check_replaceable(path))
     writer = CheckpointWriter(generation.base_model, generation.processing_class, weights.scheme, weights.ignore)
+    parameters: Iterable[Any]
     if base is None:
         parameters = generation.policy_parameters()
-        with smoothing.paused() if smoothing else nullcontext():  # the next fit needs the weights of the last sync
-            main_process_only(
-                lambda: writer.write(weights.tensors(parameters), path, lambda tmp: card(0).save(tmp / "README.md")),
-                parameters,
-            )
-        return
-    tensors, adapter = base.quantized_tensors(), adapter_tensors(model)
+        tensors, adapter, rank = weights.tensors(parameters), None, 0
+    else:
+        tensors, adapter, rank = base.quantized_tensors(), adapter_tensors(model), engine_rank(adapter_rank(model))
+        parameters = itertools.chain(tensors, adapter)
 
     def write_beside(tmp: Path) -> None:
-        write_adapter(model, adapter, tmp / ADAPTER_DIRECTORY)
-        card(engine_rank(adapter_rank(model))).save(tmp / "README.md")
+        if adapter is not None:
+            write_adapter(model, adapter, tmp / ADAPTER_DIRECTORY)
+        card(rank).save(tmp / "README.md")
 
-    main_process_only(lambda: writer.write(tensors, path, write_beside), itertools.chain(tensors, adapter))
+    with smoothing.paused() if smoothing else nullcontext():  # the next fit needs the weights of the last sync
+        main_process_only(lambda: writer.write(tensors, path, write_beside), parameters)
 
 
 def main_process_only(act: Callable[[], None], parameters: Iterable[Any] = ()) -> None:
@@ -76,12 +81,20 @@ def main_process_only(act: Callable[[], None], parameters: Iterable[Any] = ()) -
         raise RuntimeError(f"The main process could not save the quantized checkpoint. {outcome[0]}")
 
 
-@contextmanager
-def whole_state_dict(plugin: FullyShardedDataParallelPlugin) -> Iterator[None]:
-    """Make transformers save whole weights under FSDP inside the block; `SHARDED_STATE_DICT` would save none."""
-    state_dict_type = plugin.state_dict_type
-    plugin.set_state_dict_type("FULL_STATE_DICT")
-    try:
-        yield
-    finally:
-        plugin.set_state_dict_type(state_dict_type)
+def save_rollout_state(state: dict[str, Any], checkpoint: Path, accelerator: Accelerator) -> None:
+    """Write this process's state into a checkpoint directory, complete or not at all."""
+    path = checkpoint / STATE_FILE.format(accelerator.process_index)
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    torch.save(state | {"processes": accelerator.num_processes}, tmp := path.with_suffix(".tmp"))
+    tmp.replace(path)
+
+
+def load_rollout_state(checkpoint: Path, accelerator: Accelerator) -> dict[str, Any] | None:
+    """Read this process's state; `None` if the checkpoint has none, or is from another number of processes."""
+    path = checkpoint / STATE_FILE.format(accelerator.process_index)
+    if not path.exists():
+        return None
+    # Load via the CPU: torch cannot load directly to "cpu:0", the device of processes in a distributed CPU run.
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    # Otherwise processes with a file would continue the rollout and draws of prompts, and those without start over.
+    return send_to_device(state, accelerator.device) if state["processes"] == accelerator.num_processes else None

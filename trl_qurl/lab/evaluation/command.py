@@ -17,7 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trl_qurl.cli.options import add_ignore, check_model, json_dictionary
+from trl_qurl.cli.options import add_ignore, check_model
+from trl_qurl.lab.comparison import add_engine_kwargs
 from trl_qurl.lab.processes import ENGINE_ENVIRONMENT
 
 if TYPE_CHECKING:
@@ -54,9 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", type=Path, help="where to save answers and results (default: eval-MODEL)")
     add_ignore(parser)
-    parser.add_argument(
-        "--engine-kwargs", type=json_dictionary, default={}, metavar="JSON", help="extra arguments for vllm.LLM"
-    )
+    add_engine_kwargs(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.cli.noise import quiet
-from trl_qurl.cli.parser import did_you_mean
 from trl_qurl.lab.device import cpu_settings
 
 if TYPE_CHECKING:
@@ -79,6 +79,12 @@ def parse(
         guess = did_you_mean(words, [f"--{name}" for name in known_names])
         raise ValueError(f"Unknown option {' '.join(options)}{guess}")
     return parser.parse_args_and_config(argv)
+
+
+def did_you_mean(words: Iterable[str], names: Sequence[str]) -> str:
+    """Return `"; did you mean NAME?"`, or `"."` if no name is similar enough."""
+    matches = [name for word in words for name in get_close_matches(word, names, 1)]
+    return f"; did you mean {' '.join(matches)}?" if matches else "."
 
 
 def recipes() -> dict[str, Path]:
