@@ -1,19 +1,24 @@
-"""The examples of docs/architecture.md, in another package: a scheme, an objective (a trainer: test_trainers.py)."""
+"""The examples of docs/architecture.md: in other packages a scheme and an objective (a trainer: test_trainers.py)."""
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
-from documents import ROOT, blocks
+from documents import ROOT, blocks, rows
 from safetensors.torch import load_file
 from tiny import tiny_model, tiny_tokenizer
 
+from trl_qurl.quantization import SCHEMES
+from trl_qurl.quantization.stream import WeightStream, model_parameters
+
 PAGE = ROOT / "docs" / "architecture.md"
-NAMES = ("scheme", "registration", "objective", "config", "trainer")
+NAMES = ("scheme", "registration", "objective", "config", "trainer", "transform")
 EXAMPLES = dict(zip(NAMES, (block.code for block in blocks(PAGE, "py")), strict=True))
 """The code of the page."""
 
@@ -120,3 +125,48 @@ def test_a_scheme_of_another_package(tmp_path):
         assert config["config_groups"]["group_0"]["weights"]["num_bits"] == 6
         tensors = load_file(tmp_path / way / "model.safetensors")
         assert tensors["model.layers.0.mlp.up_proj.weight_packed"].shape == (128, 24)  # words for 128 inputs
+
+
+def test_a_transform_of_weights():
+    """Through a stream; a trainer with one: tests/test_trainers.py."""
+    names = {}
+    exec(EXAMPLES["transform"], names)
+    model = tiny_model()
+    weight = model.model.layers[0].mlp.up_proj.weight.data
+    weight[0, 0] = 100 * weight[0].std()
+    stream = WeightStream(model, SCHEMES["int8"])
+    name = "model.layers.0.mlp.up_proj.weight_scale"
+    wide = dict(stream.tensors(model_parameters(model)))[name][0].item()
+    stream.transforms.append(names["clip_outliers"])
+    narrow = dict(stream.tensors(model_parameters(model)))[name][0].item()
+    assert narrow == pytest.approx(4 * weight[0].std().item() / 127.5, rel=0.01) and narrow < wide / 2
+
+
+def files_with(word: str) -> set[str]:
+    """The files of the core with a word in their code; docstrings and comments do not count."""
+    found = set()
+    for path in (ROOT / "trl_qurl").rglob("*.py"):
+        name = path.relative_to(ROOT).as_posix()
+        tree = ast.parse(path.read_text())
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        parts = [node for node in ast.walk(tree) if id(node) not in docstrings]
+        texts = [getattr(node, field, None) for node in parts for field in ("value", "id", "attr", "name", "module")]
+        if not name.startswith("trl_qurl/lab/") and any(isinstance(text, str) and word in text for text in texts):
+            found.add(name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("section", "word"),
+    [
+        ("Adding a scheme", "w8a16"),
+        ("Adding an objective", "icepop"),
+        ("Adding a trainer", "QuRLRLOO"),
+        ("Adding a way to send weights", "llmcompressor"),
+    ],
+)
+def test_the_files_that_must_change_are_all_named(section, word):
+    """By what is there already: whoever adds the next one changes the same files."""
+    named = [code for row in rows(PAGE, section) for code in re.findall(r"`(trl_qurl/[^`]+)`", row[0])]
+    missing = {file for file in files_with(word) if not any(file.startswith(path) for path in named)}
+    assert files_with(word) and not missing

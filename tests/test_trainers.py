@@ -3,8 +3,8 @@
 import pytest
 from test_adding import EXAMPLES
 
-PACKAGE = {f"{name}.py": EXAMPLES[name] for name in ("objective", "config", "trainer")}
-"""What docs/architecture.md shows for another objective, and for another trainer of TRL."""
+PACKAGE = {f"{name}.py": EXAMPLES[name] for name in ("objective", "config", "trainer", "transform")}
+"""What docs/architecture.md shows for another objective, another trainer of TRL, and a transform of weights."""
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.xdist_group("several trainers")]
 
@@ -58,3 +58,8 @@ def test_another_trainer_takes_quantized_rollouts_in_thirty_lines(trainers):
     assert {"model.safetensors", "README.md"} <= set(record["saved"])
     assert "rollout_state_0.pt" in record["checkpoint"]
     assert "The algorithm is GMPO." in record["card"] and "quantized (INT8" in record["card"]
+
+
+def test_a_transform_of_weights_reaches_the_engine_and_the_checkpoint(trainers):
+    """The rollouts came from the limited weights: each sync compared digests of what was sent and received."""
+    assert 5 < trainers["GRPO"]["widest"] < 10, "an outlier of 1.0 is 20 times as wide as the other rows"

@@ -273,7 +273,7 @@ DEFINITIONS = [
         "compressed_tensors.quantization.quant_scheme",
         "preset_name_to_scheme",
         "name targets",
-        "quantization/schemes.py writes vLLM's config.json from it",
+        "quantization/scheme.py writes vLLM's config.json from it",
     ),
 ]
 

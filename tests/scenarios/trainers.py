@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file
 from tiny import tiny_classifier, tiny_model, tiny_tokenizer
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer
@@ -91,6 +92,11 @@ def train(kind: str, directory: str) -> dict[str, object]:
     """Build, train and delete; what is left of it."""
     trainer = build(kind, directory)
     record: dict[str, object] = {}
+    if kind == "GRPO":
+        from quantized_gmpo.transform import add_to
+
+        add_to(trainer)
+        trainer.model.model.layers[0].mlp.up_proj.weight.data[0, 0] = 1.0
     if kind == "dynamic sampling":
         rollout_that_fails(trainer)
         scored.clear()
@@ -104,6 +110,10 @@ def train(kind: str, directory: str) -> dict[str, object]:
     if kind == "GMPO":
         record["format"] = trainer.vllm_generation.sync.engine.describe().format
         record["saved"] = os.listdir(trainer.save_quantized(f"{directory}-int8"))
+    if kind == "GRPO":
+        saved = trainer.save_quantized(f"{directory}-int8")
+        scales = load_file(f"{saved}/model.safetensors")["model.layers.0.mlp.up_proj.weight_scale"]
+        record["widest"] = (scales[0] / scales[1:].median()).item()
     held = {"trainer": weakref.ref(trainer), "engine": weakref.ref(trainer.vllm_generation.llm)}
     del trainer
     gc.collect()

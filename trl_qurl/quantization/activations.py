@@ -7,8 +7,7 @@ raise a shared exponent only if the largest input would exceed 448.
 import torch
 
 LARGEST_FP8 = 448.0
-SMALLEST_GROUP_ABSMAX = 1e-10
-"""Blockwise FP8 kernels clamp the absmax of a group of inputs to at least this."""
+SMALLEST_GROUP_ABSMAX = 1e-10  # to which blockwise FP8 kernels clamp the absmax of a group of inputs
 
 MANTISSA_BITS, LARGEST_FP8_EXPONENT = 23, 8  # of float32 and E4M3
 BELOW_QUARTER = (1 << (MANTISSA_BITS - 2)) - 1

@@ -9,8 +9,7 @@ import torch
 
 from trl_qurl.quantization import packing
 
-HEAD = "lm_head"
-"""Last part of an output head's name."""
+HEAD = "lm_head"  # last part of an output head's name
 
 LINEAR = torch.nn.Linear(1, 1, device="meta")  # stand-in for patterns that match class names
 

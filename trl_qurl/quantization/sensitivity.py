@@ -21,16 +21,10 @@ from trl_qurl.quantization.stream import WeightStream
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
 """Groups of layers that vLLM fuses if one module has all of them."""
 
-DRAWS = 4
-"""Tokens to sample at each position."""
-
+DRAWS = 4  # tokens to sample at each position
 MOST_TOKENS = 512
-
-LARGEST_SHARE = 0.1
-"""Largest share of the bytes saved by quantization that `sensitive_layers` gives back."""
-
-SMALL = 1e-3
-"""KL, in nats per token, below which keeping more layers gains nothing: 16-bit kernels cause as much."""
+LARGEST_SHARE = 0.1  # of the bytes saved by quantization that `sensitive_layers` may give back
+SMALL = 1e-3  # KL, in nats per token, below which keeping more layers gains nothing: 16-bit kernels cause as much
 
 
 def estimate_kl(model: Any, weights: WeightStream, sequences: Iterable[Sequence[int]]) -> dict[tuple[str, ...], float]:

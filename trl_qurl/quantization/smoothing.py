@@ -24,14 +24,9 @@ from trl_qurl.quantization.architectures import ARCHITECTURES, decoder_layers
 from trl_qurl.quantization.checkpoint_form import CheckpointForm, NamedTensors, plain_model
 from trl_qurl.quantization.layers import linear_layers
 
-ALPHA = 0.4
-"""Share of the range that moves from inputs to weights: 0 for none, 1 for all."""
-
-FIT_INTERVAL = 16
-"""Syncs between fits."""
-
-LARGEST_SCALE = 2.0**10
-"""Largest scale. Known outliers need less, and larger ones would not fit into a float16 engine."""
+ALPHA = 0.4  # share of the range that moves from inputs to weights: 0 for none, 1 for all
+FIT_INTERVAL = 16  # syncs between fits
+LARGEST_SCALE = 2.0**10  # known outliers need less, and larger scales would not fit into a float16 engine
 
 LINEAR_PAIR = ("mlp.up_proj", "mlp.down_proj")
 """A linear layer that scales the inputs of another channel by channel, in the models of `ARCHITECTURES`: the

@@ -6,7 +6,7 @@ This is all the quantization that happens at each training step. It needs no cal
 
 import itertools
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class WeightStream:
         names = quantized_layer_names(model, ignore, scheme) if scheme else layer_shapes(model, ignore)
         self.layers = frozenset(names)
         self.smoothing = Smoothing(model, self.layers) if smooths else None
+        self.transforms: list[Callable[[NamedTensors], NamedTensors]] = [self.smoothing.fold] if self.smoothing else []
 
     def fit_smoothing(self, model: Any, sequences: Iterable[Sequence[int]]) -> None:
         """Fit the scales to the tokens of a few sequences before there are rollouts, in this process only.
@@ -71,8 +72,10 @@ class WeightStream:
         Raises `ValueError` if the scheme cannot store a layer, or, after the last tensor, if a layer is missing.
         """
         missing = set(self.layers)
-        tensors = self.form.convert(named_parameters)
-        for name, tensor in tensors if self.smoothing is None else self.smoothing.fold(tensors):
+        tensors: NamedTensors = self.form.convert(named_parameters)
+        for transform in self.transforms:
+            tensors = transform(tensors)
+        for name, tensor in tensors:
             layer = _layer(name, missing)
             weight = tensor.float() if is_exact and layer else tensor
             if layer is not None:
