@@ -54,9 +54,8 @@ def check_cap(config: Any, objective: Objective) -> None:
 def warn_of_biased_ratio(config: Any, stacklevel: int) -> None:
     """Warn if sampling settings make the importance ratio wrong; `generation_kwargs` override fields.
 
-    The engine reports log-probabilities of the distribution it sampled from: truncated and renormalized, or penalized.
-    The trainer's cover the whole vocabulary, at the same `temperature`. If tokens are cut, ρ is too small by the
-    factor S, the probability mass that remains: log ρ is off by log S at each position. See
+    The engine reports log-probabilities of the distribution it sampled from, the trainer those over the whole
+    vocabulary, at the same `temperature`. If tokens are cut, log ρ is off by log S, S being the mass that remains. See
     https://github.com/huggingface/trl/issues/6789 and https://github.com/vllm-project/vllm/issues/42259.
     """
     overrides = config.generation_kwargs or {}

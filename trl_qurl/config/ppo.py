@@ -52,16 +52,6 @@ class QuRLPPOConfig(QuRLGRPOConfig):
     critic_learning_rate: float = 1e-5
 
     def __post_init__(self) -> None:
-        self._check_critic()
-        generations = self.num_generations
-        if generations == 1:
-            # TRL refuses groups of one, but a critic needs no groups: let TRL check the batch sizes for another size.
-            self.num_generations_eval = self.num_generations_eval or 1  # type: ignore[has-type]
-            self.num_generations = max(self.per_device_train_batch_size, 2)
-        super().__post_init__()
-        self.num_generations = generations
-
-    def _check_critic(self) -> None:
         check_number(self, "num_generations", lambda n: n >= 1, "1 or more")
         check_number(self, "gamma", lambda x: 0 <= x <= 1, "in [0, 1] (verl's setting is 1)")
         check_number(self, "gae_lambda", lambda x: 0 <= x <= 1, "in [0, 1] (verl's setting is 1)")
@@ -85,3 +75,10 @@ class QuRLPPOConfig(QuRLGRPOConfig):
                     f"{name}={getattr(self, name)!r} compares completions of a group, which the critic replaces: set "
                     f"it to {allowed[0]!r}."
                 )
+        generations = self.num_generations
+        if generations == 1:
+            # TRL refuses groups of one, but a critic needs no groups: let TRL check the batch sizes for another size.
+            self.num_generations_eval = self.num_generations_eval or 1  # type: ignore[has-type]
+            self.num_generations = max(self.per_device_train_batch_size, 2)
+        super().__post_init__()
+        self.num_generations = generations

@@ -46,9 +46,8 @@ def checked_config(trainer: Any, config: Any, model: Any) -> Any:
 
 def rollout_settings(args: Any) -> RolloutSettings:
     """Return the rollout settings of a config as flat values."""
-    name = args.rollout_quantization
     return RolloutSettings(
-        scheme=None if name is None else get_scheme(name),
+        scheme=None if args.rollout_quantization is None else get_scheme(args.rollout_quantization),
         ignore=tuple(args.quantization_ignore),
         is_served=args.vllm_mode == "server",
         weight_sync=args.weight_sync,

@@ -99,7 +99,7 @@ class DynamicSampler:
     accelerator: Accelerator
 
     def fill(self, rows: list[dict[str, Any]], trainer: Any) -> Batch:
-        """Let a trainer generate and score a batch, and replace groups of equal rewards with groups of other prompts.
+        """Fill a batch with completions from `trainer`, and replace groups of equal rewards by other prompts' groups.
 
         Every process must call this with its own rows of the batch, one per completion.
         """
@@ -107,15 +107,14 @@ class DynamicSampler:
         batch = Batch(list(rounds[0].samples), rounds[0].rewards.clone())
         useful = self._useful(batch)  # (groups,)
         tried = {digest for part in gather_object([[prompt_digest(row) for row in rows]]) for digest in part}
-        group_count, useful_count = len(useful), int(useful.sum())
         while len(rounds) < MAX_ROUNDS and not useful.all():
             open_slots = (~useful).nonzero().flatten().tolist()
-            prompts = self._draw(len(open_slots), useful_count / group_count, len(useful), tried)
+            share = torch.cat([self._useful(each) for each in rounds]).double().mean().item()
+            prompts = self._draw(len(open_slots), share, len(useful), tried)
             if not prompts:
                 break
             rounds.append(sample_batch(self._share_out([row for row, _ in prompts]), trainer))
             new = self._useful(rounds[-1])
-            group_count, useful_count = group_count + len(new), useful_count + int(new.sum())
             slots = dict(zip(new.nonzero().flatten().tolist(), open_slots, strict=False))
             self._place(rounds[-1], slots, batch)
             useful[list(slots.values())] = True
@@ -133,15 +132,13 @@ class DynamicSampler:
         columns = {name: [each.extras.get(name) for each in batch.samples] for name in names}
         trainer._pending_extra_logs.update(columns)
         decisive = self.judge(torch.cat([each.rewards for each in rounds]))  # (N,)
-        batch.metrics.update(
-            {
-                "dynamic_sampling/rounds": float(len(rounds)),
-                "dynamic_sampling/discarded_share": 1 - len(batch.rewards) / len(decisive),
-                "dynamic_sampling/filled_share": useful.float().mean().item(),
-                "dynamic_sampling/unfiltered_reward": decisive.nanmean().item(),
-            }
-        )
-        return batch
+        metrics = {
+            "dynamic_sampling/rounds": float(len(rounds)),
+            "dynamic_sampling/discarded_share": 1 - len(batch.rewards) / len(decisive),
+            "dynamic_sampling/filled_share": useful.float().mean().item(),
+            "dynamic_sampling/unfiltered_reward": decisive.nanmean().item(),
+        }
+        return Batch(batch.samples, batch.rewards, metrics)
 
     def _useful(self, batch: Batch) -> torch.Tensor:
         return informative(self.judge(batch.rewards), self.group_size)
@@ -177,7 +174,7 @@ class DynamicSampler:
 
 
 def sample_batch(rows: list[dict[str, Any]], trainer: Any) -> Batch:
-    """Let a trainer generate and score a completion for each row, and take the columns that reward functions add."""
+    """Return a completion for each row from `trainer`, with its rewards and the columns that reward functions add."""
     prompts = [row["prompt"] for row in rows]
     prompt_ids, completion_ids, _, completions, logps, *_ = trainer._generate(prompts)
     rewards = trainer._calculate_rewards(rows, prompts, completions, completion_ids)

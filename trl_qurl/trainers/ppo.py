@@ -1,7 +1,6 @@
 """`QuRLPPOTrainer`: PPO with a critic, on quantized rollouts.
 
-Each override calls `QuRLGRPOTrainer`'s and adds the critic: to scoring (values, advantages), the loss (the batch to
-learn from), the training step (its update) and checkpoints. TRL's loss accepts one advantage per token, so the policy
+Each override calls `QuRLGRPOTrainer`'s and adds the critic. TRL's loss accepts one advantage per token, so the policy
 side of PPO is TRL's.
 """
 
@@ -111,12 +110,8 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         }
         self._record(metrics)
         self._log_advantages(advantages, mask)
-        batch |= {
-            "advantages": whiten(advantages, mask, spread),
-            "values": values[:, :-1],
-            "returns": returns,
-            "critic_mask": mask,
-        }
+        batch["advantages"] = whiten(advantages, mask, spread)
+        batch |= {"values": values[:, :-1], "returns": returns, "critic_mask": mask}
 
     def _log_advantages(self, advantages: torch.Tensor, mask: torch.Tensor) -> None:
         """Replace the groups' advantages in the table of completions with means over the tokens."""

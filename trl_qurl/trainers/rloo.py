@@ -16,7 +16,7 @@ from trl_qurl.config import QuRLRLOOConfig
 from trl_qurl.objective import TRL_LOSS, surrogate_terms
 from trl_qurl.rollout.mismatch import valid_logps
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.trainers.loss_metrics import loss_metrics
+from trl_qurl.trainers.grpo import learned_tokens, loss_metrics
 from trl_qurl.trainers.model_card import QURL
 from trl_qurl.trainers.rollouts import QuantizedRolloutsMixin
 
@@ -67,7 +67,7 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
         self, batch: dict[str, Any], proximal_logps: torch.Tensor, behavior_logps: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """Return the inputs from which the loss computes the objective, and tally the mismatch."""
-        learned = batch["completion_mask"].bool()  # (B, T)
+        learned = learned_tokens(batch)  # (B, T)
         cap = self.args.vllm_importance_sampling_clip_max
         cap = float("inf") if cap is None else cap
         self._mismatch.add(proximal_logps, behavior_logps, learned, cap)
@@ -84,19 +84,15 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
             epsilon_low=self.epsilon_low,
             epsilon_high=self.epsilon_high,
         )
-        return {
-            "old_logps": (terms.old_logps * learned).sum(1),
-            "token_weights": terms.weight,
-            "proximal_logps": proximal_logps,
-        }
+        old_logps = (terms.old_logps * learned).sum(1)  # (B,)
+        return {"old_logps": old_logps, "token_weights": terms.weight, "proximal_logps": proximal_logps}
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         with substitute(self, "_token_weights", inputs.get("token_weights")), substitute(self, "_passes", ()):
             loss = super()._compute_loss(model, inputs)
             policy_logps = self._passes[0]  # the loss runs one forward pass
-        learned = inputs["completion_mask"].bool()
-        proximal_logps, upper = inputs["proximal_logps"], self.epsilon_high
-        self._record(loss_metrics(policy_logps, proximal_logps, inputs, learned, upper, self._sum_over_processes))
+        logps, learned = (policy_logps, inputs["proximal_logps"]), learned_tokens(inputs)
+        self._record(loss_metrics(*logps, inputs, learned, self.epsilon_high, self._sum_over_processes))
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 RUN_LOG = "run.jsonl"
-SETTINGS_KEY = "settings"
 
 # Text of settings with secret values, also inside JSON text, where quotes are escaped; and passwords in URLs.
 _SECRET = re.compile(
@@ -62,7 +61,7 @@ def begin_log(path: Path, settings: dict[str, Any], step: int) -> None:
         backups = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(1))
         path.rename(next(backup for backup in backups if not backup.exists()))
     path.parent.mkdir(parents=True, exist_ok=True)
-    header = _PASSWORD.sub("//<hidden>@", _SECRET.sub(r"\1<hidden>", _line({SETTINGS_KEY: settings})))
+    header = _PASSWORD.sub("//<hidden>@", _SECRET.sub(r"\1<hidden>", _line({"settings": settings})))
     tmp = path.with_suffix(".tmp")
     tmp.write_text(header + "".join(map(_line, rows)), encoding="utf-8")
     tmp.replace(path)
@@ -104,7 +103,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         header, *rows = map(json.loads, lines)
         if not all(isinstance(row["step"], int) for row in rows):
             raise ValueError("a step is not a whole number")
-        return Run(file, header[SETTINGS_KEY], rows)
+        return Run(file, header["settings"], rows)
     except (OSError, EOFError, ValueError, LookupError, TypeError) as error:
         raise ValueError(
             f"{file} is not a run log, or is damaged ({error}): its first line must hold the settings, and all others "
