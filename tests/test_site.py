@@ -12,7 +12,7 @@ import pytest
 from documents import ROOT
 from public_names import public_names
 
-from trl_qurl.cli.parser import COMMANDS
+from trl_qurl.cli import COMMANDS
 
 pytestmark = [
     pytest.mark.xdist_group("site"),  # built once

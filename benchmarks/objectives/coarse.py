@@ -9,6 +9,7 @@ changes. Activations are the kernel's own, of eight bits. For some arms they are
 kernel rounds them once more, which moves them by at most 1/254 of the largest one.
 """
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,7 +69,18 @@ def add_coarse_schemes() -> None:
     """Make `CODE_BITS` and `UNBIASED` known to the trainers of this process."""
     for name, bits in {**CODE_BITS, **{name: int(name[3]) for name in UNBIASED}}.items():
         kind = {"stochastic": StochasticScheme, "feedback": FeedbackScheme}.get(name[5:], CoarseScheme)
-        register_scheme(kind(**{**vars(get_scheme("int8")), "name": name, "bits": bits}))
+        register_scheme(
+            kind(
+                **{
+                    **{
+                        field.name: getattr(get_scheme("int8"), field.name)
+                        for field in dataclasses.fields(QuantizationScheme)
+                    },
+                    "name": name,
+                    "bits": bits,
+                }
+            )
+        )
 
 
 def round_activations(x: torch.Tensor, bits: int) -> torch.Tensor:
