@@ -74,7 +74,9 @@ def add_coarse_schemes() -> None:
                 **{
                     **{
                         field.name: getattr(get_scheme("int8"), field.name)
-                        for field in dataclasses.fields(QuantizationScheme)
+                        int8 = get_scheme("int8")
+                        fields = {field.name: getattr(int8, field.name) for field in dataclasses.fields(int8)}
+                        register_scheme(kind(**{**fields, "name": name, "bits": bits}))
                     },
                     "name": name,
                     "bits": bits,
