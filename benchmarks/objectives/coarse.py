@@ -69,20 +69,9 @@ def add_coarse_schemes() -> None:
     """Make `CODE_BITS` and `UNBIASED` known to the trainers of this process."""
     for name, bits in {**CODE_BITS, **{name: int(name[3]) for name in UNBIASED}}.items():
         kind = {"stochastic": StochasticScheme, "feedback": FeedbackScheme}.get(name[5:], CoarseScheme)
-        register_scheme(
-            kind(
-                **{
-                    **{
-                        field.name: getattr(get_scheme("int8"), field.name)
-                        int8 = get_scheme("int8")
-                        fields = {field.name: getattr(int8, field.name) for field in dataclasses.fields(int8)}
-                        register_scheme(kind(**{**fields, "name": name, "bits": bits}))
-                    },
-                    "name": name,
-                    "bits": bits,
-                }
-            )
-        )
+        int8 = get_scheme("int8")
+        fields = {field.name: getattr(int8, field.name) for field in dataclasses.fields(int8)}
+        register_scheme(kind(**{**fields, "name": name, "bits": bits}))
 
 
 def round_activations(x: torch.Tensor, bits: int) -> torch.Tensor:
