@@ -55,7 +55,7 @@ def warn_of_biased_ratio(config: Any, stacklevel: int) -> None:
     """Warn if sampling settings make the importance ratio wrong; `generation_kwargs` override fields.
 
     The engine reports log-probabilities of the distribution it sampled from, the trainer those over the whole
-    vocabulary, at the same `temperature`. If tokens are cut, log ρ is off by log S, S being the mass that remains. See
+    vocabulary, at the same `temperature`. If tokens are cut, log ρ is off by log S, where S is the mass that remains:
     https://github.com/huggingface/trl/issues/6789 and https://github.com/vllm-project/vllm/issues/42259.
     """
     overrides = config.generation_kwargs or {}

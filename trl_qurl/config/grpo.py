@@ -28,7 +28,8 @@ DEFAULT_CAP = DefaultCap(2.0)
 @dataclass
 class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
     """[`~trl.GRPOConfig`] plus the settings of quantized rollouts ([`QuantizedRolloutsConfig`]), the objective, and
-    dynamic sampling. Only new fields and fields with a new default are listed.
+    dynamic sampling. Only new fields and fields with a new default are listed. Settings that conflict raise
+    `ValueError`.
 
     > Objective
 

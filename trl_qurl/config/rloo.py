@@ -14,7 +14,7 @@ from trl_qurl.objective import OBJECTIVES, TRL_LOSS, get_objective
 @dataclass
 class QuRLRLOOConfig(QuantizedRolloutsConfig, RLOOConfig):
     """[`~trl.RLOOConfig`] plus the settings of quantized rollouts ([`QuantizedRolloutsConfig`]) and the objective.
-    Only new fields are listed.
+    Only new fields are listed. Settings that conflict raise `ValueError`.
 
     > Objective
 

@@ -19,7 +19,7 @@ def int8_per_token(inputs: torch.Tensor) -> torch.Tensor:
 
     $$s = \\max_j |x_j| / 127, \\qquad \\hat x_j = s \\cdot \\mathrm{round}(x_j / s)$$
 
-    `inputs` are a layer's, (..., in), and so is the result, in the same dtype.
+    Takes and returns the inputs of a layer, (..., in), in the same dtype.
     """
     scale = _token_scale(inputs, 127.0)
     return ((inputs.float() / scale).clamp(-127.0, 127.0).round() * scale).to(inputs.dtype)
