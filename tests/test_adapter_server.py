@@ -7,7 +7,8 @@ import time
 
 import pytest
 import requests
-from conftest import child_environment, free_port, kill_group
+from conftest import child_environment, free_port, kill_group, needs_avx512
+from delayed import delay, record_prompts
 from peft import LoraConfig
 from test_engine import MOVED, SAME
 from test_faults import Deployment, at_step, history, interrupt, recoveries
@@ -15,7 +16,7 @@ from tiny import PROBE, tiny_model
 
 from trl_qurl.rollout.errors import SyncError
 
-pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("adapter server")]
+pytestmark = [pytest.mark.vllm, needs_avx512, pytest.mark.xdist_group("adapter server")]
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,18 @@ def test_another_base_is_refused_before_anything_is_sent(settings, trainer, depl
         other.train()
     assert other.state.global_step == 0
     trainer(max_steps=1).train()  # the right one goes on
+
+
+def test_rollouts_ahead_keep_the_adapter_that_began_them(trainer):
+    settings = {"max_steps": 6, "steps_per_generation": 2, "gradient_accumulation_steps": 1}
+    plain, delayed, ahead = trainer(**settings), trainer(**settings), trainer(rollouts_ahead=1, **settings)
+    order = record_prompts(plain)
+    plain.train()
+    delay(delayed, order)
+    delayed.train()
+    ahead.train()
+    assert ahead.vllm_generation.base is not None
+    assert history(ahead) == history(delayed) != history(plain)
 
 
 def test_a_server_that_restarts_gets_the_adapter_again(trainer, deployment, monkeypatch):

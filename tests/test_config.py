@@ -50,6 +50,7 @@ OWN_DEFAULTS = {
     "vllm_engine_kwargs": {},
     "sync_check_interval": 16,
     "vllm_request_timeout": 1800.0,
+    "rollouts_ahead": 0,
     "mismatch_guard": "warn",
     "mismatch_guard_kl": 0.1,
     "smooth_activations": None,

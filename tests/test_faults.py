@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -344,14 +344,14 @@ def test_two_processes_recover_together(deployment, train, tmp_path):
     assert [sum(row["sync/recoveries"] for row in run if "sync/recoveries" in row) for run in rows] == [0, 1]
 
 
-def test_answers_500_three_times(deployment, undisturbed):
-    deployment.up()
-    failures = {"/v1/completions": 2, "/collective_rpc": 1}
+@contextmanager
+def answering_500(deployment, failures):
+    """The address of a proxy that answers so many requests of a path with an error, instead of the server."""
 
     class Handler(BaseHTTPRequestHandler):
         def forward(self):
             body = self.rfile.read(int(self.headers["Content-Length"] or 0))
-            if trainer_is_training and failures.get(self.path, 0):
+            if failures.get(self.path, 0):
                 failures[self.path] -= 1
                 return self.answer(500, b"EngineGenerateError")
             url, headers = deployment.server.url, {"Content-Type": "application/json"}
@@ -368,13 +368,19 @@ def test_answers_500_three_times(deployment, undisturbed):
         def log_message(self, *arguments):
             pass
 
-    trainer_is_training = []
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as proxy:
         threading.Thread(target=proxy.serve_forever, daemon=True).start()
-        trainer = deployment.trainer(vllm_server_base_url=f"http://127.0.0.1:{proxy.server_port}")
-        trainer.add_callback(at_step(1, lambda: trainer_is_training.append(True)))
-        trainer.train()
+        yield f"http://127.0.0.1:{proxy.server_port}"
         proxy.shutdown()
+
+
+def test_answers_500_three_times(deployment, undisturbed):
+    deployment.up()
+    failures = {}
+    with answering_500(deployment, failures) as url:
+        trainer = deployment.trainer(vllm_server_base_url=url)
+        trainer.add_callback(at_step(1, lambda: failures.update({"/v1/completions": 2, "/collective_rpc": 1})))
+        trainer.train()
     assert failures == {"/v1/completions": 0, "/collective_rpc": 0} and recoveries(trainer) == 3
     assert history(trainer) == undisturbed
 

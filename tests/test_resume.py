@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import needs_avx512
 from safetensors.torch import load_file
 from test_engine import ADAPTER
 from trl.trainer.utils import RepeatSampler
 
-from trl_qurl.trainers.rollouts import skip_epochs
-from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state
+from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state, skip_epochs
 
 pytestmark = [
     pytest.mark.vllm,
@@ -102,6 +102,7 @@ def test_training_a_saved_model_again_does_not_scale_it_again(uninterrupted, tra
 
 
 @pytest.mark.xdist_group("resume")
+@needs_avx512
 def test_an_adapter_on_a_rounded_base_resumes(train, tmp_path):
     """The base is loaded and rounded again, as in any new process; the checkpoint has the adapter alone."""
     config = CONFIG | ADAPTER | {"round_base": True, "rollout_quantization": "w4a16", "max_steps": 6}

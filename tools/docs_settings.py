@@ -24,6 +24,7 @@ SEE = {
     "round_base": "lora.md",
     "sync_check_interval": "reliability.md#how-a-sync-is-checked",
     "objective": "settings.md#objectives",
+    "rollouts_ahead": "scaling.md#generate-while-you-train",
     "dynamic_sampling": "settings.md#dynamic-sampling-dapo",
     "mismatch_guard": "settings.md#the-mismatch-guard",
 }

@@ -19,8 +19,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
+from delayed import delay, record_prompts
 from short_runs import BASE, KINDS
 from tiny import KEPT, PROBE, tiny_model, tiny_tokenizer
+
+ORDERS: list = []
+"""The prompts of each run, rollout by rollout."""
 
 PROMPTS = ["ab", "cde", "f g", "h1", "i22", "jj", "k", "lm"]
 
@@ -136,6 +140,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--critic-lora", action="store_true")
     parser.add_argument("--save", action="store_true", help="save the model to output_dir at the end")
     parser.add_argument("--kill-before-generation", type=int, help="a server's process, killed in the second rollout")
+    parser.add_argument("--delayed", action="store_true", help="by one rollout, in the order of the run before")
     parser.add_argument("--config", default="{}", help="JSON of further config fields")
     return parser.parse_args(arguments)
 
@@ -184,6 +189,9 @@ def run(options: argparse.Namespace) -> dict:
     record = {"probe_start": engine_logps(trainer), "whole_mb": trainer.vllm_generation.pop_cost().sent_bytes / 1e6}
     if options.kill_before_generation and trainer.accelerator.is_main_process:
         kill_before_generation(trainer.vllm_generation.vllm_client, options.kill_before_generation)
+    if options.delayed:
+        delay(trainer, ORDERS[-1])
+    ORDERS.append(record_prompts(trainer))
     trainer.train(resume_from_checkpoint=options.resume)
 
     adapter = {name: p.clone() for name, p in trainer.model.named_parameters() if "lora_" in name}

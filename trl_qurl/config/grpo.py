@@ -70,6 +70,11 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
         super().__post_init__()
         if self.dynamic_sampling_reward is not None and not self.dynamic_sampling:
             raise ValueError("dynamic_sampling_reward has no effect unless dynamic_sampling=True.")
+        if self.dynamic_sampling and self.rollouts_ahead:
+            raise ValueError(
+                "dynamic_sampling=True generates again until a batch is full, so it cannot begin the next one ahead: "
+                "set rollouts_ahead=0 or dynamic_sampling=False."
+            )
         if self.objective == TRL_LOSS:
             return
         objective = get_objective(self.objective)

@@ -66,6 +66,8 @@ class QuantizedRolloutsConfig:
         vllm_request_timeout: Seconds a request to the vLLM server may take before it counts as failed.
         vllm_engine_kwargs: Extra arguments of the colocated `vllm.LLM` (`enforce_eager`, `block_size`, ...), as a
             dictionary.
+        rollouts_ahead: With 1, a server generates the next rollout while the trainer learns from the current one, so
+            a rollout's weights are one rollout old (`rollout/ahead.py`). 0 is off. Needs `vllm_mode="server"`.
 
     > Checks
 
@@ -106,6 +108,7 @@ class QuantizedRolloutsConfig:
     rollout_checkpoint_dir: str | None = None
     vllm_request_timeout: float = 1800.0
     vllm_engine_kwargs: dict[str, Any] | str | None = field(default_factory=dict)
+    rollouts_ahead: int = 0
 
     # Checks
     sync_check_interval: int = 16
@@ -163,6 +166,7 @@ class QuantizedRolloutsConfig:
         check_number(self, "mismatch_guard_kl", lambda kl: 0 < kl < inf, f"{finite} (nats per token; usually 0.1)")
         check_number(self, "vllm_request_timeout", lambda x: x > 0, "a positive number of seconds")
         check_number(self, "sync_check_interval", lambda n: n >= 0, "a number of syncs, or 0 for none")
+        check_number(self, "rollouts_ahead", lambda n: n in (0, 1), "0 or 1")
 
     def _check_format(self: Any) -> None:
         if self.round_base and (self.weight_sync not in ("auto", "adapter") or self.rollout_quantization is None):
@@ -208,6 +212,12 @@ class QuantizedRolloutsConfig:
         return "round_base=True (no whole weights are sent)" if self.round_base else None
 
     def _check_engine(self: Any) -> None:
+        if self.rollouts_ahead and self.vllm_mode != "server":
+            raise ValueError(
+                f"rollouts_ahead={self.rollouts_ahead} needs a server that generates while the trainer learns, but "
+                f"vllm_mode is {self.vllm_mode!r}: start one with `trl-qurl serve` and set vllm_mode='server', or "
+                "set rollouts_ahead=0."
+            )
         if self.use_transformers_continuous_batching:
             raise ValueError(
                 "use_transformers_continuous_batching=True asks transformers to generate, without quantized "

@@ -43,6 +43,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     `global_step` and `prompts` must not keep the trainer alive, or the engine is never freed.
     """
 
+    _engine_class = ServedEngine  # of a server
+
     sync: WeightSync  # keeps the engine at the policy's weights
     base: FrozenBase | None = None  # of an adapter that is sent alone
     kept: tuple[str, ...]  # layers that `AUTO` keeps in full precision
@@ -90,7 +92,10 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         """Connect the main process to the server. Return its engine, and what every process needs to send weights."""
         rollout, device = self.rollout, self.accelerator.device
         client = functools.partial(
-            ServedEngine, scheme=rollout.scheme, ignore=self.weights.ignore, request_timeout=rollout.request_timeout
+            self._engine_class,
+            scheme=rollout.scheme,
+            ignore=self.weights.ignore,
+            request_timeout=rollout.request_timeout,
         )
         with substitute(vllm_generation, "VLLMClient", client):
             super()._init_vllm()

@@ -45,7 +45,7 @@ Parameters = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 @dataclass
 class RolloutCost:
-    """The cost of rollouts in this process, and what the probe measured."""
+    """The cost of rollouts in this process, and what was measured on the way."""
 
     quantize_s: float = 0.0  # gathering and rounding
     sync_s: float = 0.0  # whole syncs without the probe; includes `quantize_s` and any digests
@@ -54,7 +54,7 @@ class RolloutCost:
     recoveries: int = 0  # from server faults
     generate_s: float = 0.0
     tokens: int = 0  # of completions
-    probe: dict[str, float] = field(default_factory=dict)  # metrics of the latest probe, if there was one
+    metrics: dict[str, float] = field(default_factory=dict)  # such as those of a probe, by name
 
 
 @dataclass(eq=False)
@@ -126,7 +126,7 @@ class WeightSync:
         cost.sent_bytes += stream.nbytes
         if is_checked:
             started = time.perf_counter()
-            cost.probe = self._check_probe()
+            cost.metrics |= self._check_probe()
             cost.check_s += time.perf_counter() - started
 
     def require_version(self) -> None:

@@ -93,9 +93,23 @@ def check_arguments(args: Any, arguments: Mapping[str, Any]) -> None:
             f"train_dataset has {len(train)} prompts, but a rollout needs {needed} (per_device_train_batch_size x "
             "processes x steps_per_generation / num_generations): add prompts, or make rollouts smaller."
         )
+    if args.rollouts_ahead:
+        check_plain_generation(arguments, f"rollouts_ahead={args.rollouts_ahead}")
     rewards = arguments.get("reward_funcs")
     for function in rewards if isinstance(rewards, list) else [rewards]:
         check_reward(function, args, arguments)
+
+
+def check_plain_generation(arguments: Mapping[str, Any], setting: str) -> None:
+    """Raise `ValueError` unless every completion is one answer to a text prompt of a dataset read by index."""
+    dataset = arguments.get("train_dataset")
+    if not hasattr(dataset, "__len__"):
+        raise ValueError(f"{setting} does not work with a streaming dataset: load it with streaming=False.")
+    for name in ("tools", "rollout_func", "environment_factory"):
+        if arguments.get(name):
+            raise ValueError(f"{setting} does not work with {name}: remove one of them.")
+    if {"image", "images"} & set(getattr(dataset, "column_names", None) or ()):
+        raise ValueError(f"{setting} does not work with images: leave it out.")
 
 
 def check_prompt_column(name: str, dataset: Any) -> None:

@@ -18,6 +18,8 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
+from trl_qurl.trainers.arguments import check_plain_generation
+
 logger = get_logger(__name__)  # logs in the main process only
 
 MAX_ROUNDS = 10  # of generation for one batch, including the first: verl's limit for DAPO
@@ -204,17 +206,7 @@ def weighted_sum(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 def check_dynamic_sampling(arguments: dict[str, Any], reward_name: str | None) -> None:
     """Raise `ValueError` for trainer arguments that dynamic sampling does not support, before an engine starts."""
-    dataset = arguments.get("train_dataset")
-    if not hasattr(dataset, "__len__"):
-        raise ValueError(
-            "dynamic_sampling=True cannot draw extra prompts from a streaming dataset: load it with streaming=False, "
-            "or set dynamic_sampling=False."
-        )
-    for name in ("tools", "rollout_func", "environment_factory"):
-        if arguments.get(name):
-            raise ValueError(f"dynamic_sampling=True does not work with {name}: remove one of them.")
-    if {"image", "images"} & set(getattr(dataset, "column_names", None) or ()):
-        raise ValueError("dynamic_sampling=True does not work with images: set it to False.")
+    check_plain_generation(arguments, "dynamic_sampling=True")
     functions = arguments["reward_funcs"]
     functions = functions if isinstance(functions, list) else [functions]
     names = [getattr(function, "__name__", None) for function in functions]

@@ -20,6 +20,7 @@ from trl.trainer.utils import RepeatSampler, get_config_model_id
 from trl_qurl.quantization.formats import SCHEMES, get_scheme
 from trl_qurl.quantization.layers import AUTO
 from trl_qurl.quantization.stream import WeightStream
+from trl_qurl.rollout.ahead import AheadVLLMGeneration, UpcomingRows
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.images import plain_prompts
 from trl_qurl.rollout.mismatch import MismatchTally
@@ -28,7 +29,8 @@ from trl_qurl.trainers.arguments import applies_uaq, check_arguments, checked_co
 from trl_qurl.trainers.callbacks import RunLogCallback, TrainerAwareCallback, UpdateAwareQuantizationCallback
 from trl_qurl.trainers.guard import MismatchGuardCallback
 from trl_qurl.trainers.model_card import add_rollouts, quantized_card
-from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state, write_quantized
+from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state, skip_epochs, write_quantized
+from trl_qurl.trainers.step_timer import StepTimer
 
 TRLTrainer: Any = object  # to mypy, the mixin has all that a trainer has
 
@@ -53,6 +55,8 @@ class QuantizedRolloutsMixin(TRLTrainer):
 
     _train_sampler: RepeatSampler | None = None
     _scoring_seconds = 0.0  # in forward passes of the current rollout
+    _ahead: AheadVLLMGeneration | None = None  # `vllm_generation`, with `rollouts_ahead`
+    _upcoming_rows: UpcomingRows | None = None
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **kwargs: Any
@@ -66,14 +70,14 @@ class QuantizedRolloutsMixin(TRLTrainer):
         self._guard = None if args.mismatch_guard == "off" else MismatchGuardCallback(args)
         # Ours go first: rows logged by user callbacks belong in run.jsonl, their time in no step.
         run_log = RunLogCallback({"updates_per_rollout": args.updates_per_rollout, "algorithm": self._algorithm})
-        guard = [] if self._guard is None else [self._guard]
         uaq = [UpdateAwareQuantizationCallback(args.uaq_scale)] if applies_uaq(args, arguments) else []
-        arguments["callbacks"] = [*uaq, self._step_timer, run_log, *guard, *(arguments.get("callbacks") or [])]
+        ours = filter(None, [self._step_timer, run_log, self._guard])
+        arguments["callbacks"] = [*uaq, *ours, *(arguments.get("callbacks") or [])]
         # Nothing below may hold the trainer: vLLM freezes the garbage collector, so reference cycles are never freed,
         # and a deleted trainer would keep its engine.
         trainer = weakref.proxy(self)
         generation = functools.partial(
-            QuantizedVLLMGeneration,
+            AheadVLLMGeneration if args.rollouts_ahead else QuantizedVLLMGeneration,
             rollout=rollout_settings(args),
             global_step=lambda: trainer.state.global_step,
             prompts=lambda: trainer._first_prompts(),
@@ -83,6 +87,7 @@ class QuantizedRolloutsMixin(TRLTrainer):
         # Replace `auto` with the layers it selected, for the log, the model card and the checkpoints.
         patterns = [pattern for pattern in args.quantization_ignore if pattern != AUTO]
         args.quantization_ignore = [*patterns, *self.vllm_generation.kept]
+        self._ahead = self.vllm_generation if args.rollouts_ahead else None
         self._mismatch = MismatchTally(self.accelerator)
         for callback in self.callback_handler.callbacks:
             self._set_trainer(callback)
@@ -110,6 +115,9 @@ class QuantizedRolloutsMixin(TRLTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         self._scoring_seconds = 0.0
+        ahead = self._ahead if self._mode == "train" else None
+        if ahead is not None:
+            ahead.upcoming = self._upcoming_prompts(inputs)
         batch = super()._generate_and_score_completions(inputs)
         cost = self.vllm_generation.pop_cost()
         tokens = self._sum_over_processes(torch.tensor([float(cost.tokens)], device=self.accelerator.device)).item()
@@ -123,8 +131,31 @@ class QuantizedRolloutsMixin(TRLTrainer):
             "time/logps_s": self._scoring_seconds,
             "throughput/generated_tokens_per_s": tokens / cost.generate_s if cost.generate_s else 0.0,
         }
-        self._record(metrics | cost.probe)
+        if ahead is not None:
+            batch["fresh_logps"] = ahead.fresh_logps(batch["completion_ids"])
+        self._record(metrics | cost.metrics)
         return batch
+
+    def _upcoming_prompts(self, rows: list[dict[str, Any]]) -> list[list[int]]:
+        """Return the tokens of this process's prompts in the next rollout; none if these rows' is the last."""
+        micro_batches = self.args.steps_per_generation * self.num_iterations  # per rollout
+        if self._step + micro_batches >= self.state.max_steps * self.args.gradient_accumulation_steps:
+            return []
+        if self._upcoming_rows is None:
+            sampler = super()._get_train_sampler(self.train_dataset)
+            skip_epochs(sampler, self.state.epoch)
+            self._upcoming_rows = UpcomingRows(sampler, self.train_dataset, self.accelerator)
+        following = self._upcoming_rows.after(rows)
+        return super()._tokenize_prompts([row["prompt"] for row in following])[0] if following else []
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the parent does, and abort a rollout that is still out at the end."""
+        self._upcoming_rows = None
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self._ahead is not None:
+                self._ahead.drop()
 
     def _first_prompts(self) -> list[list[int]]:
         """Return the tokens of the first training prompts; none for multimodal policies and environments."""
@@ -174,13 +205,16 @@ class QuantizedRolloutsMixin(TRLTrainer):
         smoothing = self.vllm_generation.weights.smoothing
         scales = smoothing and smoothing.state_dict()
         # TRL's count of micro-batches so far, and the batches of its rollout.
-        return {"step": self._step, "batches": self._buffered_inputs, "smoothing": scales}
+        ahead = self._ahead and self._ahead.state()
+        return {"step": self._step, "batches": self._buffered_inputs, "smoothing": scales, "ahead": ahead}
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
         self._step, self._buffered_inputs = state["step"], state["batches"]
         smoothing = self.vllm_generation.weights.smoothing
         if smoothing is not None and state["smoothing"]:
             smoothing.load_state_dict(state["smoothing"])
+        if self._ahead is not None:
+            self._ahead.load_state(state["ahead"])
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
@@ -223,12 +257,12 @@ class QuantizedRolloutsMixin(TRLTrainer):
         ignore: Collection[str] | None = None,
         merge: bool = False,
     ) -> Path:
-        """Write a quantized checkpoint of the current policy, without a critic, for `vllm serve DIRECTORY`.
+        """Write a quantized checkpoint of the current policy, without a critic, and return its directory.
 
-        In the rollouts' format it holds what the engine would be sent, smoothed as in the rollouts. An adapter is
-        merged into the weights, unless rollouts kept it separate (`weight_sync="adapter"`): then it is in the
-        subdirectory `adapter`. With UAQ, the config records the scale. Unquantized weights keep their training dtype.
-        Training can continue afterwards. In a distributed run, every process must call this.
+        `vllm serve` loads it. In the rollouts' format it holds what the engine would be sent, smoothed as in the
+        rollouts. An adapter is merged into the weights, unless rollouts kept it separate (`weight_sync="adapter"`):
+        then it is in the subdirectory `adapter`. With UAQ, the config records the scale. Unquantized weights keep
+        their training dtype. Training can continue afterwards. In a distributed run, every process must call this.
 
         Args:
             output_dir: Directory to create; defaults to `{args.output_dir}-{scheme}`, which `push_to_hub` does not
@@ -237,9 +271,6 @@ class QuantizedRolloutsMixin(TRLTrainer):
             ignore: Modules to keep in full precision; defaults to those of the rollouts, `args.quantization_ignore`.
             merge: Whether to merge an adapter that rollouts kept separate. With another format or other modules to
                 ignore than the rollouts', it is always merged.
-
-        Returns:
-            The checkpoint directory.
 
         Raises:
             ValueError: The scheme is missing or unknown, or no layer is left to quantize.
@@ -264,28 +295,3 @@ class QuantizedRolloutsMixin(TRLTrainer):
         weights = generation.weights if is_rollouts else WeightStream(generation.base_model, target, ignore)
         write_quantized(generation, path, weights, card, generation.base if is_rollouts and not merge else None)
         return path
-
-
-def skip_epochs(sampler: RepeatSampler | None, epoch: float | None) -> None:
-    """Draw the orders of completed epochs again: a resumed process seeds the sampler's generator again."""
-    if sampler is not None and sampler.shuffle:
-        for _ in range(int(epoch or 0)):
-            next(iter(sampler))
-
-
-class StepTimer(TrainerAwareCallback):
-    """Callback that times each optimizer step (forward, backward, clipping, update) without rollouts inside it."""
-
-    _started = 0.0
-
-    def exclude(self, seconds: float) -> None:
-        """Exclude these seconds from the current step."""
-        self._started += seconds
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Start the clock."""
-        self._started = time.perf_counter()
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Record the duration of the step in seconds, including the optimizer's update."""
-        self.trainer._record({"time/update_s": time.perf_counter() - self._started})

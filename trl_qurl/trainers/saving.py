@@ -18,6 +18,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, send_to_device
 from huggingface_hub import ModelCard
+from trl.trainer.utils import RepeatSampler
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.storage import check_replaceable
@@ -98,3 +99,10 @@ def load_rollout_state(checkpoint: Path, accelerator: Accelerator) -> dict[str, 
     state = torch.load(path, map_location="cpu", weights_only=True)
     # Otherwise processes with a file would continue the rollout and draws of prompts, and those without start over.
     return send_to_device(state, accelerator.device) if state["processes"] == accelerator.num_processes else None
+
+
+def skip_epochs(sampler: RepeatSampler | None, epoch: float | None) -> None:
+    """Draw the orders of completed epochs again: a resumed process seeds the sampler's generator again."""
+    if sampler is not None and sampler.shuffle:
+        for _ in range(int(epoch or 0)):
+            next(iter(sampler))

@@ -1,0 +1,253 @@
+"""A run one rollout ahead is a synchronous run delayed by one rollout, to the last digit; also after faults."""
+
+import functools
+import json
+import signal
+import subprocess
+import threading
+import time
+from concurrent.futures import wait
+
+import pytest
+import requests
+from conftest import SCENARIOS, child_environment, kill_group
+from datasets import Dataset
+from delayed import delay, record_prompts
+from test_faults import Deployment, answering_500, at_step, history, recoveries
+from tiny import tiny_tokenizer
+
+from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer, QuRLRLOOConfig, QuRLRLOOTrainer
+from trl_qurl.rollout.engine.http import add_key
+
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("ahead")]
+
+AHEAD = {"rollouts_ahead": 1, "steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_steps": 8}
+ROLLOUTS = 4  # of two updates each
+PROMPTS = [a + b for a in "abcd" for b in "ijk"]  # for three rollouts: the fourth is in the second epoch
+TRAINERS = {
+    "GRPO": (QuRLGRPOTrainer, QuRLGRPOConfig),
+    "RLOO": (QuRLRLOOTrainer, QuRLRLOOConfig),
+    "PPO": (QuRLPPOTrainer, QuRLPPOConfig),
+}
+
+
+def distinct(completions, **kwargs):
+    return [len(set(completion)) / 8 for completion in completions]
+
+
+def build(deployment, algorithm="GRPO", reward=distinct, output_dir="out", **settings):
+    trainer, config = TRAINERS[algorithm]
+    return trainer(
+        model=str(deployment.model),
+        reward_funcs=reward,
+        args=config(str(deployment.directory / output_dir), **deployment.config(**{**AHEAD, **settings})),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:4]}),
+        processing_class=tiny_tokenizer(),
+    )
+
+
+@pytest.fixture(scope="module")
+def deployment(warm_python, tmp_path_factory):
+    deployment = Deployment(tmp_path_factory.mktemp("deployment"), warm_python)
+    yield deployment
+    deployment.close()
+
+
+@pytest.fixture(scope="module")
+def order(deployment):
+    """The prompts of a synchronous run."""
+    deployment.up()
+    plain = build(deployment, rollouts_ahead=0)
+    seen = record_prompts(plain)
+    plain.train()
+    assert len(seen) == ROLLOUTS
+    return seen
+
+
+@pytest.fixture(scope="module")
+def delayed(deployment, order):
+    """What a synchronous run computes that is delayed by one rollout, by algorithm, lost rollouts and settings."""
+
+    @functools.cache
+    def run(algorithm="GRPO", lost=(), **settings):
+        deployment.up()
+        trainer = build(deployment, algorithm, rollouts_ahead=0, **settings)
+        delay(trainer, order, lost)
+        trainer.train()
+        assert all(grad_norm > 0 for _, grad_norm, *_ in history(trainer)), "there is nothing to compare"
+        return history(trainer)
+
+    return run
+
+
+def staleness(trainer):
+    rows = [row for row in trainer.state.log_history if "rollout/staleness" in row]
+    return [row["rollout/staleness"] for row in rows]
+
+
+@pytest.mark.parametrize("algorithm", ["GRPO", pytest.param("RLOO", marks=pytest.mark.slow), "PPO"])
+def test_equals_a_synchronous_run_that_is_delayed(deployment, order, delayed, algorithm):
+    deployment.up()
+    ahead = build(deployment, algorithm)
+    seen = record_prompts(ahead)
+    ahead.train()
+    assert seen == order
+    assert history(ahead) == delayed(algorithm)
+    assert staleness(ahead) == [0, 2, 2, 2]
+    assert recoveries(ahead) == 0
+    rows = [row for row in ahead.state.log_history if "rollout/staleness" in row]
+    assert all(row["mismatch/kl_rounding"] > 0 and "mismatch/kl_staleness" in row for row in rows)
+    # After one rollout the policy has moved further than rounding moves it.
+    assert max(row["mismatch/kl_staleness"] for row in rows) > 0
+
+
+def test_two_processes(deployment, train, tmp_path):
+    deployment.up()
+    config = deployment.config(**AHEAD | {"rollouts_ahead": 0})
+    runs = [[config], [config, "--delayed"], [config | {"rollouts_ahead": 1}]]
+    arguments = [[tmp_path, "--model", deployment.model, "--config", json.dumps(run[0]), *run[1:]] for run in runs]
+    plain, delayed, ahead = train(*arguments, processes=2)
+    assert ahead["processes"] == 2
+    computed = [
+        [[row[name] for name in ("loss", "grad_norm")] for row in run["history"] if "loss" in row]
+        for run in (plain, delayed, ahead)
+    ]
+    assert computed[0] != computed[1] == computed[2]
+    assert len(computed[2]) == AHEAD["max_steps"]
+
+
+def test_evaluation_takes_no_rollout_away(deployment, delayed):
+    deployment.up()
+    # An evaluation draws from torch's generator, as TRL does to shuffle, and syncs once more, which smoothing counts.
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "smooth_activations": False}
+    ahead = build(deployment, **settings)
+    ahead.train()
+    assert sum("eval_loss" in row for row in ahead.state.log_history) == AHEAD["max_steps"]
+    assert not any("eval_rollout/staleness" in row for row in ahead.state.log_history)
+    assert history(ahead) == delayed(**settings)
+
+
+@pytest.mark.parametrize("step", [3, pytest.param(4, marks=pytest.mark.slow)])  # inside a rollout, between two
+def test_a_resumed_run_continues_with_the_rollout_that_was_out(deployment, delayed, step):
+    deployment.up()
+    settings = {"output_dir": f"saved-{step}", "save_strategy": "steps", "save_steps": step}
+    whole = build(deployment, **settings)
+    whole.train()
+    assert history(whole) == delayed(), "saving changed the run"
+    resumed = build(deployment, **settings)
+    seen = record_prompts(resumed)
+    resumed.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-{step}")
+    assert len(seen) == 2
+    assert history(resumed) == history(whole)
+
+
+def before_begin(trainer, rollout, act):
+    """Let `act` come just before the server is asked to begin this rollout, so that it is out when a step ends."""
+    client, begun = trainer.vllm_generation.vllm_client, iter(range(1, ROLLOUTS))
+    generate = client.generate
+
+    def begin(*args, **kwargs):
+        if client.begins and next(begun) == rollout:
+            act()
+        return generate(*args, **kwargs)
+
+    client.generate = begin
+
+
+def test_dies_while_a_rollout_is_out(deployment, delayed):
+    deployment.up()
+    ahead = build(deployment)
+    before_begin(ahead, 2, lambda: deployment.server.send(signal.SIGSTOP))
+    ahead.add_callback(at_step(3, deployment.replace))
+    ahead.train()
+    assert recoveries(ahead) == 1
+    assert history(ahead) == delayed(lost=(2,))
+    assert staleness(ahead) == [0, 2, 0, 2]
+
+
+def test_restarts_with_old_weights_after_a_rollout(deployment, delayed):
+    deployment.up()
+    ahead = build(deployment)
+
+    def lose():
+        wait([ahead.vllm_generation.vllm_client._out])
+        deployment.lose_and_wait()
+
+    ahead.add_callback(at_step(3, lose))
+    ahead.train()
+    assert recoveries(ahead) == 1
+    assert history(ahead) == delayed(lost=(2,))
+
+
+@pytest.mark.parametrize(("timeout", "lost"), [(2.0, (2,)), pytest.param(60.0, (), marks=pytest.mark.slow)])
+def test_hangs_while_a_rollout_is_out(deployment, delayed, timeout, lost):
+    deployment.up()
+    ahead = build(deployment, vllm_request_timeout=timeout)
+    before_begin(ahead, 2, functools.partial(deployment.hang, 3.0))
+    ahead.train()
+    assert (recoveries(ahead) >= 1) == bool(lost)
+    assert history(ahead) == delayed(lost=lost)
+    waited = [row["time/wait_for_rollout_s"] for row in ahead.state.log_history if "rollout/staleness" in row]
+    assert waited[2] > 1.0 > max(waited[:2])
+
+
+def test_answers_500_while_a_rollout_is_out(deployment, delayed):
+    deployment.up()
+    failures = {}
+    with answering_500(deployment, failures) as url:
+        ahead = build(deployment, vllm_server_base_url=url)
+        before_begin(ahead, 2, lambda: failures.update({"/v1/completions": 1}))
+        ahead.train()
+    assert failures == {"/v1/completions": 0}
+    assert recoveries(ahead) == 1
+    assert history(ahead) == delayed(lost=(2,))
+
+
+def running_requests(deployment):
+    text = requests.get(f"{deployment.server.url}/metrics", auth=add_key, timeout=5).text
+    [line] = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running")]
+    return float(line.split()[-1])
+
+
+def abort_all(deployment):
+    """How many requests there were."""
+    return requests.post(f"{deployment.server.url}/abort_requests", json={}, auth=add_key, timeout=5).json()["aborted"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, pytest.param(KeyboardInterrupt, marks=pytest.mark.slow)])
+def test_an_error_leaves_neither_a_request_nor_a_thread(deployment, error):
+    deployment.up()
+    calls, threads = [], threading.active_count()
+
+    def breaks(completions, **kwargs):
+        calls.append(running_requests(deployment))
+        if len(calls) == 2:
+            raise error("in a reward")
+        return distinct(completions)
+
+    ahead = build(deployment, reward=breaks, max_completion_length=56, generation_kwargs={"ignore_eos": True})
+    with pytest.raises(error, match="in a reward"):
+        ahead.train()
+    assert calls[1] > 0, "no rollout was out"
+    assert abort_all(deployment) == 0
+    assert threading.active_count() == threads
+    build(deployment, max_steps=2).train()  # nothing is in the way
+
+
+@pytest.mark.slow
+def test_a_killed_trainer_is_in_nobodys_way(deployment):
+    deployment.up()
+    config = deployment.config(**AHEAD | {"max_steps": 100, "max_completion_length": 56})
+    command = [deployment.python, SCENARIOS / "train.py", deployment.directory / "killed", "--model", deployment.model]
+    command += ["--config", json.dumps(config | {"generation_kwargs": {"ignore_eos": True}})]
+    trainer = subprocess.Popen(list(map(str, command)), env=child_environment(), process_group=0)
+    try:
+        deadline = time.monotonic() + 120
+        while not running_requests(deployment):
+            assert time.monotonic() < deadline and trainer.poll() is None
+    finally:
+        kill_group(trainer)
+    ahead = build(deployment)
+    ahead.train()
+    assert ahead.state.global_step == AHEAD["max_steps"]

@@ -1,0 +1,242 @@
+"""Rollouts one step ahead: a server generates rollout k + 1 while the trainer learns from rollout k.
+
+With `rollouts_ahead=1`, two calls of TRL's at the start of rollout k do more than usual:
+
+1. `sync_weights` first collects rollout k, which the server began after the previous sync. The engine is idle then,
+   and the policy's current weights θ_k are sent and checked as always.
+2. `generate` returns the collected rollout, and lets the server begin rollout k + 1, which θ_k samples.
+
+The trainer scores rollout k and learns from it in the meantime, so the weights that sample a rollout are always one
+rollout old. Only the HTTP request runs on a thread of its own; every collective operation stays on the main thread.
+
+Nothing changes in the loss. TRL scores a rollout when it begins to learn from it, so π_prox is θ_k, and
+ρ = π_prox/π_behav covers rounding and staleness together. `_rescore` tells them apart.
+
+Each fault has one way out. If the server is lost while a rollout is out, collecting it fails, and it is generated
+again from the current weights, as after any other fault (`recovery`). A checkpoint holds the collected rollout.
+Evaluation collects it first and uses the engine in between. When training ends early, `drop` aborts the request.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from accelerate.utils import gather_object
+from trl.trainer.utils import RepeatSampler
+
+from trl_qurl.rollout.backend import QuantizedVLLMGeneration
+from trl_qurl.rollout.engine.broadcast import in_background
+from trl_qurl.rollout.engine.served import ServedEngine
+from trl_qurl.rollout.errors import ServerError
+
+logger = get_logger(__name__)  # of the main process
+
+RESCORED = 8  # completions per rollout that `rescore` sends to the engine
+ABORT_SECONDS = 30.0  # for a server to abort a rollout
+
+Tokens = list[list[int]]
+
+
+class AheadEngine(ServedEngine):
+    """[`ServedEngine`] that can generate in the background: one call of `generate` begins, the next one returns."""
+
+    begins = False  # whether the next call of `generate` only begins
+    seconds: float | None = None  # that the server took for the last rollout begun; `None` if it failed
+    _out: Future | None = None
+
+    def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Generate as the parent does, unless `begins` is set, or return what an earlier call has begun."""
+        if self.begins:
+            self.begins = False
+            self._out = in_background(_timed, super().generate, *args, **kwargs)
+            return {"prompt_ids": [], "completion_ids": [], "logprobs": None}
+        if self._out is None:
+            return super().generate(*args, **kwargs)
+        self.seconds = None
+        wait([self._out])  # an interrupt leaves it to `drop`
+        out, self._out = self._out, None
+        output, self.seconds = out.result()
+        return output
+
+    def reconnect(self, total_timeout: float) -> None:
+        """Reconnect as the parent does, without what had begun before the fault."""
+        self._out = None
+        super().reconnect(total_timeout)
+
+    def drop(self) -> None:
+        """Abort what has begun, so that neither a thread nor a request is left."""
+        out, self._out = self._out, None
+        failure = self._failure
+        deadline = time.monotonic() + ABORT_SECONDS
+        # The request may not have reached the engine when the first abort does.
+        while out is not None and not out.done() and time.monotonic() < deadline:
+            with suppress(ServerError):
+                self._post("/abort_requests", json={})
+            wait([out], timeout=0.2)
+        self._failure = failure  # an aborted request is no fault
+
+
+def _timed(call: Callable, *args: Any, **kwargs: Any) -> tuple[Any, float]:
+    started = time.perf_counter()
+    return call(*args, **kwargs), time.perf_counter() - started
+
+
+@dataclass
+class Rollout:
+    """A rollout that is out or collected."""
+
+    prompts: Tokens  # of this process, one per completion
+    group_size: int  # completions per prompt
+    step: int  # optimizer steps when the weights that sample it were sent
+    output: tuple | None = None  # of TRL's `generate`, for this process; `None` while the rollout is out
+
+
+class AheadVLLMGeneration(QuantizedVLLMGeneration):
+    """[`QuantizedVLLMGeneration`] that generates one rollout ahead, on a server."""
+
+    _engine_class = AheadEngine
+
+    upcoming: Tokens | None = None
+    """The prompts of this process's next rollout, set before each training rollout; empty if none will follow."""
+    _waited_s = 0.0  # since the latest training rollout
+    _rescored: list[list[float]]  # of the latest training rollout (`_rescore`)
+    _next: Rollout | None = None
+
+    def sync_weights(self) -> None:
+        """Collect the rollout that is out, then send the weights as the parent does."""
+        self.collect()
+        super().sync_weights()
+
+    def generate(self, prompts: Tokens, images: Any, num_generations: int, **kwargs: Any) -> tuple:
+        """Return the rollout of these prompts, generated ahead if it was, and begin the upcoming one."""
+        self.collect()
+        upcoming, self.upcoming = self.upcoming, None
+        output, sampled_at = None, self._global_step()
+        if upcoming is not None and self._next is not None:
+            if all(gather_object([self._next.prompts == prompts])):
+                output, sampled_at = self._next.output, self._next.step
+            self._next = None
+        if output is None:  # the first rollout, or an evaluation
+            output = super().generate(prompts=prompts, images=images, num_generations=num_generations, **kwargs)
+        self.sampled_logps = output[2]
+        if upcoming is not None:
+            self._rescored = self._rescore(*output[:2])
+            self._cost.metrics["time/wait_for_rollout_s"] = self._waited_s
+            self._cost.metrics["rollout/staleness"] = float(self._global_step() - sampled_at)
+            self._waited_s = 0.0
+        if upcoming:
+            self._next = Rollout(upcoming, num_generations, self._global_step())
+            if self.accelerator.is_main_process:
+                self.vllm_client.begins = True
+            self._sample(upcoming, None, num_generations)
+        return output
+
+    def collect(self) -> None:
+        """Wait for the rollout that is out; if it is lost, generate it again. A collective operation."""
+        rollout = self._next
+        if rollout is None or rollout.output is not None:
+            return
+        started, version, generated_before = time.perf_counter(), self.sync.version, self._cost.generate_s
+        rollout.output = super().generate(prompts=rollout.prompts, images=None, num_generations=rollout.group_size)
+        self._waited_s += time.perf_counter() - started
+        if self.accelerator.is_main_process and self.vllm_client.seconds is not None:
+            self._cost.generate_s = generated_before + self.vllm_client.seconds
+        if self.sync.version != version:
+            rollout.step = self._global_step()
+
+    def fresh_logps(self, like: torch.Tensor) -> torch.Tensor:
+        """Return `_rescored` as a tensor of the shape and device of `like`, (B, T); NaN where there is none."""
+        padded = torch.full(like.shape, torch.nan)
+        for row, logps in zip(padded, self._rescored, strict=True):
+            row[: len(logps)] = torch.tensor(logps)
+        return padded.to(like.device)
+
+    def _rescore(self, prompt_ids: Tokens, completion_ids: Tokens) -> list[list[float]]:
+        """Return the engine's log-probabilities, in nats, of a sample of completions under its current weights.
+
+        A list per completion of this process, empty for those not in the sample; only the main process has one. With
+        the trainer's log-probabilities of the same tokens, they give the mismatch that rounding alone causes. There
+        is no sample at other temperatures than 1, which vLLM ignores here.
+        """
+        scored: list[list[float]] = [[] for _ in completion_ids]
+        if not self.accelerator.is_main_process or self.temperature != 1.0:
+            return scored
+        rows = range(0, len(scored), -(-len(scored) // RESCORED))
+        sequences = [prompt_ids[row] + completion_ids[row] for row in rows]
+        lengths = [len(prompt_ids[row]) for row in rows]
+        with suppress(ServerError):  # collecting the next rollout will notice
+            answer = self.vllm_client.get_sequence_logprobs(sequences, lengths, top_logprobs=1)
+            for row, logps in zip(rows, answer["actual_logprobs"], strict=True):
+                scored[row] = [logp for (logp,) in logps]
+        return scored
+
+    def state(self) -> dict[str, Any] | None:
+        """Return the rollout generated ahead, for a checkpoint. A collective operation."""
+        self.collect()
+        return None if self._next is None else asdict(self._next)
+
+    def load_state(self, state: dict[str, Any] | None) -> None:
+        """Continue with a checkpoint's rollout."""
+        self._next = None if state is None else Rollout(**state)
+
+    def drop(self) -> None:
+        """Give up the rollout that is out."""
+        self._next = None
+        if self.accelerator.is_main_process:
+            self.vllm_client.drop()
+
+
+class UpcomingRows:
+    """The dataset's rows of each rollout, in the order of TRL's sampler, to look one rollout ahead.
+
+    Args:
+        sampler: A sampler of its own, as TRL builds one.
+        dataset: The dataset that it samples from.
+        accelerator: Accelerator of the processes that share the rollouts.
+    """
+
+    def __init__(self, sampler: RepeatSampler, dataset: Any, accelerator: Accelerator) -> None:
+        size = sampler.batch_size * sampler.mini_repeat_count  # completions per rollout, over all processes
+        self._dataset, self._accelerator = dataset, accelerator
+        self._limit = len(sampler) // (size * sampler.repeat_count) + 1  # rollouts of an epoch
+        self._rollouts = _rollouts(sampler, size)
+        self._following = next(self._rollouts)
+
+    def after(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return this process's rows of the rollout that follows the one with `rows`; none if that is not found.
+
+        A resumed run finds its place by its rows. A collective operation.
+        """
+        for _ in range(self._limit):
+            current, self._following = self._following, next(self._rollouts)
+            found = [row["prompt"] for row in rows] == [row["prompt"] for row in self._of_this_process(current)]
+            if all(gather_object([found])):
+                return self._of_this_process(self._following)
+        self._limit = 0
+        logger.warning_once(
+            "rollouts_ahead has no effect: the dataset's rows differ from those that TRL's sampler draws, as with "
+            "a random transform, so the next prompts are not known."
+        )
+        return []
+
+    def _of_this_process(self, indices: list[int]) -> list[dict[str, Any]]:
+        size = len(indices) // self._accelerator.num_processes
+        start = self._accelerator.process_index * size
+        return [self._dataset[index] for index in indices[start : start + size]]
+
+
+def _rollouts(sampler: RepeatSampler, size: int) -> Iterator[list[int]]:
+    """Yield the rows of each rollout, epoch after epoch; the sampler repeats them for every micro-batch."""
+    while True:
+        indices = iter(sampler)
+        while rollout := list(islice(indices, size)):
+            yield rollout
+            deque(islice(indices, size * (sampler.repeat_count - 1)), maxlen=0)
