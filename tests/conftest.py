@@ -45,6 +45,7 @@ SCENARIO_BYTES = 2 * 2**30
 LONGEST_FIRST = (
     "server",
     "faults",
+    "ahead",
     "colocated",
     "notebooks",
     "adapter server",
@@ -63,6 +64,14 @@ LONGEST_FIRST = (
     "doctor",
 )
 """Groups of tests in the order in which workers take them, so that none is left to the end."""
+
+INSTRUCTIONS = Path("/proc/cpuinfo").read_text()
+
+needs_avx512 = pytest.mark.skipif("avx512f" not in INSTRUCTIONS, reason="vLLM's CPU build has this for AVX-512 alone")
+SATURATES = "vnni" not in INSTRUCTIONS
+"""Whether sums in oneDNN's INT8 kernel saturate, by 2 % of the outputs and more."""
+
+needs_vnni = pytest.mark.skipif(SATURATES, reason="without VNNI, sums in oneDNN's INT8 kernel saturate")
 
 DISTRIBUTED_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What TRL sets for an engine in its own process."""
@@ -154,6 +163,7 @@ def selected(request: pytest.FixtureRequest, *parameters: str) -> set[tuple[Any,
     """Values of these parameters in the tests that will take a fixture, so that it need not prepare others."""
     items = [item for item in request.session.items if item.path == request.path]
     items = [item for item in items if request.fixturename in item.fixturenames]
+    items = [item for item in items if not any(mark.args[0] for mark in item.iter_markers("skipif"))]
     return {tuple(item.callspec.params[name] for name in parameters) for item in items}
 
 

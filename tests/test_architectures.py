@@ -1,7 +1,7 @@
 """Vision-language models, mixtures of experts and other families: real runs with every sync checked by digests."""
 
 import pytest
-from conftest import Server
+from conftest import Server, needs_vnni
 from tiny import SIXTEEN_BIT_EXPERTS, tiny_mixture, tiny_tokenizer
 from tiny_vision import VISION_FAMILIES, picture, tiny_vision_model, vision_processor
 
@@ -27,7 +27,7 @@ def texts(run_scenario, tmp_path_factory):
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("architectures")
-@pytest.mark.parametrize("family", ["mixtral", "phi3"])
+@pytest.mark.parametrize("family", [pytest.param("mixtral", marks=needs_vnni), "phi3"])
 def test_two_steps_with_digests(family, texts):
     assert_sound(texts[family])
 

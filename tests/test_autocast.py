@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from conftest import needs_vnni
 from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl.quantization.stream import on_grid
@@ -34,6 +35,7 @@ def test_updates_that_autocast_rounds_away_do_not_reach_the_engine(runs):
     assert runs["autocast"]["on_the_grid_of_bf16"] == 1.0
 
 
+@needs_vnni
 def test_the_probe_rounds_as_the_sync_did(runs):
     probed = [row["sync/probe_ratio"] for row in runs["autocast"]["history"] if "sync/probe_ratio" in row]
     assert probed and max(probed) < 1

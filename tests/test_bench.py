@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import child_environment
+from conftest import child_environment, needs_avx512
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import ENGINE, tiny_model
@@ -274,6 +274,7 @@ def test_an_engine_measured_alone_takes_a_gpu_but_leaves_a_machine_room_for_its_
     assert started["gpu_memory_utilization"] == share
 
 
+@needs_avx512
 def test_formats_that_do_not_fit_the_model_are_left_out_unless_they_were_named(h100, tmp_path, monkeypatch):
     """SmolLM2-135M's width: 576 is no multiple of 128. A format that was asked for is an error."""
     tiny_model(hidden_size=576, intermediate_size=1536, head_dim=64).config.save_pretrained(tmp_path)

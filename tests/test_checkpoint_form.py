@@ -103,9 +103,18 @@ def test_a_buffer_that_chooses_experts_is_in_the_checkpoint(tmp_path):
     assert torch.equal(bias, model.model.layers[1].mlp.gate.e_score_correction_bias) and bias.abs().sum() > 0
 
 
+def test_a_format_without_a_kernel_for_this_cpu_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_f": False})
+    model = tiny_model()
+    check_cpu_build(model.config, scheme=get_scheme("int8"))
+    message = "W4A16 kernels only for CPUs with avx512_f, which this one lacks: choose another rollout_quantization"
+    with nullcontext() if torch.cuda.is_available() else pytest.raises(ValueError, match=message):
+        check_cpu_build(model.config, scheme=get_scheme("w4a16"))
+
+
 @pytest.mark.parametrize("has_amx", [False, True])
 def test_experts_without_a_kernel_are_refused_with_the_pattern(has_amx, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_tile": has_amx})
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "amx_tile": has_amx})
     model, scheme = tiny_mixture("mixtral"), get_scheme("int8")
     without = quantized_layer_names(model, SIXTEEN_BIT_EXPERTS)
     check_cpu_build(model.config, without, scheme)

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 from accelerate.utils import ParallelismConfig
+from conftest import needs_vnni
 from datasets import Dataset
 from documents import ROOT, rows
 from peft import LoraConfig
@@ -220,6 +221,7 @@ def test_ppo(shared):
 
 
 @in_an_engine
+@needs_vnni
 def test_an_adapter_with_a_penalty(shared):
     updates, _ = trained(shared["adapter"], mismatch=1e-3)
     assert updates[0]["kl"] > 0, "a random adapter differs from the model below it"

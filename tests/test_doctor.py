@@ -229,11 +229,14 @@ def test_space_in_shared_memory(free, status, monkeypatch):
     assert environment.check_shm().status is status
 
 
-def test_the_formats_of_a_gpu():
+def test_the_formats_of_a_gpu(monkeypatch):
     # vLLM: INT8, W4A16 and W8A16 starting with Turing, FP8 starting with Ada, its blocks starting with Hopper,
     # MXFP8 starting with Blackwell; no W8A16 on a CPU.
     capabilities = [(7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0), None]  # None: a CPU
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_f": True})
     formats = [[name for name, scheme in SCHEMES.items() if scheme.runs_on(capability)] for capability in capabilities]
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_f": False})
+    assert [name for name, scheme in SCHEMES.items() if scheme.runs_on(None)] == ["int8"]
     assert formats == [
         [],
         ["int8", "w4a16", "w8a16"],

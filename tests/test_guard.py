@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from conftest import needs_avx512
 from test_config import config
 from transformers import TrainerControl, TrainerState
 
@@ -143,6 +144,7 @@ STOP = {"mismatch_guard": "stop", "mismatch_guard_kl": 1e-9, "max_steps": 20, "b
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("guard")
+@needs_avx512
 def test_a_stop_leaves_a_checkpoint_that_resumes_in_16_bits(train, tmp_path):
     # Two updates per rollout: the fifth rollout is that of steps 9 and 10.
     checkpoint = tmp_path / "stop" / "checkpoint-9"

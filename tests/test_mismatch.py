@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import child_environment
+from conftest import child_environment, needs_avx512, needs_vnni
 from documents import ROOT
 from test_sensitivity import with_outliers
 from tiny import tiny_model, tiny_tokenizer
@@ -266,6 +266,7 @@ def test_what_cannot_be_measured_is_refused_at_once(arguments, message, tmp_path
     assert message in capsys.readouterr().err
 
 
+@needs_avx512
 def test_formats_that_do_not_fit_the_model_are_left_out_unless_they_were_named(tmp_path, monkeypatch, capsys):
     """SmolLM2-135M's width: 576 is no multiple of 128."""
     tiny_model("llama", hidden_size=576, head_dim=64).save_pretrained(tmp_path / "model")
@@ -326,6 +327,7 @@ def measured(warm_python, tmp_path_factory):
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("mismatch")
+@needs_vnni
 def test_the_command_says_what_rounding_does(measured):
     directory, printed, written = measured
     assert "INT8: safe to train with" in printed and "INT8, 1 kept" in printed
@@ -338,6 +340,7 @@ def test_the_command_says_what_rounding_does(measured):
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("mismatch")
+@needs_vnni
 def test_the_list_is_one_for_training(measured):
     directory, _, written = measured
     fed = ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"]
@@ -357,6 +360,7 @@ def test_the_list_is_one_for_training(measured):
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("mismatch")
+@needs_vnni
 def test_the_kl_is_that_of_a_training_runs_first_rollout(measured, train, warm_python, tmp_path):
     """Without smoothing, and with it: both fit it to the prompts, though not to the same ones."""
     directory, _, written = measured

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import needs_vnni
 from tiny import WHOLE_BLOCKS, tiny_model
 
 from trl_qurl.quantization import SCHEMES, fake_quantization, quantized_layer_names
@@ -42,7 +43,9 @@ def broken_syncs(run_scenario, tmp_path_factory):
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("proof")
-@pytest.mark.parametrize("fault", BY_CHECK)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=needs_vnni) if "probe" in said else fault for fault, said in BY_CHECK.items()]
+)
 def test_a_broken_sync_is_noticed(fault, broken_syncs):
     assert broken_syncs[fault] is not None, "nobody noticed"
     assert broken_syncs[fault].startswith(("SyncError", "RuntimeError: A part of"))

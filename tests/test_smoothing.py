@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from accelerate import Accelerator
+from conftest import needs_vnni
 from test_sensitivity import with_outliers
 from test_uaq import VARIANTS, logits
 from test_uaq import tiny_model as architecture
@@ -202,6 +203,7 @@ def mismatches(run):
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("server")
+@needs_vnni
 def test_rollouts_are_smoothed_from_the_first_on(runs):
     plain, smoothed = map(mismatches, runs)
     assert len(smoothed) == 4 and max(smoothed) < min(plain) / 2

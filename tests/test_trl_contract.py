@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import needs_avx512
 from packaging.requirements import Requirement
 
 from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS
@@ -807,6 +808,7 @@ def plain_reload(run_scenario, tmp_path_factory):
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("plain_reload")
+@needs_avx512
 def test_a_tied_head_is_still_left_stale_by_vllm(plain_reload):
     assert plain_reload["started"]["head_error"] < 0.02, "the head is wrong before any reload: this test shows nothing"
     assert plain_reload["reloaded"]["head_error"] > 0.1, (

@@ -88,7 +88,7 @@ FORMATS = (
         checkpoint_format="int-quantized",
         description="INT8 weights with a scale per output channel, INT8 activations with a scale per token",
         lowest_gpu=(7, 5),  # Turing and later
-        cpus=True,
+        cpus="avx2",
         round_activations=activations.int8_per_token,
         is_smoothed=True,
         # On Blackwell and later, vLLM's CUTLASS kernels support only FP8, but the INT8 one fails only when it runs.
@@ -101,7 +101,7 @@ FORMATS = (
         description="FP8 (E4M3) weights with a scale per output channel, FP8 (E4M3) activations with a scale per "
         "token",
         lowest_gpu=(8, 9),  # Ada and later
-        cpus=False,  # emulated there: minutes per rollout
+        cpus=None,  # emulated there: minutes per rollout
         round_activations=activations.fp8_per_token,
     ),
     QuantizationScheme(
@@ -111,7 +111,7 @@ FORMATS = (
         description="FP8 (E4M3) weights with a scale per block of 128 x 128, FP8 (E4M3) activations with a scale per "
         "token and group of 128 inputs",
         lowest_gpu=(9, 0),  # Hopper and later; on older GPUs vLLM's kernel leaves activations exact
-        cpus=False,  # needs AMX, and those kernels leave activations exact or use one scale per token
+        cpus=None,  # needs AMX, and those kernels leave activations exact or use one scale per token
         round_activations=activations.fp8_per_group,
         heads=False,  # vLLM's loader of heads requires a scale per token of the vocabulary
         # DeepGEMM rounds the weights again, to power-of-two scales, and activations with such scales.
@@ -127,7 +127,7 @@ FORMATS = (
         checkpoint_format="mxfp8-quantized",
         description="FP8 (E4M3) weights and activations with a power of two per group of 32 inputs (MXFP8)",
         lowest_gpu=(10, 0),  # Blackwell and later; on older GPUs vLLM's kernel leaves activations exact
-        cpus=False,
+        cpus=None,
         round_activations=activations.mxfp8,
     ),
     QuantizationScheme(
@@ -136,7 +136,7 @@ FORMATS = (
         checkpoint_format="pack-quantized",
         description="INT4 weights with a scale per group of 128 inputs, activations in full precision",
         lowest_gpu=(7, 5),  # Turing and later
-        cpus=True,
+        cpus="avx512_f",
     ),
     QuantizationScheme(
         name="w8a16",
@@ -144,7 +144,7 @@ FORMATS = (
         checkpoint_format="pack-quantized",
         description="INT8 weights with a scale per group of 128 inputs, activations in full precision",
         lowest_gpu=(7, 5),
-        cpus=False,  # vLLM's CPU kernel for packed weights supports only four bits
+        cpus=None,  # vLLM's CPU kernel for packed weights supports only four bits
     ),
 )
 

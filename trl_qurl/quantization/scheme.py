@@ -43,7 +43,7 @@ class QuantizationScheme:
     checkpoint_format: str  # compressed-tensors' name for the storage format of weights
     description: str  # the format in a few words, for model cards and help texts
     lowest_gpu: tuple[int, int]  # lowest CUDA compute capability with kernels in vLLM, not counting emulation
-    cpus: bool  # whether vLLM has kernels for CPUs
+    cpus: str | None  # instructions that vLLM's kernels for CPUs need, as torch names them; `None` without kernels
     round_activations: Callable[[torch.Tensor], torch.Tensor] | None = None  # rounds as vLLM's kernels do
     heads: bool = True  # whether vLLM can load an output head in this format
     is_smoothed: bool = False  # whether to smooth activations (`smoothing`): helps formats with few integer levels
@@ -81,7 +81,9 @@ class QuantizationScheme:
         Returns:
             True if rollouts in this format make sense on that device.
         """
-        return self.cpus if capability is None else capability >= self.lowest_gpu
+        if capability is None:
+            return self.cpus is not None and bool(torch.cpu.get_capabilities().get(self.cpus))
+        return capability >= self.lowest_gpu
 
     def layout(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """Describe the result of `quantize` without rounding anything.

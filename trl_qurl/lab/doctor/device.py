@@ -7,7 +7,7 @@ import shutil
 import torch
 
 from trl_qurl.lab.comparison import candidates
-from trl_qurl.lab.device import BF16_INSTRUCTIONS, full_precision
+from trl_qurl.lab.device import BF16_INSTRUCTIONS, INT8_INSTRUCTIONS, full_precision
 from trl_qurl.lab.doctor.environment import GIB, driver_version
 from trl_qurl.lab.doctor.report import Line, Status
 from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED
@@ -73,10 +73,14 @@ def describe_cpu(built: str) -> Line:
     cpu = torch.cpu.get_capabilities()
     processor = f"{cpu['cpu_name']}, {torch.get_num_threads()} threads"
     text = f"{built}, no NVIDIA driver: everything runs on the CPU ({processor})"
-    if any(cpu.get(name) for name in BF16_INSTRUCTIONS):
-        return Line("torch", text)
-    advice = "This CPU emulates bfloat16, in 16-bit rollouts and in bf16 training: train in float32 (--bf16 false)."
-    return Line("torch", f"{text}.", Status.NOTE, advice)
+    if not any(cpu.get(name) for name in BF16_INSTRUCTIONS):
+        advice = (
+            "This CPU emulates bfloat16, in 16-bit rollouts and in bf16 training: train in float32 (--bf16 false)."
+        )
+        if not any(cpu.get(name) for name in INT8_INSTRUCTIONS):
+            advice += " And vLLM's INT8 sums saturate here, because there is no VNNI: good for a trial only."
+        return Line("torch", f"{text}.", Status.NOTE, advice)
+    return Line("torch", text)
 
 
 def check_formats() -> Line:

@@ -64,6 +64,11 @@ def check_cpu_build(
             f"The attention heads of this model are {width} wide, but vLLM's CPU build has kernels only "
             f"for {', '.join(map(str, sizes))}. Use a model with such heads (`make demo` trains one), or a GPU."
         )
+    if scheme and scheme.cpus and not scheme.runs_on(None):
+        raise ValueError(
+            f"vLLM's CPU build has {scheme.label} kernels only for CPUs with {scheme.cpus}, which this one lacks: "
+            "choose another rollout_quantization, or use a GPU."
+        )
     if scheme and expert_layers(layers) and not torch.cpu.get_capabilities().get("amx_tile"):
         raise ValueError(
             f"vLLM's CPU build runs {scheme.label} experts only on CPUs with AMX, which this CPU lacks: add "
