@@ -39,7 +39,7 @@ from trl_qurl.rollout.errors import ServerError
 
 logger = get_logger(__name__)  # of the main process
 
-RESCORED = 8  # completions per rollout that `rescore` sends to the engine
+RESCORED = 8  # completions per rollout that `_rescore` sends to the engine
 ABORT_SECONDS = 30.0  # for a server to abort a rollout
 
 Tokens = list[list[int]]

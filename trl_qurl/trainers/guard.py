@@ -34,6 +34,11 @@ ADVICE_WITHOUT_ROUNDING = (
     "(kv_cache_dtype, dtype) and sampling settings that the trainer does not account for (top_p, top_k)."
 )
 
+ADVICE_AHEAD = (
+    " If mismatch/kl_staleness is larger than mismatch/kl_rounding, old weights are the cause: lower the learning "
+    "rate, make fewer updates per rollout, or set rollouts_ahead=0."
+)
+
 
 class MismatchGuard:
     """Watches KL (threshold in nats per token), the tail of the importance ratio, and the effective sample size.
@@ -80,6 +85,7 @@ class MismatchGuardCallback(TrainerCallback):
         self._stops = args.mismatch_guard == "stop"
         differ_by_rounding = args.rollout_quantization is not None and not args.round_base
         self._advice = ADVICE if differ_by_rounding else ADVICE_WITHOUT_ROUNDING
+        self._advice += ADVICE_AHEAD if args.rollouts_ahead else ""
         cap = getattr(args, "vllm_importance_sampling_clip_max", None)  # not a setting of all of TRL's trainers
         self._guard = MismatchGuard(args.mismatch_guard_kl, cap)
 

@@ -204,8 +204,8 @@ class QuantizedRolloutsMixin(TRLTrainer):
         """Return what a resumed run needs in addition to transformers' checkpoint; trainers may add to it."""
         smoothing = self.vllm_generation.weights.smoothing
         scales = smoothing and smoothing.state_dict()
-        # TRL's count of micro-batches so far, and the batches of its rollout.
         ahead = self._ahead and self._ahead.state()
+        # TRL's count of micro-batches so far, and the batches of its rollout.
         return {"step": self._step, "batches": self._buffered_inputs, "smoothing": scales, "ahead": ahead}
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
