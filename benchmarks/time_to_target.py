@@ -68,7 +68,7 @@ def summed_up(name: str, seed: int, rows: list[dict[str, Any]], target: float) -
 def measure(name: str, seed: int, rollouts: int, target: float, directory: Path) -> dict[str, Any]:
     """One run; its failure is a result."""
     place = directory / f"{name}-{seed}"
-    command = [sys.executable, "-m", "trl_qurl", "demo", "--scheme", FORMATS[name], "--required-rise", "-1"]
+    command = [sys.executable, "-m", "trl_qurl", "demo", "--scheme", FORMATS[name], "--required-share", "-9"]
     command += ["--rollouts", str(rollouts), "--seed", str(seed), "--output-dir", str(place)]
     done = subprocess.run(command)
     if done.returncode:

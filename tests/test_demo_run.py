@@ -16,7 +16,7 @@ def test_the_demo_learns_something_and_draws_it(algorithm, tmp_path):
     pytest.importorskip("matplotlib")
     pytest.importorskip("rich")
     command = [sys.executable, "-m", "trl_qurl", "demo", "--algorithm", algorithm]
-    command += ["--rollouts", "2", "--required-rise", "-1", "--output-dir", str(tmp_path)]
+    command += ["--rollouts", "2", "--required-share", "-9", "--output-dir", str(tmp_path)]
     done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "full-precision policy, expected" in done.stdout

@@ -170,7 +170,7 @@ def test_a_warm_start_that_never_gets_there_says_so(tmp_path):
 
 def test_shortfall_names_both_figures():
     before, after = Measurement(0.47, 0.5, 0.5), Measurement(0.60, 0.7, 0.7)
-    assert find_shortfall(before, after, required_rise=0.1) is None
-    assert "0.470 to 0.600, a change of +0.130; the demo requires at least +0.25" in find_shortfall(
-        before, after, 0.25
+    assert find_shortfall(before, after, required_share=0.2) is None
+    assert "0.470 to 0.600, which is 25% of its errors corrected; the demo requires at least 40%" in find_shortfall(
+        before, after, 0.4
     )

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="grpo", help="ppo has a critic instead of groups")
     parser.add_argument("--output-dir", type=Path, default=Path("demo-output"), help="directory for plot and log")
     parser.add_argument("--rollouts", type=int, help="number of rollouts (default: 120; 20 with --model)")
-    parser.add_argument("--required-rise", type=float, default=0.25, help="fail if expected accuracy rises by less")
+    parser.add_argument("--required-share", type=float, default=0.4, help="fail if fewer of the errors are corrected")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--algorithm {args.algorithm} does not work with --model: use --algorithm grpo.")
         shortfall = run_chat_demo(args.model, scheme, args.output_dir, rollouts, args.seed)
     else:
-        shortfall = run_demo(scheme, args.output_dir, rollouts, args.required_rise, args.seed, args.algorithm)
+        shortfall = run_demo(scheme, args.output_dir, rollouts, args.required_share, args.seed, args.algorithm)
     if shortfall is not None:
         print(f"trl-qurl: the demo failed: {shortfall}", file=sys.stderr)
     return int(shortfall is not None)

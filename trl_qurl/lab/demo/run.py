@@ -33,7 +33,7 @@ class Measurement(NamedTuple):
 
 
 def run_demo(
-    scheme: str | None, output_dir: Path, rollouts: int, required_rise: float, seed: int, algorithm: str
+    scheme: str | None, output_dir: Path, rollouts: int, required_share: float, seed: int, algorithm: str
 ) -> str | None:
     """Warm-start, train and measure; print progress and a table, write `run.jsonl` and `demo.png` to `output_dir`.
 
@@ -69,7 +69,7 @@ def run_demo(
     print_table(before, after, name, console)
     draw_report(group_runs([read_run(output_dir)]), output_dir / "demo.png")
     print(f"Log: {output_dir / RUN_LOG}\nFigure: {output_dir / 'demo.png'}")
-    return find_shortfall(before, after, required_rise)
+    return find_shortfall(before, after, required_share)
 
 
 def prepare_policy() -> Path:
@@ -104,11 +104,13 @@ def print_table(before: Measurement, after: Measurement, name: str, console: Con
     console.print(table)
 
 
-def find_shortfall(before: Measurement, after: Measurement, required_rise: float) -> str | None:
+def find_shortfall(before: Measurement, after: Measurement, required_share: float) -> str | None:
     """Explain in one sentence why the policy did not learn enough; return `None` if it did."""
-    if (rise := after.expected - before.expected) >= required_rise:
+    # Warm starts end at different accuracies on different CPUs, so a share of the errors is judged.
+    share = (after.expected - before.expected) / (1 - before.expected)
+    if share >= required_share:
         return None
     return (
         f"the expected accuracy of the full-precision policy went from {before.expected:.3f} to {after.expected:.3f}, "
-        f"a change of {rise:+.3f}; the demo requires at least +{required_rise:.2f}."
+        f"which is {share:.0%} of its errors corrected; the demo requires at least {required_share:.0%}."
     )
