@@ -76,11 +76,13 @@ def test_another_base_is_refused_before_anything_is_sent(settings, trainer, depl
 
 def test_rollouts_ahead_keep_the_adapter_that_began_them(trainer):
     settings = {"max_steps": 6, "steps_per_generation": 2, "gradient_accumulation_steps": 1}
-    plain, delayed, ahead = trainer(**settings), trainer(**settings), trainer(rollouts_ahead=1, **settings)
+    plain = trainer(**settings)
     order = record_prompts(plain)
     plain.train()
+    delayed = trainer(**settings)  # a trainer seeds torch when it is built
     delay(delayed, order)
     delayed.train()
+    ahead = trainer(rollouts_ahead=1, **settings)
     ahead.train()
     assert ahead.vllm_generation.base is not None
     assert history(ahead) == history(delayed) != history(plain)
