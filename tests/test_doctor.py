@@ -249,6 +249,24 @@ def test_the_formats_of_a_gpu(monkeypatch):
     ]
 
 
+@pytest.mark.parametrize(
+    ("instructions", "notes"),
+    [
+        (["avx512_bf16", "avx512_vnni"], []),
+        (["avx_vnni"], ["emulates bfloat16"]),
+        ([], ["emulates bfloat16", "INT8 sums saturate"]),
+    ],
+)
+def test_what_a_cpu_lacks(instructions, notes, monkeypatch):
+    capabilities = {"cpu_name": "Example", **dict.fromkeys(instructions, True)}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    line = device.describe_cpu("torch")
+    assert line.status is (Status.NOTE if notes else Status.OK)
+    text = as_text(line).replace("\n", " ")
+    found = [note for note in ("emulates bfloat16", "INT8 sums saturate") if note in " ".join(text.split())]
+    assert found == notes
+
+
 def test_lines_wrap():
     wrapped = as_text(Line("memory", "word " * 40, Status.NOTE, "Do this.")).splitlines()
     assert len(wrapped) > 2 and all(part.startswith(" " * 24) for part in wrapped[1:])

@@ -139,7 +139,7 @@ class QuantizedRolloutsMixin(TRLTrainer):
     def _upcoming_prompts(self, rows: list[dict[str, Any]]) -> list[list[int]]:
         """Return the tokens of this process's prompts in the next rollout; none if these rows' is the last."""
         micro_batches = self.args.steps_per_generation * self.num_iterations  # per rollout
-        if self._step + micro_batches >= self.state.max_steps * self.args.gradient_accumulation_steps:
+        if self.state.global_step + micro_batches / self.args.gradient_accumulation_steps >= self.state.max_steps:
             return []
         if self._upcoming_rows is None:
             sampler = super()._get_train_sampler(self.train_dataset)
