@@ -121,11 +121,11 @@ def test_evaluation_takes_no_rollout_away(deployment, delayed):
     deployment.up()
     # An evaluation draws from torch's generator, as TRL does to shuffle, and syncs once more, which smoothing counts.
     settings = {"eval_strategy": "steps", "eval_steps": 1, "smooth_activations": False}
-    ahead = build(deployment, **settings)
+    ahead = build(deployment, "RLOO", **settings)  # which reads the engine's log-probabilities from its last answer
     ahead.train()
     assert sum("eval_loss" in row for row in ahead.state.log_history) == AHEAD["max_steps"]
     assert not any("eval_rollout/staleness" in row for row in ahead.state.log_history)
-    assert history(ahead) == delayed(**settings)
+    assert history(ahead) == delayed("RLOO", **settings)
 
 
 @pytest.mark.parametrize("step", [3, pytest.param(4, marks=pytest.mark.slow)])  # inside a rollout, between two
@@ -209,7 +209,6 @@ def test_hangs_while_a_rollout_is_out(deployment, delayed):
     assert history(ahead) == delayed(lost=(2,))
 
 
-@pytest.mark.slow
 def test_hangs_until_a_second_after_the_trainer_wants_its_rollout(deployment, delayed):
     deployment.up()
     ahead = build(deployment)
