@@ -15,7 +15,7 @@ TORCH_CPU ?= --torch-backend cpu
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-ppo demo-rloo docs docs-serve test test-fast test-all test-versions lint format size lock check-extras clean
+.PHONY: help setup demo demo-ppo demo-rloo docs docs-serve test baselines test-fast test-all test-versions lint format size lock check-extras clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ test-fast: setup ## run the tests that need neither an engine nor a GPU
 
 test-all: setup ## run every test, including the slow ones
 	$(PYTEST) $(PYTEST_ARGS)
+
+baselines: setup ## measure what must not get worse, and compare it with the stored figures; MODEL=DIRECTORY adds a real model
+	$(BIN)/python benchmarks/baselines.py $(if $(MODEL),--model $(MODEL))
 
 test-versions: setup ## test with other releases of TRL, vLLM and transformers; ROWS="newest" selects some
 	$(PYTHON) tools/versions.py --uv $(UV) --torch="$(TORCH_CPU)" --workers $(WORKERS) --rows $(ROWS)

@@ -6,12 +6,15 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
 from documents import PAGES, ROOT
+
+import trl_qurl
 
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")
@@ -70,24 +73,50 @@ def test_every_address_of_the_repository_is_the_one_in_setup_cfg():
     assert {account for _, account in accounts} == {ADDRESS.split("/")[-2]}
 
 
+def test_every_place_has_the_same_version():
+    assert re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1] == trl_qurl.__version__
+    newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    assert newest == trl_qurl.__version__
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
+def release(tmp_path_factory) -> Path:
+    """What a release publishes: an sdist, and a wheel that was built from it."""
     pytest.importorskip("build", reason="needs build (trl-qurl[dev])")
-    directory = tmp_path_factory.mktemp("wheel")
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, directory)
+    directory = tmp_path_factory.mktemp("release")
+    for path in ROOT.iterdir():
+        if path.is_file() and not path.name.startswith("."):
+            shutil.copy(path, directory)
     shutil.copytree(ROOT / "trl_qurl", directory / "trl_qurl", ignore=shutil.ignore_patterns("__pycache__"))
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", directory / "dist", directory]
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", directory / "dist", directory]
     subprocess.run(build, check=True, capture_output=True, cwd=directory)
-    [wheel] = (directory / "dist").glob("*.whl")
+    return directory / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(release) -> Path:
+    [wheel] = release.glob("*.whl")
     return wheel
+
+
+def files_of_the_package() -> set[Path]:
+    files = (path for path in (ROOT / "trl_qurl").rglob("*") if path.is_file() and path.suffix != ".pyc")
+    return {path.relative_to(ROOT) for path in files}
 
 
 def test_the_wheel_has_every_file_of_the_package(wheel):
     there = {Path(name) for name in ZipFile(wheel).namelist() if name.startswith("trl_qurl/")}
-    files = (path for path in (ROOT / "trl_qurl").rglob("*") if path.is_file() and path.suffix != ".pyc")
-    assert there == {path.relative_to(ROOT) for path in files}
+    assert there == files_of_the_package()
     assert Path("trl_qurl/lab/recipes/paper/variants/tis.yaml") in there
+
+
+def test_the_sdist_has_the_package_and_what_a_reader_needs(release):
+    [sdist] = release.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        files = {Path(*Path(name).parts[1:]) for name in archive.getnames() if archive.getmember(name).isfile()}
+    there = {path for path in files if not path.parts[0].endswith(".egg-info")}
+    names = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "SECURITY.md"}
+    assert there == files_of_the_package() | {Path(name) for name in names | {"pyproject.toml", "setup.cfg"}}
 
 
 @pytest.mark.slow
@@ -109,5 +138,7 @@ def test_an_installed_wheel_finds_its_recipes_and_its_extras(wheel, tmp_path):
     assert place.startswith(str(tmp_path)), "this checkout was imported"
     said = run("trl-qurl", "ppo", "--config", "gsm8k_ppo", "tis", "--use_cpu", "--bf16", "false", "--help")
     assert "gsm8k_ppo" in said
+    said = run("trl-qurl", "demo", "--rollouts", "2", "--required-share", "-9", "--output-dir", "demo")
+    assert "full-precision policy, expected" in said and (tmp_path / "demo" / "demo.png").exists()
     said = run("python", "-m", "pip", "install", "--no-index", "trl-qurl[math]")
     assert "Requirement already satisfied: trl-qurl[math]" in said and "math-verify" in said

@@ -1,0 +1,219 @@
+"""Has anything become slower, larger or less exact? Measures a few figures and compares them with stored ones.
+
+    python benchmarks/baselines.py                       # `make baselines`: about ten minutes on two cores
+    python benchmarks/baselines.py --model DIRECTORY     # also the mismatch of a real model before training
+    python benchmarks/baselines.py --parts startup demo  # only these
+    python benchmarks/baselines.py --store               # accept what is measured now
+
+No figure is in seconds: all are counts, accuracies, losses, or ratios of things measured in one run, so that another
+machine of the same kind gives about the same. `baselines/` has a file for each kind: a GPU's name, or what a CPU
+computes with. On a kind without a file, one is written. The exit status is 1 if a figure is worse than its limit.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from provenance import provenance
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from trl_qurl.trainers.run_log import read_run
+
+HERE = Path(__file__).parent
+QURL = (sys.executable, "-m", "trl_qurl")
+SMALL = ("--layers", "4", "--hidden", "512", "--vocabulary", "8000")
+
+
+class Figure(NamedTuple):
+    """A measured figure."""
+
+    meaning: str
+    room: float  # above 1: at most this times the stored value; below 1: at least
+
+
+FIGURES = {
+    "startup": Figure("seconds of `trl-qurl --help` / of `import torch`", 1.5),
+    "rounding": Figure("seconds to quantize to INT8 / llm-compressor's", 1.6),
+    "decode": Figure("tokens per second, INT8 / 16 bits", 0.75),
+    "sync": Figure("seconds of a sync, INT8 / 16 bits", 1.6),
+    "sync_bytes": Figure("bytes of a sync, INT8 / 16 bits", 1.01),
+    "sync_memory": Figure("memory that an INT8 sync takes / the policy's", 1.3),
+    "peak_memory": Figure("peak memory of a step, INT8 / 16 bits", 1.1),
+    "demo_kl": Figure("KL of the demo's rollouts, median, 1e-3 nats", 1.5),
+    "demo_corrected": Figure("share of its errors that the demo corrects", 0.8),
+    "demo_lines": Figure("lines that the demo prints", 1.2),
+    "model_kl": Figure("KL of a real model's INT8 rollouts before training, 1e-3 nats", 1.5),
+}
+
+Found = dict[str, float]
+
+
+def run(*command: str | Path) -> str:
+    """Standard output of a command, which must succeed; what it prints as an error is shown."""
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def record(directory: Path, script: str, *arguments: str) -> dict[str, Any]:
+    """What one of the other benchmarks writes."""
+    output = directory / f"{script}.json"
+    run(sys.executable, HERE / f"{script}.py", *SMALL, *arguments, "--output", output)
+    return json.loads(output.read_text())
+
+
+def cell(record: dict[str, Any], **wanted: Any) -> dict[str, Any]:
+    """The one cell with these values."""
+    [found] = [cell for cell in record["cells"] if wanted.items() <= cell.items()]
+    return found
+
+
+def measure_startup(directory: Path) -> Found:
+    """Alternating, the fastest of five each: what else the machine does only adds."""
+    commands = {"help": (*QURL, "--help"), "torch": (sys.executable, "-c", "import torch")}
+    seconds: dict[str, list[float]] = {name: [] for name in commands}
+    for name, command in [*commands.items()] * 5:
+        started = time.perf_counter()
+        run(*command)
+        seconds[name].append(time.perf_counter() - started)
+    return {"startup": min(seconds["help"]) / min(seconds["torch"])}
+
+
+def measure_rounding(directory: Path) -> Found:
+    options = ("--schemes", "int8", "--dtypes", "float32", "--directory", str(directory))
+    found = record(directory, "quantizer", *options)
+    return {"rounding": cell(found, way="stream")["share"]}
+
+
+def measure_decode(directory: Path) -> Found:
+    found = record(directory, "rollouts", "--batches", "16", "--tokens", "64")
+    int8, full = (cell(found, way=way, place="engine")["tokens_per_s"] for way in ("int8", "bf16"))
+    return {"decode": int8 / full}
+
+
+def measure_sync(directory: Path) -> Found:
+    found = record(directory, "weight_sync", "--ways", "bf16-stream", "int8-stream")
+    int8, full = (cell(found, scheme=scheme) for scheme in ("int8", None))
+    return {"sync": int8["sync_s"] / full["sync_s"], "sync_bytes": int8["bytes"] / full["bytes"]}
+
+
+def measure_memory(directory: Path) -> Found:
+    found = record(directory, "memory", "--growth", "1")
+    int8, full = (cell(found, way=way) for way in ("int8", "bf16"))
+    return {
+        "sync_memory": int8["sync_bytes"] / int8["parameters_bytes"],
+        "peak_memory": int8["peak_bytes"] / full["peak_bytes"],
+    }
+
+
+def measure_demo(directory: Path) -> Found:
+    printed = run(*QURL, "demo", "--output-dir", directory / "demo")
+    kl = [value for _, value in read_run(directory / "demo").series("mismatch/kl_k3")]
+    [accuracies] = re.findall(r"policy, expected\D+([\d.]+)\D+([\d.]+)", printed)
+    before, after = map(float, accuracies)
+    return {
+        "demo_kl": 1e3 * statistics.median(kl),
+        "demo_corrected": (after - before) / (1 - before),
+        "demo_lines": len(printed.splitlines()),
+    }
+
+
+def measure_model(directory: Path, model: str) -> Found:
+    output = directory / "mismatch.json"
+    run(*QURL, "mismatch", model, "--schemes", "int8", "--samples", "2", "--max-tokens", "64", "--output", output)
+    return {"model_kl": 1e3 * json.loads(output.read_text())["formats"]["int8"]["kl_k3"]["value"]}
+
+
+PARTS: dict[str, Callable[[Path], Found]] = {
+    "startup": measure_startup,
+    "rounding": measure_rounding,
+    "decode": measure_decode,
+    "sync": measure_sync,
+    "memory": measure_memory,
+    "demo": measure_demo,
+}
+
+
+def kind_of_machine() -> str:
+    """What decides the ratios: the GPU, or the widest instructions that vLLM's kernels find on a CPU."""
+    if torch.cuda.is_available():
+        return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
+    capabilities = torch.cpu.get_capabilities()
+    names = ("amx_int8", "avx512_vnni", "avx512_f", "avx2")
+    return "cpu-" + next(
+        (name.replace("_", "-") for name in names if capabilities.get(name)), capabilities["architecture"]
+    )
+
+
+def is_worse(value: float, stored: float, room: float) -> bool:
+    """Whether a figure is beyond its limit."""
+    return value > stored * room if room > 1 else value < stored * room
+
+
+def compare(found: Found, stored: Found, console: Console) -> list[str]:
+    """Print one line per figure; return the names of those that are worse than their limits."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("figure")
+    for column in ("stored", "now", "limit", ""):
+        table.add_column(column, justify="right", no_wrap=True)
+    worse = []
+    for name, value in found.items():
+        meaning, room = FIGURES[name]
+        if name not in stored:
+            table.add_row(meaning, "-", f"{value:.3g}", "-", "new")
+            continue
+        bad = is_worse(value, stored[name], room)
+        worse += [name] * bad
+        limit = f"{'≤' if room > 1 else '≥'} {stored[name] * room:.3g}"
+        table.add_row(meaning, f"{stored[name]:.3g}", f"{value:.3g}", limit, "WORSE" if bad else "ok")
+    console.print(table)
+    return worse
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=[*PARTS, "model"], help="measure only these (default: all)")
+    parser.add_argument("--model", help="directory of a chat model, for the figure of a real one")
+    parser.add_argument("--store", action="store_true", help="store the figures, better or worse")
+    parser.add_argument("--baselines", type=Path, help="file of stored figures (default: this kind of machine's)")
+    arguments = parser.parse_args()
+    if arguments.model is None and "model" in (arguments.parts or ()):
+        parser.error("--parts model needs a model: add --model DIRECTORY")
+    parts = dict(PARTS) | (
+        {"model": lambda directory: measure_model(directory, arguments.model)} if arguments.model else {}
+    )
+    kind = kind_of_machine()
+    path = arguments.baselines or HERE / "baselines" / f"{kind}.json"
+    known = json.loads(path.read_text()) if path.exists() else {"figures": {}}
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    about, found = provenance(device, measured="trl_qurl"), {}
+    with tempfile.TemporaryDirectory() as directory:
+        for name in arguments.parts or parts:
+            started = time.perf_counter()
+            found |= parts[name](Path(directory))
+            console.print(f"{name}: {time.perf_counter() - started:.0f} s")
+    worse = compare(found, known["figures"], console)
+    if arguments.store or not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(about | {"figures": known["figures"] | found}, indent=2) + "\n")
+        console.print(f"Stored for {kind}: {path}", soft_wrap=True)
+        return 0
+    if worse:
+        console.print(f"Worse than its limit on {kind}: {', '.join(worse)}. If that is intended, store it: --store")
+    return bool(worse)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
