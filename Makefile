@@ -5,6 +5,7 @@ SCHEME ?= int8
 WORKERS ?= 2
 PYTEST_ARGS ?=
 ROWS ?=
+MODEL ?=
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
