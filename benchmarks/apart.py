@@ -4,6 +4,8 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from trl_qurl.lab.processes import die_with_parent
+
 Measure = Callable[..., Iterator[dict[str, Any]]]
 """Yields what it knows so far: a later part may need more memory than the machine has."""
 
@@ -33,6 +35,7 @@ def measure_apart(measure: Measure, *arguments: Any) -> dict[str, Any]:
 
 
 def _send(there: Any, measure: Measure, *arguments: Any) -> None:
+    die_with_parent()  # otherwise a killed benchmark would leave an engine behind that occupies GPU memory
     try:
         for result in measure(*arguments):
             there.send(result)

@@ -28,6 +28,7 @@ from provenance import provenance
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from trainers import trains_in_bf16
 
 from trl_qurl.trainers.run_log import read_run
 
@@ -46,11 +47,11 @@ class Figure(NamedTuple):
 FIGURES = {
     "startup": Figure("seconds of `trl-qurl --help` / of `import torch`", 1.5),
     "rounding": Figure("seconds to quantize to INT8 / llm-compressor's", 1.6),
-    "decode": Figure("tokens per second, INT8 / 16 bits", 0.75),
-    "sync": Figure("seconds of a sync, INT8 / 16 bits", 1.6),
-    "sync_bytes": Figure("bytes of a sync, INT8 / 16 bits", 1.01),
+    "decode": Figure("tokens per second, INT8 / unquantized", 0.75),
+    "sync": Figure("seconds of a sync, INT8 / unquantized", 1.6),
+    "sync_bytes": Figure("bytes of a sync, INT8 / unquantized", 1.01),
     "sync_memory": Figure("memory that an INT8 sync takes / the policy's", 1.3),
-    "peak_memory": Figure("peak memory of a step, INT8 / 16 bits", 1.1),
+    "peak_memory": Figure("peak memory of a step, INT8 / unquantized", 1.1),
     "demo_kl": Figure("KL of the demo's rollouts, median, 1e-3 nats", 1.5),
     "demo_corrected": Figure("share of its errors that the demo corrects", 0.8),
     "demo_lines": Figure("lines that the demo prints", 1.2),
@@ -64,6 +65,11 @@ def run(*command: str | Path) -> str:
     """Standard output of a command, which must succeed; what it prints as an error is shown."""
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
     return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def precision() -> list[str]:
+    """Unquantized engines compute in 16 bits, except on CPUs that would emulate them, in minutes."""
+    return [] if trains_in_bf16("cuda" if torch.cuda.is_available() else "cpu") else ["--engine-dtype", "float32"]
 
 
 def record(directory: Path, script: str, *arguments: str) -> dict[str, Any]:
@@ -97,13 +103,13 @@ def measure_rounding(directory: Path) -> Found:
 
 
 def measure_decode(directory: Path) -> Found:
-    found = record(directory, "rollouts", "--batches", "16", "--tokens", "64")
+    found = record(directory, "rollouts", "--batches", "16", "--tokens", "64", *precision())
     int8, full = (cell(found, way=way, place="engine")["tokens_per_s"] for way in ("int8", "bf16"))
     return {"decode": int8 / full}
 
 
 def measure_sync(directory: Path) -> Found:
-    found = record(directory, "weight_sync", "--ways", "bf16-stream", "int8-stream")
+    found = record(directory, "weight_sync", "--ways", "bf16-stream", "int8-stream", *precision())
     int8, full = (cell(found, scheme=scheme) for scheme in ("int8", None))
     return {"sync": int8["sync_s"] / full["sync_s"], "sync_bytes": int8["bytes"] / full["bytes"]}
 

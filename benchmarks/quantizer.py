@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,7 +30,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from shapes import Shape
+from transformers import PreTrainedModel
 
 from trl_qurl.quantization import SCHEMES, QuantizationScheme, get_scheme, quantized_layer_names
 from trl_qurl.quantization.checkpoint import CheckpointWriter, check_quantizer
@@ -49,32 +50,6 @@ WAYS = (STREAM, WRITTEN, REFERENCE, REFERENCE_WITH_COPY)
 
 TARGET_SHARE = 0.1
 """Of llm-compressor's time: what the stream may take at most."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Size of a Qwen3 model; the other dimensions follow in the proportions of Qwen3-0.6B."""
-
-    layers: int = 28
-    hidden: int = 1024
-    vocabulary: int = 151936
-
-    def build(self, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-        heads = max(2, self.hidden // 64)
-        config = Qwen3Config(
-            num_hidden_layers=self.layers,
-            hidden_size=self.hidden,
-            intermediate_size=3 * self.hidden,
-            num_attention_heads=heads,
-            num_key_value_heads=heads // 2,
-            head_dim=128,
-            vocab_size=self.vocabulary,
-            tie_word_embeddings=True,
-            dtype=dtype,
-        )
-        torch.manual_seed(0)
-        with device:
-            return Qwen3ForCausalLM(config).to(dtype).eval()
 
 
 # The ways ------------------------------------------------------------------------------------------------------------

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 from provenance import provenance, write_record
-from quantizer import Shape
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from trainers import WAYS, Load, build_trainer, prompt
+from shapes import Shape, add_shape_options, read_shape
+from trainers import WAYS, Load, add_precision_options, build_trainer, prompt
 from turns import Contestant
 
 ENGINE, TRAINER = "engine", "trainer"
@@ -118,9 +118,8 @@ def rounded(rate: float | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=Shape.layers)
-    parser.add_argument("--hidden", type=int, default=Shape.hidden)
-    parser.add_argument("--vocabulary", type=int, default=Shape.vocabulary)
+    add_shape_options(parser)
+    add_precision_options(parser)
     parser.add_argument("--ways", nargs="+", choices=[*WAYS], default=["bf16", "int8"])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64])
     parser.add_argument("--tokens", type=int, nargs="+", default=[32])
@@ -130,12 +129,14 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    shape = Shape(arguments.layers, arguments.hidden, arguments.vocabulary)
+    shape = read_shape(arguments)
     console = Console(width=None if sys.stdout.isatty() else 140)
     record = {"benchmark": "rollouts", **provenance(torch.device(arguments.device), measured="trl_qurl")}
     record |= {"shape": asdict(shape), "repeats": arguments.repeats}
     batch = max(arguments.batches)
-    largest = Load(completions=batch, tokens=max(arguments.tokens), train_batch=batch)
+    precision = {"dtype": arguments.dtype, "engine_dtype": arguments.engine_dtype}
+    record |= precision
+    largest = Load(completions=batch, tokens=max(arguments.tokens), train_batch=batch, **precision)
     contestants = {way: Contestant(build, way, shape, largest, arguments.device) for way in arguments.ways}
     try:
         record["cells"] = measure(contestants, arguments.batches, arguments.tokens, arguments.repeats, console)

@@ -1,5 +1,6 @@
 """Real trainers on models of random weights, as the benchmarks of rollouts and steps compare them."""
 
+import argparse
 import os
 import socket
 import tempfile
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from quantizer import Shape
+from shapes import Shape
 from transformers import PrinterCallback
 from weight_sync import characters
 
@@ -29,13 +30,28 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Load:
-    """One rollout: completions and their tokens, and how they are learned from."""
+    """
+    One rollout: completions and their tokens, how they are learned from, and in which precision.
+
+    Attributes:
+        completions: Number of completions.
+        tokens: Of each completion.
+        prompt: Characters of each prompt, each of them a token.
+        train_batch: Completions in one forward and backward pass.
+        updates: Optimizer updates per rollout.
+        lora_rank: Rank of the adapter to train; 0 trains the whole model.
+        dtype: Of the trainer's weights.
+        engine_dtype: Of our engine's 16-bit layers; plain TRL has no such setting.
+    """
 
     completions: int = 8
     tokens: int = 128
-    prompt: int = 28  # characters, each a token
+    prompt: int = 28
     train_batch: int = 8
     updates: int = 1
+    lora_rank: int = 0
+    dtype: str = "float32"
+    engine_dtype: str | None = None
 
 
 def build_trainer(
@@ -85,16 +101,26 @@ def build_trainer(
         "disable_tqdm": True,
     } | further
     directory = tempfile.mkdtemp(dir="/dev/shm" if device == "cpu" else None)
-    model: Any = shape.build(torch.float32, torch.device("cpu"))
+    # On a GPU from the start, because drawing 7 billion random weights on a CPU takes minutes.
+    model: Any = shape.build(getattr(torch, load.dtype), torch.device(device))
+    if load.lora_rank and peft_config is None:
+        from peft import LoraConfig
+
+        peft_config = LoraConfig(r=load.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
     if way == TRL:
         # TRL's engine loads the model by its name.
         model.save_pretrained(f"{directory}/model")
         characters().save_pretrained(f"{directory}/model")
         model = f"{directory}/model"
+        if device == "cuda":
+            torch.cuda.empty_cache()  # TRL loads its own copy
         kind, config = GRPOTrainer, GRPOConfig(directory, use_vllm=True, vllm_mode="colocate", **settings)
     else:
-        own = {"sync_check_interval": 0, "objective": "acr"}
-        own |= {"vllm_engine_kwargs": {"enforce_eager": device == "cpu"}}  # compiling takes minutes there
+        own: dict[str, Any] = {"sync_check_interval": 0, "objective": "acr"}
+        engine: dict[str, Any] = {"enforce_eager": device == "cpu"}  # compiling takes minutes there
+        if load.engine_dtype is not None:
+            engine["dtype"] = load.engine_dtype
+        own["vllm_engine_kwargs"] = engine
         kind, config = QuRLGRPOTrainer, QuRLGRPOConfig(directory, **(settings | own | WAYS[way] | further))
     trainer = kind(
         model=model,
@@ -107,6 +133,12 @@ def build_trainer(
     )
     trainer.remove_callback(PrinterCallback)  # the log is read, not looked at
     return trainer
+
+
+def add_precision_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for the precision of trainer and engine, by the names of `Load`."""
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=Load.dtype, help="of the trained weights")
+    parser.add_argument("--engine-dtype", help="of the engine's 16-bit layers; float32 for CPUs that emulate bfloat16")
 
 
 def trains_in_bf16(device: str) -> bool:

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 from provenance import provenance, write_record
-from quantizer import Shape
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from trainers import WAYS, Load, build_trainer, trains_in_bf16
+from shapes import Shape, add_shape_options, read_shape
+from trainers import WAYS, Load, add_precision_options, build_trainer, trains_in_bf16
 from transformers import TrainerCallback
 from turns import Contestant, InForeground
 
@@ -168,14 +168,14 @@ def print_table(record: dict[str, Any], console: Console) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=Shape.layers)
-    parser.add_argument("--hidden", type=int, default=Shape.hidden)
-    parser.add_argument("--vocabulary", type=int, default=Shape.vocabulary)
+    add_shape_options(parser)
+    add_precision_options(parser)
     parser.add_argument("--ways", nargs="+", choices=[*WAYS, PASSES], default=["bf16", "int8", PASSES])
     parser.add_argument("--completions", type=int, default=Load.completions)
     parser.add_argument("--tokens", type=int, default=Load.tokens)
     parser.add_argument("--train-batch", type=int, default=Load.train_batch)
     parser.add_argument("--updates", type=int, default=Load.updates)
+    parser.add_argument("--lora-rank", type=int, default=Load.lora_rank, help="train an adapter (default: the model)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--apart", action="store_true", help="one way after the other instead of in turns")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
@@ -183,8 +183,9 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    shape = Shape(arguments.layers, arguments.hidden, arguments.vocabulary)
-    load = Load(arguments.completions, arguments.tokens, train_batch=arguments.train_batch, updates=arguments.updates)
+    shape = read_shape(arguments)
+    names = ("completions", "tokens", "train_batch", "updates", "lora_rank", "dtype", "engine_dtype")
+    load = Load(**{name: getattr(arguments, name) for name in names})
     console = Console(width=None if sys.stdout.isatty() else 140)
     record = {"benchmark": "training_step", **provenance(torch.device(arguments.device), measured="trl_qurl")}
     record |= {"shape": asdict(shape), "load": asdict(load), "repeats": arguments.repeats}

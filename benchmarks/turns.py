@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from trl_qurl.lab.processes import die_with_parent
+
 
 @dataclass(frozen=True)
 class InForeground:
@@ -67,6 +69,7 @@ class Contestant:
 
 
 def _serve(pipe: Any, build: Callable[..., Any], *arguments: Any) -> None:
+    die_with_parent()  # otherwise a killed benchmark would leave an engine behind that occupies GPU memory
     try:
         answer = build(*arguments)
         failure = None

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from apart import measure_apart
 from provenance import provenance, write_record
-from quantizer import Shape
 from rich.console import Console
 from rich.table import Table
+from shapes import Shape, add_shape_options, read_shape
 
 COMPLETIONS = 8
 COMPLETION_TOKENS = 64
@@ -58,7 +58,9 @@ WAYS = [
 ]
 
 
-def measure(way: Way, shape: Shape, repeats: int, device: str) -> Iterator[dict[str, Any]]:
+def measure(
+    way: Way, shape: Shape, repeats: int, device: str, engine_dtype: str | None = None
+) -> Iterator[dict[str, Any]]:
     """Build a trainer, sync, train one step; in this process, which holds an engine from then on.
 
     Yields what is known so far: a step may need more memory than the machine has, and a sync is of interest even so.
@@ -68,6 +70,9 @@ def measure(way: Way, shape: Shape, repeats: int, device: str) -> Iterator[dict[
     from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 
     trains = way.scheme != "fp8" or device == "cuda"
+    engine: dict[str, Any] = {"enforce_eager": device == "cpu"}  # compiling takes minutes there
+    if engine_dtype is not None:
+        engine["dtype"] = engine_dtype
     with tempfile.TemporaryDirectory() as directory:
         config = QuRLGRPOConfig(
             directory,
@@ -81,7 +86,7 @@ def measure(way: Way, shape: Shape, repeats: int, device: str) -> Iterator[dict[
             logging_steps=1,
             vllm_max_model_length=512,
             vllm_gpu_memory_utilization=0.5,
-            vllm_engine_kwargs={"enforce_eager": device == "cpu"},  # compiling takes minutes there
+            vllm_engine_kwargs=engine,
             generation_kwargs={"ignore_eos": True},
             use_cpu=device == "cpu",
             bf16=device == "cuda",
@@ -164,9 +169,8 @@ def print_table(record: dict[str, Any], console: Console) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=Shape.layers)
-    parser.add_argument("--hidden", type=int, default=Shape.hidden)
-    parser.add_argument("--vocabulary", type=int, default=Shape.vocabulary)
+    add_shape_options(parser)
+    parser.add_argument("--engine-dtype", help="of the engine's 16-bit layers; float32 for CPUs that emulate bfloat16")
     parser.add_argument("--repeats", type=int, default=5)
     names = [way.name for way in WAYS]
     parser.add_argument("--ways", nargs="+", choices=names, default=names, help="measure only these")
@@ -175,17 +179,18 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    shape = Shape(arguments.layers, arguments.hidden, arguments.vocabulary)
+    shape = read_shape(arguments)
     console = Console(width=None if sys.stdout.isatty() else 140)
     record = {"benchmark": "weight_sync", **provenance(torch.device(arguments.device), measured="trl_qurl")}
     record |= {"shape": asdict(shape), "repeats": arguments.repeats}
     record |= {"completions": COMPLETIONS, "completion_tokens": COMPLETION_TOKENS}
+    record["engine_dtype"] = arguments.engine_dtype
     meta = shape.build(torch.float32, torch.device("meta"))
     record["parameters"] = sum(parameter.numel() for parameter in meta.parameters())
     record["cells"] = []
     for way in (way for way in WAYS if way.name in arguments.ways):
         started = time.perf_counter()
-        cell = measure_apart(measure, way, shape, arguments.repeats, arguments.device)
+        cell = measure_apart(measure, way, shape, arguments.repeats, arguments.device, arguments.engine_dtype)
         record["cells"].append({**way._asdict(), **cell})
         console.print(
             f"{way.scheme or 'bf16'}, {way.transport}, {way.quantizer}: {time.perf_counter() - started:.0f} s"
