@@ -45,7 +45,7 @@ class Figure(NamedTuple):
 
 
 FIGURES = {
-    "startup": Figure("seconds of `trl-qurl --help` / of `import torch`", 1.5),
+    "startup": Figure("seconds of `trl-qurl --help` / of `import torch`", 2.0),
     "rounding": Figure("seconds to quantize to INT8 / llm-compressor's", 1.6),
     "decode": Figure("tokens per second, INT8 / unquantized", 0.75),
     "sync": Figure("seconds of a sync, INT8 / unquantized", 1.6),
@@ -62,9 +62,13 @@ Found = dict[str, float]
 
 
 def run(*command: str | Path) -> str:
-    """Standard output of a command, which must succeed; what it prints as an error is shown."""
+    """Standard output of a command, which must succeed; what else it printed is shown only if it does not."""
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
-    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(done.stdout[-4000:], done.stderr[-4000:], sep="\n", file=sys.stderr)
+        raise SystemExit(f"This failed with exit status {done.returncode}: {' '.join(map(str, command))}")
+    return done.stdout
 
 
 def precision() -> list[str]:
@@ -115,7 +119,7 @@ def measure_sync(directory: Path) -> Found:
 
 
 def measure_memory(directory: Path) -> Found:
-    found = record(directory, "memory", "--growth", "1")
+    found = record(directory, "memory", "--growth", "1", *precision())
     int8, full = (cell(found, way=way) for way in ("int8", "bf16"))
     return {
         "sync_memory": int8["sync_bytes"] / int8["parameters_bytes"],

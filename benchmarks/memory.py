@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from apart import measure_apart
 from provenance import provenance, write_record
-from quantizer import Shape, peak_bytes, reset_peak
+from quantizer import peak_bytes, reset_peak
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from trainers import WAYS, Load, build_trainer
+from shapes import Shape
+from trainers import WAYS, Load, add_precision_options, build_trainer
 
 UPDATES = 2
 SYNCS = 2
@@ -97,6 +98,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=Shape.hidden)
     parser.add_argument("--vocabulary", type=int, default=32000)
+    add_precision_options(parser)
     parser.add_argument("--completions", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--growth", type=int, nargs="+", default=[1, 2, 4], help="factors; 1 is the base")
@@ -108,7 +110,8 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine's memory is this process's
     base = Shape(arguments.layers, arguments.hidden, arguments.vocabulary)
-    load = Load(arguments.completions, arguments.tokens, train_batch=arguments.completions)
+    precision = {"dtype": arguments.dtype, "engine_dtype": arguments.engine_dtype}
+    load = Load(arguments.completions, arguments.tokens, train_batch=arguments.completions, **precision)
     console = Console(width=None if sys.stdout.isatty() else 140)
     record: dict[str, Any] = {"benchmark": "memory", **provenance(torch.device(arguments.device), measured="trl_qurl")}
     record["cells"] = []
