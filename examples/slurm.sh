@@ -6,7 +6,7 @@
 #   MODEL=Qwen/Qwen2.5-1.5B-Instruct sbatch examples/slurm.sh       # settings below can be set in the environment
 #
 # The clone, its environment and OUTPUT must be on a file system that all nodes see. Activate the environment before sbatch.
-# Ten minutes before the time limit, and after a failed node, the job is put back into the queue and goes on from its last
+# Ten minutes before the time limit, and after a failed node, the job is requeued and resumes from its last
 # complete checkpoint (save_steps). Its exit status is that of the training. More: docs/scaling.md. Not run on a cluster yet.
 #
 #SBATCH --job-name=trl-qurl
@@ -84,7 +84,7 @@ requeue() {
     echo "The time limit is near: the job ends here and goes back into the queue."
     clean_up
     scontrol requeue "$SLURM_JOB_ID" && exit 0
-    echo "Slurm did not put the job back; submit it again, and it goes on from its last checkpoint." >&2
+    echo "Slurm did not requeue the job. Submit it again: it resumes from its last checkpoint." >&2
     exit 1
 }
 trap requeue USR1

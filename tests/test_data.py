@@ -116,7 +116,7 @@ def test_a_hub_name_is_not_looked_for_on_disk(monkeypatch):
             [{"prompt": [{"role": "assistant", "content": "q"}], "answer": "a"}],
             r"row 1 of .* that ends with the role \"user\"",
         ),
-        ([], "contains no rows in the format json"),
+        ([], "cannot be read as json"),
     ],
 )
 def test_a_bad_file_is_named_with_its_fault(tmp_path, rows, message):
@@ -170,9 +170,9 @@ def test_files_that_are_not_what_their_name_says(tmp_path):
     (tmp_path / "bytes.parquet").write_text("question,answer\n")
     (tmp_path / "table.xlsx").write_text("question,answer\n")
     for name, message in [
-        ("broken.jsonl", "contains no rows in the format json: JSON parse error"),
-        ("plain.jsonl.gz", "contains no rows in the format json: .*Not a gzipped file"),
-        ("bytes.parquet", "contains no rows in the format parquet: "),
+        ("broken.jsonl", "cannot be read as json: JSON parse error"),
+        ("plain.jsonl.gz", "cannot be read as json: .*Not a gzipped file"),
+        ("bytes.parquet", "cannot be read as parquet: "),
         ("table.xlsx", "is not a .json, .jsonl, .csv, .parquet file"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -49,7 +49,7 @@ def test_every_objective_that_bounds_no_single_token(objective, tmp_path):
             "of 'tis', 'decoupled', 'quantized_ratio', 'naive', 'icepop', 'geometric_mask', 'trl', or QuRLGRPOTrainer",
         ),
         ({"objective": "rloo"}, "objective is 'rloo', but must be one of 'acr', 'tis'"),
-        ({"vllm_importance_sampling_clip_max": None}, "is None: give a positive cap C (the paper uses 2.0), or use"),
+        ({"vllm_importance_sampling_clip_max": None}, "is None: give a positive cap C (default 2.0), or use"),
         ({"vllm_importance_sampling_clip_max": 0.0}, "objective='tis' limits the ratio, but"),
         (
             {"objective": "icepop", "vllm_importance_sampling_clip_min": 3.0},

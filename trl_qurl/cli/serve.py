@@ -38,13 +38,14 @@ def run(args: argparse.Namespace) -> int:
             "the option for more)."
         )
     check_model(args.model)
+    from trl_qurl.rollout.engine.http import require_key
+
+    require_key()  # before imports that take many seconds
     from trl_qurl.quantization.formats import get_scheme, parse_scheme
     from trl_qurl.rollout.engine import launch
     from trl_qurl.rollout.engine.hardware import kernel_environment
-    from trl_qurl.rollout.engine.http import require_key
 
     launch.require_vllm()
-    require_key()
     launch.check_options(args.extra_args)
     scheme = parse_scheme(args.scheme)
     environment = kernel_environment(None if scheme is None else get_scheme(scheme))

@@ -36,7 +36,7 @@ def check_cap(config: Any, objective: Objective) -> None:
     if cap is None or not 0 < cap < inf:
         raise ValueError(
             f"objective={objective.name!r} limits the ratio, but vllm_importance_sampling_clip_max is {cap}: "
-            "give a positive cap C (the paper uses 2.0), or use objective='decoupled' for no cap."
+            "give a positive cap C (default 2.0), or use objective='decoupled' for no cap."
         )
     if objective.correction == "masked_sequence" and cap >= 2:
         raise ValueError(

@@ -109,7 +109,7 @@ def _read_local(name: str) -> Dataset:
         return load_dataset(loader, data_files=str(path), split="train")
     except (DatasetGenerationError, ValueError, OSError, StopIteration) as error:
         raise ValueError(
-            f"{path} contains no rows in the format {loader}: {error.__cause__ or repr(error)}"
+            f"{path} cannot be read as {loader}: {error.__cause__ or repr(error)}"
         ) from error
 
 
@@ -124,6 +124,6 @@ def _pick(row: dict[str, Any], columns: tuple[tuple[str, ...], ...], source: str
     if missing:
         raise ValueError(
             f"Row {number} of {source} has no {' and no '.join(missing)}; its columns are {', '.join(row) or 'none'}: "
-            "set question_column and answer_column, or rename the columns."
+            "rename the columns, or set question_column and answer_column (not in `eval` and `mismatch`)."
         )
     return [values[0] for values in candidates]

@@ -53,7 +53,7 @@ def get_scheme(name: str) -> QuantizationScheme:
         ValueError: If the scheme is unknown; the message lists the valid names.
     """
     if name not in SCHEMES:
-        near = get_close_matches(name, SCHEMES, 1)
+        near = ["w4a16"] if "4" in name else get_close_matches(name.lower(), SCHEMES, 1)  # "int4", "4bit"
         guess = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(
             f"Unknown quantization scheme {name!r}{guess} Choose one of {', '.join(map(repr, SCHEMES))}, or None "
