@@ -108,9 +108,7 @@ def _read_local(name: str) -> Dataset:
     try:
         return load_dataset(loader, data_files=str(path), split="train")
     except (DatasetGenerationError, ValueError, OSError, StopIteration) as error:
-        raise ValueError(
-            f"{path} cannot be read as {loader}: {error.__cause__ or repr(error)}"
-        ) from error
+        raise ValueError(f"{path} cannot be read as {loader}: {error.__cause__ or repr(error)}") from error
 
 
 def _loader(path: str) -> str | None:

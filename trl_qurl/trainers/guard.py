@@ -1,7 +1,8 @@
 """Raise an alarm when the policy that samples drifts away from the policy being trained, and warn or stop.
 
 The guard reads the metrics of each rollout (`mismatch_metrics`), which are the same in all processes, so all act at
-the same step. It judges medians, because single rollouts of healthy runs have outliers. A resumed run starts without a history.
+the same step. It judges medians, because single rollouts of healthy runs have outliers. A resumed run starts without
+a history.
 """
 
 import math
