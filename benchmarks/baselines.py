@@ -51,7 +51,7 @@ FIGURES = {
     "decode": Figure("tokens per second, INT8 / unquantized", 0.75),
     "sync": Figure("seconds of a sync, INT8 / unquantized", 1.6),
     "sync_bytes": Figure("bytes of a sync, INT8 / unquantized", 1.01),
-    "sync_memory": Figure("memory that an INT8 sync takes / the policy's", 1.3),
+    "quantizing_memory": Figure("memory that quantizing the weights takes / its largest layer", 1.5),
     "peak_memory": Figure("peak memory of a step, INT8 / unquantized", 1.1),
     "demo_kl": Figure("KL of the demo's rollouts, median, 1e-3 nats", 1.5),
     "demo_corrected": Figure("share of its errors that the demo corrects", 0.8),
@@ -104,7 +104,11 @@ def measure_startup(directory: Path) -> Found:
 def measure_rounding(directory: Path) -> Found:
     options = ("--schemes", "int8", "--dtypes", "float32", "--directory", str(directory))
     found = record(directory, "quantizer", *options)
-    return {"rounding": cell(found, way="stream")["share"]}
+    stream = cell(found, way="stream")
+    return {
+        "rounding": stream["share"],
+        "quantizing_memory": stream["peak_extra_bytes"] / stream["largest_layer_bytes"],
+    }
 
 
 def measure_decode(directory: Path) -> Found:
@@ -122,10 +126,7 @@ def measure_sync(directory: Path) -> Found:
 def measure_memory(directory: Path) -> Found:
     found = record(directory, "memory", "--growth", "1", *precision())
     int8, full = (cell(found, way=way) for way in ("int8", "bf16"))
-    return {
-        "sync_memory": int8["sync_bytes"] / int8["parameters_bytes"],
-        "peak_memory": int8["peak_bytes"] / full["peak_bytes"],
-    }
+    return {"peak_memory": int8["peak_bytes"] / full["peak_bytes"]}
 
 
 def measure_demo(directory: Path) -> Found:
