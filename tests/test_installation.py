@@ -39,6 +39,8 @@ def lines_that_install() -> list[tuple[str, str]]:
         # A message may go on in the string of the next line.
         text = re.sub(r'"\n\s*f?"', "", text) if path.suffix == ".py" else text
         found += [(path.name, line) for line in re.findall(r"pip install ([^`\n#]+)", text)]
+        # The first cells of notebooks for GPUs build their command from this.
+        found += [(path.name, line) for line in re.findall(r'^QURL = ("trl-qurl[^\n]+)', text, re.MULTILINE)]
     return found
 
 
