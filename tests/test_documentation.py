@@ -112,7 +112,8 @@ def test_code_fits_a_laptops_window():
     for page in (README, *SITE):
         text = re.sub(r"^> ?", "", page.read_text(), flags=re.MULTILINE)  # includes quoted code
         examples += [Block(page, 0, "", match["fenced"] or "") for match in CODE.finditer(text)]
-    wide = [f"{block.page.name}: {line}" for block in examples for line in block.code.splitlines() if len(line) > 100]
+    lines = [(block.page.name, line) for block in examples for line in block.code.splitlines()]
+    wide = [where for where in lines if len(where[1]) > 100 and "https://" not in where[1]]  # addresses do not break
     assert len(examples) > 50
     assert wide == []
 
