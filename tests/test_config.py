@@ -145,13 +145,19 @@ def test_updates_per_rollout(steps_per_generation, gradient_accumulation_steps, 
 REFUSED = [
     (
         {"rollout_quantization": "int4"},
-        r"Unknown quantization scheme 'int4'; did you mean 'int8'\? Choose one of 'int8', 'fp8', .*, or None",
+        r"Unknown quantization scheme 'int4'; did you mean 'w4a16'\? Choose one of 'int8', 'fp8', .*, or None",
     ),
     (
         {"weight_sync": "nccl"},
         r"weight_sync is 'nccl', but must be one of 'auto', 'stream', 'checkpoint', 'adapter', 'llmcompressor'",
     ),
     ({"uaq_scale": 0.0}, r"uaq_scale is 0\.0, .* must be positive and finite \(.* 1\.5; 1\.0 turns UAQ off\)"),
+    ({"uaq_scale": "1.5"}, r"uaq_scale is '1\.5', .* must be positive and finite"),
+    (
+        {"vllm_gpu_memory_utilization": 30},
+        r"vllm_gpu_memory_utilization is 30, but must be a share of the GPU",
+    ),
+    ({"quantization_ignore": ["lm_head", "re:(["]}, r"quantization_ignore has 're:\(\[', which is not a regular exp"),
     ({"uaq_scale": -1.5}, r"uaq_scale is -1\.5, .* 1\.0 turns UAQ off"),
     ({"uaq_scale": float("inf")}, r"uaq_scale is inf, .* 1\.0 turns UAQ off"),
     ({"uaq_scale": float("nan")}, r"uaq_scale is nan, .* 1\.0 turns UAQ off"),

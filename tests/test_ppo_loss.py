@@ -122,6 +122,16 @@ def test_a_completion_without_a_reward_teaches_nobody(trainer):
     assert batch["advantages"][1:].isfinite().all() and batch["critic_mask"][1:].any()
 
 
+def test_the_critic_learns_from_tokens_with_a_return_only(trainer):
+    batch = micro_batch(rollout(trainer))
+    batch["critic_mask"][0] = False  # a completion without a reward
+    values = torch.full((B, T + 1), 9.0, requires_grad=True)  # far from every return
+    trainer._micro_batch = batch
+    trainer._value_loss(values).backward()
+    assert torch.equal(values.grad[:, :-1] != 0, batch["critic_mask"])
+    assert not values.grad[:, -1].any(), "the value after the last token is no prediction"
+
+
 def test_several_rewards_are_weighed(trainer):
     batch = rollout(trainer)
     functions = torch.tensor([[1.0, 2.0], [1.0, torch.nan], [torch.nan, torch.nan]]).repeat(4, 1)

@@ -1,7 +1,8 @@
 """Checks shared by the configurations."""
 
+import re
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
 from math import inf
 from typing import Any
@@ -22,10 +23,19 @@ def check_choice(config: object, name: str, choices: Collection[str]) -> None:
 
 
 def check_number(config: object, name: str, is_allowed: Callable[[Any], bool], requirement: str) -> None:
-    """Raise `ValueError` if a setting is `None` or not allowed; `requirement` says what it must be."""
+    """Raise `ValueError` if a setting is not a number or not allowed; `requirement` says what it must be."""
     value = getattr(config, name)
-    if value is None or not is_allowed(value):
-        raise ValueError(f"{name} is {value}, but must be {requirement}.")
+    if not isinstance(value, int | float) or not is_allowed(value):
+        raise ValueError(f"{name} is {value!r}, but must be {requirement}.")
+
+
+def check_patterns(patterns: Iterable[str], name: str) -> None:
+    """Raise `ValueError` for a pattern that starts with `re:` but is not a regular expression."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+        except re.error as error:
+            raise ValueError(f"{name} has {pattern!r}, which is not a regular expression: {error}.") from None
 
 
 def check_cap(config: Any, objective: Objective) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from trl_qurl.config.checks import check_choice, check_number, warn_of_biased_ratio
+from trl_qurl.config.checks import check_choice, check_number, check_patterns, warn_of_biased_ratio
 from trl_qurl.config.help import with_help
 from trl_qurl.quantization.checkpoint import check_quantizer
 from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, check_kv_cache, get_scheme, parse_scheme
@@ -167,6 +167,9 @@ class QuantizedRolloutsConfig:
         check_number(self, "vllm_request_timeout", lambda x: x > 0, "a positive number of seconds")
         check_number(self, "sync_check_interval", lambda n: n >= 0, "a number of syncs, or 0 for none")
         check_number(self, "rollouts_ahead", lambda n: n in (0, 1), "0 or 1")
+        share = "a share of the GPU's memory: above 0, at most 1"
+        check_number(self, "vllm_gpu_memory_utilization", lambda x: 0 < x <= 1, share)
+        check_patterns(self.quantization_ignore, "quantization_ignore")
 
     def _check_format(self: Any) -> None:
         if self.round_base and (self.weight_sync not in ("auto", "adapter") or self.rollout_quantization is None):
