@@ -145,7 +145,7 @@ def test_math_verify_missing(train, monkeypatch):
 def test_unknown_scheme(train):
     message = train("--rollout_quantization", "int4")
     assert message == (
-        f"Unknown quantization scheme 'int4'; did you mean 'int8'? Choose one of {', '.join(map(repr, SCHEMES))}, or "
+        f"Unknown quantization scheme 'int4'; did you mean 'w4a16'? Choose one of {', '.join(map(repr, SCHEMES))}, or "
         "None ('none' on the command line) for unquantized rollouts."
     )
 
@@ -222,7 +222,7 @@ def test_which_models_have_recurrent_layers(kind, refused):
 def test_questions_without_answers(train, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"question": "1 + 1?", "solution": "2"}\n')
     message = train("--dataset", tmp_path / "bad.jsonl")
-    assert "has no answer or final_answer; its columns are question, solution: set question_column" in message
+    assert "has no answer or final_answer; its columns are question, solution: rename the columns, or set question_column" in message
 
 
 def test_questions_that_do_not_fill_a_rollout(train, tmp_path):
