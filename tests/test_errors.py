@@ -222,7 +222,10 @@ def test_which_models_have_recurrent_layers(kind, refused):
 def test_questions_without_answers(train, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"question": "1 + 1?", "solution": "2"}\n')
     message = train("--dataset", tmp_path / "bad.jsonl")
-    assert "has no answer or final_answer; its columns are question, solution: rename the columns, or set question_column" in message
+    assert (
+        "no answer or final_answer; its columns are question, solution: rename the columns, or set question_"
+        in message
+    )
 
 
 def test_questions_that_do_not_fill_a_rollout(train, tmp_path):
