@@ -128,6 +128,7 @@ def test_the_critic_learns_from_tokens_with_a_return_only(trainer):
     values = torch.full((B, T + 1), 9.0, requires_grad=True)  # far from every return
     trainer._micro_batch = batch
     trainer._value_loss(values).backward()
+    trainer._micro_batch = {}
     assert torch.equal(values.grad[:, :-1] != 0, batch["critic_mask"])
     assert not values.grad[:, -1].any(), "the value after the last token is no prediction"
 

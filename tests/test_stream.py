@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from trl_qurl.quantization import SCHEMES, quantized_layer_names, write_checkpoi
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.checks.tensors import MeteredStream
 from trl_qurl.rollout.engine import broadcast, served
+from trl_qurl.rollout.engine.colocated import ColocatedEngine
 from trl_qurl.rollout.engine.interface import EngineDescription, WeightUpdate
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
@@ -388,3 +390,12 @@ def test_a_policy_in_parts_is_streamed_only_where_that_was_asked_for():
     assert choose_route("auto", cuda, None, is_sharded=True)[0] == "checkpoint"
     assert choose_route("stream", cuda, None, is_sharded=True)[0] == "stream"
     assert choose_route("auto", cuda, None, is_sharded=False)[0] == "stream"
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+def test_a_colocated_engine_clears_what_old_weights_cached(cleared):
+    llm = MagicMock()
+    llm.reset_prefix_cache.return_value = cleared  # False while requests run
+    with nullcontext() if cleared else pytest.raises(SyncError, match="did not clear the prefix cache"):
+        ColocatedEngine(llm).load_stream([], WeightUpdate("weights-1"))
+    llm.reset_prefix_cache.assert_called_once_with()
