@@ -159,7 +159,7 @@ def test_what_cannot_be_determined_says_so(monkeypatch):
 
 def test_a_format_that_does_not_exist(capsys):
     assert cli.main(["doctor", "--formats", "int4"]) == 2
-    assert "Unknown quantization scheme 'int4'; did you mean 'int8'?" in capsys.readouterr().err
+    assert "Unknown quantization scheme 'int4'; did you mean 'w4a16'?" in capsys.readouterr().err
 
 
 # The parts -----------------------------------------------------------------------------------------------------------
