@@ -219,7 +219,9 @@ def main() -> int:
     worse = compare(found, known["figures"], console)
     if arguments.store or not path.exists():
         path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(about | {"figures": known["figures"] | found}, indent=2) + "\n")
+        tmp = path.with_suffix(".tmp")
+        tmp.write_text(json.dumps(about | {"figures": known["figures"] | found}, indent=2) + "\n")
+        tmp.replace(path)
         console.print(f"Stored for {kind}: {path}", soft_wrap=True)
         return 0
     if worse:

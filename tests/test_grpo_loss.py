@@ -444,16 +444,3 @@ def test_a_rollout_function_without_log_probabilities_says_what_to_return(traine
     monkeypatch.setattr(trainer, "rollout_func", rollout_func)
     with pytest.raises(ValueError, match=r"rollout_func returned logprobs=None.*return a list for each completion"):
         trainer.training_step(trainer.model, ROWS, None)
-
-
-@pytest.mark.parametrize(
-    ("iterations", "accumulated", "scores"), [(1, 4, True), (2, 4, False), (2, 8, True), (1, 2, False)]
-)
-def test_an_update_scores_the_rollout_only_before_the_policy_changes(
-    iterations, accumulated, scores, trainer, monkeypatch
-):
-    """The rollout has four micro-batches, which one update takes once (4) or twice (8), or two updates share (2)."""
-    monkeypatch.setattr(trainer, "num_iterations", iterations)
-    monkeypatch.setattr(trainer.args, "steps_per_generation", 4)
-    monkeypatch.setattr(trainer.args, "gradient_accumulation_steps", accumulated)
-    assert trainer._scores_in_update is scores

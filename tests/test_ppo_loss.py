@@ -126,9 +126,8 @@ def test_the_critic_learns_from_tokens_with_a_return_only(trainer):
     batch = micro_batch(rollout(trainer))
     batch["critic_mask"][0] = False  # a completion without a reward
     values = torch.full((B, T + 1), 9.0, requires_grad=True)  # far from every return
-    trainer._micro_batch = batch
+    trainer.compute_loss(trainer.model, batch)  # after which the critic learns from the same micro-batch
     trainer._value_loss(values).backward()
-    trainer._micro_batch = {}
     assert torch.equal(values.grad[:, :-1] != 0, batch["critic_mask"])
     assert not values.grad[:, -1].any(), "the value after the last token is no prediction"
 
