@@ -18,7 +18,7 @@ from trl_qurl.cli import COMMANDS
 from trl_qurl.cli.options import check_model
 from trl_qurl.lab import device
 from trl_qurl.lab.recipes import ppo, rloo
-from trl_qurl.lab.recipes.arguments import take_settings
+from trl_qurl.lab.recipes.arguments import merge_settings, take_files
 from trl_qurl.lab.recipes.grpo import parse_arguments
 
 ROOT = Path(__file__).parents[1]
@@ -238,7 +238,7 @@ def test_without_an_accelerator_training_is_put_on_the_cpu(monkeypatch, tmp_path
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [1\n b: 2", "is not valid YAML"),
+        ("seed: 1\na: [1\n b: 2", "^Line 3 of the settings file .* is not valid YAML: expected ',' or ']'.*\\.$"),
         ("- learning_rate", "has no `name: value` lines"),
         (
             "learning_rte: 1.0e-6",
@@ -252,17 +252,32 @@ def test_settings_files_that_cannot_be_used(tmp_path, text, message):
     if text is not None:
         path.write_text(text)
     with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
-        take_settings(["--config", str(path)], known_names={"learning_rate"}, command="ppo")
+        files, _ = take_files(["--config", str(path)])
+        merge_settings(files, known_names={"learning_rate"}, command="ppo")
     assert str(path) in str(caught.value)
 
 
 def test_settings_files_that_can(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("learning_rate: 1.0e-6\nenv:\n  NAME: value\n")
-    take_settings(["--seed", "1", "--config", str(path)], known_names={"learning_rate"}, command="ppo")
-    take_settings(["--seed", "1"], known_names=(), command="ppo")
+    files, rest = take_files(["--seed", "1", "--config", str(path)])
+    assert rest == ["--seed", "1"]
+    settings = {"learning_rate": 1e-6, "env": {"NAME": "value"}}
+    assert merge_settings(files, known_names={"learning_rate"}, command="ppo") == settings
+    assert take_files(["--seed", "1"]) == ([], ["--seed", "1"])
     with pytest.raises(ValueError, match="requires the name"):
-        take_settings(["--config"], known_names=(), command="ppo")
+        take_files(["--config"])
+
+
+def test_a_wrong_settings_file_is_reported_before_anything_slow_is_imported(tmp_path):
+    program = f"""
+import sys
+from trl_qurl.cli import main
+assert main(["grpo", "--config", "gsm9k"]) == 2
+assert not {{"torch", "transformers", "trl"}} & set(sys.modules), "imported"
+"""
+    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=False)
+    assert "The settings file gsm9k does not exist" in done.stderr and done.returncode == 0, done.stderr
 
 
 def test_a_directory_without_a_model_is_not_taken_for_a_hub_name(tmp_path):

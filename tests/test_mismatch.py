@@ -143,8 +143,8 @@ def test_prompts_come_from_the_package_a_text_or_a_task(tmp_path):
     text.write_text("1+1=\n\n2+2=\n3+3=\n")
     assert load_prompts(str(text), 2) == ["1+1=", "2+2="]
     rows = tmp_path / "mine.jsonl"
-    rows.write_text(json.dumps({"question": "1+1?", "answer": "2"}) + "\n")
-    ((message,),) = load_prompts(str(rows), 5)
+    rows.write_text(json.dumps({"question": "1+1?"}) + "\n")
+    ((message,),) = load_prompts(str(rows), 5)  # answers are not needed
     assert message["content"].startswith("1+1?")
 
 

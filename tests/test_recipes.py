@@ -14,7 +14,7 @@ from trl import get_peft_config
 
 from trl_qurl.lab.bench.workload import Device, count_parameters, why_too_large
 from trl_qurl.lab.recipes import grpo, ppo
-from trl_qurl.lab.recipes.arguments import recipes, take_settings
+from trl_qurl.lab.recipes.arguments import merge_settings, recipes, take_files
 from trl_qurl.lab.recipes.questions import checkpoint_to_resume, punishments
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.stream import WeightStream
@@ -75,7 +75,7 @@ def test_recipes_and_variants_are_found_by_name_from_anywhere(tmp_path, monkeypa
 def test_a_file_of_the_readers_own_comes_before_a_recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "dapo", seed=7)
-    assert take_settings(["--config", "dapo"], {"seed"}, "grpo") == ({"seed": 7}, [])
+    assert take_files(["--config", "dapo"]) == ([("dapo", {"seed": 7})], [])
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -296,12 +296,14 @@ def write(path, **settings):
 
 def test_later_files_override_earlier_ones(tmp_path):
     first, second = write(tmp_path / "a.yaml", seed=1, beta=2), write(tmp_path / "b.yaml", beta=3)
-    names = {"seed", "beta"}
-    assert take_settings(["--config", first, second, "--x", "y"], names, "grpo") == (
-        {"seed": 1, "beta": 3},
-        ["--x", "y"],
-    )
-    assert take_settings(["--config", second, "--config", first], names, "grpo")[0] == {"seed": 1, "beta": 2}
+
+    def merged(*argv):
+        files, rest = take_files([*argv, "--x", "y"])
+        assert rest == ["--x", "y"]
+        return merge_settings(files, {"seed", "beta"}, "grpo")
+
+    assert merged("--config", first, second) == {"seed": 1, "beta": 3}
+    assert merged("--config", second, "--config", first) == {"seed": 1, "beta": 2}
 
 
 def test_a_punishment_of_every_length_is_refused(tmp_path):

@@ -27,6 +27,7 @@ def load_questions(
     limit: int | None = None,
     question_column: str | None = None,
     answer_column: str | None = None,
+    needs_answers: bool = True,
 ) -> Dataset:
     """Load questions as a data set with the columns `prompt` (a conversation) and `solution` (the answer in LaTeX).
 
@@ -38,6 +39,7 @@ def load_questions(
         question_column: Defaults to the first of `QUESTION_COLUMNS` that exists. Contains texts, or conversations that
             end with a user message; `INSTRUCTION` is appended to that message.
         answer_column: Defaults to the first of `ANSWER_COLUMNS` that exists. Lists of answers are joined with commas.
+        needs_answers: Whether rows must have an answer; if not, `solution` is empty.
 
     Returns:
         One row per question, in the original order.
@@ -58,10 +60,12 @@ def load_questions(
     questions, solutions = [], []
     question_columns = QUESTION_COLUMNS if question_column is None else (question_column,)
     answer_columns = ANSWER_COLUMNS if answer_column is None else (answer_column,)
+    columns = (question_columns, answer_columns) if needs_answers else (question_columns,)
     for number, row in enumerate(islice(rows, limit), start=1):
-        question, answer = _pick(row, (question_columns, answer_columns), name_or_path, number)
+        question, *answers = _pick(row, columns, name_or_path, number)
         questions.append(_instructed(question, name_or_path, number))
-        solutions.append(as_solution(", ".join(map(str, answer)) if isinstance(answer, list) else str(answer)))
+        texts = (", ".join(map(str, answer)) if isinstance(answer, list) else str(answer) for answer in answers)
+        solutions.append("".join(map(as_solution, texts)))
     return Dataset.from_dict({"prompt": questions, "solution": solutions})
 
 

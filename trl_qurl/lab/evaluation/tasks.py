@@ -49,8 +49,8 @@ class Task:
         return hashlib.blake2b(json.dumps([self.prompts, self.solutions]).encode(), digest_size=8).hexdigest()
 
 
-def load_task(spec: str, limit: int | None = None) -> Task:
-    """Load the first `limit` questions of a benchmark.
+def load_task(spec: str, limit: int | None = None, needs_answers: bool = True) -> Task:
+    """Load the first `limit` questions of a benchmark; without `needs_answers`, `solutions` are empty.
 
     `spec` is a name in `SOURCES`; a local `.json`, `.jsonl`, `.csv` or `.parquet` file; a Hub name
     (`owner/set`, optionally `owner/set:config:split`); or `name=source` with any of these as the source.
@@ -61,7 +61,7 @@ def load_task(spec: str, limit: int | None = None) -> Task:
     if not name or not source:
         raise ValueError(f"The task {spec!r} is not of the form name=source: {ALLOWED}.")
     path, config, split = _find_source(source)
-    questions = load_questions(path, split, config, limit)
+    questions = load_questions(path, split, config, limit, needs_answers=needs_answers)
     return Task(name, questions["prompt"][:], questions["solution"][:])
 
 

@@ -42,7 +42,7 @@ def load_prompts(source: str | None, limit: int) -> list[Any]:
     if not source.endswith(".txt"):
         from trl_qurl.lab.evaluation.tasks import load_task
 
-        return load_task(source, limit).prompts
+        return load_task(source, limit, needs_answers=False).prompts
     path = Path(source).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"The file {source} does not exist: give a text file with one prompt per line.")

@@ -44,6 +44,9 @@ def parse(
 ) -> tuple[Any, Any, ModelConfig]:
     """Parse a command line and the YAML files of its `--config` into script, trainer and model arguments."""
     quiet()
+    prog = None if argv is None else f"trl-qurl {command}"
+    files, argv = take_files(sys.argv[1:] if argv is None else argv)  # reports errors before seconds of imports
+
     from trl import ModelConfig, TrlParser
 
     import trl_qurl
@@ -57,8 +60,6 @@ def parse(
             metadata={"aliases": ["--model"], "help": "Model to train: a Hub name or a directory."},
         )
 
-    prog = None if argv is None else f"trl-qurl {command}"
-    argv = sys.argv[1:] if argv is None else list(argv)
     config = getattr(trl_qurl, f"QuRL{command.upper()}Config")
     groups = [script_arguments, config, ModelArguments]
     known_names = {setting.name for group in groups for setting in fields(group)}
@@ -70,7 +71,7 @@ def parse(
     if "--help" in argv or "-h" in argv:
         print_help(parser.prog, groups, defaults)
         parser.exit()
-    settings, argv = take_settings(argv, known_names, command)
+    settings = merge_settings(files, known_names, command)
     os.environ.update({name: str(value) for name, value in settings.pop("env", {}).items()})
     parser.set_defaults_with_config(**{**cpu_settings(), **defaults, **settings})
     # Report misspelled options before TRL's configurations check values.
@@ -93,24 +94,33 @@ def recipes() -> dict[str, Path]:
     return {path.stem: path for pattern in patterns for path in sorted(HERE.glob(pattern))}
 
 
-def take_settings(argv: Sequence[str], known_names: Collection[str], command: str) -> tuple[dict[str, Any], list[str]]:
-    """Read the YAML files of `--config`, and return their settings and the other arguments.
+def take_files(argv: Sequence[str]) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
+    """Read the YAML files of `--config`; return their names with their settings, and the other arguments.
 
-    Files are given by path or, if they come with the package, by name. Each file overrides the previous ones, so you
-    can combine a recipe with a variant, or with a file of your own.
+    Files are given by path or, if they come with the package, by name.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", nargs="*", action="append", default=[])
     args, rest = parser.parse_known_args(argv)
     if [] in args.config:
         raise ValueError("--config requires the name of a YAML file or a recipe.")
-    settings: dict[str, Any] = {}
-    for name in chain(*args.config):
-        settings |= _read_settings(name, known_names, command)
-    return settings, rest
+    return [(name, _read_settings(name)) for name in chain(*args.config)], rest
 
 
-def _read_settings(name: str, known_names: Collection[str], command: str) -> dict[str, Any]:
+def merge_settings(
+    files: list[tuple[str, dict[str, Any]]], known_names: Collection[str], command: str
+) -> dict[str, Any]:
+    """Merge the settings of all files, of which each overrides the previous ones: a recipe, a variant, your own."""
+    for name, settings in files:
+        if unknown := [setting for setting in settings if setting not in {*known_names, "env"}]:
+            raise ValueError(
+                f"The settings file {name} has unknown settings: {', '.join(unknown)}"
+                f"{did_you_mean(unknown, list(known_names))} `trl-qurl {command} --help` lists the names."
+            )
+    return {setting: value for _, settings in files for setting, value in settings.items()}
+
+
+def _read_settings(name: str) -> dict[str, Any]:
     import yaml
 
     path = Path(name) if Path(name).is_file() else recipes().get(name)
@@ -121,19 +131,14 @@ def _read_settings(name: str, known_names: Collection[str], command: str) -> dic
         )
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"The settings file {path} is not valid YAML: {error}.") from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise ValueError(f"Line {line} of the settings file {path} is not valid YAML: {error.problem}.") from error
     if not isinstance(settings, dict):
         raise ValueError(f"The settings file {path} has no `name: value` lines: write one setting per line.")
     if "model" in settings:  # short name, as on the command line
         settings["model_name_or_path"] = settings.pop("model")
-    unknown = [str(name) for name in settings if name not in known_names and name != "env"]
-    if unknown:
-        raise ValueError(
-            f"The settings file {path} has unknown settings: {', '.join(unknown)}"
-            f"{did_you_mean(unknown, list(known_names))} `trl-qurl {command} --help` lists the names."
-        )
-    return settings
+    return {str(setting): value for setting, value in settings.items()}
 
 
 def print_help(prog: str, classes: Sequence[type], defaults: dict[str, Any]) -> None:

@@ -1,0 +1,61 @@
+"""`make baselines`: stored figures, and what becomes of new ones."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+STORED = {"startup": 0.05, "decode": 0.6}
+
+
+@pytest.fixture
+def compare(monkeypatch, tmp_path, capsys):
+    """Run the command with measurements that take minutes replaced by their results."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))  # as for a script
+    baselines = importlib.import_module("baselines")
+    path = tmp_path / "kind.json"
+
+    def compare(*arguments, **found):
+        parts = {name: lambda _, name=name: {name: found[name]} for name in found}
+        monkeypatch.setattr(baselines, "PARTS", parts)
+        monkeypatch.setattr(sys, "argv", ["baselines.py", "--baselines", str(path), *arguments])
+        status = baselines.main()
+        return status, capsys.readouterr().out, json.loads(path.read_text())["figures"]
+
+    return compare
+
+
+def test_a_new_kind_of_machine_gets_a_file(compare):
+    status, printed, stored = compare(**STORED)
+    assert (status, stored) == (0, STORED) and "Stored for" in printed
+    assert compare(**STORED)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("now", "worse"),
+    [
+        ({"startup": 0.099, "decode": 0.46}, []),  # at most twice as long, at least three quarters as fast
+        ({"startup": 0.101, "decode": 0.46}, ["startup"]),
+        ({"startup": 0.01, "decode": 0.44}, ["decode"]),
+        ({"startup": 0.2, "decode": 0.1}, ["startup", "decode"]),
+        ({"startup": 0.001, "decode": 6.0}, []),
+    ],
+)
+def test_a_figure_beyond_its_limit_fails_and_is_not_stored(compare, now, worse):
+    compare(**STORED)
+    status, printed, stored = compare(**now)
+    assert (status, stored) == (bool(worse), STORED)
+    assert printed.count("WORSE") == len(worse)
+    if worse:
+        assert f": {', '.join(worse)}. If that is intended" in printed
+
+
+def test_worse_figures_can_be_accepted_and_new_ones_do_not_fail(compare):
+    compare(**STORED)
+    status, printed, stored = compare(startup=0.05, rounding=9.0)
+    assert (status, stored) == (0, STORED) and " new" in printed, "stored only if asked to"
+    status, _, stored = compare("--store", startup=0.5)
+    assert (status, stored) == (0, STORED | {"startup": 0.5})
