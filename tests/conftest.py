@@ -1,6 +1,7 @@
 """Processes that tests start: training scenarios, engines and servers."""
 
 import fcntl
+import gc
 import json
 import multiprocessing
 import os
@@ -134,6 +135,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     if not session.config.option.collectonly and any("warm_python" in item.fixturenames for item in session.items):
         start_forks()  # imports while the first tests run
+    gc.collect()
+    gc.freeze()  # engines collect garbage when they start and end, for a tenth of a second and more each time
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -253,7 +256,8 @@ def int8_server(warm_python, tmp_path_factory) -> Iterator["Server"]:
     directory = tmp_path_factory.mktemp("server")
     tiny_model().save_pretrained(directory / "model")
     tiny_tokenizer().save_pretrained(directory / "model")
-    with vllm_server(directory / "model", directory, "--scheme", "int8", python=warm_python) as server:
+    path = directory / "model"
+    with vllm_server(path, directory, "--scheme", "int8", python=warm_python, has_worker=True) as server:
         yield server
 
 
@@ -279,6 +283,9 @@ class Server:
         arguments: Further arguments.
         port: Where the last one listened, to start it again in its place.
         python: What starts it.
+        has_worker: Whether the model is in a process of its own, as on users' CPUs. That process and the engine's spin
+            for a second after each message, and take the cores from the tests. Without it, the model is in the
+            engine's process, as on one GPU.
     """
 
     def __init__(
@@ -288,6 +295,7 @@ class Server:
         *arguments: str,
         port: int | None = None,
         python: Path | str = sys.executable,
+        has_worker: bool = False,
     ) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -296,6 +304,7 @@ class Server:
         command += ["--kv-cache-memory-bytes", "64M", "--enforce-eager", "--max-model-len", "64"]
         command += ["--max-num-seqs", "16", *arguments]
         environment = child_environment(TRL_QURL_CACHE=str(directory / "cache"))
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(has_worker))
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0
@@ -359,10 +368,10 @@ def group_members(group: int) -> list[int]:
 
 @contextmanager
 def vllm_server(
-    model: Path, directory: Path, *arguments: str, python: str | Path = sys.executable
+    model: Path, directory: Path, *arguments: str, python: str | Path = sys.executable, has_worker: bool = False
 ) -> Iterator[Server]:
     """A server that is up inside the block."""
-    server = Server(model, directory, *arguments, python=python)
+    server = Server(model, directory, *arguments, python=python, has_worker=has_worker)
     try:
         yield server.wait_until_healthy()
         server.stop()

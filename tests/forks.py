@@ -27,12 +27,14 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = [
+    "trl.rewards.accuracy_rewards",
     "trl.trainer.grpo_trainer",
     "vllm.entrypoints.llm",
     "vllm.entrypoints.openai.api_server",
     "vllm.model_executor.models.qwen2",
     "vllm.model_executor.models.registry",
     "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
     "transformers.models.qwen2.modeling_qwen2",
@@ -269,6 +271,10 @@ def main() -> None:
     for name in PRELOADED:
         with suppress(ImportError):
             __import__(name)
+    with suppress(ImportError):
+        from vllm.model_executor.layers.quantization import get_quantization_config
+
+        get_quantization_config("compressed-tensors")  # imports every method, half a second in each engine
     gc.freeze()  # forks share the memory of what their collections of garbage leave alone
     job = serve(listener, owner)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -270,11 +270,11 @@ def test_settings_files_that_can(tmp_path):
 
 
 def test_a_wrong_settings_file_is_reported_before_anything_slow_is_imported(tmp_path):
-    program = f"""
+    program = """
 import sys
 from trl_qurl.cli import main
 assert main(["grpo", "--config", "gsm9k"]) == 2
-assert not {{"torch", "transformers", "trl"}} & set(sys.modules), "imported"
+assert not {"torch", "transformers", "trl"} & set(sys.modules), "imported"
 """
     done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=False)
     assert "The settings file gsm9k does not exist" in done.stderr and done.returncode == 0, done.stderr

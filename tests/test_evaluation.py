@@ -124,6 +124,16 @@ def test_unknown_tasks_name_the_known_ones(spec):
         load_task(spec)
 
 
+def test_an_unknown_task_is_reported_before_an_engine_is_imported(tmp_path):
+    program = (
+        "import sys; from trl_qurl.cli import main; "
+        f"assert main(['eval', {str(tmp_path)!r}, '--tasks', 'gsm8k,gsm9k']) == 2; "
+        "assert not {'vllm', 'trl', 'transformers'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=child_environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and "Unknown task 'gsm9k'" in done.stderr, done.stderr
+
+
 def test_two_tasks_need_two_names(tmp_path):
     path = write_questions(tmp_path / "q.jsonl")
     with pytest.raises(ValueError, match="Several tasks are named q"):
@@ -169,7 +179,7 @@ def answer(question, correct=True, **changed):
 )
 def test_arguments_that_make_no_sense_are_refused_first(options, message, tmp_path, capsys):
     out = tmp_path / "out"
-    assert cli.main(["eval", "absent", "--tasks", "absent", "--output-dir", str(out), *options]) == 2
+    assert cli.main(["eval", "absent", "--tasks", "absent/set", "--output-dir", str(out), *options]) == 2
     assert message in capsys.readouterr().err and not out.exists()
 
 

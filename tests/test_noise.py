@@ -87,6 +87,15 @@ def test_a_log_message_has_no_module_and_handlers_of_the_users_are_kept():
         assert (done.returncode, done.stderr) == (0, seen)
 
 
+def test_a_library_that_prints_its_messages_itself_prints_them_once():
+    code = (
+        "import trl_qurl; trl_qurl.quiet(); from huggingface_hub.utils import logging; "
+        "logging.get_logger('huggingface_hub.utils._http').warning('Retrying in 1s')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=child_environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("Retrying in 1s")) == (0, 1), done.stderr
+
+
 def test_importing_the_package_silences_nothing():
     code = (
         "import logging, os, warnings; before = warnings.filters[:], dict(os.environ), logging.root.handlers[:]\n"

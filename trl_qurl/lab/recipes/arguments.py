@@ -95,10 +95,7 @@ def recipes() -> dict[str, Path]:
 
 
 def take_files(argv: Sequence[str]) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
-    """Read the YAML files of `--config`; return their names with their settings, and the other arguments.
-
-    Files are given by path or, if they come with the package, by name.
-    """
+    """Read the files of `--config`, given by path or recipe name; return names with settings, and the rest."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", nargs="*", action="append", default=[])
     args, rest = parser.parse_known_args(argv)
