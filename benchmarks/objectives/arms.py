@@ -11,6 +11,7 @@ from benchmarks.objectives.coarse import UNBIASED
 OBJECTIVES = ("naive", "quantized_ratio", "decoupled", "tis", "acr")
 SEEDS = (0, 1, 2, 3, 4)
 LORA_RATE = 3e-4  # the best of `lora_rate`
+AHEAD = 60  # rollouts, of 16 updates each
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Arm:
         seeds: of the runs.
         lora: whether an adapter is trained, of rank 16 on all linear layers but the head.
         algorithm: of the demonstration.
+        is_delayed: whether the weights of one rollout before sample each, as with `rollouts_ahead=1`.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Arm:
     seeds: tuple[int, ...] = SEEDS
     lora: bool = False
     algorithm: str = "grpo"
+    is_delayed: bool = False
 
     @property
     def is_repeatable(self) -> bool:
@@ -179,6 +182,19 @@ def _actors() -> Experiment:
     return Experiment("actors", question, tuple(arms), beside="main")
 
 
+def _ahead() -> Experiment:
+    """Sixteen updates per rollout, so that the weights that sample are far from those that learn."""
+    changed: dict[str, Any] = {"per_device_train_batch_size": 16, "steps_per_generation": 16}
+    seeds = SEEDS[:3]
+    arms = [Arm("bf16", None, {"objective": "naive", **changed}, rollouts=AHEAD, seeds=seeds)]
+    for objective in ("naive", "tis", "acr", "icepop", "geometric_mask"):
+        settings = {"objective": objective, **changed}
+        if objective == "geometric_mask":
+            settings["vllm_importance_sampling_clip_max"] = 1.2  # a mean over five tokens never leaves [1/2, 2]
+        arms.append(Arm(f"bf16_ahead_{objective}", None, settings, rollouts=AHEAD, seeds=seeds, is_delayed=True))
+    return Experiment("ahead", "Which objective corrects for rollouts that are one rollout old?", tuple(arms))
+
+
 EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
@@ -192,5 +208,6 @@ EXPERIMENTS = {
         _lora(),
         _rloo(),
         _actors(),
+        _ahead(),
     )
 }

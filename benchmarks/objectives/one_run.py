@@ -98,12 +98,27 @@ def train_arm(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any],
         else:
             merges = arm.changed.get("weight_sync") != "adapter"
             recorder = BothPolicies(get_scheme(arm.scheme), merges, problem_ids=held_out, rollouts=arm.rollouts)
+        if arm.is_delayed:
+            delay(trainer.vllm_generation)
         trainer.add_callback(recorder)
         trainer.train()
         run = read_run(output_dir)
     settings = {name: run.settings[name] for name in KEPT_SETTINGS if name in run.settings}
-    settings |= {"activation_bits": arm.activation_bits, "arm": arm.name, **provenance}
+    settings |= {"activation_bits": arm.activation_bits, "is_delayed": arm.is_delayed, "arm": arm.name, **provenance}
     write_short_log(settings, run.rows, place)
+
+
+def delay(generation: Any) -> None:
+    """Let the weights of one rollout before sample each rollout: TRL's sync comes after the generation."""
+    sync, generate = generation.sync_weights, generation.generate
+
+    def generate_first(*args: Any, **kwargs: Any) -> Any:
+        output = generate(*args, **kwargs)
+        sync()
+        return output
+
+    sync()
+    generation.sync_weights, generation.generate = lambda: None, generate_first
 
 
 def write_short_log(settings: dict[str, Any], rows: list[dict[str, Any]], place: Path) -> None:

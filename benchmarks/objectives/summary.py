@@ -31,6 +31,7 @@ SCHEMES = ("int8", "int4", "int3")
 LORA_SCHEMES = ("int8", "w4a16", "int3")
 CAPS = (1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
 UPDATE_CAPS = (1.05, 1.2, 2.0)
+AHEAD = ("naive", "tis", "acr", "icepop", "geometric_mask")
 
 Arms = Mapping[str, Mapping[int, Run]]  # by name and seed
 
@@ -74,6 +75,10 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
         *((f"{scheme}_{kind}_tis", "bf16") for scheme in ("int8", "int3") for kind in ("stochastic", "feedback")),
     ],
     "lora_rate": [],
+    "ahead": [
+        *((f"bf16_ahead_{name}", "bf16") for name in AHEAD),
+        *((f"bf16_ahead_{name}", "bf16_ahead_naive") for name in AHEAD[1:]),
+    ],
     "rloo": [
         *((f"{scheme}_{name}", "bf16") for scheme in ("int8", "int3") for name in ("naive", "tis")),
         *((f"{scheme}_tis", f"{scheme}_naive") for scheme in ("int8", "int3")),
