@@ -16,6 +16,7 @@ from delayed import delay, record_prompts
 from test_faults import Deployment, answering_500, at_step, history, recoveries
 from tiny import tiny_tokenizer
 
+from benchmarks.objectives import one_run
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer, QuRLRLOOConfig, QuRLRLOOTrainer
 from trl_qurl.rollout.engine.http import add_key
 
@@ -100,6 +101,15 @@ def test_equals_a_synchronous_run_that_is_delayed(deployment, order, delayed, al
     assert all(row["mismatch/kl_rounding"] > 0 and "mismatch/kl_staleness" in row for row in rows)
     # After one rollout the policy has moved further than rounding moves it.
     assert max(row["mismatch/kl_staleness"] for row in rows) > 0
+
+
+@pytest.mark.slow
+def test_the_study_of_objectives_is_delayed_in_the_same_way(deployment, delayed):
+    deployment.up()
+    study = build(deployment, rollouts_ahead=0, smooth_activations=False)  # which counts syncs
+    one_run.delay(study.vllm_generation)
+    study.train()
+    assert history(study) == delayed("GRPO", smooth_activations=False)
 
 
 def test_two_processes(deployment, train, tmp_path):
