@@ -238,7 +238,8 @@ def test_without_an_accelerator_training_is_put_on_the_cpu(monkeypatch, tmp_path
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("seed: 1\na: [1\n b: 2", "^Line 3 of the settings file .* is not valid YAML: expected ',' or ']'.*\\.$"),
+        ("seed: 1\na: [1\n b: 2", "is not valid YAML in line 3: expected ',' or ']', but got ':'\\.$"),
+        ("seed: 1\0", "is not valid YAML: unacceptable character"),
         ("- learning_rate", "has no `name: value` lines"),
         (
             "learning_rte: 1.0e-6",

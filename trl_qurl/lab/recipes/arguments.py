@@ -128,9 +128,10 @@ def _read_settings(name: str) -> dict[str, Any]:
         )
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else "?"
-        raise ValueError(f"Line {line} of the settings file {path} is not valid YAML: {error.problem}.") from error
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        line = f" in line {mark.line + 1}" if mark else ""
+        raise ValueError(f"The settings file {path} is not valid YAML{line}: {problem or error}.") from error
     if not isinstance(settings, dict):
         raise ValueError(f"The settings file {path} has no `name: value` lines: write one setting per line.")
     if "model" in settings:  # short name, as on the command line
