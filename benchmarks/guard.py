@@ -31,11 +31,14 @@ from trl_qurl.trainers.run_log import Run, read_run
 COLLAPSED = "int8_float32_codes_quantized_ratio"
 HEALTHY, UNCLEAR, HARMED, COLLAPSING = ("healthy", "harmed, KL as healthy", "harmed", "collapsing")
 UNSMOOTHED = "not smoothed: either"
-EXPECTED = (HEALTHY, UNCLEAR, HARMED, COLLAPSING, UNSMOOTHED)
+STALE = "one rollout old: either"
+EXPECTED = (HEALTHY, UNCLEAR, HARMED, COLLAPSING, UNSMOOTHED, STALE)
 
 
 def expectation(arm: Arm) -> str:
     """What an arm is, by its settings."""
+    if arm.is_delayed:
+        return STALE
     same_weights = arm.scheme is None or "round_base" in arm.changed
     codes = (arm.scheme or "").partition("_")[0]  # int3_stochastic: the same codes, chosen otherwise
     if same_weights or (codes not in CODE_BITS and arm.activation_bits == 8):

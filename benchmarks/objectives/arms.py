@@ -11,7 +11,7 @@ from benchmarks.objectives.coarse import UNBIASED
 OBJECTIVES = ("naive", "quantized_ratio", "decoupled", "tis", "acr")
 SEEDS = (0, 1, 2, 3, 4)
 LORA_RATE = 3e-4  # the best of `lora_rate`
-AHEAD = 60  # rollouts, of 16 updates each
+AHEAD = 60  # rollouts
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _actors() -> Experiment:
 
 
 def _ahead() -> Experiment:
-    """Sixteen updates per rollout, so that the weights that sample are far from those that learn."""
+    """With the demonstration's four updates per rollout, and with sixteen, which move the policy far."""
     changed: dict[str, Any] = {"per_device_train_batch_size": 16, "steps_per_generation": 16}
     seeds = SEEDS[:3]
     arms = [Arm("bf16", None, {"objective": "naive", **changed}, rollouts=AHEAD, seeds=seeds)]
@@ -192,6 +192,10 @@ def _ahead() -> Experiment:
         if objective == "geometric_mask":
             settings["vllm_importance_sampling_clip_max"] = 1.2  # a mean over five tokens never leaves [1/2, 2]
         arms.append(Arm(f"bf16_ahead_{objective}", None, settings, rollouts=AHEAD, seeds=seeds, is_delayed=True))
+    arms.append(Arm("bf16_4", None, {"objective": "naive"}, rollouts=AHEAD, seeds=seeds))
+    for objective in ("naive", "tis"):
+        name = f"bf16_4_ahead_{objective}"
+        arms.append(Arm(name, None, {"objective": objective}, rollouts=AHEAD, seeds=seeds, is_delayed=True))
     return Experiment("ahead", "Which objective corrects for rollouts that are one rollout old?", tuple(arms))
 
 

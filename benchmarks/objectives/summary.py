@@ -78,6 +78,7 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
     "ahead": [
         *((f"bf16_ahead_{name}", "bf16") for name in AHEAD),
         *((f"bf16_ahead_{name}", "bf16_ahead_naive") for name in AHEAD[1:]),
+        *((f"bf16_4_ahead_{name}", "bf16_4") for name in AHEAD[:2]),
     ],
     "rloo": [
         *((f"{scheme}_{name}", "bf16") for scheme in ("int8", "int3") for name in ("naive", "tis")),
