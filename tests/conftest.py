@@ -254,10 +254,10 @@ def int8_server(warm_python, tmp_path_factory) -> Iterator["Server"]:
     from tiny import tiny_model, tiny_tokenizer
 
     directory = tmp_path_factory.mktemp("server")
-    tiny_model().save_pretrained(directory / "model")
-    tiny_tokenizer().save_pretrained(directory / "model")
-    path = directory / "model"
-    with vllm_server(path, directory, "--scheme", "int8", python=warm_python, has_worker=True) as server:
+    model = directory / "model"
+    tiny_model().save_pretrained(model)
+    tiny_tokenizer().save_pretrained(model)
+    with vllm_server(model, directory, "--scheme", "int8", python=warm_python, has_worker=True) as server:
         yield server
 
 

@@ -270,15 +270,13 @@ def test_settings_files_that_can(tmp_path):
         take_files(["--config"])
 
 
-def test_a_wrong_settings_file_is_reported_before_anything_slow_is_imported(tmp_path):
-    program = """
-import sys
-from trl_qurl.cli import main
-assert main(["grpo", "--config", "gsm9k"]) == 2
-assert not {"torch", "transformers", "trl"} & set(sys.modules), "imported"
-"""
-    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=False)
-    assert "The settings file gsm9k does not exist" in done.stderr and done.returncode == 0, done.stderr
+def test_a_wrong_settings_file_is_reported_before_anything_slow_is_imported():
+    program = (
+        "import sys; from trl_qurl.cli import main; assert main(['grpo', '--config', 'gsm9k']) == 2; "
+        "assert not {'torch', 'transformers', 'trl'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=child_environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and "The settings file gsm9k does not exist" in done.stderr, done.stderr
 
 
 def test_a_directory_without_a_model_is_not_taken_for_a_hub_name(tmp_path):
