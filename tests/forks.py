@@ -275,6 +275,11 @@ def main() -> None:
         from vllm.model_executor.layers.quantization import get_quantization_config
 
         get_quantization_config("compressed-tensors")  # imports every method, half a second in each engine
+    with suppress(ImportError):
+        from vllm.config.logging import LoggingConfig
+        from vllm.logger import configure_logging
+
+        configure_logging(LoggingConfig())  # half a second among so many loggers, in each process with an engine
     gc.freeze()  # forks share the memory of what their collections of garbage leave alone
     job = serve(listener, owner)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from conftest import child_environment
 from documents import ROOT
-from test_errors import HIDE
 
 from trl_qurl import cli
 from trl_qurl.lab.doctor import child, command, device, environment
@@ -81,14 +80,14 @@ def test_quick_starts_no_engine_and_the_page_explains_every_line(warm_python):
 # Broken in several ways ----------------------------------------------------------------------------------------------
 
 
-def test_without_vllm(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(HIDE)
-    done = doctor("--formats", "int8", PYTHONPATH=str(tmp_path), HIDDEN="vllm")
-    assert done.returncode == 1
-    assert "FAILED  vllm            vLLM is not installed, but training requires it.\n" in done.stdout
-    assert "-> Run `pip install 'trl-qurl[vllm]'`" in done.stdout
-    assert re.search(r"^skipped train-int8 +depends on the line vllm, which failed$", done.stdout, re.MULTILINE)
-    assert done.stdout.splitlines()[-1] == "FAILED: vllm."
+def test_without_vllm(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert cli.main(["doctor", "--formats", "int8"]) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED  vllm            vLLM is not installed, but training requires it.\n" in printed
+    assert "-> Run `pip install 'trl-qurl[vllm]'`" in printed
+    assert re.search(r"^skipped train-int8 +depends on the line vllm, which failed$", printed, re.MULTILINE)
+    assert printed.splitlines()[-1] == "FAILED: vllm."
 
 
 @pytest.mark.parametrize(

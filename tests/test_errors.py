@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -40,14 +41,14 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k_grpo.py"
 
 # Put on PYTHONPATH, this hides a package from a new process as if it were not installed.
 HIDE = """
-import importlib.util, os, sys
-hidden, find_spec = os.environ["HIDDEN"], importlib.util.find_spec
+import importlib.util, sys
+find_spec = importlib.util.find_spec
 class Hidden:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == hidden:
+        if name.split(".")[0] == "vllm":
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Hidden())
-importlib.util.find_spec = lambda name, package=None: None if name == hidden else find_spec(name, package)
+importlib.util.find_spec = lambda name, package=None: None if name == "vllm" else find_spec(name, package)
 """
 
 
@@ -93,12 +94,12 @@ for command in json.loads(sys.argv[1]):
 """
 
 
-def errors_without(hidden, *commands, scratch):
-    """What `trl-qurl` prints for each of these commands in a process that does not find the package `hidden`."""
+def errors_without_vllm(*commands, scratch):
+    """What `trl-qurl` prints for each of these commands in a process that does not find vLLM."""
     (scratch / "hide").mkdir()
     (scratch / "hide" / "sitecustomize.py").write_text(HIDE)
     places = os.pathsep.join([str(scratch / "hide"), str(Path(__file__).parents[1])])  # this checkout's package
-    environment = child_environment(PYTHONPATH=places, HIDDEN=hidden)
+    environment = child_environment(PYTHONPATH=places)
     start = [sys.executable, "-c", RUN, json.dumps([list(map(str, command)) for command in commands])]
     done = subprocess.run(start, env=environment, cwd=scratch, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -124,13 +125,14 @@ def printed_error(status, out, err, scratch):
 
 
 def test_vllm_missing(plain, tmp_path):
-    alone, served = errors_without("vllm", plain, [*plain, "--vllm_mode", "server"], scratch=tmp_path)
+    alone, served = errors_without_vllm(plain, [*plain, "--vllm_mode", "server"], scratch=tmp_path)
     assert alone.startswith("Quantized rollouts need vLLM, which is not installed: run `pip install 'trl-qurl[vllm]'`")
     assert served == alone and "(TRL imports it here even if a server generates)" in served
 
 
-def test_llmcompressor_missing(plain, tmp_path):
-    [message] = errors_without("llmcompressor", [*plain, "--weight_sync", "llmcompressor"], scratch=tmp_path)
+def test_llmcompressor_missing(train, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llmcompressor", None)
+    message = train("--weight_sync", "llmcompressor")
     assert "run `pip install 'trl-qurl[llmcompressor]'`, or use weight_sync='auto'" in message
 
 
@@ -301,33 +303,46 @@ def test_no_server(setting, train):
 
 
 @contextmanager
-def answering(server_info, workers=None, statuses=None, asked=None, version=None, silent=None):
+def answering(config, workers=None, statuses=None, asked=None, version=None, silent=None):
     """What a vLLM server says about itself, without the half minute that a real one takes to start.
 
-    By path, `statuses` are what it answers with instead; `asked` gets every path that is asked for, and `silent` is a
-    path to which the answer never comes.
+    `config` is vLLM's, which workers without our extension do not return, nor does a server without development
+    endpoints (`None`). By path, `statuses` are what it answers with instead; `asked` gets every path that is asked
+    for, and `silent` is a path to which the answer never comes.
     """
+    is_ours = bool(config) and config["parallel_config"]["worker_extension_cls"] == WORKER_EXTENSION
+    of_config = {"results": [config]} if is_ours else None
     released = threading.Event()
-    answers = {"/health": {}, "/v1/models": {"data": [{"id": "model"}]}, "/server_info": server_info}
-    answers |= {"/collective_rpc": {"results": [workers]}, "/version": {"version": version}}
+    answers = {"/health": {}, "/v1/models": {"data": [{"id": "model"}]}, "/version": {"version": version}}
+    answers |= {"/server_info": config and {"vllm_config": config}, "/collective_rpc": {"results": [workers]}}
     answers |= {"/reset_prefix_cache": "", "/reset_encoder_cache": ""}  # nothing, as vLLM says of the second
 
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.do_GET()
+        protocol_version = "HTTP/1.1"
 
-        def do_GET(self):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET(asks_for_config=b'"describe_config"' in body)
+
+        def do_GET(self, asks_for_config=False):
             path = self.path.split("?")[0]
             if asked is not None:
                 asked.append(path)
             if path == silent:
                 released.wait(20.0)  # and then hangs up, so that a client without a limit fails this test
+                self.close_connection = True
                 return
-            answer = answers.get(path)
-            self.send_response((statuses or {}).get(path, 404 if answer is None else 200))
+            answer = of_config if asks_for_config else answers.get(path)
+            missing = 500 if asks_for_config and config else 404
+            status = (statuses or {}).get(path, missing if answer is None else 200)
+            text = b"" if answer == "" else json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
             self.end_headers()
-            self.wfile.write(b"" if answer == "" else json.dumps(answer).encode())
+            self.wfile.write(text)
+            if status == 500:  # as uvicorn does, which closes the connection once it has logged the fault
+                self.close_connection = True
+                time.sleep(0.1)
 
         def log_message(self, *arguments):
             pass
@@ -351,17 +366,12 @@ def test_quantized_server_for_an_unquantized_run(train, int8_server):
 
 DESCRIPTION = {"format": None, "ignore": [], "block_size": 16, "max_model_len": 64, "dtype": None}
 DESCRIPTION |= {"kv_cache_dtype": "auto", "max_lora_rank": 0}
-SERVER_WITH_NCCL = {
-    "vllm_config": {
-        "parallel_config": {"worker_extension_cls": WORKER_EXTENSION},
-        "weight_transfer_config": {"backend": "nccl"},
-    }
-}
+WITHOUT_NCCL = {"parallel_config": {"worker_extension_cls": WORKER_EXTENSION}, "weight_transfer_config": None}
+WITH_NCCL = WITHOUT_NCCL | {"weight_transfer_config": {"backend": "nccl"}}
 
 
 def test_unquantized_server_for_a_quantized_run(train):
-    info = {"parallel_config": {"worker_extension_cls": WORKER_EXTENSION}, "weight_transfer_config": None}
-    with answering({"vllm_config": info}, DESCRIPTION) as url:
+    with answering(WITHOUT_NCCL, DESCRIPTION) as url:
         message = train("--vllm_mode", "server", "--vllm_server_base_url", url)
     assert "with unquantized weights, but rollout_quantization='int8' sends 8-bit int-quantized weights" in message
     assert "Restart it with `trl-qurl serve MODEL --scheme int8`" in message
@@ -369,7 +379,7 @@ def test_unquantized_server_for_a_quantized_run(train):
 
 def test_server_with_packed_weights_of_another_width():
     packed = {**DESCRIPTION, "format": "8-bit pack-quantized", "ignore": ["lm_head"]}
-    with answering(SERVER_WITH_NCCL, packed, version="0.31.0") as url:
+    with answering(WITH_NCCL, packed, version="0.31.0") as url:
         ServedEngine(base_url=url, scheme=SCHEMES["w8a16"], ignore=["lm_head"]).init_communicator()
         message = (
             r"8-bit pack-quantized weights except \['lm_head'\], but .*'w4a16' sends 4-bit pack-quantized weights"
@@ -379,8 +389,7 @@ def test_server_with_packed_weights_of_another_width():
 
 
 def test_server_with_a_cache_that_no_check_knows(train):
-    info = {"parallel_config": {"worker_extension_cls": WORKER_EXTENSION}, "weight_transfer_config": None}
-    with answering({"vllm_config": info}, {**DESCRIPTION, "kv_cache_dtype": "int8_per_token_head"}) as url:
+    with answering(WITHOUT_NCCL, {**DESCRIPTION, "kv_cache_dtype": "int8_per_token_head"}) as url:
         message = train("--vllm_mode", "server", "--vllm_server_base_url", url)
     start = f"--kv-cache-dtype of the vLLM server at {url} is 'int8_per_token_head', a format of the key-value cache"
     assert message.startswith(start)
@@ -412,9 +421,8 @@ RANK_9 = ("--use_peft", "--lora_r", "9", "--lora_target_modules", "all-linear")
     ids=["none, asked for", "none, rounded", "rank, asked for", "rank", "asked to be merged", "no adapter"],
 )
 def test_server_that_takes_no_such_adapter(served_rank, arguments, parts, train):
-    info = {"parallel_config": {"worker_extension_cls": WORKER_EXTENSION}, "weight_transfer_config": None}
     served = {"format": SCHEMES["w4a16"].served_as, "ignore": ["lm_head"], "max_lora_rank": served_rank}
-    with answering({"vllm_config": info}, {**DESCRIPTION, **served}) as url:
+    with answering(WITHOUT_NCCL, {**DESCRIPTION, **served}) as url:
         connection = ["--vllm_mode", "server", "--vllm_server_base_url", url, "--rollout_quantization", "w4a16"]
         message = train(*connection, *arguments)
     assert all(part in message for part in parts), message
@@ -431,21 +439,21 @@ def test_server_on_another_base():
 
 
 @pytest.mark.parametrize(
-    "server_info",
+    "config",
     [
-        {"vllm_config": {"parallel_config": {"worker_extension_cls": ""}}},
+        {"parallel_config": {"worker_extension_cls": ""}},
         None,  # VLLM_SERVER_DEV_MODE is not set
     ],
     ids=["no worker extension", "no development endpoints"],
 )
-def test_server_that_cannot_load_weights(server_info):
-    with answering(server_info) as url:
+def test_server_that_cannot_load_weights(config):
+    with answering(config) as url:
         client = ServedEngine(base_url=url, scheme=SCHEMES["int8"], ignore=["lm_head"])
         with pytest.raises(ValueError, match=f"{url} cannot load weights: .*. Restart it with `trl-qurl serve MODEL"):
             client.init_communicator("cpu")
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/server_info"])
+@pytest.mark.parametrize("path", ["/v1/models", "/collective_rpc"])
 def test_server_that_accepts_and_never_answers(path, train):
     asked = []
     with answering(None, asked=asked, silent=path) as url:
@@ -475,9 +483,8 @@ def test_server_that_wants_a_key():
 
 
 def test_a_server_with_nccl_and_one_without():
-    without = {"vllm_config": SERVER_WITH_NCCL["vllm_config"] | {"weight_transfer_config": None}}
-    for info, obstacle in ((SERVER_WITH_NCCL, None), (without, "started without --weight-transfer-config")):
-        with answering(info, DESCRIPTION) as url:
+    for config, obstacle in ((WITH_NCCL, None), (WITHOUT_NCCL, "started without --weight-transfer-config")):
+        with answering(config, DESCRIPTION) as url:
             client = ServedEngine(base_url=url)
             client.init_communicator()
             assert client.stream_obstacle == (obstacle and f"the server was {obstacle}")

@@ -109,30 +109,21 @@ def test_importing_the_package_silences_nothing():
 
 @pytest.mark.vllm
 @on_the_cpu_build
-def test_the_real_import_of_vllm_is_silent():
+def test_the_real_vllm_is_silent():
     """And these are the words that vLLM and torch use today: without us, they are said."""
     pytest.importorskip("vllm")
     if not importlib.util.find_spec("triton"):
         pytest.skip("Triton's message comes with an installed Triton")
-    look = "import vllm.triton_utils; import torch.distributed; vars(torch.distributed)['reduce_op'].__dict__"
-    for code, expected in ((look, True), (f"from trl_qurl.cli.noise import quiet; quiet(); {look}", False)):
+    look = (
+        "import vllm.triton_utils; import torch.distributed; vars(torch.distributed)['reduce_op'].__dict__; "
+        "from vllm.platforms import current_platform; current_platform.import_kernels(); "
+        "torch.ops._C.init_cpu_memory_env([0])"
+    )
+    for code, expected in ((look, True), (f"import trl_qurl; trl_qurl.quiet(); {look}", False)):
         environment = child_environment(VLLM_LOGGING_LEVEL="ERROR", PYTHONWARNINGS="")
+        del environment["TORCH_CPP_LOG_LEVEL"]
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         for message in (TRITON_MESSAGE, "`torch.distributed.reduce_op` is deprecated"):
             assert (message in done.stderr) == expected, done.stderr
-
-
-@pytest.mark.vllm
-@on_the_cpu_build
-def test_the_cpu_build_says_nothing_of_its_memory():
-    script = (
-        "import trl_qurl; trl_qurl.quiet()\n"
-        "import torch\n"
-        "from vllm.platforms import current_platform\n"
-        "current_platform.import_kernels()\n"
-        "torch.ops._C.init_cpu_memory_env([0])\n"
-    )
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=300, check=True)
-    assert "NUMA" not in done.stderr
+        assert expected or "NUMA" not in done.stderr  # not said on every machine

@@ -100,7 +100,8 @@ def execute(path: Path, directory: Path, sizes: dict, python: Path | str) -> nbf
     # A fork's parent is not who asked for it, and a kernel that has lost its parent ends.
     kernel.kernel_spec.argv = [str(python), *kernel.kernel_spec.argv[1:], "--IPKernelApp.parent_handle=0"]
     client = nbclient.NotebookClient(notebook, kernel, timeout=240, resources={"metadata": {"path": str(directory)}})
-    environment = child_environment(VLLM_CPU_KVCACHE_SPACE="1", PYTHONPATH=str(ROOT))
+    # pandas chose when it was imported to fit tables to a terminal, and a fork's may be narrow.
+    environment = child_environment(VLLM_CPU_KVCACHE_SPACE="1", PYTHONPATH=str(ROOT), COLUMNS="200")
     client.execute(env=environment, cleanup_kc=True)
     return notebook
 
@@ -193,7 +194,7 @@ def test_ppo_from_the_first_cell_to_the_last(start, warm_python, tmp_path):
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("colocated")
-def test_understanding_from_the_first_cell_to_the_last(tmp_path):
+def test_understanding_from_the_first_cell_to_the_last(warm_python, tmp_path):
     pytest.importorskip("matplotlib")
     model = STORIES
     if not STORIES.exists():  # a model of random weights, whose continuations differ as those of a real one do
@@ -205,7 +206,7 @@ def test_understanding_from_the_first_cell_to_the_last(tmp_path):
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(tmp_path / "chat model")
     sizes = {"model": str(model), "continuations": 16, "tokens": 12, "chat_model": "'chat model'", "rollouts": 1}
-    notebook = execute(ROOT / "notebooks" / "understanding_qurl.ipynb", tmp_path, sizes, sys.executable)
+    notebook = execute(ROOT / "notebooks" / "understanding_qurl.ipynb", tmp_path, sizes, warm_python)
 
     drawn = [cell for cell in notebook.cells if cell.cell_type == "code" and "plt.show()" in cell.source]
     assert len(drawn) == 6 and all(shown(cell, "image/png") for cell in drawn)

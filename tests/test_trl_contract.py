@@ -642,7 +642,7 @@ def test_the_worker_extension_is_mixed_in_by_name():
         "vLLM's worker_base does not read parallel_config.worker_extension_cls, by which RolloutWorker gets in."
     )
     assert "worker_extension_cls: str" in text_of("vllm.config.parallel", "ParallelConfig"), (
-        "ParallelConfig has no worker_extension_cls, which ServedEngine reads from /server_info."
+        "ParallelConfig has no worker_extension_cls, by which ServedEngine recognizes its own servers."
     )
 
 
@@ -733,7 +733,11 @@ def test_quantized_models_say_in_which_format():
         ("rpc", "router.post('/collective_rpc')", "ServedEngine has weights loaded by it"),
         ("cache", "router.post('/reset_prefix_cache')", "TRL's client drops what old weights cached by it"),
         ("cache", "router.post('/reset_encoder_cache')", "ServedEngine drops what old weights saw by it"),
-        ("server_info", "router.get('/server_info')", "ServedEngine looks for the worker extension there"),
+        (
+            "server_info",
+            "router.get('/server_info')",
+            "ServedEngine tells by it that a server has no worker extension",
+        ),
     ],
 )
 def test_server_endpoints(router, route, leaning):

@@ -72,7 +72,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         cost, self._cost = self._cost, RolloutCost()
         return cost
 
-    @property
+    @functools.cached_property
     def base_model(self) -> Any:
         """The policy without PEFT's wrapper."""
         return self.model.get_base_model() if is_peft_model(self.model) else self.model

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import is_peft_model
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from trl_qurl.quantization.checkpoint_form import expert_modules, plain_model
@@ -134,13 +135,13 @@ def compare_probe(scored: list[dict[int, float]], policy: torch.Tensor, disturbe
 
 def _score(model: PreTrainedModel, answer: list[Continuation]) -> torch.Tensor:
     """Return log-probabilities of all tokens at each step of each continuation, (steps, V), float32."""
-    logps = []
-    for continuation in answer:
-        prompt = continuation.prompt
-        tokens = torch.tensor([prompt + continuation.tokens], device=model.device)  # (1, T)
-        logits = model(input_ids=tokens).logits[0, len(prompt) - 1 : -1]  # after each token but the last
-        logps.append(logits.float().log_softmax(-1).cpu())
-    return torch.cat(logps)
+    # One pass, because each rounds all weights again. The model is causal: padding on the right changes nothing.
+    sequences = [torch.tensor(continuation.prompt + continuation.tokens) for continuation in answer]
+    logits = model(input_ids=pad_sequence(sequences, batch_first=True).to(model.device)).logits  # (B, T, V)
+    # Each step is scored after the token before it.
+    starts = [len(continuation.prompt) - 1 for continuation in answer]
+    steps = [row[start : start + len(c.tokens)] for row, start, c in zip(logits, starts, answer, strict=True)]
+    return torch.cat(steps).float().log_softmax(-1).cpu()
 
 
 @contextmanager

@@ -106,7 +106,17 @@ class ServedEngine(VLLMClient, Engine):
             )
 
     def get_server_info(self) -> dict[str, Any]:
-        """Return the server's configuration, with a time limit. TRL added (and calls) this method in 1.16."""
+        """Return the server's configuration. TRL added (and calls) this method in 1.16.
+
+        Our workers return it at once. vLLM's own endpoint takes seconds, because it also lists all installed packages,
+        so only servers without our extension are asked there.
+        """
+        try:
+            return self.call_workers("describe_config")[0]
+        except ServerError as error:
+            if error.status is None:
+                raise
+            self._failure = None
         return self._get(f"{self.base_url}/server_info", params={"config_format": "json"})["vllm_config"]
 
     def open_stream(self, device: torch.device) -> None:
@@ -243,6 +253,7 @@ class ServedEngine(VLLMClient, Engine):
         if response.status_code != 200:
             reason = " ".join(response.text.split())[:500]
             status = response.status_code
+            self.session.close()  # uvicorn closes a connection after a fault, and the next request would find it dead
             raise ServerError(f"{server} answered {path} with HTTP {status}: {advice} It says: {reason}", status)
         try:
             return response.json()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from pydantic import TypeAdapter
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.platforms import current_platform
@@ -141,6 +142,10 @@ class RolloutWorker:
                 f"tensors differ, first {name} (shape {sent_shapes.get(name)} instead of {server_shapes.get(name)}). "
                 "Nothing was loaded: serve the model that is being trained."
             )
+
+    def describe_config(self) -> dict[str, Any]:
+        """Return vLLM's configuration as `/server_info` does."""
+        return TypeAdapter(VllmConfig).dump_python(self.vllm_config, mode="json", fallback=str)
 
     def describe_rollouts(self) -> dict[str, object]:
         """Return the fields of an `EngineDescription`; `format` is the method's name if not compressed-tensors."""
