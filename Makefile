@@ -2,7 +2,7 @@
 
 PROFILE ?= auto
 SCHEME ?= int8
-WORKERS ?= 2
+WORKERS ?= 3
 PYTEST_ARGS ?=
 ROWS ?=
 MODEL ?=

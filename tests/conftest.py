@@ -74,6 +74,13 @@ SATURATES = "vnni" not in INSTRUCTIONS
 
 needs_vnni = pytest.mark.skipif(SATURATES, reason="without VNNI, sums in oneDNN's INT8 kernel saturate")
 
+FORGET_OURS = """
+import sys
+for name in [name for name in sys.modules if name.split(".")[0] == "trl_qurl"]:
+    del sys.modules[name]
+"""
+"""Code for a fork in which our modules are to be imported from nothing."""
+
 DISTRIBUTED_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What TRL sets for an engine in its own process."""
 

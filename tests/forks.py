@@ -10,6 +10,7 @@ does. Programs that start further ones by `sys.executable` or multiprocessing st
 import atexit
 import fcntl
 import gc
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -261,6 +262,38 @@ def end_of(job: dict[str, Any]) -> int:
     return status & 0xFF
 
 
+def import_vllm() -> None:
+    """Import it, and do once what each engine would do again, for half a second each."""
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
+
+    class Platform(CpuPlatform):
+        """Goes through all modules for kernels to replace once, and not for each engine."""
+
+        @classmethod
+        def register_triton_kernel_overrides(cls) -> None:
+            if "has_kernels" not in vars(cls):
+                super().register_triton_kernel_overrides()
+                cls.has_kernels = True
+
+    if vllm.platforms.current_platform.is_cpu():
+        vllm.platforms.current_platform = Platform()  # before others import it
+    preload()
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    vllm.platforms.current_platform.register_triton_kernel_overrides()
+    configure_logging(LoggingConfig())
+    get_quantization_config("compressed-tensors")  # imports every method
+
+
+def preload() -> None:
+    for name in PRELOADED:
+        with suppress(ImportError):
+            __import__(name)
+
+
 def main() -> None:
     listener, owner, shim = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Control-C is for the tests, which end this process
@@ -268,18 +301,10 @@ def main() -> None:
     # First: vLLM notes at its import what it starts to look at a family of models that it has not seen before.
     sys.executable = shim
     multiprocessing.set_executable(shim)
-    for name in PRELOADED:
-        with suppress(ImportError):
-            __import__(name)
-    with suppress(ImportError):
-        from vllm.model_executor.layers.quantization import get_quantization_config
-
-        get_quantization_config("compressed-tensors")  # imports every method, half a second in each engine
-    with suppress(ImportError):
-        from vllm.config.logging import LoggingConfig
-        from vllm.logger import configure_logging
-
-        configure_logging(LoggingConfig())  # half a second among so many loggers, in each process with an engine
+    if importlib.util.find_spec("vllm"):
+        import_vllm()
+    else:
+        preload()
     gc.freeze()  # forks share the memory of what their collections of garbage leave alone
     job = serve(listener, owner)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -5,11 +5,11 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+from conftest import FORGET_OURS
 from documents import ROOT, blocks, rows
 from safetensors.torch import load_file
 from tiny import tiny_model, tiny_tokenizer
@@ -103,7 +103,7 @@ def test_a_scheme_that_is_registered(warm_python, tmp_path):
     assert done.stdout.splitlines()[-1] == "w6a16"
 
 
-def test_a_scheme_of_another_package(tmp_path):
+def test_a_scheme_of_another_package(warm_python, tmp_path):
     if "W6A16" not in PRESET_SCHEMES:
         pytest.skip("needs compressed-tensors 0.19")
     [entry_points] = blocks(PAGE, "ini")
@@ -111,7 +111,7 @@ def test_a_scheme_of_another_package(tmp_path):
     tiny_model().save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     done = subprocess.run(
-        [sys.executable, "-c", USE_IT, str(tmp_path / "model"), str(tmp_path)],
+        [warm_python, "-c", FORGET_OURS + USE_IT, str(tmp_path / "model"), str(tmp_path)],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},

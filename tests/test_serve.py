@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import requests
-from conftest import Server, child_environment
+from conftest import FORGET_OURS, Server, child_environment
 from tiny import tiny_model, tiny_tokenizer
 from tiny_vision import tiny_vision_model
 
@@ -268,11 +268,7 @@ def test_what_is_not_the_key_opens_nothing(header, monkeypatch):
 @pytest.mark.vllm
 def test_a_process_without_our_modules_loads_what_a_server_loads_by_name(warm_python):
     """First of all that is ours, as in vLLM's workers; the servers of these tests have imported everything before."""
-    code = (
-        "import pydoc, sys\n"
-        "for name in [name for name in sys.modules if name.split('.')[0] == 'trl_qurl']: del sys.modules[name]\n"
-        f"assert pydoc.locate({WORKER_EXTENSION!r}).load_rollout_weights"
-    )
+    code = f"{FORGET_OURS}import pydoc\nassert pydoc.locate({WORKER_EXTENSION!r}).load_rollout_weights"
     done = subprocess.run([warm_python, "-c", code], env=child_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
