@@ -279,13 +279,15 @@ def import_vllm() -> None:
     if vllm.platforms.current_platform.is_cpu():
         vllm.platforms.current_platform = Platform()  # before others import it
     preload()
-    from vllm.config.logging import LoggingConfig
-    from vllm.logger import configure_logging
-    from vllm.model_executor.layers.quantization import get_quantization_config
+    with suppress(AttributeError, ImportError):  # of older releases, which do not have the last two
+        from vllm.model_executor.layers.quantization import get_quantization_config
 
-    vllm.platforms.current_platform.register_triton_kernel_overrides()
-    configure_logging(LoggingConfig())
-    get_quantization_config("compressed-tensors")  # imports every method
+        get_quantization_config("compressed-tensors")  # imports every method
+        vllm.platforms.current_platform.register_triton_kernel_overrides()
+        from vllm.config.logging import LoggingConfig
+        from vllm.logger import configure_logging
+
+        configure_logging(LoggingConfig())
 
 
 def preload() -> None:

@@ -484,10 +484,12 @@ def test_server_that_wants_a_key():
 
 def test_a_server_with_nccl_and_one_without():
     for config, obstacle in ((WITH_NCCL, None), (WITHOUT_NCCL, "started without --weight-transfer-config")):
-        with answering(config, DESCRIPTION) as url:
+        asked = []
+        with answering(config, DESCRIPTION, asked=asked) as url:
             client = ServedEngine(base_url=url)
             client.init_communicator()
             assert client.stream_obstacle == (obstacle and f"the server was {obstacle}")
+        assert "/server_info" not in asked, "which takes vLLM seconds"
 
 
 def test_a_server_that_says_nothing_about_its_cache():
