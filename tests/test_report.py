@@ -122,6 +122,7 @@ def test_a_curve_is_the_mean_over_seeds_with_their_range():
     (band,) = axes.collections
     corners = {(x, round(y, 9)) for x, y in band.get_paths()[0].vertices}
     assert corners == {(1, 0.1), (2, 0.3), (3, 0.5), (1, 0.3), (2, 0.5), (3, 0.7)}
+    assert all(tick == round(tick) for tick in axes.get_xticks()), "there is no half a rollout"
 
 
 def test_long_runs_are_smoothed_and_maxima_by_their_maximum():

@@ -87,6 +87,7 @@ def draw_curve(axes: Axes, style: int, label: str, seeds: Sequence[Run], metric:
     mean = np.nanmean(values, axis=0)
     axes.plot(rollouts, mean, **look, label=label, marker=marker, markersize=4)
     axes.set_xlabel("rollout", fontsize=9)
+    axes.locator_params(axis="x", integer=True)
     if len(logged) > 1:
         low, high = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
         axes.fill_between(rollouts, low, high, color=color, alpha=0.13, linewidth=0)
