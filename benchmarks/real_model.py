@@ -20,7 +20,6 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "real_model"
 PLAIN = {"smooth_activations": False}
-KEPT = {"quantization_ignore": ["lm_head", "auto"]}
 FLOAT32_CODES = "quantizes the float32 weights, which autocast rounds to bfloat16 before it computes"
 RATE = "factor of the learning rate"
 LORA = "adapter"
@@ -34,7 +33,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "int8_naive": {"objective": "naive"},
     "int8_tis": {"objective": "tis"},
     "int8_acr": {"objective": "acr"},
-    "int8_kept_acr": {"objective": "acr", **KEPT},
     "int8_plain_decoupled": {"objective": "decoupled", **PLAIN},
     "int8_plain_geometric_mask": {"objective": "geometric_mask", **PLAIN},
     "int8_plain_geometric_mask_1.3": {

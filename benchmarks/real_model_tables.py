@@ -27,7 +27,6 @@ CONTRASTS = [
     ("int8_tis", "int8_naive"),
     ("int8_acr", "int8_tis"),
     ("int8_acr", "int8_plain_acr"),
-    ("int8_kept_acr", "int8_acr"),
     ("int8_acr_uaq", "int8_acr_rate"),
 ]
 SHOWN = {

@@ -158,6 +158,10 @@ REFUSED = [
         r"vllm_gpu_memory_utilization is 30, but must be a share of the GPU",
     ),
     ({"quantization_ignore": ["lm_head", "re:(["]}, r"quantization_ignore has 're:\(\[', which is not a regular exp"),
+    (
+        {"quantization_ignore": ["lm_head", "auto"]},
+        r"quantization_ignore has 'auto', which names no module: run `trl-qurl mismatch MODEL --kl 5e-3`, and use",
+    ),
     ({"uaq_scale": -1.5}, r"uaq_scale is -1\.5, .* 1\.0 turns UAQ off"),
     ({"uaq_scale": float("inf")}, r"uaq_scale is inf, .* 1\.0 turns UAQ off"),
     ({"uaq_scale": float("nan")}, r"uaq_scale is nan, .* 1\.0 turns UAQ off"),

@@ -5,20 +5,17 @@ import json
 
 import pytest
 import torch
-from accelerate import Accelerator
 from conftest import needs_vnni
 from test_sensitivity import with_outliers
 from test_uaq import VARIANTS, logits
 from test_uaq import tiny_model as architecture
-from tiny import rollout_settings, tiny_model, tiny_tokenizer
+from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl import QuRLGRPOConfig
 from trl_qurl.quantization import get_scheme
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.smoothing import LARGEST_SCALE, can_smooth, fitted_scales, sources
 from trl_qurl.quantization.stream import WeightStream, model_parameters
-from trl_qurl.rollout.preparation import prepare_weights
-from trl_qurl.trainers.run_log import read_run
 
 TOKENS = torch.randint(2, 97, (8, 24), generator=torch.Generator().manual_seed(0))
 FUSED = dict.fromkeys(("glm", "glm4", "phi3", "cohere", "cohere2"), 2)  # or one norm for two readers
@@ -155,17 +152,6 @@ def test_int8_is_smoothed_by_default_where_it_is_known_how(tmp_path):
     assert can_smooth(tiny_model("llama")) and not can_smooth(tiny_model("opt", ffn_dim=128, word_embed_proj_dim=128))
 
 
-def test_where_layers_cannot_be_chosen_the_way_out_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"quantization_ignore='auto' .* `trl-qurl mismatch MODEL --kl"):
-        QuRLGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, quantization_ignore=["auto"], vllm_mode="server")
-
-
-def test_auto_without_prompts_is_an_error():
-    settings = rollout_settings(get_scheme("int8"), ignore=("lm_head", "auto"))
-    with pytest.raises(ValueError, match=r"quantization_ignore='auto' needs .* prompts have images or environments"):
-        prepare_weights(tiny_model("llama"), settings, Accelerator(cpu=True), lambda: [])
-
-
 def test_an_unknown_model_is_refused_by_name():
     with pytest.raises(ValueError, match=r"model type 'opt'.*Leave smooth_activations out"):
         WeightStream(tiny_model("opt", ffn_dim=128, word_embed_proj_dim=128), get_scheme("int8"), smooths=True)
@@ -217,22 +203,3 @@ def test_engines_compute_what_the_trainer_smooths(runs):
     assert len(distances) == 4 and max(distances) < max(plain), "the probe rounds other inputs"
     one, other = runs[1]["probes"]
     assert one == other, "the engines of two processes have different scales"
-
-
-@pytest.mark.vllm
-@pytest.mark.xdist_group("colocated")
-def test_auto_becomes_the_layers_that_are_kept(train, tmp_path):
-    """Outliers do so much harm that a tenth of the bytes is taken, which is one layer here."""
-    model = with_outliers(tiny_model("llama"), 0, factor=2000.0)
-    torch.nn.init.constant_(model.model.norm.weight, 30.0)  # random weights are hardly certain of anything
-    model.save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    config = {"quantization_ignore": ["lm_head", "auto"], "smooth_activations": False, "max_steps": 2}
-    exported = tmp_path / "export"
-    given = [tmp_path / "out", "--model", tmp_path / "model", "--export", exported, "--config", json.dumps(config)]
-    (record,) = train(given)
-    head, kept = read_run(tmp_path / "out").settings["quantization_ignore"]
-    assert head == "lm_head" and kept.endswith("self_attn.o_proj")
-    written = json.loads((exported / "config.json").read_text())["quantization_config"]
-    assert sorted(written["ignore"]) == sorted([head, kept])
-    assert all("grad_norm" in row for row in record["history"][:2])

@@ -30,8 +30,11 @@ def check_number(config: object, name: str, is_allowed: Callable[[Any], bool], r
 
 
 def check_patterns(patterns: Iterable[str], name: str) -> None:
-    """Raise `ValueError` for a pattern that starts with `re:` but is not a regular expression."""
+    """Raise `ValueError` for a pattern that starts with `re:` but is not a regular expression, and for `auto`."""
     for pattern in patterns:
+        if pattern == "auto":  # chose layers itself in early versions
+            way_out = "run `trl-qurl mismatch MODEL --kl 5e-3`, and use the list of layers that it writes."
+            raise ValueError(f"{name} has 'auto', which names no module: {way_out}")
         try:
             re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
         except re.error as error:

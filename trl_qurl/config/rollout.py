@@ -10,7 +10,6 @@ from trl_qurl.config.checks import check_choice, check_number, check_patterns, w
 from trl_qurl.config.help import with_help
 from trl_qurl.quantization.checkpoint import check_quantizer
 from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, check_kv_cache, get_scheme, parse_scheme
-from trl_qurl.quantization.layers import AUTO
 
 TAKEN_ENGINE_ARGUMENTS = {
     "model": "the trainer's `model`",
@@ -44,8 +43,7 @@ class QuantizedRolloutsConfig:
         rollout_quantization: Format of the rollout policy: a name in [`~trl_qurl.quantization.SCHEMES`], or `None` for
             unquantized rollouts in the engine's own dtype. On the command line, `none` means `None`.
         quantization_ignore: Modules kept in full precision, in llm-compressor's pattern syntax (`re:.*down_proj`).
-            `auto` in the list adds the layers that rounding hurts most, up to a tenth of the bytes. They are chosen
-            with the first prompts before the engine starts, and replace `auto` in logs and checkpoints.
+            `trl-qurl mismatch --kl` finds the layers that rounding hurts most.
         uaq_scale: Scale s of update-aware quantization (Sec. 4.3), applied to the policy's weights once, before
             training. 1.0 is off; 1.5 is the best value of Table 4, at a learning rate of 1e-6.
         smooth_activations: Whether to shrink large activations before the engine rounds them, and enlarge the columns
@@ -193,12 +191,6 @@ class QuantizedRolloutsConfig:
             )
         if self.smooth_activations and (setting := self._smoothing_conflict()):
             raise ValueError(f"smooth_activations=True does not work with {setting}: leave it out.")
-        if AUTO in self.quantization_ignore and self.vllm_mode == "server":
-            raise ValueError(
-                "quantization_ignore='auto' chooses layers when the engine starts in this process, but vllm_mode is "
-                "'server': run `trl-qurl mismatch MODEL --kl 5e-3` and use the list that it writes, also for "
-                "`trl-qurl serve --ignore`."
-            )
 
     @property
     def smooths(self: Any) -> bool | None:

@@ -10,9 +10,6 @@ from torch import nn
 from trl_qurl.quantization.checkpoint_form import CheckpointForm, expert_modules, parameter_name, plain_model
 from trl_qurl.quantization.scheme import HEAD, LINEAR, QuantizationScheme
 
-AUTO = "auto"
-"""Ignore pattern that also keeps the layers that rounding hurts most in full precision (`sensitivity`)."""
-
 RELOADABLE = ("qwen3_5_text",)
 """Recurrent models (`model_type`) for which an engine after training matched a fresh one."""
 

@@ -23,8 +23,6 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", 
 
 DRAWS = 4  # tokens to sample at each position
 MOST_TOKENS = 512
-LARGEST_SHARE = 0.1  # of the bytes saved by quantization that `sensitive_layers` may give back
-SMALL = 1e-3  # KL, in nats per token, below which keeping more layers gains nothing: 16-bit kernels cause as much
 
 
 def estimate_kl(model: Any, weights: WeightStream, sequences: Iterable[Sequence[int]]) -> dict[tuple[str, ...], float]:
@@ -77,19 +75,6 @@ def _rounding_errors(model: Any, weights: WeightStream) -> Iterator[list[tuple[s
         model.train(was_training)
         for hook in hooks:
             hook.remove()
-
-
-def sensitive_layers(model: Any, weights: WeightStream, sequences: Iterable[Sequence[int]]) -> tuple[str, ...]:
-    """Return the layers to keep in 16 bits: those with the most KL per byte first, up to a tenth of the bytes."""
-    estimates, sizes = estimate_kl(model, weights, sequences), extra_bytes(weights)
-    selected: list[str] = []
-    remaining_kl, room = sum(estimates.values()), LARGEST_SHARE * sum(sizes.values())
-    for group in by_worth(estimates, sizes):
-        size = sum(sizes[layer] for layer in group)
-        if remaining_kl > SMALL and size <= room:
-            selected += group
-            remaining_kl, room = remaining_kl - estimates[group], room - size
-    return tuple(selected)
 
 
 def by_worth(estimates: Mapping[tuple[str, ...], float], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:

@@ -56,11 +56,6 @@ class WeightStream:
         self.smoothing.collects = False
         self.smoothing.fit(is_shared=False)
 
-    def keep(self, layers: Iterable[str]) -> None:
-        """Keep these layers in full precision from now on."""
-        self.ignore += tuple(layers)
-        self.layers = self.layers.difference(layers)
-
     def tensors(
         self, named_parameters: NamedTensors, dtype: torch.dtype | None = None, is_exact: bool = False
     ) -> Iterator[tuple[str, torch.Tensor]]:

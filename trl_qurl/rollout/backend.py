@@ -47,7 +47,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     sync: WeightSync  # keeps the engine at the policy's weights
     base: FrozenBase | None = None  # of an adapter that is sent alone
-    kept: tuple[str, ...]  # layers that `AUTO` keeps in full precision
 
     def __init__(
         self,
@@ -81,7 +80,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         check_recurrent_layers(self.base_model)
-        self.weights, self.kept = prepare_weights(self.model, self.rollout, self.accelerator, self._prompts)
+        self.weights = prepare_weights(self.model, self.rollout, self.accelerator, self._prompts)
         start = self._connect if self.rollout.is_served else self._start_colocated
         engine, dtype, folder = start()
         self.sync = WeightSync(

@@ -10,17 +10,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.distributed import DistributedBackend
 
-from trl_qurl.quantization.layers import AUTO, ignored_modules
+from trl_qurl.quantization.layers import ignored_modules
 from trl_qurl.quantization.scheme import QuantizationScheme
-from trl_qurl.quantization.sensitivity import sensitive_layers
 from trl_qurl.quantization.smoothing import can_smooth
 from trl_qurl.quantization.stream import WeightStream
-
-logger = get_logger(__name__)  # of the main process
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's `mixed_precision`
 
@@ -30,7 +26,7 @@ class RolloutSettings:
     """The rollout settings of a trainer's config, as flat values: config objects stop at the trainers."""
 
     scheme: QuantizationScheme | None  # format of the rollout weights; `None` for full precision
-    ignore: tuple[str, ...]  # modules kept in full precision; `AUTO` adds sensitive ones
+    ignore: tuple[str, ...]  # patterns of modules kept in full precision
     is_served: bool  # whether the engine is a vLLM server
     weight_sync: str  # "auto", "stream", "checkpoint", "adapter" or "llmcompressor"
     round_base: bool  # whether to round the trainer's frozen base to its quantized values
@@ -43,43 +39,27 @@ class RolloutSettings:
 
 def prepare_weights(
     model: Any, rollout: RolloutSettings, accelerator: Accelerator, prompts: Callable[[], list[list[int]]]
-) -> tuple[WeightStream, tuple[str, ...]]:
-    """Return the stream of weights to send, and the layers that `AUTO` keeps in full precision.
+) -> WeightStream:
+    """Return the stream of weights to send, smoothed for the tokens of the first prompts where that is possible.
 
-    A collective operation. `prompts` returns the tokens of a few prompts, or none if they are not known yet. Raises
-    `ValueError` if `AUTO` has no whole weights or no prompts to choose by.
+    A collective operation. `prompts` returns the tokens of a few prompts, or none if they are not known yet. Then, and
+    under ZeRO-3, smoothing begins with the second rollout.
     """
-    ignore = ignored_modules(model, [pattern for pattern in rollout.ignore if pattern != AUTO])
     smooths = rollout.smooths
     if smooths is None:  # smooth where supported, unless an adapter may be sent alone
         smooths = can_smooth(model) and not (rollout.is_served and is_peft_model(model))
-    weights = WeightStream(model, rollout.scheme, ignore, smooths)
+    weights = WeightStream(model, rollout.scheme, ignored_modules(model, rollout.ignore), smooths)
     if not is_peft_model(model):  # an adapter is not rounded with its base
         weights.grid = AUTOCAST.get(accelerator.mixed_precision)
-    is_auto = AUTO in rollout.ignore and rollout.scheme is not None
-    if weights.smoothing is None and not is_auto:
-        return weights, ()
+    if weights.smoothing is None:
+        return weights
     sequences = [] if DistributedBackend(accelerator).is_zero3 else prompts()
-    if is_auto and not sequences:  # smoothing alone could begin with the second rollout
-        raise ValueError(
-            "quantization_ignore='auto' needs whole weights and text prompts when the engine starts, but here "
-            "ZeRO-3 shards the weights, or prompts have images or environments: run `trl-qurl mismatch MODEL "
-            "--kl 5e-3` and pass the list that it writes."
-        )
-    choice: list[Any] = [{}, ()]  # made by the main process, because others may not have loaded the weights
+    scales: list[Any] = [{}]  # made by the main process, because others may not have loaded the weights
     if accelerator.is_main_process and sequences:
-        if weights.smoothing is not None:
-            weights.fit_smoothing(model, sequences)
-            choice[0] = {name: scale.cpu() for name, scale in weights.smoothing.scales.items()}
-        if is_auto:
-            choice[1] = sensitive_layers(model, weights, sequences)
-    scales, layers = broadcast_object_list(choice, from_process=0)
-    if weights.smoothing is not None:
-        weights.smoothing.scales = scales
-    if is_auto:
-        weights.keep(layers)
-        logger.info("Kept in 16 bits: %s.", ", ".join(layers) or "no additional layers")
-    return weights, layers
+        weights.fit_smoothing(model, sequences)
+        scales = [{name: scale.cpu() for name, scale in weights.smoothing.scales.items()}]
+    [weights.smoothing.scales] = broadcast_object_list(scales, from_process=0)
+    return weights
 
 
 def choose_route(requested: str, device: torch.device, obstacle: str | None, is_sharded: bool) -> tuple[str, str]:

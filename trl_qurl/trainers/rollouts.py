@@ -18,7 +18,6 @@ from trl.data_utils import prepare_multimodal_messages
 from trl.trainer.utils import RepeatSampler, get_config_model_id
 
 from trl_qurl.quantization.formats import SCHEMES, get_scheme
-from trl_qurl.quantization.layers import AUTO
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.ahead import AheadVLLMGeneration, UpcomingRows
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
@@ -34,7 +33,7 @@ from trl_qurl.trainers.step_timer import StepTimer
 
 TRLTrainer: Any = object  # to mypy, the mixin has all that a trainer has
 
-CALIBRATION_PROMPTS, LONGEST_PROMPT = 8, 512  # for smoothing and `quantization_ignore="auto"`; in tokens
+CALIBRATION_PROMPTS, LONGEST_PROMPT = 8, 512  # for smoothing; in tokens
 
 
 class QuantizedRolloutsMixin(TRLTrainer):
@@ -84,9 +83,6 @@ class QuantizedRolloutsMixin(TRLTrainer):
         )
         with substitute(self._generation_module, "VLLMGeneration", generation):
             super().__init__(**arguments)
-        # Replace `auto` with the layers it selected, for the log, the model card and the checkpoints.
-        patterns = [pattern for pattern in args.quantization_ignore if pattern != AUTO]
-        args.quantization_ignore = [*patterns, *self.vllm_generation.kept]
         self._ahead = self.vllm_generation if args.rollouts_ahead else None
         self._mismatch = MismatchTally(self.accelerator)
         for callback in self.callback_handler.callbacks:
