@@ -7,8 +7,7 @@ and a few backward passes therefore rank all layers. The estimate ignores how er
 combine: on SmolLM2-135M the sum of the estimates was 1.4 times the KL.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,53 +27,40 @@ MOST_TOKENS = 512
 def estimate_kl(model: Any, weights: WeightStream, sequences: Iterable[Sequence[int]]) -> dict[tuple[str, ...], float]:
     """Estimate the KL, in nats per token, of each group of layers that an engine fuses, rounded alone.
 
-    The stream's `model` must be whole and in memory. Experts are left out. Of the tokens in `sequences` (prompts or
-    answers), the first `MOST_TOKENS` are used.
+    The stream's `model` must be whole, in memory and in evaluation mode. Experts are left out. Of the tokens in
+    `sequences` (prompts or answers), the first `MOST_TOKENS` are used.
     """
-    estimates = dict.fromkeys(weights.layers, 0.0)
-    generator, count = torch.Generator(model.device).manual_seed(0), 0
-    with torch.enable_grad(), _rounding_errors(model, weights) as errors:
-        for tokens in sequences:
-            tokens = tokens[: MOST_TOKENS - count]
-            if not tokens:
-                continue
-            errors.clear()
-            logits = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0].float()
-            logps = logits.log_softmax(-1)  # (T, V)
-            count += len(logps)
-            outputs = [output for _, output, _ in errors]
-            for _ in range(DRAWS):
-                samples = torch.multinomial(logps.detach().exp(), 1, generator=generator)
-                gradients = torch.autograd.grad(logps.gather(-1, samples).sum(), outputs, retain_graph=True)
-                for (layer, _, error), gradient in zip(errors, gradients, strict=True):
-                    change = (gradient.float() * error.float()).sum(-1)  # (1, T)
-                    estimates[layer] += float(change.square().sum()) / (2 * DRAWS)
-    groups = fused_groups(weights.layers)
-    return {group: sum(estimates[layer] for layer in group) / max(count, 1) for group in groups}
-
-
-@contextmanager
-def _rounding_errors(model: Any, weights: WeightStream) -> Iterator[list[tuple[str, torch.Tensor, torch.Tensor]]]:
-    """Collect every layer's name, exact output and rounding error in each forward pass, in evaluation mode."""
-    errors: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-
     scheme, smoothing = weights.scheme, weights.smoothing
     assert scheme is not None, "the stream must quantize"
+    estimates = dict.fromkeys(weights.layers, 0.0)
+    generator, count = torch.Generator(model.device).manual_seed(0), 0
+    passed: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # a pass's layers, with their exact outputs and errors
 
     def compare(name: str, layer: Any, inputs: tuple[torch.Tensor, ...], exact: torch.Tensor) -> None:
         rounded = QuantizedLinear(layer, scheme, smoothing.input_scale(name) if smoothing else None)(inputs[0])
-        errors.append((name, exact.requires_grad_(), rounded - exact.detach()))
+        passed.append((name, exact.requires_grad_(), rounded - exact.detach()))
 
     modules = linear_layers(model, weights.layers)
     hooks = [layer.register_forward_hook(partial(compare, name)) for name, layer in modules]
-    was_training = model.training
-    model.eval()  # no dropout and no gradient checkpointing
-    try:
-        yield errors
-    finally:
-        model.train(was_training)
-        for hook in hooks:
-            hook.remove()
+    for tokens in sequences:
+        tokens = tokens[: MOST_TOKENS - count]
+        if not tokens:
+            continue
+        passed.clear()
+        logits = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits[0].float()
+        logps = logits.log_softmax(-1)  # (T, V)
+        count += len(logps)
+        outputs = [output for _, output, _ in passed]
+        for _ in range(DRAWS):
+            samples = torch.multinomial(logps.detach().exp(), 1, generator=generator)
+            gradients = torch.autograd.grad(logps.gather(-1, samples).sum(), outputs, retain_graph=True)
+            for (layer, _, error), gradient in zip(passed, gradients, strict=True):
+                change = (gradient.float() * error.float()).sum(-1)  # (1, T)
+                estimates[layer] += float(change.square().sum()) / (2 * DRAWS)
+    for hook in hooks:
+        hook.remove()
+    groups = fused_groups(weights.layers)
+    return {group: sum(estimates[layer] for layer in group) / max(count, 1) for group in groups}
 
 
 def by_worth(estimates: Mapping[tuple[str, ...], float], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
