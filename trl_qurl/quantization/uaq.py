@@ -5,7 +5,6 @@ s times finer, and so is the threshold that an update must exceed to change a co
 (o_proj, down_proj), the embedding and the head stay as they are. `architectures` lists the supported models.
 """
 
-import logging
 import math
 import warnings
 
@@ -17,8 +16,6 @@ from transformers.integrations import is_deepspeed_zero3_enabled, is_fsdp_enable
 
 from trl_qurl.quantization.architectures import decoder_layers
 from trl_qurl.quantization.checkpoint_form import whole
-
-logger = logging.getLogger(__name__)
 
 
 def recorded_scale(model: PreTrainedModel) -> float:
@@ -58,7 +55,6 @@ def scale_model_(model: PreTrainedModel, scale: float) -> bool:
         raise ValueError(f"Got UAQ scale {scale}. It must be finite and above 0; 1.0 turns UAQ off.")
     recorded = recorded_scale(model)
     if recorded == scale:
-        logger.info("The model already has UAQ scale %s; left unchanged.", scale)
         return False
     if recorded != 1.0:
         raise ValueError(
