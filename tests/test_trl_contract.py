@@ -1,8 +1,10 @@
-"""Everything private that the code leans on in TRL, vLLM, transformers, accelerate and llm-compressor.
+"""Everything private that the code leans on in TRL, vLLM, transformers, accelerate, torch and llm-compressor.
 
-Libraries move, and a seam that moved must not be found by a wrong loss. Each entry and each test names one thing, and
-its failure says in a sentence what is gone and what in trl_qurl stands on it. Sources are read, not imported, so this
-file needs no engine and is the first to run after an upgrade (`pytest tests/test_trl_contract.py`).
+Two tests compare the list with the code: a private name that is not in this file fails, and so does an import that a
+library no longer has. Libraries move, and a seam that moved must not be found by a wrong loss. Each entry and each
+test names one thing, and its failure says in a sentence what is gone and what in trl_qurl stands on it. Sources are
+read, not imported, so this file needs no engine and is the first to run after an upgrade (`pytest
+tests/test_trl_contract.py`).
 """
 
 import ast
@@ -17,6 +19,7 @@ import torch
 from conftest import needs_avx512
 from packaging.requirements import Requirement
 
+import trl_qurl
 from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS
 from trl_qurl.trainers.arguments import NOT_PASSED, REWARD_KEYWORDS
 
@@ -279,6 +282,46 @@ DEFINITIONS = [
 ]
 
 
+# (module, class, attribute, what leans on it)
+ATTRIBUTES = [
+    ("torch.nn.modules.module", "Module", "_buffers", "quantization/checkpoint_form.py sends what checkpoints store"),
+    (
+        "torch.nn.modules.module",
+        "Module",
+        "_parameters",
+        "rollout/checks/reload.py knows layers without weights by it",
+    ),
+    (
+        "torch.nn.modules.module",
+        "Module",
+        "_non_persistent_buffers_set",
+        "quantization/checkpoint_form.py leaves these buffers out",
+    ),
+    (
+        "transformers.modeling_utils",
+        "PreTrainedModel",
+        "_is_stateful",
+        "quantization/layers.py refuses recurrent models by it",
+    ),
+    (
+        "transformers.configuration_utils",
+        "PreTrainedConfig",
+        "_name_or_path",
+        "quantization/checkpoint.py points llm-compressor to a directory by it",
+    ),
+    (
+        "vllm.lora.worker_manager",
+        "WorkerLoRAManager",
+        "_adapter_manager",
+        "engine/worker.py compares what it lists",
+    ),
+]
+
+LIBRARIES = ("trl", "vllm", "transformers", "accelerate", "peft", "compressed_tensors", "llmcompressor")
+NOT_PRIVATE = {"_asdict", "_replace", "_exit"}  # of named tuples and `os`, whatever their names look like
+NOT_PRIVATE |= {"_evaluate"}  # of our callback; a trainer has one, too
+
+
 # Reading sources -----------------------------------------------------------------------------------------------------
 
 
@@ -347,6 +390,55 @@ def test_what_is_called_or_overridden_exists(module, name, parameters, leaning):
         assert not missing, f"{module}.{name} takes no {', '.join(sorted(missing))} any more; {leaning}."
 
 
+@pytest.mark.parametrize(("module", "owner", "attribute", "leaning"), ATTRIBUTES)
+def test_private_attributes_exist(module, owner, attribute, leaning):
+    assert re.search(rf"\b{attribute}\b", text_of(module, owner)), f"{owner} has no {attribute} any more; {leaning}."
+
+
+@functools.cache
+def code() -> list[ast.AST]:
+    """Every node of the package's code."""
+    files = Path(trl_qurl.__file__).parent.rglob("*.py")
+    return [node for path in files for node in ast.walk(ast.parse(path.read_text()))]
+
+
+def test_every_private_name_is_listed_here():
+    """A name is private to a library if it is not ours, or if the classes that we extend have it, too."""
+    methods = {node.name for node in code() if isinstance(node, ast.FunctionDef)}
+    attributes = [node for node in code() if isinstance(node, ast.Attribute)]
+    fields = {ast.unparse(node.target) for node in code() if isinstance(node, ast.AnnAssign)}
+    fields |= {ast.unparse(target) for node in code() if isinstance(node, ast.Assign) for target in node.targets}
+    ours = methods | fields | {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
+    extended = "".join(
+        ast.unparse(tree(module))
+        for module in (GRPO, RLOO, GENERATION, CLIENT, "trl.trainer.base_trainer", "transformers.trainer")
+    )
+    theirs = set(re.findall(r"(?:\bdef |\bself\.)(_\w+)", extended))
+    used = {name for name in {node.attr for node in attributes} | methods if re.match(r"_[^_]", name)}
+    listed = set(re.findall(r"\w+", Path(__file__).read_text()))
+    missing = {name for name in used - NOT_PRIVATE if name not in ours or name in theirs} - listed
+    assert not missing, f"{sorted(missing)} are private to a library and not in this file."
+
+
+def test_every_import_from_inside_a_library_exists():
+    imports = [node for node in code() if isinstance(node, ast.ImportFrom) and node.level == 0]
+    names = {(node.module, alias.name) for node in imports for alias in node.names}
+    inside = {(module, name) for module, name in names if "." in module and module.split(".")[0] in LIBRARIES}
+    assert len(inside) > 50
+    gone = []
+    for module, name in sorted(inside):
+        if importlib.util.find_spec(module.split(".")[0]) is None:
+            continue  # llm-compressor is optional
+        path = source_file(module)
+        files = [] if path is None else [path]
+        if path is not None and path.name == "__init__.py":  # a package passes on what its modules define
+            files = [*path.parent.rglob("*.py")]
+        is_module = source_file(f"{module}.{name}") is not None
+        if not is_module and not any(re.search(rf"\b{name}\b", file.read_text()) for file in files):
+            gone.append(f"{module}.{name}")
+    assert not gone, f"{gone} are gone from where trl_qurl imports them."
+
+
 @pytest.mark.parametrize(
     ("module", "where", "name"),
     [
@@ -391,7 +483,7 @@ def test_arguments_of_the_engine_are_those_the_config_reserves():
 
 def test_attributes_of_the_generation_backend():
     used = {"model", "accelerator", "processing_class", "mode", "enable_sleep_mode", "llm", "vllm_client"}
-    used |= {"_llm_weights_sleeping"}
+    used |= {"_llm_weights_sleeping", "_dist"}
     missing = used - assigned_attributes(GENERATION, "VLLMGeneration")
     assert not missing, f"VLLMGeneration no longer has {sorted(missing)}, which rollout/backend.py uses."
 
@@ -589,8 +681,12 @@ def test_log_probabilities_are_the_first_result():
 def test_attributes_of_the_trainer():
     used = {"epsilon_low", "epsilon_high", "vllm_generation", "_metrics", "_step", "_buffered_inputs"}
     used |= {"vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"}
+    used |= {"_is_vlm", "_logs", "_tokenizer"}
     missing = used - assigned_attributes(GRPO, "GRPOTrainer.__init__")
-    assert not missing, f"GRPOTrainer.__init__ no longer sets {sorted(missing)}, which trainers/grpo.py uses."
+    assert not missing, f"GRPOTrainer.__init__ no longer sets {sorted(missing)}, which trainers/ uses."
+    assert "_is_vlm" in assigned_attributes(RLOO, "RLOOTrainer.__init__"), (
+        "RLOOTrainer.__init__ no longer sets _is_vlm, which trainers/rollouts.py uses."
+    )
 
 
 def test_metrics_are_lists_by_mode_and_name():
