@@ -89,8 +89,8 @@ def verdict(mismatch: Mismatch) -> str:
         return f"safe to train with: {kl} did no harm in our study. Keep the defaults.{whole}"
     if mismatch.kl_k3.low >= RISKY:
         return (
-            f"risky: with {kl} some runs of our study ended badly, even with a correction. Leave smooth_activations "
-            f"on, choose a finer format, or keep sensitive layers in 16 bits (quantization_ignore).{whole}"
+            f"risky: with {kl} some runs of our study ended badly, even with a correction. Choose a finer format, "
+            f"keep sensitive layers in 16 bits (quantization_ignore), or leave smooth_activations on (INT8).{whole}"
         )
     return f"needs a correction: at {kl} keep objective='acr' or 'tis', and watch mismatch/kl_k3.{whole}"
 
