@@ -244,6 +244,26 @@ def test_parameters_are_gone_through_to_the_end_when_writing_fails():
     assert state == ["merged", "unmerged"]
 
 
+def test_an_error_of_the_main_process_is_raised_in_all(monkeypatch):
+    sent = []
+
+    def fail():
+        raise FileExistsError("is a file")
+
+    def broadcast(outcome, from_process):
+        """As the main process the first time, and then as another one."""
+        if sent:
+            outcome[0] = sent[0]
+        sent.extend(outcome)
+
+    monkeypatch.setattr("trl_qurl.rollout.recovery.broadcast_object_list", broadcast)
+    with pytest.raises(FileExistsError, match="is a file"):
+        main_process_only(fail)
+    with pytest.raises(FileExistsError, match="is a file"):
+        main_process_only(lambda: None)
+    assert len(sent) == 2, "one of them did not wait for the other"
+
+
 # An adapter that is sent by itself -----------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 
-from trl_qurl.rollout.errors import RolloutError, ServerError, ServerLostError
+from trl_qurl.rollout.errors import ServerError, ServerLostError
 
 logger = get_logger(__name__)  # of the main process
 
@@ -20,16 +20,16 @@ Result = TypeVar("Result")
 
 
 def raise_everywhere(act: Callable[[], Result], is_served: bool = True) -> Result:
-    """Return the result of `act`. If it fails in the main process, raise its `RolloutError` in every process.
+    """Return the result of `act`. If it fails in the main process, raise its error in every process.
 
     A collective operation if a server serves all processes; a colocated engine needs no synchronization.
     """
     if not is_served:
         return act()
-    failure: RolloutError | None = None
+    failure: Exception | None = None
     try:
         result = act()
-    except RolloutError as error:
+    except Exception as error:
         failure = error
     outcome = [failure]
     broadcast_object_list(outcome, from_process=0)

@@ -84,11 +84,8 @@ class Batch:
 
     def generated(self) -> tuple:
         """Return what TRL's `_generate` would have returned for these prompts, without tools and images."""
-        prompt_ids = [sample.prompt_ids for sample in self.samples]
-        completion_ids = [sample.completion_ids for sample in self.samples]
-        completions = [sample.completion for sample in self.samples]
-        logps = None if self.samples[0].logps is None else [sample.logps for sample in self.samples]
-        return prompt_ids, completion_ids, None, completions, logps, {}, None, []
+        _, prompt_ids, completion_ids, completions, logps, _ = map(list, zip(*self.samples, strict=True))
+        return prompt_ids, completion_ids, None, completions, None if None in logps else logps, {}, None, []
 
 
 @dataclass

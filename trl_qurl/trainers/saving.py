@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import broadcast_object_list, send_to_device
+from accelerate.utils import send_to_device
 from huggingface_hub import ModelCard
 from trl.trainer.utils import RepeatSampler
 
@@ -25,6 +25,7 @@ from trl_qurl.quantization.storage import check_replaceable
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import FrozenBase, adapter_rank, adapter_tensors, engine_rank, write_adapter
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
+from trl_qurl.rollout.recovery import raise_everywhere
 
 ADAPTER_DIRECTORY = "adapter"  # subdirectory of a quantized checkpoint
 STATE_FILE = "rollout_state_{}.pt"  # in a checkpoint, by process
@@ -64,22 +65,17 @@ def write_quantized(
 
 
 def main_process_only(act: Callable[[], None], parameters: Iterable[Any] = ()) -> None:
-    """Run `act` in the main process, and raise everywhere if it fails; all processes exhaust `parameters`."""
-    error: Exception | None = None
-    try:
-        if PartialState().is_main_process:
-            act()
-    except Exception as failure:
-        error = failure
-    finally:
-        # Gathering is collective, and the end of the iterator unmerges adapters.
-        deque(parameters, maxlen=0)
-    outcome = [None if error is None else f"{type(error).__name__}: {error}"]
-    broadcast_object_list(outcome, from_process=0)
-    if error is not None:
-        raise error
-    if outcome[0] is not None:
-        raise RuntimeError(f"The main process could not save the quantized checkpoint. {outcome[0]}")
+    """Run `act` in the main process, and raise its error everywhere; all processes exhaust `parameters`."""
+
+    def attempt() -> None:
+        try:
+            if PartialState().is_main_process:
+                act()
+        finally:
+            # Gathering is collective, and the end of the iterator unmerges adapters.
+            deque(parameters, maxlen=0)
+
+    raise_everywhere(attempt)
 
 
 def save_rollout_state(state: dict[str, Any], checkpoint: Path, accelerator: Accelerator) -> None:
