@@ -376,7 +376,7 @@ def test_arguments_of_the_engine_are_those_the_config_reserves():
         "TRL builds vllm.LLM with more than keywords; build_engine takes those."
     )
     ours = {"worker_extension_cls", "enable_lora", "max_lora_rank"}
-    reserved = TAKEN_ENGINE_ARGUMENTS.keys() - ours
+    reserved = TAKEN_ENGINE_ARGUMENTS.keys() - ours | {"seed"}
     assert given == reserved, (
         "TRL gives vllm.LLM other arguments than config.TAKEN_ENGINE_ARGUMENTS reserves: new "
         f"{sorted(given - reserved)}, gone {sorted(reserved - given)}."
@@ -386,6 +386,9 @@ def test_arguments_of_the_engine_are_those_the_config_reserves():
         "TRL changed max_num_batched_tokens, which config.py says is 4096."
     )
     assert fixed["logprobs_mode"] == "'processed_logprobs'", "The importance ratio needs processed log-probabilities."
+    assert fixed["seed"] == "accelerator.process_index // self.tensor_parallel_size", (
+        "build_engine counts engines by it."
+    )
     assert fixed["model"] == "model.name_or_path", "_starts_from_checkpoint asks whether model.name_or_path is empty."
 
 

@@ -21,7 +21,6 @@ TAKEN_ENGINE_ARGUMENTS = {
     "enable_sleep_mode": "vllm_enable_sleep_mode",
     "model_impl": "vllm_model_impl",
     "distributed_executor_backend": "the launcher (TRL fixes it)",
-    "seed": "seed (TRL gives every engine its own)",
     "max_num_batched_tokens": "TRL, which fixes it at 4096",
     "logprobs_mode": "trl-qurl (the importance ratio needs 'processed_logprobs')",
     "quantization": "rollout_quantization",

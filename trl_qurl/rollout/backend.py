@@ -153,7 +153,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         needs_start = rollout.scheme is not None or not self.model.name_or_path or self.base is not None
         folder = self._open_folder(checkpoints=2 if by_files else 1) if by_files or needs_start else None
         start = self._write_start(folder) if folder is not None and needs_start else None
-        cls, extra_kwargs = vllm_generation.LLM, rollout.engine_kwargs
+        cls, extra_kwargs = vllm_generation.LLM, {"seed": rollout.seed} | rollout.engine_kwargs
         if self.base is not None:
             cls = colocated.with_adapter(cls)
             extra_kwargs = colocated.adapter_arguments(adapter_rank(self.model)) | extra_kwargs

@@ -56,6 +56,7 @@ def rollout_settings(args: Any) -> RolloutSettings:
         checkpoint_dir=args.rollout_checkpoint_dir,
         engine_kwargs=args.engine_kwargs,
         sync_check_interval=args.sync_check_interval,
+        seed=args.seed,
         request_timeout=args.vllm_request_timeout,
     )
 
