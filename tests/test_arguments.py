@@ -184,6 +184,43 @@ def test_columns_are_those_that_a_transform_makes(tmp_path):
         check_plain_generation({"train_dataset": pictures}, "dynamic_sampling=True")
 
 
+@pytest.fixture
+def small_context(monkeypatch):
+    """An engine that holds twenty tokens, of which a completion may take sixteen."""
+    started = {"kept": (), "context": 20}
+    monkeypatch.setattr(
+        "trl_qurl.rollout.backend.QuantizedVLLMGeneration._init_vllm", lambda self: vars(self).update(started)
+    )
+
+
+@pytest.mark.parametrize("split", ["data", "eval_dataset"])
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (
+            "a" * 20,
+            "A prompt of 20 tokens fills the context of 20 tokens .vllm_max_model_length; of a server, --max-m",
+        ),
+        ("", "A prompt has no tokens, so there is nothing to continue: remove it from the dataset"),
+    ],
+)
+def test_prompts_that_cannot_be_continued_are_found_before_training(split, prompt, message, small_context, tmp_path):
+    data = Dataset.from_dict({"prompt": [*["abcd"] * 15, prompt]})
+    with pytest.raises(ValueError, match=message):
+        build(QuRLGRPOTrainer, QuRLGRPOConfig, tmp_path, **{split: data})
+
+
+def test_prompts_that_end_completions_early_are_warned_of(small_context, caplog, tmp_path):
+    def warnings(prompt):
+        caplog.clear()
+        build(QuRLGRPOTrainer, QuRLGRPOConfig, tmp_path, data=Dataset.from_dict({"prompt": [prompt] * 16}))
+        return [record.getMessage() for record in caplog.records if "Long prompts" in record.getMessage()]
+
+    assert not warnings("abcd")
+    [warning] = warnings("abcde")
+    assert "end completions before max_completion_length=16, because both share the context of 20 tokens" in warning
+
+
 def test_what_a_rollout_function_adds_may_be_asked_for(tmp_path):
     given = {"rollout_func": lambda prompts, trainer: {}, "function": lambda completions, score, **kwargs: []}
     with pytest.raises(AssertionError, match=STARTED):

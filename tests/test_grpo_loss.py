@@ -98,6 +98,11 @@ def trl_ratio(inputs):
     return difference.nan_to_num(0.0).exp().clamp(max=CAP)
 
 
+def test_a_prompt_that_fills_the_context_ends_a_rollout_in_our_words(trainer):
+    with pytest.raises(ValueError, match="A prompt of 64 tokens fills the context of 64 tokens"):
+        trainer.vllm_generation._sample([[5], [5] * 64], None, num_generations=1)
+
+
 def our_loss(trainer, batch):
     """The trainer's loss on a batch that was scored at rollout time."""
     return trainer._compute_loss(trainer.model, batch)

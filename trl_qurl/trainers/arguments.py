@@ -132,6 +132,17 @@ def check_prompt_column(name: str, dataset: Any) -> None:
         )
 
 
+def check_prompts(trainer: Any) -> None:
+    """Check that the engine can continue the shortest and longest prompts of each dataset, by characters."""
+    if trainer._is_vlm or any(vars(trainer).get(name) for name in ("environment_factories", "rollout_func")):
+        return  # what the engine will continue is not known yet
+    evaluation = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
+    for data in (trainer.train_dataset, *evaluation.values()):
+        if isinstance(data, Dataset) and len(data) and data.format["type"] is None:
+            prompts = sorted(data["prompt"], key=lambda prompt: len(str(prompt)))
+            trainer.vllm_generation.check_room(trainer._tokenize_prompts([prompts[0], *prompts[-4:]])[0])
+
+
 def check_reward(function: Any, args: Any, arguments: Mapping[str, Any]) -> None:
     """Raise `TypeError` for a reward function that TRL cannot call; models pass."""
     if isinstance(function, nn.Module) or not callable(function):

@@ -25,7 +25,7 @@ from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.images import plain_prompts
 from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.trainers.arguments import applies_uaq, check_arguments, checked_config, rollout_settings
+from trl_qurl.trainers.arguments import applies_uaq, check_arguments, check_prompts, checked_config, rollout_settings
 from trl_qurl.trainers.callbacks import RunLogCallback, TrainerAwareCallback, UpdateAwareQuantizationCallback
 from trl_qurl.trainers.guard import MismatchGuardCallback
 from trl_qurl.trainers.model_card import add_rollouts, quantized_card
@@ -87,6 +87,7 @@ class QuantizedRolloutsMixin(TRLTrainer):
         # Replace `auto` with the layers it selected, for the log, the model card and the checkpoints.
         patterns = [pattern for pattern in args.quantization_ignore if pattern != AUTO]
         args.quantization_ignore = [*patterns, *self.vllm_generation.kept]
+        check_prompts(self)
         self._ahead = self.vllm_generation if args.rollouts_ahead else None
         self._mismatch = MismatchTally(self.accelerator)
         for callback in self.callback_handler.callbacks:
