@@ -13,7 +13,7 @@ HARMLESS = ("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"
 """Those of vLLM's `SamplingParams` that leave a token's distribution alone. Any other may change it."""
 NEUTRAL = {"top_p": (1.0, None), "top_k": (0, -1, None), "repetition_penalty": (1.0, None)}
 """Values that turn a sampling parameter off, where it is not only `OFF`."""
-OFF = (None, 0, "", [], {})
+OFF: tuple[Any, ...] = (None, 0, "", [], {})
 OTHER_TOKENS = "TRL would read another token's log-probability than the sampled one's."
 REFUSED = {
     "n": "num_generations is the number of completions per prompt.",
