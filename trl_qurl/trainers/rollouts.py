@@ -27,6 +27,7 @@ from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.arguments import applies_uaq, check_arguments, check_prompts, checked_config, rollout_settings
 from trl_qurl.trainers.callbacks import RunLogCallback, TrainerAwareCallback, UpdateAwareQuantizationCallback
+from trl_qurl.trainers.dynamic_sampling import named_rewards
 from trl_qurl.trainers.guard import MismatchGuardCallback
 from trl_qurl.trainers.model_card import add_rollouts, quantized_card
 from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state, skip_epochs, write_quantized
@@ -119,7 +120,8 @@ class QuantizedRolloutsMixin(TRLTrainer):
         ahead = self._ahead if self._mode == "train" else None
         if ahead is not None:
             ahead.upcoming = self._upcoming_prompts(inputs)
-        batch = super()._generate_and_score_completions(inputs)
+        with named_rewards(self.reward_func_names):
+            batch = super()._generate_and_score_completions(inputs)
         cost = self.vllm_generation.pop_cost()
         tokens = self._sum_over_processes(torch.tensor([float(cost.tokens)], device=self.accelerator.device)).item()
         metrics = {
