@@ -1,5 +1,7 @@
 """What a trainer is given, in TRL's order and by name: taken as TRL takes it, or refused before an engine starts."""
 
+import functools
+
 import pytest
 from datasets import Dataset, DatasetDict
 from peft import AdaptionPromptConfig, LoraConfig, PolyConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
@@ -13,6 +15,7 @@ from trl_qurl import (
     QuRLRLOOConfig,
     QuRLRLOOTrainer,
 )
+from trl_qurl.trainers.arguments import check_plain_generation
 
 PLAIN = {
     "use_cpu": True,
@@ -133,6 +136,89 @@ def test_a_reward_function_that_trl_cannot_call_is_refused(kind, config, functio
 def test_a_reward_function_that_trl_can_call_is_taken(function, tmp_path):
     with pytest.raises(AssertionError, match=STARTED):
         build(QuRLGRPOTrainer, QuRLGRPOConfig, tmp_path, function=function)
+
+
+def with_judge(completions, judge, **kwargs):
+    return [judge(completion) for completion in completions]
+
+
+def supplies_judge(function):
+    @functools.wraps(function)
+    def wrapped(completions, **kwargs):
+        return function(completions, judge=len, **kwargs)
+
+    return wrapped
+
+
+PARTIAL = functools.partial(with_judge, judge=len)
+
+
+@pytest.mark.parametrize(
+    "function", [PARTIAL, functools.update_wrapper(PARTIAL, with_judge), supplies_judge(with_judge)]
+)
+def test_a_wrapped_reward_function_takes_what_the_wrapper_takes(function, tmp_path):
+    with pytest.raises(AssertionError, match=STARTED):
+        build(QuRLGRPOTrainer, QuRLGRPOConfig, tmp_path, function=function)
+
+
+def test_a_wrapper_that_trl_cannot_call_is_refused(tmp_path):
+    @functools.wraps(reward)
+    def wrapped(samples, **kwargs):
+        return reward(samples, **kwargs)
+
+    with pytest.raises(TypeError, match="'reward' .missing a required argument: 'samples'"):
+        build(QuRLGRPOTrainer, QuRLGRPOConfig, tmp_path, function=wrapped)
+
+
+def test_columns_are_those_that_a_transform_makes(tmp_path):
+    grpo = (QuRLGRPOTrainer, QuRLGRPOConfig, tmp_path)
+    stored = Dataset.from_dict({"question": ["ab"] * 16})
+    made = stored.with_transform(lambda rows: {"prompt": rows["question"], "solution": rows["question"]})
+    with pytest.raises(AssertionError, match=STARTED):
+        build(*grpo, data=made, eval_dataset=made, function=lambda completions, solution, **kwargs: [])
+    gone = PROMPTS.with_transform(lambda rows: {"question": rows["prompt"]})
+    with pytest.raises(ValueError, match="train_dataset has no column 'prompt', only 'question': "):
+        build(*grpo, data=gone)
+    pictures = PROMPTS.with_transform(lambda rows: rows | {"image": rows["prompt"]})
+    with pytest.raises(ValueError, match="dynamic_sampling=True does not work with images"):
+        check_plain_generation({"train_dataset": pictures}, "dynamic_sampling=True")
+
+
+@pytest.fixture
+def small_context(monkeypatch):
+    """An engine that holds twenty tokens, of which a completion may take sixteen."""
+    started = {"kept": (), "context": 20}
+    monkeypatch.setattr(
+        "trl_qurl.rollout.backend.QuantizedVLLMGeneration._init_vllm", lambda self: vars(self).update(started)
+    )
+
+
+@pytest.mark.parametrize("split", ["data", "eval_dataset"])
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (
+            "a" * 20,
+            "A prompt of 20 tokens fills the context of 20 tokens .vllm_max_model_length; of a server, --max-m",
+        ),
+        ("", "A prompt has no tokens, so there is nothing to continue: remove it from the dataset"),
+    ],
+)
+def test_prompts_that_cannot_be_continued_are_found_before_training(split, prompt, message, small_context, tmp_path):
+    data = Dataset.from_dict({"prompt": [*["abcd"] * 15, prompt]})
+    with pytest.raises(ValueError, match=message):
+        build(QuRLGRPOTrainer, QuRLGRPOConfig, tmp_path, **{split: data})
+
+
+def test_prompts_that_end_completions_early_are_warned_of(small_context, caplog, tmp_path):
+    def warnings(prompt):
+        caplog.clear()
+        build(QuRLGRPOTrainer, QuRLGRPOConfig, tmp_path, data=Dataset.from_dict({"prompt": [prompt] * 16}))
+        return [record.getMessage() for record in caplog.records if "Long prompts" in record.getMessage()]
+
+    assert not warnings("abcd")
+    [warning] = warnings("abcde")
+    assert "end completions before max_completion_length=16, because both share the context of 20 tokens" in warning
 
 
 def test_what_a_rollout_function_adds_may_be_asked_for(tmp_path):

@@ -379,8 +379,8 @@ def test_the_command_line(parser):
 
 
 def test_a_clash_is_found_in_json_as_well():
-    arguments = [*COMMAND_LINE, "--vllm_engine_kwargs", '{"seed": 1}']
-    with pytest.raises(ValueError, match=r"vllm_engine_kwargs sets 'seed', .* governed by seed"):
+    arguments = [*COMMAND_LINE, "--vllm_engine_kwargs", '{"quantization": "fp8"}']
+    with pytest.raises(ValueError, match=r"vllm_engine_kwargs sets 'quantization', .* by rollout_quantization"):
         TrlParser(QuRLGRPOConfig).parse_args_and_config(arguments)
 
 

@@ -13,7 +13,10 @@ from conftest import vllm_server
 from test_engine import MOVED, SAME
 from tiny import PROBE, tiny_model, tiny_tokenizer
 
+from trl_qurl.quantization import write_checkpoint
 from trl_qurl.rollout.engine.http import add_key
+from trl_qurl.rollout.engine.interface import WeightUpdate
+from trl_qurl.rollout.engine.served import ServedEngine
 
 ENGINES = 2
 
@@ -67,6 +70,30 @@ def tampering(tmp_path, monkeypatch):
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")])))
     return flag
+
+
+def sampled(server) -> list[list[int]]:
+    """Sixteen completions of a prompt."""
+    answer = requests.post(
+        f"{server.url}/v1/completions",
+        auth=add_key,
+        json={"prompt": PROBE, "n": 16, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True},
+        timeout=60,
+    ).json()
+    return [choice["token_ids"] for choice in answer["choices"]]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_engines_of_a_server_have_noise_of_their_own(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    write_checkpoint(tiny_model(), tiny_tokenizer(), "int8", tmp_path / "sent")
+    with vllm_server(tmp_path / "model", tmp_path, "--scheme", "int8", "--data-parallel-size", str(ENGINES)) as server:
+        engine = ServedEngine(base_url=server.url)
+        engine.load_checkpoint(tmp_path / "sent", WeightUpdate("first", noise="seed1-step0"))
+        group = sampled(server)
+        assert len({str(completion) for completion in group}) == 16, "the engines sampled the same completions"
 
 
 @pytest.mark.vllm

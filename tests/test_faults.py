@@ -117,13 +117,12 @@ class Deployment:
             "vllm_server_base_url": f"http://127.0.0.1:{self.port}",
             "rollout_checkpoint_dir": str(self.rollouts),
             "vllm_request_timeout": 60.0,
-            "generation_kwargs": {"seed": 7},
             "logging_steps": 1,
             **settings,
         }
 
     def trainer(self, model=None, peft_config=None, **settings):
-        return QuRLGRPOTrainer(
+        trainer = QuRLGRPOTrainer(
             model=model or str(self.model),
             reward_funcs=lambda completions, **kwargs: [len(set(completion)) / 8 for completion in completions],
             args=QuRLGRPOConfig(str(self.directory / "out"), **self.config(**settings)),
@@ -131,6 +130,10 @@ class Deployment:
             processing_class=tiny_tokenizer(),
             peft_config=peft_config,
         )
+        # So that runs can be compared: without it, the order in which a server's requests arrive decides. As a setting
+        # it is refused.
+        trainer.vllm_generation.generation_kwargs["seed"] = 7
+        return trainer
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +225,25 @@ def test_hangs_for_a_while(deployment, undisturbed, method):
     trainer.train()
     assert recoveries(trainer) >= 1
     assert history(trainer) == undisturbed
+
+
+def test_the_noise_follows_from_the_seed_and_the_step(deployment):
+    """One request for one completion: there is no order of arrival."""
+    deployment.up()
+
+    def sampled(trainer, step):
+        trainer.state.global_step = step
+        trainer.vllm_generation.sync_weights()
+        client = trainer.vllm_generation.vllm_client
+        first, second = (client.generate([[40, 41]], max_tokens=12)["completion_ids"] for _ in range(2))
+        assert first != second
+        return first, second
+
+    trainer, other = deployment.trainer(seed=1), deployment.trainer(seed=2)
+    noise = [sampled(trainer, 3), sampled(trainer, 4), sampled(other, 3)]
+    assert len({str(tokens) for tokens in noise}) == 3
+    deployment.lose_and_wait()
+    assert sampled(deployment.trainer(seed=1), 3) == noise[0], "a server that was started again, or a resumed run"
 
 
 def test_two_trainers_on_one_server(deployment):
@@ -334,7 +356,7 @@ def test_dies(deployment, undisturbed, method, caplog):
 
 def test_two_processes_recover_together(deployment, train, tmp_path):
     config = {name: value for name, value in deployment.config().items() if name != "max_steps"}
-    arguments = [tmp_path, "--model", deployment.model, "--config", json.dumps(config)]
+    arguments = [tmp_path, "--model", deployment.model, "--config", json.dumps(config), "--request-seed", "7"]
     server = deployment.up().process.pid
     undisturbed, disturbed = train(arguments, [*arguments, "--kill-before-generation", server], processes=2)
     assert disturbed["processes"] == 2

@@ -98,6 +98,27 @@ def trl_ratio(inputs):
     return difference.nan_to_num(0.0).exp().clamp(max=CAP)
 
 
+def test_a_prompt_that_fills_the_context_ends_a_rollout_in_our_words(trainer):
+    with pytest.raises(ValueError, match="A prompt of 64 tokens fills the context of 64 tokens"):
+        trainer.vllm_generation._sample([[5], [5] * 64], None, num_generations=1)
+
+
+@pytest.mark.parametrize("returned", ["right", {"score": 1.0}])
+def test_rewards_that_are_no_numbers_name_their_function(returned, trainer, monkeypatch):
+    rows = [{"prompt": "ab"}] * 4
+    monkeypatch.setattr(trainer, "reward_funcs", [lambda completions, **kwargs: [returned] * len(completions)])
+    monkeypatch.setattr(trainer, "reward_func_names", ["judged"])
+    with pytest.raises(ValueError, match="Rewards .judged. must be a number, or None, per completion: "):
+        trainer._generate_and_score_completions(rows)
+
+    def broken(completions, **kwargs):
+        raise TypeError("of the function's own")
+
+    monkeypatch.setattr(trainer, "reward_funcs", [broken])
+    with pytest.raises(TypeError, match="of the function's own"):
+        trainer._generate_and_score_completions(rows)
+
+
 def our_loss(trainer, batch):
     """The trainer's loss on a batch that was scored at rollout time."""
     return trainer._compute_loss(trainer.model, batch)

@@ -12,8 +12,10 @@ import torch
 from conftest import needs_avx512
 from safetensors.torch import load_file
 from test_engine import ADAPTER
+from tiny import ENGINE
 from trl.trainer.utils import RepeatSampler
 
+from trl_qurl.rollout.engine.colocated import build_engine
 from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state, skip_epochs
 
 pytestmark = [
@@ -99,6 +101,28 @@ def test_training_a_saved_model_again_does_not_scale_it_again(uninterrupted, tra
     assert record["uaq_scale"] == 1.5
     # Up to the scales of smoothing, which the first run has and this one has not.
     assert record["probe_start"] == pytest.approx(uninterrupted[1]["probe_end"], abs=0.02)
+
+
+@pytest.mark.xdist_group("resume")
+def test_the_seed_decides_the_noise(train, tmp_path):
+    """Prompts come in one order, so that other completions have other noise."""
+    plain = {"max_steps": 2, "shuffle_dataset": False, "smooth_activations": False}
+    engine = {"seed": 2, "vllm_engine_kwargs": ENGINE | {"seed": 1}}
+    first, other, again = train(
+        *([tmp_path, "--config", json.dumps(plain | changed)] for changed in ({"seed": 1}, {"seed": 2}, engine))
+    )
+    rollouts = [metrics_by_step(record)[1] for record in (first, other, again)]
+    assert rollouts[0] == rollouts[2], "the same noise, with the seed of the engine alone"
+    assert rollouts[0]["reward"] != rollouts[1]["reward"] and rollouts[0]["loss"] != rollouts[1]["loss"]
+
+
+def test_each_engine_of_a_run_has_its_own_noise():
+    def built(seed, number):
+        given = {"model": "m", "gpu_memory_utilization": 0.5, "seed": number}  # TRL counts engines, not processes
+        return build_engine(dict, None, {"seed": seed, "enforce_eager": True}, **given)["seed"]
+
+    assert [built(5, number) for number in range(3)] == [5, 10005, 20005]
+    assert len({built(seed, number) for seed in range(100) for number in range(64)}) == 6400
 
 
 @pytest.mark.xdist_group("resume")

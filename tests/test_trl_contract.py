@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 
 import trl_qurl
 from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS
+from trl_qurl.config.checks import HARMLESS, NEUTRAL, REFUSED
 from trl_qurl.trainers.arguments import NOT_PASSED, REWARD_KEYWORDS
 
 GRPO = "trl.trainer.grpo_trainer"
@@ -468,7 +469,7 @@ def test_arguments_of_the_engine_are_those_the_config_reserves():
         "TRL builds vllm.LLM with more than keywords; build_engine takes those."
     )
     ours = {"worker_extension_cls", "enable_lora", "max_lora_rank"}
-    reserved = TAKEN_ENGINE_ARGUMENTS.keys() - ours
+    reserved = TAKEN_ENGINE_ARGUMENTS.keys() - ours | {"seed"}
     assert given == reserved, (
         "TRL gives vllm.LLM other arguments than config.TAKEN_ENGINE_ARGUMENTS reserves: new "
         f"{sorted(given - reserved)}, gone {sorted(reserved - given)}."
@@ -477,8 +478,24 @@ def test_arguments_of_the_engine_are_those_the_config_reserves():
     assert fixed["max_num_batched_tokens"] == "4096", (
         "TRL changed max_num_batched_tokens, which config.py says is 4096."
     )
+    assert fixed["seed"] == "accelerator.process_index // self.tensor_parallel_size", (
+        "build_engine counts engines by it."
+    )
     assert fixed["logprobs_mode"] == "'processed_logprobs'", "The importance ratio needs processed log-probabilities."
     assert fixed["model"] == "model.name_or_path", "_starts_from_checkpoint asks whether model.name_or_path is empty."
+
+
+def test_the_sampling_parameters_that_the_config_knows_exist():
+    fields = {
+        node.target.id
+        for node in body_of("vllm.sampling_params", "SamplingParams").body
+        if isinstance(node, ast.AnnAssign)
+    }
+    known = {*HARMLESS, *NEUTRAL, *REFUSED, "min_p", "temperature", "structured_outputs"}
+    assert known <= fields, f"vLLM renamed {sorted(known - fields)}, which config/checks.py allows or refuses by name."
+    assert "lp[0]" in text_of("trl.trainer.grpo_trainer", "GRPOTrainer._generate_single_turn"), (
+        "TRL no longer takes the likeliest of a token's log-probabilities: config/checks.py may allow `logprobs`."
+    )
 
 
 def test_attributes_of_the_generation_backend():

@@ -160,6 +160,7 @@ def rollout_settings(scheme, **changed):
         "smooths": False,
         "checkpoint_dir": None,
         "engine_kwargs": {},
+        "seed": 0,
         "sync_check_interval": 16,
         "request_timeout": 1800.0,
     }

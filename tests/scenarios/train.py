@@ -140,6 +140,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--critic-lora", action="store_true")
     parser.add_argument("--save", action="store_true", help="save the model to output_dir at the end")
     parser.add_argument("--kill-before-generation", type=int, help="a server's process, killed in the second rollout")
+    parser.add_argument("--request-seed", type=int, help="of every request, so that runs on servers can be compared")
     parser.add_argument("--delayed", action="store_true", help="by one rollout, in the order of the run before")
     parser.add_argument("--config", default="{}", help="JSON of further config fields")
     return parser.parse_args(arguments)
@@ -189,6 +190,8 @@ def run(options: argparse.Namespace) -> dict:
     record = {"probe_start": engine_logps(trainer), "whole_mb": trainer.vllm_generation.pop_cost().sent_bytes / 1e6}
     if options.kill_before_generation and trainer.accelerator.is_main_process:
         kill_before_generation(trainer.vllm_generation.vllm_client, options.kill_before_generation)
+    if options.request_seed is not None:
+        trainer.vllm_generation.generation_kwargs["seed"] = options.request_seed
     if options.delayed:
         delay(trainer, ORDERS[-1])
     ORDERS.append(record_prompts(trainer))

@@ -9,8 +9,20 @@ from typing import Any
 
 from trl_qurl.objective import Objective
 
-NEUTRAL = {"top_p": (1.0, None), "top_k": (0, -1, None), "min_p": (0.0, None), "repetition_penalty": (1.0, None)}
-"""Sampling settings that change the engine's log-probabilities, with the values that turn them off."""
+HARMLESS = ("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "skip_special_tokens")
+"""Those of vLLM's `SamplingParams` that leave a token's distribution alone. Any other may change it."""
+NEUTRAL = {"top_p": (1.0, None), "top_k": (0, -1, None), "repetition_penalty": (1.0, None)}
+"""Values that turn a sampling parameter off, where it is not only `OFF`."""
+OFF: tuple[Any, ...] = (None, 0, "", [], {})
+OTHER_TOKENS = "TRL would read another token's log-probability than the sampled one's."
+REFUSED = {
+    "n": "num_generations is the number of completions per prompt.",
+    "seed": "all completions of a colocated group would be the same, and all rollouts have the same noise. The engine "
+    "follows the seed setting.",
+    "logprobs": OTHER_TOKENS,
+    "logprob_token_ids": OTHER_TOKENS,
+}
+"""Parameters that `generation_kwargs` must not set, and why."""
 
 
 def check_choice(config: object, name: str, choices: Collection[str]) -> None:
@@ -64,27 +76,36 @@ def check_cap(config: Any, objective: Objective) -> None:
         )
 
 
-def warn_of_biased_ratio(config: Any, stacklevel: int) -> None:
-    """Warn if sampling settings make the importance ratio wrong; `generation_kwargs` override fields.
+def check_sampling(config: Any, stacklevel: int) -> None:
+    """Refuse sampling settings that cannot work, and warn of those that make the importance ratio wrong.
 
     The engine reports log-probabilities of the distribution it sampled from, the trainer those over the whole
     vocabulary, at the same `temperature`. If tokens are cut, log ρ is off by log S, where S is the mass that remains:
     https://github.com/huggingface/trl/issues/6789 and https://github.com/vllm-project/vllm/issues/42259.
     """
     overrides = config.generation_kwargs or {}
-    biasing = []
-    for name, neutral in NEUTRAL.items():
-        value = overrides.get(name, getattr(config, name))
-        if value not in neutral:
-            biasing.append(f"generation_kwargs[{name!r}]={value}" if name in overrides else f"{name}={value}")
-    if overrides.get("temperature", config.temperature) != config.temperature:  # the trainer reads only the field
-        biasing.append(f"generation_kwargs['temperature']={overrides['temperature']}")
+    for name in overrides.keys() & REFUSED.keys():
+        raise ValueError(f"generation_kwargs sets {name}={overrides[name]!r}, but {REFUSED[name]} Remove it.")
+    reader = next((name for name in ("mask_truncated_completions", "gamma") if getattr(config, name, None)), None)
+    if reader and (overrides.get("stop") or overrides.get("stop_token_ids")):
+        raise ValueError(
+            f"{reader}={getattr(config, reader)} takes completions without an end-of-sequence token for truncated, so "
+            "also those that stop or stop_token_ids of generation_kwargs end: leave these out. Tokens that are to end "
+            "completions can be added to the model's generation_config.eos_token_id."
+        )
+    fields = {name: getattr(config, name) for name in (*NEUTRAL, "min_p", "vllm_structured_outputs_regex")}
+    neutral = NEUTRAL | {"temperature": (config.temperature,)}  # the trainer reads only the field
+    biasing = [
+        f"generation_kwargs[{name!r}]={value}" if name in overrides else f"{name}={value}"
+        for name, value in (fields | overrides).items()
+        if name not in HARMLESS and value not in neutral.get(name, OFF)
+    ]
     if biasing:
         warnings.warn(
             f"{', '.join(biasing)}: the engine's log-probabilities account for this, but the trainer's cover the "
             "unmodified distribution over the whole vocabulary. The importance ratio is therefore wrong (too small if "
             "tokens are cut), and so are the mismatch/* metrics and every correction or clip bound based on it. Set "
-            "top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, also in generation_kwargs. The temperature "
-            "setting does no harm.",
+            "top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, also in generation_kwargs, and leave out the "
+            "others. The temperature setting does no harm.",
             stacklevel=stacklevel + 1,
         )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from trl_qurl.config.checks import check_choice, check_number, check_patterns, warn_of_biased_ratio
+from trl_qurl.config.checks import check_choice, check_number, check_patterns, check_sampling
 from trl_qurl.config.help import with_help
 from trl_qurl.quantization.checkpoint import check_quantizer
 from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, check_kv_cache, get_scheme, parse_scheme
@@ -20,7 +20,6 @@ TAKEN_ENGINE_ARGUMENTS = {
     "enable_sleep_mode": "vllm_enable_sleep_mode",
     "model_impl": "vllm_model_impl",
     "distributed_executor_backend": "the launcher (TRL fixes it)",
-    "seed": "seed (TRL gives every engine its own)",
     "max_num_batched_tokens": "TRL, which fixes it at 4096",
     "logprobs_mode": "trl-qurl (the importance ratio needs 'processed_logprobs')",
     "quantization": "rollout_quantization",
@@ -130,7 +129,7 @@ class QuantizedRolloutsConfig:
         self._check_values()
         self._check_format()
         self._check_engine()
-        warn_of_biased_ratio(self, stacklevel=4)
+        check_sampling(self, stacklevel=4)
 
     @property
     def engine_kwargs(self) -> dict[str, Any]:
@@ -155,7 +154,7 @@ class QuantizedRolloutsConfig:
         self.use_vllm = True
         return ["use_vllm=False -> True"]
 
-    def _check_values(self) -> None:
+    def _check_values(self: Any) -> None:
         check_choice(self, "weight_sync", ("auto", "stream", "checkpoint", "adapter", "llmcompressor"))
         check_choice(self, "vllm_mode", ("colocate", "server"))
         check_choice(self, "mismatch_guard", ("off", "warn", "stop"))
@@ -164,6 +163,9 @@ class QuantizedRolloutsConfig:
         check_number(self, "mismatch_guard_kl", lambda kl: 0 < kl < inf, f"{finite} (nats per token; usually 0.1)")
         check_number(self, "vllm_request_timeout", lambda x: x > 0, "a positive number of seconds")
         check_number(self, "sync_check_interval", lambda n: n >= 0, "a number of syncs, or 0 for none")
+        check_number(self, "temperature", lambda t: 0 < t < inf, f"{finite} (0 makes all completions equal)")
+        if self.max_completion_length is not None:  # as in TRL, up to the end of the context
+            check_number(self, "max_completion_length", lambda n: n >= 1, "at least 1 token")
         check_number(self, "rollouts_ahead", lambda n: n in (0, 1), "0 or 1")
         share = "a share of the GPU's memory: above 0, at most 1"
         check_number(self, "vllm_gpu_memory_utilization", lambda x: 0 < x <= 1, share)

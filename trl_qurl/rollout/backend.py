@@ -47,6 +47,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     sync: WeightSync  # keeps the engine at the policy's weights
     base: FrozenBase | None = None  # of an adapter that is sent alone
+    context: int  # tokens of a prompt and its completion that the engine holds
 
     def __init__(
         self,
@@ -86,6 +87,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.sync = WeightSync(
             self.model, self.weights, engine, self.rollout, self._dist, self._global_step, dtype, folder, self.base
         )
+        [self.context] = broadcast_object_list([engine and engine.describe().max_model_len], from_process=0)
 
     def _connect(self) -> tuple[Engine | None, torch.dtype | None, CheckpointFolder | None]:
         """Connect the main process to the server. Return its engine, and what every process needs to send weights."""
@@ -152,7 +154,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         needs_start = rollout.scheme is not None or not self.model.name_or_path or self.base is not None
         folder = self._open_folder(checkpoints=2 if by_files else 1) if by_files or needs_start else None
         start = self._write_start(folder) if folder is not None and needs_start else None
-        cls, extra_kwargs = vllm_generation.LLM, rollout.engine_kwargs
+        cls, extra_kwargs = vllm_generation.LLM, {"seed": rollout.seed} | rollout.engine_kwargs
         if self.base is not None:
             cls = colocated.with_adapter(cls)
             extra_kwargs = colocated.adapter_arguments(adapter_rank(self.model)) | extra_kwargs
@@ -238,8 +240,21 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.sampled_logps = output[2]
         return output
 
+    def check_room(self, prompts: list[list[int]]) -> None:
+        """Raise `ValueError` for a prompt that the engine cannot continue; warn if it ends completions early."""
+        longest, limit = max(map(len, prompts), default=0), self.max_completion_length or 1
+        context = f"the context of {self.context} tokens (vllm_max_model_length; of a server, --max-model-len)"
+        if not all(prompts):
+            raise ValueError("A prompt has no tokens, so there is nothing to continue: remove it from the dataset.")
+        if longest >= self.context:
+            raise ValueError(f"A prompt of {longest} tokens fills {context}: enlarge it, or remove long prompts.")
+        if longest + limit > self.context:
+            early = f"Long prompts end completions before max_completion_length={limit}"
+            logger.warning_once(f"{early}, because both share {context}.")
+
     def _sample(self, prompts: list[list[int]], images: list | None, num_generations: int, **kwargs: Any) -> tuple:
         expands = images is not None and not self.rollout.is_served
+        self.check_room(prompts)
         plain = [as_plain(prompt, self.plain_prompts) for prompt in prompts] if expands else prompts
         try:
             output = super().generate(prompts=plain, images=images, num_generations=num_generations, **kwargs)

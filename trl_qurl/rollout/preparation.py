@@ -33,6 +33,7 @@ class RolloutSettings:
     smooths: bool | None  # whether to smooth activations; `None` to do so where supported
     checkpoint_dir: str | None  # where to write checkpoints for the engine; `None` to choose
     engine_kwargs: dict[str, Any]  # extra arguments of the colocated engine
+    seed: int  # of the noise that tokens are sampled with
     sync_check_interval: int  # syncs between checks by digest and probe; 0 to disable
     request_timeout: float  # seconds that a request to a server may take
 

@@ -107,7 +107,8 @@ class WeightSync:
         # Of several processes with an engine, only those that write its files can compare them with what it received.
         is_source = self.engine is not None and (self.folder is None or self.folder.is_writer)
         stream = MeteredStream(self._tensors(parameters), {} if is_checked and is_source else None)
-        update = WeightUpdate(self.version, is_checked)
+        noise = f"seed{self.settings.seed}-step{self.global_step()}" if self.settings.is_served else None
+        update = WeightUpdate(self.version, is_checked, noise=noise)
         if self.folder is None:
             self._stream(update, stream, parameters)
         else:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accelerate.utils import is_peft_model
+from datasets import Dataset
 from torch import nn
 from transformers.utils.quantization_config import QuantizationConfigMixin
 from trl.import_utils import is_vllm_available
@@ -55,6 +56,7 @@ def rollout_settings(args: Any) -> RolloutSettings:
         smooths=args.smooths,
         checkpoint_dir=args.rollout_checkpoint_dir,
         engine_kwargs=args.engine_kwargs,
+        seed=args.seed,
         sync_check_interval=args.sync_check_interval,
         request_timeout=args.vllm_request_timeout,
     )
@@ -108,13 +110,20 @@ def check_plain_generation(arguments: Mapping[str, Any], setting: str) -> None:
     for name in ("tools", "rollout_func", "environment_factory"):
         if arguments.get(name):
             raise ValueError(f"{setting} does not work with {name}: remove one of them.")
-    if {"image", "images"} & set(getattr(dataset, "column_names", None) or ()):
+    if {"image", "images"} & set(columns_of(dataset) or ()):
         raise ValueError(f"{setting} does not work with images: leave it out.")
+
+
+def columns_of(dataset: Any) -> list[str] | None:
+    """Return the columns of a dataset's rows, which a transform may make; `None` if only reading it would tell."""
+    if isinstance(dataset, Dataset) and len(dataset):
+        return list(dataset[0])
+    return getattr(dataset, "column_names", None)
 
 
 def check_prompt_column(name: str, dataset: Any) -> None:
     """Raise `ValueError` if the dataset's columns are known and do not include `prompt`."""
-    columns = getattr(dataset, "column_names", None)  # unknown for some streams until they are read
+    columns = columns_of(dataset)
     if columns and "prompt" not in columns:
         raise ValueError(
             f"{name} has no column 'prompt', only {', '.join(map(repr, columns))}: rename one with "
@@ -123,17 +132,27 @@ def check_prompt_column(name: str, dataset: Any) -> None:
         )
 
 
+def check_prompts(trainer: Any) -> None:
+    """Check that the engine can continue the shortest and longest prompts of each dataset, by characters."""
+    if trainer._is_vlm or any(vars(trainer).get(name) for name in ("environment_factories", "rollout_func")):
+        return  # what the engine will continue is not known yet
+    evaluation = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
+    for data in (trainer.train_dataset, *evaluation.values()):
+        if isinstance(data, Dataset) and len(data) and data.format["type"] is None:
+            prompts = sorted(data["prompt"], key=lambda prompt: len(str(prompt)))
+            trainer.vllm_generation.check_room(trainer._tokenize_prompts([prompts[0], *prompts[-4:]])[0])
+
+
 def check_reward(function: Any, args: Any, arguments: Mapping[str, Any]) -> None:
     """Raise `TypeError` for a reward function that TRL cannot call; models pass."""
     if isinstance(function, nn.Module) or not callable(function):
         return
-    columns = getattr(arguments.get("train_dataset"), "column_names", None)
-    columns = [] if columns is None or args.remove_unused_columns else columns
+    columns = [] if args.remove_unused_columns else columns_of(arguments.get("train_dataset")) or []
     names = [*REWARD_KEYWORDS, *(name for name in columns if name not in NOT_PASSED)]
     has_environment = arguments.get("environment_factory") is not None
     if has_environment:
         names.append("environments")
-    signature = inspect.signature(function)
+    signature = inspect.signature(function, follow_wrapped=False)  # a wrapper may take other arguments, or add some
     # Streams, rollout functions and environments may pass more names, so unfilled parameters are not errors.
     is_complete = columns and not has_environment and arguments.get("rollout_func") is None
     try:

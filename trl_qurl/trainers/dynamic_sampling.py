@@ -9,7 +9,9 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -199,6 +201,18 @@ def weighted_sum(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return TRL's total reward, (N,), from rewards per function, (N, functions); NaN if no function scored."""
     total = (rewards * weights.to(rewards.device)).nansum(1)
     return total.masked_fill(rewards.isnan().all(1), math.nan)
+
+
+@contextmanager
+def named_rewards(names: list[str]) -> Iterator[None]:
+    """Name the reward functions in the error that TRL meets if it cannot make a tensor of what they return."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError) as error:
+        if traceback.extract_tb(error.__traceback__)[-1].name != "_calculate_rewards":
+            raise
+        functions = ", ".join(names)
+        raise ValueError(f"Rewards ({functions}) must be a number, or None, per completion: {error}.") from error
 
 
 def check_dynamic_sampling(arguments: dict[str, Any], reward_name: str | None) -> None:

@@ -24,8 +24,9 @@ from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.images import plain_prompts
 from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.trainers.arguments import applies_uaq, check_arguments, checked_config, rollout_settings
+from trl_qurl.trainers.arguments import applies_uaq, check_arguments, check_prompts, checked_config, rollout_settings
 from trl_qurl.trainers.callbacks import RunLogCallback, TrainerAwareCallback, UpdateAwareQuantizationCallback
+from trl_qurl.trainers.dynamic_sampling import named_rewards
 from trl_qurl.trainers.guard import MismatchGuardCallback
 from trl_qurl.trainers.model_card import add_rollouts, quantized_card
 from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state, skip_epochs, write_quantized
@@ -83,6 +84,7 @@ class QuantizedRolloutsMixin(TRLTrainer):
         )
         with substitute(self._generation_module, "VLLMGeneration", generation):
             super().__init__(**arguments)
+        check_prompts(self)
         self._ahead = self.vllm_generation if args.rollouts_ahead else None
         self._mismatch = MismatchTally(self.accelerator)
         for callback in self.callback_handler.callbacks:
@@ -114,7 +116,8 @@ class QuantizedRolloutsMixin(TRLTrainer):
         ahead = self._ahead if self._mode == "train" else None
         if ahead is not None:
             ahead.upcoming = self._upcoming_prompts(inputs)
-        batch = super()._generate_and_score_completions(inputs)
+        with named_rewards(self.reward_func_names):
+            batch = super()._generate_and_score_completions(inputs)
         cost = self.vllm_generation.pop_cost()
         tokens = self._sum_over_processes(torch.tensor([float(cost.tokens)], device=self.accelerator.device)).item()
         metrics = {

@@ -117,7 +117,9 @@ def build_engine(cls: type, start: Path | None, engine_kwargs: dict[str, Any], *
         trl_kwargs["model"] = str(start)
     if trl_kwargs.get("gpu_memory_utilization") == TRL_MEMORY_SHARE:  # the user has chosen nothing
         trl_kwargs |= cpu_cache_arguments(trl_kwargs["model"], engine_kwargs, share=TRL_MEMORY_SHARE)
-    return cls(**trl_kwargs, **engine_kwargs, worker_extension_cls=WORKER_EXTENSION)
+    # TRL's seed is the engine's number alone; far apart, no two engines of neighboring seeds share their noise.
+    seed = engine_kwargs["seed"] + 10_000 * trl_kwargs["seed"]
+    return cls(**trl_kwargs | engine_kwargs | {"seed": seed}, worker_extension_cls=WORKER_EXTENSION)
 
 
 def release_when_deleted(llm: "LLM") -> None:

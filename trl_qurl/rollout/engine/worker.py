@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from zlib import crc32
 
 import torch
 from huggingface_hub import snapshot_download
@@ -17,6 +18,7 @@ from pydantic import TypeAdapter
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_random_seed
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.storage import read_tensors, tensor_shapes
@@ -71,7 +73,7 @@ class RolloutWorker:
                 with repaired_reload(self.get_model()) if IS_CPU else nullcontext():
                     self.reload_weights(weights_iterator=MeteredStream(source, digests))
             self.rollout_load_failed = False  # vLLM can reload even if a layer is incomplete
-        self.loaded_version = request.version
+        self._begin_version(request)
 
     def compare_rollout_digests(self, sent: dict[str, str]) -> None:
         """Raise `SyncError` if the latest load, with digests, received anything but the weights that were sent."""
@@ -87,7 +89,7 @@ class RolloutWorker:
             reason = f"it uses a different adapter than the one in {path}"
             raise SyncError(f"{NOT_RECEIVED}: {reason}. Resume from the last checkpoint.")
         self.rollout_digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
-        self.loaded_version = WeightUpdate(**update).version
+        self._begin_version(WeightUpdate(**update))
 
     def digest_rollout_base(self) -> dict[str, str]:
         """Return digests of the checkpoint that the engine started from, in the engine's dtype."""
@@ -100,6 +102,12 @@ class RolloutWorker:
     def rollout_version(self) -> str:
         """Return the version of the weights loaded last. Only newer versions of vLLM record one themselves."""
         return self.loaded_version
+
+    def _begin_version(self, update: WeightUpdate) -> None:
+        self.loaded_version = update.version
+        if update.noise is not None:  # vLLM seeds the engines of `--data-parallel-size` alike: groups had duplicates
+            engine = self.vllm_config.parallel_config.data_parallel_index
+            set_random_seed(crc32(f"{update.noise}-engine{engine}".encode()))
 
     def _receive(self, metadata: TensorMetadata, digests: dict[str, str] | None) -> None:
         """Receive one update through vLLM's weight transfer."""
