@@ -176,6 +176,16 @@ def test_the_share_that_is_lowered_is_vllms_own():
     assert CacheConfig().gpu_memory_utilization == launch.MEMORY_SHARE
 
 
+def test_a_front_end_that_checks_no_key_is_refused(model, monkeypatch, capsys):
+    monkeypatch.setattr(launch, "run_server", lambda *arguments: 0)
+    for value, status in (("0", 0), ("1", 2)):
+        monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", value)
+        assert cli.main(["serve", str(model), "--scheme", "none"]) == status
+    assert "VLLM_USE_RUST_FRONTEND is set, but only vLLM's Python front end checks our key: unset it." in (
+        capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize("start", ["--kv-cache-dtype ", "--kv-cache-dtype=", "--kv_cache_dtype "])
 def test_a_cache_whose_scales_no_sync_makes_is_refused(start):
     with pytest.raises(ValueError, match="--kv.cache.dtype is 'nvfp4', a format of the key-value cache"):

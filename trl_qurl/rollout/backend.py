@@ -32,7 +32,7 @@ from trl_qurl.rollout.images import as_plain, check_seen
 from trl_qurl.rollout.preparation import RolloutSettings, choose_adapter, choose_route, prepare_weights
 from trl_qurl.rollout.recovery import raise_everywhere, recover
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.rollout.sync import RolloutCost, WeightSync
+from trl_qurl.rollout.sync import RolloutCost, WeightSync, stream_metadata
 
 logger = get_logger(__name__)  # of the main process
 
@@ -94,7 +94,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         client = functools.partial(
             self._engine_class,
             scheme=rollout.scheme,
-            ignore=self.weights.ignore,
+            shapes={name: shape for name, _, shape in stream_metadata(self.weights.form.layout, self.weights)},
             request_timeout=rollout.request_timeout,
         )
         with substitute(vllm_generation, "VLLMClient", client):

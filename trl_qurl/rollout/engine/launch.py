@@ -116,7 +116,9 @@ def require_vllm() -> None:
 
 
 def check_options(extra_args: Sequence[str]) -> None:
-    """Raise `ValueError` for vLLM options that quantize the cache unsafely."""
+    """Raise `ValueError` for vLLM options that quantize the cache unsafely, and a front end without our key."""
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
+        raise ValueError("VLLM_USE_RUST_FRONTEND is set, but only vLLM's Python front end checks our key: unset it.")
     check_kv_cache(values_of(extra_args).get("kv_cache_dtype", "auto"), "--kv-cache-dtype")
 
 
