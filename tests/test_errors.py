@@ -10,13 +10,14 @@ import time
 from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
 import requests
 import torch
 from conftest import child_environment, free_port
-from tiny import tiny_model, tiny_tokenizer
+from tiny import SIXTEEN_BIT_EXPERTS, tiny_mixture, tiny_model, tiny_tokenizer
 from transformers import (
     FalconH1ForCausalLM,
     Gemma3ForCausalLM,
@@ -33,12 +34,13 @@ from transformers import (
 from trl_qurl import cli
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.layers import check_recurrent_layers
-from trl_qurl.rollout.engine.interface import WeightUpdate
 from trl_qurl.quantization.stream import WeightStream
+from trl_qurl.rollout.engine.colocated import prepare_process
+from trl_qurl.rollout.engine.interface import WeightUpdate
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION, ServedEngine
 from trl_qurl.rollout.errors import ServerError, SyncError
-
 from trl_qurl.rollout.sync import stream_metadata
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k_grpo.py"
 
 # Put on PYTHONPATH, this hides a package from a new process as if it were not installed.
@@ -183,6 +185,80 @@ def test_heads_that_the_engine_has_no_kernel_for(train, tmp_path_factory):
     assert message.startswith(
         "The attention heads of this model are 16 wide, but vLLM's CPU build has kernels only for 32,"
     )
+
+
+ADAPTER = ("--use_peft", "--lora_target_modules", "q_proj", "v_proj", "--weight_sync", "adapter")
+ADAPTER += ("--smooth_activations", "false")
+IN_16_BITS = ("--quantization_ignore", *SIXTEEN_BIT_EXPERTS)
+CPU_REFUSALS = {
+    "float32 engine": (
+        *(tiny_model, ("--vllm_engine_kwargs", '{"dtype": "float32"}'), ["--dtype", "float32"]),
+        "CPUs with AMX need dtype='bfloat16', not 'float32': set it in vllm_engine_kwargs",
+    ),
+    "float16 policy": (
+        *(lambda: tiny_model(dtype=torch.float16), ("--dtype", "float16"), []),
+        "CPUs with AMX need dtype='bfloat16', not 'float16': set it in vllm_engine_kwargs",
+    ),
+    "OLMo 2": (
+        *(lambda: tiny_model("olmo2"), (), []),
+        "CPUs with AMX cannot run its transformers backend: set rollout_quantization=None",
+    ),
+    "transformers backend": (
+        *(tiny_model, ("--vllm_model_impl", "transformers"), ["--model-impl=transformers"]),
+        "CPUs with AMX cannot run its transformers backend: set rollout_quantization=None",
+    ),
+    "routing": (
+        *(lambda: tiny_mixture("glm4_moe"), (), []),
+        "INT8 experts only of mixtral, olmoe, qwen2_moe, qwen3_moe, not of glm4_moe: add 're:",
+    ),
+    "sizes": (
+        *(lambda: tiny_mixture("qwen3_moe", moe_intermediate_size=80), (), []),
+        "INT8 experts only with multiples of 32 as sizes, not 128 and 80: add 're:",
+    ),
+    "gpt-oss": (lambda: tiny_mixture("gpt_oss"), (), [], "No sync can load the experts of gpt-oss"),
+    "gpt-oss, experts in 16 bits": (
+        *(lambda: tiny_mixture("gpt_oss"), IN_16_BITS, ["--ignore", SIXTEEN_BIT_EXPERTS[1]]),
+        "No sync can load the experts of gpt-oss",
+    ),
+    "gpt-oss, not quantized": (
+        *(lambda: tiny_mixture("gpt_oss"), ("--rollout_quantization", "none"), ["--scheme", "none"]),
+        "No sync can load the experts of gpt-oss",
+    ),
+    "adapter": (
+        *(
+            lambda: tiny_mixture("mixtral"),
+            (*ADAPTER, *IN_16_BITS),
+            ["--enable-lora"],
+        ),
+        "vLLM's CPU build runs no adapter beside experts: merge it (weight_sync='auto', no --enable-lora)",
+    ),
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about vLLM's CPU build")
+@pytest.mark.parametrize(("made", "arguments", "options", "sentence"), CPU_REFUSALS.values(), ids=CPU_REFUSALS)
+def test_what_cpus_with_amx_cannot_run(made, arguments, options, sentence, train, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "amx_tile": True})
+    monkeypatch.setattr("os.execve", lambda *arguments: pytest.fail("a server was started"))
+    with TemporaryDirectory() as model:
+        made().save_pretrained(model)
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+        tokenizer.save_pretrained(model)
+        said = train("--model_name_or_path", model, *arguments)
+        assert sentence in said and said.endswith(", or use a GPU.")
+        assert cli.main(["serve", model, *options]) == 2
+    assert sentence in capfd.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about vLLM's CPU build")
+@pytest.mark.parametrize(("family", "is_refused"), [("olmo2", True), ("llama", False)])
+def test_a_model_that_was_made_here_is_known_by_its_class(family, is_refused, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "amx_tile": True})
+    model = tiny_model(family)
+    assert model.config.architectures is None
+    with pytest.raises(ValueError, match="its transformers backend") if is_refused else nullcontext():
+        prepare_process(model, WeightStream(model, SCHEMES["int8"]), {"model_impl": "auto"}, 2)
 
 
 def test_recurrent_layers(train, tmp_path_factory, capfd):

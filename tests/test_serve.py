@@ -32,7 +32,7 @@ def model(tmp_path, monkeypatch):
 
 
 def quantized(model, scheme="int8", ignore=("lm_head",)):
-    return launch.starting_checkpoint(str(model), scheme, ignore)
+    return launch.starting_checkpoint(str(model), scheme, ignore, {})
 
 
 def test_the_checkpoint_is_made_once_for_the_same_model_and_settings(model, capsys):
