@@ -295,7 +295,7 @@ def test_a_server_of_the_same_model_has_the_same_base(scheme, dtype, head, tmp_p
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     tiny_model(dtype=torch.bfloat16, tie_word_embeddings=head == "tied").save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
-    start = starting_checkpoint(str(tmp_path / "model"), scheme, ["lm_head"])
+    start = starting_checkpoint(str(tmp_path / "model"), scheme, ["lm_head"], {})
     served = base_digests(read_tensors(start), torch.bfloat16)
     folders = []  # which their runs keep
 

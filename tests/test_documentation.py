@@ -36,8 +36,6 @@ THIRD_PARTY = {
     "No package metadata was found for vllm",
     "'Parameter' object has no attribute 'weight_loader'",
     "0 active drivers ([]). There should only be one",
-    "int8_scaled_mm_with_quant: expect A to be bfloat16 or half",
-    "mat1 must be a 2D tensor",
     "less than desired CPU memory utilization",
     "torch.compile is turned on, but the model … does not support it",
 }

@@ -10,13 +10,14 @@ import time
 from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
 import requests
 import torch
 from conftest import child_environment, free_port
-from tiny import tiny_model, tiny_tokenizer
+from tiny import SIXTEEN_BIT_EXPERTS, tiny_mixture, tiny_model, tiny_tokenizer
 from transformers import (
     FalconH1ForCausalLM,
     Gemma3ForCausalLM,
@@ -33,9 +34,12 @@ from transformers import (
 from trl_qurl import cli
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.layers import check_recurrent_layers
+from trl_qurl.quantization.stream import WeightStream
+from trl_qurl.rollout.engine.colocated import prepare_process
 from trl_qurl.rollout.engine.interface import WeightUpdate
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION, ServedEngine
 from trl_qurl.rollout.errors import ServerError, SyncError
+from trl_qurl.rollout.sync import stream_metadata
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k_grpo.py"
 
@@ -183,6 +187,80 @@ def test_heads_that_the_engine_has_no_kernel_for(train, tmp_path_factory):
     )
 
 
+ADAPTER = ("--use_peft", "--lora_target_modules", "q_proj", "v_proj", "--weight_sync", "adapter")
+ADAPTER += ("--smooth_activations", "false")
+IN_16_BITS = ("--quantization_ignore", *SIXTEEN_BIT_EXPERTS)
+CPU_REFUSALS = {
+    "float32 engine": (
+        *(tiny_model, ("--vllm_engine_kwargs", '{"dtype": "float32"}'), ["--dtype", "float32"]),
+        "CPUs with AMX need dtype='bfloat16', not 'float32': set it in vllm_engine_kwargs",
+    ),
+    "float16 policy": (
+        *(lambda: tiny_model(dtype=torch.float16), ("--dtype", "float16"), []),
+        "CPUs with AMX need dtype='bfloat16', not 'float16': set it in vllm_engine_kwargs",
+    ),
+    "OLMo 2": (
+        *(lambda: tiny_model("olmo2"), (), []),
+        "CPUs with AMX cannot run its transformers backend: set rollout_quantization=None",
+    ),
+    "transformers backend": (
+        *(tiny_model, ("--vllm_model_impl", "transformers"), ["--model-impl=transformers"]),
+        "CPUs with AMX cannot run its transformers backend: set rollout_quantization=None",
+    ),
+    "routing": (
+        *(lambda: tiny_mixture("glm4_moe"), (), []),
+        "INT8 experts only of mixtral, olmoe, qwen2_moe, qwen3_moe, not of glm4_moe: add 're:",
+    ),
+    "sizes": (
+        *(lambda: tiny_mixture("qwen3_moe", moe_intermediate_size=80), (), []),
+        "INT8 experts only with multiples of 32 as sizes, not 128 and 80: add 're:",
+    ),
+    "gpt-oss": (lambda: tiny_mixture("gpt_oss"), (), [], "No sync can load the experts of gpt-oss"),
+    "gpt-oss, experts in 16 bits": (
+        *(lambda: tiny_mixture("gpt_oss"), IN_16_BITS, ["--ignore", SIXTEEN_BIT_EXPERTS[1]]),
+        "No sync can load the experts of gpt-oss",
+    ),
+    "gpt-oss, not quantized": (
+        *(lambda: tiny_mixture("gpt_oss"), ("--rollout_quantization", "none"), ["--scheme", "none"]),
+        "No sync can load the experts of gpt-oss",
+    ),
+    "adapter": (
+        *(
+            lambda: tiny_mixture("mixtral"),
+            (*ADAPTER, *IN_16_BITS),
+            ["--enable-lora"],
+        ),
+        "vLLM's CPU build runs no adapter beside experts: merge it (weight_sync='auto', no --enable-lora)",
+    ),
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about vLLM's CPU build")
+@pytest.mark.parametrize(("made", "arguments", "options", "sentence"), CPU_REFUSALS.values(), ids=CPU_REFUSALS)
+def test_what_cpus_with_amx_cannot_run(made, arguments, options, sentence, train, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "amx_tile": True})
+    monkeypatch.setattr("os.execve", lambda *arguments: pytest.fail("a server was started"))
+    with TemporaryDirectory() as model:
+        made().save_pretrained(model)
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+        tokenizer.save_pretrained(model)
+        said = train("--model_name_or_path", model, *arguments)
+        assert sentence in said and said.endswith(", or use a GPU.")
+        assert cli.main(["serve", model, *options]) == 2
+    assert sentence in capfd.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about vLLM's CPU build")
+@pytest.mark.parametrize(("family", "is_refused"), [("olmo2", True), ("llama", False)])
+def test_a_model_that_was_made_here_is_known_by_its_class(family, is_refused, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "amx_tile": True})
+    model = tiny_model(family)
+    assert model.config.architectures is None
+    with pytest.raises(ValueError, match="its transformers backend") if is_refused else nullcontext():
+        prepare_process(model, WeightStream(model, SCHEMES["int8"]), {"model_impl": "auto"}, 2)
+
+
 def test_recurrent_layers(train, tmp_path_factory, capfd):
     model = tmp_path_factory.mktemp("mamba")
     size = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
@@ -303,12 +381,12 @@ def test_no_server(setting, train):
 
 
 @contextmanager
-def answering(config, workers=None, statuses=None, asked=None, version=None, silent=None):
+def answering(config, workers=None, statuses=None, asked=None, version=None, silent=None, shapes=None):
     """What a vLLM server says about itself, without the half minute that a real one takes to start.
 
     `config` is vLLM's, which workers without our extension do not return, nor does a server without development
     endpoints (`None`). By path, `statuses` are what it answers with instead; `asked` gets every path that is asked
-    for, and `silent` is a path to which the answer never comes.
+    for, and `silent` is a path to which the answer never comes. `shapes` are those of the server's tensors.
     """
     is_ours = bool(config) and config["parallel_config"]["worker_extension_cls"] == WORKER_EXTENSION
     of_config = {"results": [config]} if is_ours else None
@@ -322,9 +400,10 @@ def answering(config, workers=None, statuses=None, asked=None, version=None, sil
 
         def do_POST(self):
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            self.do_GET(asks_for_config=b'"describe_config"' in body)
+            of_tensors = {"results": [shapes or {}]} if b'"starting_shapes"' in body else None
+            self.do_GET(b'"describe_config"' in body, of_tensors)
 
-        def do_GET(self, asks_for_config=False):
+        def do_GET(self, asks_for_config=False, of_tensors=None):
             path = self.path.split("?")[0]
             if asked is not None:
                 asked.append(path)
@@ -332,7 +411,7 @@ def answering(config, workers=None, statuses=None, asked=None, version=None, sil
                 released.wait(20.0)  # and then hangs up, so that a client without a limit fails this test
                 self.close_connection = True
                 return
-            answer = of_config if asks_for_config else answers.get(path)
+            answer = of_config if asks_for_config else of_tensors or answers.get(path)
             missing = 500 if asks_for_config and config else 404
             status = (statuses or {}).get(path, missing if answer is None else 200)
             text = b"" if answer == "" else json.dumps(answer).encode()
@@ -360,11 +439,11 @@ def test_quantized_server_for_an_unquantized_run(train, int8_server):
     message = train(
         "--vllm_mode", "server", "--vllm_server_base_url", int8_server.url, "--rollout_quantization", "none"
     )
-    assert "8-bit int-quantized weights except ['lm_head'], but rollout_quantization=None sends unquantized" in message
+    assert "8-bit int-quantized weights, but rollout_quantization=None sends unquantized" in message
     assert "Restart it with `trl-qurl serve MODEL --scheme none`" in message
 
 
-DESCRIPTION = {"format": None, "ignore": [], "block_size": 16, "max_model_len": 64, "dtype": None}
+DESCRIPTION = {"format": None, "block_size": 16, "max_model_len": 64, "dtype": None}
 DESCRIPTION |= {"kv_cache_dtype": "auto", "max_lora_rank": 0}
 WITHOUT_NCCL = {"parallel_config": {"worker_extension_cls": WORKER_EXTENSION}, "weight_transfer_config": None}
 WITH_NCCL = WITHOUT_NCCL | {"weight_transfer_config": {"backend": "nccl"}}
@@ -378,14 +457,25 @@ def test_unquantized_server_for_a_quantized_run(train):
 
 
 def test_server_with_packed_weights_of_another_width():
-    packed = {**DESCRIPTION, "format": "8-bit pack-quantized", "ignore": ["lm_head"]}
+    packed = {**DESCRIPTION, "format": "8-bit pack-quantized"}
     with answering(WITH_NCCL, packed, version="0.31.0") as url:
-        ServedEngine(base_url=url, scheme=SCHEMES["w8a16"], ignore=["lm_head"]).init_communicator()
-        message = (
-            r"8-bit pack-quantized weights except \['lm_head'\], but .*'w4a16' sends 4-bit pack-quantized weights"
-        )
+        ServedEngine(base_url=url, scheme=SCHEMES["w8a16"]).init_communicator()
+        message = "8-bit pack-quantized weights, but .*'w4a16' sends 4-bit pack-quantized weights"
         with pytest.raises(ValueError, match=message):
-            ServedEngine(base_url=url, scheme=SCHEMES["w4a16"], ignore=["lm_head"]).init_communicator()
+            ServedEngine(base_url=url, scheme=SCHEMES["w4a16"]).init_communicator()
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("server")
+def test_server_that_keeps_other_layers_in_16_bits(train, int8_server):
+    # As many patterns as the server's, for other layers; then another pattern for the same layers.
+    server = ("--vllm_mode", "server", "--vllm_server_base_url", int8_server.url)
+    message = train(*server, "--quantization_ignore", "re:.*(lm_head|layers.1.*down_proj)")
+    tensor = "model.layers.1.mlp.down_proj.weight_scale (shape none here and [128, 1] there)"
+    assert f"other layers or another model: 1 tensors differ, first {tensor}. Restart it with `trl-qurl" in message
+    weights = WeightStream(tiny_model(), SCHEMES["int8"], ["re:.*head"])
+    shapes = {name: shape for name, _, shape in stream_metadata(weights.form.layout, weights)}
+    ServedEngine(base_url=int8_server.url, scheme=SCHEMES["int8"], shapes=shapes).init_communicator("cpu")
 
 
 def test_server_with_a_cache_that_no_check_knows(train):
@@ -421,7 +511,7 @@ RANK_9 = ("--use_peft", "--lora_r", "9", "--lora_target_modules", "all-linear")
     ids=["none, asked for", "none, rounded", "rank, asked for", "rank", "asked to be merged", "no adapter"],
 )
 def test_server_that_takes_no_such_adapter(served_rank, arguments, parts, train):
-    served = {"format": SCHEMES["w4a16"].served_as, "ignore": ["lm_head"], "max_lora_rank": served_rank}
+    served = {"format": SCHEMES["w4a16"].served_as, "max_lora_rank": served_rank}
     with answering(WITHOUT_NCCL, {**DESCRIPTION, **served}) as url:
         connection = ["--vllm_mode", "server", "--vllm_server_base_url", url, "--rollout_quantization", "w4a16"]
         message = train(*connection, *arguments)
@@ -448,7 +538,7 @@ def test_server_on_another_base():
 )
 def test_server_that_cannot_load_weights(config):
     with answering(config) as url:
-        client = ServedEngine(base_url=url, scheme=SCHEMES["int8"], ignore=["lm_head"])
+        client = ServedEngine(base_url=url, scheme=SCHEMES["int8"])
         with pytest.raises(ValueError, match=f"{url} cannot load weights: .*. Restart it with `trl-qurl serve MODEL"):
             client.init_communicator("cpu")
 

@@ -2,11 +2,14 @@
 
 import os
 import re
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from documents import ROOT
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_qurl.lab import device
 from trl_qurl.quantization import SCHEMES
@@ -141,6 +144,26 @@ def test_without_another_kernel_the_format_is_refused(on, monkeypatch):
     ):
         kernel_environment(SCHEMES["int8"])
     assert kernel_environment(SCHEMES["fp8"])
+
+
+def test_kernels_of_cpus_with_amx_refuse_what_we_refuse(monkeypatch):
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import RoutingMethodType, get_routing_method_type
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsInt8
+    from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
+    from vllm.model_executor.models import ModelRegistry
+
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert check_cpu_sgl_kernel(128, 128, torch.int8), "INT8 has another kernel there: hardware.py refuses too much"
+    by_softmax = {get_routing_method_type("softmax", 2, each, None, False) for each in (True, False)}
+    supported = {each for each in RoutingMethodType if CPUExpertsInt8._supports_routing_method(each, None, None)}
+    assert by_softmax < supported == by_softmax | {RoutingMethodType.Renormalize}
+    assert [each for each in MoEActivation if CPUExpertsInt8._supports_activation(each)] == [MoEActivation.SILU]
+    assert not CPUExpertsInt8.supports_lora()
+    for family in hardware.ROUTED_BY_SOFTMAX:
+        name = AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(family))].__name__
+        code = Path(find_spec(ModelRegistry.models[name].module_name).origin).read_text()
+        assert "FusedMoE" in code and not re.search("scoring_func|custom_routing|activation=", code), family
 
 
 def test_the_page_about_formats_says_what_the_schemes_say():

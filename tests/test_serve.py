@@ -32,7 +32,7 @@ def model(tmp_path, monkeypatch):
 
 
 def quantized(model, scheme="int8", ignore=("lm_head",)):
-    return launch.starting_checkpoint(str(model), scheme, ignore)
+    return launch.starting_checkpoint(str(model), scheme, ignore, {})
 
 
 def test_the_checkpoint_is_made_once_for_the_same_model_and_settings(model, capsys):
@@ -174,6 +174,16 @@ def test_the_share_that_is_lowered_is_vllms_own():
     from vllm.config import CacheConfig
 
     assert CacheConfig().gpu_memory_utilization == launch.MEMORY_SHARE
+
+
+def test_a_front_end_that_checks_no_key_is_refused(model, monkeypatch, capsys):
+    monkeypatch.setattr(launch, "run_server", lambda *arguments: 0)
+    for value, status in (("0", 0), ("1", 2)):
+        monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", value)
+        assert cli.main(["serve", str(model), "--scheme", "none"]) == status
+    assert "VLLM_USE_RUST_FRONTEND is set, but only vLLM's Python front end checks our key: unset it." in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("start", ["--kv-cache-dtype ", "--kv-cache-dtype=", "--kv_cache_dtype "])

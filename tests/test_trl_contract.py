@@ -249,7 +249,12 @@ DEFINITIONS = [
     ("vllm.v1.worker.gpu_worker", "Worker.finish_weight_update", "", "RolloutWorker receives a stream between"),
     (TRANSFER, "WeightTransferEngine.set_weight_update_target", "model model_config", "RolloutWorker takes digests"),
     (TRANSFER, "WeightTransferEngine.reset_weight_update_target", "", "RolloutWorker takes digests"),
-    (PACKED, "packed_nccl_broadcast_producer", "iterator group src post_iter_func", "ServedEngine streams by it"),
+    (
+        PACKED,
+        "packed_nccl_broadcast_producer",
+        "iterator group src post_iter_func buffer_size_bytes num_buffers",
+        "ServedEngine streams by it",
+    ),
     ("vllm.v1.worker.gpu_worker", "Worker.get_model", "", "RolloutWorker repairs the model it returns"),
     ("vllm.v1.worker.cpu_worker", "CPUWorker", "", "RolloutWorker is mixed into it"),
     (

@@ -108,9 +108,9 @@ def tiny_classifier(kind: type = AutoModelForTokenClassification, num_labels: in
     return kind.from_config(config)
 
 
-def tiny_mixture(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def tiny_mixture(family: str, dtype: torch.dtype = torch.float32, **overrides) -> PreTrainedModel:
     """A model with experts, one of `MIXTURES`."""
-    return tiny_model(family, dtype, **MIXTURES[family])
+    return tiny_model(family, dtype, **MIXTURES[family] | overrides)
 
 
 REMOTE_CODE = {

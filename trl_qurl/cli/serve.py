@@ -41,16 +41,21 @@ def run(args: argparse.Namespace) -> int:
     from trl_qurl.rollout.engine.http import require_key
 
     require_key()  # before imports that take many seconds
+    from transformers import AutoConfig
+
     from trl_qurl.quantization.formats import get_scheme, parse_scheme
     from trl_qurl.rollout.engine import launch
-    from trl_qurl.rollout.engine.hardware import kernel_environment
+    from trl_qurl.rollout.engine.hardware import check_cpu_build, kernel_environment
 
     launch.require_vllm()
     launch.check_options(args.extra_args)
+    options = launch.values_of(args.extra_args)
     scheme = parse_scheme(args.scheme)
-    environment = kernel_environment(None if scheme is None else get_scheme(scheme))
+    target = None if scheme is None else get_scheme(scheme)
+    environment = kernel_environment(target)
     model = launch.resolve_model(args.model)
+    config = AutoConfig.from_pretrained(model, trust_remote_code="trust_remote_code" in options)
+    check_cpu_build(config, (), target, options)
     if scheme is not None:
-        trust_remote_code = "trust_remote_code" in launch.values_of(args.extra_args)
-        model = str(launch.starting_checkpoint(model, scheme, args.ignore, trust_remote_code))
+        model = str(launch.starting_checkpoint(model, scheme, args.ignore, options))
     return launch.run_server(launch.server_command(model, args.host, args.port, args.extra_args), environment)

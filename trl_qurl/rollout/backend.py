@@ -32,7 +32,7 @@ from trl_qurl.rollout.images import as_plain, check_seen
 from trl_qurl.rollout.preparation import RolloutSettings, choose_adapter, choose_route, prepare_weights
 from trl_qurl.rollout.recovery import raise_everywhere, recover
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.rollout.sync import RolloutCost, WeightSync
+from trl_qurl.rollout.sync import RolloutCost, WeightSync, stream_metadata
 
 logger = get_logger(__name__)  # of the main process
 
@@ -95,7 +95,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         client = functools.partial(
             self._engine_class,
             scheme=rollout.scheme,
-            ignore=self.weights.ignore,
+            shapes={name: shape for name, _, shape in stream_metadata(self.weights.form.layout, self.weights)},
             request_timeout=rollout.request_timeout,
         )
         with substitute(vllm_generation, "VLLMClient", client):
@@ -147,19 +147,19 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def _start_colocated(self) -> tuple[Engine, torch.dtype | None, CheckpointFolder | None]:
         """Start an engine in this process, from a checkpoint that describes how its layers are quantized."""
         rollout = self.rollout
-        colocated.prepare_process(self.base_model, self.weights, self.model_impl, self.accelerator.num_processes)
+        cls, engine_kwargs = vllm_generation.LLM, {"seed": rollout.seed} | rollout.engine_kwargs
         if self._sends_adapter():
             self.base = FrozenBase(self.model, self.weights, rollout.round_base)
+            cls = colocated.with_adapter(cls)
+            engine_kwargs = colocated.adapter_arguments(adapter_rank(self.model)) | engine_kwargs
+        arguments = {"model_impl": self.model_impl, **engine_kwargs}
+        colocated.prepare_process(self.base_model, self.weights, arguments, self.accelerator.num_processes)
         by_files = rollout.weight_sync in ("checkpoint", "llmcompressor")
         needs_start = rollout.scheme is not None or not self.model.name_or_path or self.base is not None
         folder = self._open_folder(checkpoints=2 if by_files else 1) if by_files or needs_start else None
         start = self._write_start(folder) if folder is not None and needs_start else None
-        cls, extra_kwargs = vllm_generation.LLM, {"seed": rollout.seed} | rollout.engine_kwargs
-        if self.base is not None:
-            cls = colocated.with_adapter(cls)
-            extra_kwargs = colocated.adapter_arguments(adapter_rank(self.model)) | extra_kwargs
         logger.info("Starting vLLM. If it has to compile, this takes a minute.")
-        with substitute(vllm_generation, "LLM", functools.partial(colocated.build_engine, cls, start, extra_kwargs)):
+        with substitute(vllm_generation, "LLM", functools.partial(colocated.build_engine, cls, start, engine_kwargs)):
             super()._init_vllm()
         logger.info("vLLM is ready.")
         if folder is not None and not (self.base and self.base.checkpoint):

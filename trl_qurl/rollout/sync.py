@@ -19,7 +19,7 @@ import functools
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +28,7 @@ import torch
 from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.distributed import DistributedBackend
 
-from trl_qurl.quantization.checkpoint_form import NamedTensors, expert_layers
+from trl_qurl.quantization.checkpoint_form import expert_layers
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import FrozenBase, adapter_tensors, write_adapter
 from trl_qurl.rollout.checks.probe import ask_engine, judge_probe, run_probe
@@ -125,7 +125,8 @@ class WeightSync:
         cost.quantize_s += stream.source_s
         cost.check_s += stream.digest_s
         cost.sent_bytes += stream.nbytes
-        if is_checked:
+        # Digests would hide a race between a receiver's streams, and no GPU has shown yet that there is none.
+        if is_checked or (interval > 0 and self.settings.is_served and self.folder is None):
             started = time.perf_counter()
             cost.metrics |= self._check_probe()
             cost.check_s += time.perf_counter() - started
@@ -154,7 +155,7 @@ class WeightSync:
     def _stream(self, update: WeightUpdate, stream: MeteredStream, parameters: Parameters) -> None:
         """Send tensors to the engine; processes without one help gather them, and fail together with the others."""
         if self.settings.is_served and self._metadata is None:
-            self._metadata = stream_metadata(parameters(), self.weights, self.sent_dtype)
+            self._metadata = stream_metadata((name for name, _ in parameters()), self.weights, self.sent_dtype)
 
         def send() -> None:
             try:
@@ -216,10 +217,10 @@ class WeightSync:
         return {"sync/probe_distance": result.distance, "sync/probe_ratio": result.ratio}
 
 
-def stream_metadata(parameters: NamedTensors, weights: WeightStream, dtype: torch.dtype | None) -> TensorMetadata:
-    """Return the metadata of the tensors that the stream will yield, in order, without rounding any."""
+def stream_metadata(names: Iterable[str], weights: WeightStream, dtype: torch.dtype | None = None) -> TensorMetadata:
+    """Return the metadata of the tensors that the stream will yield for these parameters, without rounding any."""
     return [
         (stored_name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-        for name, _ in parameters
+        for name in names
         for stored_name, tensor in weights.stored(name, dtype)
     ]

@@ -75,7 +75,7 @@ def start_engine(job: Job, policy: Any) -> LLM:
     from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
     policy = getattr(policy, "get_base_model", lambda: policy)()
-    check_cpu_build(policy.config)
+    check_cpu_build(policy.config, (), find_scheme(job.part), {"dtype": full_precision()[1]})
     workload, is_gpu = job.workload, torch.cuda.is_available()
     shares_device = job.holds_policy or not is_gpu  # on a CPU, syncs need memory, too
     directory = CheckpointDirectory(None, 0)  # its name lets vLLM find its compilation cache again

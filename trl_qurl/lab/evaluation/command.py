@@ -88,12 +88,12 @@ def run(args: argparse.Namespace) -> int:
     output_dir = args.output_dir or Path(f"eval-{Path(args.model).name}")
     keep_settings(settings, output_dir)
     sixteen_bit, dtype = full_precision()
-    answers = {}
+    answers, arguments = {}, {"dtype": dtype, **args.engine_kwargs}
     for scheme, environment in environments.items():
         label, checkpoint, path = sixteen_bit, directory, output_dir / f"{scheme}.jsonl"
         if scheme != UNQUANTIZED:
-            label, checkpoint = scheme.upper(), str(starting_checkpoint(directory, scheme, args.ignore))
-        job = Job(label, checkpoint, tasks, sampling, args.seed, path, {"dtype": dtype, **args.engine_kwargs})
+            label, checkpoint = scheme.upper(), str(starting_checkpoint(directory, scheme, args.ignore, arguments))
+        job = Job(label, checkpoint, tasks, sampling, args.seed, path, arguments)
         answers[label] = answer_once(job, environment)
     results = summarize(answers)
     content = {**settings, "results": [asdict(result) for result in results]}

@@ -19,7 +19,9 @@ from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.rollout.errors import SyncError
 
 Item = tuple[str, torch.Tensor]
-BUFFER_BYTES = 2**28  # of a buffer; both ends hold two, and vLLM's default of 1 GiB would not fit beside a full cache
+# At both ends: vLLM's default of 1 GiB would not fit beside a full cache, and below 0.33 it does not order the streams
+# of several buffers, so a layer may read one that is being filled again.
+PACKING = {"buffer_size_bytes": 2**28, "num_buffers": 1}
 
 
 def in_background(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
@@ -49,9 +51,8 @@ class Broadcast:
 
         if device is not None:
             torch.accelerator.set_device_index(device)  # each thread has its own
-        packed_nccl_broadcast_producer(
-            self._queued_tensors(), communicator, src=0, post_iter_func=_keep_tensor, buffer_size_bytes=BUFFER_BYTES
-        )
+        tensors = self._queued_tensors()
+        packed_nccl_broadcast_producer(tensors, communicator, src=0, post_iter_func=_keep_tensor, **PACKING)
 
     def _queued_tensors(self) -> Iterator[Item]:
         while (item := self._ready.get()) is not None:

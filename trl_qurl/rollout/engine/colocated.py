@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import engine_rank
-from trl_qurl.rollout.engine.hardware import check_cpu_build, cpu_cache_arguments, kernel_environment
+from trl_qurl.rollout.engine import hardware
 from trl_qurl.rollout.engine.interface import ADAPTER, CPU_LOAD_FORMAT, PROBE_TOP, Continuation, Engine, WeightUpdate
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 from trl_qurl.rollout.errors import SyncError
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from vllm import LLM
 
-# vLLM's model classes that run transformers' code.
-BACKENDS = [f"Transformers{variant}ForCausalLM" for variant in ("", "MoE", "MultiModal", "MultiModalMoE")]
 TRL_MEMORY_SHARE = 0.3  # TRL's default for vllm_gpu_memory_utilization
 
 
@@ -91,24 +89,21 @@ def adapter_arguments(rank: int) -> dict[str, Any]:
     return arguments | ({"load_format": CPU_LOAD_FORMAT} if current_platform.is_cpu() else {})
 
 
-def prepare_process(model: "PreTrainedModel", weights: WeightStream, implementation: str, processes: int) -> None:
-    """Check that vLLM can run a model in this process, and prepare the process for its start."""
+def prepare_process(model: "PreTrainedModel", weights: WeightStream, arguments: dict, processes: int) -> None:
+    """Check that vLLM can run a model in this process with these arguments, and prepare the process for its start."""
     from vllm.model_executor.models import ModelRegistry
     from vllm.utils.network_utils import get_open_port
 
-    check_cpu_build(model.config, weights.layers, weights.scheme)
-    os.environ.update(kernel_environment(weights.scheme))
+    names = model.config.architectures or [type(model).__name__]
+    hardware.check_cpu_build(model.config, weights.layers, weights.scheme, arguments | {"architectures": names})
+    os.environ.update(hardware.kernel_environment(weights.scheme))
     if processes == 1:  # TRL tries 29500 first, and runs that start at the same time all find it free
         os.environ["MASTER_PORT"] = os.environ.get("MASTER_PORT") or str(get_open_port())
     # To compile a model, vLLM's transformers backend modifies its class. The trainer's model is of the same class, and
     # its forward pass would fail. So register that backend without torch.compile, if it runs this model.
-    architectures = model.config.architectures or [type(model).__name__]
-    native = [name for name in architectures if name in ModelRegistry.models and implementation != "transformers"]
-    for name in native or BACKENDS:
-        cls = ModelRegistry.models[name].load_model_cls()
-        if cls.__module__ == "vllm.model_executor.models.transformers":
-            uncompiled = {"_decorate_for_torch_compile": lambda model: None}
-            ModelRegistry.register_model(name, type(cls.__name__, (cls,), uncompiled))
+    for name, cls in hardware.transformers_backend(names, arguments).items():
+        uncompiled = {"_decorate_for_torch_compile": lambda model: None}
+        ModelRegistry.register_model(name, type(cls.__name__, (cls,), uncompiled))
 
 
 def build_engine(cls: type, start: Path | None, engine_kwargs: dict[str, Any], **trl_kwargs: Any) -> Any:
@@ -116,7 +111,7 @@ def build_engine(cls: type, start: Path | None, engine_kwargs: dict[str, Any], *
     if start is not None:
         trl_kwargs["model"] = str(start)
     if trl_kwargs.get("gpu_memory_utilization") == TRL_MEMORY_SHARE:  # the user has chosen nothing
-        trl_kwargs |= cpu_cache_arguments(trl_kwargs["model"], engine_kwargs, share=TRL_MEMORY_SHARE)
+        trl_kwargs |= hardware.cpu_cache_arguments(trl_kwargs["model"], engine_kwargs, share=TRL_MEMORY_SHARE)
     # TRL's seed is the engine's number alone; far apart, no two engines of neighboring seeds share their noise.
     seed = engine_kwargs["seed"] + 10_000 * trl_kwargs["seed"]
     return cls(**trl_kwargs | engine_kwargs | {"seed": seed}, worker_extension_cls=WORKER_EXTENSION)

@@ -2,9 +2,9 @@
 
 import importlib
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -12,11 +12,13 @@ from trl_qurl.quantization.checkpoint_form import expert_layers
 from trl_qurl.quantization.formats import SCHEMES, gpu_capability
 from trl_qurl.quantization.scheme import QuantizationScheme
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
 DISABLED_KERNELS_VARIABLE = "VLLM_DISABLED_KERNELS"  # vLLM's: class names, separated by commas
 KERNELS = "vllm.model_executor.kernels.linear"
+# vLLM's model classes that run transformers' code, and their module.
+BACKENDS = [f"Transformers{variant}ForCausalLM" for variant in ("", "MoE", "MultiModal", "MultiModalMoE")]
+BACKEND_MODULE = "vllm.model_executor.models.transformers"
+ROUTED_BY_SOFTMAX = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # `model_type`; read in vLLM's code
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 ENGINE_BYTES = 2**30  # memory that an engine process needs in addition to weights, keys, and values
 MIN_CACHE = 2**26
 
@@ -44,37 +46,65 @@ def kernel_environment(scheme: QuantizationScheme | None) -> dict[str, str]:
 
 
 def check_cpu_build(
-    config: "PretrainedConfig", layers: Collection[str] = (), scheme: QuantizationScheme | None = None
+    config: Any, layers: Collection[str] = (), scheme: QuantizationScheme | None = None, arguments: Any = None
 ) -> None:
     """Raise `ValueError` if vLLM runs on a CPU and its build for CPUs does not support a model with these layers.
 
-    Tiny test models usually have attention heads that are too small; vLLM would fail minutes later, at a first token.
+    `arguments` are the engine's, by vLLM's names. vLLM would fail minutes later, in other words, or abort the process.
     """
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        return
+    obstacles = _cpu_obstacles(config, layers, scheme, arguments or {})
+    if current_platform.is_cpu() and (obstacle := next(obstacles, None)):
+        raise ValueError(f"{obstacle}, or use a GPU.")
+
+
+def _cpu_obstacles(config: Any, layers: Collection[str], scheme: Any, arguments: Mapping) -> Iterator[str]:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    text = config.get_text_config()
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if width not in sizes:
-        raise ValueError(
-            f"The attention heads of this model are {width} wide, but vLLM's CPU build has kernels only "
-            f"for {', '.join(map(str, sizes))}. Use a model with such heads (`make demo` trains one), or a GPU."
+    text, has_amx = config.get_text_config(), bool(torch.cpu.get_capabilities().get("amx_tile"))
+    heads, sizes = getattr(text, "num_attention_heads", None), CPUAttentionBackend.get_supported_head_sizes()
+    width = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
+    if width and width not in sizes:  # as in most tiny test models
+        yield (
+            f"The attention heads of this model are {width} wide, but vLLM's CPU build has kernels only for "
+            f"{', '.join(map(str, sizes))}. Use a model with such heads (`make demo` trains one)"
         )
-    if scheme and scheme.cpus and not scheme.runs_on(None):
-        raise ValueError(
-            f"vLLM's CPU build has {scheme.label} kernels only for CPUs with {scheme.cpus}, which this one lacks: "
-            "choose another rollout_quantization, or use a GPU."
-        )
-    if scheme and expert_layers(layers) and not torch.cpu.get_capabilities().get("amx_tile"):
-        raise ValueError(
-            f"vLLM's CPU build runs {scheme.label} experts only on CPUs with AMX, which this CPU lacks: add "
-            "'re:.*\\.experts\\.' to quantization_ignore (`--ignore` on the command line), which leaves experts in 16 "
-            "bits and quantizes all other layers, or use a GPU."
-        )
+    if text.model_type == "gpt_oss":
+        yield "No sync can load the experts of gpt-oss into vLLM's CPU build, in any format: use another model"
+    if "enable_lora" in arguments and any(getattr(text, name, None) for name in EXPERT_COUNTS):
+        yield "vLLM's CPU build runs no adapter beside experts: merge it (weight_sync='auto', no --enable-lora)"
+    if scheme is None:
+        return
+    if scheme.cpus and not scheme.runs_on(None):
+        where = f"only for CPUs with {scheme.cpus}, which this one lacks"
+        yield f"vLLM's CPU build has {scheme.label} kernels {where}: choose another rollout_quantization"
+    if has_amx and scheme.checkpoint_format == "int-quantized":
+        kernels = "vLLM's INT8 kernels for CPUs with AMX"
+        dtype = str(arguments.get("dtype", "auto")).removeprefix("torch.")  # "auto" runs a float32 model in bfloat16
+        dtype = "float16" if dtype == "auto" and torch.float16 in (config.dtype, text.dtype) else dtype
+        if dtype not in ("auto", "bfloat16"):
+            yield f"{kernels} need dtype='bfloat16', not {dtype!r}: set it in vllm_engine_kwargs (or --dtype)"
+        if (names := arguments.get("architectures", config.architectures)) and transformers_backend(names, arguments):
+            yield f"{kernels} cannot run its transformers backend: set rollout_quantization=None (--scheme none)"
+    inner = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 0)
+    needs = {
+        "on CPUs with AMX, which this CPU lacks": has_amx,
+        f"of {', '.join(ROUTED_BY_SOFTMAX)}, not of {text.model_type}": text.model_type in ROUTED_BY_SOFTMAX,
+        f"with multiples of 32 as sizes, not {text.hidden_size} and {inner}": (text.hidden_size | inner) % 32 == 0,
+    }
+    way_out = "add 're:.*\\.experts\\.' to quantization_ignore (or --ignore), which leaves experts in 16 bits"
+    for need in [need for need, is_met in needs.items() if not is_met and expert_layers(layers)]:
+        yield f"vLLM's CPU build runs {scheme.label} experts only {need}: {way_out}"
+
+
+def transformers_backend(architectures: Collection[str], arguments: Mapping[str, Any]) -> dict[str, type]:
+    """Return vLLM's classes that run transformers' code of a model, by their names; none if vLLM has its own code."""
+    from vllm.model_executor.models import ModelRegistry
+
+    native = [n for n in architectures if n in ModelRegistry.models and arguments.get("model_impl") != "transformers"]
+    classes = {name: ModelRegistry.models[name].load_model_cls() for name in native or BACKENDS}
+    return {name: cls for name, cls in classes.items() if BACKEND_MODULE in {each.__module__ for each in cls.__mro__}}
 
 
 def cpu_cache_arguments(checkpoint: str, user_arguments: Collection[str], share: float = 0.5) -> dict[str, int]:

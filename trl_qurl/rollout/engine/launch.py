@@ -14,7 +14,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -23,7 +23,7 @@ from trl_qurl.quantization.formats import check_kv_cache, get_scheme
 from trl_qurl.quantization.layers import check_recurrent_layers
 from trl_qurl.quantization.storage import cache_directory, cached
 from trl_qurl.quantization.stream import WeightStream, model_parameters
-from trl_qurl.rollout.engine.hardware import cpu_cache_arguments, weight_bytes
+from trl_qurl.rollout.engine.hardware import check_cpu_build, cpu_cache_arguments, weight_bytes
 from trl_qurl.rollout.engine.http import KEY_GUARD
 from trl_qurl.rollout.engine.interface import CPU_LOAD_FORMAT
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION
@@ -32,19 +32,21 @@ CHECKPOINT_FILES = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
 MEMORY_SHARE = 0.92  # vLLM's default for --gpu-memory-utilization
 
 
-def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str], trust_remote_code: bool = False) -> Path:
-    """Return the quantized checkpoint of the full-precision model in a directory; create it unless it is cached."""
+def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str], arguments: Mapping[str, Any]) -> Path:
+    """Return the checkpoint of a model in a directory, quantized for an engine with these arguments or cached."""
     # The key of the cache: a model that changed under the same name is quantized again.
     inputs = [scheme, sorted(ignore), "float32", content_digest(Path(model))]
     key = hashlib.blake2b(json.dumps(inputs).encode(), digest_size=10)
 
     def make(path: Path) -> None:
         print(f"Quantizing {model} to {scheme} (cached in {path})", flush=True)
-        full_model, tokenizer = load_model(model, trust_remote_code)
+        full_model, tokenizer = load_model(model, "trust_remote_code" in arguments)
         check_recurrent_layers(full_model)
         target = get_scheme(scheme)
+        weights = WeightStream(full_model, target, ignore)
+        check_cpu_build(full_model.config, weights.layers, target, arguments)
         # A trainer makes the same codes from weights of any dtype, and compares an adapter's base with them.
-        tensors = WeightStream(full_model, target, ignore).tensors(model_parameters(full_model), is_exact=True)
+        tensors = weights.tensors(model_parameters(full_model), is_exact=True)
         CheckpointWriter(full_model, tokenizer, target, ignore).write(tensors, path)
 
     return cached(cache_directory() / f"{Path(model).name}-{scheme}-{key.hexdigest()}", make)
@@ -116,7 +118,9 @@ def require_vllm() -> None:
 
 
 def check_options(extra_args: Sequence[str]) -> None:
-    """Raise `ValueError` for vLLM options that quantize the cache unsafely."""
+    """Raise `ValueError` for vLLM options that quantize the cache unsafely, and a front end without our key."""
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
+        raise ValueError("VLLM_USE_RUST_FRONTEND is set, but only vLLM's Python front end checks our key: unset it.")
     check_kv_cache(values_of(extra_args).get("kv_cache_dtype", "auto"), "--kv-cache-dtype")
 
 

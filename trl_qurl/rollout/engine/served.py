@@ -6,7 +6,7 @@ one request to the server's workers loads them, so no update is half applied bet
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.formats import UNQUANTIZED, check_kv_cache
 from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.rollout.checks.tensors import differences
-from trl_qurl.rollout.engine.broadcast import BUFFER_BYTES, Broadcast, in_background
+from trl_qurl.rollout.engine.broadcast import PACKING, Broadcast, in_background
 from trl_qurl.rollout.engine.http import API_KEY_VARIABLE, BoundedRequests, add_key
 from trl_qurl.rollout.engine.interface import ADAPTER, NOT_RECEIVED, PROBE_TOP, Continuation, Engine, WeightUpdate
 from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
@@ -39,11 +39,11 @@ class ServedEngine(VLLMClient, Engine):
         self,
         *args: Any,
         scheme: QuantizationScheme | None = None,
-        ignore: Collection[str] = (),
+        shapes: Mapping[str, list[int]] | None = None,  # of the tensors in the run's checkpoint
         request_timeout: float = 1800.0,  # seconds
         **kwargs: Any,
     ) -> None:
-        self.scheme, self.ignore = scheme, ignore
+        self.scheme, self.shapes = scheme, shapes or {}
         self.request_timeout = request_timeout
         self._failure: ServerError | None = None
         self.stream_obstacle: str | None = None  # why tensors cannot be sent over NCCL
@@ -94,23 +94,27 @@ class ServedEngine(VLLMClient, Engine):
             self.stream_obstacle = "the server was started without --weight-transfer-config"
         description = self.describe()
         check_kv_cache(description.kv_cache_dtype, f"--kv-cache-dtype of the vLLM server at {self.base_url}")
-        expected_format, expected_ignore = (self.scheme.served_as, self.ignore) if self.scheme else (None, ())
-        # vLLM may have renamed the ignored modules to its own names, so only their number is compared.
-        if description.format != expected_format or len(description.ignore) != len(expected_ignore):
+        served, ours = description.format, self.scheme.served_as if self.scheme else None
+        name = self.scheme.name if self.scheme else None
+        if difference := self._other_tensors() if served == ours else f"{ours or 'unquantized'} weights":
             raise ValueError(
-                f"The vLLM server at {self.base_url} serves {self.model!r} with "
-                f"{_in_words(description.format, description.ignore)}, but "
-                f"rollout_quantization={self.scheme.name if self.scheme else None!r} sends "
-                f"{_in_words(expected_format, expected_ignore)}. Restart it with {self.command()} (and the same "
-                "--ignore), or change rollout_quantization or quantization_ignore."
+                f"The vLLM server at {self.base_url} serves {self.model!r} with {served or 'unquantized'} weights, "
+                f"but rollout_quantization={name!r} sends {difference}. Restart it with {self.command()} (and the "
+                "same --ignore), or change rollout_quantization or quantization_ignore."
             )
 
-    def get_server_info(self) -> dict[str, Any]:
-        """Return the server's configuration. TRL added (and calls) this method in 1.16.
+    def _other_tensors(self) -> str:
+        """Compare a quantized checkpoint, whose names are known, with this run's; a clause, empty if they agree."""
+        served: dict[str, list[int]] = self.call_workers("starting_shapes")[0] if self.scheme else {}
+        names = {name for name in served.keys() | self.shapes.keys() if served.get(name) != self.shapes.get(name)}
+        if not served or not names:
+            return ""
+        name = min(names, key=lambda name: (not name.endswith(".weight_scale"), name))  # of a quantized layer
+        shapes = f"{self.shapes.get(name, 'none')} here and {served.get(name, 'none')} there"
+        return f"other layers or another model: {len(names)} tensors differ, first {name} (shape {shapes})"
 
-        Our workers return it at once. vLLM's own endpoint takes seconds, because it also lists all installed packages,
-        so only servers without our extension are asked there.
-        """
+    def get_server_info(self) -> dict[str, Any]:
+        """Return the server's configuration, also to TRL: our workers' at once, or that of vLLM's slow endpoint."""
         try:
             return self.call_workers("describe_config")[0]
         except ServerError as error:
@@ -219,8 +223,9 @@ class ServedEngine(VLLMClient, Engine):
     def _request(self, verb: str, url: str, **kwargs: Any) -> dict[str, Any]:
         if self._failure is not None:  # hundreds of requests may be queued behind the one that failed
             raise self._failure
-        if url.endswith("/init_weight_transfer_engine"):  # the parent leaves the buffer size to vLLM
-            kwargs["json"] = {"init_info": {**kwargs["json"]["init_info"], "packed_buffer_size_bytes": BUFFER_BYTES}}
+        if url.endswith("/init_weight_transfer_engine"):  # the parent leaves the buffers to vLLM
+            buffers = {f"packed_{name}": value for name, value in PACKING.items()}
+            kwargs["json"] = {"init_info": kwargs["json"]["init_info"] | buffers}
         try:
             return self._answer(verb, url.removeprefix(self.base_url), **kwargs)
         except ServerError as error:
@@ -259,7 +264,3 @@ class ServedEngine(VLLMClient, Engine):
             return response.json()
         except requests.JSONDecodeError:  # some vLLM endpoints reply with plain text or an empty body
             return {}
-
-
-def _in_words(served_as: str | None, ignore: Collection[str]) -> str:
-    return f"{served_as} weights except {sorted(ignore)}" if served_as else "unquantized weights"

@@ -7,8 +7,8 @@ On CPU, `cpu` adds fixes to it.
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
@@ -46,6 +46,7 @@ class RolloutWorker:
     rollout_digests: dict[str, str]  # of the latest load; empty if none were requested
     loaded_version = FRESH
     rollout_load_failed = False
+    _metered_model: "MeteredModel | None" = None
 
     def load_rollout_weights(
         self,
@@ -55,11 +56,12 @@ class RolloutWorker:
     ) -> None:
         """Replace weights in place with checkpoint-format tensors, received by vLLM itself if `update` has metadata.
 
-        Raises `RuntimeError` if a layer kept its old weights, if the weights belong to another model, or if an earlier
-        load failed.
+        Raises `RuntimeError` if a layer kept its old weights, files are out of sight, or an earlier load failed.
         """
         request = WeightUpdate(**update)
-        self._refuse_other_model(weights_path, request.metadata)
+        if weights_path is not None and not any(Path(weights_path).glob("*.safetensors")):
+            advice = "set rollout_checkpoint_dir to a directory that both the trainer and the server see"
+            raise SyncError(f"{NOT_RECEIVED}: the vLLM server does not see the files in {weights_path}; {advice}.")
         if self.rollout_load_failed:
             raise RuntimeError("An earlier load of weights failed halfway: restart the server.")
         self.rollout_load_failed = True
@@ -93,11 +95,17 @@ class RolloutWorker:
 
     def digest_rollout_base(self) -> dict[str, str]:
         """Return digests of the checkpoint that the engine started from, in the engine's dtype."""
-        config = self.vllm_config.model_config
-        path = config.model
+        return base_digests(read_tensors(self._starting_checkpoint()), self.vllm_config.model_config.dtype)
+
+    def starting_shapes(self) -> dict[str, list[int]]:
+        """Return the shapes of the tensors in the checkpoint that the engine started from, by name."""
+        return tensor_shapes(self._starting_checkpoint())
+
+    def _starting_checkpoint(self) -> Path:
+        path = self.vllm_config.model_config.model
         if not Path(path).is_dir():
             path = snapshot_download(path, local_files_only=True, allow_patterns="*.safetensors")
-        return base_digests(read_tensors(Path(path)), config.dtype)
+        return Path(path)
 
     def rollout_version(self) -> str:
         """Return the version of the weights loaded last. Only newer versions of vLLM record one themselves."""
@@ -112,44 +120,14 @@ class RolloutWorker:
     def _receive(self, metadata: TensorMetadata, digests: dict[str, str] | None) -> None:
         """Receive one update through vLLM's weight transfer."""
         self.start_weight_update()
-        engine, model = self.weight_transfer_engine, self.weight_transfer_engine.model
-        # The transfer engine uses only this method of a model.
-        watched = SimpleNamespace(load_weights=lambda weights: model.load_weights(MeteredStream(weights, digests)))
-        engine.set_weight_update_target(watched, engine.model_config)
+        engine = self.weight_transfer_engine
+        self._metered_model = self._metered_model or MeteredModel(engine.model)
+        self._metered_model.digests = digests
+        engine.set_weight_update_target(self._metered_model, engine.model_config)
         names, dtypes, shapes = map(list, zip(*metadata, strict=True))
         self.update_weights({"names": names, "dtype_names": dtypes, "shapes": shapes})
         engine.reset_weight_update_target()
         self.finish_weight_update()
-
-    def _refuse_other_model(self, weights_path: str | None, metadata: TensorMetadata | None) -> None:
-        """Raise `SyncError` for weights of another model, or in files out of sight, before any layer changes.
-
-        Compares names and shapes with the checkpoint that the server started from, but only if that is quantized: in a
-        model's own checkpoint, tensor names may differ from parameter names.
-        """
-        if metadata is not None:
-            sent_shapes = {name: shape for name, _, shape in metadata}
-        elif weights_path is not None:
-            sent_shapes = tensor_shapes(Path(weights_path))
-        else:
-            return  # a colocated engine, started from the trainer's own model
-        if not sent_shapes:
-            raise SyncError(
-                f"{NOT_RECEIVED}: the vLLM server does not see the files in {weights_path}. Set "
-                "rollout_checkpoint_dir to a directory that both the trainer and the server see."
-            )
-        server_shapes = tensor_shapes(Path(self.vllm_config.model_config.model))
-        if self.vllm_config.quant_config is None or not server_shapes:
-            return
-        names = sent_shapes.keys() | server_shapes.keys()
-        differing = sorted(name for name in names if sent_shapes.get(name) != server_shapes.get(name))
-        if differing:
-            name = differing[0]
-            raise SyncError(
-                f"{NOT_RECEIVED}, because they belong to a different model than the server's: {len(differing)} "
-                f"tensors differ, first {name} (shape {sent_shapes.get(name)} instead of {server_shapes.get(name)}). "
-                "Nothing was loaded: serve the model that is being trained."
-            )
 
     def describe_config(self) -> dict[str, Any]:
         """Return vLLM's configuration as `/server_info` does."""
@@ -158,12 +136,12 @@ class RolloutWorker:
     def describe_rollouts(self) -> dict[str, object]:
         """Return the fields of an `EngineDescription`; `format` is the method's name if not compressed-tensors."""
         quantization = self.vllm_config.quant_config
-        form, ignore = quantization and quantization.get_name(), []
+        form = quantization and quantization.get_name()
         if isinstance(quantization, CompressedTensorsConfig):
             groups = [group["weights"] for group in quantization.target_scheme_map.values()]
             bits = max((weights.num_bits for weights in groups if weights), default=16)
             blocks = " in blocks" if quantization.has_blocked_weights() else ""
-            form, ignore = f"{bits}-bit {quantization.quant_format}{blocks}", list(quantization.ignore)
+            form = f"{bits}-bit {quantization.quant_format}{blocks}"
         dtypes = {
             parameter.dtype
             for layer in self.get_model().modules()
@@ -173,13 +151,24 @@ class RolloutWorker:
         }
         return {
             "format": form,
-            "ignore": ignore,
             "block_size": self.vllm_config.cache_config.block_size,
             "max_model_len": self.vllm_config.model_config.max_model_len,
             "kv_cache_dtype": self.vllm_config.cache_config.cache_dtype,
             "max_lora_rank": lora.max_lora_rank if (lora := self.vllm_config.lora_config) else 0,
             "dtype": str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None,
         }
+
+
+@dataclass(eq=False)
+class MeteredModel:
+    """What vLLM's transfer engine loads into: a model, with digests. vLLM 0.33 keys data by it, so it is hashable."""
+
+    model: Any
+    digests: dict[str, str] | None = None
+
+    def load_weights(self, weights: NamedTensors) -> None:
+        """Load tensors into the model; the engine calls nothing else."""
+        self.model.load_weights(MeteredStream(weights, self.digests))
 
 
 def _loaded_digests(adapter: Any) -> list[str]:
