@@ -14,6 +14,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.distributed import DistributedBackend
 
+from trl_qurl.quantization.checkpoint_form import plain_model
 from trl_qurl.quantization.layers import AUTO, ignored_modules
 from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.sensitivity import sensitive_layers
@@ -47,8 +48,9 @@ def prepare_weights(
     """Return the stream of weights to send, and the layers that `AUTO` keeps in full precision.
 
     A collective operation. `prompts` returns the tokens of a few prompts, or none if they are not known yet. Raises
-    `ValueError` if `AUTO` has no whole weights or no prompts to choose by.
+    `ValueError` if `AUTO` has no whole weights or no prompts to choose by, and as `check_policy` does.
     """
+    check_policy(plain_model(model))
     ignore = ignored_modules(model, [pattern for pattern in rollout.ignore if pattern != AUTO])
     smooths = rollout.smooths
     if smooths is None:  # smooth where supported, unless an adapter may be sent alone
@@ -80,6 +82,28 @@ def prepare_weights(
         weights.keep(layers)
         logger.info("Kept in 16 bits: %s.", ", ".join(layers) or "no additional layers")
     return weights, layers
+
+
+def check_policy(model: Any) -> None:
+    """Raise `ValueError` if an engine ties what this policy trains apart, or transformers would not save it."""
+    tied = model.all_tied_weights_keys if vars(model.config).get("tie_word_embeddings") else {}
+    both = [model.get_output_embeddings(), model.get_input_embeddings()] if tied else []
+    # What is trained of each, apart from a head's bias: itself, an adapter, or a copy (`modules_to_save`).
+    trained = [{p for name, p in m.named_parameters() if p.requires_grad and name != "bias"} for m in both]
+    if tied and (trained[0] != trained[1] or both[0].weight is not both[1].weight):
+        raise ValueError(
+            f"{' and '.join(*list(tied.items())[:1])} are one tensor in the engine (tie_word_embeddings), but the "
+            "policy trains them apart: leave both modules out of target_modules and modules_to_save, or save both "
+            "with ensure_weight_tying=True, or untie the model first."
+        )
+    try:
+        if model.generation_config is not None:
+            model.generation_config.validate(strict=True)
+    except ValueError as error:
+        raise ValueError(
+            f"transformers saves no model with the generation_config.json of {model.name_or_path or 'this one'}: "
+            f"correct it there, or in model.generation_config. {error}"
+        ) from None
 
 
 def choose_route(requested: str, device: torch.device, obstacle: str | None, is_sharded: bool) -> tuple[str, str]:
