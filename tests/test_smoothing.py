@@ -15,8 +15,9 @@ from tiny import rollout_settings, tiny_model, tiny_tokenizer
 from trl_qurl import QuRLGRPOConfig
 from trl_qurl.quantization import get_scheme
 from trl_qurl.quantization.fake_quantization import quantized_forward
+from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.smoothing import LARGEST_SCALE, can_smooth, fitted_scales, sources
-from trl_qurl.quantization.stream import WeightStream, model_parameters
+from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.preparation import prepare_weights
 from trl_qurl.trainers.run_log import read_run
 

@@ -41,7 +41,7 @@ def stream(model, scheme, dtype=None):
 
 
 def announced(model, scheme, dtype=None):
-    return stream_metadata(parameters(model), WeightStream(model, scheme), dtype)
+    return stream_metadata(WeightStream(model, scheme), dtype)
 
 
 # What is announced ---------------------------------------------------------------------------------------------------
