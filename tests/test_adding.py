@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl.quantization import SCHEMES
-from trl_qurl.quantization.stream import WeightStream, model_parameters
+from trl_qurl.quantization.merging import model_parameters
+from trl_qurl.quantization.stream import WeightStream
 
 PAGE = ROOT / "docs" / "architecture.md"
 NAMES = ("scheme", "registration", "objective", "config", "trainer", "transform")

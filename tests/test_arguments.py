@@ -233,9 +233,10 @@ def test_what_a_rollout_function_adds_may_be_asked_for(tmp_path):
     [
         (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), r"PromptTuningConfig \(PROMPT_TUNING\)"),
         (PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), r"PrefixTuningConfig \(PREFIX_TUNING\)"),
-        (LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[40]), r"LoraConfig \(aLoRA\)"),
+        (LoraConfig(task_type="CAUSAL_LM", alora_invocation_tokens=[40]), r"LoraConfig \(alora_invocation_tokens\)"),
+        (LoraConfig(task_type="CAUSAL_LM", trainable_token_indices=[5]), r"LoraConfig \(trainable_token_indices\)"),
     ],
-    ids=["prompt", "prefix", "aLoRA"],
+    ids=["prompt", "prefix", "aLoRA", "tokens"],
 )
 def test_an_adapter_that_cannot_be_merged_is_refused(kind, config, method, name, tmp_path):
     message = rf"{name} is a PEFT method that cannot be merged into the weights, .*: use LoRA"

@@ -20,7 +20,8 @@ from trl_qurl.quantization import get_scheme, quantized_layer_names, write_check
 from trl_qurl.quantization.checkpoint import load_model
 from trl_qurl.quantization.checkpoint_form import CheckpointForm
 from trl_qurl.quantization.layers import ignored_modules
-from trl_qurl.quantization.stream import WeightStream, model_parameters
+from trl_qurl.quantization.merging import model_parameters
+from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import FrozenBase, adapter_obstacle
 from trl_qurl.rollout.engine.hardware import check_cpu_build
 from trl_qurl.rollout.errors import ServerError

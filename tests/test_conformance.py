@@ -223,8 +223,13 @@ def test_ppo(shared):
 @in_an_engine
 @needs_vnni
 def test_an_adapter_with_a_penalty(shared):
-    updates, _ = trained(shared["adapter"], mismatch=1e-3)
+    record = shared["adapter"]
+    updates, _ = trained(record, mismatch=1e-3)
     assert updates[0]["kl"] > 0, "a random adapter differs from the model below it"
+    assert record["drifted"] == [], "a sync or a probe wrote to the base"
+    trained({"history": record["again"]}, mismatch=1e-3)  # TRL's count of steps says that the engine has these weights
+    assert record["changed"]["eval_mismatch/kl_k3"] < 1e-3, "the engine answered from other weights than the policy's"
+    assert not record["synced_for_nothing"]
 
 
 @pytest.mark.slow

@@ -24,7 +24,8 @@ from trl_qurl.quantization import (
     quantized_layer_names,
     write_checkpoint,
 )
-from trl_qurl.quantization.stream import WeightStream, model_parameters
+from trl_qurl.quantization.merging import model_parameters
+from trl_qurl.quantization.stream import WeightStream
 
 needs_llmcompressor = pytest.mark.skipif(
     importlib.util.find_spec("llmcompressor") is None, reason="needs llm-compressor (trl-qurl[llmcompressor])"

@@ -14,8 +14,9 @@ from tiny import tiny_model, tiny_tokenizer
 from trl_qurl import QuRLGRPOConfig
 from trl_qurl.quantization import get_scheme
 from trl_qurl.quantization.fake_quantization import quantized_forward
+from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.smoothing import LARGEST_SCALE, can_smooth, fitted_scales, sources
-from trl_qurl.quantization.stream import WeightStream, model_parameters
+from trl_qurl.quantization.stream import WeightStream
 
 TOKENS = torch.randint(2, 97, (8, 24), generator=torch.Generator().manual_seed(0))
 FUSED = dict.fromkeys(("glm", "glm4", "phi3", "cohere", "cohere2"), 2)  # or one norm for two readers

@@ -44,7 +44,7 @@ def stream(model, scheme, dtype=None):
 
 
 def announced(model, scheme, dtype=None):
-    return stream_metadata([name for name, _ in parameters(model)], WeightStream(model, scheme), dtype)
+    return stream_metadata(WeightStream(model, scheme), dtype)
 
 
 # What is announced ---------------------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ def test_what_a_server_quantizes_is_compared_by_its_tensors(scheme, ends, tmp_pa
 
     def other(model, *ignore):
         weights = WeightStream(model, scheme, ignore)
-        client.shapes = {name: shape for name, _, shape in stream_metadata(weights.form.layout, weights)}
+        client.shapes = {name: shape for name, _, shape in stream_metadata(weights)}
         return client._other_tensors()
 
     assert other(model, head, "model.layers.1.mlp.down_proj") == other(model, "re:(lm_head|.*1.mlp.down_proj)") == ""

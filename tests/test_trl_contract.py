@@ -220,7 +220,6 @@ DEFINITIONS = [
         "QuantizedVLLMGeneration passes them",
     ),
     (GENERATION, "VLLMGeneration._init_vllm", "", "QuantizedVLLMGeneration starts the engine through it"),
-    (GENERATION, "VLLMGeneration._iter_named_params", "", "QuantizedVLLMGeneration quantizes what it yields"),
     (GENERATION, "VLLMGeneration.sync_weights", "", "QuantizedVLLMGeneration replaces it"),
     (
         GENERATION,
@@ -549,7 +548,8 @@ def test_the_trainer_syncs_before_the_first_rollout_of_every_step(module, traine
     body = text_of(module, f"{trainer}._generate_single_turn")
     condition, call = "if self.state.global_step != self._last_loaded_step:", "self.vllm_generation.sync_weights()"
     assert condition in body and body.index(condition) < body.index(call) < body.index("vllm_generation.generate("), (
-        f"{trainer}._generate_single_turn does not sync weights before it generates; our trainer leaves it to it."
+        f"{trainer}._generate_single_turn does not sync weights before it generates, unless `_last_loaded_step`, a "
+        "property of our trainers, is the current step."
     )
 
 

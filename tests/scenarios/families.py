@@ -6,19 +6,40 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from short_runs import run, saved, seen
+from short_runs import run, saved, seen, texts
 from tiny import save_remote_code_model, tiny_model
+
+from trl_qurl.quantization.checkpoint_form import parameter_name
 
 
 def adapter(out: Path) -> dict[str, Any]:
-    """A new adapter, with a KL penalty against the model below it."""
-    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
-    return seen(run(out, given={"peft_config": lora}, beta=0.1))
+    """A new adapter and trained norms on a base in bfloat16, with a KL penalty; trained twice, changed, evaluated."""
+    lora = LoraConfig(r=4, target_modules="all-linear", modules_to_save=["norm"], init_lora_weights=False)
+    model, given = tiny_model(dtype=torch.bfloat16), {"peft_config": lora, "eval_dataset": texts(2)}
+    frozen = {name: p.clone() for name, p in model.named_parameters() if "norm" not in name}
+    trainer = run(out, model=model, given=given, beta=0.1, learning_rate=2e-2, per_device_eval_batch_size=8)
+    record = seen(trainer)
+    trainer.train()
+    again = trainer.state.log_history
+    trainer.evaluate()
+    for name, parameter in trainer.model.named_parameters():
+        if ".lora_B." in name:
+            parameter.data.mul_(2.0)  # as averages of weights are assigned
+    changed = trainer.evaluate()
+    count = trainer.vllm_generation.sync.version
+    trainer.evaluate()
+    base = {parameter_name(name): p for name, p in trainer.model.named_parameters()}
+    return record | {
+        "again": again,
+        "changed": changed,
+        "synced_for_nothing": trainer.vllm_generation.sync.version != count,
+        "drifted": [name for name, p in frozen.items() if not torch.equal(base[name], p)],
+    }
 
 
 def trained_adapter(out: Path) -> dict[str, Any]:
-    """A model that has an adapter, with a KL penalty against that adapter."""
-    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    """A model that has an adapter and norms of its own, with a KL penalty against both."""
+    lora = LoraConfig(r=4, target_modules="all-linear", modules_to_save=["norm"], init_lora_weights=False)
     return seen(run(out, model=get_peft_model(tiny_model(), lora), beta=0.1))
 
 

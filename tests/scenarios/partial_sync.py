@@ -13,7 +13,8 @@ from tiny import ENGINE, KEPT, tiny_model, tiny_tokenizer
 from vllm import LLM
 
 from trl_qurl.quantization import SCHEMES, write_checkpoint
-from trl_qurl.quantization.stream import WeightStream, model_parameters
+from trl_qurl.quantization.merging import model_parameters
+from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
 

@@ -1,7 +1,7 @@
 """A sync from weights that several processes hold in parts; prints what each process's engine then says of the probe.
 
 accelerate turns neither FSDP2 nor ZeRO-3 on for CPUs, so the model is split by PyTorch and DeepSpeed themselves, and
-the generation backend is told so. What gathers the parameters is TRL's code for each.
+the generation backend is told so.
 """
 
 import argparse
@@ -38,6 +38,7 @@ def split_by_fsdp2(model, generation):
 
 def split_by_zero3(model, generation):
     import deepspeed
+    from transformers.integrations import HfDeepSpeedConfig
 
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     settings = {
@@ -46,6 +47,7 @@ def split_by_zero3(model, generation):
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
     }
+    KEPT.append(HfDeepSpeedConfig(settings))  # as accelerate does at the start
     deepspeed.initialize(model=model, config=settings, model_parameters=model.parameters())
     generation._dist.zero_stage = 3
 

@@ -23,6 +23,8 @@ from delayed import delay, record_prompts
 from short_runs import BASE, KINDS
 from tiny import KEPT, PROBE, tiny_model, tiny_tokenizer
 
+from trl_qurl.quantization.merging import model_parameters
+
 ORDERS: list = []
 """The prompts of each run, rollout by rollout."""
 
@@ -36,8 +38,7 @@ def count_vowels(completions, **kwargs):
 def export_with_adapter(trainer, directory: Path) -> None:
     """The base as a user saves it, and the adapter as PEFT does: in full precision there is no checkpoint of ours."""
     if trainer.vllm_generation.rollout.scheme is None:
-        base = trainer.vllm_generation.base
-        state = {name: tensor.clone() for name, tensor in base.parameters()}
+        state = {name: tensor.clone() for name, tensor in model_parameters(trainer.model)}
         trainer.vllm_generation.base_model.save_pretrained(directory, state_dict=state)
         tiny_tokenizer().save_pretrained(directory)
     else:
@@ -188,6 +189,7 @@ def run(options: argparse.Namespace) -> dict:
     trainer.vllm_generation.pop_cost()  # of the engine's start
     trainer.vllm_generation.sync_weights()
     record = {"probe_start": engine_logps(trainer), "whole_mb": trainer.vllm_generation.pop_cost().sent_bytes / 1e6}
+    trainer.vllm_generation.sync._sent = None  # the first rollout is to sync as it would without the probe above
     if options.kill_before_generation and trainer.accelerator.is_main_process:
         kill_before_generation(trainer.vllm_generation.vllm_client, options.kill_before_generation)
     if options.request_seed is not None:

@@ -20,9 +20,10 @@ from tqdm.auto import tqdm
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.formats import get_scheme
 from trl_qurl.quantization.layers import ignored_modules
+from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.scheme import QuantizationScheme, quantized_targets
 from trl_qurl.quantization.storage import check_replaceable, new_directory, write_config, write_tensors
-from trl_qurl.quantization.stream import WeightStream, model_parameters
+from trl_qurl.quantization.stream import WeightStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

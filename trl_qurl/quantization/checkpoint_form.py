@@ -5,6 +5,7 @@ transformers renames the tensors of some checkpoints (vision-language models), a
 matrix each, with llm-compressor's names.
 """
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -31,8 +32,8 @@ def whole(parameters: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
 
 
 def parameter_name(name: str) -> str:
-    """Return transformers' name for a module or parameter of a model that PEFT may have wrapped."""
-    return name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".modules_to_save.default", "")
+    """Return transformers' name for a module or parameter of a model that PEFT, or checkpointing, may have wrapped."""
+    return re.sub(r"^base_model\.model\.|\.base_layer|\.modules_to_save\.[^.]+|_checkpoint_wrapped_module\.", "", name)
 
 
 def plain_model(model: Any) -> Any:
@@ -46,6 +47,17 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield f"{path}.{name}" if path else name, buffer
+
+
+def policy_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a policy's parameters and persistent buffers, without adapters and what these replace, with paths."""
+    left_out = [".lora_", ".original_module."]
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        others = model.peft_config.keys() - model.active_adapters
+        left_out += [f".{model.prefix}", *(f".modules_to_save.{name}." for name in others)]
+    for path, tensor in (*model.named_parameters(), *persistent_buffers(model)):
+        if not any(part in path for part in left_out):
+            yield path, tensor
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -77,11 +89,10 @@ class CheckpointForm:
         self._experts = {parameter_name(path): experts for path, experts in modules}
         self.layout = {}
         parts: dict[str, dict[str, torch.Tensor]] = {}
-        for path, parameter in [*model.named_parameters(), *persistent_buffers(model)]:
-            if ".lora_" not in path and ".original_module" not in path:
-                shape = getattr(parameter, "ds_shape", parameter.shape)  # the full shape if ZeRO-3 shards it
-                full = torch.empty(shape, dtype=parameter.dtype, device="meta")
-                parts[parameter_name(path)] = dict(self._split(parameter_name(path), full))
+        for path, parameter in policy_tensors(model):
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # the full shape if ZeRO-3 shards it
+            full = torch.empty(shape, dtype=parameter.dtype, device="meta")
+            parts[parameter_name(path)] = dict(self._split(parameter_name(path), full))
         plain = {name: tensor for entries in parts.values() for name, tensor in entries.items()}
         stored = _reverted(self._model, plain)
         names = {id(tensor): name for name, tensor in stored.items()}  # a renamed tensor is still the same object

@@ -15,6 +15,7 @@ from torch import nn
 from trl_qurl.quantization.checkpoint_form import whole
 from trl_qurl.quantization.formats import gpu_capability
 from trl_qurl.quantization.layers import linear_layers
+from trl_qurl.quantization.merging import merged_layer
 from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.smoothing import Smoothing
 
@@ -27,21 +28,23 @@ class QuantizedLinear:
     scheme: QuantizationScheme
     input_scale: torch.Tensor | None = None  # of smoothing: divides inputs and multiplies columns, (in,)
     grid: torch.dtype | None = None  # to which weights are rounded first (`WeightStream.grid`)
+    adapted: Any = None  # PEFT's layer around it, if the engine got that merged
 
     @torch.no_grad()
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """Multiply rounded inputs with rounded weights, in the dtype that the exact layer would use."""
-        device, bias = inputs.device.type, self.layer.bias
+        device = inputs.device.type
+        exact = dict(self.layer.named_parameters()) if self.adapted is None else merged_layer(self.adapted)
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else inputs.dtype
         x = inputs.to(dtype)  # the engine also rounds inputs in its compute dtype
         if self.input_scale is not None:
             x = (x / self.input_scale.to(x.device)).to(dtype)
         x = self.scheme.quantize_activations(x, gpu_capability())
-        return nn.functional.linear(x, self._rounded_weight(dtype), None if bias is None else bias.to(dtype))
+        bias = exact["bias"].to(dtype) if "bias" in exact else None
+        return nn.functional.linear(x, self._rounded(exact["weight"], dtype), bias)
 
-    def _rounded_weight(self, dtype: torch.dtype) -> torch.Tensor:
+    def _rounded(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight that the engine's codes represent, (out, in)."""
-        weight: torch.Tensor = self.layer.weight
         if getattr(self.layer, "is_rounded", False):  # by `round_base`
             return weight.to(dtype)
         if self.grid is not None:
@@ -58,17 +61,21 @@ def quantized_forward(
     scheme: QuantizationScheme,
     smoothing: Smoothing | None = None,
     grid: torch.dtype | None = None,
+    merges: bool = False,  # whether the engine got adapters merged into the weights
 ) -> Iterator[None]:
     """Run linear layers quantized inside the context, with the engine's smoothing and grid, if any."""
-    modules: list[tuple[str, Any]] = list(linear_layers(model, layers))
-    for name, layer in modules:
+    tuners: list[Any] = [each for each in model.modules() if merges and hasattr(each, "base_layer")]
+    adapted = {each.get_base_layer(): each for each in reversed(tuners)}  # by the outermost around a layer
+    modules: list[Any] = []
+    for name, layer in linear_layers(model, layers):
         scale = smoothing.input_scale(name) if smoothing else None
-        layer.forward = QuantizedLinear(layer, scheme, scale, grid)  # hides the method of its class
+        modules.append(adapted.get(layer, layer))
+        modules[-1].forward = QuantizedLinear(layer, scheme, scale, grid, adapted.get(layer))  # hides its class's
     try:
         yield
     finally:
-        for _, layer in modules:
-            del layer.forward
+        for module in modules:
+            del module.forward
 
 
 def round_base(model: Any, layers: Collection[str], scheme: QuantizationScheme, dtype: torch.dtype) -> None:

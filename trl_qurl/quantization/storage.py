@@ -80,7 +80,7 @@ def write_tensors(named_tensors: NamedTensors, directory: Path, shard_bytes: int
         shard.clear()
 
     for name, tensor in named_tensors:
-        # Copy now: before this is written, an adapter may be unmerged from the parameter, or its shards freed.
+        # Copy now: before this is written, the parameter's shards may be freed.
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
         filled += tensor.nbytes
         total += tensor.nbytes

@@ -4,15 +4,15 @@ This is all the quantization that happens at each training step. It needs no cal
 `CheckpointForm` splits and renames parameters, `Smoothing` rescales them, and the scheme rounds and packs each layer.
 """
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from trl_qurl.quantization.checkpoint_form import CheckpointForm, NamedTensors, parameter_name, persistent_buffers
+from trl_qurl.quantization.checkpoint_form import CheckpointForm, NamedTensors
 from trl_qurl.quantization.layers import layer_shapes, quantized_layer_names
+from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.smoothing import Smoothing
 
@@ -102,12 +102,6 @@ class WeightStream:
 def on_grid(tensor: torch.Tensor, grid: torch.dtype | None) -> torch.Tensor:
     """Round a float32 matrix to the values that autocast uses, still in float32; return other tensors unchanged."""
     return tensor if grid is None or tensor.dim() < 2 or tensor.dtype != torch.float32 else tensor.to(grid).float()
-
-
-def model_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters of a whole model in memory, without adapters, for `WeightStream.tensors`."""
-    parameters = itertools.chain(model.named_parameters(), persistent_buffers(model))
-    return ((parameter_name(path), tensor.data) for path, tensor in parameters if ".lora_" not in path)
 
 
 def _layer(name: str, layers: Collection[str]) -> str | None:

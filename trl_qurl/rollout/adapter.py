@@ -14,10 +14,10 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import is_peft_model
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from trl_qurl.quantization.checkpoint_form import CheckpointForm, NamedTensors, expert_layers, parameter_name, whole
 from trl_qurl.quantization.fake_quantization import check_unrounded, round_base
+from trl_qurl.quantization.merging import gathered, model_parameters
 from trl_qurl.quantization.storage import new_directory, read_tensors, write_tensors
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.checks.tensors import base_digests
@@ -25,7 +25,6 @@ from trl_qurl.rollout.directory import CheckpointFolder
 
 ADAPTER_FILE = "adapter_model.safetensors"  # PEFT's name, which vLLM expects
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # maximum ranks that vLLM can be started with
-CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module."  # part of names under activation checkpointing
 
 
 def adapter_obstacle(model: Any) -> str | None:
@@ -74,8 +73,8 @@ def adapter_tensors(model: Any, dtype: torch.dtype | None = None) -> Iterator[tu
         adapter = model.active_adapters[0]
         a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
         with whole([a, b]):
-            for part, tensor in (("lora_A", _gathered(a)), ("lora_B", _gathered(b) * layer.scaling[adapter])):
-                yield f"{name.replace(CHECKPOINT_WRAPPER, '')}.{part}.weight", tensor.to(dtype or a.dtype)
+            for part, tensor in (("lora_A", gathered(a)), ("lora_B", gathered(b) * layer.scaling[adapter])):
+                yield f"{name.replace('_checkpoint_wrapped_module.', '')}.{part}.weight", tensor.to(dtype or a.dtype)
 
 
 def write_adapter(model: Any, tensors: NamedTensors, directory: Path) -> None:
@@ -97,12 +96,6 @@ def _adapted_layers(model: Any) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in modules if isinstance(module, LoraLayer) and adapter in module.r)
 
 
-def _gathered(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the whole parameter, which FSDP 2 may have sharded. A collective operation."""
-    tensor = parameter.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 class FrozenBase:
     """The frozen base of a PEFT model."""
 
@@ -120,20 +113,13 @@ class FrozenBase:
                     "'re:.*\\.experts\\.' to quantization_ignore, or set round_base=False."
                 )
 
-    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the full-precision parameters without adapters. A collective operation."""
-        for name, parameter in self._model.named_parameters():
-            if ".lora_" not in name:
-                with whole([parameter]):
-                    yield parameter_name(name.replace(CHECKPOINT_WRAPPER, "")), _gathered(parameter)
-
     def quantized_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over the tensors of the quantized checkpoint. A collective operation.
 
         Raises `FileNotFoundError` in the main process if the run's own checkpoint is gone.
         """
         if self.checkpoint is None:
-            return self._weights.tensors(self.parameters(), is_exact=True)
+            return self._weights.tensors(model_parameters(self._model), is_exact=True)
         if self.checkpoint.exists():
             return read_tensors(self.checkpoint)
         if not PartialState().is_main_process:

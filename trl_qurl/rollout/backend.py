@@ -2,7 +2,7 @@
 
 Three things differ from the parent: the engine starts from a quantized checkpoint, every sync sends quantized tensors
 (`sync`), and vLLM loads them with its own reload, which accepts checkpoint-format tensors any number of times. The
-parent's code still gathers parameters (FSDP, ZeRO-3, PEFT) and generates completions.
+parent's code still generates completions.
 """
 
 import functools
@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, is_peft_model
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
-from trl_qurl.quantization.checkpoint_form import parameter_name, persistent_buffers
 from trl_qurl.quantization.layers import check_recurrent_layers
+from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.stream import on_grid
 from trl_qurl.rollout.adapter import FrozenBase, adapter_obstacle, adapter_rank, engine_rank
 from trl_qurl.rollout.directory import CheckpointFolder
@@ -81,6 +80,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         check_recurrent_layers(self.base_model)
+        if self._dist.fsdp_version == 1:
+            raise ValueError("FSDP 1 does not expose single matrices to quantize: set fsdp_version to 2.")
         self.weights = prepare_weights(self.model, self.rollout, self.accelerator, self._prompts)
         start = self._connect if self.rollout.is_served else self._start_colocated
         engine, dtype, folder = start()
@@ -95,7 +96,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         client = functools.partial(
             self._engine_class,
             scheme=rollout.scheme,
-            shapes={name: shape for name, _, shape in stream_metadata(self.weights.form.layout, self.weights)},
+            shapes={name: shape for name, _, shape in stream_metadata(self.weights)},
             request_timeout=rollout.request_timeout,
         )
         with substitute(vllm_generation, "VLLMClient", client):
@@ -133,8 +134,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         """Return whether to send the adapter alone, to an engine that has the base."""
         obstacle = adapter_obstacle(self.model)
         rank = 0 if obstacle else adapter_rank(self.model)
-        if obstacle is None and self._dist.fsdp_version == 1:
-            obstacle = "FSDP 1 does not expose single matrices (use FSDP 2)"
         if obstacle is None and self.weights.smoothing is not None:
             obstacle = "smooth_activations folds scales into whole weights at every sync (remove it)"
         requested = "adapter" if self.rollout.round_base else self.rollout.weight_sync
@@ -204,21 +203,9 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._seconds_in_syncs += time.perf_counter() - started
 
     def policy_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the policy's parameters and buffers, with adapters merged, each whole while it is read.
-
-        A collective operation: every process must read to the end, where adapters are unmerged again.
-        """
-        shards = [each for each in self.model.modules() if isinstance(each, (FSDPModule, FullyShardedDataParallel))]
-        for module in shards:
-            # A forward pass without a backward leaves the outermost parameters whole, but the parent expects shards.
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        # TRL checks only the configured version, but accelerate shards the model only after the engine has started.
-        version = self._dist.fsdp_version if shards else None
-        with substitute(self._dist, "fsdp_version", version):
-            # The engine gets the policy that the trainer scores with: the weights as autocast rounds them.
-            yield from ((name, on_grid(whole, self.weights.grid)) for name, whole in super()._iter_named_params())
-        yield from ((parameter_name(path), buffer) for path, buffer in persistent_buffers(self.base_model))
+        """Yield `model_parameters`, merged, as the trainer scores with them: rounded as autocast does."""
+        for name, whole in model_parameters(self.model, merges=True):
+            yield name, on_grid(whole, self.weights.grid)
 
     # Generation ------------------------------------------------------------------------------------------------------
 

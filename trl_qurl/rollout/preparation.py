@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.distributed import DistributedBackend
 
+from trl_qurl.quantization.checkpoint_form import plain_model
 from trl_qurl.quantization.layers import ignored_modules
 from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.smoothing import can_smooth
@@ -44,8 +45,10 @@ def prepare_weights(
     """Return the stream of weights to send, smoothed for the tokens of the first prompts where that is possible.
 
     A collective operation. `prompts` returns the tokens of a few prompts, or none if they are not known yet. Then, and
-    under ZeRO-3, smoothing begins with the second rollout.
+    under ZeRO-3, smoothing begins with the second rollout. Raises `ValueError` as
+    `check_policy` does.
     """
+    check_policy(plain_model(model))
     smooths = rollout.smooths
     if smooths is None:  # smooth where supported, unless an adapter may be sent alone
         smooths = can_smooth(model) and not (rollout.is_served and is_peft_model(model))
@@ -61,6 +64,28 @@ def prepare_weights(
         scales = [{name: scale.cpu() for name, scale in weights.smoothing.scales.items()}]
     [weights.smoothing.scales] = broadcast_object_list(scales, from_process=0)
     return weights
+
+
+def check_policy(model: Any) -> None:
+    """Raise `ValueError` if an engine ties what this policy trains apart, or transformers would not save it."""
+    tied = model.all_tied_weights_keys if vars(model.config).get("tie_word_embeddings") else {}
+    both = [model.get_output_embeddings(), model.get_input_embeddings()] if tied else []
+    # What is trained of each, apart from a head's bias: itself, an adapter, or a copy (`modules_to_save`).
+    trained = [{p for name, p in m.named_parameters() if p.requires_grad and name != "bias"} for m in both]
+    if tied and (trained[0] != trained[1] or both[0].weight is not both[1].weight):
+        raise ValueError(
+            f"{' and '.join(*list(tied.items())[:1])} are one tensor in the engine (tie_word_embeddings), but the "
+            "policy trains them apart: leave both modules out of target_modules and modules_to_save, or save both "
+            "with ensure_weight_tying=True, or untie the model first."
+        )
+    try:
+        if model.generation_config is not None:
+            model.generation_config.validate(strict=True)
+    except ValueError as error:
+        raise ValueError(
+            f"transformers saves no model with the generation_config.json of {model.name_or_path or 'this one'}: "
+            f"correct it there, or in model.generation_config. {error}"
+        ) from None
 
 
 def choose_route(requested: str, device: torch.device, obstacle: str | None, is_sharded: bool) -> tuple[str, str]:

@@ -2,12 +2,10 @@
 
 The path of a weight tensor, file by file:
 
-1. `rollout/backend.py`: TRL's backend iterates over the policy's parameters, gathered (FSDP, ZeRO-3) and with adapters
-   merged.
-2. `rollout/sync.py` (this file): names the update, and meters the stream of tensors that it sends (bytes, seconds,
-   digests).
-3. `quantization/stream.py`: splits each parameter as the model's checkpoint does, under its names
-   (`checkpoint_form.py`), and turns each weight into the tensors of its format, one layer at a time.
+1. `quantization/merging.py`: iterates over the policy's parameters, gathered (FSDP, ZeRO-3), with adapters merged.
+2. `rollout/sync.py` (this file): names the update, and meters its stream of tensors (bytes, seconds, digests).
+3. `quantization/stream.py`: splits parameters as the model's checkpoint does (`checkpoint_form.py`), and turns each
+   weight into the tensors of its format, one layer at a time.
 4. `quantization/scheme.py`, `quantization/packing.py`: rounding and packing, by compressed-tensors.
 5. `rollout/directory.py`, `quantization/storage.py`: files of a checkpoint or an adapter, unless tensors are streamed.
 6. `rollout/engine/colocated.py` or `served.py`: one call to the engine's workers.
@@ -19,16 +17,18 @@ import functools
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, is_peft_model
+from accelerate.utils import broadcast_object_list, gather_object
+from torch.distributed.tensor import DTensor
 from trl.distributed import DistributedBackend
 
 from trl_qurl.quantization.checkpoint_form import expert_layers
+from trl_qurl.quantization.merging import reshard
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import FrozenBase, adapter_tensors, write_adapter
 from trl_qurl.rollout.checks.probe import ask_engine, judge_probe, run_probe
@@ -78,6 +78,7 @@ class WeightSync:
 
     def __post_init__(self) -> None:
         self.version = "none"
+        self._sent: Any = None  # the step and the fingerprint of the weights that were sent last
         self._run = uuid.uuid4().hex[:8]
         self._count = 0
         self._files = 0  # checkpoints or adapters that the engine has loaded
@@ -110,7 +111,7 @@ class WeightSync:
         noise = f"seed{self.settings.seed}-step{self.global_step()}" if self.settings.is_served else None
         update = WeightUpdate(self.version, is_checked, noise=noise)
         if self.folder is None:
-            self._stream(update, stream, parameters)
+            self._stream(update, stream)
         else:
             self._send_files(update, stream, parameters, self.folder)
 
@@ -121,6 +122,7 @@ class WeightSync:
             self.require_version()
 
         raise_everywhere(verify, self.settings.is_served)
+        self._sent = (self.global_step(), fingerprint(self.model))
         cost.sync_s += time.perf_counter() - started
         cost.quantize_s += stream.source_s
         cost.check_s += stream.digest_s
@@ -130,6 +132,11 @@ class WeightSync:
             started = time.perf_counter()
             cost.metrics |= self._check_probe()
             cost.check_s += time.perf_counter() - started
+
+    def loaded_step(self) -> int:
+        """Return the current step if the policy has the weights that were sent last. A collective operation."""
+        now = (self.global_step(), fingerprint(self.model))
+        return now[0] if all(gather_object([now == self._sent])) else -1
 
     def require_version(self) -> None:
         """Raise `SyncError` unless the engine holds the weights of the last sync; `ServerError` after a restart."""
@@ -146,16 +153,12 @@ class WeightSync:
         """Return the tensors to send, from one pass over the parameters."""
         if self.base is not None:
             return find_not_finite(adapter_tensors(self.model, self.sent_dtype), self._not_finite)
-        tensors = self.weights.tensors(find_not_finite(parameters(), self._not_finite), self.sent_dtype)
-        if is_peft_model(self.model):
-            # vLLM may keep a tensor until its layer is complete; by then the adapter is unmerged from the parameter.
-            tensors = ((name, tensor.clone()) for name, tensor in tensors)
-        return tensors
+        return self.weights.tensors(find_not_finite(parameters(), self._not_finite), self.sent_dtype)
 
-    def _stream(self, update: WeightUpdate, stream: MeteredStream, parameters: Parameters) -> None:
+    def _stream(self, update: WeightUpdate, stream: MeteredStream) -> None:
         """Send tensors to the engine; processes without one help gather them, and fail together with the others."""
         if self.settings.is_served and self._metadata is None:
-            self._metadata = stream_metadata((name for name, _ in parameters()), self.weights, self.sent_dtype)
+            self._metadata = stream_metadata(self.weights, self.sent_dtype)
 
         def send() -> None:
             try:
@@ -200,7 +203,7 @@ class WeightSync:
 
     def _check_probe(self) -> dict[str, float]:
         """Compare the engine with the trainer's own quantized forward pass, if it can run one."""
-        if self.sharding.is_zero3 or self.sharding.fsdp_version == 1:
+        if self.sharding.is_zero3:
             return {}  # a layer's weight is still sharded where the pass would quantize it
         if self.settings.scheme is not None and expert_layers(self.weights.layers):
             return {}  # the trainer computes experts exactly
@@ -217,10 +220,19 @@ class WeightSync:
         return {"sync/probe_distance": result.distance, "sync/probe_ratio": result.ratio}
 
 
-def stream_metadata(names: Iterable[str], weights: WeightStream, dtype: torch.dtype | None = None) -> TensorMetadata:
-    """Return the metadata of the tensors that the stream will yield for these parameters, without rounding any."""
+def fingerprint(model: Any) -> tuple[list[int], bytes]:
+    """Return what tells weights from later ones: version counters, and some values, because `.data` counts none."""
+    reshard(model)
+    shards = [getattr(each, "ds_tensor", each).detach() for each in model.parameters()]  # ZeRO-3's
+    flat = [(each.to_local() if isinstance(each, DTensor) else each).flatten() for each in shards]
+    values = [each[:: max(1, len(each) // 64)].to(model.device, torch.float32) for each in flat]
+    return [each._version for each in model.parameters()], torch.cat(values).cpu().numpy().tobytes()
+
+
+def stream_metadata(weights: WeightStream, dtype: torch.dtype | None = None) -> TensorMetadata:
+    """Return the metadata of the tensors that the stream will yield, in order, without rounding any."""
     return [
         (stored_name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-        for name in names
+        for name in weights.form.layout
         for stored_name, tensor in weights.stored(name, dtype)
     ]

@@ -4,11 +4,13 @@ import dataclasses
 import inspect
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from accelerate.utils import is_peft_model
 from datasets import Dataset
 from torch import nn
+from transformers import PretrainedConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 from trl.import_utils import is_vllm_available
 
@@ -18,7 +20,8 @@ from trl_qurl.rollout.preparation import RolloutSettings
 # What TRL passes to every reward function by name, before the dataset's columns.
 REWARD_KEYWORDS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 NOT_PASSED = ("prompt", "completion", "completion_ids")  # columns that TRL does not pass
-UNMERGED = ("ADAPTION_PROMPT", "OSF", "POLY", "SHADOW", "XLORA")  # PEFT methods, besides prompt learning
+UNMERGED = ("ADAPTION_PROMPT", "OSF", "POLY", "SHADOW", "TRAINABLE_TOKENS", "XLORA")  # besides prompt learning
+ONLY_TOKENS = ("alora_invocation_tokens", "trainable_token_indices")  # settings of adapters for some tokens
 
 
 def checked_config(trainer: Any, config: Any, model: Any) -> Any:
@@ -80,8 +83,8 @@ def check_arguments(args: Any, arguments: Mapping[str, Any]) -> None:
 
     `arguments` are the constructor's, by TRL's names; `args` is the config among them.
     """
-    model, loading = arguments["model"], (args.model_init_kwargs or {}).values()
-    check_full_precision(model, [arguments.get("quantization_config"), *loading])
+    model, loading = arguments["model"], args.model_init_kwargs or {}
+    check_full_precision(model, [arguments.get("quantization_config"), *loading.values()], loading)
     check_adapter(model, arguments.get("peft_config"))
     train: Any = arguments.get("train_dataset")
     evaluation = arguments.get("eval_dataset")
@@ -166,22 +169,26 @@ def check_reward(function: Any, args: Any, arguments: Mapping[str, Any]) -> None
 
 
 def check_adapter(model: Any, peft_config: Any) -> None:
-    """Raise `ValueError` for an adapter that cannot be merged into the weights for a sync and unmerged again."""
+    """Raise `ValueError` for an adapter that cannot be merged into the weights for a sync."""
     configs = model.peft_config.values() if not isinstance(model, str) and is_peft_model(model) else ()
     for config in [*configs, *([] if peft_config is None else [peft_config])]:
-        alora_tokens = vars(config).get("alora_invocation_tokens")  # aLoRA adapts only some tokens
-        if config.is_prompt_learning or config.peft_type.value in UNMERGED or alora_tokens:
+        tokens = [name for name in ONLY_TOKENS if vars(config).get(name)]
+        if config.is_prompt_learning or config.peft_type.value in UNMERGED or tokens:
             raise ValueError(
-                f"{type(config).__name__} ({'aLoRA' if alora_tokens else config.peft_type.value}) is a PEFT method "
-                "that cannot be merged into the weights, but each sync quantizes merged weights: use LoRA, or omit "
+                f"{type(config).__name__} ({', '.join(tokens) or config.peft_type.value}) is a PEFT method that "
+                "cannot be merged into the weights, but each sync quantizes merged weights: use LoRA alone, or omit "
                 "peft_config."
             )
 
 
-def check_full_precision(model: Any, arguments: list[Any]) -> None:
+def check_full_precision(model: Any, arguments: list[Any], loading: Mapping[str, Any]) -> None:
     """Raise `ValueError` if the model is, or would be loaded, quantized: a sync needs full-precision weights."""
     configs = [value for value in arguments if isinstance(value, QuantizationConfigMixin)]
     causes = [type(config).__name__ for config in configs if not vars(config).get("dequantize")]
+    if isinstance(model, str) and not configs:
+        with suppress(OSError):  # loading it says what is missing
+            stored = PretrainedConfig.get_config_dict(model, **loading)[0].get("quantization_config")
+            causes += [f"quantization_config in the config.json of {model}"] if stored else []
     if not isinstance(model, str) and vars(model.config).get("quantization_config"):
         causes.append(f"{type(model).__name__} in memory")
     if causes:

@@ -53,6 +53,8 @@ class QuantizedRolloutsMixin(TRLTrainer):
     _generation_module: ClassVar[ModuleType]
     _algorithm: ClassVar[str]
 
+    # TRL sends weights unless this is the current step. Its own value misses weights that change between two steps.
+    _last_loaded_step = property(lambda self: self.vllm_generation.sync.loaded_step(), lambda self, step: None)
     _train_sampler: RepeatSampler | None = None
     _scoring_seconds = 0.0  # in forward passes of the current rollout
     _ahead: AheadVLLMGeneration | None = None  # `vllm_generation`, with `rollouts_ahead`

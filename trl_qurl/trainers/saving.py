@@ -1,7 +1,7 @@
 """Quantized checkpoints of the trained policy for `vllm serve`, and the state of a rollout in a run's checkpoints.
 
-For a quantized checkpoint, parameters come from the same source as for a sync (TRL's backend, which gathers FSDP and
-ZeRO-3 shards and merges adapters temporarily). The engine and its weights are not touched.
+For a quantized checkpoint, parameters come from the same source as for a sync (`merging.py`, which gathers FSDP and
+ZeRO-3 shards and merges adapters in copies). The engine and its weights are not touched.
 
 One rollout serves several optimizer updates, but TRL keeps its tokens only in memory. Without its state, a small file
 per process, a run that resumes between two of those updates would sample again and lose its place in the data.
@@ -72,7 +72,7 @@ def main_process_only(act: Callable[[], None], parameters: Iterable[Any] = ()) -
             if PartialState().is_main_process:
                 act()
         finally:
-            # Gathering is collective, and the end of the iterator unmerges adapters.
+            # Gathering is collective.
             deque(parameters, maxlen=0)
 
     raise_everywhere(attempt)

@@ -136,7 +136,7 @@ def make_prompts(job: Job) -> list[dict[str, list[int]]]:
 
 def measure_sync(llm: LLM, policy: Any, job: Job, device: torch.device) -> tuple[Timing, int]:
     """Time quantizing and loading, as in a colocated trainer before each rollout; also return the bytes loaded."""
-    from trl_qurl.quantization.checkpoint_form import parameter_name
+    from trl_qurl.quantization.merging import model_parameters
     from trl_qurl.quantization.stream import WeightStream
     from trl_qurl.rollout.engine.colocated import ColocatedEngine
     from trl_qurl.rollout.engine.interface import WeightUpdate
@@ -147,17 +147,12 @@ def measure_sync(llm: LLM, policy: Any, job: Job, device: torch.device) -> tuple
     shapes = {} if job.holds_policy else {p.shape: torch.rand(p.shape, device=device) for p in policy.parameters()}
 
     def parameters() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in policy.named_parameters():
-            if ".lora_" not in name:
-                yield parameter_name(name), parameter.data if job.holds_policy else shapes[parameter.shape]
+        for name, parameter in model_parameters(policy, merges=is_peft):
+            yield name, parameter if job.holds_policy else shapes[parameter.shape]
 
     def sync() -> float:
         started = seconds(device)
-        if is_peft:
-            policy.merge_adapter()
         engine.load_stream(weights.tensors(parameters()), WeightUpdate("bench"))
-        if is_peft:
-            policy.unmerge_adapter()
         return seconds(device) - started
 
     sync()

@@ -141,7 +141,7 @@ class Engines:
     def _checkpoint(self, name: str, ignore: Sequence[str]) -> Iterator[str]:
         """Yield a temporary directory with the weights in a format."""
         from trl_qurl.quantization.checkpoint import CheckpointWriter
-        from trl_qurl.quantization.stream import model_parameters
+        from trl_qurl.quantization.merging import model_parameters
         from trl_qurl.rollout.directory import CheckpointDirectory
 
         scheme = find_scheme(name)

@@ -25,7 +25,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from accelerate.utils import is_peft_model
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
@@ -98,23 +97,18 @@ def run_probe(model: Any, answer: list[Continuation], weights: WeightStream, is_
     """Compare the engine's log-probabilities with the policy's own, computed with fake quantization.
 
     Weights are rounded and inputs smoothed as in `weights`, which the engine was sent. `is_merged` says whether it got
-    them with the adapter merged; then so does this.
+    them with the adapter merged; then it is merged in rounded layers. All others compute as the policy that learns.
     """
-    merges = is_merged and is_peft_model(model)
-    if merges:
-        model.merge_adapter()
     base, layers, scheme = plain_model(model), weights.layers, weights.scheme
-    training = base.training
+    training, options = base.training, (weights.smoothing, weights.grid, is_merged)
     base.eval()
     try:
-        with quantized_forward(base, layers, scheme, weights.smoothing, weights.grid) if scheme else nullcontext():
+        with quantized_forward(base, layers, scheme, *options) if scheme else nullcontext():
             policy = _score(base, answer)
             with _disturbed(base):
                 disturbed = _score(base, answer)
     finally:
         base.train(training)
-        if merges:
-            model.unmerge_adapter()
     scored = [logps for continuation in answer for logps in continuation.logps]
     return compare_probe(scored, policy, disturbed)
 
@@ -161,7 +155,9 @@ def _disturbed(model: nn.Module) -> Iterator[None]:
     handles: list[Any] = [
         module.register_forward_hook(disturb)
         for module in model.modules()
-        if module in experts or (getattr(module, "weight", None) is not None and not list(module.children()))
+        if module in experts
+        or "forward" in vars(module)  # a whole PEFT layer
+        or (getattr(module, "weight", None) is not None and not list(module.children()))
     ]
     try:
         yield

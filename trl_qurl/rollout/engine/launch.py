@@ -21,8 +21,9 @@ import torch
 from trl_qurl.quantization.checkpoint import CheckpointWriter, load_model
 from trl_qurl.quantization.formats import check_kv_cache, get_scheme
 from trl_qurl.quantization.layers import check_recurrent_layers
+from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.storage import cache_directory, cached
-from trl_qurl.quantization.stream import WeightStream, model_parameters
+from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.engine.hardware import check_cpu_build, cpu_cache_arguments, weight_bytes
 from trl_qurl.rollout.engine.http import KEY_GUARD
 from trl_qurl.rollout.engine.interface import CPU_LOAD_FORMAT

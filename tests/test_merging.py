@@ -1,0 +1,199 @@
+"""Adapters merged into copies: the numbers, what the probe makes of them, and that the policy is not written to."""
+
+import copy
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import IA3Config, LoraConfig, get_peft_model
+from tiny import tiny_mixture, tiny_model, tiny_tokenizer
+
+from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+from trl_qurl.quantization import SCHEMES, write_checkpoint
+from trl_qurl.quantization.checkpoint_form import parameter_name
+from trl_qurl.quantization.merging import model_parameters
+from trl_qurl.quantization.stream import WeightStream
+from trl_qurl.rollout.checks.probe import _score, run_probe
+from trl_qurl.rollout.engine.interface import Continuation
+from trl_qurl.rollout.preparation import check_policy
+from trl_qurl.rollout.sync import fingerprint
+
+
+def lora(**settings):
+    return LoraConfig(**{"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False} | settings)
+
+
+KINDS = {
+    "LoRA": (tiny_model, lora()),
+    "rank-stabilized": (tiny_model, lora(use_rslora=True, alpha_pattern={"q_proj": 7})),
+    "DoRA": (tiny_model, lora(use_dora=True)),
+    "biases": (tiny_model, lora(target_modules=["q_proj"], lora_bias=True)),
+    "IA3": (tiny_model, IA3Config(target_modules=["q_proj"], feedforward_modules=[], init_ia3_weights=False)),
+    "experts": (
+        lambda **kwargs: tiny_mixture("qwen3_moe", **kwargs),
+        lora(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_is_merged_in_float32_and_nothing_is_written_to(kind, dtype):
+    make, config = KINDS[kind]
+    model = get_peft_model(make(dtype=dtype), config)
+    before, prints = copy.deepcopy(model.state_dict()), fingerprint(model)
+    merged = dict(model_parameters(model, merges=True))
+    assert fingerprint(model) == prints
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    expected = dict(copy.deepcopy(model).float().merge_and_unload().named_parameters())
+    base = {parameter_name(name): p for name, p in model.get_base_model().named_parameters() if ".base_layer." in name}
+    assert merged.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name].to(dtype)) for name, tensor in merged.items())
+    assert any(not torch.equal(merged[name], tensor) for name, tensor in base.items()), "nothing was merged"
+
+
+def test_the_copy_that_the_active_adapter_trains_is_sent():
+    """And not that of the reference adapter, which TRL adds for a KL penalty."""
+    model = get_peft_model(tiny_model(), lora(modules_to_save=["norm"]), adapter_name="math")
+    model.add_adapter("ref", model.peft_config["math"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.fill_(2.0 if ".math." in name else 3.0)
+    sent = list(model_parameters(model, merges=True))
+    assert [name for name, _ in sent] == [name for name, _ in tiny_model().named_parameters()]
+    assert torch.equal(dict(sent)["model.norm.weight"], torch.full((128,), 2.0))
+    assert list(WeightStream(model, SCHEMES["int8"]).form.layout) == [name for name, _ in sent]
+
+
+@pytest.mark.parametrize("scheme", [None, SCHEMES["w4a16"]], ids=["bf16", "w4a16"])
+def test_the_probe_computes_the_policy_as_it_learns(scheme):
+    """The engine's function is that of merged weights; a base that changed below the adapter is another one."""
+    model = get_peft_model(tiny_model(), lora()).eval()
+    prompt, tokens = [40, 50, 60, 70], [41, 51, 61, 71]
+    weights = WeightStream(model, scheme)
+
+    def distance(policy):
+        merged = copy.deepcopy(policy).merge_and_unload().eval()
+        named = {}
+        for name, tensor in WeightStream(merged, scheme).tensors(model_parameters(merged)):
+            layer = name.rpartition(".")[0]
+            named.setdefault(layer, {})[name.rpartition(".")[2]] = tensor
+        if scheme is not None:
+            for layer in weights.layers:
+                merged.get_submodule(layer).weight.data = scheme.dequantize(named[layer], torch.float32)
+        logps = _score(merged, [Continuation(prompt, tokens, [])])
+        answer = [Continuation(prompt, tokens, [dict(enumerate(row.tolist())) for row in logps])]
+        return run_probe(model, answer, weights)
+
+    before = fingerprint(model)
+    assert distance(model).distance < 1e-4, "the same weights, multiplied in float32"
+    assert fingerprint(model) == before
+    other = copy.deepcopy(model)
+    for name, parameter in other.named_parameters():
+        if ".lora_B." in name:
+            parameter.data.mul_(-1.0)
+    assert distance(other).ratio > 3
+
+
+CHANGES = {
+    "an optimizer": lambda p: p.detach().add_(1e-3),
+    "one value": lambda p: p.detach().view(-1)[1].add_(1e-3),
+    "averages": lambda p: p.data.copy_(p.data + 1e-3),
+    "another tensor": lambda p: setattr(p, "data", p.data + 1e-3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_fingerprint_knows_later_weights(change):
+    model = tiny_model()
+    before = fingerprint(model)
+    model(torch.tensor([[5, 6, 7]])).logits.sum().backward()
+    assert fingerprint(model) == before
+    CHANGES[change](model.model.layers[1].mlp.up_proj.weight)
+    assert fingerprint(model) != before
+
+
+# What cannot be sent -------------------------------------------------------------------------------------------------
+
+APART = {
+    "the head": {"modules_to_save": ["lm_head"]},
+    "the embedding": {"modules_to_save": ["embed_tokens"]},
+    "both": {"modules_to_save": ["lm_head", "embed_tokens"]},
+    "an adapter of the embedding": {"target_modules": ["embed_tokens"]},
+}
+
+
+ONE = {"zero_stage": 0, "fsdp_version": 1}
+
+
+@pytest.fixture
+def start(monkeypatch, tmp_path):
+    """Build a trainer that must not reach its engine."""
+
+    def no_engine(*args, **kwargs):
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr("trl_qurl.rollout.engine.colocated.build_engine", no_engine)
+
+    def build(model, **given):
+        config = QuRLGRPOConfig(
+            str(tmp_path / "out"), use_cpu=True, bf16=False, report_to=[], num_generations=2, steps_per_generation=2
+        )
+        data = Dataset.from_dict({"prompt": ["ab"] * 16})
+        QuRLGRPOTrainer(
+            model,
+            lambda completions, **kwargs: [0.0] * len(completions),
+            config,
+            train_dataset=data,
+            processing_class=tiny_tokenizer(),
+            **given,
+        )
+
+    return build
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_a_tied_head_that_is_trained_apart_is_refused(kind, start):
+    with pytest.raises(ValueError, match=r"lm_head\.weight and model\.embed_tokens\.weight are one tensor in the eng"):
+        start(tiny_model(), peft_config=lora(**APART[kind]))
+
+
+def test_fsdp_1_is_refused(start, monkeypatch):
+    monkeypatch.setattr("trl.distributed.DistributedBackend.__init__", lambda self, _: vars(self).update(ONE))
+    with pytest.raises(ValueError, match="FSDP 1 does not expose single matrices to quantize: set fsdp_version to 2"):
+        start(tiny_model())
+
+
+def test_what_is_trained_alike_or_is_untied_is_not_refused():
+    check_policy(get_peft_model(tiny_model(), lora()).get_base_model())
+    check_policy(tiny_model())
+    for settings in APART.values():
+        untied = tiny_model(tie_word_embeddings=False)
+        check_policy(get_peft_model(untied, lora(**settings)).get_base_model())
+    both = lora(modules_to_save=["lm_head", "embed_tokens"], ensure_weight_tying=True)
+    check_policy(get_peft_model(tiny_model(), both).get_base_model())
+    apart = tiny_model()
+    apart.lm_head.weight = torch.nn.Parameter(apart.lm_head.weight.clone())
+    with pytest.raises(ValueError, match="are one tensor in the engine"):
+        check_policy(apart)
+    apart.config.tie_word_embeddings = False
+    check_policy(apart)
+
+
+def test_a_generation_config_that_cannot_be_saved_is_refused(start, tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"temperature": 0.6, "do_sample": false}')
+    message = (
+        r"saves no model with the generation_config\.json of .*/model: correct it there, or .*(?s:.)*`temperature`"
+    )
+    with pytest.raises(ValueError, match=message):
+        start(str(tmp_path / "model"))
+
+
+def test_a_quantized_checkpoint_is_refused_before_it_is_loaded(start, tmp_path, monkeypatch):
+    write_checkpoint(tiny_model(), tiny_tokenizer(), "int8", tmp_path / "model")
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *args, **kwargs: pytest.fail("loaded"))
+    message = r"quantized for training \(quantization_config in the config\.json of .*/model\)"
+    with pytest.raises(ValueError, match=message):
+        start(str(tmp_path / "model"))
