@@ -132,7 +132,7 @@ def test_old_weights_are_named_only_where_there_are_some(ahead, caplog):
     guard = callback(rollouts_ahead=ahead, vllm_mode="server")
     for _ in range(WINDOW):
         guard.observe(QUIET | {KL: 1.0})
-    assert ("mismatch/kl_staleness" in caplog.text) == ("set rollouts_ahead=0" in caplog.text) == bool(ahead)
+    assert ("set rollouts_ahead=0" in caplog.text) == bool(ahead)
 
 
 def test_a_stop_saves_also_where_an_evaluation_would_decide():

@@ -51,29 +51,6 @@ def test_a_log_probability_without_bounds_leaves_numbers():
     assert all(math.isfinite(value) for value in tally.pop().values())
 
 
-def test_rounding_and_staleness_by_hand():
-    # The policy makes the first token twice as likely as the engine's current weights, and four times as likely as
-    # those that sampled it. Nobody scored the second with current weights, the third is padding, and the engine gave
-    # the fourth no log-probability.
-    proximal = torch.tensor([[math.log(4.0), 1.0, 50.0, 1.0]])
-    behavior = torch.tensor([[0.0, 0.0, 0.0, math.nan]])
-    fresh = torch.tensor([[math.log(2.0), math.nan, 0.0, 0.0]])
-    tally = MismatchTally(Accelerator(cpu=True))
-    mask = torch.tensor([[True, True, False, True]])
-    tally.add(proximal, behavior, mask, 2.0, fresh)
-    with pytest.raises(RuntimeError, match="NaN or infinite for 33.3%"):
-        tally.pop()
-    tally = MismatchTally(Accelerator(cpu=True))
-    for _ in range(2):
-        tally.add(proximal[:, :3], behavior[:, :3], mask[:, :3], 2.0, fresh[:, :3])
-    metrics = tally.pop()
-    rounding, total = 2 - 1 - math.log(2), 4 - 1 - math.log(4)
-    assert metrics["mismatch/kl_rounding"] == pytest.approx(rounding)
-    assert metrics["mismatch/kl_staleness"] == pytest.approx(total - rounding)
-    tally.add(proximal[:, :2], behavior[:, :2], mask[:, :2], 2.0)
-    assert "mismatch/kl_rounding" not in tally.pop(), "a sample was counted twice"
-
-
 def test_mismatch_adds_up_over_processes():
     torch.manual_seed(0)
     proximal, behavior = torch.randn(4, 5), torch.randn(4, 5)

@@ -41,16 +41,8 @@ class MismatchTally:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._parts: list[torch.Tensor] = []  # `mismatch_sums` and the largest ratio, (8,) each
-        self._samples: list[torch.Tensor] = []  # count and two KLs of tokens scored by fresh weights, (3,) each
 
-    def add(
-        self,
-        proximal_logps: torch.Tensor,
-        behavior_logps: torch.Tensor,
-        mask: torch.Tensor,
-        cap: float,
-        fresh_logps: torch.Tensor | None = None,
-    ) -> None:
+    def add(self, proximal_logps: torch.Tensor, behavior_logps: torch.Tensor, mask: torch.Tensor, cap: float) -> None:
         """Add a part of the rollout.
 
         Args:
@@ -58,15 +50,9 @@ class MismatchTally:
             behavior_logps: `(B, T)`, in nats; NaN where the engine returned no valid value.
             mask: `(B, T)`, bool: the tokens to learn from.
             cap: C, a ratio.
-            fresh_logps: `(B, T)`, in nats, of the engine with the weights that `proximal_logps` were computed with,
-                if older ones sampled; NaN for all but a sample of the tokens.
         """
         sums, ratio_max = mismatch_sums(proximal_logps, behavior_logps, mask, cap)
         self._parts.append(torch.stack([*sums, ratio_max]))
-        if fresh_logps is not None:
-            sample = mask & fresh_logps.isfinite() & behavior_logps.isfinite()
-            both = [mismatch_sums(proximal_logps, logps, sample, cap)[0] for logps in (behavior_logps, fresh_logps)]
-            self._samples.append(torch.stack([both[0][0], both[0][2], both[1][2]]))
 
     def pop(self) -> dict[str, float]:
         """Return the metrics of the whole rollout, and start over. A collective operation.
@@ -89,12 +75,6 @@ class MismatchTally:
                 "vllm_engine_kwargs), a faulty kernel (run `trl-qurl doctor`), or an engine option such as "
                 "speculative_config (remove it). Then resume from the last checkpoint."
             )
-        if self._samples:
-            samples, self._samples = torch.stack(self._samples), []  # (parts, 3)
-            count, total, rounding = self._accelerator.reduce(samples.sum(0).float(), reduction="sum").tolist()
-            if count:
-                metrics["mismatch/kl_rounding"] = rounding / count
-                metrics["mismatch/kl_staleness"] = (total - rounding) / count
         return metrics
 
 

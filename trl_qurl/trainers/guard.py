@@ -36,8 +36,8 @@ ADVICE_WITHOUT_ROUNDING = (
 )
 
 ADVICE_AHEAD = (
-    " If mismatch/kl_staleness is larger than mismatch/kl_rounding, old weights are the cause: lower the learning "
-    "rate, make fewer updates per rollout, or set rollouts_ahead=0."
+    " The weights that sample are one rollout old, too: lower the learning rate, make fewer updates per rollout, or "
+    "set rollouts_ahead=0."
 )
 
 

@@ -131,8 +131,6 @@ class QuantizedRolloutsMixin(TRLTrainer):
             "time/logps_s": self._scoring_seconds,
             "throughput/generated_tokens_per_s": tokens / cost.generate_s if cost.generate_s else 0.0,
         }
-        if ahead is not None:
-            batch["fresh_logps"] = ahead.fresh_logps(batch["completion_ids"])
         self._record(metrics | cost.metrics)
         return batch
 
