@@ -27,6 +27,18 @@ def test_mismatch_by_hand():
     assert metrics["mismatch/capped_share"] == 0.5
     assert metrics["mismatch/invalid_share"] == pytest.approx(1 / 3)
     assert metrics["mismatch/ess"] == pytest.approx(4.5**2 / (2 * 16.25))  # (Σρ)² / (n Σρ²)
+    # The error, sqrt(Σ k3²) / n, of k3 = 3 - ln 4 and ln 2 - 1/2.
+    assert metrics["mismatch/kl_k3_error"] == pytest.approx(math.hypot(3 - math.log(4), math.log(2) - 0.5) / 2)
+    assert metrics["mismatch/tokens"] == 2
+
+
+def test_contradicted_tokens_by_hand():
+    # The engine is sure of a token, and the trainer gives it less than e^-2 of that: the first only. The second is at
+    # e^-1.9, the engine is not sure of the third, the fourth is padding.
+    behavior = torch.tensor([[-0.6, -0.6, -0.7, -0.6]])
+    proximal = behavior + torch.tensor([[-2.1, -1.9, -5.0, -5.0]])
+    metrics = mismatch_metrics(*mismatch_sums(proximal, behavior, torch.tensor([[1, 1, 1, 0]]), cap=2.0))
+    assert metrics["mismatch/contradicted_share"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("size", [1e-2, 1e-4, 1e-6])

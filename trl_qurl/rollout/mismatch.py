@@ -14,6 +14,7 @@ INVALID_LIMIT = 0.01
 
 SERVED_MINUS_INFINITY = -9999.0  # stand-in for -inf in the responses of a vLLM server
 LARGEST_LOG_RATIO = 20.0  # limits the weight of a single token, and keeps ρ² within float32
+LIKELY, UNLIKELY = math.log(0.5), -2.0  # log π_behav and log ρ that contradict each other
 
 
 def valid_logps(logps: list[list[float | None]]) -> list[list[float | None]]:
@@ -40,7 +41,7 @@ class MismatchTally:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._parts: list[torch.Tensor] = []  # `mismatch_sums` and the largest ratio, (8,) each
+        self._parts: list[torch.Tensor] = []  # `mismatch_sums` and the largest ratio, (10,) each
 
     def add(self, proximal_logps: torch.Tensor, behavior_logps: torch.Tensor, mask: torch.Tensor, cap: float) -> None:
         """Add a part of the rollout.
@@ -63,7 +64,7 @@ class MismatchTally:
         Raises:
             RuntimeError: More than `INVALID_LIMIT` of the tokens have no valid log-probability from the engine.
         """
-        parts, self._parts = torch.stack(self._parts), []  # (parts, 8)
+        parts, self._parts = torch.stack(self._parts), []  # (parts, 10)
         # Some accelerators lack float64. The terms of a sum are of similar size, so float32 keeps its digits.
         sums = self._accelerator.reduce(parts[:, :-1].sum(0).float(), reduction="sum")
         metrics = mismatch_metrics(sums, self._accelerator.gather(parts[:, -1].max().float()).max().item())
@@ -90,15 +91,16 @@ def mismatch_sums(
         cap: C; a larger ratio counts as capped.
 
     Returns:
-        Sums of (1, log ρ, ρ − 1 − log ρ, ρ, ρ², [ρ > C]) over the tokens with a behavior log-probability, and the
-        number of those without, shape (7,), float64; and the largest ρ, shape (), 0 without tokens.
+        Sums of (1, log ρ, k3 = ρ − 1 − log ρ, k3², ρ, ρ², [ρ > C], [π_behav ≥ 1/2 and ρ < e⁻²]) over the tokens with a
+        behavior log-probability, and the number of those without, shape (9,), float64; and the largest ρ, shape (), 0
+        without tokens.
     """
     scored = mask.bool() & behavior_logps.isfinite()
     log_ratio = (proximal_logps.double() - behavior_logps.double())[scored].clamp(max=LARGEST_LOG_RATIO)
     ratio = log_ratio.exp()  # (tokens,)
-    # The third term is summed directly, because a difference of the other sums loses its digits near ρ = 1.
-    terms = [torch.ones_like(ratio), log_ratio, log_ratio.expm1() - log_ratio]
-    terms += [ratio, ratio.square(), (ratio > cap).double()]
+    k3 = log_ratio.expm1() - log_ratio  # a difference of the other sums loses its digits near ρ = 1
+    terms = [torch.ones_like(ratio), log_ratio, k3, k3.square(), ratio, ratio.square()]
+    terms += [(ratio > cap).double(), ((behavior_logps[scored] >= LIKELY) & (log_ratio < UNLIKELY)).double()]
     sums = [term.sum() for term in terms] + [(mask.bool() & ~scored).sum().double()]
     return torch.stack(sums), ratio.max() if ratio.numel() else ratio.new_zeros(())
 
@@ -113,13 +115,13 @@ def mismatch_metrics(sums: torch.Tensor, ratio_max: float) -> dict[str, float]:
     and ESS is the effective sample size as a share of the n tokens.
 
     Args:
-        sums: First result of `mismatch_sums`, added up over processes, (7,).
+        sums: First result of `mismatch_sums`, added up over processes, (9,).
         ratio_max: Largest ρ over processes.
 
     Returns:
         Metrics by name; empty without tokens, and only the invalid share if no token was scored.
     """
-    count, log_ratio, k3, ratio, ratio_squared, capped, invalid = sums.tolist()
+    count, log_ratio, k3, k3_squared, ratio, ratio_squared, capped, contradicted, invalid = sums.tolist()
     if count + invalid == 0:
         return {}
     share = {"mismatch/invalid_share": invalid / (count + invalid)}
@@ -128,8 +130,11 @@ def mismatch_metrics(sums: torch.Tensor, ratio_max: float) -> dict[str, float]:
     return share | {
         "mismatch/kl_k1": -log_ratio / count,
         "mismatch/kl_k3": k3 / count,
+        "mismatch/kl_k3_error": k3_squared**0.5 / count,
         "mismatch/ratio_mean": ratio / count,
         "mismatch/ratio_max": float(ratio_max),
         "mismatch/capped_share": capped / count,
+        "mismatch/contradicted_share": contradicted / count,
+        "mismatch/tokens": count,
         "mismatch/ess": ratio**2 / (count * ratio_squared),
     }
