@@ -5,13 +5,18 @@
 It replays the logs in `benchmarks/objectives/runs` and `benchmarks/results/real_model` through the guard itself, with
 its default thresholds. Each arm is expected to be healthy, harmed, or collapsing. An alarm in a healthy run fails
 (exit status 1). Arms that the guard acted on are left out: they show what happens after an alarm.
+
+The logs are older than some metrics (`completed`): the mean of ρ follows from both KLs, but shares of contradicted
+tokens are not judged.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,13 +30,25 @@ from benchmarks.objectives.study import RESULTS
 from benchmarks.provenance import provenance, write_record
 from benchmarks.real_model import RESULTS as REAL_RESULTS
 from trl_qurl.config import QuantizedRolloutsConfig
-from trl_qurl.trainers.guard import ESS, KL, TAIL, WINDOW, MismatchGuard
+from trl_qurl.trainers.guard import (
+    CONTRADICTED,
+    ERRORS,
+    ESS,
+    KL,
+    KL_ERROR,
+    RATIO,
+    TAIL,
+    TOKENS,
+    WINDOW,
+    MismatchGuard,
+)
 from trl_qurl.trainers.run_log import Run, read_run
 
 COLLAPSED = "int8_float32_codes_quantized_ratio"
 HEALTHY, UNCLEAR, HARMED, COLLAPSING = ("healthy", "harmed, KL as healthy", "harmed", "collapsing")
 UNSMOOTHED = "not smoothed: either"
 STALE = "one rollout old: either"
+TINY, REAL = 1280, 300  # scored tokens per rollout: of the tiny model, and of the real one once its answers are short
 EXPECTED = (HEALTHY, UNCLEAR, HARMED, COLLAPSING, UNSMOOTHED, STALE)
 
 
@@ -63,20 +80,43 @@ class Group:
     arm: str
     expected: str
     first_alarms: list[int | None] = field(default_factory=list)  # rollouts, by run
-    farthest: dict[str, float] = field(default_factory=dict)  # worst median of all runs, by metric
+    farthest: dict[str, float] = field(default_factory=dict)  # worst of all runs, by metric
 
 
-def replay(run: Run) -> tuple[int | None, dict[str, float]]:
+def replay(run: Run, tokens: int, ahead: bool) -> tuple[int | None, dict[str, float]]:
     """Show each rollout to a guard.
 
     Returns:
-        The rollout, counted from 1, that turns the alarm on first, and each metric's worst median.
+        The rollout, counted from 1, that turns the alarm on first, and the worst of each metric: the medians that the
+        guard judges, the largest KL less what counts as noise, and the mean of ρ that is farthest from 1.
     """
-    cap = run.settings.get("vllm_importance_sampling_clip_max", 2.0)
-    guard = MismatchGuard(QuantizedRolloutsConfig.mismatch_guard_kl, cap)
-    rollouts = [row for row in run.rows if KL in row]
-    alarms = [number for number, row in enumerate(rollouts, start=1) if guard.observe(row)]
-    return alarms[0] if alarms else None, {name: worst(name, rollouts) for name in (KL, TAIL, ESS)}
+    settings = SimpleNamespace(
+        mismatch_guard="warn",
+        mismatch_guard_kl=QuantizedRolloutsConfig.mismatch_guard_kl,
+        rollout_quantization=run.settings["rollout_quantization"],
+        round_base=False,
+        rollouts_ahead=int(ahead),
+        vllm_importance_sampling_clip_max=run.settings.get("vllm_importance_sampling_clip_max", 2.0),
+    )
+    guard = MismatchGuard(settings)
+    rollouts = [completed(row, tokens) for row in run.rows if KL in row]
+    alarms = [number for number, row in enumerate(rollouts, start=1) if guard.judge(row)]
+    farthest = {name: worst(name, rollouts) for name in (TAIL, ESS)}
+    farthest[KL] = max(row[KL] - ERRORS * row[KL_ERROR] for row in rollouts)
+    farthest[RATIO] = max(abs(row[RATIO] - 1) for row in rollouts)
+    return alarms[0] if alarms else None, farthest
+
+
+def completed(row: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """A row with the metrics that its log lacks.
+
+    With k3 ≈ log² ρ / 2, Hölder's inequality gives the smallest error that the KL can have next to the mean of
+    |log ρ|: mean(k3²) ≥ 2 KL³ / mean(|log ρ|)². That is the strictest guard.
+    """
+    kl, size = row[KL], row.get("sampling/sampling_logp_difference/mean")
+    error = math.sqrt(2 * kl**3 / (size**2 * tokens)) if size else 0.0
+    mean = 1 + kl - row.get("mismatch/kl_k1", kl)
+    return {RATIO: mean, KL_ERROR: error, TOKENS: tokens, CONTRADICTED: 0.0} | row
 
 
 def worst(name: str, rollouts: Sequence[dict[str, Any]]) -> float:
@@ -89,7 +129,7 @@ def worst(name: str, rollouts: Sequence[dict[str, Any]]) -> float:
 def replay_all(directory: Path, real: Path) -> list[Group]:
     """Replay every stored run."""
     groups = [
-        replay_group(Group(f"real {task.name}", arm, real_expectation(arm)), sorted(task.glob(f"{arm}-seed*")))
+        replay_group(Group(f"real {task.name}", arm, real_expectation(arm)), sorted(task.glob(f"{arm}-seed*")), REAL)
         for task in sorted(real.iterdir())
         for arm in sorted({path.name.rpartition("-seed")[0] for path in task.iterdir()})
         if "float32_codes" not in arm or arm == COLLAPSED  # syncs no longer do what these arms did
@@ -102,10 +142,10 @@ def replay_all(directory: Path, real: Path) -> list[Group]:
     return groups
 
 
-def replay_group(group: Group, paths: Sequence[Path]) -> Group:
+def replay_group(group: Group, paths: Sequence[Path], tokens: int = TINY) -> Group:
     """Add the runs of one arm to its group."""
     for path in paths:
-        alarm, farthest = replay(read_run(path))
+        alarm, farthest = replay(read_run(path), tokens, group.expected == STALE)
         group.first_alarms.append(alarm)
         for metric, value in farthest.items():
             farther = min if metric == ESS else max
@@ -120,8 +160,10 @@ def alarms(groups: Sequence[Group]) -> list[int]:
 
 def build_table(groups: Sequence[Group]) -> Table:
     """One line per arm, and one per expectation."""
-    table = Table(title="The mismatch guard on the study's runs: worst medians of five rollouts", box=box.SIMPLE_HEAD)
-    for heading in ("experiment", "arm", "expected", "runs", "alarms", "first alarm", "KL", "ρ > C", "ESS"):
+    table = Table(
+        title="The mismatch guard on the study's runs: worst rollouts, and worst medians of five", box=box.SIMPLE_HEAD
+    )
+    for heading in ("experiment", "arm", "expected", "runs", "alarms", "first alarm", "KL", "|ρ - 1|", "ρ > C", "ESS"):
         left = heading in ("experiment", "arm", "expected")
         table.add_column(heading, justify="left" if left else "right", no_wrap=left)
     for group in groups:
@@ -139,9 +181,9 @@ def cells(expected: str, groups: Sequence[Group]) -> list[str]:
     found = alarms(groups)
     when = f"{min(found)}-{max(found)}" if found else ""
     runs = sum(len(group.first_alarms) for group in groups)
-    kl, tail = (max(group.farthest[metric] for group in groups) for metric in (KL, TAIL))
+    kl, bias, tail = (max(group.farthest[metric] for group in groups) for metric in (KL, RATIO, TAIL))
     ess = min(group.farthest[ESS] for group in groups)
-    return [expected, str(runs), str(len(found)), when, f"{kl:.2g}", f"{tail:.2g}", f"{ess:.3f}"]
+    return [expected, str(runs), str(len(found)), when, f"{kl:.2g}", f"{bias:.2g}", f"{tail:.2g}", f"{ess:.3f}"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -154,7 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     record: dict[str, Any] = {"benchmark": "guard", **provenance(torch.device("cpu"), "trl_qurl/trainers/guard.py")}
     groups = replay_all(args.runs, args.real_runs)
     record["results"] = [vars(group) for group in groups]
-    console = Console(width=max(Console().width, 130))
+    console = Console(width=max(Console().width, 150))
     console.print(build_table(groups))
     console.print(f"Written to {write_record(record, args.output)}")
     wrong = [group for group in groups if group.expected == HEALTHY and alarms([group])]

@@ -17,6 +17,7 @@ from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 from trl_qurl.config import CLIPPED_LOSS_TYPES
 from trl_qurl.objective import OBJECTIVES
 from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
+from trl_qurl.trainers.guard import MismatchGuard
 
 # One trainer, with a real engine, in one process: an engine cannot be started twice in a process.
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("trainer")]
@@ -273,18 +274,18 @@ def test_evaluation_uses_the_same_loss(trainer, batch):
     assert "acr/lifted_share" in trainer._metrics["eval"]
 
 
-def test_the_guard_sees_no_evaluation(trainer, batch):
-    trainer.args.objective = "acr"
+def test_the_guard_judges_evaluations(trainer, batch):
     trainer._metrics["eval"].clear()
     trainer.model.eval()
-    batch["sampling_per_token_logps"] = batch["sampling_per_token_logps"].nan_to_num()
+    logps, learned = batch["old_per_token_logps"].repeat(16, 1), batch["completion_mask"].bool().repeat(16, 1)
     try:
-        logps = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
-        trainer._mismatch.add(*logps, batch["completion_mask"].bool(), CAP)
-        trainer._record_mismatch()
+        for behavior in (logps, logps + 1.0):
+            trainer._mismatch.add(logps, behavior, learned, CAP)
+            trainer._record_mismatch()
     finally:
         trainer.model.train()
-    assert "mismatch/kl_k3" in trainer._metrics["eval"] and "mismatch/guard" not in trainer._metrics["eval"]
+        trainer._guard = MismatchGuard(trainer.args)
+    assert trainer._metrics["eval"]["mismatch/guard"] == [0, 1]
 
 
 def test_gradient_accumulation_and_tool_tokens(trainer, batch):
@@ -393,7 +394,7 @@ def test_the_mismatch_is_that_of_one_whole_rollout(trainer, monkeypatch):
         assert len(logged["mismatch/guard"]) == (step + 1) // 4, "the guard judges rollouts"
     trainer.model.zero_grad()
     for rollout in range(2):
-        sums, largest = torch.zeros(7, dtype=torch.float64), 0.0
+        sums, largest = torch.zeros(9, dtype=torch.float64), 0.0
         for batch in micro_batches[4 * rollout : 4 * rollout + 4]:
             with torch.no_grad():
                 proximal_logps = policy_log_probabilities(trainer, batch)

@@ -27,6 +27,18 @@ def test_mismatch_by_hand():
     assert metrics["mismatch/capped_share"] == 0.5
     assert metrics["mismatch/invalid_share"] == pytest.approx(1 / 3)
     assert metrics["mismatch/ess"] == pytest.approx(4.5**2 / (2 * 16.25))  # (Σρ)² / (n Σρ²)
+    # The error, sqrt(Σ k3²) / n, of k3 = 3 - ln 4 and ln 2 - 1/2.
+    assert metrics["mismatch/kl_k3_error"] == pytest.approx(math.hypot(3 - math.log(4), math.log(2) - 0.5) / 2)
+    assert metrics["mismatch/tokens"] == 2
+
+
+def test_contradicted_tokens_by_hand():
+    # The engine is sure of a token, and the trainer gives it less than e^-2 of that: the first only. The second is at
+    # e^-1.9, the engine is not sure of the third, the fourth is padding.
+    behavior = torch.tensor([[-0.6, -0.6, -0.7, -0.6]])
+    proximal = behavior + torch.tensor([[-2.1, -1.9, -5.0, -5.0]])
+    metrics = mismatch_metrics(*mismatch_sums(proximal, behavior, torch.tensor([[1, 1, 1, 0]]), cap=2.0))
+    assert metrics["mismatch/contradicted_share"] == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("size", [1e-2, 1e-4, 1e-6])
@@ -49,29 +61,6 @@ def test_a_log_probability_without_bounds_leaves_numbers():
     tally = MismatchTally(Accelerator(cpu=True))
     tally.add(torch.full((1, 2), -0.5), behavior, torch.ones(1, 2, dtype=torch.bool), cap=2.0)
     assert all(math.isfinite(value) for value in tally.pop().values())
-
-
-def test_rounding_and_staleness_by_hand():
-    # The policy makes the first token twice as likely as the engine's current weights, and four times as likely as
-    # those that sampled it. Nobody scored the second with current weights, the third is padding, and the engine gave
-    # the fourth no log-probability.
-    proximal = torch.tensor([[math.log(4.0), 1.0, 50.0, 1.0]])
-    behavior = torch.tensor([[0.0, 0.0, 0.0, math.nan]])
-    fresh = torch.tensor([[math.log(2.0), math.nan, 0.0, 0.0]])
-    tally = MismatchTally(Accelerator(cpu=True))
-    mask = torch.tensor([[True, True, False, True]])
-    tally.add(proximal, behavior, mask, 2.0, fresh)
-    with pytest.raises(RuntimeError, match="NaN or infinite for 33.3%"):
-        tally.pop()
-    tally = MismatchTally(Accelerator(cpu=True))
-    for _ in range(2):
-        tally.add(proximal[:, :3], behavior[:, :3], mask[:, :3], 2.0, fresh[:, :3])
-    metrics = tally.pop()
-    rounding, total = 2 - 1 - math.log(2), 4 - 1 - math.log(4)
-    assert metrics["mismatch/kl_rounding"] == pytest.approx(rounding)
-    assert metrics["mismatch/kl_staleness"] == pytest.approx(total - rounding)
-    tally.add(proximal[:, :2], behavior[:, :2], mask[:, :2], 2.0)
-    assert "mismatch/kl_rounding" not in tally.pop(), "a sample was counted twice"
 
 
 def test_mismatch_adds_up_over_processes():

@@ -74,10 +74,9 @@ class QuantizedRolloutsConfig:
 
     > Guard
 
-        mismatch_guard: What to do when the sampling policy has drifted from the learning policy: `off`, `warn` or
-            `stop`. `warn` warns once per alarm; `stop` also saves a checkpoint and ends training.
-        mismatch_guard_kl: KL (`mismatch/kl_k3`, nats per token) at which the guard acts, as a median of five rollouts.
-            The tail of the importance ratio and the effective sample size have fixed thresholds.
+        mismatch_guard: What to do when rounding does not explain how far sampling and learning policy differ: `off`,
+            `warn` or `stop`. `warn` warns once per alarm; `stop` also saves a checkpoint and ends training.
+        mismatch_guard_kl: KL of a rollout (`mismatch/kl_k3`, nats per token) at which the guard acts at the latest.
 
     > Changed default
 

@@ -10,7 +10,7 @@ The trainer scores rollout k and learns from it in the meantime, so the weights 
 rollout old. Only the HTTP request runs on a thread of its own; every collective operation stays on the main thread.
 
 Nothing changes in the loss. TRL scores a rollout when it begins to learn from it, so π_prox is θ_k, and
-ρ = π_prox/π_behav covers rounding and staleness together. `_rescore` tells them apart.
+ρ = π_prox/π_behav covers rounding and staleness together.
 
 Each fault has one way out. If the server is lost while a rollout is out, collecting it fails, and it is generated
 again from the current weights, as after any other fault (`recovery`). A checkpoint holds the collected rollout.
@@ -26,7 +26,6 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
@@ -39,7 +38,6 @@ from trl_qurl.rollout.errors import ServerError
 
 logger = get_logger(__name__)  # of the main process
 
-RESCORED = 8  # completions per rollout that `_rescore` sends to the engine
 ABORT_SECONDS = 30.0  # for a server to abort a rollout
 
 Tokens = list[list[int]]
@@ -107,7 +105,6 @@ class AheadVLLMGeneration(QuantizedVLLMGeneration):
     upcoming: Tokens | None = None
     """The prompts of this process's next rollout, set before each training rollout; empty if none will follow."""
     _waited_s = 0.0  # since the latest training rollout
-    _rescored: list[list[float]]  # of the latest training rollout (`_rescore`)
     _next: Rollout | None = None
 
     def sync_weights(self) -> None:
@@ -128,7 +125,6 @@ class AheadVLLMGeneration(QuantizedVLLMGeneration):
             output = super().generate(prompts=prompts, images=images, num_generations=num_generations, **kwargs)
         self.sampled_logps = output[2]
         if upcoming is not None:
-            self._rescored = self._rescore(*output[:2])
             self._cost.metrics["time/wait_for_rollout_s"] = self._waited_s
             self._cost.metrics["rollout/staleness"] = float(self._global_step() - sampled_at)
             self._waited_s = 0.0
@@ -151,32 +147,6 @@ class AheadVLLMGeneration(QuantizedVLLMGeneration):
             self._cost.generate_s = generated_before + self.vllm_client.seconds
         if self.sync.version != version:
             rollout.step = self._global_step()
-
-    def fresh_logps(self, like: torch.Tensor) -> torch.Tensor:
-        """Return `_rescored` as a tensor of the shape and device of `like`, (B, T); NaN where there is none."""
-        padded = torch.full(like.shape, torch.nan)
-        for row, logps in zip(padded, self._rescored, strict=True):
-            row[: len(logps)] = torch.tensor(logps)
-        return padded.to(like.device)
-
-    def _rescore(self, prompt_ids: Tokens, completion_ids: Tokens) -> list[list[float]]:
-        """Return the engine's log-probabilities, in nats, of a sample of completions under its current weights.
-
-        A list per completion of this process, empty for those not in the sample; only the main process has one. With
-        the trainer's log-probabilities of the same tokens, they give the mismatch that rounding alone causes. There
-        is no sample at other temperatures than 1, which vLLM ignores here.
-        """
-        scored: list[list[float]] = [[] for _ in completion_ids]
-        if not self.accelerator.is_main_process or self.temperature != 1.0:
-            return scored
-        rows = range(0, len(scored), -(-len(scored) // RESCORED))
-        sequences = [prompt_ids[row] + completion_ids[row] for row in rows]
-        lengths = [len(prompt_ids[row]) for row in rows]
-        with suppress(ServerError):  # collecting the next rollout will notice
-            answer = self.vllm_client.get_sequence_logprobs(sequences, lengths, top_logprobs=1)
-            for row, logps in zip(rows, answer["actual_logprobs"], strict=True):
-                scored[row] = [logp for (logp,) in logps]
-        return scored
 
     def state(self) -> dict[str, Any] | None:
         """Return the rollout generated ahead, for a checkpoint. A collective operation."""

@@ -14,6 +14,7 @@ INVALID_LIMIT = 0.01
 
 SERVED_MINUS_INFINITY = -9999.0  # stand-in for -inf in the responses of a vLLM server
 LARGEST_LOG_RATIO = 20.0  # limits the weight of a single token, and keeps ρ² within float32
+LIKELY, UNLIKELY = math.log(0.5), -2.0  # log π_behav and log ρ that contradict each other
 
 
 def valid_logps(logps: list[list[float | None]]) -> list[list[float | None]]:
@@ -40,17 +41,9 @@ class MismatchTally:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._parts: list[torch.Tensor] = []  # `mismatch_sums` and the largest ratio, (8,) each
-        self._samples: list[torch.Tensor] = []  # count and two KLs of tokens scored by fresh weights, (3,) each
+        self._parts: list[torch.Tensor] = []  # `mismatch_sums` and the largest ratio, (10,) each
 
-    def add(
-        self,
-        proximal_logps: torch.Tensor,
-        behavior_logps: torch.Tensor,
-        mask: torch.Tensor,
-        cap: float,
-        fresh_logps: torch.Tensor | None = None,
-    ) -> None:
+    def add(self, proximal_logps: torch.Tensor, behavior_logps: torch.Tensor, mask: torch.Tensor, cap: float) -> None:
         """Add a part of the rollout.
 
         Args:
@@ -58,15 +51,9 @@ class MismatchTally:
             behavior_logps: `(B, T)`, in nats; NaN where the engine returned no valid value.
             mask: `(B, T)`, bool: the tokens to learn from.
             cap: C, a ratio.
-            fresh_logps: `(B, T)`, in nats, of the engine with the weights that `proximal_logps` were computed with,
-                if older ones sampled; NaN for all but a sample of the tokens.
         """
         sums, ratio_max = mismatch_sums(proximal_logps, behavior_logps, mask, cap)
         self._parts.append(torch.stack([*sums, ratio_max]))
-        if fresh_logps is not None:
-            sample = mask & fresh_logps.isfinite() & behavior_logps.isfinite()
-            both = [mismatch_sums(proximal_logps, logps, sample, cap)[0] for logps in (behavior_logps, fresh_logps)]
-            self._samples.append(torch.stack([both[0][0], both[0][2], both[1][2]]))
 
     def pop(self) -> dict[str, float]:
         """Return the metrics of the whole rollout, and start over. A collective operation.
@@ -77,7 +64,7 @@ class MismatchTally:
         Raises:
             RuntimeError: More than `INVALID_LIMIT` of the tokens have no valid log-probability from the engine.
         """
-        parts, self._parts = torch.stack(self._parts), []  # (parts, 8)
+        parts, self._parts = torch.stack(self._parts), []  # (parts, 10)
         # Some accelerators lack float64. The terms of a sum are of similar size, so float32 keeps its digits.
         sums = self._accelerator.reduce(parts[:, :-1].sum(0).float(), reduction="sum")
         metrics = mismatch_metrics(sums, self._accelerator.gather(parts[:, -1].max().float()).max().item())
@@ -89,12 +76,6 @@ class MismatchTally:
                 "vllm_engine_kwargs), a faulty kernel (run `trl-qurl doctor`), or an engine option such as "
                 "speculative_config (remove it). Then resume from the last checkpoint."
             )
-        if self._samples:
-            samples, self._samples = torch.stack(self._samples), []  # (parts, 3)
-            count, total, rounding = self._accelerator.reduce(samples.sum(0).float(), reduction="sum").tolist()
-            if count:
-                metrics["mismatch/kl_rounding"] = rounding / count
-                metrics["mismatch/kl_staleness"] = (total - rounding) / count
         return metrics
 
 
@@ -110,15 +91,16 @@ def mismatch_sums(
         cap: C; a larger ratio counts as capped.
 
     Returns:
-        Sums of (1, log ρ, ρ − 1 − log ρ, ρ, ρ², [ρ > C]) over the tokens with a behavior log-probability, and the
-        number of those without, shape (7,), float64; and the largest ρ, shape (), 0 without tokens.
+        Sums of (1, log ρ, k3 = ρ − 1 − log ρ, k3², ρ, ρ², [ρ > C], [π_behav ≥ 1/2 and ρ < e⁻²]) over the tokens with a
+        behavior log-probability, and the number of those without, shape (9,), float64; and the largest ρ, shape (), 0
+        without tokens.
     """
     scored = mask.bool() & behavior_logps.isfinite()
     log_ratio = (proximal_logps.double() - behavior_logps.double())[scored].clamp(max=LARGEST_LOG_RATIO)
     ratio = log_ratio.exp()  # (tokens,)
-    # The third term is summed directly, because a difference of the other sums loses its digits near ρ = 1.
-    terms = [torch.ones_like(ratio), log_ratio, log_ratio.expm1() - log_ratio]
-    terms += [ratio, ratio.square(), (ratio > cap).double()]
+    k3 = log_ratio.expm1() - log_ratio  # a difference of the other sums loses its digits near ρ = 1
+    terms = [torch.ones_like(ratio), log_ratio, k3, k3.square(), ratio, ratio.square()]
+    terms += [(ratio > cap).double(), ((behavior_logps[scored] >= LIKELY) & (log_ratio < UNLIKELY)).double()]
     sums = [term.sum() for term in terms] + [(mask.bool() & ~scored).sum().double()]
     return torch.stack(sums), ratio.max() if ratio.numel() else ratio.new_zeros(())
 
@@ -133,13 +115,13 @@ def mismatch_metrics(sums: torch.Tensor, ratio_max: float) -> dict[str, float]:
     and ESS is the effective sample size as a share of the n tokens.
 
     Args:
-        sums: First result of `mismatch_sums`, added up over processes, (7,).
+        sums: First result of `mismatch_sums`, added up over processes, (9,).
         ratio_max: Largest ρ over processes.
 
     Returns:
         Metrics by name; empty without tokens, and only the invalid share if no token was scored.
     """
-    count, log_ratio, k3, ratio, ratio_squared, capped, invalid = sums.tolist()
+    count, log_ratio, k3, k3_squared, ratio, ratio_squared, capped, contradicted, invalid = sums.tolist()
     if count + invalid == 0:
         return {}
     share = {"mismatch/invalid_share": invalid / (count + invalid)}
@@ -148,8 +130,11 @@ def mismatch_metrics(sums: torch.Tensor, ratio_max: float) -> dict[str, float]:
     return share | {
         "mismatch/kl_k1": -log_ratio / count,
         "mismatch/kl_k3": k3 / count,
+        "mismatch/kl_k3_error": k3_squared**0.5 / count,
         "mismatch/ratio_mean": ratio / count,
         "mismatch/ratio_max": float(ratio_max),
         "mismatch/capped_share": capped / count,
+        "mismatch/contradicted_share": contradicted / count,
+        "mismatch/tokens": count,
         "mismatch/ess": ratio**2 / (count * ratio_squared),
     }

@@ -97,7 +97,7 @@ class QuRLGRPOTrainer(QuantizedRolloutsMixin, GRPOTrainer):
             batch = super()._generate_and_score_completions(inputs)
         if "old_per_token_logps" in batch and "sampling_per_token_logps" in batch:
             logps = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
-            self._mismatch.add(*logps, learned_tokens(batch), self._cap, batch.get("fresh_logps"))
+            self._mismatch.add(*logps, learned_tokens(batch), self._cap)
             self._record_mismatch()
         return batch
 
@@ -150,7 +150,7 @@ class QuRLGRPOTrainer(QuantizedRolloutsMixin, GRPOTrainer):
         if scores_now:
             proximal_logps = policy_logps
             logps = proximal_logps, inputs["sampling_per_token_logps"]
-            self._mismatch.add(*logps, learned, self._cap, inputs.get("fresh_logps"))
+            self._mismatch.add(*logps, learned, self._cap)
             # The rollout's last micro-batch (TRL increments `_step` after the loss); in evaluation, each one is.
             if self._mode == "eval" or (self._step + 1) % self.args.steps_per_generation == 0:
                 self._record_mismatch()

@@ -70,7 +70,7 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
         learned = learned_tokens(batch)  # (B, T)
         cap = self.args.vllm_importance_sampling_clip_max
         cap = float("inf") if cap is None else cap
-        self._mismatch.add(proximal_logps, behavior_logps, learned, cap, batch.get("fresh_logps"))
+        self._mismatch.add(proximal_logps, behavior_logps, learned, cap)
         if self.args.objective == TRL_LOSS:
             return {"proximal_logps": proximal_logps}
         # Masked tokens have no ratio: mark them with NaN, which also keeps their padding out of exp().

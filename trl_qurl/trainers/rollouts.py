@@ -27,7 +27,7 @@ from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.arguments import applies_uaq, check_arguments, check_prompts, checked_config, rollout_settings
 from trl_qurl.trainers.callbacks import RunLogCallback, TrainerAwareCallback, UpdateAwareQuantizationCallback
 from trl_qurl.trainers.dynamic_sampling import named_rewards
-from trl_qurl.trainers.guard import MismatchGuardCallback
+from trl_qurl.trainers.guard import MismatchGuard
 from trl_qurl.trainers.model_card import add_rollouts, quantized_card
 from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state, skip_epochs, write_quantized
 from trl_qurl.trainers.step_timer import StepTimer
@@ -69,7 +69,7 @@ class QuantizedRolloutsMixin(TRLTrainer):
         arguments |= arguments.pop("kwargs", {})  # some trainers leave the rest to their parent
         self._before_engine(args, arguments)
         self._step_timer = StepTimer()
-        self._guard = None if args.mismatch_guard == "off" else MismatchGuardCallback(args)
+        self._guard = None if args.mismatch_guard == "off" else MismatchGuard(args)
         # Ours go first: rows logged by user callbacks belong in run.jsonl, their time in no step.
         run_log = RunLogCallback({"updates_per_rollout": args.updates_per_rollout, "algorithm": self._algorithm})
         uaq = [UpdateAwareQuantizationCallback(args.uaq_scale)] if applies_uaq(args, arguments) else []
@@ -132,8 +132,6 @@ class QuantizedRolloutsMixin(TRLTrainer):
             "time/logps_s": self._scoring_seconds,
             "throughput/generated_tokens_per_s": tokens / cost.generate_s if cost.generate_s else 0.0,
         }
-        if ahead is not None:
-            batch["fresh_logps"] = ahead.fresh_logps(batch["completion_ids"])
         self._record(metrics | cost.metrics)
         return batch
 
@@ -184,8 +182,8 @@ class QuantizedRolloutsMixin(TRLTrainer):
     def _record_mismatch(self) -> None:
         """Log the mismatch of the rollout just scored, and pass it to the guard. Every process must call this."""
         metrics = self._mismatch.pop()
-        if self._guard is not None and self._mode == "train":
-            metrics |= self._guard.observe(metrics)
+        if self._guard is not None:
+            metrics |= self._guard.observe(metrics, self._mode == "train")
         self._record(metrics)
 
     def _sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
