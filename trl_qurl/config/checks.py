@@ -31,6 +31,8 @@ def check_number(config: object, name: str, is_allowed: Callable[[Any], bool], r
 
 def check_patterns(patterns: Iterable[str], name: str) -> None:
     """Raise `ValueError` for a pattern that starts with `re:` but is not a regular expression."""
+    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f"{name} is {patterns!r}, but must be a list of patterns, or [] for none.")
     for pattern in patterns:
         try:
             re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
