@@ -145,6 +145,16 @@ def test_chats(shared):
 
 
 @in_an_engine
+@pytest.mark.parametrize("name", ["rewards", "rloo", "tools"])
+def test_an_evaluation_asks_in_the_words_of_training_and_greedily(shared, name):
+    evaluated = shared[name]["evaluated"]
+    assert evaluated["asked"]["prompts"] == evaluated["trained_on"]
+    settings = {"temperature": 0, "repetition_penalty": 1, "structured_outputs_regex": None}
+    assert evaluated["asked"]["settings"] == settings | {"generation_kwargs": {"stop": ["b"]}}
+    assert evaluated["restored"]
+
+
+@in_an_engine
 def test_regularization(shared):
     updates, [rollout] = trained(shared["rewards"], steps=4, mismatch=0.5)
     assert [row["kl"] > 0 for row in updates] == [False, True, True, True], "the first update starts at the reference"

@@ -2,12 +2,17 @@
 
 import gzip
 import json
+import math
+import subprocess
+import sys
 
 import pytest
+from conftest import child_environment
 from tiny import SHARED
 
-from trl_qurl.lab.data import INSTRUCTION, as_solution, load_questions
+from trl_qurl.lab.data import INSTRUCTION, load_questions
 from trl_qurl.lab.evaluation.tasks import are_correct
+from trl_qurl.lab.grading import accuracy_reward, as_solution, is_text
 
 
 def write(path, rows):
@@ -62,6 +67,49 @@ def test_trl_grades_what_data_sets_call_an_answer(answer, right, wrong):
     assert are_correct(texts, [as_solution(answer)] * 2) == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("answer", "solution", "right", "wrong"),
+    [
+        ("18 dollars", "$18$ dollars", ["18", "\\$18", "18 dollars", "18\\text{ dollars}"], ["81", "dollars"]),
+        ("#### 72 clips", "$72$ clips", ["72"], ["27"]),
+        ("5 km/h", "$5$ km/h", ["5", "5\\,\\text{km/h}"], ["6"]),
+        ("12 cm^2", "$12$ cm^2", ["12", "12\\text{ cm}^2"], ["144"]),
+        ("7 (seven)", "$7$ (seven)", ["7"], ["8"]),
+        ("€5", "€$5$", ["5", "€5"], ["6"]),
+        ("-3 degrees", "$-3$ degrees", ["-3"], ["3"]),
+        ("20\\text{ miles}", "$20$ miles", ["20"], ["2"]),
+        ("\\frac{1}{2} cups", "$\\frac{1}{2}$ cups", ["0.5"], ["2"]),
+        ("so \\boxed{\\frac{1}{2}}.", "$\\frac{1}{2}$", ["0.5"], ["2"]),
+        ("2xy", "$2xy$", ["2yx"], ["2"]),
+        ("2 x", "$2 x$", ["2x"], ["2"]),
+        ("x - y", "$x - y$", ["-y + x"], ["y - x"]),
+        ("1.5 million", "$\\text{1.5 million}$", ["1.5 million"], ["1.5"]),
+        ("9 am", "$\\text{9 am}$", ["9\\text{ am}"], ["9 pm", "9"]),
+        ("Paris", "$\\text{Paris}$", ["Paris", "\\text{paris.}", "\\textbf{Paris}"], ["Siarp", "London"]),
+        ("New York", "$\\text{New York}$", ["new  york"], ["York New"]),
+        ("World War 2", "$\\text{World War 2}$", ["World War 2"], ["2", "World War 3"]),
+        ("rock and roll", "$\\text{rock and roll}$", ["rock and roll"], ["roll and rock"]),
+        ("état", "$\\text{état}$", ["état", "e\u0301tat"], ["tate"]),
+        ("東京", "$\\text{東京}$", ["東京"], ["京東"]),
+        ("2024-01-05", "$\\text{2024-01-05}$", ["2024-01-05"], ["2018"]),
+        ("C++", "$C++$", ["C++"], ["C"]),  # mathematics that TRL cannot read
+        ("(A)", "$(A)$", ["A", "\\text{(A)}"], ["B"]),
+    ],
+)
+def test_numbers_are_compared_as_mathematics_and_words_as_text(answer, solution, right, wrong):
+    pytest.importorskip("math_verify")
+    assert as_solution(answer) == solution and is_text(solution) == ("\\text" in solution)
+    for given, expected in [*((text, 1.0) for text in right), *((text, 0.0) for text in wrong)]:
+        completion = [{"role": "assistant", "content": f"So it is \\boxed{{{given}}}."}]
+        assert accuracy_reward([completion], [solution]) == [expected], given
+
+
+def test_a_text_in_one_box_of_two_is_wrong():
+    pytest.importorskip("math_verify")
+    texts = ["\\boxed{Paris} or \\boxed{London}", "\\boxed{Paris}, so \\boxed{Paris}", "Paris"]
+    assert are_correct(texts, ["$\\text{Paris}$"] * 3) == [False, True, False]
+
+
 @pytest.mark.skipif(not (SHARED / "data").exists(), reason="needs ../shared/data")
 def test_trl_grades_the_answers_of_two_benchmarks():
     pytest.importorskip("math_verify")
@@ -74,7 +122,7 @@ def test_trl_grades_the_answers_of_two_benchmarks():
         missed += [a for a, right in zip(answers, are_correct(texts, solutions), strict=True) if not right]
         pairs = zip(answers, answers[1:], are_correct(texts[:-1], solutions[1:]), strict=False)
         equal += [(one, other) for one, other, right in pairs if right and one != other]
-    assert missed == ["11\\sqrt2"]  # TRL wants \sqrt{2}
+    assert missed == []  # TRL cannot read 11\sqrt2, but the same text is right
     assert equal == [("5", "x=5")]  # answers to two questions that are indeed equal
 
 
@@ -102,21 +150,29 @@ def test_a_hub_name_is_not_looked_for_on_disk(monkeypatch):
     ("rows", "message"),
     [
         (
-            [{"question": "q", "solution": "s"}],
-            r"Row 1 .* has no answer or final_answer; its columns are question, solution",
+            [{"question": "q", "reply": "s"}],
+            r"Row 1 .* has no answer or final_answer or solution or ground_truth; its columns are question, reply",
         ),
         (
             [{"question": "q", "answer": "a"}, {"text": "p"}],
             r"Row 2 .* has no question or problem or prompt and no answer or final_answer",
         ),
-        ([{"question": "q", "answer": None}], r"Row 1 .* has no answer"),
+        *[
+            ([{"question": "q", "answer": empty}], r"Row 1 .* has no answer")
+            for empty in (None, "", "  ", [], math.nan)
+        ],
+        *[([{"question": "q", "answer": a}], "answer in row 1 .* is no text or number") for a in ({"value": 7}, [{}])],
+        *[([{"question": empty, "answer": "7"}], r"Row 1 .* has no question") for empty in (None, "", "  ")],
+        ([{"question": {"text": "q"}, "answer": "7"}], r"row 1 of .* is neither a text nor a conversation"),
+        ([{"question": [{"role": "user", "content": " "}], "answer": "7"}], r"row 1 of .* is neither a text nor"),
+        (["q"], r"Row 1 .* is no object"),
         ([{"prompt": ["q"], "answer": "a"}], r"row 1 of .* is neither a text nor a conversation"),
-        ([{"prompt": [], "answer": "a"}], r"row 1 of .* is neither a text nor a conversation"),
+        ([{"prompt": [], "answer": "a"}], r"Row 1 .* has no question"),
         (
             [{"prompt": [{"role": "assistant", "content": "q"}], "answer": "a"}],
             r"row 1 of .* that ends with the role \"user\"",
         ),
-        ([], "cannot be read as json"),
+        ([], "contains no questions"),
     ],
 )
 def test_a_bad_file_is_named_with_its_fault(tmp_path, rows, message):
@@ -165,13 +221,13 @@ def test_a_missing_file_is_not_mistaken_for_a_hub_name(tmp_path, monkeypatch, na
 
 
 def test_files_that_are_not_what_their_name_says(tmp_path):
-    (tmp_path / "broken.jsonl").write_text('{"question": \n')
+    (tmp_path / "broken.jsonl").write_text('{"question": "q"}\n{"question": \n')
     (tmp_path / "plain.jsonl.gz").write_text('{"question": "q", "answer": "a"}\n')
     (tmp_path / "bytes.parquet").write_text("question,answer\n")
     (tmp_path / "table.xlsx").write_text("question,answer\n")
     for name, message in [
-        ("broken.jsonl", "cannot be read as json: JSON parse error"),
-        ("plain.jsonl.gz", "cannot be read as json: .*Not a gzipped file"),
+        ("broken.jsonl", "cannot be read as jsonl: Expecting value: line 2 column 14"),
+        ("plain.jsonl.gz", "cannot be read as jsonl: Not a gzipped file"),
         ("bytes.parquet", "cannot be read as parquet: "),
         ("table.xlsx", "is not a .json, .jsonl, .csv, .parquet file"),
     ]:
@@ -193,3 +249,26 @@ def test_tables_are_read_too(tmp_path):
 def test_a_limit_that_leaves_nothing_is_refused(tmp_path):
     with pytest.raises(ValueError, match="limit=0"):
         load_questions(str(tmp_path / "unread.jsonl"), limit=0)
+
+
+def test_values_stay_as_they_are_written(tmp_path):
+    """Not as `datasets` and pandas guess them: NA as nothing, long integers beside decimals as rounded numbers."""
+    (tmp_path / "q.csv").write_text("\ufeffquestion,answer\nq,NA\nq,12345678901234567\nq,1.50\n")
+    assert load_questions(str(tmp_path / "q.csv"))["solution"][:] == ["$\\text{NA}$", "$12345678901234567$", "$1.50$"]
+    path = tmp_path / "Q.JSONL"
+    path.write_text('{"question": "q", "answer": 12345678901234567.5}\n\n{"question": 1, "answer": false}\n')
+    assert load_questions(str(path))["solution"][:] == ["$12345678901234567.5$", "$\\text{False}$"]
+
+
+def test_a_comma_that_shifts_the_columns_is_named(tmp_path):
+    (tmp_path / "q.csv").write_text("question,answer\nOne, two, three?,4\n")
+    with pytest.raises(ValueError, match="Row 1 of .* has more cells than the first line has names"):
+        load_questions(str(tmp_path / "q.csv"))
+
+
+def test_local_files_need_no_cache(tmp_path):
+    path = write(tmp_path / "q.jsonl", [{"question": "q", "answer": "1"}])
+    code = f"from trl_qurl.lab.data import load_questions; print(load_questions({path!r})['solution'][:])"
+    environment = child_environment(HF_HOME="/proc/nowhere")
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout == "['$1$']\n", done.stderr

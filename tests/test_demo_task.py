@@ -107,8 +107,10 @@ def test_the_actor_is_measured_greedily_after_a_sync(tokenizer):
     ids = task.encode_problems(task.sample_problems(4, seed=0), tokenizer)
 
     class Engine:
-        temperature = 1.0
         calls = ()
+
+        def __init__(self):
+            self.temperature = 1.0
 
         def sync_weights(self):
             self.calls += ("sync",)

@@ -2,14 +2,10 @@
 
 import json
 import math
-import os
 import random
 import statistics
 import subprocess
 import sys
-import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -253,35 +249,13 @@ def read_answers(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_an_engine_ends_with_the_command_that_was_killed(tmp_path):
-    os.mkfifo(tmp_path / "job")  # which the process of the engine waits for
-    worker = [sys.executable, "-m", "trl_qurl.lab.evaluation.worker", str(tmp_path / "job")]
-    started = subprocess.Popen([sys.executable, "-c", f"import subprocess; subprocess.run({worker})"])
-    while True:
-        try:
-            held = os.open(tmp_path / "job", os.O_WRONLY | os.O_NONBLOCK)
-            break  # it has begun to wait
-        except OSError:
-            assert started.poll() is None, "the process of the engine has ended"
-            time.sleep(0.01)
-    with os.fdopen(held, "wb"):
-        [child] = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
-        started.kill()
-        started.wait()
-        deadline = time.monotonic() + 30
-        while Path(f"/proc/{child}/exe").exists():
-            assert time.monotonic() < deadline, "a process outlived its command"
-            time.sleep(0.01)
-
-
 @pytest.mark.vllm
 @pytest.mark.xdist_group("evaluation")
 def test_finished_formats_are_not_repeated(evaluated, monkeypatch, capsys):
     """A format that is missing is answered as before, and those that are there start no engine."""
     directory, _ = evaluated
     monkeypatch.setenv("TRL_QURL_CACHE", str(directory / "cache"))
-    no_processes = SimpleNamespace(run=lambda *args, **kwargs: pytest.fail("a process was started"))
-    monkeypatch.setattr(evaluation_command, "subprocess", no_processes)
+    monkeypatch.setattr(evaluation_command, "call_in_child", lambda *args, **kwargs: pytest.fail("a process started"))
     sampled = ["--samples", "4", "--temperature", "1"]
     again = command("", directory, "whole", *sampled)[3:]
     assert cli.main([*again, "--schemes", "int8,none"]) == 0
@@ -291,6 +265,8 @@ def test_finished_formats_are_not_repeated(evaluated, monkeypatch, capsys):
     assert results[0]["difference"] is None and results[1]["difference"] is not None
     assert cli.main([*again, "--seed", "1"]) == 2
     assert "different settings (sampling)" in capsys.readouterr().err
+    assert cli.main([*again, *sampled, "--chat-template-kwargs", '{"enable_thinking": false}']) == 2
+    assert "different settings (chat_template_kwargs)" in capsys.readouterr().err
     write_questions(directory / "sums.jsonl", 6, answer="8")
     assert cli.main(again) == 2
     assert "different settings (tasks)" in capsys.readouterr().err
@@ -302,7 +278,19 @@ def test_heads_that_the_engine_has_no_kernel_for_are_named(tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path)
     task = load_task(write_questions(tmp_path / "sums.jsonl", 2))
     with pytest.raises(ValueError, match="heads of this model are 16 wide"):
-        start_engine(Job("BF16", str(tmp_path), [task], {"max_tokens": 8}, 0, tmp_path / "answers.jsonl"))
+        start_engine(Job("BF16", str(tmp_path), [task], {"max_tokens": 8}, 0, {}))
+
+
+def test_prompts_are_made_with_the_arguments_for_the_chat_template(tmp_path, monkeypatch):
+    monkeypatch.setattr("vllm.LLM", lambda **arguments: None)
+    tiny_model(max_position_embeddings=256).save_pretrained(tmp_path)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if not enable_thinking %}[no]{% endif %}"
+    tokenizer.save_pretrained(tmp_path)
+    task = load_task(write_questions(tmp_path / "sums.jsonl", 1))
+    job = Job("BF16", str(tmp_path), [task], {"max_tokens": 8}, 0, {}, ENGINE, {"enable_thinking": False})
+    [tokens] = start_engine(job)[0]["sums"]
+    assert tokenizer.decode(tokens).replace(" ", "").endswith("[no]")
 
 
 def test_answers_must_fit_into_the_context():
@@ -318,7 +306,7 @@ def test_a_context_that_is_too_short_is_named(tmp_path):
     tiny_model(max_position_embeddings=256).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     task = load_task(write_questions(tmp_path / "sums.jsonl", 2))
-    job = Job("BF16", str(tmp_path), [task], {"max_tokens": 200}, 0, tmp_path / "answers.jsonl")
+    job = Job("BF16", str(tmp_path), [task], {"max_tokens": 200}, 0, {})
     with pytest.raises(ValueError, match=r"context of 256: use at most --max-tokens \d+"):
         start_engine(job)
 
@@ -371,7 +359,7 @@ def test_an_engine_on_a_cpu_takes_memory_that_is_free(tmp_path, monkeypatch):
     tiny_tokenizer().save_pretrained(tmp_path)
     task = load_task(write_questions(tmp_path / "q.jsonl", 1))
     for own in ({}, {"gpu_memory_utilization": 0.4}, ENGINE):
-        start_engine(Job("BF16", str(tmp_path), [task], {"max_tokens": 8}, 0, tmp_path / "a.jsonl", own))
+        start_engine(Job("BF16", str(tmp_path), [task], {"max_tokens": 8}, 0, {}, own))
     weights = (tmp_path / "model.safetensors").stat().st_size
     default, share, chosen = (arguments.get("kv_cache_memory_bytes") for arguments in started)
     assert default == (12 * 10**9 - weights - 2**30) // 2, "half of what is free beside weights and process"

@@ -362,3 +362,45 @@ def test_the_latest_complete_checkpoint_is_what_true_means(checkpoints):
     assert checkpoint_to_resume(given, str(checkpoints)) == given
     for no in (None, False, "false"):
         assert checkpoint_to_resume(no, str(checkpoints)) is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "tasks"),
+    [
+        ([], ["gsm8k"]),
+        (["--dataset", "openai/gsm8k"], ["gsm8k"]),
+        (["--dataset", "mine.jsonl"], []),
+        (["--dataset=mine.jsonl"], []),
+        (["--dataset", "mine.jsonl", "--eval-tasks", "held_out.jsonl"], ["held_out.jsonl"]),
+        (["--eval_tasks", "held_out.jsonl", "--dataset", "mine.jsonl"], ["held_out.jsonl"]),
+    ],
+)
+def test_another_dataset_drops_the_tasks_of_a_recipe(argv, tasks, tmp_path, caplog):
+    script, _, _ = grpo.parse_arguments(["--config", "lora_w4", *argv, *ON_CPU])
+    assert script.eval_tasks == tasks
+    assert (caplog.messages == []) == bool(tasks)
+    mine = write(tmp_path / "mine.yaml", dataset="mine.jsonl")
+    script, _, _ = grpo.parse_arguments(["--config", "lora_w4", mine, *ON_CPU])
+    assert script.eval_tasks == [] and script.dataset == "mine.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rollout_quantization: off", "rollout_quantization is False: write 'none', or one of int8, fp8"),
+        ("rollout_quantization: 8", "rollout_quantization is 8: write 'none', or one of int8"),
+        ("quantization_ignore:", r"quantization_ignore is None, but must be a list of patterns, or \[\] for none"),
+        ("quantization_ignore: [1]", r"quantization_ignore is \[1\], but must be a list of patterns"),
+        ("env: [A]", r"env in .*mine.yaml is \['A'\]: write a line `NAME: value` below it for each variable"),
+    ],
+)
+def test_values_that_yaml_reads_otherwise_are_named(text, message, tmp_path):
+    (tmp_path / "mine.yaml").write_text(f"{text}\n")
+    with pytest.raises(ValueError, match=message):
+        grpo.parse_arguments(["--config", str(tmp_path / "mine.yaml"), *ON_CPU])
+
+
+def test_off_is_what_the_guard_calls_it(tmp_path):
+    (tmp_path / "mine.yaml").write_text("mismatch_guard: off\nenv:\n")
+    _, config, _ = grpo.parse_arguments(["--config", str(tmp_path / "mine.yaml"), *ON_CPU])
+    assert config.mismatch_guard == "off"

@@ -88,3 +88,41 @@ def test_becoming_a_command_that_is_not_there(capsys, monkeypatch):
     monkeypatch.setattr(processes, "die_with_parent", lambda: None)
     assert processes.main(["no-such-program"]) == 127
     assert "Cannot start no-such-program" in capsys.readouterr().err
+
+
+def half(number):
+    """For a call in a child."""
+    if number % 2:
+        raise ValueError(f"{number} is odd")
+    if number == 0:
+        os._exit(3)
+    return number // 2
+
+
+@pytest.mark.parametrize("shows_output", [True, False])
+def test_a_call_returns_what_the_function_does_or_says_what_a_user_can_fix(shows_output, monkeypatch, capfd):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+    assert processes.call_in_child(half, 4, "lost", shows_output) == 2
+    for number in (0, 3):
+        with pytest.raises(ChildProcessError, match="lost"):
+            processes.call_in_child(half, number, "lost", shows_output)
+    assert capfd.readouterr().err.strip().endswith("trl-qurl: error: 3 is odd")
+
+
+def test_a_call_ends_with_the_command_that_was_killed():
+    code = "import time; from trl_qurl.lab.processes import call_in_child; call_in_child(time.sleep, 600, '', True)"
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    children, deadline = Path(f"/proc/{parent.pid}/task/{parent.pid}/children"), time.monotonic() + 60
+    while not (started := children.read_text().split()) or "answer_call" not in command_line(started[0]):
+        assert time.monotonic() < deadline, "no process was started"
+        time.sleep(0.05)
+    time.sleep(1)  # until it has asked to die with its parent
+    parent.kill()
+    parent.wait()
+    while Path(f"/proc/{started[0]}/exe").exists():
+        assert time.monotonic() < deadline, "a process outlived its command"
+        time.sleep(0.05)
+
+
+def command_line(process):
+    return Path(f"/proc/{process}/cmdline").read_text()

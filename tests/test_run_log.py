@@ -81,6 +81,19 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
     assert read_run(tmp_path).series("reward") == [(1, 0.5), (2, 0.6)]
 
 
+@pytest.mark.parametrize("damage", [b"\0\0\xff", b'{"step": 2, "rew', b"[1]", b'{"reward": 1}', b'{"step": "2"}'])
+def test_a_damaged_line_does_not_stop_a_resume(damage, tmp_path):
+    """From a checkpoint that is sound; only the line is lost."""
+    path = tmp_path / RUN_LOG
+    write(path, [{"step": step, "reward": step / 10} for step in (1, 2, 3, 4)])
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([*lines[:2], damage, *lines[3:]]))
+    with pytest.raises(ValueError, match="is damaged"):
+        read_run(path)
+    write(path, [{"step": 4, "reward": 0.7}], step=3)
+    assert read_run(path).series("reward") == [(1, 0.1), (3, 0.3), (4, 0.7)]
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from short_runs import chat_tokenizer, letters, question, questions, run, seen
+from short_runs import chat_tokenizer, evaluated, letters, question, questions, run, seen
 from tiny import tiny_model
 from transformers import PreTrainedTokenizerFast
 
@@ -85,7 +85,7 @@ def tools(out: Path) -> dict[str, Any]:
         },
         **AGENT,
     )
-    return seen(trainer) | {"said": said[0]}
+    return seen(trainer) | {"said": said[0], "evaluated": evaluated(trainer)}
 
 
 class Calculator:

@@ -18,7 +18,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 import agents
 import families
 from datasets import IterableDataset
-from short_runs import chat_tokenizer, letters, questions, run, saved, seen
+from short_runs import chat_tokenizer, evaluated, letters, questions, run, saved, seen
 from tiny import tiny_model
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
@@ -101,6 +101,7 @@ def rewards(out: Path) -> dict[str, Any]:
         "steps": counter.steps,
         "table": table,
         "checkpointing": trainer.model.is_gradient_checkpointing,
+        "evaluated": evaluated(trainer),
     }
 
 
@@ -168,7 +169,7 @@ def rloo(out: Path) -> dict[str, Any]:
         **EVALUATED,
         num_generations_eval=2,
     )
-    return seen(trainer) | {"steps": counter.steps}
+    return seen(trainer) | {"steps": counter.steps, "evaluated": evaluated(trainer)}
 
 
 def ppo(out: Path) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from trl_qurl import (
     QuRLRLOOConfig,
     QuRLRLOOTrainer,
 )
+from trl_qurl.lab.evaluation.callback import evaluate_task
+from trl_qurl.lab.evaluation.tasks import Task
 
 TEMPLATE = (
     "{% if tools %}{% for tool in tools %}{{ tool.function.name }} {% endfor %}{% endif %}"
@@ -110,3 +112,22 @@ def saved(out: Path) -> str:
 def seen(trainer: Any) -> dict[str, Any]:
     """What every run records."""
     return {"history": trainer.state.log_history}
+
+
+def evaluated(trainer: Any) -> dict[str, Any]:
+    """What an evaluation asks the engine for, and how, beside the prompts that training makes of it."""
+    generation = trainer.vllm_generation
+    settings = ("temperature", "repetition_penalty", "structured_outputs_regex", "generation_kwargs")
+    training = {name: getattr(generation, name) for name in settings}
+    chat = [[{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1="}]]
+    generation.generation_kwargs = {**(training["generation_kwargs"] or {}), "temperature": 2.0, "stop": ["b"]}
+    asked: dict[str, Any] = {}
+
+    def generate(prompts: Any, **kwargs: Any) -> Any:
+        asked.update(prompts=prompts, settings={name: getattr(generation, name) for name in settings})
+        return type(generation).generate(generation, prompts=prompts, **kwargs)
+
+    generation.generate = generate
+    evaluate_task(trainer, Task("sums", chat * 4, ["$2$"] * 4))
+    restored = all(getattr(generation, name) == training[name] for name in settings[:-1])
+    return {"asked": asked, "trained_on": trainer._tokenize_prompts(chat * 4)[0], "restored": restored}

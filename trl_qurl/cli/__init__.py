@@ -89,6 +89,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except USER_ERRORS as error:
         if shows_everything():
             raise
-        message = " ".join(str(error).split()) or type(error).__name__
-        print(f"trl-qurl: error: {message}", file=sys.stderr)
+        print(f"trl-qurl: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return 2

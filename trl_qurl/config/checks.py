@@ -43,6 +43,8 @@ def check_number(config: object, name: str, is_allowed: Callable[[Any], bool], r
 
 def check_patterns(patterns: Iterable[str], name: str) -> None:
     """Raise `ValueError` for a pattern that starts with `re:` but is not a regular expression, and for `auto`."""
+    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f"{name} is {patterns!r}, but must be a list of patterns, or [] for none.")
     for pattern in patterns:
         if pattern == "auto":  # chose layers itself in early versions
             way_out = "run `trl-qurl mismatch MODEL --kl 5e-3`, and use the list of layers that it writes."

@@ -123,6 +123,7 @@ class QuantizedRolloutsConfig:
             )
         super().__post_init__()  # type: ignore[misc]  # TRL's config comes after this class
         self.rollout_quantization = parse_scheme(self.rollout_quantization)
+        self.mismatch_guard = {"False": "off"}.get(str(self.mismatch_guard), self.mismatch_guard)  # in YAML
         if isinstance(self.quantization_ignore, str):  # one pattern, as YAML allows
             self.quantization_ignore = [self.quantization_ignore]
         self._check_values()

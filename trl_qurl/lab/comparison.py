@@ -32,17 +32,17 @@ def add_options(parser: argparse.ArgumentParser, output: Path) -> None:
         help=f"any of {', '.join(SCHEMES)} (default: all that this machine and the model support)",
     )
     add_ignore(parser)
-    add_engine_kwargs(parser)
+    add_kwargs(parser)
     parser.add_argument(
         "-o", "--output", type=Path, default=output, help="JSON file with all results (default: %(default)s)"
     )
 
 
-def add_engine_kwargs(parser: argparse.ArgumentParser) -> None:
-    """Add `--engine-kwargs JSON`, also to `trl-qurl eval`."""
-    parser.add_argument(
-        "--engine-kwargs", type=json_dictionary, default={}, metavar="JSON", help="extra arguments for vllm.LLM"
-    )
+def add_kwargs(
+    parser: argparse.ArgumentParser, option: str = "--engine-kwargs", help: str = "extra arguments for vllm.LLM"
+) -> None:
+    """Add an option with a JSON dictionary, also to `trl-qurl eval`."""
+    parser.add_argument(option, type=json_dictionary, default={}, metavar="JSON", help=help)
 
 
 def json_dictionary(text: str) -> dict[str, Any]:

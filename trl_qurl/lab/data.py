@@ -1,23 +1,30 @@
-"""Load questions with checkable answers in the format of TRL's trainers and of `trl.rewards.accuracy_reward`.
+"""Load questions with checkable answers in the format of TRL's trainers, for the reward of `trl_qurl.lab.grading`.
 
-`datasets` reads a Hub data set or a local file, with a column of questions and a column of answers. All checks run
-here, before loading a model or starting an engine. TRL applies the chat template.
+`datasets` reads the Hub, but not local files: it would need a writable cache, and guess types (a CSV's NA, or long
+integers beside decimals). All checks run here, before loading a model or starting an engine.
 """
 
 from __future__ import annotations
 
+import csv
+import gzip
+import json
+import zlib
+from io import BytesIO, StringIO
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from trl_qurl.lab.grading import as_solution
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 QUESTION_COLUMNS = ("question", "problem", "prompt")
-ANSWER_COLUMNS = ("answer", "final_answer")
-LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-"""Loaders of `datasets` for local files, by suffix; `.gz` may follow."""
+ANSWER_COLUMNS = ("answer", "final_answer", "solution", "ground_truth")
+SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
+"""Local files that can be read; `.gz` may follow."""
 
 
 def load_questions(
@@ -29,7 +36,7 @@ def load_questions(
     answer_column: str | None = None,
     needs_answers: bool = True,
 ) -> Dataset:
-    """Load questions as a data set with the columns `prompt` (a conversation) and `solution` (the answer in LaTeX).
+    """Load questions as a data set with the columns `prompt` (a conversation) and `solution` (see `as_solution`).
 
     Args:
         name_or_path: Hub name (`openai/gsm8k`), or a local `.json`, `.jsonl`, `.csv` or `.parquet` file (or `.gz`).
@@ -46,15 +53,21 @@ def load_questions(
 
     Raises:
         FileNotFoundError: If `name_or_path` looks like a local file that does not exist.
-        ValueError: If there are no questions, a column is missing, a question is neither a text nor a conversation, or
-            the file cannot be read.
+        ValueError: If there are no questions, a column or a value is missing, a question is neither a text nor a
+            conversation, an answer is an object, or the file cannot be read.
     """
     from datasets import Dataset, load_dataset
 
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit} leaves no questions: give a positive number, or None for all questions.")
-    is_local = _loader(name_or_path) or name_or_path.startswith((".", "/", "~")) or Path(name_or_path).exists()
-    rows = _read_local(name_or_path) if is_local else load_dataset(name_or_path, config, split=split)
+    is_local = (
+        _suffix(name_or_path) in SUFFIXES or name_or_path.startswith((".", "/", "~")) or Path(name_or_path).exists()
+    )
+    rows = (
+        _read(name_or_path)
+        if is_local or Path(name_or_path).exists()
+        else load_dataset(name_or_path, config, split=split)
+    )
     if len(rows) == 0:
         raise ValueError(f"{name_or_path} contains no questions.")
     questions, solutions = [], []
@@ -64,30 +77,24 @@ def load_questions(
     for number, row in enumerate(islice(rows, limit), start=1):
         question, *answers = _pick(row, columns, name_or_path, number)
         questions.append(_instructed(question, name_or_path, number))
-        texts = (", ".join(map(str, answer)) if isinstance(answer, list) else str(answer) for answer in answers)
-        solutions.append("".join(map(as_solution, texts)))
+        parts = [part for answer in answers for part in (answer if isinstance(answer, list) else [answer])]
+        if any(isinstance(part, dict | list) for part in parts):
+            raise ValueError(f"The answer in row {number} of {name_or_path} is no text or number: {answers[0]!r}.")
+        solutions.append(as_solution(", ".join(map(str, parts))) if answers else "")
     return Dataset.from_dict({"prompt": questions, "solution": solutions})
 
 
-def as_solution(answer: str) -> str:
-    r"""Return the final answer between dollar signs: without them, TRL finds numbers, but no `\frac{1}{2}` or `C`.
-
-    Args:
-        answer: Text from the answer column; what follows `####`, as in GSM8K's solutions, is the final answer.
-
-    Returns:
-        The final answer as a formula.
-    """
-    final = answer.rpartition("####")[2].strip(" $\n").rstrip(".")
-    return f"${final}$"
+def _suffix(path: str) -> str:
+    return Path(path.lower().removesuffix(".gz")).suffix
 
 
 def _instructed(question: Any, source: str, number: int) -> list[dict[str, str]]:
     """Turn a question into a conversation that ends with the instruction."""
-    messages = question if isinstance(question, list) else [{"role": "user", "content": str(question)}]
+    messages = [{"role": "user", "content": str(question)}] if isinstance(question, str | int | float) else question
     try:
         *earlier, last = [{"role": message["role"], "content": message["content"]} for message in messages]
-        is_conversation = last["role"] == "user" and all(isinstance(turn["content"], str) for turn in (*earlier, last))
+        texts = all(isinstance(turn["content"], str) for turn in (*earlier, last))
+        is_conversation = last["role"] == "user" and texts and last["content"].strip()
     except (ValueError, TypeError, KeyError):
         is_conversation = False
     if not is_conversation:
@@ -98,34 +105,45 @@ def _instructed(question: Any, source: str, number: int) -> list[dict[str, str]]
     return [*earlier, {"role": "user", "content": f"{last['content']}\n\n{INSTRUCTION}"}]
 
 
-def _read_local(name: str) -> Dataset:
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError
-
-    path, loader = Path(name).expanduser(), _loader(name)
+def _read(name: str) -> list[Any]:
+    path, suffix = Path(name).expanduser(), _suffix(name)
     if not path.is_file():
         raise FileNotFoundError(
-            f"The data set file {path} does not exist: give a {', '.join(LOADERS)} file, or a Hub name."
+            f"The data set file {path} does not exist: give a {', '.join(SUFFIXES)} file, or a Hub name."
         )
-    if loader is None:
-        raise ValueError(f"{path} is not a {', '.join(LOADERS)} file: convert it, or give a Hub name.")
+    if suffix not in SUFFIXES:
+        raise ValueError(f"{path} is not a {', '.join(SUFFIXES)} file: convert it, or give a Hub name.")
     try:
-        return load_dataset(loader, data_files=str(path), split="train")
-    except (DatasetGenerationError, ValueError, OSError, StopIteration) as error:
-        raise ValueError(f"{path} cannot be read as {loader}: {error.__cause__ or repr(error)}") from error
+        content = path.read_bytes()
+        content = gzip.decompress(content) if path.suffix.lower() == ".gz" else content
+        if suffix == ".parquet":
+            from pyarrow.parquet import read_table
+
+            return read_table(BytesIO(content)).to_pylist()
+        text = content.decode("utf-8-sig")
+        if suffix == ".csv":
+            return list(csv.DictReader(StringIO(text, newline="")))
+        if not text.lstrip().startswith("["):  # one object per line
+            text = "[" + ",\n".join(filter(str.strip, text.split("\n"))) + "]"
+        # Numbers stay as they are written, and JSON has no NaN.
+        return json.loads(text, parse_int=str, parse_float=str, parse_constant=lambda name: None)
+    except (ValueError, OSError, EOFError, csv.Error, zlib.error) as error:  # pyarrow raises ValueErrors
+        raise ValueError(f"{path} cannot be read as {suffix[1:]}: {error}") from error
 
 
-def _loader(path: str) -> str | None:
-    return LOADERS.get(Path(path.removesuffix(".gz")).suffix)
+def _is_given(value: Any) -> bool:
+    return value is not None and value == value and value != [] and bool(str(value).strip())
 
 
-def _pick(row: dict[str, Any], columns: tuple[tuple[str, ...], ...], source: str, number: int) -> list[Any]:
+def _pick(row: Any, columns: tuple[tuple[str, ...], ...], source: str, number: int) -> list[Any]:
     """Return the first value that the row has in each group of columns."""
-    candidates = [[row[name] for name in names if row.get(name) is not None] for names in columns]
+    if not isinstance(row, dict) or None in row:  # csv puts surplus cells there
+        raise ValueError(f"Row {number} of {source} is no object, or has more cells than the first line has names.")
+    candidates = [[row[name] for name in names if _is_given(row.get(name))] for names in columns]
     missing = [" or ".join(names) for names, values in zip(columns, candidates, strict=True) if not values]
     if missing:
         raise ValueError(
             f"Row {number} of {source} has no {' and no '.join(missing)}; its columns are {', '.join(row) or 'none'}: "
-            "rename the columns, or set question_column and answer_column (not in `eval` and `mismatch`)."
+            "fill in what is empty, rename the columns, or, for training, set question_column and answer_column."
         )
     return [values[0] for values in candidates]

@@ -21,6 +21,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from trl_qurl.cli.noise import quiet, shows_everything
+
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 ENGINE_ENVIRONMENT = {
@@ -101,29 +103,41 @@ def run_child(
         )
 
 
-def call_in_child(function: Callable[[Any], Any], argument: Any, failure: str) -> Any:
+def call_in_child(function: Callable[[Any], Any], argument: Any, failure: str, shows_output: bool = False) -> Any:
     """Call a function of a module in a new process that may start an engine, and return its result.
 
-    An engine's memory is freed only when its process ends. If the process fails, prints its last output lines to
-    standard error and raises `ChildProcessError` with the message `failure`.
+    An engine's memory is freed only when its process ends. If the process fails, raises `ChildProcessError` with the
+    message `failure`, and prints its last output lines to standard error, unless it `shows_output` as it runs.
     """
     with tempfile.TemporaryDirectory() as directory:
         call, result, log = (Path(directory) / name for name in ("call", "result", "log"))
         call.write_bytes(pickle.dumps((function, argument)))
-        code = f"from {__name__} import answer_call; answer_call()"
+        command = [sys.executable, "-c", f"from {__name__} import answer_call; answer_call()", str(call), str(result)]
+        environment = ENGINE_ENVIRONMENT | os.environ
         try:
-            run_child([sys.executable, "-c", code, call, result], log, environment=ENGINE_ENVIRONMENT | os.environ)
-        except ChildProcessError as error:
-            print(last_lines(log, 25), file=sys.stderr)
+            if shows_output:
+                subprocess.run(command, env=environment, check=True)
+            else:
+                run_child(command, log, environment=environment)
+        except (ChildProcessError, subprocess.CalledProcessError) as error:
+            if log.exists():
+                print(last_lines(log, 25), file=sys.stderr)
             raise ChildProcessError(failure) from error
         return pickle.loads(result.read_bytes())
 
 
 def answer_call() -> None:
     """Make the call that `call_in_child` wrote to one file, and write its result to another."""
+    die_with_parent()
+    quiet()
     call, result = map(Path, sys.argv[1:])
     function, argument = pickle.loads(call.read_bytes())
-    result.write_bytes(pickle.dumps(function(argument)))
+    try:
+        result.write_bytes(pickle.dumps(function(argument)))
+    except (ValueError, OSError) as error:  # errors that a user can fix, as in `trl_qurl.cli.main`
+        if shows_everything():
+            raise
+        sys.exit(f"trl-qurl: error: {' '.join(str(error).split())}")
 
 
 def last_lines(log: Path, count: int) -> str:

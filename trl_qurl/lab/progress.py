@@ -6,6 +6,7 @@ There is no progress bar: each line has the time left. All metrics are still in 
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 
 from trl_qurl.config.rollout import QuantizedRolloutsConfig
 from trl_qurl.quantization.formats import get_scheme
+
+logger = logging.getLogger(__name__)
 
 METRICS = {
     "expected_accuracy": "accuracy {:.3f}",  # logged by the demo
@@ -28,6 +31,8 @@ METRICS = {
 }
 """Metrics of a line, with their formats."""
 
+PATIENCE = 3  # rows of rollouts
+
 ALARMS = ("loss", "grad_norm")  # shown only if they are not finite, which indicates a fault
 
 
@@ -37,6 +42,8 @@ class StepLineCallback(TrainerCallback):
     # Other callbacks may log as training begins, before this one's turn.
     _started = 0.0
     _first_step = 0
+    _alike = 0  # latest rows of rollouts with nothing to learn from
+    _has_learned = False
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Print the plan of the run and start the clock."""
@@ -52,6 +59,20 @@ class StepLineCallback(TrainerCallback):
             updates = args.updates_per_rollout if isinstance(args, QuantizedRolloutsConfig) else 1
             step_s = (time.monotonic() - self._started) / done if done >= max(1, updates) else None
             print(step_line(logs, state.global_step, state.max_steps, step_s), flush=True)
+            if "frac_reward_zero_std" in logs:
+                # A critic also learns from rewards that differ between questions.
+                differs = logs["frac_reward_zero_std"] < 1 if args.num_generations > 1 else logs["reward_std"] > 0
+                self._has_learned |= differs
+                self._alike = 0 if differs else self._alike + 1
+                if self._alike == PATIENCE:
+                    logger.warning("Nothing to learn from %d rollouts in a row: %s.", PATIENCE, _why_alike(args, logs))
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Say so if no rollout taught the policy anything."""
+        if self._alike and not self._has_learned:
+            logger.warning(
+                "The policy has learned nothing: in every rollout, all answers to a question earned the same."
+            )
 
 
 def use_step_lines(trainer: Trainer) -> None:
@@ -66,6 +87,14 @@ def use_step_lines(trainer: Trainer) -> None:
         if type(callback) in (ProgressCallback, PrinterCallback):  # leave the user's subclasses alone
             trainer.remove_callback(callback)
             trainer.add_callback(StepLineCallback())
+
+
+def _why_alike(args: Any, logs: Mapping[str, float]) -> str:
+    if (cut := logs.get("completions/clipped_ratio", 0.0)) > 0.5:
+        return f"{cut:.0%} of the answers were cut off at max_completion_length={args.max_completion_length}, raise it"
+    if (reward := logs["reward"]) > 0:
+        return f"all answers to a question earned the same, {reward:.3g} on average, choose harder questions"
+    return "no answer earned a reward, check with `trl-qurl eval` that some are right, in a \\boxed{}"
 
 
 def _plan(args: Any, steps: int) -> str:

@@ -64,6 +64,8 @@ def get_scheme(name: str) -> QuantizationScheme:
 
 def parse_scheme(text: str | None) -> str | None:
     """Translate a scheme's name from the command line to Python: `None` for "none"; `ValueError` if it is unknown."""
+    if not isinstance(text, str | None):  # YAML reads `off` as False
+        raise ValueError(f"rollout_quantization is {text!r}: write {UNQUANTIZED!r}, or one of {', '.join(SCHEMES)}.")
     return None if text is None or text.lower() == UNQUANTIZED else get_scheme(text).name
 
 

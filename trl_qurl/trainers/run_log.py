@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -47,7 +48,7 @@ def begin_log(path: Path, settings: dict[str, Any], step: int) -> None:
     """Start a run's log, or continue it after a resume.
 
     A run that starts at step 0 renames an earlier run's file to the next free `run-1.jsonl`. A resumed run keeps the
-    rows up to its checkpoint and drops later ones, whose steps will be repeated.
+    rows up to its checkpoint that can be read, and drops later ones, whose steps will be repeated.
 
     Args:
         path: The log file.
@@ -56,7 +57,9 @@ def begin_log(path: Path, settings: dict[str, Any], step: int) -> None:
     """
     rows: list[dict[str, Any]] = []
     if step > 0 and path.exists():
-        rows = [row for row in read_run(path).rows if row["step"] <= step]
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+            with suppress(ValueError, LookupError, TypeError):  # the header, and lines that are damaged or cut off
+                rows += [row] if (row := json.loads(line))["step"] <= step else []
     elif path.exists():
         backups = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(1))
         path.rename(next(backup for backup in backups if not backup.exists()))
@@ -91,9 +94,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         FileNotFoundError: The log does not exist.
         ValueError: The file is not a run log, or is damaged.
     """
-    file = Path(path)
-    if file.is_dir():
-        file /= RUN_LOG
+    file = Path(path, RUN_LOG) if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"The run log {file} does not exist: pass the output_dir of a run, or its {RUN_LOG}.")
     open_file = gzip.open if file.suffix == ".gz" else open

@@ -22,48 +22,50 @@ ALGORITHMS = ("grpo", "ppo", "rloo")
 UPDATES_PER_ROLLOUT = 4
 
 
-def build_config(
-    algorithm: str, scheme: str | None, output_dir: Path, rollouts: int, seed: int, **changed: Any
-) -> Config:
-    """Build the settings for reinforcement learning, with four updates per rollout so clipping matters.
-
-    `changed` overrides settings by name, for studies that vary them.
-    """
-    import torch
-
-    from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig, QuRLRLOOConfig
-
-    common: dict[str, Any] = {
+def shared_settings(scheme: str | None, output_dir: Path, rollouts: int, seed: int) -> dict[str, Any]:
+    """Return the settings of both demos, with four updates per rollout so clipping matters."""
+    return {
         "output_dir": str(output_dir),
         "rollout_quantization": scheme,
+        "num_generations": 8,
         "beta": 0.0,  # TRL's RLOO has 0.05
-        "per_device_train_batch_size": 64,
         "steps_per_generation": UPDATES_PER_ROLLOUT,
-        "max_completion_length": 5,
         "max_steps": rollouts * UPDATES_PER_ROLLOUT,
-        "learning_rate": 1e-4,
-        "lr_scheduler_type": "constant_with_warmup",
-        "warmup_steps": 20,
         "logging_steps": UPDATES_PER_ROLLOUT,
         "sync_check_interval": 0,  # vLLM's INT8 kernel for CPUs with AMX rounds more than the probe tolerates
+        "gradient_checkpointing": False,  # it only slows down small policies
         "vllm_mode": "colocate",
-        "vllm_max_model_length": 32,
-        "vllm_engine_kwargs": {"enforce_eager": True},  # compiling takes longer than it saves here
-        # Mixed precision and checkpointing only slow down such a small policy.
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "use_cpu": not torch.cuda.is_available(),
         "seed": seed,
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
     }
+
+
+def build_config(
+    algorithm: str, scheme: str | None, output_dir: Path, rollouts: int, seed: int, **changed: Any
+) -> Config:
+    """Build the settings for reinforcement learning. `changed` overrides settings by name, for studies."""
+    import torch
+
+    import trl_qurl
+
+    settings: dict[str, Any] = {
+        **shared_settings(scheme, output_dir, rollouts, seed),
+        "objective": "tis" if algorithm == "rloo" else "acr",
+        "per_device_train_batch_size": 64,
+        "max_completion_length": 5,
+        "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 20,
+        "vllm_max_model_length": 32,
+        "vllm_engine_kwargs": {"enforce_eager": True},  # compiling takes longer than it saves here
+        "bf16": False,  # mixed precision only slows down such a small policy
+        "use_cpu": not torch.cuda.is_available(),
+    }
     if algorithm == "ppo":
-        ppo = {"objective": "acr", "num_generations": 1, "critic_learning_rate": 5e-4}
-        return QuRLPPOConfig(**{**common, **ppo, **changed})
-    if algorithm == "rloo":
-        return QuRLRLOOConfig(**{**common, "objective": "tis", "num_generations": 8, **changed})
-    return QuRLGRPOConfig(**{**common, "objective": "acr", "num_generations": 8, **changed})
+        settings |= {"num_generations": 1, "critic_learning_rate": 5e-4}
+    return getattr(trl_qurl, f"QuRL{algorithm.upper()}Config")(**{**settings, **changed})
 
 
 def build_trainer(policy_dir: Path, config: Config, peft_config: PeftConfig | None = None) -> Trainer:

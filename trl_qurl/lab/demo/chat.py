@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trl_qurl.lab.demo.algorithms import UPDATES_PER_ROLLOUT, shared_settings
 from trl_qurl.lab.demo.run import ENVIRONMENT
 from trl_qurl.lab.device import keep_freed_memory
 from trl_qurl.lab.packages import require
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 
 OPERATIONS = {"times": int.__mul__, "plus": int.__add__}
-COMPLETIONS, UPDATES_PER_ROLLOUT = 32, 4
+COMPLETIONS = 32
 LONGEST_ANSWER = 16  # tokens
 
 
@@ -30,7 +31,7 @@ class Question(NamedTuple):
 
 
 class GradedAnswers(NamedTuple):
-    """A policy's greedy answers to the held-out questions."""
+    """An actor's greedy answers to the held-out questions."""
 
     texts: list[str]
     accuracy: float
@@ -70,28 +71,15 @@ def build_chat_config(
     from trl_qurl.lab.device import cpu_settings
 
     settings: dict[str, Any] = {
-        "output_dir": str(output_dir),
-        "rollout_quantization": scheme,
+        **shared_settings(scheme, output_dir, rollouts, seed),
         "per_device_train_batch_size": COMPLETIONS // UPDATES_PER_ROLLOUT,
-        "steps_per_generation": UPDATES_PER_ROLLOUT,
-        "num_generations": 8,
         "max_completion_length": LONGEST_ANSWER,
-        "max_steps": rollouts * UPDATES_PER_ROLLOUT,
         "learning_rate": 1e-5,
         "lr_scheduler_type": "constant",
-        "beta": 0.0,
-        "logging_steps": UPDATES_PER_ROLLOUT,
         "model_init_kwargs": {"dtype": "float32"},
         **cpu_settings(),
-        "gradient_checkpointing": False,
-        "sync_check_interval": 0,
-        "vllm_mode": "colocate",
         "vllm_max_model_length": 128,
         "vllm_engine_kwargs": {"enforce_eager": True, "use_tqdm_on_load": False},
-        "seed": seed,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
     }
     return QuRLGRPOConfig(**{**settings, **changed})
 
@@ -108,23 +96,14 @@ def build_chat_trainer(model: str, config: QuRLGRPOConfig) -> QuRLGRPOTrainer:
 
 
 def answer_greedily(trainer: QuRLGRPOTrainer) -> GradedAnswers:
-    """Answer the held-out questions with the full-precision policy; restores the model's train/eval mode."""
-    import torch
+    """Answer the held-out questions with the rollout actor in the engine."""
+    from trl_qurl.lab.evaluation.callback import complete_greedily
+    from trl_qurl.lab.evaluation.tasks import encode_prompt
 
-    model, tokenizer = trainer.model, trainer.processing_class
-    chats = list(map(conversation, questions(held_out=True)))
-    side, tokenizer.padding_side = tokenizer.padding_side, "left"
-    inputs = tokenizer.apply_chat_template(
-        chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-    ).to(model.device)
-    tokenizer.padding_side = side
-    was_training = model.training
-    model.eval()
-    with torch.inference_mode():
-        tokens = model.generate(**inputs, max_new_tokens=LONGEST_ANSWER, do_sample=False)
-    model.train(was_training)
-    texts = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return grade(texts)
+    tokenizer, generation = trainer.processing_class, trainer.vllm_generation
+    prompts = [encode_prompt(tokenizer, conversation(question)) for question in questions(held_out=True)]
+    generation.sync_weights()
+    return grade(tokenizer.batch_decode(complete_greedily(generation, prompts), skip_special_tokens=True))
 
 
 def grade(texts: list[str]) -> GradedAnswers:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 SMALLEST, LARGEST = 100, 999  # three-digit operands
 PROMPT_TOKENS = 8
-ANSWER_TOKENS = 5
 PAD, END = "<pad>", "<end>"
 CHARACTERS = "0123456789+="
 VOCABULARY_SIZE = 100  # more than the task needs, so the policy has to learn to avoid unused tokens

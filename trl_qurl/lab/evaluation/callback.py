@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 
 
+ENDS = ("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos")
+"""Names in `generation_kwargs` that decide where a completion ends."""
+
+
 class TaskEvaluationCallback(TrainerAwareCallback):
     """Callback that runs benchmarks before the first optimizer step and every N steps; pass it in `callbacks=[...]`.
 
@@ -73,7 +77,10 @@ def evaluate_task(trainer: Any, task: Task) -> dict[str, float]:
     if trainer.state.global_step != trainer._last_loaded_step:
         trainer.vllm_generation.sync_weights()
         trainer._last_loaded_step = trainer.state.global_step
-    prompts = [encode_prompt(trainer._tokenizer, task.prompts[index]) for index in indices]
+    # As in the trainer's `_tokenize_prompts`; RLOO has neither tools nor a template of its own.
+    template = {name: getattr(trainer, name, None) or None for name in ("chat_template", "tools")}
+    template |= trainer.chat_template_kwargs
+    prompts = [encode_prompt(trainer._tokenizer, task.prompts[index], **template) for index in indices]
     completions = complete_greedily(trainer.vllm_generation, prompts)
     texts = trainer.processing_class.batch_decode(completions, skip_special_tokens=True)
     rows = [
@@ -88,11 +95,23 @@ def evaluate_task(trainer: Any, task: Task) -> dict[str, float]:
 
 
 def complete_greedily(generation: QuantizedVLLMGeneration, prompts: list[list[int]]) -> list[list[int]]:
-    """Generate one greedy completion per prompt with the engine's current weights."""
-    temperature, generation.temperature = generation.temperature, 0.0
+    """Generate one greedy completion per prompt with the engine's current weights.
+
+    Training's other sampling options are left out, in `generation_kwargs` all but those that end a completion.
+    """
+    own = generation.__dict__
+    ends = {name: value for name, value in (own.get("generation_kwargs") or {}).items() if name in ENDS}
+    greedy = {
+        "temperature": 0.0,
+        "repetition_penalty": 1.0,
+        "structured_outputs_regex": None,
+        "generation_kwargs": ends,
+    }
+    previous = {name: own[name] for name in own.keys() & greedy}
+    own.update(greedy)
     try:
         completions = generation.generate(prompts=prompts, images=None, num_generations=1)[1]
     finally:
-        generation.temperature = temperature
+        own.update(previous)
         generation.pop_cost()  # otherwise the next rollout's row would include these seconds and tokens
     return [list(completion) for completion in completions]

@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import pickle
-import subprocess
-import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.cli.options import add_ignore, check_model
-from trl_qurl.lab.comparison import add_engine_kwargs
-from trl_qurl.lab.processes import ENGINE_ENVIRONMENT
+from trl_qurl.lab.comparison import add_kwargs
+from trl_qurl.lab.processes import call_in_child
 
 if TYPE_CHECKING:
     from trl_qurl.lab.evaluation.results import Answer
@@ -55,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", type=Path, help="where to save answers and results (default: eval-MODEL)")
     add_ignore(parser)
-    add_engine_kwargs(parser)
+    add_kwargs(parser)
+    add_kwargs(parser, "--chat-template-kwargs", 'as in training: for the chat template ({"enable_thinking": false})')
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,17 +80,18 @@ def run(args: argparse.Namespace) -> int:
         "tasks": {task.name: task.digest for task in tasks},
         "sampling": {**sampling, "seed": args.seed},
         "ignore": sorted(args.ignore),
+        "chat_template_kwargs": args.chat_template_kwargs,
     }
     output_dir = args.output_dir or Path(f"eval-{Path(args.model).name}")
     keep_settings(settings, output_dir)
     sixteen_bit, dtype = full_precision()
     answers, arguments = {}, {"dtype": dtype, **args.engine_kwargs}
     for scheme, environment in environments.items():
-        label, checkpoint, path = sixteen_bit, directory, output_dir / f"{scheme}.jsonl"
+        label, checkpoint = sixteen_bit, directory
         if scheme != UNQUANTIZED:
             label, checkpoint = scheme.upper(), str(starting_checkpoint(directory, scheme, args.ignore, arguments))
-        job = Job(label, checkpoint, tasks, sampling, args.seed, path, arguments)
-        answers[label] = answer_once(job, environment)
+        job = Job(label, checkpoint, tasks, sampling, args.seed, environment, arguments, args.chat_template_kwargs)
+        answers[label] = answer_once(job, output_dir / f"{scheme}.jsonl")
     results = summarize(answers)
     content = {**settings, "results": [asdict(result) for result in results]}
     (output_dir / "results.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -138,21 +135,18 @@ def keep_settings(settings: dict[str, Any], output_dir: Path) -> None:
     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def answer_once(job: Job, environment: Mapping[str, str]) -> list[Answer]:
+def answer_once(job: Job, path: Path) -> list[Answer]:
     """Return a format's answers, generated in a separate process unless the answer file exists."""
     from trl_qurl.lab.evaluation.results import Answer
+    from trl_qurl.lab.evaluation.worker import answer
 
-    if not job.answers.exists():
-        path = job.answers.with_suffix(".job")
-        path.write_bytes(pickle.dumps(job))
-        command = [sys.executable, "-m", "trl_qurl.lab.evaluation.worker", str(path)]
-        status = subprocess.run(
-            command, env={**ENGINE_ENVIRONMENT, **os.environ, **environment}, check=False
-        ).returncode
-        path.unlink()
-        if status:
-            raise ChildProcessError(
-                f"Evaluation with {job.label} failed with exit status {status}; see the output above. Run the same "
-                "command again to continue with this format."
-            )
-    return [Answer(**json.loads(line)) for line in job.answers.read_text(encoding="utf-8").splitlines()]
+    if not path.exists():
+        failure = (
+            f"Evaluation with {job.label} failed; see the output above. Run the same command again to continue with "
+            "this format."
+        )
+        answers = call_in_child(answer, job, failure, shows_output=True)
+        tmp = path.with_suffix(".tmp")
+        tmp.write_text("".join(json.dumps(asdict(answer)) + "\n" for answer in answers), encoding="utf-8")
+        tmp.replace(path)
+    return [Answer(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -6,31 +6,23 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from trl_qurl.lab.data import LOADERS, load_questions
-
-
-class Source(NamedTuple):
-    """Location of a benchmark on the Hub."""
-
-    name: str
-    config: str | None = None
-    split: str = "test"
-
+from trl_qurl.lab.data import SUFFIXES, load_questions
+from trl_qurl.lab.grading import accuracy_reward
 
 SOURCES = {
-    "gsm8k": Source("openai/gsm8k", "main"),
-    "math500": Source("HuggingFaceH4/MATH-500"),
-    "aime24": Source("HuggingFaceH4/aime_2024", split="train"),
-    "amc23": Source("math-ai/amc23"),
-    "minerva": Source("math-ai/minervamath"),
-    "olympiad": Source("math-ai/olympiadbench"),
+    "gsm8k": "openai/gsm8k:main",
+    "math500": "HuggingFaceH4/MATH-500",
+    "aime24": "HuggingFaceH4/aime_2024::train",
+    "amc23": "math-ai/amc23",
+    "minerva": "math-ai/minervamath",
+    "olympiad": "math-ai/olympiadbench",
 }
-"""The paper's benchmarks (GSM8K, AIME24, and the five of DeepScaleR)."""
+"""The paper's benchmarks (GSM8K, AIME24, and the five of DeepScaleR), as `owner/set:config:split`."""
 
 ALLOWED = (
-    f"choose one of {', '.join(SOURCES)}, or give a local {', '.join(LOADERS)} file, a Hub name "
+    f"choose one of {', '.join(SOURCES)}, or give a local {', '.join(SUFFIXES)} file, a Hub name "
     "(owner/set, or owner/set:config:split), or name=source"
 )
 
@@ -51,13 +43,13 @@ class Task:
 
 def load_task(spec: str, limit: int | None = None, needs_answers: bool = True) -> Task:
     """Load the first `limit` questions of a benchmark; without `needs_answers`, `solutions` are empty."""
-    name, (path, config, split) = parse_task(spec)
+    name, path, config, split = parse_task(spec)
     questions = load_questions(path, split, config, limit, needs_answers=needs_answers)
     return Task(name, questions["prompt"][:], questions["solution"][:])
 
 
-def parse_task(spec: str) -> tuple[str, Source]:
-    """Return a benchmark's name and source; raise `ValueError` if `spec` is none.
+def parse_task(spec: str) -> tuple[str, str, str | None, str]:
+    """Return a benchmark's name, path, configuration and split; raise `ValueError` if `spec` is none.
 
     `spec` is a name in `SOURCES`; a local `.json`, `.jsonl`, `.csv` or `.parquet` file; a Hub name
     (`owner/set`, optionally `owner/set:config:split`); or `name=source` with any of these as the source.
@@ -67,15 +59,13 @@ def parse_task(spec: str) -> tuple[str, Source]:
         name, source = spec.split(":")[0].split("/")[-1].split(".")[0], spec
     if not name or not source:
         raise ValueError(f"The task {spec!r} is not of the form name=source: {ALLOWED}.")
-    if source in SOURCES:
-        return name, SOURCES[source]
-    if source.removesuffix(".gz").endswith(tuple(LOADERS)) or source.startswith((".", "/", "~")):
-        return name, Source(source)
-    path, *parts = source.split(":")
+    if source.lower().removesuffix(".gz").endswith(SUFFIXES) or source.startswith((".", "/", "~")):
+        return name, source, None, ""
+    path, *parts = SOURCES.get(source, source).split(":")
     if "/" not in path or len(parts) > 2:
         raise ValueError(f"Unknown task {source!r}: {ALLOWED}.")
     config, split = (*parts, "", "")[:2]
-    return name, Source(path, config or None, split or "test")
+    return name, path, config or None, split or "test"
 
 
 def load_tasks(specs: list[str], limit: int | None = None) -> list[Task]:
@@ -89,17 +79,23 @@ def load_tasks(specs: list[str], limit: int | None = None) -> list[Task]:
     return tasks
 
 
-def encode_prompt(tokenizer: Any, prompt: list[dict[str, str]]) -> list[int]:
-    """Tokenize a conversation with the chat template; without a template, its plain text and a newline."""
+def encode_prompt(tokenizer: Any, prompt: Any, **template: Any) -> list[int]:
+    """Tokenize a conversation, or a text as a user's turn, as TRL's trainers do.
+
+    Without a chat template, a text stays as it is, and a conversation becomes its plain text and a newline.
+    `template` goes to `apply_chat_template`: what a trainer passes, such as `chat_template_kwargs`.
+    """
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if tokenizer.chat_template is None:
-        return list(tokenizer("\n\n".join(message["content"] for message in prompt) + "\n")["input_ids"])
-    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"])
+        text = prompt if isinstance(prompt, str) else "\n\n".join(turn["content"] for turn in turns) + "\n"
+        return list(tokenizer(text)["input_ids"])
+    return list(
+        tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, **template)["input_ids"]
+    )
 
 
 def are_correct(completions: Sequence[str], solutions: Sequence[str]) -> list[bool]:
-    """Grade completions as TRL's reward does; a reference that cannot be parsed has no correct answer."""
-    from trl.rewards import accuracy_reward
-
+    """Grade completions with the recipes' reward."""
     messages = [[{"role": "assistant", "content": text}] for text in completions]
     return [reward == 1.0 for reward in accuracy_reward(messages, list(solutions))]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.lab.comparison import BASELINE, find_scheme, fitting_formats, label
-from trl_qurl.lab.evaluation.tasks import needed_context
+from trl_qurl.lab.evaluation.tasks import encode_prompt, needed_context
 from trl_qurl.lab.mismatch.answers import Job, Scored, sample, score
-from trl_qurl.lab.mismatch.prompts import encode, load_prompts
+from trl_qurl.lab.mismatch.prompts import load_prompts
 from trl_qurl.lab.processes import call_in_child
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Engines:
         self._say, self._smooths = say, smooths
         self.directory = resolve_model(model)
         config, tokenizer = (cls.from_pretrained(self.directory) for cls in (AutoConfig, AutoTokenizer))
-        self.prompts = [encode(tokenizer, prompt) for prompt in prompts]
+        self.prompts = [encode_prompt(tokenizer, prompt) for prompt in prompts]
         check_cpu_build(config)
         _, sixteen_bits = full_precision()
         arguments = {

@@ -50,14 +50,3 @@ def load_prompts(source: str | None, limit: int) -> list[Any]:
     if not lines:
         raise ValueError(f"{source} contains no prompts: write one per line.")
     return lines[:limit]
-
-
-def encode(tokenizer: Any, prompt: Any) -> list[int]:
-    """Tokenize a prompt; plain text becomes a user turn if the model has a chat template."""
-    from trl_qurl.lab.evaluation.tasks import encode_prompt
-
-    if isinstance(prompt, str):
-        if getattr(tokenizer, "chat_template", None) is None:
-            return list(tokenizer(prompt)["input_ids"])
-        prompt = [{"role": "user", "content": prompt}]
-    return encode_prompt(tokenizer, prompt)

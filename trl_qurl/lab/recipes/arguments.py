@@ -7,6 +7,7 @@ all, including those of TRL and transformers.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -21,6 +22,8 @@ from trl_qurl.lab.device import cpu_settings
 
 if TYPE_CHECKING:
     from trl import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 HERE = Path(__file__).parent
 USAGE = "%(prog)s [--config FILE ...] [--OPTION VALUE ...]"
@@ -72,7 +75,7 @@ def parse(
         print_help(parser.prog, groups, defaults)
         parser.exit()
     settings = merge_settings(files, known_names, command)
-    os.environ.update({name: str(value) for name, value in settings.pop("env", {}).items()})
+    os.environ.update({name: str(value) for name, value in (settings.pop("env", None) or {}).items()})
     parser.set_defaults_with_config(**{**cpu_settings(), **defaults, **settings})
     # Report misspelled options before TRL's configurations check values.
     if options := [word.partition("=")[0] for word in parser.parse_known_args(argv)[1] if word.startswith("--")]:
@@ -95,26 +98,46 @@ def recipes() -> dict[str, Path]:
 
 
 def take_files(argv: Sequence[str]) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
-    """Read the files of `--config`, given by path or recipe name; return names with settings, and the rest."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    """Take `--config`, `--dataset` and `--eval_tasks` off a command line, and return the rest.
+
+    The names of all files of `--config`, given by path or recipe name, come with their settings; last, those of the
+    command line.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", nargs="*", action="append", default=[])
+    parser.add_argument("--dataset")
+    parser.add_argument("--eval_tasks", "--eval-tasks", nargs="*")
     args, rest = parser.parse_known_args(argv)
-    if [] in args.config:
+    given = vars(args)
+    if [] in (names := given.pop("config")):
         raise ValueError("--config requires the name of a YAML file or a recipe.")
-    return [(name, _read_settings(name)) for name in chain(*args.config)], rest
+    files = [(name, _read_settings(name)) for name in chain(*names)]
+    return files + [("the command line", given)] * bool(given), rest
 
 
 def merge_settings(
     files: list[tuple[str, dict[str, Any]]], known_names: Collection[str], command: str
 ) -> dict[str, Any]:
-    """Merge the settings of all files, of which each overrides the previous ones: a recipe, a variant, your own."""
+    """Merge the settings of all files, of which each overrides the previous ones: a recipe, a variant, your own.
+
+    Another data set also overrides `eval_tasks`, which belong to the previous one.
+    """
+    merged: dict[str, Any] = {}
     for name, settings in files:
         if unknown := [setting for setting in settings if setting not in {*known_names, "env"}]:
             raise ValueError(
                 f"The settings file {name} has unknown settings: {', '.join(unknown)}"
                 f"{did_you_mean(unknown, list(known_names))} `trl-qurl {command} --help` lists the names."
             )
-    return {setting: value for _, settings in files for setting, value in settings.items()}
+        if not isinstance(settings.get("env") or {}, dict):
+            raise ValueError(
+                f"env in {name} is {settings['env']!r}: write a line `NAME: value` below it for each variable."
+            )
+        changed = {"dataset", "eval_tasks"} & settings.keys()
+        if changed == {"dataset"} and settings["dataset"] != merged.get("dataset") and merged.pop("eval_tasks", None):
+            logger.warning("%s sets another dataset, so the previous eval_tasks are dropped.", name)
+        merged |= settings
+    return merged
 
 
 def _read_settings(name: str) -> dict[str, Any]:

@@ -98,11 +98,11 @@ class Recipe:
         quiet()
         keep_freed_memory()
         from trl import get_peft_config
-        from trl.rewards import accuracy_reward
 
         import trl_qurl
         from trl_qurl.lab.data import load_questions
         from trl_qurl.lab.evaluation.callback import TaskEvaluationCallback
+        from trl_qurl.lab.grading import accuracy_reward, is_text
         from trl_qurl.lab.progress import use_step_lines
 
         _set_up_logging(training_args)
@@ -116,6 +116,8 @@ class Recipe:
             script_args.question_column,
             script_args.answer_column,
         )
+        texts = sum(map(is_text, questions["solution"]))
+        logger.info("%d answers are compared as mathematics, %d as text.", len(questions) - texts, texts)
         check_chat_template(model_args.model_name_or_path, model_args.model_revision)
         tasks, steps, limit = script_args.eval_tasks, script_args.eval_tasks_steps, script_args.eval_tasks_limit
         evaluations = [TaskEvaluationCallback(tasks, steps, limit)] if tasks else []
