@@ -184,9 +184,16 @@ REFUSED = [
         {"objective": "ppo"},
         r"objective is 'ppo', but must be one of 'acr', 'tis', 'decoupled', 'quantized_ratio', 'naive', .*'trl'\.",
     ),
+    *(
+        (
+            {"objective": objective, "vllm_importance_sampling_correction": False},
+            rf"correction=False does not fit objective='{objective}': leave it True .*, or use objective='trl'",
+        )
+        for objective in OBJECTIVES
+    ),
     (
-        {"vllm_importance_sampling_correction": False},
-        r"vllm_importance_sampling_correction=False would hide .*: leave it True, and set objective='naive'",
+        {"objective": "acr", "beta": 0.1},
+        r"use_bias_correction_kl=True with beta=0\.1 does not fit objective='acr': set .*=False, or use objective='tis'",
     ),
     (
         {"vllm_importance_sampling_clip_max": None, "vllm_importance_sampling_clip_min": 0.5},
@@ -213,7 +220,7 @@ REFUSED = [
     ),
     (
         {"objective": "acr", "importance_sampling_level": "sequence"},
-        r"importance_sampling_level='sequence' does not fit objective='acr', .*: use 'token', or use objective='tis'",
+        r"importance_sampling_level='sequence' does not fit objective='acr': use 'token', or use objective='tis'",
     ),
     *(
         (
@@ -275,7 +282,9 @@ def test_what_cannot_work_is_refused_with_the_way_out(settings, message):
         },
         {"objective": "tis", "delta": 4.0},
         {"vllm_model_impl": "transformers"},
-        {"sync_ref_model": True, "beta": 0.1, "uaq_scale": 1.0},
+        {"sync_ref_model": True, "beta": 0.1, "uaq_scale": 1.0, "use_bias_correction_kl": False},
+        {"objective": "acr", "beta": 0.1, "use_bias_correction_kl": False},
+        {"objective": "tis", "beta": 0.1},
         {"vllm_engine_kwargs": {"enforce_eager": True, "kv_cache_dtype": "bfloat16"}},
         {"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}},
         {"vllm_engine_kwargs": None},
@@ -294,6 +303,7 @@ def test_what_fits_is_accepted_without_a_warning(settings):
         {"importance_sampling_level": "sequence"},  # TRL's own gspo.py
         *({"loss_type": loss_type} for loss_type in ("cispo", "sapo", "vespo", "luspo")),
         {"delta": 4.0},
+        {"beta": 0.1},  # TRL weights the penalty by the ratio
     ],
     ids=json.dumps,
 )
@@ -305,6 +315,25 @@ def test_a_loss_that_the_default_does_not_fit_is_corrected_by_tis(settings):
         warnings.simplefilter("error")
         copied = dataclasses.replace(given, generation_batch_size=None)
     assert copied.objective == given.to_dict()["objective"] == "tis"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"vllm_importance_sampling_correction": False},
+        *({"vllm_importance_sampling_mode": mode} for mode in ("token_mask", "sequence_truncate")),
+        {"vllm_importance_sampling_mode": "token_mask", "loss_type": "cispo"},
+    ],
+    ids=json.dumps,
+)
+def test_a_correction_of_trls_that_is_written_out_is_trls(settings):
+    with pytest.warns(UserWarning, match="does not fit the default objective 'acr', so 'trl' is used") as caught:
+        given = config(**settings)
+    assert given.objective == "trl" and [warning.filename for warning in caught] == [__file__]
+    assert {name: getattr(given, name) for name in settings} == settings
+    trls = GRPOConfig("out", **PLAIN, **settings)
+    names = ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")
+    assert all(getattr(given, name) == getattr(trls, name) for name in names)
 
 
 def test_the_default_objective_says_nothing_of_one_update_per_rollout():

@@ -234,12 +234,6 @@ def test_clip_metrics_count_the_lifted_bounds(trainer, batch):
     assert metrics["clip_ratio/high_mean"] == pytest.approx(clipped / tokens)
 
 
-def test_the_bounds_are_scalars_again_afterwards(trainer, batch):
-    trainer.args.objective = "acr"
-    our_loss(trainer, batch)
-    assert (trainer.epsilon_low, trainer.epsilon_high) == (EPSILON_LOW, EPSILON_HIGH)
-
-
 def test_evaluation_uses_the_same_loss(trainer, batch):
     trainer.args.objective, trainer.loss_type = "acr", "bnpo"
     trainer.model.eval()

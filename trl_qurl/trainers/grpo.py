@@ -1,7 +1,7 @@
 """`QuRLGRPOTrainer`: TRL's `GRPOTrainer` with quantized rollouts and the paper's objectives.
 
 From the log-probabilities of the quantized policy that sampled and of the policy being trained, it computes what TRL's
-loss reads (`old_per_token_logps`, `importance_sampling_ratio`, clip bounds per token).
+loss reads (`old_per_token_logps` and `importance_sampling_ratio`).
 
 With one update per rollout, the log-probabilities "at rollout time" are those of the update, so no pass computes them
 in advance. TRL's loss makes the only forward pass, and reads the objective's inputs after it: they are added to its
@@ -17,6 +17,7 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from trl_qurl.config import QuRLGRPOConfig
+from trl_qurl.importance import importance_ratio
 from trl_qurl.objective import TRL_LOSS, get_objective, surrogate_terms
 from trl_qurl.rollout.mismatch import valid_logps
 from trl_qurl.rollout.substitution import substitute
@@ -50,8 +51,6 @@ class QuRLGRPOTrainer(QuantizedRolloutsMixin, GRPOTrainer):
         ImportError: vLLM is not installed.
     """
 
-    epsilon_low: Any
-    epsilon_high: Any
     vllm_importance_sampling_correction: bool
 
     _config_class = QuRLGRPOConfig
@@ -128,9 +127,6 @@ class QuRLGRPOTrainer(QuantizedRolloutsMixin, GRPOTrainer):
         """True if the loss computes `proximal_logps`: every token is trained on before the policy changes."""
         if self.args.objective == TRL_LOSS:
             return False
-        objective = get_objective(self.args.objective)
-        if objective.lifts_upper_bound and objective.denominator == "behavior":
-            return False  # the loss needs its bounds in advance; with the other denominator, its ratio is 1 anyway
         return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
@@ -139,11 +135,7 @@ class QuRLGRPOTrainer(QuantizedRolloutsMixin, GRPOTrainer):
         scores_now = proximal_logps is None and self.args.objective != TRL_LOSS
         if proximal_logps is not None and self.args.objective != TRL_LOSS:
             inputs |= self._objective_inputs(inputs, proximal_logps)
-        with (
-            substitute(self, "epsilon_low", inputs.get("epsilon_low", self.epsilon_low)),
-            substitute(self, "epsilon_high", inputs.get("epsilon_high", self.epsilon_high)),
-            substitute(self, "_unscored", inputs if scores_now else None),
-        ):
+        with substitute(self, "_unscored", inputs if scores_now else None):
             loss = super()._compute_loss(model, inputs)
         policy_logps, learned = self._policy_logps, learned_tokens(inputs)
         assert policy_logps is not None  # the loss runs one forward pass
@@ -155,8 +147,10 @@ class QuRLGRPOTrainer(QuantizedRolloutsMixin, GRPOTrainer):
             if self._mode == "eval" or (self._step + 1) % self.args.steps_per_generation == 0:
                 self._record_mismatch()
         if proximal_logps is not None:
-            logps, upper = (policy_logps, proximal_logps), float(self.epsilon_high)
-            self._record(loss_metrics(*logps, inputs, learned, upper, self._sum_over_processes))
+            logps = policy_logps, proximal_logps
+            lifts = self.args.objective != TRL_LOSS and get_objective(self.args.objective).lifts_upper_bound
+            lifting = (self._cap, 1 + self.epsilon_high) if lifts else None
+            self._record(loss_metrics(*logps, inputs, learned, self._sum_over_processes, lifting))
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
@@ -174,15 +168,11 @@ class QuRLGRPOTrainer(QuantizedRolloutsMixin, GRPOTrainer):
             self.args.objective,
             proximal_logps,
             behavior_logps,
+            batch["advantages"],
             cap=self._cap,
             floor=self.vllm_importance_sampling_clip_min,
-            epsilon_low=float(self.epsilon_low),
-            epsilon_high=float(self.epsilon_high),
         )
-        inputs = {"old_per_token_logps": terms.old_logps, "importance_sampling_ratio": terms.weight}
-        if get_objective(self.args.objective).lifts_upper_bound:  # TRL's scalar bounds also fit ratios of sequences
-            inputs |= {"epsilon_low": terms.epsilon_low, "epsilon_high": terms.epsilon_high}
-        return inputs
+        return {"old_per_token_logps": terms.old_logps, "importance_sampling_ratio": terms.weight}
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -208,10 +198,10 @@ def loss_metrics(
     proximal_logps: torch.Tensor,  # of the policy at rollout time, (B, T)
     inputs: Mapping[str, torch.Tensor],  # of the loss
     learned: torch.Tensor,  # mask of the tokens learned from, bool (B, T)
-    epsilon_high: float,  # the upper clip bound above 1, before ACR lifts it
     sum_over_processes: Callable[[torch.Tensor], torch.Tensor],
+    lifting: tuple[float, float] | None = None,  # with ACR: the cap C, and the bound 1 + ε_high that it lifts
 ) -> dict[str, float]:
-    """Return metrics of an update on B sequences of T completion tokens; `acr/*` only if `inputs` has lifted bounds.
+    """Return metrics of an update on B sequences of T completion tokens.
 
     `policy/approx_kl` estimates KL(π_prox ‖ π_θ) in nats per token by k3, R − 1 − log R with R = π_θ/π_prox (Schulman
     2020, "Approximating KL Divergence"). `acr/*` are shares of all tokens learned from: those whose upper bound ACR
@@ -219,12 +209,12 @@ def loss_metrics(
     """
     log_ratio = (policy_logps - proximal_logps).masked_fill(~learned, 0.0).double()  # (B, T)
     parts = {"policy/approx_kl": log_ratio.expm1() - log_ratio}  # (B, T) each
-    if "epsilon_high" in inputs:
-        ratio = torch.exp(policy_logps - inputs["old_per_token_logps"])  # (B, T)
-        advantages = inputs["advantages"]
-        advantages = advantages if advantages.dim() == 2 else advantages.unsqueeze(1)  # (B, T) or (B, 1)
-        lifted = learned & (inputs["epsilon_high"] > epsilon_high)  # (B, T)
-        let_through = lifted & (advantages > 0) & (ratio > 1 + epsilon_high) & (ratio <= 1 + inputs["epsilon_high"])
+    if lifting is not None:
+        cap, bound = lifting
+        advantages = inputs["advantages"].reshape(len(learned), -1)  # (B, T) or (B, 1)
+        lifted = learned & (importance_ratio(proximal_logps, inputs["sampling_per_token_logps"]) > cap)  # (B, T)
+        is_clipped = torch.exp(policy_logps - inputs["old_per_token_logps"]) > bound  # (B, T)
+        let_through = lifted & (advantages > 0) & (log_ratio.exp() > bound) & ~is_clipped
         parts |= {"acr/lifted_share": lifted, "acr/let_through_share": let_through}
     sums = torch.stack([part.sum().float() for part in (learned, *parts.values())])
     count, *totals = sum_over_processes(sums).tolist()

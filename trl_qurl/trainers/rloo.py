@@ -79,10 +79,9 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
             self.args.objective,
             proximal_logps,
             behavior_logps,
+            batch["advantages"],
             cap=cap,
             floor=self.args.vllm_importance_sampling_clip_min,
-            epsilon_low=self.epsilon_low,
-            epsilon_high=self.epsilon_high,
         )
         old_logps = (terms.old_logps * learned).sum(1)  # (B,)
         return {"old_logps": old_logps, "token_weights": terms.weight, "proximal_logps": proximal_logps}
@@ -92,7 +91,7 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
             loss = super()._compute_loss(model, inputs)
             policy_logps = self._passes[0]  # the loss runs one forward pass
         logps, learned = (policy_logps, inputs["proximal_logps"]), learned_tokens(inputs)
-        self._record(loss_metrics(*logps, inputs, learned, self.epsilon_high, self._sum_over_processes))
+        self._record(loss_metrics(*logps, inputs, learned, self._sum_over_processes))
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
