@@ -144,8 +144,8 @@ def surrogate_terms(
 
     Where old_logps and weight are the results, and ε_low and ε_high TRL's. Source: see `Objective.source`.
 
-    ACR divides the upper bound by r = C/ρ where ρ > C (Eq. 6-9). As C · min(R, (1 + ε)/r) = ρ · min(r·R, 1 + ε), with A > 0
-    the weight there is ρ, and old_logps those of π_prox/r. With A <= 0 no upper bound acts.
+    ACR divides the upper bound by r = C/ρ where ρ > C (Eq. 6-9). As C · min(R, (1 + ε)/r) = ρ · min(r·R, 1 + ε), the
+    weight there is ρ and old_logps are those of π_prox/r. With A <= 0 no upper bound acts.
 
     Args:
         objective: A name in `OBJECTIVES`.

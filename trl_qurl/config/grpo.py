@@ -39,8 +39,8 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
             `naive` (Eq. 1). The cap C is `vllm_importance_sampling_clip_max`. `icepop` drops tokens, and
             `geometric_mask` completions, with a ratio above C or below `vllm_importance_sampling_clip_min` (by default
             1/C). `trl` is TRL's own loss and correction, with TRL's settings. Defaults to `acr`, to `tis` with a loss
-            that `acr` does not support (GSPO, CISPO, a KL penalty weighted by the ratio), and to `trl` with TRL's other
-            modes of correction or none.
+            that `acr` does not support (GSPO, CISPO, a KL penalty weighted by the ratio), and to `trl` with another
+            correction of TRL's, or none.
 
     > Dynamic sampling
 
@@ -90,15 +90,7 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
                 f"{conflict[0]} does not fit objective={self.objective!r}: {conflict[1]}, or use objective={default!r}"
                 + ("." if default == TRL_LOSS else ", which works with any loss, or 'trl', TRL's own.")
             )
-        objective = get_objective(self.objective)
-        check_cap(self, objective)
-        if is_explicit and objective.lifts_upper_bound and self.updates_per_rollout <= 1:
-            warnings.warn(
-                "With one optimizer update per rollout the policy ratio is 1 and clipping never applies, so "
-                f"objective={self.objective!r} is the same as 'tis'. To make several updates per rollout, as the "
-                "paper does, set steps_per_generation above gradient_accumulation_steps, or num_iterations above 1.",
-                stacklevel=3,
-            )
+        check_cap(self, get_objective(self.objective))
 
     def _replace_trl_defaults(self) -> list[str]:
         replaced = super()._replace_trl_defaults()
