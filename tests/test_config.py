@@ -188,9 +188,16 @@ REFUSED = [
         {"objective": "ppo"},
         r"objective is 'ppo', but must be one of 'acr', 'tis', 'decoupled', 'quantized_ratio', 'naive', .*'trl'\.",
     ),
+    *(
+        (
+            {"objective": objective, "vllm_importance_sampling_correction": False},
+            rf"correction=False does not fit objective='{objective}': leave it True .*, or use objective='trl'",
+        )
+        for objective in OBJECTIVES
+    ),
     (
-        {"vllm_importance_sampling_correction": False},
-        r"vllm_importance_sampling_correction=False would hide .*: leave it True, and set objective='naive'",
+        {"objective": "acr", "beta": 0.1},
+        r"use_bias_correction_kl=True with beta=0\.1 does not fit objective='acr': set .*=False, or use .*'tis'",
     ),
     (
         {"vllm_importance_sampling_clip_max": None, "vllm_importance_sampling_clip_min": 0.5},
@@ -217,7 +224,7 @@ REFUSED = [
     ),
     (
         {"objective": "acr", "importance_sampling_level": "sequence"},
-        r"importance_sampling_level='sequence' does not fit objective='acr', .*: use 'token', or use objective='tis'",
+        r"importance_sampling_level='sequence' does not fit objective='acr': use 'token', or use objective='tis'",
     ),
     *(
         (
@@ -279,7 +286,9 @@ def test_what_cannot_work_is_refused_with_the_way_out(settings, message):
         },
         {"objective": "tis", "delta": 4.0},
         {"vllm_model_impl": "transformers"},
-        {"sync_ref_model": True, "beta": 0.1, "uaq_scale": 1.0},
+        {"sync_ref_model": True, "beta": 0.1, "uaq_scale": 1.0, "use_bias_correction_kl": False},
+        {"objective": "acr", "beta": 0.1, "use_bias_correction_kl": False},
+        {"objective": "tis", "beta": 0.1},
         {"vllm_engine_kwargs": {"enforce_eager": True, "kv_cache_dtype": "bfloat16"}},
         {"vllm_engine_kwargs": {"kv_cache_dtype": "fp8"}},
         {"vllm_engine_kwargs": None},
@@ -298,6 +307,7 @@ def test_what_fits_is_accepted_without_a_warning(settings):
         {"importance_sampling_level": "sequence"},  # TRL's own gspo.py
         *({"loss_type": loss_type} for loss_type in ("cispo", "sapo", "vespo", "luspo")),
         {"delta": 4.0},
+        {"beta": 0.1},  # TRL weights the penalty by the ratio
     ],
     ids=json.dumps,
 )
@@ -311,13 +321,37 @@ def test_a_loss_that_the_default_does_not_fit_is_corrected_by_tis(settings):
     assert copied.objective == given.to_dict()["objective"] == "tis"
 
 
-def test_the_default_objective_says_nothing_of_one_update_per_rollout():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        settings = QuRLGRPOConfig("out", **PLAIN)
-    assert (settings.objective, settings.updates_per_rollout) == ("acr", 1)
-    with pytest.warns(UserWarning, match="one optimizer update per rollout .* is the same as 'tis'"):
-        QuRLGRPOConfig("out", **PLAIN, objective="acr")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"vllm_importance_sampling_correction": False},
+        *({"vllm_importance_sampling_mode": mode} for mode in ("token_mask", "sequence_truncate")),
+        {"vllm_importance_sampling_mode": "token_mask", "loss_type": "cispo"},
+    ],
+    ids=json.dumps,
+)
+def test_a_correction_of_trls_that_is_written_out_is_trls(settings):
+    with pytest.warns(UserWarning, match="does not fit the default objective 'acr', so 'trl' is used") as caught:
+        given = config(**settings)
+    assert given.objective == "trl" and [warning.filename for warning in caught] == [__file__]
+    assert {name: getattr(given, name) for name in settings} == settings
+    trls = GRPOConfig("out", **PLAIN, **settings)
+    names = ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")
+    assert all(getattr(given, name) == getattr(trls, name) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("per_rollout", "iterations", "per_update", "mixes"),
+    [(4, 1, 4, False), (8, 1, 4, False), (2, 1, 4, False), (3, 2, 2, False), (4, 1, 3, True), (3, 1, 2, True)],
+)
+def test_updates_that_mix_two_rollouts_are_named(per_rollout, iterations, per_update, mixes):
+    settings = {"steps_per_generation": per_rollout, "num_iterations": iterations}
+    settings["gradient_accumulation_steps"] = per_update
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config(**settings)
+    messages = [str(warning.message) for warning in caught]
+    assert [message.startswith("Updates mix two rollouts: ") for message in messages] == [True] * mixes
 
 
 def test_trls_objective_has_trls_defaults_and_the_others_the_papers():
@@ -398,37 +432,3 @@ def test_yaml_with_one_ignore_pattern(tmp_path):
     path.write_text("quantization_ignore: lm_head\n")
     [parsed] = TrlParser(QuRLGRPOConfig).parse_args_and_config([*COMMAND_LINE, "--config", str(path)])
     assert parsed.quantization_ignore == ["lm_head"]
-
-
-# The warning ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"steps_per_generation": 1},
-        {"steps_per_generation": 4, "gradient_accumulation_steps": 4},
-        {"steps_per_generation": 2, "gradient_accumulation_steps": 4},
-        {"steps_per_generation": None, "gradient_accumulation_steps": 4},  # TRL's default: as many
-    ],
-)
-def test_an_inert_objective_is_warned_of_once_with_both_ways_out(settings):
-    way_out = "set steps_per_generation above gradient_accumulation_steps, or num_iterations above 1"
-    with pytest.warns(UserWarning, match=way_out) as caught:
-        config(objective="acr", **settings)
-    assert len(caught) == 1
-    assert caught[0].filename == __file__, "the warning should point at the line that builds the config"
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"num_iterations": 2, "steps_per_generation": 1},
-        *({"steps_per_generation": 1, **fitting(objective)} for objective in OBJECTIVES if objective != "acr"),
-    ],
-)
-def test_no_warning_where_the_objective_acts(settings):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        config(**settings)

@@ -17,6 +17,7 @@ from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 from trl_qurl.config import CLIPPED_LOSS_TYPES
 from trl_qurl.objective import OBJECTIVES
 from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
+from trl_qurl.trainers.grpo import has_dropout
 from trl_qurl.trainers.guard import MismatchGuard
 
 # One trainer, with a real engine, in one process: an engine cannot be started twice in a process.
@@ -256,12 +257,6 @@ def test_clip_metrics_count_the_lifted_bounds(trainer, batch):
     assert metrics["clip_ratio/high_mean"] == pytest.approx(clipped / tokens)
 
 
-def test_the_bounds_are_scalars_again_afterwards(trainer, batch):
-    trainer.args.objective = "acr"
-    our_loss(trainer, batch)
-    assert (trainer.epsilon_low, trainer.epsilon_high) == (EPSILON_LOW, EPSILON_HIGH)
-
-
 def test_evaluation_uses_the_same_loss(trainer, batch):
     trainer.args.objective, trainer.loss_type = "acr", "bnpo"
     trainer.model.eval()
@@ -349,14 +344,124 @@ def test_one_update_per_rollout_needs_no_scoring_pass(objective, trainer, monkey
         for batch in (scored, unscored):
             micro_batch = {name: part[rows_of_part] if part.dim() else part for name, part in batch.items()}
             micro_batch["advantages"] = advantages[rows_of_part]
+            monkeypatch.setattr(trainer, "_step", part)
             losses.append(trainer._compute_loss(trainer.model, micro_batch))
         # Scoring passes over other rows at once, and so rounds otherwise.
         assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-4, abs=1e-6)
         ours, theirs = gradients(trainer, losses[1]), gradients(trainer, losses[0])
         for name, gradient in theirs.items():
             torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
-    mismatch = trainer._mismatch.pop()
-    assert mismatch == {name: pytest.approx(scored_metrics[name], rel=1e-2, abs=1e-7) for name in mismatch}
+    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    measured = {name for name in scored_metrics if name.startswith(("mismatch/", "sampling/"))}
+    assert len(measured) == 8 + 5, "TRL's five are logged without its scoring pass, too"
+    for name in measured:
+        assert metrics[name] == pytest.approx(scored_metrics[name], rel=1e-2, abs=1e-7), name
+
+
+def rollout_of(trainer):
+    trainer._metrics["train"].clear()
+    return trainer._generate_and_score_completions(ROWS)
+
+
+@pytest.mark.parametrize("is_one_update", [True, False])
+def test_a_rollout_is_scored_without_dropout(is_one_update, trainer, monkeypatch):
+    monkeypatch.setattr(trainer.args, "objective", "acr")
+    if is_one_update:
+        one_update_per_rollout(trainer, monkeypatch)
+    monkeypatch.setattr(trainer.model.config, "attention_dropout", 0.5)
+    for layer in trainer.model.model.layers:
+        monkeypatch.setattr(layer.self_attn, "attention_dropout", 0.5)
+    batch = rollout_of(trainer)
+    assert trainer.model.training and "old_per_token_logps" in batch
+    assert trainer._metrics["train"]["mismatch/kl_k3"][0] < 1e-3
+    with torch.no_grad():
+        noisy = trainer.model(torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)).logits
+        again = trainer.model(torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)).logits
+    assert not torch.equal(noisy, again), "the loss keeps its dropout"
+
+
+def test_dropout_is_found_in_modules_and_in_the_configuration(trainer, monkeypatch):
+    assert not has_dropout(trainer.model)
+    monkeypatch.setattr(trainer.model, "dropped", torch.nn.Dropout(0.05), raising=False)
+    assert has_dropout(trainer.model)
+    monkeypatch.setattr(trainer.model.dropped, "p", 0.0)
+    assert not has_dropout(trainer.model)
+
+
+class OwnLoss(QuRLGRPOTrainer):
+    """Written after TRL's, without a call of the parent."""
+
+    def _compute_loss(self, model, inputs):
+        logps = policy_log_probabilities(self, inputs)
+        weight = inputs["importance_sampling_ratio"] if self.vllm_importance_sampling_correction else 1.0
+        loss = -torch.exp(logps - inputs.get("old_per_token_logps", logps.detach())) * weight
+        return (loss * inputs["advantages"].unsqueeze(1) * inputs["completion_mask"]).sum()
+
+
+class OwnPass(QuRLGRPOTrainer):
+    """A forward pass without a call of the parent."""
+
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        return GRPOTrainer._get_per_token_logps_and_entropies(self, model, *args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [OwnLoss, OwnPass])
+@pytest.mark.parametrize("is_one_update", [True, False])
+def test_a_subclass_with_its_own_loss_or_pass_gets_trls_batch(kind, is_one_update, trainer, monkeypatch):
+    monkeypatch.setattr(trainer.args, "objective", "acr")
+    if is_one_update:
+        one_update_per_rollout(trainer, monkeypatch)
+    monkeypatch.setattr(trainer, "_policy_logps", None)
+    monkeypatch.setattr(trainer, "_buffered_inputs", None)
+    monkeypatch.setattr(trainer, "_step", 0)
+    monkeypatch.setattr(trainer, "__class__", kind)
+    trainer._metrics["train"].clear()
+    trainer.training_step(trainer.model, ROWS, None)
+    trainer.model.zero_grad()
+    batch, logged = trainer._buffered_inputs[0], trainer._metrics["train"]
+    ratio = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"]).exp().clamp(max=CAP)
+    learned = batch["completion_mask"].bool()
+    torch.testing.assert_close(batch["importance_sampling_ratio"][learned], ratio[learned])
+    assert {"mismatch/kl_k3", "mismatch/guard", "sampling/importance_sampling_ratio/mean"} <= logged.keys()
+
+
+@pytest.mark.parametrize("is_one_update", [True, False])
+def test_smoothing_learns_from_the_pass_that_scores_and_from_no_other(is_one_update, trainer, monkeypatch):
+    monkeypatch.setattr(trainer.args, "objective", "acr")
+    if is_one_update:
+        one_update_per_rollout(trainer, monkeypatch)
+    smoothing, sync = trainer.vllm_generation.weights.smoothing, trainer.vllm_generation.sync_weights
+    monkeypatch.setattr(trainer.vllm_generation, "sync_weights", lambda: (sync(), due()))
+
+    def due():
+        smoothing.collects = True
+        smoothing._inputs.clear()
+
+    monkeypatch.setattr(trainer, "_last_loaded_step", -1)
+    monkeypatch.setattr(trainer, "_buffered_inputs", None)
+    monkeypatch.setattr(trainer, "_step", 0)
+    trainer.model.gradient_checkpointing_enable()
+    own_loss = type(trainer)._compute_loss
+
+    def with_another_term(self, model, inputs):  # of another length, and without a mask
+        return own_loss(self, model, inputs) + 0.01 * model(inputs["prompt_ids"]).logits.pow(2).mean()
+
+    monkeypatch.setattr(QuRLGRPOTrainer, "_compute_loss", with_another_term)
+    try:
+        for _ in range(8 if is_one_update else 4):  # the second rollout of four micro-batches is not collected twice
+            if trainer._step == 4:
+                due()
+            trainer.training_step(trainer.model, ROWS, None)
+    finally:
+        trainer.model.gradient_checkpointing_disable()
+        trainer.model.zero_grad()
+        smoothing.collects = False
+    tokens = sum(
+        (part["prompt_mask"].sum() + part["completion_mask"].sum()).item() for part in trainer._buffered_inputs
+    )
+    counts = {name: sums[-1].item() for name, sums in smoothing._inputs.items()}
+    assert len(counts) >= 4 and set(counts.values()) == {tokens}
+    smoothing._inputs.clear()
 
 
 def test_cut_distributions_shrink_the_ratio_by_what_was_kept(trainer, monkeypatch):
@@ -458,7 +563,12 @@ def test_a_rollout_whose_tokens_the_engine_could_not_score_is_an_error(trainer, 
     assert trainer._mismatch.pop() == {}
 
 
-def test_a_rollout_function_without_log_probabilities_says_what_to_return(trainer, monkeypatch):
+@pytest.mark.parametrize("is_one_update", [True, False])
+def test_a_rollout_function_without_log_probabilities_says_what_to_return(is_one_update, trainer, monkeypatch):
+    if is_one_update:
+        one_update_per_rollout(trainer, monkeypatch)
+    monkeypatch.setattr(trainer, "_step", 0)
+
     def rollout_func(prompts, trainer):
         ids = [[5, 6]] * len(prompts)
         return {"prompt_ids": ids, "completion_ids": ids, "logprobs": None}

@@ -8,13 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_loss import reference_loss
 
-from trl_qurl.importance import (
-    adaptive_clip_range,
-    importance_ratio,
-    kept_share,
-)
+from trl_qurl.importance import LARGEST_LOG_RATIO, importance_ratio
 from trl_qurl.objective import OBJECTIVES, Objective, SurrogateTerms, get_objective, surrogate_terms
 
+SIGNS = torch.tensor([[1.0], [-1.0]])  # advantages of one sequence: positive, negative
 CLIP = {"epsilon_low": 0.2, "epsilon_high": 0.28}
 LOSS_TYPES = {"grpo": {}, "bnpo": {}, "dr_grpo": {"max_completion_length": 9}, "dapo": {"num_items": 13}}
 
@@ -23,10 +20,10 @@ def log(*probabilities):
     return torch.tensor([probabilities], dtype=torch.float64).log()
 
 
-def clipped_surrogate(terms: SurrogateTerms, policy_logps, advantages):
+def clipped_surrogate(terms: SurrogateTerms, policy_logps, advantages, epsilon_low=0.2, epsilon_high=0.28):
     """TRL's own lines, with our terms: (B, T)."""
     coef_1 = torch.exp(policy_logps - terms.old_logps)
-    coef_2 = torch.clamp(coef_1, 1 - terms.epsilon_low, 1 + terms.epsilon_high)
+    coef_2 = torch.clamp(coef_1, 1 - epsilon_low, 1 + epsilon_high)
     return torch.min(coef_1 * advantages.unsqueeze(1), coef_2 * advantages.unsqueeze(1)) * terms.weight
 
 
@@ -75,11 +72,12 @@ def rollout(seed, B=4, T=7, max_rho=1e5, missing=0.2):
 def test_one_token_by_hand(policy, advantage, expected):
     advantages = torch.tensor([advantage], dtype=torch.float64)
     for name, value in expected.items():
-        clip = {"cap": 2.0, "epsilon_low": 0.2, "epsilon_high": 0.2}
-        terms = surrogate_terms(name, log(0.06), log(0.01), **clip)
-        assert clipped_surrogate(terms, log(policy), advantages).item() == pytest.approx(value, rel=1e-12)
+        clip = {"epsilon_low": 0.2, "epsilon_high": 0.2}
+        terms = surrogate_terms(name, log(0.06), log(0.01), advantages, cap=2.0)
+        assert clipped_surrogate(terms, log(policy), advantages, **clip).item() == pytest.approx(value, rel=1e-12)
         args = (log(policy), log(0.06), log(0.01), advantages, torch.ones(1, 1))
-        assert reference_loss(name, *args, loss_type="bnpo", **clip).item() == pytest.approx(-value, rel=1e-12)
+        loss = reference_loss(name, *args, loss_type="bnpo", cap=2.0, **clip)
+        assert loss.item() == pytest.approx(-value, rel=1e-12)
 
 
 def test_expected_table_names_every_objective():
@@ -92,13 +90,13 @@ def test_masks_by_hand():
     # ρ = 2, 3, 1/4, nothing known: a cap of 2 keeps the first and the last, 4 all but 1/5 and less.
     proximal, behavior = log(0.2, 0.3, 0.1, 0.5), log(0.1, 0.1, 0.4, float("nan"))
     for cap, floor, weights in ((2.0, None, [2, 0, 0, 1]), (4.0, None, [2, 3, 0.25, 1]), (4.0, 0.5, [2, 3, 0, 1])):
-        terms = surrogate_terms("icepop", proximal, behavior, cap=cap, floor=floor, **CLIP)
+        terms = surrogate_terms("icepop", proximal, behavior, torch.ones(1), cap=cap, floor=floor)
         torch.testing.assert_close(terms.weight, torch.tensor([weights], dtype=torch.float64))
     # The mean of three: (2 · 3 · 1/4)^(1/3) = 1.145.
     for cap, floor, weight in ((1.1, None, 0), (1.2, None, 1), (1.2, 1.14, 1), (1.2, 1.15, 0)):
-        terms = surrogate_terms("geometric_mask", proximal, behavior, cap=cap, floor=floor, **CLIP)
+        terms = surrogate_terms("geometric_mask", proximal, behavior, torch.ones(1), cap=cap, floor=floor)
         assert torch.equal(terms.weight, torch.full((1, 4), weight, dtype=torch.float64))
-    unscored = surrogate_terms("geometric_mask", proximal, torch.full_like(behavior, math.nan), cap=1.2, **CLIP)
+    unscored = surrogate_terms("geometric_mask", proximal, torch.full_like(behavior, math.nan), torch.ones(1), cap=1.2)
     assert torch.equal(unscored.weight, torch.ones(1, 4, dtype=torch.float64))
 
 
@@ -108,20 +106,26 @@ def test_importance_ratio_by_hand():
     torch.testing.assert_close(rho, torch.tensor([[2.0, 0.25, 1.0]], dtype=torch.float64))
 
 
-def test_kept_share_and_clip_range_by_hand():
-    # C = 2: r = 1, 1, 2/3, 1/5; (1 + 0.28) / r − 1 = 0.28, 0.28, 0.92, 5.4
-    rho = torch.tensor([[0.5, 2.0, 3.0, 10.0]], dtype=torch.float64)
-    torch.testing.assert_close(kept_share(rho, 2.0), torch.tensor([[1, 1, 2 / 3, 0.2]], dtype=torch.float64))
-    upper = adaptive_clip_range(rho, 2.0, CLIP["epsilon_high"])
-    torch.testing.assert_close(upper, torch.tensor([[0.28, 0.28, 0.92, 5.4]], dtype=torch.float64))
+def test_acr_by_hand():
+    # C = 2, ρ = 0.5, 2, 3, 10. Above C and with A > 0: the ratio is to π_prox/r = π_prox·ρ/C, and its weight is ρ.
+    behavior = log(0.5, 0.125, 0.1, 0.025)
+    up, down = (surrogate_terms("acr", log(0.25, 0.25, 0.3, 0.25), behavior, A, cap=2.0) for A in SIGNS)
+    torch.testing.assert_close(up.old_logps, log(0.25, 0.25, 0.45, 1.25))
+    torch.testing.assert_close(up.weight, torch.tensor([[0.5, 2, 3, 10]], dtype=torch.float64))
+    assert torch.equal(down.old_logps, log(0.25, 0.25, 0.3, 0.25)), "with A < 0 no upper bound acts"
+    torch.testing.assert_close(down.weight, torch.tensor([[0.5, 2, 2, 2]], dtype=torch.float64))
+    # Advantages per token, and a floor.
+    mixed = surrogate_terms("acr", log(0.3, 0.3, 0.1), log(0.1, 0.1, 0.4), torch.tensor([[1, 0, 1]]), cap=2, floor=0.3)
+    torch.testing.assert_close(mixed.old_logps, log(0.45, 0.3, 0.1))
+    torch.testing.assert_close(mixed.weight, torch.tensor([[3, 2, 0.3]], dtype=torch.float64))
 
 
-def test_nothing_is_cut_at_the_cap_itself():
-    # In float32 (1/41)·41 is just below 1, which would lift the bound of a token that keeps all of its ratio.
-    rho = torch.arange(1.0, 200.0)
-    assert ((1.0 / rho) * rho < 1).any()
-    for value in rho:
-        assert torch.equal(kept_share(value.view(1, 1), value.item()), torch.ones(1, 1))
+def test_a_ratio_that_would_overflow_is_limited():
+    # exp(200) is infinite in float32; 0 · inf would be NaN where R is tiny.
+    terms = surrogate_terms("acr", torch.zeros(1, 2), torch.full((1, 2), -200.0), torch.ones(1), cap=2.0)
+    assert terms.weight.tolist() == [[pytest.approx(math.exp(LARGEST_LOG_RATIO))] * 2]
+    values = clipped_surrogate(terms, torch.tensor([[0.0, -300.0]]), torch.ones(1))
+    assert values.tolist() == [[pytest.approx(2.0, rel=1e-5), 0.0]], "C·R, as in Eq. 9"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +155,7 @@ def test_terms_in_the_plain_surrogate_give_the_reference_loss_and_gradient(objec
     clip = {"cap": cap, "floor": floor, **CLIP}
     numbers = LOSS_TYPES[loss_type]
 
-    terms = surrogate_terms(objective, proximal, behavior, **clip)
+    terms = surrogate_terms(objective, proximal, behavior, advantages, cap=cap, floor=floor)
     loss = -trl_aggregate(clipped_surrogate(terms, policy, advantages), mask, loss_type, **numbers)
     expected = reference_loss(
         objective, policy, proximal, behavior, advantages, mask, loss_type=loss_type, **clip, **numbers
@@ -176,28 +180,25 @@ def test_random_rollouts_reach_what_they_are_meant_to_reach():
 @given(seed=st.integers(0, 2**32 - 1), cap=st.floats(1.0, 10.0))
 @settings(max_examples=50, deadline=None)
 def test_acr_is_tis_to_the_last_bit_where_the_cap_cuts_nothing(seed, cap):
-    _, proximal, behavior, *_ = rollout(seed, max_rho=cap)
+    _, proximal, behavior, advantages, _ = rollout(seed, max_rho=cap)
     proximal, behavior = proximal.float(), behavior.float()
     cap = max(cap, importance_ratio(proximal, behavior).max().item())
-    acr, tis = (surrogate_terms(name, proximal, behavior, cap=cap, **CLIP) for name in ("acr", "tis"))
+    acr, tis = (surrogate_terms(name, proximal, behavior, advantages, cap=cap) for name in ("acr", "tis"))
     assert all(torch.equal(a, t) for a, t in zip(acr, tis, strict=True))
 
 
-@given(
-    rho=st.lists(st.floats(2.0**-17, 2.0**17, width=32), min_size=1, max_size=20),
-    cap=st.floats(0.5, 10.0),
-    epsilon_high=st.floats(0.01, 0.5),
-)
-@settings(max_examples=200, deadline=None)
-def test_clip_range_is_lifted_exactly_where_the_cap_cuts(rho, cap, epsilon_high):
-    rho = torch.tensor([rho])
-    high = adaptive_clip_range(rho, cap, epsilon_high)
-    r = kept_share(rho, cap)
-    epsilons = torch.full_like(rho, epsilon_high)
-    assert torch.equal(high[rho <= cap], epsilons[rho <= cap])
-    assert torch.equal(r[rho <= cap], torch.ones_like(r[rho <= cap]))
-    torch.testing.assert_close(r * rho, rho.clamp(max=cap), rtol=1e-6, atol=0)
-    torch.testing.assert_close((1 + high) * r, 1 + epsilons, rtol=1e-6, atol=0)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-5)])
+def test_acr_equals_equation_9_as_printed(dtype, tolerance):
+    """A million tokens, ρ from 1e-5 to 1e5."""
+    policy, proximal, behavior, advantages, _ = (
+        part.detach().to(dtype) for part in rollout(0, B=1000, T=1000, missing=0.01)
+    )
+    terms = surrogate_terms("acr", proximal, behavior, advantages, cap=2.0)
+    R, rho, A = (policy - proximal).exp(), importance_ratio(proximal, behavior), advantages.unsqueeze(1)
+    r = (2.0 / rho).clamp(max=1)  # Eq. 6-7
+    expected = rho.clamp(max=2.0) * torch.minimum(R * A, R.clamp(min=0.8).minimum(1.28 / r) * A)  # Eq. 9
+    assert (rho > 2).float().mean() > 0.3 and ((R > 1.28) & (R * r <= 1.28)).float().mean() > 0.1
+    torch.testing.assert_close(clipped_surrogate(terms, policy, advantages), expected, rtol=tolerance, atol=0)
 
 
 @given(seed=st.integers(0, 2**32 - 1))
@@ -212,14 +213,14 @@ def test_without_mismatch_all_objectives_are_naive(seed):
             for name in OBJECTIVES
         }
         assert all(torch.equal(loss, losses["naive"]) for loss in losses.values())
-        terms = [surrogate_terms(name, proximal, no_mismatch, cap=2.0, **CLIP) for name in OBJECTIVES]
+        terms = [surrogate_terms(name, proximal, no_mismatch, advantages, cap=2.0) for name in OBJECTIVES]
         assert all(torch.equal(a, b) for other in terms for a, b in zip(other, terms[-1], strict=True))
 
 
 def test_no_gradient_flows_through_the_sampling():
     proximal, behavior = log(0.06).requires_grad_(), log(0.01).requires_grad_()
     for name in OBJECTIVES:
-        terms = surrogate_terms(name, proximal, behavior, cap=2.0, **CLIP)
+        terms = surrogate_terms(name, proximal, behavior, torch.ones(1), cap=2.0)
         assert not any(term.requires_grad for term in terms)
         loss = reference_loss(
             name, log(0.09).requires_grad_(), proximal, behavior, torch.ones(1), torch.ones(1, 1),
@@ -238,7 +239,7 @@ def test_unknown_objective_lists_the_known_ones():
 @pytest.mark.parametrize("cap", [None, 0.0, -1.0, math.inf, math.nan])
 def test_a_missing_or_impossible_cap_is_refused(objective, cap):
     with pytest.raises(ValueError, match="finite and above 0"):
-        surrogate_terms(objective, log(0.1), log(0.1), cap=cap, **CLIP)
+        surrogate_terms(objective, log(0.1), log(0.1), torch.ones(1), cap=cap)
 
 
 @pytest.mark.parametrize("correction", ["none", "full"])
@@ -249,11 +250,11 @@ def test_an_upper_bound_is_lifted_only_where_a_cap_cuts(correction):
 
 def test_floor_must_lie_below_the_cap():
     with pytest.raises(ValueError, match="floor=3.0 with cap=2.0"):
-        surrogate_terms("tis", log(0.1), log(0.1), cap=2.0, floor=3.0, **CLIP)
+        surrogate_terms("tis", log(0.1), log(0.1), torch.ones(1), cap=2.0, floor=3.0)
 
 
 def test_shapes_are_checked_and_named():
     with pytest.raises(ValueError, match=r"proximal_logps \(2, 3\), behavior_logps \(2, 4\)"):
-        surrogate_terms("acr", torch.zeros(2, 3), torch.zeros(2, 4), cap=2.0, **CLIP)
+        surrogate_terms("acr", torch.zeros(2, 3), torch.zeros(2, 4), torch.ones(2), cap=2.0)
     with pytest.raises(ValueError, match=r"\(B, T\)"):
         importance_ratio(torch.zeros(3), torch.zeros(3))

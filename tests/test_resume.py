@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import PartialState
 from conftest import needs_avx512
 from safetensors.torch import load_file
 from test_engine import ADAPTER
@@ -16,13 +17,14 @@ from tiny import ENGINE
 from trl.trainer.utils import RepeatSampler
 
 from trl_qurl.rollout.engine.colocated import build_engine
-from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state, skip_epochs
+from trl_qurl.trainers.saving import SHAPE, load_rollout_state, save_rollout_state, skip_epochs
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(torch.cuda.is_available(), reason="equality to the last bit is claimed for the CPU only"),
 ]
 
+SHAPED = SimpleNamespace(**dict.fromkeys(SHAPE, 2))
 STEPS = 12
 INSIDE_A_ROLLOUT, BETWEEN_ROLLOUTS = 2, 4
 CONFIG = {"steps_per_generation": 4, "max_steps": STEPS, "save_strategy": "steps", "save_steps": 2}
@@ -146,13 +148,53 @@ def test_a_state_loads_onto_the_device_of_one_process_among_several(tmp_path):
     # Accelerate calls it "cpu:0", which torch.load cannot restore to.
     batches = [{"advantages": torch.arange(3.0), "num_items_in_batch": torch.tensor(7)}]
     second = SimpleNamespace(process_index=1, num_processes=2, device=torch.device("cpu", 0))
-    save_rollout_state({"step": 5, "batches": batches}, tmp_path, second)
-    state = load_rollout_state(tmp_path, second)
+    save_rollout_state({"step": 5, "batches": batches}, tmp_path, second, SHAPED)
+    state = load_rollout_state(tmp_path, second, SHAPED)
     assert state is not None and state["step"] == 5
     assert torch.equal(state["batches"][0]["advantages"], batches[0]["advantages"])
-    assert load_rollout_state(tmp_path, SimpleNamespace(process_index=0, num_processes=2)) is None
+    assert load_rollout_state(tmp_path, SimpleNamespace(process_index=0, num_processes=2), SHAPED) is None
     more = SimpleNamespace(process_index=1, num_processes=3)
-    assert load_rollout_state(tmp_path, more) is None, "the third process has no state"
+    assert load_rollout_state(tmp_path, more, SHAPED) is None, "the third process has no state"
+
+
+@pytest.mark.parametrize("name", SHAPE)
+def test_a_rollout_of_another_shape_is_dropped_with_one_line(name, tmp_path, caplog):
+    process = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"))
+    PartialState()
+    state = {"step": 6, "batches": [{}, {}], "ahead": {"prompts": []}, "smoothing": {}, "prompts_drawn": 7}
+    save_rollout_state(state, tmp_path, process, SHAPED)
+    assert load_rollout_state(tmp_path, process, SHAPED)["step"] == 6 and not caplog.records
+    changed = SimpleNamespace(**(vars(SHAPED) | {name: 3}))
+    seen = load_rollout_state(tmp_path, process, changed)
+    assert (seen["step"], seen["batches"], seen["ahead"]) == (0, None, None)
+    assert (seen["smoothing"], seen["prompts_drawn"]) == ({}, 7), "the rest fits any shape"
+    [record] = caplog.records
+    assert record.getMessage().endswith(
+        f"This run generates a new rollout instead of the checkpoint's: {name} changed."
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("resume")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steps_per_generation": 2, "quantization_ignore": ["lm_head", "re:.*down_proj"]},
+        {"gradient_accumulation_steps": 2},
+        {"smooth_activations": False},
+    ],
+    ids=json.dumps,
+)
+def test_a_run_resumes_inside_a_rollout_with_other_settings(changes, uninterrupted, train, tmp_path):
+    checkpoint = uninterrupted[0] / f"checkpoint-{INSIDE_A_ROLLOUT}"
+    [record] = train([tmp_path, "--resume", checkpoint, "--config", json.dumps(CONFIG | {"max_steps": 6} | changes)])
+    seen = metrics_by_step(record)
+    assert set(seen) == {1, 2, 3, 4, 5, 6}
+    is_new = [step for step in range(3, 7) if "reward" in seen[step]]
+    # A new shape has two updates per rollout, and the rollout that the checkpoint was in the middle of is dropped.
+    assert is_new == ([5] if "smooth_activations" in changes else [3, 5])
+    assert all(abs(seen[step]["loss"]) < 1 for step in range(3, 7))
+    assert all(seen[step]["mismatch/kl_k3"] < 0.01 for step in is_new)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -171,7 +213,7 @@ def test_a_resumed_epoch_has_its_own_order(shuffle):
 
 def test_a_state_that_was_not_written_to_its_end_leaves_the_earlier_one(tmp_path, monkeypatch):
     process = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"))
-    save_rollout_state({"step": 5}, tmp_path, process)
+    save_rollout_state({"step": 5}, tmp_path, process, SHAPED)
 
     def break_off(state, path):
         path.write_bytes(b"PK")
@@ -179,5 +221,5 @@ def test_a_state_that_was_not_written_to_its_end_leaves_the_earlier_one(tmp_path
 
     monkeypatch.setattr(torch, "save", break_off)
     with pytest.raises(OSError, match="disk full"):
-        save_rollout_state({"step": 9}, tmp_path, process)
-    assert load_rollout_state(tmp_path, process)["step"] == 5
+        save_rollout_state({"step": 9}, tmp_path, process, SHAPED)
+    assert load_rollout_state(tmp_path, process, SHAPED)["step"] == 5

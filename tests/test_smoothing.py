@@ -85,7 +85,7 @@ def test_padding_does_not_count():
     mask = torch.cat([torch.ones_like(TOKENS), torch.zeros_like(TOKENS)], dim=1)
     weights = smoothed_stream(model)
     fitted = {name: scale.clone() for name, scale in weights.smoothing.scales.items()}
-    weights.smoothing.collects = True
+    weights.smoothing.collects = weights.smoothing.watches = True
     with torch.no_grad():
         model(padded, attention_mask=mask)
     weights.smoothing.fit()
@@ -125,6 +125,31 @@ def test_a_fit_without_a_pass_in_between_leaves_the_scales():
     before = weights.smoothing.input_scale("model.layers.0.mlp.down_proj")
     weights.smoothing.fit()
     assert torch.equal(weights.smoothing.input_scale("model.layers.0.mlp.down_proj"), before)
+
+
+FEWER = ["lm_head", "re:.*down_proj"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(["lm_head"], FEWER), (FEWER, ["lm_head"])])
+def test_a_state_of_other_layers_leaves_the_fit_to_the_first_prompts(before, after):
+    def fitted(ignore, seed):
+        model = tiny_model("llama", seed=seed)
+        weights = WeightStream(model, get_scheme("int8"), ignore, smooths=True)
+        weights.fit_smoothing(model, TOKENS.tolist())
+        return model, weights
+
+    saved = fitted(before, 0)[1].smoothing
+    saved.begin_sync()  # from here on, it collects for its next fit
+    same = fitted(before, 1)[1].smoothing
+    same.load_state_dict(saved.state_dict())
+    assert same.scales is saved.scales and same.collects
+    model, other = fitted(after, 1)
+    expected = dict(other.smoothing.scales)
+    other.smoothing.load_state_dict(saved.state_dict())
+    assert other.smoothing.scales == expected
+    for _ in range(2):  # syncs, the second with a fit
+        other.smoothing.begin_sync()
+        dict(other.smoothing.fold(model_parameters(model)))
 
 
 # Settings ------------------------------------------------------------------------------------------------------------

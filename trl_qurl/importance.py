@@ -1,4 +1,4 @@
-"""Per-token importance ratios, and the clip range and mask derived from them.
+"""Per-token importance ratios, and the mask of completions derived from them.
 
 Pure functions of tensors and floats; `objective.py` builds the objectives from them.
 
@@ -7,9 +7,9 @@ Shapes: `B` sequences, `T` completion tokens. Equation numbers: QuRL, arXiv:2602
 rollout time.
 """
 
-import math
-
 import torch
+
+LARGEST_LOG_RATIO = 20.0  # limits the weight of a single token, and keeps ρ² within float32
 
 
 def importance_ratio(proximal_logps: torch.Tensor, behavior_logps: torch.Tensor) -> torch.Tensor:
@@ -24,7 +24,7 @@ def importance_ratio(proximal_logps: torch.Tensor, behavior_logps: torch.Tensor)
         behavior_logps: `(B, T)`; NaN where the engine returned none.
 
     Returns:
-        ρ, `(B, T)`; 1 where `behavior_logps` is NaN.
+        ρ, `(B, T)`, at most exp(`LARGEST_LOG_RATIO`); 1 where `behavior_logps` is NaN.
 
     Raises:
         ValueError: If the shapes differ or are not two-dimensional.
@@ -34,50 +34,8 @@ def importance_ratio(proximal_logps: torch.Tensor, behavior_logps: torch.Tensor)
             f"Got proximal_logps {tuple(proximal_logps.shape)}, behavior_logps {tuple(behavior_logps.shape)}: "
             "pad both to the same shape (B, T)."
         )
-    return (proximal_logps - behavior_logps).masked_fill(behavior_logps.isnan(), 0.0).exp()
-
-
-def kept_share(rho: torch.Tensor, cap: float) -> torch.Tensor:
-    """Compute the share of ρ that remains when it is capped at C.
-
-        r = min(1, C / ρ) = π_behav / max(π_behav, π_prox / C)
-
-    Capping ρ at C is equivalent to lifting π_behav to π_prox / C. Source: Eq. 6-7.
-
-    Args:
-        rho: ρ, `(B, T)`.
-        cap: C, a ratio, finite and above 0.
-
-    Returns:
-        r in [0, 1], `(B, T)`, exactly 1 where ρ ≤ C.
-
-    Raises:
-        ValueError: If `cap` is out of range.
-    """
-    if not 0 < cap < math.inf:
-        raise ValueError(f"Got cap={cap}: give a cap finite and above 0 (2 is usual).")
-    # `where` instead of `clamp`: C / ρ rounds, and must not end up just below 1 where ρ was not capped.
-    return torch.where(rho > cap, cap / rho, 1.0)
-
-
-def adaptive_clip_range(rho: torch.Tensor, cap: float, epsilon_high: float) -> torch.Tensor:
-    """Lift the upper clip bound where ρ exceeds the cap; the lower bound never moves.
-
-        1 + ε_high' = (1 + ε_high) / r
-
-    Where r is `kept_share(rho, cap)`. Source: Eq. 9, with DAPO's ε_high instead of its single ε.
-
-    Args:
-        rho: ρ, `(B, T)`.
-        cap: C, a ratio, finite and above 0; checked by `kept_share`.
-        epsilon_high: Distance of the upper bound above 1, before it is lifted.
-
-    Returns:
-        ε_high', `(B, T)`; exactly `epsilon_high` where ρ ≤ C.
-    """
-    lifted_epsilon = (1.0 + epsilon_high) / kept_share(rho, cap) - 1.0  # (B, T)
-    # (1 + ε) − 1 is not ε in floating point, so bounds that are not lifted bypass the formula.
-    return torch.where(rho > cap, lifted_epsilon, epsilon_high)
+    log_ratio = (proximal_logps - behavior_logps).masked_fill(behavior_logps.isnan(), 0.0)
+    return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
 
 
 def geometric_mask(

@@ -1,7 +1,7 @@
 """The objectives by name, and the inputs that make TRL's own loss compute them.
 
 Pure functions of tensors and floats. TRL computes the clipped surrogate; `surrogate_terms` returns the inputs that
-turn it into the requested objective, with weights and bounds from `importance.py`. `tests/reference_loss.py` has the
+turn it into the requested objective, with the ratio and mask of `importance.py`. `tests/reference_loss.py` has the
 equations as printed in the papers.
 
 Shapes: `B` sequences, `T` completion tokens. Equation numbers: QuRL, arXiv:2602.13953. Log-probabilities are in nats:
@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from trl_qurl.importance import adaptive_clip_range, geometric_mask, importance_ratio
+from trl_qurl.importance import geometric_mask, importance_ratio
 
 Correction = Literal["none", "full", "truncated", "masked", "masked_sequence"]
 """Token weight: 1, ρ, min(ρ, C), ρ in [floor, C] and 0 outside, or the output of `geometric_mask`."""
@@ -30,7 +30,7 @@ class Objective:
     description: str  # for model cards; completes a sentence
     denominator: Literal["proximal", "behavior"] = "proximal"  # denominator of the clipped ratio
     correction: Correction = "none"  # token weight; see `Correction`
-    lifts_upper_bound: bool = False  # whether to divide the upper clip bound by `kept_share` ("truncated" only)
+    lifts_upper_bound: bool = False  # whether to multiply the upper clip bound by ρ / C where ρ > C ("truncated" only)
 
     def __post_init__(self) -> None:
         if self.lifts_upper_bound and self.correction != "truncated":
@@ -110,8 +110,6 @@ class SurrogateTerms(NamedTuple):
 
     old_logps: torch.Tensor  # `(B, T)`, log-probabilities in the denominator of the clipped ratio, in nats
     weight: torch.Tensor  # `(B, T)`, factor on each token's surrogate
-    epsilon_low: torch.Tensor  # `(B, T)`, distance of the lower clip bound below 1
-    epsilon_high: torch.Tensor  # `(B, T)`, distance of the upper clip bound above 1
 
 
 def get_objective(name: str) -> Objective:
@@ -135,31 +133,32 @@ def surrogate_terms(
     objective: str,
     proximal_logps: torch.Tensor,
     behavior_logps: torch.Tensor,
+    advantages: torch.Tensor,
     *,
     cap: float | None,
     floor: float | None = None,
-    epsilon_low: float,
-    epsilon_high: float,
 ) -> SurrogateTerms:
     """Compute the inputs that turn the plain clipped surrogate into an objective.
 
         weight · min(R·A, clip(R, 1 − ε_low, 1 + ε_high)·A),    R = exp(policy_logps − old_logps)
 
-    Where old_logps, weight, ε_low and ε_high are the results. Source: see `Objective.source`.
+    Where old_logps and weight are the results, and ε_low and ε_high TRL's. Source: see `Objective.source`.
+
+    ACR divides the upper bound by r = C/ρ where ρ > C (Eq. 6-9). As C · min(R, (1 + ε)/r) = ρ · min(r·R, 1 + ε), the
+    weight there is ρ and old_logps are those of π_prox/r. With A <= 0 no upper bound acts.
 
     Args:
         objective: A name in `OBJECTIVES`.
         proximal_logps: `(B, T)`.
         behavior_logps: `(B, T)`, may contain NaN: there ρ is 1, and π_prox replaces π_behav in the denominator.
+        advantages: A, `(B,)` or `(B, T)`.
         cap: C, a ratio: the largest weight, or the largest ratio that a mask keeps. Must be finite and above 0, but is
             ignored by decoupled, quantized_ratio and naive.
         floor: The smallest weight of acr and tis, a ratio; `None` for no floor, as in the paper. For icepop and
             geometric_mask the smallest ratio to keep; `None` for 1 / C.
-        epsilon_low: Distance of the lower clip bound below 1.
-        epsilon_high: Distance of the upper clip bound above 1.
 
     Returns:
-        Four tensors `(B, T)`, detached: no gradient flows through sampling.
+        Two tensors `(B, T)`, detached: no gradient flows through sampling.
 
     Raises:
         ValueError: If the objective is unknown, the shapes differ, or the cap or floor is out of range.
@@ -176,18 +175,19 @@ def surrogate_terms(
     if preset.correction == "full":
         weight = rho
     elif preset.correction == "truncated":
-        weight = rho.clamp(min=floor, max=_checked_cap(cap, floor))  # (B, T)
+        cap = _checked_cap(cap, floor)
+        weight = rho.clamp(min=floor, max=cap)  # (B, T)
+        if preset.lifts_upper_bound:
+            lifted = (rho > cap) & (advantages.reshape(len(rho), -1) > 0)  # (B, T)
+            old_logps = torch.where(lifted, old_logps + rho.log() - math.log(cap), old_logps)
+            weight = torch.where(lifted, rho, weight)
     elif preset.correction.startswith("masked"):
         cap = _checked_cap(cap, floor)
         floor = min(cap, 1 / cap) if floor is None else floor
         weight = torch.where((rho >= floor) & (rho <= cap), rho, 0.0)  # (B, T)
         if preset.correction == "masked_sequence":
             weight = geometric_mask(proximal_logps, behavior_logps, floor, cap).expand_as(rho)
-
-    upper = torch.full_like(rho, epsilon_high)
-    if preset.lifts_upper_bound:
-        upper = adaptive_clip_range(rho, _checked_cap(cap), epsilon_high)
-    return SurrogateTerms(old_logps, weight, torch.full_like(rho, epsilon_low), upper)
+    return SurrogateTerms(old_logps, weight)
 
 
 def _checked_cap(cap: float | None, floor: float | None = None) -> float:

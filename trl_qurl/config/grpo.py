@@ -9,11 +9,12 @@ from trl import GRPOConfig
 from trl_qurl.config.checks import check_cap, check_choice
 from trl_qurl.config.help import with_help
 from trl_qurl.config.rollout import QuantizedRolloutsConfig
-from trl_qurl.objective import OBJECTIVES, TRL_LOSS, Objective, get_objective
+from trl_qurl.objective import OBJECTIVES, TRL_LOSS, get_objective
 
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo")
-"""TRL's losses that clamp the ratio on both sides and average over tokens, so ACR can lift their upper bound."""
+"""TRL's losses that clamp the ratio on both sides and average over tokens, from which ACR can be made."""
 
+MODE, CAP = "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"
 TRL_DEFAULTS = {field.name: field.default for field in fields(GRPOConfig)}
 
 
@@ -37,8 +38,9 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
         objective: `acr` (QuRL, Eq. 9), `tis` (FlashRL, Eq. 5), `decoupled` (Eq. 4), `quantized_ratio` (Eq. 3) or
             `naive` (Eq. 1). The cap C is `vllm_importance_sampling_clip_max`. `icepop` drops tokens, and
             `geometric_mask` completions, with a ratio above C or below `vllm_importance_sampling_clip_min` (by default
-            1/C). `trl` is TRL's own loss and correction, with TRL's settings. Defaults to `acr`, or to `tis` with a
-            loss that `acr` does not support (GSPO, CISPO, ...).
+            1/C). `trl` is TRL's own loss and correction, with TRL's settings. Defaults to `acr`, to `tis` with a loss
+            that `acr` does not support (GSPO, CISPO, a KL penalty weighted by the ratio), and to `trl` with another
+            correction of TRL's, or none.
 
     > Dynamic sampling
 
@@ -63,9 +65,9 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
     dynamic_sampling_reward: str | None = None
 
     def __post_init__(self) -> None:
-        conflict, is_explicit = self._lifted_bounds_conflict(), self.objective is not None
-        if self.objective is None:
-            self.objective = "tis" if conflict else "acr"
+        default = next(name for name in ("acr", "tis", TRL_LOSS) if self._conflict(name) is None)
+        is_explicit = self.objective is not None
+        self.objective = self.objective or default
         check_choice(self, "objective", (*OBJECTIVES, TRL_LOSS))
         super().__post_init__()
         if self.dynamic_sampling_reward is not None and not self.dynamic_sampling:
@@ -75,65 +77,52 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
                 "dynamic_sampling=True generates again until a batch is full, so it cannot begin the next one ahead: "
                 "set rollouts_ahead=0 or dynamic_sampling=False."
             )
+        if not is_explicit and (conflict := self._conflict("acr")):
+            warnings.warn(
+                f"{conflict[0]} does not fit the default objective 'acr', so {default!r} is used. Set objective="
+                f"{default!r} to avoid this warning.",
+                stacklevel=3,
+            )
         if self.objective == TRL_LOSS:
             return
-        objective = get_objective(self.objective)
-        self._check_objective(objective)
-        if objective.lifts_upper_bound and conflict:
-            setting, fix = conflict
+        if conflict := self._conflict(self.objective):
             raise ValueError(
-                f"{setting} does not fit objective={self.objective!r}, which lifts the upper of two clip bounds per "
-                f"token: {fix}, or use objective='tis', which works with any loss, or 'trl'."
+                f"{conflict[0]} does not fit objective={self.objective!r}: {conflict[1]}, or use objective={default!r}"
+                + ("." if default == TRL_LOSS else ", which works with any loss, or 'trl', TRL's own.")
             )
-        if conflict and not is_explicit:
-            warnings.warn(
-                f"{conflict[0]} does not fit the default objective 'acr', so 'tis' is used. Set objective='tis' to "
-                "avoid this warning.",
-                stacklevel=3,
-            )
-        if is_explicit and objective.lifts_upper_bound and self.updates_per_rollout <= 1:
-            warnings.warn(
-                "With one optimizer update per rollout the policy ratio is 1 and clipping never applies, so "
-                f"objective={self.objective!r} is the same as 'tis'. To make several updates per rollout, as the "
-                "paper does, set steps_per_generation above gradient_accumulation_steps, or num_iterations above 1.",
-                stacklevel=3,
-            )
+        check_cap(self, get_objective(self.objective))
 
     def _replace_trl_defaults(self) -> list[str]:
         replaced = super()._replace_trl_defaults()
-        mode, cap = "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max"
-        defaults: dict[str, Any] = {mode: "token_truncate", cap: float(DEFAULT_CAP)}
+        defaults: dict[str, Any] = {MODE: "token_truncate", CAP: float(DEFAULT_CAP)}
         if self.objective == TRL_LOSS:
             defaults = TRL_DEFAULTS
-        elif self.vllm_importance_sampling_mode == TRL_DEFAULTS[mode]:  # TRL's settings, written out
+        elif self.vllm_importance_sampling_mode == TRL_DEFAULTS[MODE]:  # TRL's settings, written out
             for name in (name for name in defaults if getattr(self, name) == TRL_DEFAULTS[name]):
                 replaced.append(f"{name}={getattr(self, name)!r} -> {defaults[name]!r}")
                 setattr(self, name, defaults[name])
         if self.vllm_importance_sampling_mode is None:
-            self.vllm_importance_sampling_mode = defaults[mode]
+            self.vllm_importance_sampling_mode = defaults[MODE]
         if isinstance(self.vllm_importance_sampling_clip_max, DefaultCap):
-            self.vllm_importance_sampling_clip_max = defaults[cap]
+            self.vllm_importance_sampling_clip_max = defaults[CAP]
         return replaced
 
-    def _check_objective(self, objective: Objective) -> None:
+    def _conflict(self, objective: str) -> tuple[str, str] | None:
+        """Return a setting that rules out an objective, and what to set instead."""
+        if objective == TRL_LOSS:
+            return None
         if not self.vllm_importance_sampling_correction:
-            raise ValueError(
-                "vllm_importance_sampling_correction=False would hide the engine's log-probabilities: leave it True, "
-                "and set objective='naive' to train without a correction, or 'trl' for TRL's own loss."
-            )
-        if self.vllm_importance_sampling_mode != "token_truncate":
-            raise ValueError(
-                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} does not fit objective="
-                f"{self.objective!r}: leave it out, or use objective='trl', TRL's own loss and correction."
-            )
-        check_cap(self, objective)
-
-    def _lifted_bounds_conflict(self) -> tuple[str, str] | None:
-        """Return the setting that rules out one upper clip bound per token, and what to set instead."""
+            return "vllm_importance_sampling_correction=False", "leave it True ('naive' has no correction)"
+        if self.vllm_importance_sampling_mode not in (None, "token_truncate", TRL_DEFAULTS[MODE]):
+            return f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r}", "leave it out"
+        if not get_objective(objective).lifts_upper_bound:
+            return None
         if self.importance_sampling_level != "token":
             return f"importance_sampling_level={self.importance_sampling_level!r}", "use 'token'"
         if self.loss_type not in CLIPPED_LOSS_TYPES:
             return f"loss_type={self.loss_type!r}", f"use one of {', '.join(map(repr, CLIPPED_LOSS_TYPES))}"
+        if self.use_bias_correction_kl and self.beta != 0.0:  # weights the penalty by the ratio, which ACR changes
+            return f"use_bias_correction_kl=True with beta={self.beta}", "set use_bias_correction_kl=False"
         if self.delta is not None:
             return f"delta={self.delta}", "set delta=None"
         return None

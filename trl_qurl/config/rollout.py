@@ -126,6 +126,13 @@ class QuantizedRolloutsConfig:
         self.mismatch_guard = {"False": "off"}.get(str(self.mismatch_guard), self.mismatch_guard)  # in YAML
         if isinstance(self.quantization_ignore, str):  # one pattern, as YAML allows
             self.quantization_ignore = [self.quantization_ignore]
+        per_rollout, per_update = self.num_iterations * self.steps_per_generation, self.gradient_accumulation_steps
+        if per_rollout % per_update and per_update % per_rollout:
+            warnings.warn(
+                f"Updates mix two rollouts: gradient_accumulation_steps={per_update} does not divide "
+                f"steps_per_generation times num_iterations, {per_rollout}.",
+                stacklevel=4,
+            )
         self._check_values()
         self._check_format()
         self._check_engine()

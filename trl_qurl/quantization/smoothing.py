@@ -13,7 +13,6 @@ starts, and to rollouts during training. Unlike update-aware quantization, the p
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from trl_qurl.quantization.layers import linear_layers
 
 ALPHA = 0.4  # share of the range that moves from inputs to weights: 0 for none, 1 for all
 FIT_INTERVAL = 16  # syncs between fits
+STATE = ("scales", "_inputs", "_columns", "collects", "_syncs")  # attributes that a checkpoint holds
 LARGEST_SCALE = 2.0**10  # known outliers need less, and larger scales would not fit into a float16 engine
 
 LINEAR_PAIR = ("mlp.up_proj", "mlp.down_proj")
@@ -48,7 +48,8 @@ class Smoothing:
     """
 
     def __init__(self, model: Any, layers: frozenset[str]) -> None:
-        self.collects = False  # whether hooks on the model record the inputs of its layers
+        self.collects = False  # whether statistics for the next fit are due
+        self.watches = False  # whether the forward pass that runs is one to collect inputs from
         self._syncs = FIT_INTERVAL - 1  # since the last fit; fit again after the first rollout
         self.scales: dict[str, torch.Tensor] = {}  # by source, (channels,), in float32
         self._sources = {name: each for name, each in sources(model).items() if layers.intersection(each.layers)}
@@ -71,32 +72,22 @@ class Smoothing:
             hook.remove()
 
     def _record_mask(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self._mask = kwargs.get("attention_mask") if self.collects else None
+        self._mask = kwargs.get("attention_mask") if self.watches else None
 
     def _record_inputs(self, source: str, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        if self.collects:
-            x, mask = inputs[0], self._mask
+        if self.collects and self.watches:
+            x, mask = inputs[0].detach(), self._mask
             x = x[mask.bool()] if mask is not None and mask.shape == x.shape[:-1] else x
             self._inputs[source] = squares(x) + self._inputs.get(source, 0.0)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Collect nothing inside the context."""
-        collects, self.collects = self.collects, False
-        try:
-            yield
-        finally:
-            self.collects = collects
-
     def state_dict(self) -> dict[str, Any]:
         """Return the scales, and this process's statistics for the next fit."""
-        statistics = {"inputs": self._inputs, "columns": self._columns}
-        return {"scales": self.scales, **statistics, "collects": self.collects, "syncs": self._syncs}
+        return {"layers": list(self._feeder), "values": {name: getattr(self, name) for name in STATE}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state from `state_dict`."""
-        self.scales, self._inputs, self._columns = state["scales"], state["inputs"], state["columns"]
-        self.collects, self._syncs = state["collects"], state["syncs"]
+        """Restore the state from `state_dict`; if other layers are smoothed now, keep the fit to the first prompts."""
+        if state["layers"] == list(self._feeder):
+            vars(self).update(state["values"])
 
     def begin_sync(self) -> None:
         """Fit the scales to the first rollout, and regularly from then on."""

@@ -9,11 +9,12 @@ import math
 import torch
 from accelerate import Accelerator
 
+from trl_qurl.importance import LARGEST_LOG_RATIO
+
 INVALID_LIMIT = 0.01
 """Maximum share of tokens without a valid log-probability from the engine."""
 
 SERVED_MINUS_INFINITY = -9999.0  # stand-in for -inf in the responses of a vLLM server
-LARGEST_LOG_RATIO = 20.0  # limits the weight of a single token, and keeps ρ² within float32
 LIKELY, UNLIKELY = math.log(0.5), -2.0  # log π_behav and log ρ that contradict each other
 
 

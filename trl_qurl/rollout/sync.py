@@ -18,7 +18,6 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -213,9 +212,7 @@ class WeightSync:
             broadcast_object_list(answer, from_process=0)  # each process holds a shard of the weights
         if answer[0] is None:
             return {}
-        smoothing = self.weights.smoothing
-        with smoothing.paused() if smoothing else nullcontext():  # the tokens are arbitrary and the outputs disturbed
-            result = run_probe(self.model, answer[0], self.weights, is_merged=self.base is None)
+        result = run_probe(self.model, answer[0], self.weights, is_merged=self.base is None)
         self._probe_limit = judge_probe(result, self._probe_limit)
         return {"sync/probe_distance": result.distance, "sync/probe_ratio": result.ratio}
 

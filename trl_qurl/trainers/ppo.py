@@ -126,8 +126,9 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
 
     # Loss and update -------------------------------------------------------------------------------------------------
 
-    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        loss = super()._compute_loss(model, inputs)
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the policy's loss, as the parent does, and keep the micro-batch for the critic."""
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
         if not self.model.training:
             return loss
         self._micro_batch = inputs

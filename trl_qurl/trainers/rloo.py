@@ -13,10 +13,10 @@ from trl.trainer import rloo_trainer
 from trl.trainer.utils import pad
 
 from trl_qurl.config import QuRLRLOOConfig
-from trl_qurl.objective import TRL_LOSS, surrogate_terms
+from trl_qurl.objective import TRL_LOSS
 from trl_qurl.rollout.mismatch import valid_logps
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.trainers.grpo import learned_tokens, loss_metrics
+from trl_qurl.trainers.grpo import cap_of, learned_tokens, loss_metrics, objective_terms
 from trl_qurl.trainers.model_card import QURL
 from trl_qurl.trainers.rollouts import QuantizedRolloutsMixin
 
@@ -68,22 +68,10 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
     ) -> dict[str, torch.Tensor]:
         """Return the inputs from which the loss computes the objective, and tally the mismatch."""
         learned = learned_tokens(batch)  # (B, T)
-        cap = self.args.vllm_importance_sampling_clip_max
-        cap = float("inf") if cap is None else cap
-        self._mismatch.add(proximal_logps, behavior_logps, learned, cap)
+        self._mismatch.add(proximal_logps, behavior_logps, learned, cap_of(self.args))
         if self.args.objective == TRL_LOSS:
             return {"proximal_logps": proximal_logps}
-        # Masked tokens have no ratio: mark them with NaN, which also keeps their padding out of exp().
-        behavior_logps = behavior_logps.masked_fill(~learned, torch.nan)
-        terms = surrogate_terms(
-            self.args.objective,
-            proximal_logps,
-            behavior_logps,
-            cap=cap,
-            floor=self.args.vllm_importance_sampling_clip_min,
-            epsilon_low=self.epsilon_low,
-            epsilon_high=self.epsilon_high,
-        )
+        terms = objective_terms(self.args, batch, proximal_logps, behavior_logps)
         old_logps = (terms.old_logps * learned).sum(1)  # (B,)
         return {"old_logps": old_logps, "token_weights": terms.weight, "proximal_logps": proximal_logps}
 
@@ -92,7 +80,7 @@ class QuRLRLOOTrainer(QuantizedRolloutsMixin, RLOOTrainer):
             loss = super()._compute_loss(model, inputs)
             policy_logps = self._passes[0]  # the loss runs one forward pass
         logps, learned = (policy_logps, inputs["proximal_logps"]), learned_tokens(inputs)
-        self._record(loss_metrics(*logps, inputs, learned, self.epsilon_high, self._sum_over_processes))
+        self._record(loss_metrics(*logps, inputs, learned, self._sum_over_processes))
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:

@@ -7,7 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Collection
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -57,6 +57,7 @@ class QuantizedRolloutsMixin(TRLTrainer):
     _last_loaded_step = property(lambda self: self.vllm_generation.sync.loaded_step(), lambda self, step: None)
     _train_sampler: RepeatSampler | None = None
     _scoring_seconds = 0.0  # in forward passes of the current rollout
+    _unscored: dict[str, Any] | None = None  # batch of the loss being computed, if its forward pass scores it
     _ahead: AheadVLLMGeneration | None = None  # `vllm_generation`, with `rollouts_ahead`
     _upcoming_rows: UpcomingRows | None = None
 
@@ -75,8 +76,7 @@ class QuantizedRolloutsMixin(TRLTrainer):
         uaq = [UpdateAwareQuantizationCallback(args.uaq_scale)] if applies_uaq(args, arguments) else []
         ours = filter(None, [self._step_timer, run_log, self._guard])
         arguments["callbacks"] = [*uaq, *ours, *(arguments.get("callbacks") or [])]
-        # Nothing below may hold the trainer: vLLM freezes the garbage collector, so reference cycles are never freed,
-        # and a deleted trainer would keep its engine.
+        # vLLM freezes the garbage collector, so a reference cycle through the trainer would keep its engine.
         trainer = weakref.proxy(self)
         generation = functools.partial(
             AheadVLLMGeneration if args.rollouts_ahead else QuantizedVLLMGeneration,
@@ -168,14 +168,21 @@ class QuantizedRolloutsMixin(TRLTrainer):
         if images is not None and self.args.vllm_mode == "colocate":
             # TRL's RLOO trainer lacks `chat_template`, which is for tools.
             template = {"chat_template": vars(self).get("chat_template"), **self.chat_template_kwargs}
-            conversations = [prepare_multimodal_messages(prompt) for prompt in prompts]
-            plain = plain_prompts(self.processing_class, conversations, prompt_ids, **template)
-            self.vllm_generation.plain_prompts = plain
+            arguments = self.processing_class, list(map(prepare_multimodal_messages, prompts)), prompt_ids
+            self.vllm_generation.plain_prompts = plain_prompts(*arguments, **template)
         return prompt_ids, images, fields
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
-        started = time.perf_counter()
-        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple:
+        started, smoothing = time.perf_counter(), self.vllm_generation.weights.smoothing
+        in_advance = model.training and not torch.is_grad_enabled()
+        # Smoothing learns from the rollout's first pass in advance, or else from the loss's.
+        scores = model.training if self._unscored is not None else in_advance and not self._scoring_seconds
+        with substitute(smoothing, "watches", scores) if smoothing else nullcontext():
+            if in_advance:
+                model.eval()  # the engine has no dropout either
+            result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+            if in_advance:
+                model.train()
         self._scoring_seconds += time.perf_counter() - started
         return result
 
@@ -202,10 +209,9 @@ class QuantizedRolloutsMixin(TRLTrainer):
     def _rollout_state(self) -> dict[str, Any]:
         """Return what a resumed run needs in addition to transformers' checkpoint; trainers may add to it."""
         smoothing = self.vllm_generation.weights.smoothing
-        scales = smoothing and smoothing.state_dict()
-        ahead = self._ahead and self._ahead.state()
+        state = {"smoothing": smoothing and smoothing.state_dict(), "ahead": self._ahead and self._ahead.state()}
         # TRL's count of micro-batches so far, and the batches of its rollout.
-        return {"step": self._step, "batches": self._buffered_inputs, "smoothing": scales, "ahead": ahead}
+        return state | {"step": self._step, "batches": self._buffered_inputs}
 
     def _load_rollout_state(self, state: dict[str, Any]) -> None:
         self._step, self._buffered_inputs = state["step"], state["batches"]
@@ -218,7 +224,7 @@ class QuantizedRolloutsMixin(TRLTrainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         checkpoint = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        save_rollout_state(self._rollout_state(), checkpoint, self.accelerator)
+        save_rollout_state(self._rollout_state(), checkpoint, self.accelerator, self.args)
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         self._train_sampler = super()._get_train_sampler(dataset)
@@ -226,20 +232,17 @@ class QuantizedRolloutsMixin(TRLTrainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        skip_epochs(self._train_sampler, self.state.epoch)  # `self.state` is the checkpoint's by now
-        if state := load_rollout_state(Path(checkpoint), self.accelerator):
-            self._load_rollout_state(state)
+        if checkpoint is not None:
+            skip_epochs(self._train_sampler, self.state.epoch)  # `self.state` is the checkpoint's by now
+            if state := load_rollout_state(Path(checkpoint), self.accelerator, self.args):
+                self._load_rollout_state(state)
 
     # Saving ----------------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole policy, as the parent does, to `output_dir` or else the run's output directory."""
-        whole: AbstractContextManager[None] = nullcontext()
-        if self.is_fsdp_enabled:  # with `SHARDED_STATE_DICT`, transformers would save no weights here
-            whole = substitute(self.accelerator.state.fsdp_plugin, "state_dict_type", "FULL_STATE_DICT")
-        with whole:
+        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None  # would save no sharded weights
+        with substitute(plugin, "state_dict_type", "FULL_STATE_DICT") if plugin else nullcontext():
             super().save_model(output_dir, _internal_call)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -260,8 +263,8 @@ class QuantizedRolloutsMixin(TRLTrainer):
 
         `vllm serve` loads it. In the rollouts' format it holds what the engine would be sent, smoothed as in the
         rollouts. An adapter is merged into the weights, unless rollouts kept it separate (`weight_sync="adapter"`):
-        then it is in the subdirectory `adapter`. With UAQ, the config records the scale. Unquantized weights keep
-        their training dtype. Training can continue afterwards. In a distributed run, every process must call this.
+        then it is in `adapter/`. With UAQ, the config records the scale. Unquantized weights keep their training
+        dtype. Training can continue afterwards. In a distributed run, every process must call this.
 
         Args:
             output_dir: Directory to create; defaults to `{args.output_dir}-{scheme}`, which `push_to_hub` does not

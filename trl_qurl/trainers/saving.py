@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
 from huggingface_hub import ModelCard
 from trl.trainer.utils import RepeatSampler
@@ -26,9 +27,18 @@ from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import FrozenBase, adapter_rank, adapter_tensors, engine_rank, write_adapter
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.recovery import raise_everywhere
+from trl_qurl.rollout.substitution import substitute
+
+logger = get_logger(__name__)  # logs in the main process only
 
 ADAPTER_DIRECTORY = "adapter"  # subdirectory of a quantized checkpoint
 STATE_FILE = "rollout_state_{}.pt"  # in a checkpoint, by process
+
+SHAPE = (
+    *("per_device_train_batch_size", "num_generations", "steps_per_generation", "num_iterations"),
+    *("gradient_accumulation_steps", "beta", "vllm_importance_sampling_correction"),
+)
+"""Settings that decide what a rollout's batches hold, and which of them comes next."""
 
 
 def write_quantized(
@@ -60,7 +70,8 @@ def write_quantized(
             write_adapter(model, adapter, tmp / ADAPTER_DIRECTORY)
         card(rank).save(tmp / "README.md")
 
-    with smoothing.paused() if smoothing else nullcontext():  # the next fit needs the weights of the last sync
+    # The next fit needs the weights of the last sync.
+    with substitute(smoothing, "collects", False) if smoothing else nullcontext():
         main_process_only(lambda: writer.write(tensors, path, write_beside), parameters)
 
 
@@ -78,21 +89,26 @@ def main_process_only(act: Callable[[], None], parameters: Iterable[Any] = ()) -
     raise_everywhere(attempt)
 
 
-def save_rollout_state(state: dict[str, Any], checkpoint: Path, accelerator: Accelerator) -> None:
+def save_rollout_state(state: dict[str, Any], checkpoint: Path, accelerator: Accelerator, args: Any) -> None:
     """Write this process's state into a checkpoint directory, complete or not at all."""
     path = checkpoint / STATE_FILE.format(accelerator.process_index)
     checkpoint.mkdir(parents=True, exist_ok=True)
-    torch.save(state | {"processes": accelerator.num_processes}, tmp := path.with_suffix(".tmp"))
+    shape = {name: getattr(args, name, None) for name in SHAPE}  # RLOO lacks some
+    torch.save(state | {"processes": accelerator.num_processes, "shape": shape}, tmp := path.with_suffix(".tmp"))
     tmp.replace(path)
 
 
-def load_rollout_state(checkpoint: Path, accelerator: Accelerator) -> dict[str, Any] | None:
-    """Read this process's state; `None` if the checkpoint has none, or is from another number of processes."""
+def load_rollout_state(checkpoint: Path, accelerator: Accelerator, args: Any) -> dict[str, Any] | None:
+    """Read this process's state, without a rollout of another shape; `None` if missing or of other processes."""
     path = checkpoint / STATE_FILE.format(accelerator.process_index)
     if not path.exists():
         return None
     # Load via the CPU: torch cannot load directly to "cpu:0", the device of processes in a distributed CPU run.
     state = torch.load(path, map_location="cpu", weights_only=True)
+    changed = [name for name, value in state["shape"].items() if value != getattr(args, name, None)]
+    if changed:
+        logger.warning(f"This run generates a new rollout instead of the checkpoint's: {', '.join(changed)} changed.")
+        state |= {"step": 0, "batches": None, "ahead": None}
     # Otherwise processes with a file would continue the rollout and draws of prompts, and those without start over.
     return send_to_device(state, accelerator.device) if state["processes"] == accelerator.num_processes else None
 
