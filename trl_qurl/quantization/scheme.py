@@ -27,7 +27,6 @@ class KernelFault(NamedTuple):
 
     lowest: tuple[int, int]  # lowest affected CUDA compute capability
     kernels: tuple[str, ...]  # their class names in vLLM
-    instead: str  # the class that vLLM selects when they are disabled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,7 @@ class QuantizationScheme:
     """A format for the weights, and possibly the activations, of linear layers.
 
     Activations stay exact without `round_activations`, a function of a layer's inputs (..., in). On GPUs below
-    `lowest_gpu`, vLLM may still run the weights with exact activations.
+    `lowest_gpu`, vLLM may still run the weights with exact activations; our commands and trainers refuse to.
     """
 
     name: str  # what users write (`rollout_quantization="int8"`)
@@ -44,6 +43,7 @@ class QuantizationScheme:
     description: str  # the format in a few words, for model cards and help texts
     lowest_gpu: tuple[int, int]  # lowest CUDA compute capability with kernels in vLLM, not counting emulation
     cpus: str | None  # instructions that vLLM's kernels for CPUs need, as torch names them; `None` without kernels
+    needs_flashinfer: bool = False  # whether vLLM's kernels for GPUs are FlashInfer's
     round_activations: Callable[[torch.Tensor], torch.Tensor] | None = None  # rounds as vLLM's kernels do
     heads: bool = True  # whether vLLM can load an output head in this format
     is_smoothed: bool = False  # whether to smooth activations (`smoothing`): helps formats with few integer levels
