@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from trl_qurl.quantization.checkpoint_form import whole
-from trl_qurl.quantization.formats import gpu_capability
 from trl_qurl.quantization.layers import linear_layers
 from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.smoothing import Smoothing
@@ -36,7 +35,7 @@ class QuantizedLinear:
         x = inputs.to(dtype)  # the engine also rounds inputs in its compute dtype
         if self.input_scale is not None:
             x = (x / self.input_scale.to(x.device)).to(dtype)
-        x = self.scheme.quantize_activations(x, gpu_capability())
+        x = self.scheme.quantize_activations(x)
         return nn.functional.linear(x, self._rounded_weight(dtype), None if bias is None else bias.to(dtype))
 
     def _rounded_weight(self, dtype: torch.dtype) -> torch.Tensor:

@@ -140,21 +140,16 @@ class QuantizationScheme:
             tensors = {**tensors, "weight_scale": scale.to(dtype).to(scale.dtype)}
         return packing.dequantize(tensors, self.weight_args)
 
-    def quantize_activations(
-        self, activations: torch.Tensor, capability: tuple[int, int] | None = None
-    ) -> torch.Tensor:
+    def quantize_activations(self, activations: torch.Tensor) -> torch.Tensor:
         """Round a layer's inputs as the engine's kernels do.
 
         Args:
             activations: Inputs, (..., in).
-            capability: CUDA compute capability of the engine's GPU; `None` for a CPU.
 
         Returns:
-            The rounded inputs, in the same dtype; the same tensor if the format, or its kernels for that GPU, leave
-            them exact.
+            The rounded inputs, in the same dtype; the same tensor if the format leaves them exact.
         """
-        is_exact = capability is not None and capability < self.lowest_gpu
-        return activations if is_exact or self.round_activations is None else self.round_activations(activations)
+        return activations if self.round_activations is None else self.round_activations(activations)
 
     def refusal(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> str | None:
         """Return why the scheme cannot store a weight.
