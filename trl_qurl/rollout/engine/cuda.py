@@ -13,16 +13,13 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.linear import LinearBase
 
-CACHE_SCALES = ("_q_scale", "_k_scale", "_v_scale")
 LAYERS = "vllm.model_executor"  # where the classes of methods, schemes and kernels are
+CACHE_SCALES = ("_q_scale", "_k_scale", "_v_scale")
 
 
 @contextmanager
 def repaired_reload(model: torch.nn.Module) -> Iterator[None]:
-    """Let vLLM reload a model inside the block; afterwards every tensor has its old address, and its new value.
-
-    Raises `RuntimeError` if a tensor has another shape or dtype than before.
-    """
+    """Give every tensor its old address after a reload inside the block; `RuntimeError` if one has another shape."""
     for layer in model.modules():
         bias = layer._parameters.get("bias")
         if isinstance(layer, LinearBase) and bias is not None and not hasattr(bias, "output_dim"):
@@ -52,8 +49,7 @@ def held_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield what each layer holds, by path: parameters, buffers, and tensors of its method, scheme and kernels."""
     seen = set(map(id, model.modules()))
     for path, layer in model.named_modules():
-        for name, value in vars(layer).items():
-            yield from _held_by(value, path if name in ("_parameters", "_buffers") else f"{path}.{name}", seen)
+        yield from _held_by(vars(layer), path, seen)
 
 
 def _held_by(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
