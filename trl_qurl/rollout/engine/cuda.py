@@ -21,7 +21,7 @@ CACHE_SCALES = ("_q_scale", "_k_scale", "_v_scale")
 def repaired_reload(model: torch.nn.Module) -> Iterator[None]:
     """Give every tensor its old address after a reload inside the block; `RuntimeError` if one has another shape."""
     for layer in model.modules():
-        bias = layer._parameters.get("bias")
+        bias: Any = layer._parameters.get("bias")
         if isinstance(layer, LinearBase) and bias is not None and not hasattr(bias, "output_dim"):
             bias.output_dim, bias.weight_loader = 0, layer.weight_loader
     before = {path: tensor.detach() for path, tensor in held_tensors(model)}  # Marlin replaces `bias.data`
