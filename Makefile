@@ -16,7 +16,7 @@ TORCH_CPU ?= --torch-backend cpu
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-ppo demo-rloo docs docs-serve test baselines test-fast test-all test-versions lint format size lock check-extras clean
+.PHONY: help setup demo demo-ppo demo-rloo docs docs-serve test baselines test-fast test-all test-versions simulated lint format size lock check-extras clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,7 +50,7 @@ test: setup ## run the tests, except those marked slow
 	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
 
 test-fast: setup ## run the tests that need neither an engine nor a GPU
-	$(PYTEST) -m "not vllm and not gpu and not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not vllm and not gpu and not simulated_gpu and not slow" $(PYTEST_ARGS)
 
 test-all: setup ## run every test, including the slow ones
 	$(PYTEST) $(PYTEST_ARGS)
@@ -60,6 +60,9 @@ baselines: setup ## measure what must not get worse, and compare it with the sto
 
 test-versions: setup ## test with other releases of TRL, vLLM and transformers; ROWS="newest" selects some
 	$(PYTHON) tools/versions.py --uv $(UV) --torch="$(TORCH_CPU)" --workers $(WORKERS) --rows $(ROWS)
+
+simulated: setup ## start and reload every format on GPUs that are not there, and write the table in docs/choosing.md
+	PYTHONPATH=.:tests $(BIN)/python -m simulated_gpu --write
 
 lint: setup ## run ruff, mypy, the import contracts, shellcheck and the limits on size
 	$(BIN)/ruff check .

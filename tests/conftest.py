@@ -52,6 +52,7 @@ LONGEST_FIRST = (
     "adapter server",
     "matrix servers",
     "resume",
+    "simulated gpu",
     "mismatch",
     "ppo",
     "evaluation",

@@ -15,6 +15,7 @@ from trl.experimental.gmpo import GMPOConfig
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig
 from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS, QuantizedRolloutsConfig
 from trl_qurl.objective import OBJECTIVES, get_objective
+from trl_qurl.quantization.formats import TOKEN_CACHES
 
 PLAIN = {"use_cpu": True, "bf16": False, "report_to": []}
 """What any machine can do, whatever it has."""
@@ -299,6 +300,15 @@ def test_what_fits_is_accepted_without_a_warning(settings):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config(**settings)
+
+
+@pytest.mark.parametrize("cache", TOKEN_CACHES)
+def test_caches_that_only_gpus_have(cache, monkeypatch):
+    settings = {"vllm_engine_kwargs": {"kv_cache_dtype": cache}}
+    with pytest.raises(ValueError, match=f"is {cache!r}, a format .* not support here: .* 'fp8', 'fp8_e4m3'."):
+        config(**settings)
+    monkeypatch.setattr("trl_qurl.quantization.formats.gpu_capability", lambda: (8, 0))
+    config(**settings)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from conftest import child_environment
 from documents import ROOT
 
 from trl_qurl import cli
-from trl_qurl.lab.doctor import child, command, device, environment
+from trl_qurl.lab.doctor import child, command, device, environment, trial
 from trl_qurl.lab.doctor.report import Line, Status, as_text
 from trl_qurl.quantization.formats import SCHEMES
 
@@ -226,6 +226,11 @@ def test_space_in_shared_memory(free, status, monkeypatch):
     usage = environment.shutil.disk_usage("/")._replace(free=free)
     monkeypatch.setattr(environment.shutil, "disk_usage", lambda path: usage)
     assert environment.check_shm().status is status
+
+
+def test_the_trial_has_biases_that_a_kernel_can_misplace():
+    biases = [parameter for name, parameter in trial.build_policy().named_parameters() if name.endswith("bias")]
+    assert len(biases) == 6 and all(0.5 < bias.std() < 2 for bias in biases)
 
 
 def test_the_formats_of_a_gpu(monkeypatch):

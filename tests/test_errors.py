@@ -261,6 +261,14 @@ def test_a_model_that_was_made_here_is_known_by_its_class(family, is_refused, mo
         prepare_process(model, WeightStream(model, SCHEMES["int8"]), {"model_impl": "auto"}, 2)
 
 
+def test_a_format_that_the_gpu_has_no_kernel_for(train, model, monkeypatch, capfd):
+    monkeypatch.setattr("trl_qurl.rollout.engine.hardware.gpu_capability", lambda: (8, 0))
+    sentence = "FP8 rollouts need a GPU of compute capability 8.9 or higher: choose another rollout_quantization"
+    assert train("--rollout_quantization", "fp8").startswith(sentence)
+    assert cli.main(["serve", str(model), "--scheme", "fp8"]) == 2
+    assert sentence in capfd.readouterr().err
+
+
 def test_recurrent_layers(train, tmp_path_factory, capfd):
     model = tmp_path_factory.mktemp("mamba")
     size = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}

@@ -8,25 +8,26 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from documents import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trl_qurl.lab import device
+from trl_qurl.lab.comparison import candidates
 from trl_qurl.quantization import SCHEMES
+from trl_qurl.quantization.formats import FP8_CACHES, TOKEN_CACHES
 from trl_qurl.rollout.engine import hardware
 from trl_qurl.rollout.engine.hardware import kernel_environment
 
-GENERATIONS = {"Turing": (7, 5), "Ampere": (8, 0), "Ada": (8, 9), "Hopper": (9, 0), "Blackwell": (10, 0)}
 CUTLASS, TRITON = "CutlassInt8ScaledMMLinearKernel", "TritonInt8ScaledMMLinearKernel"
 DEEP_GEMM = ["FlashInferFp8DeepGEMMDynamicBlockScaledKernel", "DeepGemmFp8BlockScaledMMKernel"]
 
 
 @pytest.fixture
 def on(monkeypatch):
-    """Let this machine have a GPU of a compute capability."""
+    """Let this machine have a GPU of a compute capability, with FlashInfer or without."""
 
-    def on(capability):
+    def on(capability, has_flashinfer=True):
         monkeypatch.setattr(hardware, "gpu_capability", lambda: capability)
+        monkeypatch.setattr(hardware, "has_flashinfer", lambda: has_flashinfer)
 
     monkeypatch.delenv("VLLM_DISABLED_KERNELS", raising=False)
     return on
@@ -99,7 +100,7 @@ def test_vllm_takes_a_block_kernel_that_keeps_the_weights(capability, on, monkey
     assert choose() == DEEP_GEMM[0], "vLLM declines it by itself now: kernel_fault may not be needed any more"
     for name, value in kernel_environment(SCHEMES["fp8_block"]).items():
         monkeypatch.setenv(name, value)
-    assert choose() == SCHEMES["fp8_block"].kernel_fault.instead == "CutlassFp8BlockScaledMMKernel"
+    assert choose() == "CutlassFp8BlockScaledMMKernel"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -136,14 +137,24 @@ def test_the_environment_is_the_same_for_every_format_and_the_users_wins(on, mon
     assert kernel_environment(SCHEMES["int8"]) == {}
 
 
-def test_without_another_kernel_the_format_is_refused(on, monkeypatch):
-    on((12, 0))
-    monkeypatch.setattr("importlib.import_module", lambda name: SimpleNamespace())
-    with pytest.raises(
-        ValueError, match=f"no {TRITON}.* compute capability 12.0: choose another rollout_quantization"
-    ):
-        kernel_environment(SCHEMES["int8"])
-    assert kernel_environment(SCHEMES["fp8"])
+@pytest.mark.parametrize(
+    ("capability", "scheme", "message"),
+    [
+        ((8, 0), "fp8", "FP8 rollouts need a GPU of compute capability 8.9 or higher: .* for int8, w4a16, w8a16."),
+        ((8, 9), "fp8_block", "need a GPU of compute capability 9.0 or higher: .* for int8, fp8, w4a16, w8a16."),
+        ((9, 0), "mxfp8", "need a GPU of compute capability 10.0 or higher"),
+        ((10, 0), "mxfp8", "MXFP8 rollouts need FlashInfer, with nvcc or .* for int8, fp8, fp8_block, w4a16, w8a16."),
+    ],
+)
+def test_a_format_that_vllm_runs_by_another_kernel_is_refused(capability, scheme, message, on, monkeypatch):
+    on(capability, has_flashinfer=False)
+    with pytest.raises(ValueError, match=message):
+        kernel_environment(SCHEMES[scheme])
+    monkeypatch.setenv("VLLM_DISABLED_KERNELS", "")  # which says nothing about those that are left
+    with pytest.raises(ValueError, match=message):
+        kernel_environment(SCHEMES[scheme])
+    assert kernel_environment(None) == kernel_environment(SCHEMES["int8"]) == {}
+    assert scheme not in [each.name for each in candidates(None)] and candidates([scheme])
 
 
 def test_kernels_of_cpus_with_amx_refuse_what_we_refuse(monkeypatch):
@@ -166,12 +177,25 @@ def test_kernels_of_cpus_with_amx_refuse_what_we_refuse(monkeypatch):
         assert "FusedMoE" in code and not re.search("scoring_func|custom_routing|activation=", code), family
 
 
-def test_the_page_about_formats_says_what_the_schemes_say():
-    page = (ROOT / "docs" / "choosing.md").read_text()
-    for generation, capability in GENERATIONS.items():
-        [row] = re.findall(rf"^\| NVIDIA [^|]*\b{generation}\b.*$", page, re.MULTILINE)
-        named = set(SCHEMES) if "| any" in row else set(re.findall(r'`"(\w+)"`', row))
-        assert named == {name for name, scheme in SCHEMES.items() if scheme.runs_on(capability)}, row
+def test_caches_with_scales_per_token_are_for_gpus_alone():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
+
+    assert {*FP8_CACHES, *TOKEN_CACHES} <= set(TritonAttentionBackend.supported_kv_cache_dtypes)
+    assert set(FP8_CACHES) <= set(CPUAttentionBackend.supported_kv_cache_dtypes)
+    assert not set(TOKEN_CACHES) & set(CPUAttentionBackend.supported_kv_cache_dtypes), "vLLM would not say so itself"
+
+
+@pytest.mark.parametrize("nvcc", [None, "/usr/local/cuda/bin/nvcc"])
+@pytest.mark.parametrize("packages", [[], ["flashinfer"], ["flashinfer_cubin"], ["flashinfer", "flashinfer_cubin"]])
+def test_we_find_flashinfer_where_vllm_does(nvcc, packages, monkeypatch):
+    from vllm.utils import flashinfer
+
+    monkeypatch.setattr("shutil.which", lambda name: nvcc)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in packages else None)
+    flashinfer.has_flashinfer_cubin.cache_clear()
+    assert hardware.has_flashinfer() is flashinfer.has_flashinfer.__wrapped__()
+    flashinfer.has_flashinfer_cubin.cache_clear()
 
 
 @pytest.mark.parametrize(("supported", "expected"), [(True, ("BF16", "bfloat16")), (False, ("FP16", "float16"))])

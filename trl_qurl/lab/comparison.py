@@ -64,11 +64,10 @@ def check_output(path: Path) -> None:
 
 def candidates(names: Sequence[str] | None) -> list[QuantizationScheme]:
     """Return the named formats; without names, all with kernels on this machine."""
-    from trl_qurl.quantization.formats import SCHEMES, get_scheme, gpu_capability
+    from trl_qurl.quantization.formats import get_scheme
+    from trl_qurl.rollout.engine.hardware import available_formats
 
-    if names is None:
-        return [scheme for scheme in SCHEMES.values() if scheme.runs_on(gpu_capability())]
-    return [get_scheme(name) for name in names]
+    return [get_scheme(name) for name in (available_formats() if names is None else names)]
 
 
 def fitting_formats(

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from trl_qurl.quantization.checkpoint_form import whole
-from trl_qurl.quantization.formats import gpu_capability
 from trl_qurl.quantization.layers import linear_layers
 from trl_qurl.quantization.merging import merged_layer
 from trl_qurl.quantization.scheme import QuantizationScheme
@@ -39,7 +38,7 @@ class QuantizedLinear:
         x = inputs.to(dtype)  # the engine also rounds inputs in its compute dtype
         if self.input_scale is not None:
             x = (x / self.input_scale.to(x.device)).to(dtype)
-        x = self.scheme.quantize_activations(x, gpu_capability())
+        x = self.scheme.quantize_activations(x)
         bias = exact["bias"].to(dtype) if "bias" in exact else None
         return nn.functional.linear(x, self._rounded(exact["weight"], dtype), bias)
 

@@ -19,7 +19,10 @@ FP8_CACHES = ("fp8", "fp8_e4m3")
 """Values of vLLM's `kv_cache_dtype` for a key-value cache in E4M3. Its scales are always 1: scales fitted to keys and
 values would change with the weights, and vLLM computes none after a sync."""
 
-CACHES = ("auto", "float16", "bfloat16", *FP8_CACHES)
+TOKEN_CACHES = ("int8_per_token_head", "fp8_per_token_head")
+"""Caches with a scale per token and head, stored with the values. Only vLLM's Triton attention for GPUs has them."""
+
+CACHES = ("auto", "float16", "bfloat16", *FP8_CACHES, *TOKEN_CACHES)
 """Values of `kv_cache_dtype` that stay right after a sync; `auto` is the dtype of the model."""
 
 SCHEMES: dict[str, QuantizationScheme] = {}
@@ -70,11 +73,12 @@ def parse_scheme(text: str | None) -> str | None:
 
 
 def check_kv_cache(dtype: str, setting: str) -> None:
-    """Raise `ValueError` for a key-value cache in a format that is not in `CACHES`; `setting` is where it was set."""
-    if dtype not in CACHES:
+    """Raise `ValueError` for a key-value cache that `CACHES` or this device lacks; `setting` is where it was set."""
+    here = [cache for cache in CACHES if gpu_capability() or cache not in TOKEN_CACHES]
+    if dtype not in here:
         raise ValueError(
-            f"{setting} is {dtype!r}, a format of the key-value cache that syncs do not support: use one of "
-            f"{', '.join(map(repr, CACHES))}."
+            f"{setting} is {dtype!r}, a format of the key-value cache that syncs do not support here: use one of "
+            f"{', '.join(map(repr, here))}."
         )
 
 
@@ -94,7 +98,7 @@ FORMATS = (
         round_activations=activations.int8_per_token,
         is_smoothed=True,
         # On Blackwell and later, vLLM's CUTLASS kernels support only FP8, but the INT8 one fails only when it runs.
-        kernel_fault=KernelFault((10, 0), ("CutlassInt8ScaledMMLinearKernel",), "TritonInt8ScaledMMLinearKernel"),
+        kernel_fault=KernelFault((10, 0), ("CutlassInt8ScaledMMLinearKernel",)),
     ),
     QuantizationScheme(
         name="fp8",
@@ -118,9 +122,7 @@ FORMATS = (
         heads=False,  # vLLM's loader of heads requires a scale per token of the vocabulary
         # DeepGEMM rounds the weights again, to power-of-two scales, and activations with such scales.
         kernel_fault=KernelFault(
-            (9, 0),
-            ("FlashInferFp8DeepGEMMDynamicBlockScaledKernel", "DeepGemmFp8BlockScaledMMKernel"),
-            "CutlassFp8BlockScaledMMKernel",
+            (9, 0), ("FlashInferFp8DeepGEMMDynamicBlockScaledKernel", "DeepGemmFp8BlockScaledMMKernel")
         ),
     ),
     QuantizationScheme(
@@ -130,6 +132,7 @@ FORMATS = (
         description="FP8 (E4M3) weights and activations with a power of two per group of 32 inputs (MXFP8)",
         lowest_gpu=(10, 0),  # Blackwell and later; on older GPUs vLLM's kernel leaves activations exact
         cpus=None,
+        needs_flashinfer=True,  # vLLM's other kernel for it, Marlin, leaves activations exact
         round_activations=activations.mxfp8,
     ),
     QuantizationScheme(

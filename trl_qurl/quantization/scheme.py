@@ -27,7 +27,6 @@ class KernelFault(NamedTuple):
 
     lowest: tuple[int, int]  # lowest affected CUDA compute capability
     kernels: tuple[str, ...]  # their class names in vLLM
-    instead: str  # the class that vLLM selects when they are disabled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,7 @@ class QuantizationScheme:
     """A format for the weights, and possibly the activations, of linear layers.
 
     Activations stay exact without `round_activations`, a function of a layer's inputs (..., in). On GPUs below
-    `lowest_gpu`, vLLM may still run the weights with exact activations.
+    `lowest_gpu`, vLLM may still run the weights with exact activations; our commands and trainers refuse to.
     """
 
     name: str  # what users write (`rollout_quantization="int8"`)
@@ -44,6 +43,7 @@ class QuantizationScheme:
     description: str  # the format in a few words, for model cards and help texts
     lowest_gpu: tuple[int, int]  # lowest CUDA compute capability with kernels in vLLM, not counting emulation
     cpus: str | None  # instructions that vLLM's kernels for CPUs need, as torch names them; `None` without kernels
+    needs_flashinfer: bool = False  # whether vLLM's kernels for GPUs are FlashInfer's
     round_activations: Callable[[torch.Tensor], torch.Tensor] | None = None  # rounds as vLLM's kernels do
     heads: bool = True  # whether vLLM can load an output head in this format
     is_smoothed: bool = False  # whether to smooth activations (`smoothing`): helps formats with few integer levels
@@ -140,21 +140,16 @@ class QuantizationScheme:
             tensors = {**tensors, "weight_scale": scale.to(dtype).to(scale.dtype)}
         return packing.dequantize(tensors, self.weight_args)
 
-    def quantize_activations(
-        self, activations: torch.Tensor, capability: tuple[int, int] | None = None
-    ) -> torch.Tensor:
+    def quantize_activations(self, activations: torch.Tensor) -> torch.Tensor:
         """Round a layer's inputs as the engine's kernels do.
 
         Args:
             activations: Inputs, (..., in).
-            capability: CUDA compute capability of the engine's GPU; `None` for a CPU.
 
         Returns:
-            The rounded inputs, in the same dtype; the same tensor if the format, or its kernels for that GPU, leave
-            them exact.
+            The rounded inputs, in the same dtype; the same tensor if the format leaves them exact.
         """
-        is_exact = capability is not None and capability < self.lowest_gpu
-        return activations if is_exact or self.round_activations is None else self.round_activations(activations)
+        return activations if self.round_activations is None else self.round_activations(activations)
 
     def refusal(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> str | None:
         """Return why the scheme cannot store a weight.

@@ -55,24 +55,19 @@ def describe(name: str, start_seconds: float, kernels: list[str], rows: list[dic
 
 
 def build_policy() -> PreTrainedModel:
-    """Build a random Qwen2."""
+    """Build a random Qwen2 whose biases are large, as in real ones: zeros would be right in any order."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen2Config(
-        # All layers are multiples of 128, the size of groups, blocks and kernel tiles. All attention kernels support
-        # heads of 64, and vLLM assumes that they add up to hidden_size.
-        vocab_size=128,
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    return Qwen2ForCausalLM(config).float()
+    # Multiples of 128, the size of groups, blocks and tiles. vLLM assumes that heads of 64 add up to hidden_size.
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1}
+    config = Qwen2Config(vocab_size=128, hidden_size=256, intermediate_size=256, num_hidden_layers=2, **heads)
+    model = Qwen2ForCausalLM(config).float()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    return model
 
 
 def even_tokens(completion_ids: list[list[int]], **kwargs: object) -> list[float]:

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 from trl_qurl.quantization.checkpoint_form import expert_modules, plain_model
 from trl_qurl.quantization.fake_quantization import quantized_forward
-from trl_qurl.quantization.formats import FP8_CACHES
+from trl_qurl.quantization.formats import FP8_CACHES, TOKEN_CACHES
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.engine.interface import Continuation, Engine
 from trl_qurl.rollout.errors import SyncError
@@ -84,9 +84,9 @@ def probe_prompts(vocabulary_size: int, block_size: int, max_model_len: int) -> 
 
 
 def ask_engine(engine: Engine, vocabulary_size: int) -> list[Continuation] | None:
-    """Return an engine's greedy continuations of the probe's prompts; `None` if it rounds keys and values to FP8."""
+    """Return an engine's greedy continuations of the probe's prompts; `None` if it rounds keys and values."""
     description = engine.describe()
-    if description.kv_cache_dtype in FP8_CACHES:
+    if description.kv_cache_dtype in FP8_CACHES + TOKEN_CACHES:
         return None  # the trainer's own pass has no such cache to compare with
     prompts = probe_prompts(vocabulary_size, description.block_size, description.max_model_len)
     return engine.continue_greedily(prompts, STEPS)

@@ -1,7 +1,8 @@
 """What vLLM can run on this machine: kernels that work on its GPU; on a CPU, layers and the memory that is free."""
 
-import importlib
+import importlib.util
 import os
+import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from trl_qurl.quantization.formats import SCHEMES, gpu_capability
 from trl_qurl.quantization.scheme import QuantizationScheme
 
 DISABLED_KERNELS_VARIABLE = "VLLM_DISABLED_KERNELS"  # vLLM's: class names, separated by commas
-KERNELS = "vllm.model_executor.kernels.linear"
 # vLLM's model classes that run transformers' code, and their module.
 BACKENDS = [f"Transformers{variant}ForCausalLM" for variant in ("", "MoE", "MultiModal", "MultiModalMoE")]
 BACKEND_MODULE = "vllm.model_executor.models.transformers"
@@ -23,25 +23,39 @@ ENGINE_BYTES = 2**30  # memory that an engine process needs in addition to weigh
 MIN_CACHE = 2**26
 
 
+def available_formats() -> list[str]:
+    """Return the formats that vLLM has kernels for on this machine."""
+    missing = [] if has_flashinfer() else [name for name, scheme in SCHEMES.items() if scheme.needs_flashinfer]
+    return [name for name, scheme in SCHEMES.items() if scheme.runs_on(gpu_capability()) and name not in missing]
+
+
+def has_flashinfer() -> bool:
+    """Return whether vLLM takes FlashInfer's kernels, for which it needs a package of them, or CUDA's compiler."""
+    has_kernels = importlib.util.find_spec("flashinfer_cubin") or shutil.which("nvcc")
+    return bool(has_kernels and importlib.util.find_spec("flashinfer"))
+
+
 def kernel_environment(scheme: QuantizationScheme | None) -> dict[str, str]:
     """Return the environment that vLLM needs before an engine of this format starts; empty if the user has set it.
 
     It is the same for all formats, because vLLM reads its environment only once per process. Raises `ValueError` if
-    vLLM has no kernel for the format that works on this GPU.
+    vLLM has no kernel for the format that works on this GPU: with a weight-only one, activations would stay exact.
     """
     capability = gpu_capability()
     if capability is None:
         return {}
+    if scheme and scheme.name not in (available := available_formats()):
+        needs = "FlashInfer, with nvcc or the package flashinfer-cubin"
+        if not scheme.runs_on(capability):
+            needs = f"a GPU of compute capability {'.'.join(map(str, scheme.lowest_gpu))} or higher"
+        raise ValueError(
+            f"{scheme.label} rollouts need {needs}: choose another rollout_quantization (--scheme). Here vLLM has "
+            f"kernels for {', '.join(available) or 'no format'}."
+        )
     faults = [each.kernel_fault for each in SCHEMES.values()]
     here = [fault for fault in faults if fault is not None and capability >= fault.lowest]
     if not here or DISABLED_KERNELS_VARIABLE in os.environ:
         return {}
-    ours = None if scheme is None else scheme.kernel_fault
-    if ours in here and not hasattr(importlib.import_module(KERNELS), ours.instead):
-        raise ValueError(
-            f"This vLLM has no {ours.instead}, and its {ours.kernels[0]} fails on GPUs of compute capability "
-            f"{'.'.join(map(str, capability))}: choose another rollout_quantization or another GPU."
-        )
     return {DISABLED_KERNELS_VARIABLE: ",".join(kernel for fault in here for kernel in fault.kernels)}
 
 

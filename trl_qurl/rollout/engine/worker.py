@@ -1,12 +1,11 @@
 """The vLLM worker extension that loads new weights into the layers.
 
 vLLM imports this class by name (`--worker-extension-cls`, its official way to add worker methods). Neither the class
-nor its imports need TRL, so the engine may run in an environment without it. On CUDA, vLLM's own reload does the work.
-On CPU, `cpu` adds fixes to it.
+nor its imports need TRL, so the engine may run in an environment without it. vLLM's own reload does the work; `cuda`
+and `cpu` add fixes.
 """
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,10 @@ from trl_qurl.rollout.checks.tensors import MeteredStream, base_digests, compare
 from trl_qurl.rollout.engine.interface import FRESH, NOT_RECEIVED, TensorMetadata, WeightUpdate
 from trl_qurl.rollout.errors import SyncError
 
-IS_CPU = current_platform.is_cpu()
-if IS_CPU:
+if current_platform.is_cpu():
     from trl_qurl.rollout.engine.cpu import repaired_reload
+else:
+    from trl_qurl.rollout.engine.cuda import repaired_reload
 
 
 class RolloutWorker:
@@ -67,12 +67,13 @@ class RolloutWorker:
         self.rollout_load_failed = True
         self.rollout_digests = {}
         digests = self.rollout_digests if request.digest else None
-        with watched_reload(self.get_model()):
-            if request.metadata is not None:
-                self._receive(request.metadata, digests)
-            else:
-                source = read_tensors(Path(weights_path)) if weights_path is not None else weights_iterator or ()
-                with repaired_reload(self.get_model()) if IS_CPU else nullcontext():
+        model = self.get_model()
+        with watched_reload(model):
+            with repaired_reload(model):
+                if request.metadata is not None:
+                    self._receive(request.metadata, digests)
+                else:
+                    source = read_tensors(Path(weights_path)) if weights_path is not None else weights_iterator or ()
                     self.reload_weights(weights_iterator=MeteredStream(source, digests))
             self.rollout_load_failed = False  # vLLM can reload even if a layer is incomplete
         self._begin_version(request)

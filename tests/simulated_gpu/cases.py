@@ -1,0 +1,87 @@
+"""The cases: every format on every GPU, corners, and faults of vLLM that we repair or refuse."""
+
+from dataclasses import replace
+
+from simulated_gpu.engine import Case
+from simulated_gpu.platform import GPUS
+from trl_qurl.quantization.formats import FORMATS, SCHEMES
+
+MATRIX = [Case(gpu, scheme.name) for scheme in FORMATS for gpu in GPUS]
+
+ALWAYS = {
+    Case("A100", "int8"): "CutlassInt8ScaledMMLinearKernel",
+    Case("B200", "int8"): "TritonInt8ScaledMMLinearKernel",  # CUTLASS's is disabled by us
+    Case("H100", "fp8", sleeps=True, cache="fp8"): "CutlassFP8ScaledMMLinearKernel",
+    Case("A100", "w4a16"): "MarlinLinearKernel",
+    Case("H100", "w4a16"): "MacheteLinearKernel",
+    Case("B200", "mxfp8"): "FlashInferCutedslMxfp8LinearKernel",
+}
+"""Cases that are always simulated, and the kernel that vLLM chooses for the layers of each."""
+
+
+def runs(case: Case) -> bool:
+    """Whether we accept the format on the GPU."""
+    scheme = SCHEMES[case.scheme]
+    return scheme.runs_on(GPUS[case.gpu]) and (case.has_flashinfer or not scheme.needs_flashinfer)
+
+
+# Other packages may register formats that vLLM runs by these kernels.
+WEIGHT_ONLY = [replace(case, is_refused=False) for case in MATRIX if not runs(case)]
+
+CORNERS = [
+    *WEIGHT_ONLY,
+    Case("B200", "mxfp8", has_flashinfer=False),
+    Case("B200", "mxfp8", has_flashinfer=False, is_refused=False),
+    Case("A100", "fp8", disabled="HummingFP8ScaledMMLinearKernel", is_refused=False),
+    *(Case("H100", name, head=True) for name in ("int8", "fp8", "w4a16", "w8a16")),
+    Case("A100", "w4a16", head=True),
+    Case("B200", "mxfp8", head=True),
+    *(Case("H100", name, sleeps=True, cache="fp8") for name in ("int8", "fp8_block", "w4a16")),
+    *(Case("H100", "fp8", sleeps=True, cache=f"{kind}_per_token_head") for kind in ("int8", "fp8")),
+    Case("A100", "w4a16", sleeps=True),
+    Case("A100", "int8", sleeps=True, cache="int8_per_token_head"),
+    *(Case("H100", name, rank=rank) for name in ("int8", "fp8", "w4a16") for rank in (0, 1)),
+    *(Case("A100", "w4a16", rank=rank) for rank in (0, 1)),
+    Case("A100", "w4a16", "qwen3"),
+    Case("B200", "mxfp8", "qwen3"),
+    Case("A100", "fp8", "qwen3", sleeps=True, is_refused=False),
+    *(
+        Case(gpu, name, "qwen3_moe", experts=True, has_flashinfer=False)
+        for gpu, names in {
+            "A100": ("int8", "w8a16"),
+            "RTX 40": ("fp8",),
+            "H100": ("int8", "fp8", "fp8_block", "w4a16"),
+        }.items()
+        for name in names
+    ),
+    Case("H100", "fp8", "qwen3_moe", experts=True, sleeps=True, has_flashinfer=False),
+    Case("A100", "fp8", "qwen3_moe", experts=True, has_flashinfer=False, is_refused=False),
+    *(Case("H100", name, "qwen3_moe") for name in ("int8", "w4a16")),  # experts in 16 bits
+]
+"""What else changes which code runs. Not simulated: experts on Blackwell (DeepGEMM), FlashInfer's experts."""
+
+FREED, STALE = "graphs read freed memory", "graphs read other values"
+EXPERTS = Case("H100", "fp8", "qwen3_moe", experts=True, has_flashinfer=False)
+
+FAULTS = [
+    ("Marlin moves a bias", Case("A100", "w4a16"), FREED, "self_attn.qkv_proj.bias"),
+    ("Marlin moves a bias", Case("B200", "w8a16"), STALE, "self_attn.qkv_proj.bias"),
+    (
+        "A bias without a loader",
+        Case("A100", "fp8", is_refused=False),
+        "reload",
+        "TypeError: too many positional arguments",
+    ),
+    ("A bias without a loader", Case("RTX 40", "fp8_block", is_refused=False), "reload", "AssertionError"),
+    (
+        "A bias without a loader",
+        Case("B200", "mxfp8", has_flashinfer=False, is_refused=False),
+        "reload",
+        "AssertionError",
+    ),
+    ("Kernels' own tensors", Case("A100", "fp8", "qwen3", is_refused=False), FREED, "locks"),
+    ("Kernels' own tensors", EXPERTS, FREED, "ab_strides1"),
+    ("Kernels' own tensors", EXPERTS, FREED, "_permute_scratch"),
+    ("Scales lost in sleep", Case("H100", "fp8", sleeps=True, cache="fp8"), STALE, "self_attn.attn._k_scale"),
+]
+"""What vLLM's own reload does: a report in docs/upstream.md, a case, the kind of fault, and a part of its words."""

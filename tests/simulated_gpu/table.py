@@ -1,0 +1,49 @@
+"""The table in docs/choosing.md: formats by GPU, each with the kind of evidence that there is for it."""
+
+from collections.abc import Mapping
+
+from documents import ROOT
+
+from simulated_gpu.engine import Case, Report
+from trl_qurl.quantization.formats import FORMATS
+
+PAGE = ROOT / "docs" / "choosing.md"
+BEGIN, END = "<!-- begin: python -m simulated_gpu --write -->\n", "<!-- end -->\n"
+
+ROWS = {
+    "Turing (T4, RTX 20)": ["T4"],
+    "Ampere (A100, A6000, RTX 30)": ["A100"],
+    "Ada (L4, L40S, RTX 40)": ["RTX 40"],
+    "Hopper (H100, H200)": ["H100"],
+    "Blackwell (B200, RTX 50)": ["B200", "RTX 50"],
+}
+"""The GPUs that stand for each generation."""
+
+CPU = {"int8": "measured", "fp8": "measured", "w4a16": "measured"}
+"""What benchmarks/ has figures of."""
+
+
+def evidence(reports: list[Report]) -> str:
+    """The word for what was found on all GPUs of a generation."""
+    if any("refused" in report.faults for report in reports):
+        return "refused"
+    return "fails" if any(report.faults for report in reports) else "simulated"
+
+
+def rows(reports: Mapping[Case, Report]) -> str:
+    names = [scheme.name for scheme in FORMATS]
+    lines = [["your engine runs on", *(f"`{name}`" for name in names)], ["---"] * (len(names) + 1)]
+    for row, gpus in ROWS.items():
+        lines.append([row, *(evidence([reports[Case(gpu, name)] for gpu in gpus]) for name in names)])
+    lines.append(["CPU", *(CPU.get(name, "not tried") for name in names)])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines).replace("| --- ", "|---").replace("--- |", "---|")
+
+
+def read() -> str:
+    """The table as it is."""
+    return PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+
+
+def write(reports: Mapping[Case, Report]) -> None:
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(before + BEGIN + rows(reports) + END + rest.partition(END)[2])

@@ -1,0 +1,108 @@
+"""What an engine's layers hold, and how it differs after a reload from a fresh start and from what a graph reads."""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+
+FOLLOWED = ("vllm.model_executor", "vllm.v1.attention")
+"""Where the classes of layers, methods, schemes, kernels and attention are."""
+
+
+class Held(NamedTuple):
+    tensor: torch.Tensor
+    is_buffer: bool  # vLLM's sleep mode saves these
+
+
+def held_tensors(model: torch.nn.Module) -> dict[str, Held]:
+    """
+    All tensors by path: parameters, buffers, and whatever else a layer holds, in attributes and containers.
+
+    This looks further than the repair does, so that it notices what the repair forgets.
+    """
+    found: dict[str, Held] = {}
+    seen = {id(module) for module in model.modules()}
+
+    def look(path: str, value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            if not path.endswith("_cpu"):  # on the host on a GPU machine too
+                found.setdefault(path, Held(value, False))
+        elif isinstance(value, (list, tuple)):
+            for index, item in enumerate(value):
+                look(f"{path}[{index}]", item)
+        elif isinstance(value, dict):
+            for name, item in value.items():
+                look(f"{path}[{name}]", item)
+        elif type(value).__module__.startswith(FOLLOWED) and id(value) not in seen:
+            seen.add(id(value))
+            for name, part in getattr(value, "__dict__", {}).items():
+                look(f"{path}.{name}", part)
+
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            found[name] = Held(parameter, False)
+        for name, buffer in module.named_buffers(path, recurse=False):
+            found[name] = Held(buffer, True)
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                look(f"{path}.{name}", value)
+    return found
+
+
+def capture(held: Mapping[str, Held]) -> dict[str, torch.Tensor]:
+    """What a CUDA graph keeps: addresses. Here a view keeps the memory too, which a GPU frees and gives to others."""
+    return {path: tensor.detach().view_as(tensor) for path, (tensor, _) in held.items()}
+
+
+def sleep(held: Mapping[str, Held]) -> None:
+    """Level 2: what was allocated while loading is lost, except for buffers, which vLLM saves and restores."""
+    kept = {tensor.untyped_storage().data_ptr() for tensor, is_buffer in held.values() if is_buffer}
+    for tensor, _ in held.values():
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in kept and storage.nbytes():
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0x7F)  # no dtype's own value
+
+
+def compare(
+    now: Mapping[str, Held], fresh: Mapping[str, Held], captured: Mapping[str, torch.Tensor]
+) -> dict[str, list[str]]:
+    """
+    Faults of an engine after its reloads, by kind; none if all is well.
+
+    Args:
+        now: What it holds.
+        fresh: What an engine holds that started from the same weights.
+        captured: What its CUDA graphs read.
+    """
+    owned = {tensor.untyped_storage().data_ptr() for tensor, _ in now.values()}
+    both = now.keys() & fresh.keys()
+    kept = {path for path in now if "_kept_for_graphs" in path}
+    faults = {
+        "only in one engine": (now.keys() ^ fresh.keys()) - kept - {path for path in now if "scratch" in path},
+        "unlike a fresh engine": {path for path in both if not same(now[path].tensor, fresh[path].tensor)},
+        "graphs read freed memory": {
+            path
+            for path, tensor in captured.items()
+            if tensor.numel() and tensor.untyped_storage().data_ptr() not in owned
+        },
+        "graphs read other values": {
+            path for path, tensor in captured.items() if path in both and not same(tensor, fresh[path].tensor)
+        },
+    }
+    return {kind: short(paths) for kind, paths in faults.items() if paths}
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether layout, dtype and all bits are the same."""
+    layout = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in (one, other)]
+    if layout[0] != layout[1]:
+        return False
+    one, other = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(one, other)
+
+
+def short(paths: Iterable[str]) -> list[str]:
+    """Paths without the numbers of layers."""
+    return sorted(
+        {".".join(p for p in path.split(".") if not p.isdigit()).removeprefix("model.layers.") for path in paths}
+    )

@@ -1,0 +1,205 @@
+"""What vLLM's Python code does on GPUs that are not there (`simulated_gpu`), and whether a reload leaves it right."""
+
+import gc
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import vllm
+from documents import ROOT
+from simulated_gpu import table, tensors
+from simulated_gpu.cases import ALWAYS, CORNERS, FAULTS, MATRIX, runs
+from simulated_gpu.forking import simulate_all
+from simulated_gpu.platform import GPUS
+from torch import nn
+
+from trl_qurl.quantization import SCHEMES
+from trl_qurl.rollout.engine.cuda import repaired_reload
+
+MARKS = [
+    pytest.mark.simulated_gpu,
+    pytest.mark.xdist_group("simulated gpu"),
+    pytest.mark.skipif(not vllm.__version__.startswith("0.31."), reason="the doubles are those of vLLM 0.31"),
+]
+
+
+def on_a_simulated_gpu(test):
+    for mark in MARKS:
+        test = mark(test)
+    return test
+
+
+ONE_OF_EACH = [
+    *ALWAYS,
+    *(pytest.param(case, marks=pytest.mark.slow) for case in [*MATRIX, *CORNERS] if case not in ALWAYS),
+]
+UNREPAIRED = [
+    pytest.param(replace(case, is_repaired=False), *rest, marks=[] if case in ALWAYS else pytest.mark.slow)
+    for title, case, *rest in FAULTS
+]
+TITLES = list(dict.fromkeys(title for title, *_ in FAULTS))
+
+
+@pytest.fixture(scope="module")
+def reports(request):
+    """The reports of all cases that the tests of this run ask for; those on one GPU share its imports."""
+    parameters = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    cases = dict.fromkeys(spec.params["case"] for spec in parameters if spec and "case" in spec.params)
+    return dict(simulate_all(cases))
+
+
+@on_a_simulated_gpu
+@pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
+def test_a_reload_leaves_what_a_fresh_start_would(case, reports):
+    report = reports[case]
+    if case.is_refused and not runs(case):
+        assert list(report.faults) == ["refused"] and not report.kernels, "an engine started"
+    else:
+        assert not report.faults
+        assert report.kernels["qkv_proj"] == ALWAYS.get(case, report.kernels["qkv_proj"])
+
+
+@on_a_simulated_gpu
+@pytest.mark.parametrize(("case", "kind", "part"), UNREPAIRED, ids=str)
+def test_vllms_own_reload_needs_the_repair(case, kind, part, reports):
+    assert part in str(reports[case].faults.get(kind)), "vLLM has repaired it: remove our repair and the report"
+
+
+@pytest.mark.slow
+@on_a_simulated_gpu
+def test_the_page_says_what_was_simulated(reports):
+    found = reports if set(MATRIX) <= set(reports) else dict(simulate_all(MATRIX))
+    assert table.read() == table.rows(found), "write it: make simulated"
+
+
+def test_the_page_says_which_formats_are_refused():
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.read().splitlines()]
+    names = [cell.strip("`") for cell in rows[0][1:]]
+    assert names == list(SCHEMES)
+    for row, gpus in table.ROWS.items():
+        [cells] = [cells for title, *cells in rows if title == row]
+        refused = [name for name, cell in zip(names, cells, strict=True) if cell == "refused"]
+        for gpu in gpus:
+            assert refused == [name for name in names if not SCHEMES[name].runs_on(GPUS[gpu])], gpu
+
+
+def test_every_fault_that_we_repair_has_a_report():
+    page = (ROOT / "docs" / "upstream.md").read_text()
+    assert all(f"### {title}\n" in page for title in TITLES)
+
+
+# What the comparison is for, on a layer with a kernel in the place of an engine.
+
+
+class Kernel:
+    __module__ = "vllm.model_executor.made_up"
+
+    def __init__(self):
+        self.packed = torch.zeros(4)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = (nn.Parameter(torch.zeros(4), requires_grad=False) for _ in range(2))
+        self.register_buffer("positions", torch.zeros(4))
+        self.scheme = Kernel()
+
+    def load(self, value):
+        for tensor in (self.weight, self.bias, self.positions, self.scheme.packed):
+            tensor.data.fill_(value)
+
+
+def planted(fault):
+    """Faults that are reported after `fault(layer)`, on a layer that was loaded with ones."""
+    layer, fresh = Layer(), Layer()
+    captured = tensors.capture(tensors.held_tensors(layer))
+    layer.load(1.0)
+    fresh.load(1.0)
+    fault(layer)
+    return tensors.compare(tensors.held_tensors(layer), tensors.held_tensors(fresh), captured)
+
+
+FREED, STALE = "graphs read freed memory", "graphs read other values"
+
+
+def replace_weight(layer):
+    layer.weight = nn.Parameter(layer.weight + 0, requires_grad=False)
+
+
+def move_bias(layer):
+    layer.bias.data = layer.bias + 0
+
+
+def keep_the_old(layer):
+    layer.weight.fill_(0.0)
+
+
+def lose_an_address(layer):
+    old, layer.scheme.packed = layer.scheme.packed, layer.scheme.packed.clone()
+    old.fill_(0.0)
+
+
+def grow(layer):
+    layer.weight.data = torch.ones(5)
+
+
+def forget(layer):
+    del layer.scheme.packed
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (lambda layer: None, {}),
+        (replace_weight, {FREED: ["weight"]}),
+        (move_bias, {FREED: ["bias"]}),
+        (keep_the_old, {"unlike a fresh engine": ["weight"], STALE: ["weight"]}),
+        (lose_an_address, {FREED: [".scheme.packed"], STALE: [".scheme.packed"]}),
+        (grow, {"unlike a fresh engine": ["weight"], FREED: ["weight"]}),
+        (forget, {"only in one engine": [".scheme.packed"], FREED: [".scheme.packed"]}),
+    ],
+    ids=["none", "replaced weight", "moved bias", "old value", "lost address", "other shape", "lost tensor"],
+)
+def test_a_planted_fault_is_reported(fault, expected):
+    assert planted(fault) == expected
+
+
+@pytest.mark.parametrize("fault", [replace_weight, move_bias, lose_an_address])
+def test_the_repair_brings_tensors_back(fault):
+    def repaired(layer):
+        layer.load(0.0)  # as before the reload
+        with repaired_reload(layer):
+            layer.load(1.0)
+            fault(layer)
+
+    assert planted(repaired) == {}
+
+
+def test_the_repair_keeps_what_graphs_write_into_once():
+    layer = Layer()
+    first = layer.scheme.packed.data_ptr()
+    for _ in range(3):
+        with repaired_reload(layer):
+            layer.scheme = Kernel()
+            del layer.scheme.packed  # until the next forward pass
+        layer.scheme.packed = torch.zeros(4)
+    gc.collect()
+    [kept] = layer._kept_for_graphs.values()
+    assert kept.data_ptr() == first
+
+
+def test_a_tensor_of_another_shape_is_an_error():
+    layer, said = Layer(), re.escape("weight has the shape (5,) after a reload instead of (4,)")
+    with pytest.raises(RuntimeError, match=f"{said}: .* Use another rollout_quantization"), repaired_reload(layer):
+        grow(layer)
+
+
+def test_scales_of_a_cache_are_one_again_where_vllm_does_not_save_them():
+    layer = nn.Module()
+    layer._k_scale = nn.Parameter(torch.tensor(0.0), requires_grad=False)
+    layer.register_buffer("_v_scale", torch.tensor(0.5))
+    with repaired_reload(layer):
+        pass
+    assert (layer._k_scale.item(), layer._v_scale.item()) == (1.0, 0.5)
