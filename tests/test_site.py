@@ -53,7 +53,7 @@ def test_the_reference_shows_docstrings_and_help_in_their_form(site):
     html = read(site / "reference.html")
     for field in ("weight_sync", "mismatch_guard", "critic_warmup_steps"):
         assert f"<b><code>{field}</code></b>" in html, field
-    assert ", distance of the lower clip bound below 1" in html  # from the comment behind a field
+    assert ", factor on each token" in html  # from the comment behind a field
     for name, command in COMMANDS.items():
         assert not command.adds_help or f"usage: trl-qurl {name} [-h]" in html, name
 

@@ -39,8 +39,7 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
             `naive` (Eq. 1). The cap C is `vllm_importance_sampling_clip_max`. `icepop` drops tokens, and
             `geometric_mask` completions, with a ratio above C or below `vllm_importance_sampling_clip_min` (by default
             1/C). `trl` is TRL's own loss and correction, with TRL's settings. Defaults to `acr`, to `tis` with a loss
-            that `acr` does not support (GSPO, CISPO, a KL penalty weighted by the ratio), and to `trl` with another
-            correction of TRL's, or none.
+            that `acr` does not support (GSPO, CISPO, ...), and to `trl` with another correction of TRL's, or none.
 
     > Dynamic sampling
 
