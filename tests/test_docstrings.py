@@ -9,7 +9,7 @@ from public_names import public_names
 
 griffe = pytest.importorskip("griffe", reason="needs griffe (trl-qurl[docs])")
 
-CALLED_BY_THE_TRAINER = {"training_step", "create_scheduler", "save_model"}
+CALLED_BY_THE_TRAINER = {"compute_loss", "training_step", "create_scheduler", "save_model"}
 """Methods that extend one of transformers', under its own documentation."""
 
 

@@ -324,6 +324,7 @@ ATTRIBUTES = [
 
 LIBRARIES = ("trl", "vllm", "transformers", "accelerate", "peft", "compressed_tensors", "llmcompressor")
 NOT_PRIVATE = {"_asdict", "_replace", "_exit"}  # of named tuples and `os`, whatever their names look like
+NOT_PRIVATE |= {"_version"}  # how often a tensor was written to: documented by torch
 NOT_PRIVATE |= {"_evaluate"}  # of our callback; a trainer has one, too
 
 
