@@ -129,7 +129,11 @@ def ends(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     between = HandedOver()
-    config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_index=0), model_config=SimpleNamespace(model=""), quant_config=None)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(data_parallel_index=0),
+        model_config=SimpleNamespace(model=""),
+        quant_config=None,
+    )
 
     class Engine(NCCLWeightTransferEngine):
         def receive_weights(self, update_info):
