@@ -127,8 +127,8 @@ def trained(record, steps=2, mismatch=0.1):
 @in_an_engine
 def test_rewards(shared):
     record = shared["rewards"]
-    # Four updates of one rollout. A rollout draws from 31 of 97 tokens, so that ln 3 is between the policies.
-    _, [rollout] = trained(record, steps=4, mismatch=0.5)
+    # Four updates of one rollout. A rollout draws from 9 of 97 tokens, so that ln 11 is between the policies.
+    _, [rollout] = trained(record, steps=4, mismatch=2)
     assert rollout["answers"] == 16, "log_metric"
     assert all(rollout[f"rewards/{name}/std"] > 0 for name in ("right", "sometimes", "judge"))
     assert set(record["table"]["expected"]) <= {str(i) for i in range(16)}, "log_extra"
@@ -156,7 +156,7 @@ def test_an_evaluation_asks_in_the_words_of_training_and_greedily(shared, name):
 
 @in_an_engine
 def test_regularization(shared):
-    updates, [rollout] = trained(shared["rewards"], steps=4, mismatch=0.5)
+    updates, [rollout] = trained(shared["rewards"], steps=4, mismatch=2)
     assert [row["kl"] > 0 for row in updates] == [False, True, True, True], "the first update starts at the reference"
     assert all(row["entropy"] > 0 for row in updates)
     assert 0 < rollout["completions/clipped_ratio"] < 1, "nothing was truncated, or everything"
@@ -211,7 +211,7 @@ def test_a_rollout_function(shared):
 @in_an_engine
 def test_rloo(shared):
     record = shared["rloo"]
-    updates, [rollout] = trained(record, mismatch=0.5)
+    updates, [rollout] = trained(record, mismatch=2)
     assert rollout["reward"] == pytest.approx(
         rollout["rewards/right/mean"] + 0.5 * rollout["rewards/length/mean"], abs=1e-5
     )

@@ -353,7 +353,7 @@ def test_one_update_per_rollout_needs_no_scoring_pass(objective, trainer, monkey
             torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
     metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
     measured = {name for name in scored_metrics if name.startswith(("mismatch/", "sampling/"))}
-    assert len(measured) == 8 + 5, "TRL's five are logged without its scoring pass, too"
+    assert len(measured) == 11 + 5, "TRL's five are logged without its scoring pass, too"
     for name in measured:
         assert metrics[name] == pytest.approx(scored_metrics[name], rel=1e-2, abs=1e-7), name
 
@@ -437,7 +437,7 @@ def test_smoothing_learns_from_the_pass_that_scores_and_from_no_other(is_one_upd
         smoothing.collects = True
         smoothing._inputs.clear()
 
-    monkeypatch.setattr(trainer, "_last_loaded_step", -1)
+    monkeypatch.setattr(trainer.vllm_generation.sync, "_sent", None)
     monkeypatch.setattr(trainer, "_buffered_inputs", None)
     monkeypatch.setattr(trainer, "_step", 0)
     trainer.model.gradient_checkpointing_enable()
