@@ -1,4 +1,4 @@
-"""What `trl-qurl bench` and `trl-qurl mismatch` share: options, the formats to compare, a table, a JSON file."""
+"""What `trl-qurl bench` and `trl-qurl mismatch` share: options, the formats to compare, a JSON file; every table."""
 
 from __future__ import annotations
 
@@ -113,13 +113,14 @@ def label(name: str) -> str:
     return "16 bits" if name == BASELINE else scheme.upper() + comma + rest
 
 
-def new_table(title: str, caption: str, first: str, *figures: str) -> Table:
-    """Start a table within 80 columns: a column that names the rows, and right-aligned columns of figures."""
+def new_table(title: str, caption: str, names: Sequence[str], figures: Sequence[str]) -> Table:
+    """Start a table: columns that name the rows, and right-aligned columns of figures."""
     from rich import box
     from rich.table import Table
 
     table = Table(title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=0)
-    table.add_column(first)
+    for heading in names:
+        table.add_column(heading, overflow="fold", min_width=6)
     for heading in figures:
         table.add_column(heading, justify="right")
     return table

@@ -181,7 +181,7 @@ def build_table(result: Bench) -> Table:
     title = f"{result.model}: one step of {workload.batch} completions, {workload.completion_len} tokens each"
     caption = "Seconds; extrapolated from shorter runs if a whole step would take too long."
     figures = ("tok/s", "sync", "rollout", "score", "update", "step", "speed-up", "weights")
-    table = new_table(title, caption, "format", *figures)
+    table = new_table(title, caption, ["format"], figures)
     for scheme, measurement in result.measurements.items():
         comparison = result.comparisons.get(scheme)
         step = predict_step(measurement, result.training, workload)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trl_qurl.lab.comparison import new_table
 from trl_qurl.lab.demo.algorithms import UPDATES_PER_ROLLOUT, shared_settings
 from trl_qurl.lab.demo.run import ENVIRONMENT
 from trl_qurl.lab.device import keep_freed_memory
@@ -160,10 +161,7 @@ def run_chat_demo(model: str, scheme: str | None, output_dir: Path, rollouts: in
 
 def print_answers(before: GradedAnswers, after: GradedAnswers, console: Console, count: int = 6) -> None:
     """Print some questions with their answers before and after training."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table("question", "before", "after", box=box.SIMPLE_HEAD)
+    table = new_table("", "", ("question", "before", "after"), ())
     held_out = questions(held_out=True)
     for index in range(0, len(held_out), len(held_out) // count):
         table.add_row(held_out[index].text, *(" ".join(answers.texts[index].split()) for answers in (before, after)))

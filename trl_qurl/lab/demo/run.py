@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from trl_qurl.lab.comparison import new_table
 from trl_qurl.lab.demo.algorithms import build_config, build_trainer
 from trl_qurl.lab.packages import require
 from trl_qurl.lab.processes import ENGINE_ENVIRONMENT
@@ -92,12 +93,8 @@ def measure(trainer: Trainer, problem_ids: Tensor) -> Measurement:
 
 def print_table(before: Measurement, after: Measurement, name: str, console: Console) -> None:
     """Print the accuracies before and after training."""
-    from rich.table import Table
-
-    table = Table(title=f"Three-digit addition, {HELD_OUT_PROBLEMS} held-out problems")
-    table.add_column("accuracy")
-    for column in ("before", "after", "change"):
-        table.add_column(column, justify="right")
+    title = f"Three-digit addition, {HELD_OUT_PROBLEMS} held-out problems"
+    table = new_table(title, "", ["accuracy"], ("before", "after", "change"))
     labels = ("full-precision policy, expected", "full-precision policy, greedy", f"{name} actor, greedy")
     for label, old, new in zip(labels, before, after, strict=True):
         table.add_row(label, f"{old:.3f}", f"{new:.3f}", f"{new - old:+.3f}")

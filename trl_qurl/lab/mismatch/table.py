@@ -30,7 +30,7 @@ def build_table(report: Report) -> Table:
         "ESS of sequence weights is 1/2; same top: tokens with the same most likely token."
     )
     figures = ("KL", "kernels", "ρ 0.1-99.9 %", "ρ > C", "ESS", "half", "same top")
-    table = new_table(title, caption, "format", *figures)
+    table = new_table(title, caption, ["format"], figures)
     for name, mismatch in report.formats.items():
         low, *_, high = mismatch.ratio_quantiles.values()
         table.add_row(
@@ -53,7 +53,7 @@ def build_layer_table(kept: Kept, most: int = 12) -> Table:
         "Estimated KL from each group, in 1e-3 nats per token; most KL per byte first. Layers kept in 16 bits add "
         f"{kept.extra_bytes / 1e6:.3g} MB, {kept.share:.1%} of what quantization saves."
     )
-    table = new_table(title, caption, "layers", "KL", "MB", "16 bits")
+    table = new_table(title, caption, ["layers"], ("KL", "MB", "16 bits"))
     for group in kept.groups[:most]:
         first, *others = group.layers
         parent = first.rpartition(".")[0]
