@@ -69,7 +69,7 @@ class Engines:
 
         require_vllm()
         prompts = load_prompts(sampling.questions, sampling.limit)
-        self._say, self._smooths = say, smooths
+        self.model, self.sampling, self.say, self._smooths = model, sampling, say, smooths
         self.directory = resolve_model(model)
         config, tokenizer = (cls.from_pretrained(self.directory) for cls in (AutoConfig, AutoTokenizer))
         self.prompts = [encode_prompt(tokenizer, prompt) for prompt in prompts]
@@ -98,7 +98,7 @@ class Engines:
 
     def formats(self, names: Sequence[str] | None, ignore: Sequence[str]) -> list[QuantizationScheme]:
         """Return the named formats, or all that this machine and the model support (`fitting_formats`)."""
-        return fitting_formats(self._policy, names, ignore, self._say)
+        return fitting_formats(self._policy, names, ignore, self.say)
 
     def sample(self, name: str, ignore: Sequence[str]) -> list[Scored]:
         """Sample answers from an engine and score them.
@@ -110,7 +110,7 @@ class Engines:
         Raises:
             ChildProcessError: If the engine failed. Its last output lines go to standard error.
         """
-        self._say(f"Sampling {len(self._job.prompts)} answers from {label(name)}")
+        self.say(f"Sampling {len(self._job.prompts)} answers from {label(name)}")
         failure = (
             f"The engine for {label(name)} failed; its last output lines are above. If it ran out of memory, lower "
             "--samples or --max-tokens."

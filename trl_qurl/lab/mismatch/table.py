@@ -83,7 +83,10 @@ def sentences(report: Report) -> list[str]:
 
 def verdict(mismatch: Mismatch) -> str:
     """Rate a format as safe, safe with a correction, or risky (docs/mismatch.md)."""
-    whole = "" if mismatch.half_length is None else f" {sequence_weights(mismatch.half_length)}"
+    whole = ""
+    if mismatch.half_length is not None:
+        reach = tokens(mismatch.half_length)
+        whole = f" Sequence weights (RLOO, GSPO) keep half their effective sample size up to {reach} tokens."
     kl = f"a KL of {mismatch.kl_k3.value:.2g}"
     if mismatch.kl_k3.high < HARMLESS:
         return f"safe to train with: {kl} did no harm in our study. Keep the defaults.{whole}"
@@ -93,11 +96,6 @@ def verdict(mismatch: Mismatch) -> str:
             f"keep sensitive layers in 16 bits (quantization_ignore), or leave smooth_activations on (INT8).{whole}"
         )
     return f"needs a correction: at {kl} keep objective='acr' or 'tis', and watch mismatch/kl_k3.{whole}"
-
-
-def sequence_weights(length: float) -> str:
-    """State what the half length means for methods that weight whole answers."""
-    return f"Sequence weights (RLOO, GSPO) keep half their effective sample size up to {tokens(length)} tokens."
 
 
 def share_of_kernels(mismatch: Mismatch, report: Report) -> str:
