@@ -8,12 +8,12 @@ import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
 from trl_qurl.lab.doctor.report import Line, Status
 
 if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PreTrainedModel
-
     from trl_qurl import QuRLGRPOTrainer
 
 STEPS = 2  # the second rollout uses weights that the first step changed
@@ -54,11 +54,8 @@ def describe(name: str, start_seconds: float, kernels: list[str], rows: list[dic
     return Line(name, text, data=data)
 
 
-def build_policy() -> PreTrainedModel:
+def build_policy() -> Qwen2ForCausalLM:
     """Build a random Qwen2."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
     torch.manual_seed(0)
     config = Qwen2Config(
         # All layers are multiples of 128, the size of groups, blocks and kernel tiles. All attention kernels support
@@ -82,7 +79,6 @@ def even_tokens(completion_ids: list[list[int]], **kwargs: object) -> list[float
 
 def build_trainer(form: str) -> QuRLGRPOTrainer:
     """Build a trainer that checks every sync with digests and a probe, and start its engine."""
-    import torch
     from datasets import Dataset
 
     from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
@@ -118,7 +114,7 @@ def build_trainer(form: str) -> QuRLGRPOTrainer:
     )
 
 
-def _kernel_names(model: nn.Module) -> list[str]:
+def _kernel_names(model: torch.nn.Module) -> list[str]:
     """Return the class names of the kernels in a model's quantized layers."""
     schemes = [scheme for layer in model.modules() if (scheme := getattr(layer, "scheme", None)) is not None]
     parts = [type(part).__name__ for scheme in schemes for part in vars(scheme).values()]
