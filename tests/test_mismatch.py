@@ -16,9 +16,8 @@ from trl_qurl import cli
 from trl_qurl.lab.evaluation.scores import Estimate
 from trl_qurl.lab.evaluation.tasks import encode_prompt as encode
 from trl_qurl.lab.mismatch.answers import Answer, Scored, score
-from trl_qurl.lab.mismatch.engines import Sampling
 from trl_qurl.lab.mismatch.keep import Group, Kept, keep_layers, within_kl
-from trl_qurl.lab.mismatch.prompts import BUILT_IN, load_prompts
+from trl_qurl.lab.mismatch.prompts import BUILT_IN, Sampling, load_prompts
 from trl_qurl.lab.mismatch.run import Report
 from trl_qurl.lab.mismatch.statistics import half_length, measure
 from trl_qurl.lab.mismatch.table import sentences, tokens

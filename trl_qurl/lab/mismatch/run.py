@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 from trl_qurl.cli.options import check_model
 from trl_qurl.lab.comparison import BASELINE, add_options, candidates, check_output, write_json
-from trl_qurl.lab.mismatch.engines import Engines, Sampling
-from trl_qurl.lab.mismatch.statistics import Mismatch, measure
+from trl_qurl.lab.mismatch.prompts import Sampling
 
 if TYPE_CHECKING:
+    from trl_qurl.lab.mismatch.engines import Engines
     from trl_qurl.lab.mismatch.keep import Kept
+    from trl_qurl.lab.mismatch.statistics import Mismatch
 
 
 @dataclass
@@ -61,17 +62,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table and the verdict, and return exit status 0 for any verdict."""
-    from rich.console import Console
-    from transformers.utils.logging import disable_progress_bar
-
-    from trl_qurl.lab.mismatch.keep import write_settings
-    from trl_qurl.lab.mismatch.table import build_layer_table, build_table, sentences
-
     check_model(args.model)
     check_output(args.output)
     check_formats(args.schemes, args.kl)
-    disable_progress_bar()  # hides the bar for loading weights
     sampling = Sampling(args.questions, args.limit, args.samples, args.max_tokens)
+
+    from rich.console import Console
+    from transformers.utils.logging import disable_progress_bar
+
+    from trl_qurl.lab.mismatch.engines import Engines
+    from trl_qurl.lab.mismatch.keep import write_settings
+    from trl_qurl.lab.mismatch.table import build_layer_table, build_table, sentences
+
+    disable_progress_bar()  # hides the bar for loading weights
     console = Console()
     engines = Engines(args.model, sampling, args.engine_kwargs, console.print, smooths=not args.no_smooth)
     report = measure_mismatch(engines, args.schemes, args.ignore, args.output, args.kl)
@@ -105,6 +108,7 @@ def measure_mismatch(
         ChildProcessError: If no engine could answer; the process output says why.
     """
     from trl_qurl.lab.mismatch.keep import keep_layers
+    from trl_qurl.lab.mismatch.statistics import measure
 
     chosen = engines.formats(schemes, ignore)
     names = [BASELINE, *(scheme.name for scheme in chosen)]
