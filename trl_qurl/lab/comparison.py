@@ -127,7 +127,7 @@ def new_table(title: str, caption: str, names: Sequence[str], figures: Sequence[
 
 
 def write_json(results: Any, path: Path) -> None:
-    """Write a dataclass as JSON, atomically."""
+    """Write values and dataclasses as JSON, atomically."""
     tmp = path.with_suffix(".tmp")
-    tmp.write_text(json.dumps(asdict(results), indent=2) + "\n", encoding="utf-8")
+    tmp.write_text(json.dumps(results, indent=2, default=asdict) + "\n", encoding="utf-8")
     os.replace(tmp, path)
