@@ -1,4 +1,4 @@
-"""What `trl-qurl bench` and `trl-qurl mismatch` share: options, the formats to compare, a JSON file; every table."""
+"""What several commands share: options, the formats to compare, a table, a JSON file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 BASELINE = "none"
 """Name of rollouts in 16 bits."""
+
+
+def option(default: Any, text: str) -> Any:
+    """Define a field of a dataclass that is also an option."""
+    return field(default=default, metadata={"help": text})
 
 
 def add_options(parser: argparse.ArgumentParser, output: Path) -> None:
