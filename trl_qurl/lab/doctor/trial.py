@@ -9,7 +9,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from trl_qurl.lab.doctor.report import Line, Status
 
@@ -54,24 +53,6 @@ def describe(name: str, start_seconds: float, kernels: list[str], rows: list[dic
     return Line(name, text, data=data)
 
 
-def build_policy() -> Qwen2ForCausalLM:
-    """Build a random Qwen2."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        # All layers are multiples of 128, the size of groups, blocks and kernel tiles. All attention kernels support
-        # heads of 64, and vLLM assumes that they add up to hidden_size.
-        vocab_size=128,
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    return Qwen2ForCausalLM(config).float()
-
-
 def even_tokens(completion_ids: list[list[int]], **kwargs: object) -> list[float]:
     """Reward function that differs between completions: the share of even token ids."""
     return [sum(token % 2 == 0 for token in tokens) / max(1, len(tokens)) for tokens in completion_ids]
@@ -83,9 +64,11 @@ def build_trainer(form: str) -> QuRLGRPOTrainer:
 
     from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
     from trl_qurl.lab.demo.task import build_tokenizer, sample_problems
+    from trl_qurl.lab.demo.warm_start import build_model
     from trl_qurl.lab.device import full_precision
     from trl_qurl.quantization.formats import parse_scheme
 
+    tokenizer = build_tokenizer()
     has_gpu, dtype = torch.cuda.is_available(), full_precision()[1]
     config = QuRLGRPOConfig(
         output_dir=tempfile.mkdtemp(),  # in the child's temporary directory, which is deleted
@@ -106,11 +89,13 @@ def build_trainer(form: str) -> QuRLGRPOTrainer:
         vllm_engine_kwargs={"dtype": dtype, "enforce_eager": not has_gpu, "kv_cache_memory_bytes": 2**26},
     )
     return QuRLGRPOTrainer(
-        model=build_policy(),
+        # All quantized layers are multiples of 128, the size of groups, blocks and kernel tiles. All attention kernels
+        # support heads of 64, and vLLM assumes that they add up to hidden_size.
+        model=build_model(tokenizer, seed=0, width=256, layers=2),
         reward_funcs=even_tokens,
         args=config,
         train_dataset=Dataset.from_dict({"prompt": [problem.prompt for problem in sample_problems(64, seed=0)]}),
-        processing_class=build_tokenizer(),
+        processing_class=tokenizer,
     )
 
 
