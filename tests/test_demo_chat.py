@@ -8,7 +8,7 @@ from documents import ROOT
 from tiny import tiny_model, tiny_tokenizer
 
 from trl_qurl import cli
-from trl_qurl.lab.demo.chat import conversation, grade, is_right, questions, right_number
+from trl_qurl.lab.demo.chat import accuracy, conversation, is_right, questions, right_number
 from trl_qurl.trainers.run_log import read_run
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -35,7 +35,7 @@ def test_the_last_number_counts(text, right):
 def test_accuracy_is_a_share_of_the_questions_held_out():
     asked = questions(held_out=True)
     texts = [str(question.answer) for question in asked[:8]] + ["no"] * 24
-    assert grade(texts).accuracy == 0.25
+    assert accuracy(texts) == 0.25
 
 
 def test_other_algorithms_are_refused(tmp_path, capsys):

@@ -12,6 +12,7 @@ from conftest import child_environment
 from documents import ROOT
 
 from trl_qurl import cli
+from trl_qurl.lab.demo.task import build_tokenizer
 from trl_qurl.lab.doctor import child, command, device, environment, trial
 from trl_qurl.lab.doctor.report import Line, Status, as_text
 from trl_qurl.quantization.formats import SCHEMES
@@ -229,7 +230,11 @@ def test_space_in_shared_memory(free, status, monkeypatch):
 
 
 def test_the_trial_has_biases_that_a_kernel_can_misplace():
-    biases = [parameter for name, parameter in trial.build_policy().named_parameters() if name.endswith("bias")]
+    biases = [
+        parameter
+        for name, parameter in trial.build_policy(build_tokenizer()).named_parameters()
+        if name.endswith("bias")
+    ]
     assert len(biases) == 6 and all(0.5 < bias.std() < 2 for bias in biases)
 
 

@@ -480,7 +480,7 @@ def test_server_that_keeps_other_layers_in_16_bits(train, int8_server):
     tensor = "model.layers.1.mlp.down_proj.weight_scale (shape none here and [128, 1] there)"
     assert f"other layers or another model: 1 tensors differ, first {tensor}. Restart it with `trl-qurl" in message
     weights = WeightStream(tiny_model(), SCHEMES["int8"], ["re:.*head"])
-    shapes = {name: shape for name, _, shape in stream_metadata(weights.form.layout, weights)}
+    shapes = {name: shape for name, _, shape in stream_metadata(weights)}
     ServedEngine(base_url=int8_server.url, scheme=SCHEMES["int8"], shapes=shapes).init_communicator("cpu")
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tiny import ENGINE, tiny_model, tiny_tokenizer
 
 from trl_qurl import cli
-from trl_qurl.lab.evaluation import command as evaluation_command
+from trl_qurl.lab.evaluation import worker
 from trl_qurl.lab.evaluation.callback import TaskEvaluationCallback
 from trl_qurl.lab.evaluation.results import Answer, build_table, summarize
 from trl_qurl.lab.evaluation.scores import Z95, average_at_k, paired_difference
@@ -255,7 +255,7 @@ def test_finished_formats_are_not_repeated(evaluated, monkeypatch, capsys):
     """A format that is missing is answered as before, and those that are there start no engine."""
     directory, _ = evaluated
     monkeypatch.setenv("TRL_QURL_CACHE", str(directory / "cache"))
-    monkeypatch.setattr(evaluation_command, "call_in_child", lambda *args, **kwargs: pytest.fail("a process started"))
+    monkeypatch.setattr(worker, "call_in_child", lambda *args, **kwargs: pytest.fail("a process started"))
     sampled = ["--samples", "4", "--temperature", "1"]
     again = command("", directory, "whole", *sampled)[3:]
     assert cli.main([*again, "--schemes", "int8,none"]) == 0

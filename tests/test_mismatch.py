@@ -16,9 +16,8 @@ from trl_qurl import cli
 from trl_qurl.lab.evaluation.scores import Estimate
 from trl_qurl.lab.evaluation.tasks import encode_prompt as encode
 from trl_qurl.lab.mismatch.answers import Answer, Scored, score
-from trl_qurl.lab.mismatch.engines import Sampling
 from trl_qurl.lab.mismatch.keep import Group, Kept, keep_layers, within_kl
-from trl_qurl.lab.mismatch.prompts import BUILT_IN, load_prompts
+from trl_qurl.lab.mismatch.prompts import BUILT_IN, Sampling, load_prompts
 from trl_qurl.lab.mismatch.run import Report
 from trl_qurl.lab.mismatch.statistics import half_length, measure
 from trl_qurl.lab.mismatch.table import sentences, tokens
@@ -230,6 +229,8 @@ def test_lists_grow_until_an_engine_is_within_the_budget(reached, kept, monkeypa
     asked, figures = [], iter(reached)
 
     class FakeEngines:
+        say = staticmethod(print)
+
         def sample(self, name, ignore):
             asked.append(len(ignore) - 1)
             return next(figures)
@@ -239,7 +240,7 @@ def test_lists_grow_until_an_engine_is_within_the_budget(reached, kept, monkeypa
     report = report_with(0.004, 0.005, 0.006)
     report.formats["none"] = report_with(0, 0.0005, 1).formats["int8"]
     report = replace(report, ignore=("lm_head",))
-    found, mismatch = keep_layers(FakeEngines(), get_scheme("int8"), report, 0.002, lambda line: None)
+    found, mismatch = keep_layers(FakeEngines(), get_scheme("int8"), report, 0.002)
     assert asked == kept and len(found.ignore) == kept[-1] + 1 and mismatch.kl_k3.value == reached[-1]
     assert found.share == pytest.approx(kept[-1] / 5) and found.extra_bytes == 100 * kept[-1]
 

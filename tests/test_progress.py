@@ -134,6 +134,11 @@ def watch(rows, tmp_path, config=QuRLGRPOConfig):
     callback.on_train_end(args, state, TrainerControl())
 
 
+def said(caplog):
+    """Our own words: transformers has some about a process group that another test has left."""
+    return [record.getMessage() for record in caplog.records if record.name.startswith("trl_qurl")]
+
+
 def rollout(reward=0.0, alike=1.0, cut=0.0):
     return {
         "reward": reward,
@@ -154,7 +159,7 @@ def rollout(reward=0.0, alike=1.0, cut=0.0):
 )
 def test_a_run_with_nothing_to_learn_from_says_why(row, reason, tmp_path, caplog):
     watch([row, {"loss": 0.0}] * 5, tmp_path)
-    started, ended = caplog.messages
+    started, ended = said(caplog)
     assert started == f"Nothing to learn from 3 rollouts in a row: {reason}."
     assert ended.startswith("The policy has learned nothing: in every rollout")
 
@@ -162,13 +167,13 @@ def test_a_run_with_nothing_to_learn_from_says_why(row, reason, tmp_path, caplog
 def test_a_run_that_learns_is_not_warned_of(tmp_path, caplog):
     some = rollout(alike=0.97)
     watch([rollout(), rollout(), some] * 2, tmp_path)
-    assert caplog.messages == []
+    assert said(caplog) == []
     watch([some, rollout(), rollout(), rollout(), rollout()], tmp_path)
-    assert len(caplog.messages) == 1, "one warning, and at the end there was something"
+    assert len(said(caplog)) == 1, "one warning, and at the end there was something"
 
 
 def test_a_critic_learns_from_questions_that_differ(tmp_path, caplog):
     watch([rollout()] * 4, tmp_path, config=QuRLPPOConfig)
-    assert caplog.messages == []
+    assert said(caplog) == []
     watch([rollout() | {"reward_std": 0.0}] * 4, tmp_path, config=QuRLPPOConfig)
-    assert len(caplog.messages) == 2
+    assert len(said(caplog)) == 2

@@ -378,7 +378,8 @@ def test_the_latest_complete_checkpoint_is_what_true_means(checkpoints):
 def test_another_dataset_drops_the_tasks_of_a_recipe(argv, tasks, tmp_path, caplog):
     script, _, _ = grpo.parse_arguments(["--config", "lora_w4", *argv, *ON_CPU])
     assert script.eval_tasks == tasks
-    assert (caplog.messages == []) == bool(tasks)
+    ours = [record for record in caplog.records if record.name.startswith("trl_qurl")]  # others' about a process group
+    assert (ours == []) == bool(tasks)
     mine = write(tmp_path / "mine.yaml", dataset="mine.jsonl")
     script, _, _ = grpo.parse_arguments(["--config", "lora_w4", mine, *ON_CPU])
     assert script.eval_tasks == [] and script.dataset == "mine.jsonl"

@@ -1,4 +1,4 @@
-"""What `trl-qurl bench` and `trl-qurl mismatch` share: options, the formats to compare, a table, a JSON file."""
+"""What several commands share: options, the formats to compare, a table, a JSON file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 BASELINE = "none"
 """Name of rollouts in 16 bits."""
+
+
+def option(default: Any, text: str) -> Any:
+    """Define a field of a dataclass that is also an option."""
+    return field(default=default, metadata={"help": text})
 
 
 def add_options(parser: argparse.ArgumentParser, output: Path) -> None:
@@ -112,20 +117,21 @@ def label(name: str) -> str:
     return "16 bits" if name == BASELINE else scheme.upper() + comma + rest
 
 
-def new_table(title: str, caption: str, first: str, *figures: str) -> Table:
-    """Start a table within 80 columns: a column that names the rows, and right-aligned columns of figures."""
+def new_table(title: str, caption: str, names: Sequence[str], figures: Sequence[str]) -> Table:
+    """Start a table: columns that name the rows, and right-aligned columns of figures."""
     from rich import box
     from rich.table import Table
 
     table = Table(title=title, caption=caption, caption_justify="left", box=box.SIMPLE_HEAD, padding=0)
-    table.add_column(first)
+    for heading in names:
+        table.add_column(heading, overflow="fold", min_width=6)
     for heading in figures:
         table.add_column(heading, justify="right")
     return table
 
 
 def write_json(results: Any, path: Path) -> None:
-    """Write a dataclass as JSON, atomically."""
+    """Write values and dataclasses as JSON, atomically."""
     tmp = path.with_suffix(".tmp")
-    tmp.write_text(json.dumps(asdict(results), indent=2) + "\n", encoding="utf-8")
+    tmp.write_text(json.dumps(results, indent=2, default=asdict) + "\n", encoding="utf-8")
     os.replace(tmp, path)

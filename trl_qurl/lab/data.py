@@ -60,14 +60,9 @@ def load_questions(
 
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit} leaves no questions: give a positive number, or None for all questions.")
-    is_local = (
-        _suffix(name_or_path) in SUFFIXES or name_or_path.startswith((".", "/", "~")) or Path(name_or_path).exists()
-    )
-    rows = (
-        _read(name_or_path)
-        if is_local or Path(name_or_path).exists()
-        else load_dataset(name_or_path, config, split=split)
-    )
+    is_path = name_or_path.startswith((".", "/", "~")) or Path(name_or_path).exists()
+    is_local = is_path or _suffix(name_or_path) in SUFFIXES
+    rows = _read(name_or_path) if is_local else load_dataset(name_or_path, config, split=split)
     if len(rows) == 0:
         raise ValueError(f"{name_or_path} contains no questions.")
     questions, solutions = [], []

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trl_qurl.lab.comparison import label as format_label
+from trl_qurl.lab.comparison import new_table
 from trl_qurl.lab.curves import (
     COLORS,
     FINAL_ROLLOUTS,
@@ -132,19 +133,15 @@ def seconds_per_rollout(run: Run) -> Seconds:
 
 def build_table(groups: Groups) -> Table:
     """Build a table with one row per group: means over its seeds."""
-    from rich import box
-    from rich.table import Table
-
     scores = (*held_out_scores(groups), "reward")
-    table = Table(box=box.SIMPLE_HEAD, padding=0, caption_justify="left")
-    table.caption = (
+    caption = (
         f"Means over seeds (± standard deviation) of the last {FINAL_ROLLOUTS} rollouts, of each run's largest ρ, and "
         "of the seconds per rollout with its updates, including those for generation and sync."
     )
-    table.add_column("runs", overflow="fold", min_width=12)
     headings = [name.replace("_", " ") for name in scores]
-    for heading in ("seeds", *headings, "KL", "largest ρ", "seconds", "generate", "sync"):
-        table.add_column(heading, justify="right")
+    figures = ("seeds", *headings, "KL", "largest ρ", "seconds", "generate", "sync")
+    table = new_table("", caption, ["runs"], figures)
+    table.columns[0].min_width = 12
     for label, runs in groups.items():
         metrics = [_format([final_value(points_of(run, name)) for run in runs], spread=True) for name in scores]
         kl = _format([final_value(points_of(run, "mismatch/kl_k3")) for run in runs])

@@ -130,13 +130,11 @@ class Bench:
 
     def conclude(self) -> None:
         """Predict the steps and compare them, as far as the measurements allow."""
-        before = self.measurements.get(BASELINE)
+        steps = {name: predict_step(costs, self.training, self.workload) for name, costs in self.measurements.items()}
+        self.baseline = before = steps.pop(BASELINE, None)
         if before is not None:
-            self.baseline = predict_step(before, self.training, self.workload)
-            quantized = {name: costs for name, costs in self.measurements.items() if name != BASELINE}
-            self.comparisons = {
-                name: compare(before, costs, self.training, self.workload) for name, costs in quantized.items()
-            }
+            whole = self.training is not None
+            self.comparisons = {name: compare(before, step, whole) for name, step in steps.items()}
 
 
 def predict_step(engine: EngineCosts, training: TrainingCosts | None, workload: Workload) -> Step:
@@ -154,15 +152,12 @@ def predict_step(engine: EngineCosts, training: TrainingCosts | None, workload: 
     )
 
 
-def compare(
-    baseline: EngineCosts, engine: EngineCosts, training: TrainingCosts | None, workload: Workload
-) -> Comparison:
-    """Compare a format with 16-bit rollouts.
+def compare(before: Step, after: Step, whole_step: bool) -> Comparison:
+    """Compare a step with 16-bit rollouts and one in another format; without `whole_step`, both end with the rollout.
 
     Scoring and updates take the same time in both steps, so their spread does not widen the range of the speed-up.
     Its bounds use the extremes of rollout and sync, and the medians of the rest.
     """
-    before, after = predict_step(baseline, training, workload), predict_step(engine, training, workload)
     rest = before.score.middle + before.update.middle
     slow, fast = before.sync + before.generate, after.sync + after.generate
     pairs = zip(slow, reversed(fast), strict=True)  # the lowest speed-up: the fastest baseline, the slowest format
@@ -170,7 +165,7 @@ def compare(
     advice = "unclear"
     if speedup.high < WORTHWHILE:
         advice = "no"
-    elif training is not None and speedup.low >= WORTHWHILE:
+    elif whole_step and speedup.low >= WORTHWHILE:
         advice = "yes"
     return Comparison(after, speedup, before.generate.middle / after.generate.middle, advice)
 
@@ -179,9 +174,11 @@ def build_table(result: Bench) -> Table:
     """Build a table of the seconds per step by format, within 80 columns."""
     workload = result.workload
     title = f"{result.model}: one step of {workload.batch} completions, {workload.completion_len} tokens each"
-    caption = "Seconds; extrapolated from shorter runs if a whole step would take too long."
-    figures = ("tok/s", "sync", "rollout", "score", "update", "step", "speed-up", "weights")
-    table = new_table(title, caption, "format", *figures)
+    caption = (
+        "Seconds; extrapolated from shorter runs if a whole step would take too long. MB of the engine's weights."
+    )
+    figures = ("tok/s", "sync", "rollout", "score", "update", "step", "speed-up", "MB")
+    table = new_table(title, caption, ["format"], figures)
     for scheme, measurement in result.measurements.items():
         comparison = result.comparisons.get(scheme)
         step = predict_step(measurement, result.training, workload)
@@ -193,7 +190,7 @@ def build_table(result: Bench) -> Table:
             *(digits(part.middle) for part in parts),
             *["-"] * (4 - len(parts)),
             with_range(comparison.speedup) if comparison else "",
-            size(measurement.weight_bytes),
+            digits(measurement.weight_bytes / 1e6),
         )
     return table
 
@@ -237,11 +234,6 @@ def with_range(value: Range) -> str:
     return f"{value.middle:.2f} ({value.low:.2f}-{value.high:.2f})"
 
 
-def size(count: int) -> str:
-    """Format bytes in readable units."""
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.3g} MB"
-
-
-def digits(seconds: float) -> str:
-    """Format seconds with three digits."""
-    return f"{seconds:.0f}" if seconds >= 100 else f"{seconds:.3g}" if seconds >= 0.1 else f"{seconds:.3f}"
+def digits(value: float) -> str:
+    """Format seconds or megabytes with three digits."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.1 else f"{value:.3f}"

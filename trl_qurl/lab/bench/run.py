@@ -6,7 +6,6 @@ Heavy imports wait until the command runs.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from trl_qurl.cli.options import check_model
 from trl_qurl.lab.bench.prediction import Bench, build_table, sentences
 from trl_qurl.lab.bench.workload import ENGINE_SHARE, TRAINING, Job, Workload, find_device, why_too_large
 from trl_qurl.lab.comparison import BASELINE, add_options, candidates, check_output, fitting_formats, write_json
+from trl_qurl.lab.packages import require
 from trl_qurl.lab.processes import call_in_child
 
 if TYPE_CHECKING:
@@ -117,8 +117,8 @@ def _check(workload: Workload, schemes: Sequence[str] | None) -> None:
     from trl_qurl.rollout.engine.launch import require_vllm
 
     require_vllm()
-    if workload.lora_rank and importlib.util.find_spec("peft") is None:
-        raise ImportError("Adapters require PEFT, but it is not installed: run `pip install 'trl-qurl[peft]'`.")
+    if workload.lora_rank:
+        require("An adapter", "peft", extra="peft")
     candidates(schemes)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from trl_qurl.lab.comparison import label
+from trl_qurl.lab.comparison import label, option
 
 TRAINING = "training"
 BUDGET = 60.0
@@ -20,11 +20,6 @@ WHOLE_SHARE = 0.9  # share of a GPU for an engine alone
 SPARE = 0.1  # share for activations; if it is too small, training fails, but the engine's costs remain valid
 TRAINED = 16  # bytes per trained parameter: 32-bit weight, gradient, and the two moments of AdamW
 FROZEN = 4  # bytes per frozen parameter: only the weight
-
-
-def option(default: int, text: str) -> Any:
-    """Define a field that is also an option of `trl-qurl bench`."""
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)

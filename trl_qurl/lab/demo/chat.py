@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trl_qurl.lab.comparison import new_table
 from trl_qurl.lab.demo.algorithms import UPDATES_PER_ROLLOUT, shared_settings
-from trl_qurl.lab.demo.run import ENVIRONMENT
 from trl_qurl.lab.device import keep_freed_memory
-from trl_qurl.lab.packages import require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,13 +26,6 @@ class Question(NamedTuple):
 
     text: str
     answer: int
-
-
-class GradedAnswers(NamedTuple):
-    """An actor's greedy answers to the held-out questions."""
-
-    texts: list[str]
-    accuracy: float
 
 
 def questions(held_out: bool) -> list[Question]:
@@ -95,7 +86,7 @@ def build_chat_trainer(model: str, config: QuRLGRPOConfig) -> QuRLGRPOTrainer:
     return QuRLGRPOTrainer(model=model, reward_funcs=right_number, args=config, train_dataset=data)
 
 
-def answer_greedily(trainer: QuRLGRPOTrainer) -> GradedAnswers:
+def answer_greedily(trainer: QuRLGRPOTrainer) -> list[str]:
     """Answer the held-out questions with the rollout actor in the engine."""
     from trl_qurl.lab.evaluation.callback import complete_greedily
     from trl_qurl.lab.evaluation.tasks import encode_prompt
@@ -103,35 +94,27 @@ def answer_greedily(trainer: QuRLGRPOTrainer) -> GradedAnswers:
     tokenizer, generation = trainer.processing_class, trainer.vllm_generation
     prompts = [encode_prompt(tokenizer, conversation(question)) for question in questions(held_out=True)]
     generation.sync_weights()
-    return grade(tokenizer.batch_decode(complete_greedily(generation, prompts), skip_special_tokens=True))
+    return tokenizer.batch_decode(complete_greedily(generation, prompts), skip_special_tokens=True)
 
 
-def grade(texts: list[str]) -> GradedAnswers:
-    """Grade answers to the held-out questions."""
+def accuracy(texts: list[str]) -> float:
+    """Return the share of right answers to the held-out questions."""
     right = [is_right(text, question.answer) for text, question in zip(texts, questions(held_out=True), strict=True)]
-    return GradedAnswers(texts, sum(right) / len(right))
+    return sum(right) / len(right)
 
 
 def run_chat_demo(model: str, scheme: str | None, output_dir: Path, rollouts: int, seed: int) -> str | None:
-    """Train, print answers from before and after, and write `run.jsonl` and `demo.png` to `output_dir`.
+    """Train, print answers from before and after, and write `run.jsonl` to `output_dir`.
 
     The arguments are the options of `trl-qurl demo`. Returns why the demo failed, or `None`.
     """
-    for name, value in ENVIRONMENT.items():  # vLLM reads these once, at import
-        os.environ.setdefault(name, value)
     keep_freed_memory()
-    require("The demo", "matplotlib", "rich", extra="demo")
     from rich.console import Console
     from transformers.utils import logging as transformers_logging
 
-    from trl_qurl.cli.options import check_model
     from trl_qurl.lab.progress import use_step_lines
-    from trl_qurl.lab.report import draw_report, group_runs
-    from trl_qurl.trainers.run_log import RUN_LOG, read_run
+    from trl_qurl.trainers.run_log import read_run
 
-    check_model(model)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # advice about the tokenizer, which the user did not choose
     console = Console()
     config = build_chat_config(scheme, output_dir, rollouts, seed)
@@ -144,27 +127,20 @@ def run_chat_demo(model: str, scheme: str | None, output_dir: Path, rollouts: in
     seconds = time.perf_counter() - started
     after = answer_greedily(trainer)
     print_answers(before, after, console)
-    log = read_run(output_dir)
-    kl = [row["mismatch/kl_k3"] for row in log.rows if row.get("mismatch/kl_k3") is not None]
+    first, last = accuracy(before), accuracy(after)
+    kl = [value for _, value in read_run(output_dir).series("mismatch/kl_k3")]
     console.print(
-        f"Accuracy on 32 held-out questions: {before.accuracy:.2f} before, {after.accuracy:.2f} after "
-        f"{rollouts} rollouts in {seconds / 60:.1f} minutes."
+        f"Accuracy on 32 held-out questions: {first:.2f} before, {last:.2f} after {rollouts} rollouts in "
+        f"{seconds / 60:.1f} minutes.\nKL between engine and policy: {kl[0]:.2g} nats per token at the start, "
+        f"{kl[-1]:.2g} at the end."
     )
-    console.print(f"KL between engine and policy: {kl[0]:.2g} nats per token at the start, {kl[-1]:.2g} at the end.")
-    draw_report(group_runs([log]), output_dir / "demo.png")
-    print(f"Log: {output_dir / RUN_LOG}\nFigure: {output_dir / 'demo.png'}")
-    if after.accuracy > before.accuracy:
-        return None
-    return f"accuracy went from {before.accuracy:.2f} to {after.accuracy:.2f}."
+    return None if last > first else f"accuracy went from {first:.2f} to {last:.2f}."
 
 
-def print_answers(before: GradedAnswers, after: GradedAnswers, console: Console, count: int = 6) -> None:
+def print_answers(before: list[str], after: list[str], console: Console, count: int = 6) -> None:
     """Print some questions with their answers before and after training."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table("question", "before", "after", box=box.SIMPLE_HEAD)
+    table = new_table("", "", ("question", "before", "after"), ())
     held_out = questions(held_out=True)
     for index in range(0, len(held_out), len(held_out) // count):
-        table.add_row(held_out[index].text, *(" ".join(answers.texts[index].split()) for answers in (before, after)))
+        table.add_row(held_out[index].text, *(" ".join(answers[index].split()) for answers in (before, after)))
     console.print(table)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
+
+from trl_qurl.cli.options import check_model
+from trl_qurl.lab.packages import require
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, measure and plot; return exit status 1 if the policy did not learn enough."""
-    from trl_qurl.lab.demo.run import run_demo
+    from trl_qurl.lab.demo.run import ENVIRONMENT, run_demo
     from trl_qurl.quantization.formats import parse_scheme
 
     scheme = parse_scheme(args.scheme)
@@ -37,13 +41,27 @@ def run(args: argparse.Namespace) -> int:
     if rollouts < 1:
         raise ValueError(f"--rollouts is {rollouts}: give at least 1.")
     if args.model is not None:
-        from trl_qurl.lab.demo.chat import run_chat_demo
-
         if args.algorithm != "grpo":
             raise ValueError(f"--algorithm {args.algorithm} does not work with --model: use --algorithm grpo.")
+        check_model(args.model)
+    for name, value in ENVIRONMENT.items():  # vLLM reads these once, at import
+        os.environ.setdefault(name, value)
+    require("The demo", "matplotlib", "rich", extra="demo")
+    from transformers.utils.logging import disable_progress_bar
+
+    from trl_qurl.lab.report import draw_report, group_runs
+    from trl_qurl.trainers.run_log import RUN_LOG, read_run
+
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    disable_progress_bar()  # bars for loading and saving a small model would hide the demo's
+    if args.model is not None:
+        from trl_qurl.lab.demo.chat import run_chat_demo
+
         shortfall = run_chat_demo(args.model, scheme, args.output_dir, rollouts, args.seed)
     else:
         shortfall = run_demo(scheme, args.output_dir, rollouts, args.required_share, args.seed, args.algorithm)
+    draw_report(group_runs([read_run(args.output_dir)]), args.output_dir / "demo.png")
+    print(f"Log: {args.output_dir / RUN_LOG}\nFigure: {args.output_dir / 'demo.png'}")
     if shortfall is not None:
         print(f"trl-qurl: the demo failed: {shortfall}", file=sys.stderr)
     return int(shortfall is not None)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from trl_qurl.lab.comparison import new_table
 from trl_qurl.lab.demo.algorithms import build_config, build_trainer
-from trl_qurl.lab.packages import require
 from trl_qurl.lab.processes import ENGINE_ENVIRONMENT
 
 if TYPE_CHECKING:
@@ -35,24 +34,16 @@ class Measurement(NamedTuple):
 def run_demo(
     scheme: str | None, output_dir: Path, rollouts: int, required_share: float, seed: int, algorithm: str
 ) -> str | None:
-    """Warm-start, train and measure; print progress and a table, write `run.jsonl` and `demo.png` to `output_dir`.
+    """Warm-start, train and measure; print progress and a table, and write `run.jsonl` to `output_dir`.
 
     The arguments are the options of `trl-qurl demo`; `scheme` is `None` for BF16 rollouts. Returns why the demo
     failed, in one sentence, or `None`.
     """
-    for name, value in ENVIRONMENT.items():  # vLLM reads these once, at import
-        os.environ.setdefault(name, value)
-    require("The demo", "matplotlib", "rich", extra="demo")
     from rich.console import Console
-    from transformers.utils import logging as transformers_logging
 
     from trl_qurl.lab.demo.record import RolloutRecorder
     from trl_qurl.lab.demo.task import build_tokenizer, encode_problems, sample_problems
-    from trl_qurl.lab.report import draw_report, group_runs
-    from trl_qurl.trainers.run_log import RUN_LOG, read_run
 
-    output_dir.mkdir(parents=True, exist_ok=True)
-    transformers_logging.disable_progress_bar()  # bars for loading and saving a tiny model would hide the demo's
     console = Console()
     name = scheme.upper() if scheme else "BF16"
 
@@ -67,8 +58,6 @@ def run_demo(
     after = measure(trainer, held_out)
 
     print_table(before, after, name, console)
-    draw_report(group_runs([read_run(output_dir)]), output_dir / "demo.png")
-    print(f"Log: {output_dir / RUN_LOG}\nFigure: {output_dir / 'demo.png'}")
     return find_shortfall(before, after, required_share)
 
 
@@ -92,12 +81,8 @@ def measure(trainer: Trainer, problem_ids: Tensor) -> Measurement:
 
 def print_table(before: Measurement, after: Measurement, name: str, console: Console) -> None:
     """Print the accuracies before and after training."""
-    from rich.table import Table
-
-    table = Table(title=f"Three-digit addition, {HELD_OUT_PROBLEMS} held-out problems")
-    table.add_column("accuracy")
-    for column in ("before", "after", "change"):
-        table.add_column(column, justify="right")
+    title = f"Three-digit addition, {HELD_OUT_PROBLEMS} held-out problems"
+    table = new_table(title, "", ["accuracy"], ("before", "after", "change"))
     labels = ("full-precision policy, expected", "full-precision policy, greedy", f"{name} actor, greedy")
     for label, old, new in zip(labels, before, after, strict=True):
         table.add_row(label, f"{old:.3f}", f"{new:.3f}", f"{new - old:+.3f}")

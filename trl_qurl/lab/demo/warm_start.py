@@ -80,16 +80,16 @@ def train_warm_start(settings: WarmStartSettings, tokenizer: PreTrainedTokenizer
     raise ValueError(f"{outcome}, below target={settings.target}.")
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
-    """Build a random float32 Qwen2 with 0.47 million parameters; the same seed gives the same weights."""
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, width: int = 128, layers: int = 3) -> Qwen2ForCausalLM:
+    """Build a random float32 Qwen2, by default with 0.47 million parameters; the same seed gives the same weights."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
         vocab_size=task.VOCABULARY_SIZE,
-        hidden_size=128,
+        hidden_size=width,
         intermediate_size=256,
-        num_hidden_layers=3,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,

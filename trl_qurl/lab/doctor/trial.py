@@ -8,11 +8,12 @@ import tempfile
 import time
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trl_qurl.lab.doctor.report import Line, Status
 
 if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from trl_qurl import QuRLGRPOTrainer
 
@@ -54,30 +55,28 @@ def describe(name: str, start_seconds: float, kernels: list[str], rows: list[dic
     return Line(name, text, data=data)
 
 
-def build_policy() -> PreTrainedModel:
-    """Build a random Qwen2 whose biases are large, as in real ones: zeros would be right in any order."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def even_tokens(completion_ids: list[list[int]], **kwargs: object) -> list[float]:
+    """Reward function that differs between completions: the share of even token ids."""
+    return [sum(token % 2 == 0 for token in tokens) / max(1, len(tokens)) for tokens in completion_ids]
 
-    torch.manual_seed(0)
-    # Multiples of 128, the size of groups, blocks and tiles. vLLM assumes that heads of 64 add up to hidden_size.
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1}
-    config = Qwen2Config(vocab_size=128, hidden_size=256, intermediate_size=256, num_hidden_layers=2, **heads)
-    model = Qwen2ForCausalLM(config).float()
+
+def build_policy(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """Build a random policy whose biases are large, as in real ones: zeros would be right in any order.
+
+    All quantized layers are multiples of 128, the size of groups, blocks and kernel tiles. All attention kernels support
+    heads of 64, and vLLM assumes that they add up to hidden_size.
+    """
+    from trl_qurl.lab.demo.warm_start import build_model
+
+    model = build_model(tokenizer, seed=0, width=256, layers=2)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter)
     return model
 
 
-def even_tokens(completion_ids: list[list[int]], **kwargs: object) -> list[float]:
-    """Reward function that differs between completions: the share of even token ids."""
-    return [sum(token % 2 == 0 for token in tokens) / max(1, len(tokens)) for tokens in completion_ids]
-
-
 def build_trainer(form: str) -> QuRLGRPOTrainer:
     """Build a trainer that checks every sync with digests and a probe, and start its engine."""
-    import torch
     from datasets import Dataset
 
     from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
@@ -85,6 +84,7 @@ def build_trainer(form: str) -> QuRLGRPOTrainer:
     from trl_qurl.lab.device import full_precision
     from trl_qurl.quantization.formats import parse_scheme
 
+    tokenizer = build_tokenizer()
     has_gpu, dtype = torch.cuda.is_available(), full_precision()[1]
     config = QuRLGRPOConfig(
         output_dir=tempfile.mkdtemp(),  # in the child's temporary directory, which is deleted
@@ -105,15 +105,15 @@ def build_trainer(form: str) -> QuRLGRPOTrainer:
         vllm_engine_kwargs={"dtype": dtype, "enforce_eager": not has_gpu, "kv_cache_memory_bytes": 2**26},
     )
     return QuRLGRPOTrainer(
-        model=build_policy(),
+        model=build_policy(tokenizer),
         reward_funcs=even_tokens,
         args=config,
         train_dataset=Dataset.from_dict({"prompt": [problem.prompt for problem in sample_problems(64, seed=0)]}),
-        processing_class=build_tokenizer(),
+        processing_class=tokenizer,
     )
 
 
-def _kernel_names(model: nn.Module) -> list[str]:
+def _kernel_names(model: torch.nn.Module) -> list[str]:
     """Return the class names of the kernels in a model's quantized layers."""
     schemes = [scheme for layer in model.modules() if (scheme := getattr(layer, "scheme", None)) is not None]
     parts = [type(part).__name__ for scheme in schemes for part in vars(scheme).values()]

@@ -8,17 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trl_qurl.cli.options import add_ignore, check_model
-from trl_qurl.lab.comparison import add_kwargs
-from trl_qurl.lab.processes import call_in_child
-
-if TYPE_CHECKING:
-    from trl_qurl.lab.evaluation.results import Answer
-    from trl_qurl.lab.evaluation.worker import Job
+from trl_qurl.lab.comparison import add_kwargs, write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
     from trl_qurl.lab.device import full_precision
     from trl_qurl.lab.evaluation.results import build_table, summarize
-    from trl_qurl.lab.evaluation.worker import Job
+    from trl_qurl.lab.evaluation.worker import Job, answer_once
     from trl_qurl.quantization.formats import UNQUANTIZED
     from trl_qurl.rollout.engine.launch import content_digest, resolve_model, starting_checkpoint
 
@@ -93,8 +87,7 @@ def run(args: argparse.Namespace) -> int:
         job = Job(label, checkpoint, tasks, sampling, args.seed, environment, arguments, args.chat_template_kwargs)
         answers[label] = answer_once(job, output_dir / f"{scheme}.jsonl")
     results = summarize(answers)
-    content = {**settings, "results": [asdict(result) for result in results]}
-    (output_dir / "results.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_json({**settings, "results": results}, output_dir / "results.json")
     Console().print(build_table(results, args.model))
     print(f"Results: {output_dir / 'results.json'}")
     return 0
@@ -132,21 +125,4 @@ def keep_settings(settings: dict[str, Any], output_dir: Path) -> None:
                 "use another --output-dir, or delete the directory to start over."
             )
     output_dir.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-
-
-def answer_once(job: Job, path: Path) -> list[Answer]:
-    """Return a format's answers, generated in a separate process unless the answer file exists."""
-    from trl_qurl.lab.evaluation.results import Answer
-    from trl_qurl.lab.evaluation.worker import answer
-
-    if not path.exists():
-        failure = (
-            f"Evaluation with {job.label} failed; see the output above. Run the same command again to continue with "
-            "this format."
-        )
-        answers = call_in_child(answer, job, failure, shows_output=True)
-        tmp = path.with_suffix(".tmp")
-        tmp.write_text("".join(json.dumps(asdict(answer)) + "\n" for answer in answers), encoding="utf-8")
-        tmp.replace(path)
-    return [Answer(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    write_json(settings, path)

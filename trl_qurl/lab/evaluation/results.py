@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from trl_qurl.lab.comparison import new_table
 from trl_qurl.lab.evaluation.scores import Estimate, average_at_k, paired_difference
 
 if TYPE_CHECKING:
@@ -62,18 +63,10 @@ def summarize(answers: Mapping[str, Sequence[Answer]]) -> list[Result]:
 
 def build_table(results: Sequence[Result], model: str) -> Table:
     """Build a table in percent, with 95 % intervals in brackets, within 100 columns."""
-    from rich import box
-    from rich.table import Table
-
     several = any(result.difference for result in results)
     caption = "%, with 95 % intervals" + ("; difference from the first format" if several else "")
-    table = Table(
-        title=model, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, caption=caption, caption_justify="left"
-    )
-    for heading in ("task", "format"):
-        table.add_column(heading, no_wrap=True, min_width=6)
-    for heading in ("right", *(["difference"] if several else []), "tokens", "cut off"):
-        table.add_column(heading, justify="right", min_width=len(heading))
+    figures = ("right", *(["difference"] if several else []), "tokens", "cut off")
+    table = new_table(model, caption, ("task", "format"), figures)
     for result in results:
         difference = "" if result.difference is None else _with_interval(result.difference, "+.1f")
         table.add_row(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.lab.evaluation.results import Answer
 from trl_qurl.lab.evaluation.tasks import Task, are_correct, encode_prompt, needed_context
+from trl_qurl.lab.processes import call_in_child
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -29,6 +32,20 @@ class Job:
     environment: dict[str, str]  # that the engine of this format needs
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # for `vllm.LLM`
     template: dict[str, Any] = field(default_factory=dict)  # for the chat template
+
+
+def answer_once(job: Job, path: Path) -> list[Answer]:
+    """Return a format's answers, generated in a separate process unless the answer file exists."""
+    if not path.exists():
+        failure = (
+            f"Evaluation with {job.label} failed; see the output above. Run the same command again to continue with "
+            "this format."
+        )
+        answers = call_in_child(answer, job, failure, shows_output=True)
+        tmp = path.with_suffix(".tmp")
+        tmp.write_text("".join(json.dumps(asdict(answer)) + "\n" for answer in answers), encoding="utf-8")
+        tmp.replace(path)
+    return [Answer(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def answer(job: Job) -> list[Answer]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from trl_qurl.lab.comparison import find_scheme
-
-if TYPE_CHECKING:
-    import torch
+from trl_qurl.rollout.engine.hardware import kernel_environment
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,6 @@ def sample(job: Job) -> list[Answer]:
     """Sample an answer to each prompt at temperature 1 from the whole vocabulary, as training does by default."""
     from vllm import LLM, SamplingParams
 
-    from trl_qurl.rollout.engine.hardware import kernel_environment
-
     os.environ.update(kernel_environment(find_scheme(job.scheme)))
     llm = LLM(**{"model": job.model, "seed": 0, "logprobs_mode": "processed_logprobs", **job.engine_kwargs})
     params = SamplingParams(temperature=1.0, max_tokens=job.max_tokens, logprobs=1, detokenize=False)
@@ -67,8 +65,6 @@ def score(model: Any, answers: Iterable[Answer]) -> Iterator[Scored]:
 
     Answers are not batched: padding would make a row depend on its neighbors, adding to the effect being measured.
     """
-    import torch
-
     for answer in answers:
         count = len(answer.tokens)
         if count == 0:

@@ -4,35 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from trl_qurl.lab.comparison import BASELINE, find_scheme, fitting_formats, label
+from trl_qurl.lab.device import full_precision
 from trl_qurl.lab.evaluation.tasks import encode_prompt, needed_context
 from trl_qurl.lab.mismatch.answers import Job, Scored, sample, score
-from trl_qurl.lab.mismatch.prompts import load_prompts
+from trl_qurl.lab.mismatch.prompts import Sampling, load_prompts
 from trl_qurl.lab.processes import call_in_child
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from trl_qurl.quantization.scheme import QuantizationScheme
-    from trl_qurl.quantization.stream import WeightStream
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Questions to ask and answers to sample."""
-
-    questions: str | None = None  # their source; `None` for the built-in ones
-    limit: int = 16  # most questions
-    samples: int = 4  # answers per question
-    max_tokens: int = 128  # longest answer
-
-    def __post_init__(self) -> None:
-        for name in ("limit", "samples", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: give a positive number.")
+from trl_qurl.quantization.checkpoint import CheckpointWriter, load_model
+from trl_qurl.quantization.merging import model_parameters
+from trl_qurl.quantization.scheme import QuantizationScheme
+from trl_qurl.quantization.smoothing import can_smooth
+from trl_qurl.quantization.stream import WeightStream
+from trl_qurl.rollout.directory import CheckpointDirectory
+from trl_qurl.rollout.engine.hardware import check_cpu_build, cpu_cache_arguments
+from trl_qurl.rollout.engine.launch import require_vllm, resolve_model
 
 
 class Engines:
@@ -59,17 +50,9 @@ class Engines:
         say: Callable[[str], None],
         smooths: bool = True,
     ) -> None:
-        import torch
-        from transformers import AutoConfig, AutoTokenizer
-
-        from trl_qurl.lab.device import full_precision
-        from trl_qurl.quantization.checkpoint import load_model
-        from trl_qurl.rollout.engine.hardware import check_cpu_build, cpu_cache_arguments
-        from trl_qurl.rollout.engine.launch import require_vllm, resolve_model
-
         require_vllm()
         prompts = load_prompts(sampling.questions, sampling.limit)
-        self._say, self._smooths = say, smooths
+        self.model, self.sampling, self.say, self._smooths = model, sampling, say, smooths
         self.directory = resolve_model(model)
         config, tokenizer = (cls.from_pretrained(self.directory) for cls in (AutoConfig, AutoTokenizer))
         self.prompts = [encode_prompt(tokenizer, prompt) for prompt in prompts]
@@ -98,7 +81,7 @@ class Engines:
 
     def formats(self, names: Sequence[str] | None, ignore: Sequence[str]) -> list[QuantizationScheme]:
         """Return the named formats, or all that this machine and the model support (`fitting_formats`)."""
-        return fitting_formats(self._policy, names, ignore, self._say)
+        return fitting_formats(self._policy, names, ignore, self.say)
 
     def sample(self, name: str, ignore: Sequence[str]) -> list[Scored]:
         """Sample answers from an engine and score them.
@@ -110,7 +93,7 @@ class Engines:
         Raises:
             ChildProcessError: If the engine failed. Its last output lines go to standard error.
         """
-        self._say(f"Sampling {len(self._job.prompts)} answers from {label(name)}")
+        self.say(f"Sampling {len(self._job.prompts)} answers from {label(name)}")
         failure = (
             f"The engine for {label(name)} failed; its last output lines are above. If it ran out of memory, lower "
             "--samples or --max-tokens."
@@ -123,9 +106,6 @@ class Engines:
     @contextmanager
     def weights(self, scheme: QuantizationScheme, ignore: Sequence[str]) -> Iterator[WeightStream]:
         """Move the policy to its device and yield its weights in a format, smoothed on the prompts as in training."""
-        from trl_qurl.quantization.smoothing import can_smooth
-        from trl_qurl.quantization.stream import WeightStream
-
         with self.policy() as policy:
             smooths = self._smooths and scheme.is_smoothed and can_smooth(policy)
             weights = WeightStream(policy, scheme, ignore, smooths)
@@ -140,10 +120,6 @@ class Engines:
     @contextmanager
     def _checkpoint(self, name: str, ignore: Sequence[str]) -> Iterator[str]:
         """Yield a temporary directory with the weights in a format."""
-        from trl_qurl.quantization.checkpoint import CheckpointWriter
-        from trl_qurl.quantization.merging import model_parameters
-        from trl_qurl.rollout.directory import CheckpointDirectory
-
         scheme = find_scheme(name)
         if scheme is None:
             yield self.directory

@@ -7,7 +7,7 @@ from the limit first. The rest is rescaled by how well the estimates explain the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,13 +45,7 @@ class Kept:
     limit: float  # the KL they were chosen for, in nats per token
 
 
-def keep_layers(
-    engines: Engines,
-    scheme: QuantizationScheme,
-    report: Report,
-    limit: float,
-    say: Callable[[str], None],
-) -> tuple[Kept, Mismatch]:
+def keep_layers(engines: Engines, scheme: QuantizationScheme, report: Report, limit: float) -> tuple[Kept, Mismatch]:
     """Choose layers to keep in 16 bits, and measure an engine with that choice.
 
     Args:
@@ -59,7 +53,6 @@ def keep_layers(
         scheme: Format of the layers that are not kept.
         report: Measurements of a 16-bit engine and of one without kept layers.
         limit: Maximum KL of the engine, in nats per token.
-        say: Called with each progress message.
 
     Returns:
         The choice, and the statistics of its engine.
@@ -74,7 +67,7 @@ def keep_layers(
             f"--kl {limit:g} is out of reach: even a 16-bit engine has a KL of {kernels:.2g}, whichever layers "
             "are kept. Raise --kl."
         )
-    say("Estimating the KL that each layer causes")
+    engines.say("Estimating the KL that each layer causes")
     groups = estimate_groups(engines, scheme, report.ignore)
     kept: list[Group] = []
     allowed, reached = limit, measured

@@ -1,7 +1,8 @@
-"""Prompts for the model: the user's questions, or the built-in ones."""
+"""Prompts for the model, the user's questions or the built-in ones, and how many answers to sample."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,21 @@ BUILT_IN = (
     "Name the planets of the solar system in the order of their distance from the sun.",
 )
 """Arithmetic, language, code and knowledge, so no single kind of text dominates."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Questions to ask and answers to sample."""
+
+    questions: str | None = None  # their source; `None` for the built-in ones
+    limit: int = 16  # most questions
+    samples: int = 4  # answers per question
+    max_tokens: int = 128  # longest answer
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "samples", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: give a positive number.")
 
 
 def load_prompts(source: str | None, limit: int) -> list[Any]:

@@ -6,19 +6,19 @@ Heavy imports wait until the command runs.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trl_qurl.cli.options import check_model
 from trl_qurl.lab.comparison import BASELINE, add_options, candidates, check_output, write_json
-from trl_qurl.lab.mismatch.engines import Engines, Sampling
-from trl_qurl.lab.mismatch.statistics import Mismatch, measure
+from trl_qurl.lab.mismatch.prompts import Sampling
 
 if TYPE_CHECKING:
+    from trl_qurl.lab.mismatch.engines import Engines
     from trl_qurl.lab.mismatch.keep import Kept
+    from trl_qurl.lab.mismatch.statistics import Mismatch
 
 
 @dataclass
@@ -62,28 +62,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table and the verdict, and return exit status 0 for any verdict."""
+    check_model(args.model)
+    check_output(args.output)
+    check_formats(args.schemes, args.kl)
+    sampling = Sampling(args.questions, args.limit, args.samples, args.max_tokens)
+
     from rich.console import Console
     from transformers.utils.logging import disable_progress_bar
 
+    from trl_qurl.lab.mismatch.engines import Engines
     from trl_qurl.lab.mismatch.keep import write_settings
     from trl_qurl.lab.mismatch.table import build_layer_table, build_table, sentences
 
-    check_model(args.model)
-    check_output(args.output)
     disable_progress_bar()  # hides the bar for loading weights
-    sampling = Sampling(args.questions, args.limit, args.samples, args.max_tokens)
     console = Console()
-    report = measure_mismatch(
-        args.model,
-        sampling,
-        args.schemes,
-        args.ignore,
-        args.engine_kwargs,
-        console.print,
-        args.output,
-        args.kl,
-        smooths=not args.no_smooth,
-    )
+    engines = Engines(args.model, sampling, args.engine_kwargs, console.print, smooths=not args.no_smooth)
+    report = measure_mismatch(engines, args.schemes, args.ignore, args.output, args.kl)
     console.print(build_table(report))
     settings = ""
     if report.kept is not None:
@@ -98,47 +92,27 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure_mismatch(
-    model: str,
-    sampling: Sampling,
-    schemes: Sequence[str] | None = None,
-    ignore: Sequence[str] = ("lm_head",),
-    engine_kwargs: Mapping[str, Any] = MappingProxyType({}),
-    say: Callable[[str], None] = lambda line: None,
-    output: Path | None = None,
-    kl: float | None = None,
-    smooths: bool = True,
+    engines: Engines, schemes: Sequence[str] | None, ignore: Sequence[str], output: Path, kl: float | None
 ) -> Report:
     """Measure how far engines in several formats are from the full-precision policy.
 
     Args:
-        model: Hub name or directory of a full-precision model.
-        sampling: Questions to ask and answers to sample.
+        engines: Engines of the model.
         schemes: Format names, without `"none"`; by default all that this machine and the model support.
         ignore: Modules to keep in full precision.
-        engine_kwargs: Extra arguments for `vllm.LLM`.
-        say: Called with each progress message.
         output: JSON file, rewritten after each format.
         kl: Also choose layers to keep in 16 bits, for at most this KL in nats per token; requires exactly one format.
-        smooths: Smooth activations for the formats that training smooths by default (`smooth_activations`).
 
     Raises:
-        ValueError: If an argument is invalid, or the model cannot be quantized.
-        FileNotFoundError: If the model or a file does not exist.
-        ImportError: If vLLM is missing.
+        ValueError: If the model cannot be quantized, or no choice of layers has so small a KL.
         ChildProcessError: If no engine could answer; the process output says why.
     """
     from trl_qurl.lab.mismatch.keep import keep_layers
+    from trl_qurl.lab.mismatch.statistics import measure
 
-    _check(kl, schemes)
-    engines = Engines(model, sampling, engine_kwargs, say, smooths)
     chosen = engines.formats(schemes, ignore)
     names = [BASELINE, *(scheme.name for scheme in chosen)]
-    report = Report(model, sampling, tuple(ignore))
-
-    def write() -> None:
-        if output is not None:
-            write_json(report, output)
-
+    report = Report(engines.model, engines.sampling, tuple(ignore))
     for name in names:
         try:
             report.formats[name] = measure(engines.sample(name, ignore))
@@ -148,15 +122,16 @@ def measure_mismatch(
                 raise
             report.failures[name] = str(error)
         else:
-            write()
+            write_json(report, output)
     if kl is not None:
-        report.kept, mismatch = keep_layers(engines, chosen[0], report, kl, say)
+        report.kept, mismatch = keep_layers(engines, chosen[0], report, kl)
         report.formats[report.kept.name] = mismatch
-        write()
+        write_json(report, output)
     return report
 
 
-def _check(kl: float | None, schemes: Sequence[str] | None) -> None:
+def check_formats(schemes: Sequence[str] | None, kl: float | None) -> None:
+    """Raise `ValueError` for formats that do not exist, and for a `kl` that is not positive or not for one format."""
     formats = [scheme.name for scheme in candidates(schemes)]
     if kl is None:
         return

@@ -8,13 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+import torch
 
 from trl_qurl.lab.evaluation.scores import Estimate
 from trl_qurl.lab.mismatch.answers import Scored
-
-if TYPE_CHECKING:
-    import torch
 
 CAP = 2.0
 """The objectives' default C."""
@@ -45,8 +43,6 @@ def measure(scored: Sequence[Scored]) -> Mismatch:
     Raises:
         ValueError: If all answers are empty, or an engine's log-probability is not finite.
     """
-    import torch
-
     if not scored:
         raise ValueError("All answers are empty: the model stops immediately. Try other questions.")
     log_ratios = [row.proximal_logps.double() - row.behavior_logps.double() for row in scored]
@@ -85,8 +81,6 @@ def interval(values: Sequence[torch.Tensor], questions: Sequence[Sequence[int]])
         values: One value per token, by answer.
         questions: Indices of the answers to each question.
     """
-    import torch
-
     counts = torch.tensor([sum(len(values[i]) for i in answers) for answers in questions]).double()  # (Q,)
     totals = torch.stack([torch.stack([values[i].sum() for i in answers]).sum() for answers in questions])  # (Q,)
     resamples = torch.randint(len(counts), (RESAMPLES, len(counts)), generator=torch.Generator().manual_seed(0))
@@ -119,8 +113,6 @@ def half_length(log_ratios: Sequence[torch.Tensor]) -> float | None:
     Returns:
         A number of tokens; `None` without any mismatch.
     """
-    import torch
-
     lengths = torch.tensor([len(row) for row in log_ratios], dtype=torch.float64)
     sums = torch.stack([row.sum() for row in log_ratios])
     mean = sums.sum() / lengths.sum()

@@ -30,7 +30,7 @@ def build_table(report: Report) -> Table:
         "ESS of sequence weights is 1/2; same top: tokens with the same most likely token."
     )
     figures = ("KL", "kernels", "ρ 0.1-99.9 %", "ρ > C", "ESS", "half", "same top")
-    table = new_table(title, caption, "format", *figures)
+    table = new_table(title, caption, ["format"], figures)
     for name, mismatch in report.formats.items():
         low, *_, high = mismatch.ratio_quantiles.values()
         table.add_row(
@@ -53,7 +53,7 @@ def build_layer_table(kept: Kept, most: int = 12) -> Table:
         "Estimated KL from each group, in 1e-3 nats per token; most KL per byte first. Layers kept in 16 bits add "
         f"{kept.extra_bytes / 1e6:.3g} MB, {kept.share:.1%} of what quantization saves."
     )
-    table = new_table(title, caption, "layers", "KL", "MB", "16 bits")
+    table = new_table(title, caption, ["layers"], ("KL", "MB", "16 bits"))
     for group in kept.groups[:most]:
         first, *others = group.layers
         parent = first.rpartition(".")[0]
@@ -83,7 +83,10 @@ def sentences(report: Report) -> list[str]:
 
 def verdict(mismatch: Mismatch) -> str:
     """Rate a format as safe, safe with a correction, or risky (docs/mismatch.md)."""
-    whole = "" if mismatch.half_length is None else f" {sequence_weights(mismatch.half_length)}"
+    whole = ""
+    if mismatch.half_length is not None:
+        reach = tokens(mismatch.half_length)
+        whole = f" Sequence weights (RLOO, GSPO) keep half their effective sample size up to {reach} tokens."
     kl = f"a KL of {mismatch.kl_k3.value:.2g}"
     if mismatch.kl_k3.high < HARMLESS:
         return f"safe to train with: {kl} did no harm in our study. Keep the defaults.{whole}"
@@ -93,11 +96,6 @@ def verdict(mismatch: Mismatch) -> str:
             f"keep sensitive layers in 16 bits (quantization_ignore), or leave smooth_activations on (INT8).{whole}"
         )
     return f"needs a correction: at {kl} keep objective='acr' or 'tis', and watch mismatch/kl_k3.{whole}"
-
-
-def sequence_weights(length: float) -> str:
-    """State what the half length means for methods that weight whole answers."""
-    return f"Sequence weights (RLOO, GSPO) keep half their effective sample size up to {tokens(length)} tokens."
 
 
 def share_of_kernels(mismatch: Mismatch, report: Report) -> str:

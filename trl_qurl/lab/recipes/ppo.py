@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trl_qurl.lab.comparison import option
 from trl_qurl.lab.recipes import questions
 
 
@@ -11,7 +12,7 @@ from trl_qurl.lab.recipes import questions
 class ScriptArguments(questions.ScriptArguments):
     """Training questions, and the critic's initial model."""
 
-    value_model: str | None = questions.option(None, "Initial model of the critic. Defaults to the policy's.")
+    value_model: str | None = option(None, "Initial model of the critic. Defaults to the policy's.")
 
 
 # The paper's GSM8K run: 256 prompts with one answer of up to 512 tokens each, learning rate 1e-5, 15 epochs = 435

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_qurl.cli.noise import quiet
 from trl_qurl.cli.options import check_model
+from trl_qurl.lab.comparison import option
 from trl_qurl.lab.device import cpu_settings, keep_freed_memory
 from trl_qurl.lab.packages import require
 from trl_qurl.lab.recipes.arguments import parse
@@ -39,11 +40,6 @@ DEFAULTS: dict[str, Any] = {
     "save_steps": 100,
 }
 """Changes to TRL's defaults in all recipes."""
-
-
-def option(default: Any, text: str) -> Any:
-    """Define a script argument with its default and help text."""
-    return field(default=default, metadata={"help": text})
 
 
 @dataclass
