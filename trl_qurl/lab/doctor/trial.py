@@ -63,8 +63,8 @@ def even_tokens(completion_ids: list[list[int]], **kwargs: object) -> list[float
 def build_policy(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     """Build a random policy whose biases are large, as in real ones: zeros would be right in any order.
 
-    All quantized layers are multiples of 128, the size of groups, blocks and kernel tiles. All attention kernels support
-    heads of 64, and vLLM assumes that they add up to hidden_size.
+    All quantized layers are multiples of 128, the size of groups, blocks and kernel tiles. All attention kernels
+    support heads of 64, and vLLM assumes that they add up to hidden_size.
     """
     from trl_qurl.lab.demo.warm_start import build_model
 
