@@ -285,7 +285,6 @@ def trainer(tmp_path):
         model=model,
         weights=weights,
         processing_class=tiny_tokenizer(),
-        base_model=model.get_base_model(),
         base=FrozenBase(model, weights, rounds=False),
         policy_parameters=lambda: copy.deepcopy(model).merge_and_unload().named_parameters(),
     )

@@ -39,7 +39,7 @@ def export_with_adapter(trainer, directory: Path) -> None:
     """The base as a user saves it, and the adapter as PEFT does: in full precision there is no checkpoint of ours."""
     if trainer.vllm_generation.rollout.scheme is None:
         state = {name: tensor.clone() for name, tensor in model_parameters(trainer.model)}
-        trainer.vllm_generation.base_model.save_pretrained(directory, state_dict=state)
+        trainer.model.get_base_model().save_pretrained(directory, state_dict=state)
         tiny_tokenizer().save_pretrained(directory)
     else:
         trainer.save_quantized(directory)

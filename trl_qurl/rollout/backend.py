@@ -18,6 +18,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
+from trl_qurl.quantization.checkpoint_form import plain_model
 from trl_qurl.quantization.layers import check_recurrent_layers
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.stream import on_grid
@@ -71,15 +72,10 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         cost, self._cost = self._cost, RolloutCost()
         return cost
 
-    @functools.cached_property
-    def base_model(self) -> Any:
-        """The policy without PEFT's wrapper."""
-        return self.model.get_base_model() if is_peft_model(self.model) else self.model
-
     # Engine start ----------------------------------------------------------------------------------------------------
 
     def _init_vllm(self) -> None:
-        check_recurrent_layers(self.base_model)
+        check_recurrent_layers(plain_model(self.model))
         if self._dist.fsdp_version == 1:
             raise ValueError("FSDP 1 does not expose single matrices to quantize: set fsdp_version to 2.")
         self.weights = prepare_weights(self.model, self.rollout, self.accelerator, self._prompts)
@@ -152,7 +148,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             cls = colocated.with_adapter(cls)
             engine_kwargs = colocated.adapter_arguments(adapter_rank(self.model)) | engine_kwargs
         arguments = {"model_impl": self.model_impl, **engine_kwargs}
-        colocated.prepare_process(self.base_model, self.weights, arguments, self.accelerator.num_processes)
+        colocated.prepare_process(plain_model(self.model), self.weights, arguments, self.accelerator.num_processes)
         by_files = rollout.weight_sync in ("checkpoint", "llmcompressor")
         needs_start = rollout.scheme is not None or not self.model.name_or_path or self.base is not None
         folder = self._open_folder(checkpoints=2 if by_files else 1) if by_files or needs_start else None
@@ -185,7 +181,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _open_folder(self, checkpoints: int) -> CheckpointFolder:
         rollout = self.rollout
-        writer = CheckpointWriter(self.base_model, self.processing_class, rollout.scheme, self.weights.ignore)
+        writer = CheckpointWriter(plain_model(self.model), self.processing_class, rollout.scheme, self.weights.ignore)
         nbytes = checkpoints * self.weights.nbytes()
         return CheckpointFolder(self.accelerator, writer, rollout.checkpoint_dir, nbytes, rollout.is_served)
 

@@ -22,6 +22,7 @@ from huggingface_hub import ModelCard
 from trl.trainer.utils import RepeatSampler
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
+from trl_qurl.quantization.checkpoint_form import plain_model
 from trl_qurl.quantization.storage import check_replaceable
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import FrozenBase, adapter_rank, adapter_tensors, engine_rank, write_adapter
@@ -56,7 +57,7 @@ def write_quantized(
     """
     model, smoothing = generation.model, weights.smoothing
     main_process_only(lambda: check_replaceable(path))
-    writer = CheckpointWriter(generation.base_model, generation.processing_class, weights.scheme, weights.ignore)
+    writer = CheckpointWriter(plain_model(model), generation.processing_class, weights.scheme, weights.ignore)
     parameters: Iterable[Any]
     if base is None:
         parameters = generation.policy_parameters()
