@@ -7,7 +7,7 @@ parent's code still generates completions.
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,6 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.checkpoint_form import plain_model
 from trl_qurl.quantization.layers import check_recurrent_layers
-from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.quantization.stream import on_grid
 from trl_qurl.rollout.adapter import FrozenBase, adapter_obstacle, adapter_rank, engine_rank
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine import colocated
@@ -32,7 +30,7 @@ from trl_qurl.rollout.images import as_plain, check_seen
 from trl_qurl.rollout.preparation import RolloutSettings, choose_adapter, choose_route, prepare_weights
 from trl_qurl.rollout.recovery import raise_everywhere, recover
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.rollout.sync import RolloutCost, WeightSync, stream_metadata
+from trl_qurl.rollout.sync import RolloutCost, WeightSync, policy_parameters, stream_metadata
 
 logger = get_logger(__name__)  # of the main process
 
@@ -173,7 +171,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         logger.info("Writing %s weights for vLLM to %s.", label, folder.path)
         if self.base is not None:
             return self.base.write(folder)
-        return folder.write("start", self.weights.tensors(self.policy_parameters()))
+        return folder.write("start", self.weights.tensors(policy_parameters(self.model, self.weights.grid)))
 
     @property
     def _sleeps(self) -> bool:
@@ -194,14 +192,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
         started = time.perf_counter()
-        push = functools.partial(self.sync.push, self.policy_parameters, self._cost)
-        recover(push, self._reconnect)
+        recover(functools.partial(self.sync.push, self._cost), self._reconnect)
         self._seconds_in_syncs += time.perf_counter() - started
-
-    def policy_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield `model_parameters`, merged, as the trainer scores with them: rounded as autocast does."""
-        for name, whole in model_parameters(self.model, merges=True):
-            yield name, on_grid(whole, self.weights.grid)
 
     # Generation ------------------------------------------------------------------------------------------------------
 
@@ -211,7 +203,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _generate(self, args: tuple, kwargs: dict[str, Any], is_repeated: bool) -> tuple:
         if is_repeated:
-            self.sync.push(self.policy_parameters, self._cost, is_repeated=True)
+            self.sync.push(self._cost, is_repeated=True)
         raise_everywhere(self.sync.require_version, self.rollout.is_served)
         synced_before = self._seconds_in_syncs
         started = time.perf_counter()
