@@ -34,13 +34,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "int8_tis": {"objective": "tis"},
     "int8_acr": {"objective": "acr"},
     "int8_plain_decoupled": {"objective": "decoupled", **PLAIN},
-    "int8_plain_geometric_mask": {"objective": "geometric_mask", **PLAIN},
-    "int8_plain_geometric_mask_1.3": {
-        "objective": "geometric_mask",
-        "vllm_importance_sampling_clip_max": 1.3,
-        **PLAIN,
-    },
-    "int8_plain_icepop": {"objective": "icepop", **PLAIN},
     "int8_float32_codes_naive": {"objective": "naive", FLOAT32_CODES: True, **PLAIN},
     "int8_float32_codes_acr": {"objective": "acr", FLOAT32_CODES: True, **PLAIN},
     "int8_float32_codes_quantized_ratio": {"objective": "quantized_ratio", FLOAT32_CODES: True, **PLAIN},
@@ -52,6 +45,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "bf16_double_rate": {**BF16, RATE: 2.0},
     "bf16_triple_rate": {**BF16, RATE: 3.0},
 }
+RETIRED = ("int8_plain_geometric_mask", "int8_plain_geometric_mask_1.3", "int8_plain_icepop")
+"""Arms with logs whose objective was cut: cap C of 2, 1.3 and 2."""
 ROLLOUTS = 40
 
 

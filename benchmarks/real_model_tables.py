@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.chat_tasks import TASKS
 from benchmarks.objectives.contrasts import holm, p_value
 from benchmarks.objectives.summary import Arms, markdown, plus_minus, read_arms, stated
-from benchmarks.real_model import ARMS, RESULTS
+from benchmarks.real_model import ARMS, RESULTS, RETIRED
 from trl_qurl.trainers.run_log import Run
 
 CONTRASTS = [
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=RESULTS, help="directory that real_model.py wrote to")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw instead")
     args = parser.parse_args()
-    arms = read_arms(args.runs / args.task, list(ARMS))
+    arms = read_arms(args.runs / args.task, [*ARMS, *RETIRED])
     if args.picture:
         draw(arms, args.picture)
     else:

@@ -20,7 +20,6 @@ def reference_loss(
     epsilon_low: float,
     epsilon_high: float,
     cap: float | None,
-    floor: float | None = None,
     max_completion_length: int | None = None,
     num_items: float | None = None,
 ) -> torch.Tensor:
@@ -43,8 +42,6 @@ def reference_loss(
         epsilon_low: Distance of the lower clip bound below 1.
         epsilon_high: Distance of the upper clip bound above 1, before it is lifted.
         cap: C, a ratio, for acr and tis.
-        floor: The smallest weight of acr and tis, None for none; the smallest ratio that a mask keeps, None for
-            1 / C.
         max_completion_length: Tokens; dr_grpo divides by it.
         num_items: Completion tokens of the whole batch; dapo divides by it.
 
@@ -68,19 +65,9 @@ def reference_loss(
         J = clipped(R_hat, upper)
     elif name == "decoupled":  # Eq. 4
         J = rho * clipped(R, upper)
-    elif name == "icepop":
-        assert cap is not None
-        kept = (rho <= cap) & (rho >= (min(cap, 1 / cap) if floor is None else floor))
-        J = kept * rho * clipped(R, upper)
-    elif name == "geometric_mask":
-        assert cap is not None
-        logs = [[x for x in row if not math.isnan(x)] for row in (prox - behav).tolist()]
-        means = [math.exp(sum(row) / len(row)) if row else 1.0 for row in logs]
-        kept = torch.tensor([[(min(cap, 1 / cap) if floor is None else floor) <= mean <= cap] for mean in means])
-        J = kept * clipped(R, upper)
     else:
         assert cap is not None and 0 < cap < math.inf
-        weight = rho.clamp(min=floor, max=cap)  # (B, T), Eq. 5 for no floor
+        weight = rho.clamp(max=cap)  # (B, T), Eq. 5
         r = (cap / rho).clamp(max=1)  # (B, T), Eq. 6-7
         J = weight * clipped(R, upper if name == "tis" else upper / r)  # Eq. 5, Eq. 9
     return -_aggregate(J, mask.bool(), loss_type, max_completion_length, num_items)

@@ -160,7 +160,7 @@ def files_with(word: str) -> set[str]:
     ("section", "word"),
     [
         ("Adding a scheme", "w8a16"),
-        ("Adding an objective", "icepop"),
+        ("Adding an objective", "quantized_ratio"),
         ("Adding a trainer", "QuRLRLOO"),
         ("Adding a way to send weights", "llmcompressor"),
     ],

@@ -14,7 +14,7 @@ from trl.experimental.gmpo import GMPOConfig
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig
 from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS, QuantizedRolloutsConfig
-from trl_qurl.objective import OBJECTIVES, get_objective
+from trl_qurl.objective import OBJECTIVES
 from trl_qurl.quantization.formats import TOKEN_CACHES
 
 PLAIN = {"use_cpu": True, "bf16": False, "report_to": []}
@@ -24,12 +24,6 @@ if "activation_checkpointing" in {field.name for field in fields(GRPOConfig)}:
 
 SEVERAL_UPDATES = {"steps_per_generation": 4, "gradient_accumulation_steps": 1}
 """Four updates per rollout: the objective acts, and nothing is warned of."""
-
-
-def fitting(objective: str) -> dict:
-    """Settings with an objective, and a cap that means something to it."""
-    masks = objective != "trl" and get_objective(objective).correction == "masked_sequence"
-    return {"objective": objective} | ({"vllm_importance_sampling_clip_max": 1.3} if masks else {})
 
 
 def config(**settings):
@@ -200,11 +194,7 @@ REFUSED = [
         {"objective": "acr", "beta": 0.1},
         r"use_bias_correction_kl=True with beta=0\.1 does not fit objective='acr': set .*=False, or use .*'tis'",
     ),
-    (
-        {"vllm_importance_sampling_clip_max": None, "vllm_importance_sampling_clip_min": 0.5},
-        r"is None: give a positive cap C .*, or use objective='decoupled'",
-    ),
-    # Without a lower bound either, TRL itself objects.
+    # TRL itself objects.
     (
         {"vllm_importance_sampling_clip_max": None},
         r"At least one of .* `vllm_importance_sampling_clip_max` must be set",
@@ -235,7 +225,13 @@ REFUSED = [
         for objective in OBJECTIVES
         for mode in ("token_mask", "sequence_truncate")
     ),
-    ({"objective": "geometric_mask"}, r"clip_max=2.0 it drops none: set it close to 1, such as 1.3"),
+    *(
+        (
+            {"objective": objective, "vllm_importance_sampling_clip_min": 0.5},
+            rf"clip_min=0\.5 does not fit objective='{objective}': leave it out, or use objective='trl'\.",
+        )
+        for objective in OBJECTIVES
+    ),
     *(
         (
             {"objective": "acr", "loss_type": loss_type},
@@ -265,7 +261,7 @@ def test_what_cannot_work_is_refused_with_the_way_out(settings, message):
     [
         *({"objective": "acr", "loss_type": loss} for loss in CLIPPED_LOSS_TYPES),
         *(
-            {"loss_type": loss, "importance_sampling_level": level, "delta": 4.0, **fitting(objective)}
+            {"loss_type": loss, "importance_sampling_level": level, "delta": 4.0, "objective": objective}
             for objective in (*[name for name in OBJECTIVES if name != "acr"], "trl")
             for loss in (*CLIPPED_LOSS_TYPES, "cispo", "sapo", "vespo", "luspo")
             for level in ("token", "sequence")
@@ -280,11 +276,7 @@ def test_what_cannot_work_is_refused_with_the_way_out(settings, message):
             {"objective": objective, "vllm_importance_sampling_clip_max": float("inf")}
             for objective in ("decoupled", "naive", "quantized_ratio")
         ),
-        {
-            "objective": "decoupled",
-            "vllm_importance_sampling_clip_max": None,
-            "vllm_importance_sampling_clip_min": 0.5,
-        },
+        {"objective": "trl", "vllm_importance_sampling_clip_min": 0.5},
         {"objective": "tis", "delta": 4.0},
         {"vllm_model_impl": "transformers"},
         {"sync_ref_model": True, "beta": 0.1, "uaq_scale": 1.0, "use_bias_correction_kl": False},
@@ -337,6 +329,7 @@ def test_a_loss_that_the_default_does_not_fit_is_corrected_by_tis(settings):
         {"vllm_importance_sampling_correction": False},
         *({"vllm_importance_sampling_mode": mode} for mode in ("token_mask", "sequence_truncate")),
         {"vllm_importance_sampling_mode": "token_mask", "loss_type": "cispo"},
+        {"vllm_importance_sampling_clip_min": 0.5},
     ],
     ids=json.dumps,
 )
@@ -373,7 +366,7 @@ def test_trls_objective_has_trls_defaults_and_the_others_the_papers():
     assert given.vllm_importance_sampling_clip_max == 2.0
 
 
-@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name != "geometric_mask"])  # needs its own cap
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_defaults_of_trl_that_are_written_out_are_replaced_with_one_warning(objective):
     names = ("use_vllm", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")
     trls = GRPOConfig("out", **PLAIN)

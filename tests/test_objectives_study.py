@@ -14,7 +14,7 @@ from documents import rows
 from peft import LoraConfig, get_peft_model
 
 from benchmarks.objectives import contrasts, study, summary
-from benchmarks.objectives.arms import EXPERIMENTS
+from benchmarks.objectives.arms import EXPERIMENTS, RETIRED
 from benchmarks.objectives.coarse import CODE_BITS, add_coarse_schemes, round_activations
 from benchmarks.objectives.one_run import LORA, shortened, write_short_log
 from benchmarks.objectives.recorder import BothPolicies
@@ -62,7 +62,11 @@ def test_every_experiment_can_be_told_apart_and_summed_up():
     for name, experiment in EXPERIMENTS.items():
         arms = {arm.name: arm for arm in experiment.arms}
         assert len(arms) == len(experiment.arms), f"{name} has two arms of one name"
-        assert all(arm.changed["objective"] in OBJECTIVES for arm in experiment.arms if "objective" in arm.changed)
+        assert all(
+            arm.changed["objective"] in (*OBJECTIVES, *RETIRED)
+            for arm in experiment.arms
+            if "objective" in arm.changed
+        )
         others = {arm.name for arm in EXPERIMENTS[experiment.beside].arms} if experiment.beside else set()
         assert not others & arms.keys(), f"{name} has arms of {experiment.beside}"
         for pair in summary.CONTRASTS[name]:
@@ -78,6 +82,9 @@ def test_every_experiment_can_be_told_apart_and_summed_up():
 def test_only_what_is_missing_is_run(tmp_path):
     every = study.missing_runs(["main"], tmp_path, None, None)
     assert len(every) == (13 + 3) * 5 + 3 * 3
+    assert not any(
+        arm.changed["objective"] in RETIRED for arm, _, _ in study.missing_runs(["ahead"], tmp_path, None, None)
+    )
     for _, seed, place in every[:10]:
         write_short_log({"seed": seed}, [{"step": 4, "reward": 0.5}], place)
     assert study.missing_runs(["main"], tmp_path, None, None) == every[10:]

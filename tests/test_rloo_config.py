@@ -24,7 +24,7 @@ def fields(cls):
 
 
 def test_only_the_objective_and_its_limits_are_new_and_the_rest_is_trls(tmp_path):
-    ours = {"objective", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"}
+    ours = {"objective", "vllm_importance_sampling_clip_max"}
     assert fields(QuRLRLOOConfig) - fields(RLOOConfig) - fields(QuantizedRolloutsConfig) == ours
     assert ours <= fields(QuRLGRPOConfig), "the same names as for GRPO"
     seen, theirs = config(tmp_path), RLOOConfig(str(tmp_path), **PLAIN)
@@ -36,8 +36,7 @@ def test_only_the_objective_and_its_limits_are_new_and_the_rest_is_trls(tmp_path
 
 @pytest.mark.parametrize("objective", [*sorted(OBJECTIVES.keys() - {"acr"}), "trl"])
 def test_every_objective_that_bounds_no_single_token(objective, tmp_path):
-    cap = 1.3 if objective == "geometric_mask" else 2.0
-    assert config(tmp_path, objective=objective, vllm_importance_sampling_clip_max=cap).objective == objective
+    assert config(tmp_path, objective=objective).objective == objective
 
 
 @pytest.mark.parametrize(
@@ -46,17 +45,11 @@ def test_every_objective_that_bounds_no_single_token(objective, tmp_path):
         (
             {"objective": "acr"},
             "objective='acr' lifts the clip bounds of single tokens, and RLOO clips one ratio per completion: use one "
-            "of 'tis', 'decoupled', 'quantized_ratio', 'naive', 'icepop', 'geometric_mask', 'trl', or QuRLGRPOTrainer",
+            "of 'tis', 'decoupled', 'quantized_ratio', 'naive', 'trl', or QuRLGRPOTrainer",
         ),
         ({"objective": "rloo"}, "objective is 'rloo', but must be one of 'acr', 'tis'"),
         ({"vllm_importance_sampling_clip_max": None}, "is None: give a positive cap C (default 2.0), or use"),
         ({"vllm_importance_sampling_clip_max": 0.0}, "objective='tis' limits the ratio, but"),
-        (
-            {"objective": "icepop", "vllm_importance_sampling_clip_min": 3.0},
-            "vllm_importance_sampling_clip_min is 3.0, but must lie between 0 and vllm_importance_sampling_clip_max="
-            "2.0; None means no floor",
-        ),
-        ({"vllm_importance_sampling_clip_min": -0.1}, "vllm_importance_sampling_clip_min is -0.1"),
         ({"weight_sync": "nccl"}, "weight_sync is 'nccl', but must be one of"),
         ({"num_generations": 1}, "RLOO requires at least 2 generations per prompt"),
     ],

@@ -11,14 +11,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("resume")]
 
 STEPS = 8
 RLOO = {"beta": 0.0, "max_steps": STEPS, "sync_check_interval": 1}
-MASKED = {"objective": "geometric_mask", "vllm_importance_sampling_clip_max": 1.3}
 
 RUNS = {
-    "adapter": [
-        "--lora",
-        "--config",
-        json.dumps(RLOO | MASKED | {"max_steps": 2}),
-    ],
+    "adapter": ["--lora", "--config", json.dumps(RLOO | {"objective": "decoupled", "max_steps": 2})],
     "16 bits": ["--config", json.dumps(RLOO | {"objective": "trl", "rollout_quantization": None, "max_steps": 2})],
 }
 

@@ -1,6 +1,5 @@
 """`save_quantized`: what vLLM starts from is what was trained, and training does not notice."""
 
-import copy
 import importlib.metadata
 import json
 import os
@@ -19,6 +18,7 @@ from trl_qurl.quantization import SCHEMES, write_checkpoint
 from trl_qurl.quantization.storage import check_replaceable
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import FrozenBase
+from trl_qurl.rollout.sync import policy_parameters
 from trl_qurl.trainers.rollouts import QuantizedRolloutsMixin
 from trl_qurl.trainers.saving import main_process_only
 
@@ -285,9 +285,7 @@ def trainer(tmp_path):
         model=model,
         weights=weights,
         processing_class=tiny_tokenizer(),
-        base_model=model.get_base_model(),
         base=FrozenBase(model, weights, rounds=False),
-        policy_parameters=lambda: copy.deepcopy(model).merge_and_unload().named_parameters(),
     )
     return trainer
 
@@ -306,7 +304,7 @@ def test_an_adapter_lies_beside_its_base_and_the_card_serves_both(trainer):
     options = "--enable-lora --max-lora-rank 16 --lora-modules policy=run-w4a16/adapter"
     assert f"\nvllm serve run-w4a16 {options}\n" in card and "request the model `policy` from the server" in card
     merged = PeftModel.from_pretrained(tiny_model(), directory / "adapter").merge_and_unload().state_dict()
-    for name, weight in trainer.vllm_generation.policy_parameters():
+    for name, weight in policy_parameters(trainer.model, None):
         torch.testing.assert_close(merged[name], weight)
     assert trainer.save_quantized() == directory, "an earlier one is replaced"
 

@@ -373,7 +373,7 @@ def test_every_stream_is_probed_until_a_gpu_has_shown_that_it_need_not_be(ends):
         probed, digested, client.version = [], [], lambda: sync.version
         sync._check_probe = lambda: probed.append(True) or {}
         for _ in range(3):
-            sync.push(lambda: parameters(model), RolloutCost())
+            sync.push(RolloutCost())
             digested.append(bool(worker.rollout_digests))
         return len(probed), digested
 

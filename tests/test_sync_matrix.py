@@ -148,23 +148,13 @@ def test_stream_to_a_server(dtype, model, ends):  # noqa: F811
 
     sync._check_probe = dict
 
-    def parameters():
-        if adapter == "LoRA":
-            policy.merge_adapter()
-        base = policy.get_base_model() if adapter == "LoRA" else policy
-        for name, parameter in base.named_parameters():
-            if "lora_" not in name:
-                yield name.replace(".base_layer", ""), parameter.data
-        if adapter == "LoRA":
-            policy.unmerge_adapter()
-
-    sync.push(parameters, RolloutCost())
+    sync.push(RolloutCost())
     first = sync.version
     before = {name: tensor.clone() for name, tensor in worker.model.loaded.items()}
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.add_(0.1 * parameter.std() * torch.randn_like(parameter))
-    sync.push(parameters, RolloutCost())
+    sync.push(RolloutCost())
     second = sync.version
     assert [version.split("-")[-1] for version in (first, second)] == ["sync1", "sync2"]
     assert ("lm_head.weight" in before) == (head == "untied")

@@ -689,7 +689,6 @@ def test_log_probabilities_are_the_first_result():
 
 def test_attributes_of_the_trainer():
     used = {"epsilon_high", "vllm_generation", "_metrics", "_step", "_buffered_inputs"}
-    used |= {"vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"}
     used |= {"_is_vlm", "_logs", "_tokenizer"}
     missing = used - assigned_attributes(GRPO, "GRPOTrainer.__init__")
     assert not missing, f"GRPOTrainer.__init__ no longer sets {sorted(missing)}, which trainers/ uses."

@@ -27,7 +27,7 @@ RUNS = {
         "max_steps": 2,
     },
     "CISPO, no objective named": {"loss_type": "cispo", "steps_per_generation": 1, "max_steps": 2},
-    "GSPO, IcePop": {"objective": "icepop", "importance_sampling_level": "sequence"},
+    "GSPO, no cap": {"objective": "decoupled", "importance_sampling_level": "sequence"},
 }
 
 

@@ -1,6 +1,6 @@
-"""Per-token importance ratios, and the mask of completions derived from them.
+"""Per-token importance ratios.
 
-Pure functions of tensors and floats; `objective.py` builds the objectives from them.
+A pure function of tensors; `objective.py` builds the objectives from it.
 
 Shapes: `B` sequences, `T` completion tokens. Equation numbers: QuRL, arXiv:2602.13953. Log-probabilities are in nats:
 `behavior_logps` from the quantized policy that sampled the tokens, `proximal_logps` from the full-precision policy at
@@ -36,28 +36,3 @@ def importance_ratio(proximal_logps: torch.Tensor, behavior_logps: torch.Tensor)
         )
     log_ratio = (proximal_logps - behavior_logps).masked_fill(behavior_logps.isnan(), 0.0)
     return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
-
-
-def geometric_mask(
-    proximal_logps: torch.Tensor, behavior_logps: torch.Tensor, floor: float, cap: float
-) -> torch.Tensor:
-    """Return 1 for completions on which the two policies agree on average, and 0 for all others.
-
-        M = 1 if floor ≤ (∏ ρ_t)^(1/n) ≤ cap, else 0
-
-    The geometric mean is over the n tokens that the engine scored. Unlike the product, it does not grow with the
-    length. Source: Liu et al. 2025, "When Speed Kills Stability", part 3 (richardli.xyz/rl-collapse-3).
-
-    Args:
-        proximal_logps: `(B, T)`.
-        behavior_logps: `(B, T)`; NaN on tokens that are not learned or that the engine did not score.
-        floor: Smallest mean ratio to keep.
-        cap: Largest mean ratio to keep.
-
-    Returns:
-        The weights, `(B, 1)`; 1 where no token was scored.
-    """
-    scored = ~behavior_logps.isnan()
-    log_ratio = torch.where(scored, proximal_logps - behavior_logps, 0.0).sum(-1, keepdim=True)  # (B, 1)
-    mean = (log_ratio / scored.sum(-1, keepdim=True).clamp(min=1)).exp()
-    return ((mean >= floor) & (mean <= cap)).to(proximal_logps.dtype)

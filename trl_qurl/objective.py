@@ -1,8 +1,7 @@
 """The objectives by name, and the inputs that make TRL's own loss compute them.
 
 Pure functions of tensors and floats. TRL computes the clipped surrogate; `surrogate_terms` returns the inputs that
-turn it into the requested objective, with the ratio and mask of `importance.py`. `tests/reference_loss.py` has the
-equations as printed in the papers.
+turn it into the requested objective. `tests/reference_loss.py` has the equations as printed in the papers.
 
 Shapes: `B` sequences, `T` completion tokens. Equation numbers: QuRL, arXiv:2602.13953. Log-probabilities are in nats:
 `behavior_logps` from the quantized policy that sampled the tokens, `proximal_logps` from the full-precision policy at
@@ -15,10 +14,10 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from trl_qurl.importance import geometric_mask, importance_ratio
+from trl_qurl.importance import importance_ratio
 
-Correction = Literal["none", "full", "truncated", "masked", "masked_sequence"]
-"""Token weight: 1, ρ, min(ρ, C), ρ in [floor, C] and 0 outside, or the output of `geometric_mask`."""
+Correction = Literal["none", "full", "truncated"]
+"""Token weight: 1, ρ, or min(ρ, C)."""
 
 
 @dataclass(frozen=True)
@@ -87,20 +86,6 @@ for _objective in (
         "Eq. 1 of QuRL",
         "the clipped ratio to the full-precision policy, without a correction for the quantized one",
     ),
-    Objective(
-        "icepop",
-        "IcePop, arXiv 2510.18855",
-        "the clipped ratio to the full-precision policy; each token is weighted by the importance ratio, or dropped "
-        "if that is out of range",
-        correction="masked",
-    ),
-    Objective(
-        "geometric_mask",
-        "the geometric mask of Liu et al. 2025, richardli.xyz/rl-collapse",
-        "the clipped ratio to the full-precision policy; completions with a mean importance ratio per token out of "
-        "range are dropped",
-        correction="masked_sequence",
-    ),
 ):
     register_objective(_objective)
 
@@ -136,7 +121,6 @@ def surrogate_terms(
     advantages: torch.Tensor,
     *,
     cap: float | None,
-    floor: float | None = None,
 ) -> SurrogateTerms:
     """Compute the inputs that turn the plain clipped surrogate into an objective.
 
@@ -152,16 +136,13 @@ def surrogate_terms(
         proximal_logps: `(B, T)`.
         behavior_logps: `(B, T)`, may contain NaN: there ρ is 1, and π_prox replaces π_behav in the denominator.
         advantages: A, `(B,)` or `(B, T)`.
-        cap: C, a ratio: the largest weight, or the largest ratio that a mask keeps. Must be finite and above 0, but is
-            ignored by decoupled, quantized_ratio and naive.
-        floor: The smallest weight of acr and tis, a ratio; `None` for no floor, as in the paper. For icepop and
-            geometric_mask the smallest ratio to keep; `None` for 1 / C.
+        cap: C, the largest weight of acr and tis, a ratio. Must be finite and above 0; the others ignore it.
 
     Returns:
         Two tensors `(B, T)`, detached: no gradient flows through sampling.
 
     Raises:
-        ValueError: If the objective is unknown, the shapes differ, or the cap or floor is out of range.
+        ValueError: If the objective is unknown, the shapes differ, or the cap is out of range.
     """
     preset = get_objective(objective)
     proximal_logps, behavior_logps = proximal_logps.detach(), behavior_logps.detach()
@@ -175,25 +156,13 @@ def surrogate_terms(
     if preset.correction == "full":
         weight = rho
     elif preset.correction == "truncated":
-        cap = _checked_cap(cap, floor)
-        weight = rho.clamp(min=floor, max=cap)  # (B, T)
+        if cap is None or not 0 < cap < math.inf:
+            raise ValueError(
+                f"Got cap={cap}: give a cap finite and above 0 (2 is usual), or use objective 'decoupled'."
+            )
+        weight = rho.clamp(max=cap)  # (B, T)
         if preset.lifts_upper_bound:
             lifted = (rho > cap) & (advantages.reshape(len(rho), -1) > 0)  # (B, T)
             old_logps = torch.where(lifted, old_logps + rho.log() - math.log(cap), old_logps)
             weight = torch.where(lifted, rho, weight)
-    elif preset.correction.startswith("masked"):
-        cap = _checked_cap(cap, floor)
-        floor = min(cap, 1 / cap) if floor is None else floor
-        weight = torch.where((rho >= floor) & (rho <= cap), rho, 0.0)  # (B, T)
-        if preset.correction == "masked_sequence":
-            weight = geometric_mask(proximal_logps, behavior_logps, floor, cap).expand_as(rho)
     return SurrogateTerms(old_logps, weight)
-
-
-def _checked_cap(cap: float | None, floor: float | None = None) -> float:
-    """Return the cap C; raise `ValueError` if it is not finite and above 0, or the floor is not in [0, C]."""
-    if cap is None or not 0 < cap < math.inf:
-        raise ValueError(f"Got cap={cap}: give a cap finite and above 0 (2 is usual), or use objective 'decoupled'.")
-    if floor is not None and not 0 <= floor <= cap:
-        raise ValueError(f"Got floor={floor} with cap={cap}. The floor must lie in [0, cap]; None means no floor.")
-    return cap

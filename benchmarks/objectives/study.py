@@ -16,7 +16,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-from benchmarks.objectives.arms import EXPERIMENTS, Arm
+from benchmarks.objectives.arms import EXPERIMENTS, RETIRED, Arm
 
 RESULTS = Path(__file__).parent / "runs"
 PRELOADED = ["trl.trainer.grpo_trainer", "vllm", "trl_qurl.trainers.grpo", "trl_qurl.lab.demo.record", __name__]
@@ -56,7 +56,7 @@ def missing_runs(
         for experiment in experiments
         for seed in sorted({seed for arm in EXPERIMENTS[experiment].arms for seed in arm.seeds})
         for arm in EXPERIMENTS[experiment].arms
-        if seed in arm.seeds
+        if seed in arm.seeds and arm.changed.get("objective") not in RETIRED
     ]
     return [
         (arm, seed, place)

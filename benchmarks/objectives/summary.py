@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.objectives.arms import EXPERIMENTS
+from benchmarks.objectives.arms import EXPERIMENTS, RETIRED
 from benchmarks.objectives.study import RESULTS
 from trl_qurl.lab.curves import FINAL_ROLLOUTS, final_value, points_of
 from trl_qurl.trainers.run_log import Run, read_run
@@ -31,7 +31,7 @@ SCHEMES = ("int8", "int4", "int3")
 LORA_SCHEMES = ("int8", "w4a16", "int3")
 CAPS = (1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
 UPDATE_CAPS = (1.05, 1.2, 2.0)
-AHEAD = ("naive", "tis", "acr", "icepop", "geometric_mask")
+AHEAD = ("naive", "tis", "acr", *RETIRED)
 
 Arms = Mapping[str, Mapping[int, Run]]  # by name and seed
 

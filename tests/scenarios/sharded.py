@@ -26,9 +26,11 @@ def split_by_fsdp2(model, generation):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    from trl_qurl.rollout.sync import policy_parameters
+
     generation._dist.fsdp_version = 2
     # As at a trainer's start, before accelerate splits the model: an engine of one's own starts from these weights.
-    whole = {name: parameter.clone() for name, parameter in generation.policy_parameters()}
+    whole = {name: parameter.clone() for name, parameter in policy_parameters(model, None)}
     assert all(torch.equal(whole[name], parameter) for name, parameter in model.named_parameters())
     mesh = init_device_mesh("cpu", (2,))
     for layer in model.model.layers:

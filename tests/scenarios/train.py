@@ -39,7 +39,7 @@ def export_with_adapter(trainer, directory: Path) -> None:
     """The base as a user saves it, and the adapter as PEFT does: in full precision there is no checkpoint of ours."""
     if trainer.vllm_generation.rollout.scheme is None:
         state = {name: tensor.clone() for name, tensor in model_parameters(trainer.model)}
-        trainer.vllm_generation.base_model.save_pretrained(directory, state_dict=state)
+        trainer.model.get_base_model().save_pretrained(directory, state_dict=state)
         tiny_tokenizer().save_pretrained(directory)
     else:
         trainer.save_quantized(directory)
@@ -215,11 +215,12 @@ def run(options: argparse.Namespace) -> dict:
         if trainer.accelerator.is_main_process:
             scheme = trainer.vllm_generation.rollout.scheme
             export(model, scheme and scheme.name, trainer.args.quantization_ignore, options.export)
+    from trl_qurl.rollout.sync import policy_parameters
+
+    grid = trainer.vllm_generation.weights.grid
     # After the export: merging an adapter and taking it out again leaves the base a rounding error away. In a list: a
     # pass that is not read to its end leaves adapters merged.
-    sent = [
-        torch.equal(p, p.bfloat16().to(p.dtype)) for _, p in trainer.vllm_generation.policy_parameters() if p.dim() > 1
-    ]
+    sent = [torch.equal(p, p.bfloat16().to(p.dtype)) for _, p in policy_parameters(trainer.model, grid) if p.dim() > 1]
     record["on_the_grid_of_bf16"] = sum(sent) / len(sent)
     if options.ppo:
         moved = (
@@ -229,7 +230,7 @@ def run(options: argparse.Namespace) -> dict:
         )
         record["critic_moved"] = sum(change > 0 for change in moved)
         record["critic_parameters"] = sum(p.requires_grad for p in trainer.critic.model.parameters())
-        record["sent_names"] = sorted(name for name, _ in trainer.vllm_generation.policy_parameters())
+        record["sent_names"] = sorted(name for name, _ in policy_parameters(trainer.model, grid))
     if options.save:
         trainer.save_model()
     if (engine := trainer.vllm_generation.sync.engine) is not None:

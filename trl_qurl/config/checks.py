@@ -56,25 +56,12 @@ def check_patterns(patterns: Iterable[str], name: str) -> None:
 
 
 def check_cap(config: Any, objective: Objective) -> None:
-    """Raise `ValueError` for a cap C or a floor that cannot limit the importance ratio."""
-    if objective.correction in ("none", "full"):
-        return
-    cap, floor = config.vllm_importance_sampling_clip_max, config.vllm_importance_sampling_clip_min
-    if cap is None or not 0 < cap < inf:
+    """Raise `ValueError` for a cap C that cannot limit the importance ratio."""
+    cap = config.vllm_importance_sampling_clip_max
+    if objective.correction == "truncated" and (cap is None or not 0 < cap < inf):
         raise ValueError(
             f"objective={objective.name!r} limits the ratio, but vllm_importance_sampling_clip_max is {cap}: "
             "give a positive cap C (default 2.0), or use objective='decoupled' for no cap."
-        )
-    if objective.correction == "masked_sequence" and cap >= 2:
-        raise ValueError(
-            f"objective={objective.name!r} drops completions whose mean ratio per token exceeds C, and at "
-            f"vllm_importance_sampling_clip_max={cap} it drops none: set it close to 1, such as 1.3 for answers of a "
-            "few tokens or 1.05 for long ones."
-        )
-    if floor is not None and not 0 <= floor <= cap:
-        raise ValueError(
-            f"vllm_importance_sampling_clip_min is {floor}, but must lie between 0 and "
-            f"vllm_importance_sampling_clip_max={cap}; None means no floor."
         )
 
 

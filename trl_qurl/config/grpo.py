@@ -36,10 +36,9 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
 
     Args:
         objective: `acr` (QuRL, Eq. 9), `tis` (FlashRL, Eq. 5), `decoupled` (Eq. 4), `quantized_ratio` (Eq. 3) or
-            `naive` (Eq. 1). The cap C is `vllm_importance_sampling_clip_max`. `icepop` drops tokens, and
-            `geometric_mask` completions, with a ratio above C or below `vllm_importance_sampling_clip_min` (by default
-            1/C). `trl` is TRL's own loss and correction, with TRL's settings. Defaults to `acr`, to `tis` with a loss
-            that `acr` does not support (GSPO, CISPO, ...), and to `trl` with another correction of TRL's, or none.
+            `naive` (Eq. 1). The cap C is `vllm_importance_sampling_clip_max`. `trl` is TRL's own loss and correction,
+            with TRL's settings. Defaults to `acr`, to `tis` with a loss that `acr` does not support (GSPO, CISPO,
+            ...), and to `trl` with another correction of TRL's, or none.
 
     > Dynamic sampling
 
@@ -114,6 +113,8 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
             return "vllm_importance_sampling_correction=False", "leave it True ('naive' has no correction)"
         if self.vllm_importance_sampling_mode not in (None, "token_truncate", TRL_DEFAULTS[MODE]):
             return f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r}", "leave it out"
+        if self.vllm_importance_sampling_clip_min is not None:
+            return f"vllm_importance_sampling_clip_min={self.vllm_importance_sampling_clip_min}", "leave it out"
         if not get_objective(objective).lifts_upper_bound:
             return None
         if self.importance_sampling_level != "token":

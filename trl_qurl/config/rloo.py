@@ -20,17 +20,13 @@ class QuRLRLOOConfig(QuantizedRolloutsConfig, RLOOConfig):
 
     Args:
         objective: `tis` (FlashRL, Eq. 5), `decoupled` (Eq. 4), `quantized_ratio` (Eq. 3) or `naive` (Eq. 1), as for
-            GRPO. `icepop` drops tokens, and `geometric_mask` completions, with a ratio above C or below
-            `vllm_importance_sampling_clip_min`. `trl` is TRL's own loss without a correction. `acr` is rejected: it
-            lifts the clip bounds of single tokens, but RLOO clips one ratio per completion.
+            GRPO. `trl` is TRL's own loss without a correction. `acr` is rejected: it lifts the clip bounds of single
+            tokens, but RLOO clips one ratio per completion.
         vllm_importance_sampling_clip_max: Cap C of the importance ratio of a token (a ratio, not a log).
-        vllm_importance_sampling_clip_min: Smallest weight of `tis`, with no floor by default; or smallest ratio that
-            the masks keep, by default 1/C.
     """
 
     objective: str = "tis"
     vllm_importance_sampling_clip_max: float | None = 2.0
-    vllm_importance_sampling_clip_min: float | None = None
 
     def __post_init__(self) -> None:
         check_choice(self, "objective", (*OBJECTIVES, TRL_LOSS))

@@ -7,7 +7,7 @@ parent's code still generates completions.
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,8 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
+from trl_qurl.quantization.checkpoint_form import plain_model
 from trl_qurl.quantization.layers import check_recurrent_layers
-from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.quantization.stream import on_grid
 from trl_qurl.rollout.adapter import FrozenBase, adapter_obstacle, adapter_rank, engine_rank
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine import colocated
@@ -31,7 +30,7 @@ from trl_qurl.rollout.images import as_plain, check_seen
 from trl_qurl.rollout.preparation import RolloutSettings, choose_adapter, choose_route, prepare_weights
 from trl_qurl.rollout.recovery import raise_everywhere, recover
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.rollout.sync import RolloutCost, WeightSync, stream_metadata
+from trl_qurl.rollout.sync import RolloutCost, WeightSync, policy_parameters, stream_metadata
 
 logger = get_logger(__name__)  # of the main process
 
@@ -71,15 +70,10 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         cost, self._cost = self._cost, RolloutCost()
         return cost
 
-    @functools.cached_property
-    def base_model(self) -> Any:
-        """The policy without PEFT's wrapper."""
-        return self.model.get_base_model() if is_peft_model(self.model) else self.model
-
     # Engine start ----------------------------------------------------------------------------------------------------
 
     def _init_vllm(self) -> None:
-        check_recurrent_layers(self.base_model)
+        check_recurrent_layers(plain_model(self.model))
         if self._dist.fsdp_version == 1:
             raise ValueError("FSDP 1 does not expose single matrices to quantize: set fsdp_version to 2.")
         self.weights = prepare_weights(self.model, self.rollout, self.accelerator, self._prompts)
@@ -152,7 +146,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             cls = colocated.with_adapter(cls)
             engine_kwargs = colocated.adapter_arguments(adapter_rank(self.model)) | engine_kwargs
         arguments = {"model_impl": self.model_impl, **engine_kwargs}
-        colocated.prepare_process(self.base_model, self.weights, arguments, self.accelerator.num_processes)
+        colocated.prepare_process(plain_model(self.model), self.weights, arguments, self.accelerator.num_processes)
         by_files = rollout.weight_sync in ("checkpoint", "llmcompressor")
         needs_start = rollout.scheme is not None or not self.model.name_or_path or self.base is not None
         folder = self._open_folder(checkpoints=2 if by_files else 1) if by_files or needs_start else None
@@ -177,7 +171,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         logger.info("Writing %s weights for vLLM to %s.", label, folder.path)
         if self.base is not None:
             return self.base.write(folder)
-        return folder.write("start", self.weights.tensors(self.policy_parameters()))
+        return folder.write("start", self.weights.tensors(policy_parameters(self.model, self.weights.grid)))
 
     @property
     def _sleeps(self) -> bool:
@@ -185,7 +179,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _open_folder(self, checkpoints: int) -> CheckpointFolder:
         rollout = self.rollout
-        writer = CheckpointWriter(self.base_model, self.processing_class, rollout.scheme, self.weights.ignore)
+        writer = CheckpointWriter(plain_model(self.model), self.processing_class, rollout.scheme, self.weights.ignore)
         nbytes = checkpoints * self.weights.nbytes()
         return CheckpointFolder(self.accelerator, writer, rollout.checkpoint_dir, nbytes, rollout.is_served)
 
@@ -198,14 +192,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
         started = time.perf_counter()
-        push = functools.partial(self.sync.push, self.policy_parameters, self._cost)
-        recover(push, self._reconnect)
+        recover(functools.partial(self.sync.push, self._cost), self._reconnect)
         self._seconds_in_syncs += time.perf_counter() - started
-
-    def policy_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield `model_parameters`, merged, as the trainer scores with them: rounded as autocast does."""
-        for name, whole in model_parameters(self.model, merges=True):
-            yield name, on_grid(whole, self.weights.grid)
 
     # Generation ------------------------------------------------------------------------------------------------------
 
@@ -215,7 +203,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _generate(self, args: tuple, kwargs: dict[str, Any], is_repeated: bool) -> tuple:
         if is_repeated:
-            self.sync.push(self.policy_parameters, self._cost, is_repeated=True)
+            self.sync.push(self._cost, is_repeated=True)
         raise_everywhere(self.sync.require_version, self.rollout.is_served)
         synced_before = self._seconds_in_syncs
         started = time.perf_counter()

@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 from trl.distributed import DistributedBackend
 
 from trl_qurl.quantization.checkpoint_form import expert_layers
-from trl_qurl.quantization.merging import reshard
-from trl_qurl.quantization.stream import WeightStream
+from trl_qurl.quantization.merging import model_parameters, reshard
+from trl_qurl.quantization.stream import WeightStream, on_grid
 from trl_qurl.rollout.adapter import FrozenBase, adapter_tensors, write_adapter
 from trl_qurl.rollout.checks.probe import ask_engine, judge_probe, run_probe
 from trl_qurl.rollout.checks.tensors import MeteredStream, find_not_finite, require_finite
@@ -37,9 +37,6 @@ from trl_qurl.rollout.engine.interface import FRESH, Engine, TensorMetadata, Wei
 from trl_qurl.rollout.errors import ServerError, SyncError
 from trl_qurl.rollout.preparation import RolloutSettings
 from trl_qurl.rollout.recovery import raise_everywhere
-
-# Iterates over the policy's full-precision parameters under their names in the model. A collective operation.
-Parameters = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
 @dataclass
@@ -88,7 +85,7 @@ class WeightSync:
         if self._uses_llmcompressor:
             self.sent_dtype = None  # it writes tensors in the policy's own dtype, and the stream checks them
 
-    def push(self, parameters: Parameters, cost: RolloutCost, is_repeated: bool = False) -> None:
+    def push(self, cost: RolloutCost, is_repeated: bool = False) -> None:
         """Send the policy's current weights to the engine. A collective operation.
 
         Adds to `cost`. Raises `SyncError` if the engine does not hold the weights that were sent, and `RuntimeError`
@@ -106,13 +103,13 @@ class WeightSync:
         self.version = f"{self._run}-step{self.global_step()}-sync{self._count}"
         # Of several processes with an engine, only those that write its files can compare them with what it received.
         is_source = self.engine is not None and (self.folder is None or self.folder.is_writer)
-        stream = MeteredStream(self._tensors(parameters), {} if is_checked and is_source else None)
+        stream = MeteredStream(self._tensors(), {} if is_checked and is_source else None)
         noise = f"seed{self.settings.seed}-step{self.global_step()}" if self.settings.is_served else None
         update = WeightUpdate(self.version, is_checked, noise=noise)
         if self.folder is None:
             self._stream(update, stream)
         else:
-            self._send_files(update, stream, parameters, self.folder)
+            self._send_files(update, stream, self.folder)
 
         def verify() -> None:
             require_finite(self._not_finite)
@@ -148,11 +145,12 @@ class WeightSync:
                 "uses it. Use one server per run, and resume from the last checkpoint."
             )
 
-    def _tensors(self, parameters: Parameters) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return the tensors to send, from one pass over the parameters."""
         if self.base is not None:
             return find_not_finite(adapter_tensors(self.model, self.sent_dtype), self._not_finite)
-        return self.weights.tensors(find_not_finite(parameters(), self._not_finite), self.sent_dtype)
+        parameters = policy_parameters(self.model, self.weights.grid)
+        return self.weights.tensors(find_not_finite(parameters, self._not_finite), self.sent_dtype)
 
     def _stream(self, update: WeightUpdate, stream: MeteredStream) -> None:
         """Send tensors to the engine; processes without one help gather them, and fail together with the others."""
@@ -168,15 +166,14 @@ class WeightSync:
 
         raise_everywhere(send, self.settings.is_served)
 
-    def _send_files(
-        self, update: WeightUpdate, stream: MeteredStream, parameters: Parameters, folder: CheckpointFolder
-    ) -> None:
+    def _send_files(self, update: WeightUpdate, stream: MeteredStream, folder: CheckpointFolder) -> None:
         """Write a checkpoint, or the adapter alone, and make the engine load it."""
         # A retry after a fault reuses the name, because a server that only hung may still read from that path.
         name = f"sync-{self._files + 1}"
         if self._uses_llmcompressor:
             deque(stream, maxlen=0)  # read for digests only
-            path = folder.write(name, parameters(), folder.writer.write_with_llmcompressor)
+            parameters = policy_parameters(self.model, self.weights.grid)
+            path = folder.write(name, parameters, folder.writer.write_with_llmcompressor)
         elif self.base is not None:
             path = folder.write(name, stream, functools.partial(write_adapter, self.model))
         else:
@@ -215,6 +212,11 @@ class WeightSync:
         result = run_probe(self.model, answer[0], self.weights, is_merged=self.base is None)
         self._probe_limit = judge_probe(result, self._probe_limit)
         return {"sync/probe_distance": result.distance, "sync/probe_ratio": result.ratio}
+
+
+def policy_parameters(model: Any, grid: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield `model_parameters`, merged, as the trainer scores with them: rounded as autocast does."""
+    return ((name, on_grid(whole, grid)) for name, whole in model_parameters(model, merges=True))
 
 
 def fingerprint(model: Any) -> tuple[list[int], bytes]:

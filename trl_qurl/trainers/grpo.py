@@ -209,15 +209,14 @@ def objective_terms(
     """Return the terms of a config's objective for a batch, (B, T) each."""
     # Masked tokens have no ratio: mark them with NaN, which also keeps their padding out of exp().
     behavior_logps = behavior_logps.masked_fill(~learned_tokens(batch), torch.nan)
-    cap, floor = cap_of(args), args.vllm_importance_sampling_clip_min
-    return surrogate_terms(args.objective, proximal_logps, behavior_logps, batch["advantages"], cap=cap, floor=floor)
+    return surrogate_terms(args.objective, proximal_logps, behavior_logps, batch["advantages"], cap=cap_of(args))
 
 
 def sampling_metrics(
     log_ratio: torch.Tensor, args: Any, gather: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, float]:
     """Return TRL's `sampling/*` from log ρ, (tokens,): TRL computes them only for a rollout scored in advance."""
-    ratio = log_ratio.nan_to_num(0.0).exp().clamp(min=args.vllm_importance_sampling_clip_min, max=cap_of(args))
+    ratio = log_ratio.nan_to_num(0.0).exp().clamp(max=cap_of(args))
     metrics: dict[str, float] = {}
     for name, part in {"sampling_logp_difference": log_ratio.abs(), "importance_sampling_ratio": ratio}.items():
         known = part[~part.isnan()] if part.isfinite().any() else part.new_zeros(1)

@@ -294,6 +294,6 @@ class QuantizedRolloutsMixin(TRLTrainer):
         hub_name = self.hub_model_id or args.hub_model_id
         card = functools.partial(quantized_card, path.name, target, ignore, hub_name, start)
         # A new stream raises in every process or in none. It is not smoothed: nobody has seen its activations.
-        weights = generation.weights if is_rollouts else WeightStream(generation.base_model, target, ignore)
+        weights = generation.weights if is_rollouts else WeightStream(generation.model, target, ignore)
         write_quantized(generation, path, weights, card, generation.base if is_rollouts and not merge else None)
         return path

@@ -22,12 +22,14 @@ from huggingface_hub import ModelCard
 from trl.trainer.utils import RepeatSampler
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
+from trl_qurl.quantization.checkpoint_form import plain_model
 from trl_qurl.quantization.storage import check_replaceable
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import FrozenBase, adapter_rank, adapter_tensors, engine_rank, write_adapter
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.recovery import raise_everywhere
 from trl_qurl.rollout.substitution import substitute
+from trl_qurl.rollout.sync import policy_parameters
 
 logger = get_logger(__name__)  # logs in the main process only
 
@@ -56,10 +58,10 @@ def write_quantized(
     """
     model, smoothing = generation.model, weights.smoothing
     main_process_only(lambda: check_replaceable(path))
-    writer = CheckpointWriter(generation.base_model, generation.processing_class, weights.scheme, weights.ignore)
+    writer = CheckpointWriter(plain_model(model), generation.processing_class, weights.scheme, weights.ignore)
     parameters: Iterable[Any]
     if base is None:
-        parameters = generation.policy_parameters()
+        parameters = policy_parameters(model, generation.weights.grid)
         tensors, adapter, rank = weights.tensors(parameters), None, 0
     else:
         tensors, adapter, rank = base.quantized_tensors(), adapter_tensors(model), engine_rank(adapter_rank(model))
