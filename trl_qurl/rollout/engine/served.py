@@ -42,7 +42,7 @@ class ServedEngine(VLLMClient, Engine):
         *args: Any,
         scheme: QuantizationScheme | None = None,
         shapes: Mapping[str, list[int]] | None = None,  # of the tensors in the run's checkpoint
-        request_timeout: float = 1800.0,  # seconds
+        request_timeout: float = 900.0,  # seconds
         **kwargs: Any,
     ) -> None:
         self.scheme, self.shapes = scheme, shapes or {}
