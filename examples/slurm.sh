@@ -110,7 +110,7 @@ srun --nodes="${#trainer_nodes[@]}" --ntasks="${#trainer_nodes[@]}" --ntasks-per
     --num_processes $((${#trainer_nodes[@]} * GPUS)) \
     --main_process_ip "$TRAINER_ADDRESS" --main_process_port "$TRAINER_PORT" \
     "$SCRIPT" --model_name_or_path "$MODEL" --output_dir "$OUTPUT" --rollout_quantization "$SCHEME" \
-    --vllm_mode server --vllm_server_base_url "http://$SERVER_ADDRESS:$SERVER_PORT" --vllm_server_timeout 1800 \
+    --vllm_mode server --vllm_server_base_url "http://$SERVER_ADDRESS:$SERVER_PORT" --vllm_server_timeout 1800 --ddp_timeout 3600 \
     --rollout_checkpoint_dir "$rollouts" "${resume[@]}" "$@" &
 trainer=$!
 

@@ -12,7 +12,7 @@ from transformers import HfArgumentParser
 from trl import GRPOConfig, TrlParser
 from trl.experimental.gmpo import GMPOConfig
 
-from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig
+from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig, QuRLRLOOConfig
 from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS, QuantizedRolloutsConfig
 from trl_qurl.objective import OBJECTIVES
 from trl_qurl.quantization.formats import TOKEN_CACHES
@@ -44,7 +44,7 @@ OWN_DEFAULTS = {
     "uaq_scale": 1.0,
     "vllm_engine_kwargs": {},
     "sync_check_interval": 16,
-    "vllm_request_timeout": 1800.0,
+    "vllm_request_timeout": 900.0,
     "rollouts_ahead": 0,
     "mismatch_guard": "warn",
     "mismatch_guard_kl": 0.1,
@@ -383,6 +383,22 @@ def test_llmcompressor_works_in_one_process(monkeypatch):
     with pytest.raises(ValueError, match=r"works in one process, .* and this run has 2: use weight_sync='auto'"):
         config(weight_sync="llmcompressor")
     config(weight_sync="auto")
+
+
+def test_processes_wait_for_the_main_one_longer_than_it_waits_for_the_server(monkeypatch):
+    for kind in (QuRLGRPOConfig, QuRLRLOOConfig, QuRLPPOConfig):
+        monkeypatch.setattr(kind, "world_size", 2)
+    config(vllm_mode="server")  # 900 + 240 seconds, and TRL's 1800
+    for kind in (QuRLGRPOConfig, QuRLRLOOConfig, QuRLPPOConfig):
+        with pytest.raises(ValueError, match=r"for 2100 seconds .* give up after ddp_timeout=1800: set it to more"):
+            kind("out", **PLAIN, vllm_mode="server", vllm_server_timeout=1200.0)
+    config(vllm_mode="server", vllm_server_timeout=1200.0, ddp_timeout=2101)
+    config(vllm_mode="server", vllm_request_timeout=1559.0)
+    with pytest.raises(ValueError, match="for 1800 seconds"):
+        config(vllm_mode="server", vllm_request_timeout=1560.0)
+    config(vllm_server_timeout=1200.0)  # a colocated engine has no requests
+    monkeypatch.setattr(QuRLGRPOConfig, "world_size", 1)
+    config(vllm_mode="server", vllm_server_timeout=1200.0)
 
 
 def test_llmcompressor_needs_a_format(monkeypatch):

@@ -4,6 +4,7 @@ The two ends are real: our client with vLLM's packed sender, our worker with vLL
 them, two threads hand tensors over in memory instead of two GPUs.
 """
 
+import functools
 import queue
 import threading
 import time
@@ -13,8 +14,10 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+import requests
 import torch
 from accelerate import Accelerator
+from conftest import free_port
 from tiny import WHOLE_BLOCKS, rollout_settings, tiny_model
 from trl.distributed import DistributedBackend
 
@@ -130,7 +133,7 @@ def ends(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
     between = HandedOver()
     config = SimpleNamespace(
-        parallel_config=SimpleNamespace(data_parallel_index=0),
+        parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1, rank=0),
         model_config=SimpleNamespace(model=""),
         quant_config=None,
     )
@@ -276,10 +279,13 @@ def test_workers_that_made_no_digests_do_not_agree_with_any(ends):
 
 
 def test_a_broadcast_that_never_returns_ends_the_run_in_time(ends, monkeypatch):
-    """As to a worker that died inside NCCL: what it waits for never comes, and nothing can call it back."""
+    """As to a worker that died inside NCCL: what it waits for never comes, and not even an abort calls it back."""
     client, worker = ends
     forever = threading.Event()
-    client.communicator = SimpleNamespace(broadcast=lambda tensor, src: forever.wait())
+    group = SimpleNamespace(store=None, socket=None)
+    client.communicator = SimpleNamespace(
+        broadcast=lambda tensor, src: forever.wait(), destroy=lambda: None, group=group
+    )
     monkeypatch.setattr(served, "BROADCAST_GRACE", 0.1)
 
     def answer(verb, path, **kwargs):
@@ -297,6 +303,143 @@ def test_a_broadcast_that_never_returns_ends_the_run_in_time(ends, monkeypatch):
         forever.set()
 
 
+# Opened, lost, and opened again --------------------------------------------------------------------------------------
+
+
+class OverItsStore:
+    """NCCL with its rendezvous: broadcasts go through the group's store, and last until they are taken or aborted."""
+
+    def __init__(self, group, device):
+        self.group, self.count, self.is_sending, self.aborted = group, 0, False, threading.Event()
+        group.broadcast_obj("an id", src=0)
+
+    def broadcast(self, tensor, src):
+        self.count += 1
+        if self.group.rank != src:
+            tensor.copy_(self.group.broadcast(tensor, src))
+            self.group.store.set(f"taken {self.count}", "")
+        elif not self.aborted.is_set():
+            self.group.broadcast(tensor, src)
+            self.is_sending = True
+            while not self.aborted.wait(0.001):
+                store = self.group.store  # if it is gone, nobody calls NCCL back
+                if store is not None and store.check([f"taken {self.count}"]):
+                    self.is_sending = False
+                    return
+
+    def destroy(self):
+        self.aborted.set()
+
+
+@pytest.fixture
+def rendezvous(ends, monkeypatch):
+    """The client of `ends` before it has opened its stream, and a function that starts a server: a new worker."""
+    from vllm.distributed.device_communicators import pynccl
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    client, worker = ends
+    monkeypatch.setattr(pynccl, "PyNcclCommunicator", OverItsStore)
+    monkeypatch.setattr(
+        StatelessProcessGroup, "create", functools.partial(StatelessProcessGroup.create, store_timeout=5)
+    )
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
+    monkeypatch.setitem(PACKING, "buffer_size_bytes", 4096)
+    client.communicator, client.scheme, client.shapes, client.group_port = None, None, {}, free_port()
+    client.session, client.request_timeout, client._is_healthy = requests.Session(), 60.0, lambda: True
+    answer, reached = client._answer, []
+
+    def start():
+        reached[:] = [type(worker)()]
+        reached[0].weight_transfer_engine.model_update_group = None
+        return reached[0]
+
+    def routed(verb, path, json=None):
+        engine = reached[0].weight_transfer_engine
+        if path == "/init_weight_transfer_engine":
+            client.requests.append(path)
+            return engine.init_transfer_engine(engine.parse_init_info(json["init_info"]))
+        if path == "/get_world_size":
+            return {"world_size": 1}
+        method = json and json["method"]
+        if method == "describe_config":
+            parallel = {"worker_extension_cls": served.WORKER_EXTENSION}
+            return {"results": [{"parallel_config": parallel, "weight_transfer_config": {}}]}
+        if method == "describe_rollouts":
+            return {"results": [EngineDescription(None, 16, 64, None)._asdict()]}
+        if method:
+            try:
+                return {"results": [getattr(reached[0], method)(**json["kwargs"])]}
+            except RuntimeError as error:
+                raise ServerError(str(error)) from None
+        return answer(verb, path, json)
+
+    client._answer = routed
+    return client, start
+
+
+@pytest.mark.parametrize("lost", ["between two syncs", "in a broadcast"])
+def test_a_stream_is_opened_again_when_its_server_has_come_back(lost, rendezvous):
+    client, start = rendezvous
+    model = tiny_model()
+    metadata = announced(model, INT8)
+    worker = start()
+    client.open_stream(CUDA)
+    client.load_stream(stream(model, INT8), WeightUpdate("v1", False, metadata))
+    assert worker.loaded_version == "v1"
+    for version in ("v2", "v3"):  # as often as a server is lost
+        if lost == "between two syncs":
+            worker = start()
+        else:
+            worker.weight_transfer_engine.model_update_group.broadcast = functools.partial(killed, client)
+        with pytest.raises(ServerError, match="NCCL is not open|killed"):
+            client.load_stream(stream(model, INT8), WeightUpdate(version, False, metadata))
+        worker = start() if lost == "in a broadcast" else worker
+        client.reconnect(5.0)
+        sent = MeteredStream(stream(model, INT8), {})
+        client.load_stream(sent, WeightUpdate(version, True, metadata))
+        client.compare_digests(sent.digests)
+        assert worker.loaded_version == client.version() == version
+    assert client.requests.count("/init_weight_transfer_engine") == 3
+
+
+def killed(client, tensor, src):
+    """What a worker receives that is lost while the trainer waits inside NCCL, with the next tensor at hand."""
+    while not client.communicator.is_sending or not client._broadcast._ready.full():
+        time.sleep(0.001)
+    raise RuntimeError("killed")
+
+
+def test_a_server_that_hangs_while_a_stream_opens_ends_the_run_in_time(rendezvous):
+    client, start = rendezvous
+    start()
+    answer = client._answer
+
+    def hang(verb, path, json=None):
+        if path != "/init_weight_transfer_engine":
+            return answer(verb, path, json)
+        time.sleep(0.3)
+        raise ServerError("The vLLM server did not answer /init_weight_transfer_engine within 0.3 seconds.")
+
+    client._answer = hang
+    started = time.monotonic()
+    with pytest.raises(ServerLostError, match="NCCL did not open .*weight_sync=.* did not answer /init_weight"):
+        client.open_stream(CUDA)
+    assert time.monotonic() - started < 3, "it waited for workers that will not come"
+
+
+def test_workers_are_not_sent_to_the_group_of_another_run(rendezvous):
+    client, start = rendezvous
+    start()
+    port = client.group_port
+    others = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, use_libuv=False)
+    with pytest.raises(ServerLostError, match=rf"port {port} of 127.0.0.1: vllm_group_port.*already in use"):
+        client.open_stream(CUDA)
+    del others
+    assert "/init_weight_transfer_engine" not in client.requests
+    client.open_stream(CUDA)  # nothing is left of the attempt
+
+
 def test_tensors_are_made_here_finished_before_they_are_sent_and_kept_until_they_are(ends, monkeypatch):
     """The order that GPUs need: several processes gather in one order on one stream, and side streams wait for it."""
     client, worker = ends
@@ -306,7 +449,8 @@ def test_tensors_are_made_here_finished_before_they_are_sent_and_kept_until_they
         log.append((event, threading.current_thread() is threading.main_thread()))
 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    placed = []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: placed.append(threading.current_thread()))
     default = SimpleNamespace(synchronize=lambda: note("finish"))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda: default)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: note("keep"))
@@ -323,6 +467,7 @@ def test_tensors_are_made_here_finished_before_they_are_sent_and_kept_until_they
         len(metadata)
     ] * 3
     assert len(log) == 3 * len(metadata)
+    assert len(placed) == 2 and threading.main_thread() not in placed, "each thread has its own current device"
     order = {event: [i for i, entry in enumerate(log) if entry[0] == event] for event in ("make", "finish", "keep")}
     assert all(m < f < k for m, f, k in zip(*order.values(), strict=True))
 

@@ -231,6 +231,13 @@ DEFINITIONS = [
     (CLIENT, "VLLMClient.__init__", "base_url connection_timeout", "ServedEngine is built as it is"),
     (CLIENT, "VLLMClient.check_server", "total_timeout retry_interval", "ServedEngine waits in its place"),
     (CLIENT, "VLLMClient.init_communicator", "device", "ServedEngine opens NCCL by it, or leaves it out"),
+    (CLIENT, "VLLMClient.close_communicator", "", "ServedEngine frees the port of its rendezvous by it"),
+    (
+        "vllm.distributed.device_communicators.pynccl",
+        "PyNcclCommunicator.destroy",
+        "",
+        "ServedEngine aborts a broadcast to dead workers by it",
+    ),
     (CLIENT, "VLLMClient._post", "url", "ServedEngine bounds every request in time by overriding it"),
     (CLIENT, "VLLMClient._get", "url", "ServedEngine bounds every request in time by overriding it"),
     (
@@ -313,6 +320,12 @@ ATTRIBUTES = [
         "PreTrainedConfig",
         "_name_or_path",
         "quantization/checkpoint.py points llm-compressor to a directory by it",
+    ),
+    (
+        "vllm.distributed.weight_transfer.nccl_engine",
+        "NCCLWeightTransferEngine",
+        "model_update_group",
+        "engine/worker.py knows a restarted server by it",
     ),
     (
         "vllm.lora.worker_manager",

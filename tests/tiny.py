@@ -162,6 +162,6 @@ def rollout_settings(scheme, **changed):
         "engine_kwargs": {},
         "seed": 0,
         "sync_check_interval": 16,
-        "request_timeout": 1800.0,
+        "request_timeout": 900.0,
     }
     return RolloutSettings(scheme, **(defaults | changed))

@@ -102,7 +102,7 @@ class QuantizedRolloutsConfig:
     weight_sync: str = "auto"
     round_base: bool = False
     rollout_checkpoint_dir: str | None = None
-    vllm_request_timeout: float = 1800.0
+    vllm_request_timeout: float = 900.0
     vllm_engine_kwargs: dict[str, Any] | str | None = field(default_factory=dict)
     rollouts_ahead: int = 0
 
@@ -226,6 +226,12 @@ class QuantizedRolloutsConfig:
             raise ValueError(
                 "use_transformers_continuous_batching=True asks transformers to generate, without quantized "
                 "rollouts: set it to False, or use TRL's own trainer with use_vllm=False."
+            )
+        longest = self.vllm_request_timeout + self.vllm_server_timeout
+        if self.vllm_mode == "server" and self.world_size > 1 and longest >= self.ddp_timeout:
+            raise ValueError(
+                f"The main process may wait for the server for {longest:g} seconds (vllm_request_timeout plus "
+                f"vllm_server_timeout), but the others give up after ddp_timeout={self.ddp_timeout}: set it to more."
             )
         engine_kwargs = self.engine_kwargs
         if engine_kwargs and self.vllm_mode == "server":

@@ -99,8 +99,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         [(route, name)] = broadcast_object_list([self._choose_route(engine) if engine else None], from_process=0)
         dtype = getattr(torch, name) if name else None  # casting to the engine's dtype here saves bytes on the way
         if route == "stream":
-            if engine is not None:
-                engine.open_stream(device)
+            raise_everywhere(lambda: engine.open_stream(device) if engine else None)
             return engine, dtype, None
         if route == "checkpoint":  # two at most: the one being written, and one that the engine may still be reading
             return engine, dtype, self._open_folder(checkpoints=2)

@@ -1,6 +1,6 @@
 """Send tensors to a server's workers over NCCL, with vLLM's packed broadcast.
 
-The broadcast runs on a separate thread and separate streams, because a broadcast to a dead worker never ends. The
+The broadcast runs on a separate thread and separate streams, because one to a dead worker only ends by an abort. The
 caller's thread makes the tensors: gathering a parameter is a collective operation, which every process must start in
 the same order and on the same stream. So a tensor is handed over only after the stream that made it has finished, and
 its memory is not reused before the broadcast's stream has read it.
@@ -25,11 +25,14 @@ PACKING = {"buffer_size_bytes": 2**28, "num_buffers": 1}
 
 
 def in_background(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
-    """Call a function on a thread that does not keep the process alive."""
+    """Call a function on a thread that does not keep the process alive, with the caller's current device."""
+    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
     future: Future = Future()
 
     def run() -> None:
         try:
+            if device is not None:
+                torch.accelerator.set_device_index(device)  # each thread has its own
             future.set_result(call(*args, **kwargs))
         except BaseException as error:
             future.set_exception(error)
@@ -43,14 +46,11 @@ class Broadcast:
 
     def __init__(self, communicator: Any) -> None:
         self._ready: queue.Queue[Item | BaseException | None] = queue.Queue(maxsize=1)
-        device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-        self._outcome = in_background(self._run, communicator, device)
+        self._outcome = in_background(self._run, communicator)
 
-    def _run(self, communicator: Any, device: int | None) -> None:
+    def _run(self, communicator: Any) -> None:
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
-        if device is not None:
-            torch.accelerator.set_device_index(device)  # each thread has its own
         tensors = self._queued_tensors()
         packed_nccl_broadcast_producer(tensors, communicator, src=0, post_iter_func=_keep_tensor, **PACKING)
 
@@ -69,8 +69,9 @@ class Broadcast:
                 self._put((name, tensor), request)
             self._put(None, request)
         except BaseException as error:
-            with suppress(queue.Full):  # full if the thread waits inside NCCL, which nothing can interrupt
-                self._ready.put(error, timeout=1.0)
+            with suppress(queue.Empty):  # full if the thread waits inside NCCL, until that is aborted
+                self._ready.get_nowait()
+            self._ready.put(error)
             raise
 
     def _put(self, item: Item | None, request: Future) -> None:

@@ -5,8 +5,10 @@ one request to the server's workers loads them, so no update is half applied bet
 """
 
 import logging
+import socket
 import time
 from collections.abc import Mapping
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
 logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "trl_qurl.rollout.engine.worker.RolloutWorker"  # by name: only the engine imports the class
-BROADCAST_GRACE = 10.0  # seconds for a broadcast to end after its request
+BROADCAST_GRACE = 10.0  # seconds for a broadcast to end after its request and its group
 
 
 class ServedEngine(VLLMClient, Engine):
@@ -40,7 +42,7 @@ class ServedEngine(VLLMClient, Engine):
         *args: Any,
         scheme: QuantizationScheme | None = None,
         shapes: Mapping[str, list[int]] | None = None,  # of the tensors in the run's checkpoint
-        request_timeout: float = 1800.0,  # seconds
+        request_timeout: float = 900.0,  # seconds
         **kwargs: Any,
     ) -> None:
         self.scheme, self.shapes = scheme, shapes or {}
@@ -124,9 +126,30 @@ class ServedEngine(VLLMClient, Engine):
         return self._get(f"{self.base_url}/server_info", params={"config_format": "json"})["vllm_config"]
 
     def open_stream(self, device: torch.device) -> None:
-        """Open the NCCL group that tensors are sent over."""
-        super().init_communicator(device)
+        """Open the NCCL group that tensors are sent over. Raises `ServerLostError` if that fails."""
+        from vllm.utils.network_utils import get_ip  # the address that the parent gives to the workers
+
         self._stream_device = torch.device(device)
+        address = get_ip()
+        try:
+            # Before the workers are asked: they would join the group of another run that listens there.
+            socket.create_server((address, self.group_port)).close()
+            opening = in_background(super().init_communicator, device)  # nothing ends its wait for dead workers
+            while not wait([opening], 0.1).done:
+                if self._failure is not None:
+                    raise self._failure
+            opening.result()
+        except (OSError, RuntimeError) as error:
+            raise ServerLostError(
+                f"NCCL did not open between this process and the server at {self.base_url} (it needs different GPUs, "
+                f"and port {self.group_port} of {address}: vllm_group_port; or set weight_sync='checkpoint'). {error}"
+            ) from None
+
+    def close_communicator(self) -> None:
+        """Abort what runs on the NCCL group, as a broadcast to dead workers, and close the port it was opened on."""
+        if self.communicator is not None:
+            self.communicator.destroy()
+        super().close_communicator()
 
     def reconnect(self, total_timeout: float) -> None:
         """Wait for the server after a fault, until it serves the same format again and no old request runs.
@@ -134,6 +157,7 @@ class ServedEngine(VLLMClient, Engine):
         `total_timeout` is in seconds. Raises `ServerLostError` if the server does not come back.
         """
         failure = self._failure
+        self.close_communicator()
         if self._broadcast is not None and not self._broadcast.wait(BROADCAST_GRACE):
             raise ServerLostError(f"A broadcast to the server's workers did not end: resume the run. {failure}")
         deadline = time.monotonic() + total_timeout
@@ -145,8 +169,6 @@ class ServedEngine(VLLMClient, Engine):
                 time.sleep(1.0)
             if self._stream_device is not None:
                 self.open_stream(self._stream_device)
-        except requests.RequestException as error:
-            raise ServerError(f"The vLLM server at {self.base_url} is gone again: {error}") from None
         except (ConnectionError, ValueError) as error:
             raise ServerLostError(f"{error} Before that: {failure}") from None
 

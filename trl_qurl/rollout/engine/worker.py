@@ -64,6 +64,8 @@ class RolloutWorker:
             raise SyncError(f"{NOT_RECEIVED}: the vLLM server does not see the files in {weights_path}; {advice}.")
         if self.rollout_load_failed:
             raise RuntimeError("An earlier load of weights failed halfway: restart the server.")
+        if request.metadata is not None and self.weight_transfer_engine.model_update_group is None:
+            raise RuntimeError("The server was restarted: NCCL is not open.")  # it is, before the retry
         self.rollout_load_failed = True
         self.rollout_digests = {}
         digests = self.rollout_digests if request.digest else None
