@@ -7,7 +7,7 @@ from tiny import WHOLE_BLOCKS, tiny_model
 
 from trl_qurl.quantization import SCHEMES, fake_quantization, quantized_layer_names
 from trl_qurl.quantization.fake_quantization import quantized_forward
-from trl_qurl.quantization.stream import WeightStream
+from trl_qurl.quantization.stream import WeightStream, on_grid
 from trl_qurl.rollout.checks.probe import ProbeResult, _disturbed, compare_probe, judge_probe, probe_prompts, run_probe
 from trl_qurl.rollout.checks.tensors import MeteredStream, compare_digests, tensor_digest
 from trl_qurl.rollout.engine.interface import Continuation
@@ -190,6 +190,18 @@ def test_fake_quantization_is_that_of_the_codes(scheme):
     torch.testing.assert_close(output, expected)
     assert not torch.equal(plain, quantized)
     assert torch.equal(plain, model(tokens).logits), "the change outlived the block"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_16_bit_copy_of_a_weight_is_rounded_as_the_weight_is_sent(own, scheme):
+    grid = torch.bfloat16
+    layer = torch.nn.Linear(512, 256, bias=False, dtype=own)
+    sent = scheme.dequantize(scheme.quantize(on_grid(layer.weight.detach(), grid)), grid).to(grid)
+    with quantized_forward(torch.nn.ModuleDict({"up": layer}), {"up"}, scheme, grid=grid):
+        layer.weight.data = layer.weight.data.to(grid)  # FSDP 2's in a forward pass (`MixedPrecisionPolicy`)
+        rounded = layer.forward._rounded(layer.weight.detach(), grid)
+    assert torch.equal(rounded, sent), "the probe would compare with other weights than the engine's"
 
 
 @pytest.mark.parametrize(
