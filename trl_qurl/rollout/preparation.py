@@ -64,7 +64,7 @@ def prepare_weights(
     arrives_later = DistributedBackend(accelerator).is_zero3 or model.device.type != accelerator.device.type
     sequences = [] if arrives_later else prompts()
     if not sequences:
-        logger.info("Activations are smoothed from the second rollout on, because the model or its prompts come later.")
+        logger.info("Smoothing begins with the second rollout, because the model or its prompts come later.")
     scales: list[Any] = [{}]  # made by the main process, because others may not have loaded the weights
     if accelerator.is_main_process and sequences:
         weights.fit_smoothing(model, sequences)

@@ -6,7 +6,7 @@ The path of a weight tensor, file by file:
 2. `rollout/sync.py` (this file): names the update, and meters its stream of tensors (bytes, seconds, digests).
 3. `quantization/stream.py`: splits parameters as the model's checkpoint does (`checkpoint_form.py`), and turns each
    weight into the tensors of its format, one layer at a time.
-4. `quantization/scheme.py`, `quantization/packing.py`: rounding and packing, by compressed-tensors.
+4. `quantization/scheme.py`, `quantization/packing.py`: rounding and packing, with compressed-tensors.
 5. `rollout/directory.py`, `quantization/storage.py`: files of a checkpoint or an adapter, unless tensors are streamed.
 6. `rollout/engine/colocated.py` or `served.py`: one call to the engine's workers.
 7. `rollout/engine/worker.py`: vLLM's own reload, in the worker.
