@@ -1,6 +1,7 @@
 """A sync that goes wrong is noticed: digests, probe and version, by hand and against a real engine."""
 
 from types import SimpleNamespace
+from zlib import crc32
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from tiny import WHOLE_BLOCKS, tiny_model
 from trl_qurl.quantization import SCHEMES, quantized_layer_names
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.formats import FP8_CACHES, TOKEN_CACHES
-from trl_qurl.quantization.stream import WeightStream
+from trl_qurl.quantization.stream import WeightStream, on_grid
+from trl_qurl.rollout.checks import tensors
 from trl_qurl.rollout.checks.probe import (
     ProbeResult,
     _disturbed,
@@ -80,15 +82,47 @@ def test_a_digest_sees_every_bit_the_shape_and_the_dtype(dtype):
     }
     assert len(digests) == 4
     assert tensor_digest(tensor) == tensor_digest(tensor.clone())
+    storage = torch.cat([tensor.flatten()[:1], tensor.flatten()])  # as a slice of a buffer, at any address
+    assert tensor_digest(tensor) == tensor_digest(storage[1:].view(3, 4)), "addresses are not contents"
     assert tensor_digest(tensor) == tensor_digest(tensor.t().contiguous().t()), "strides are not contents"
 
 
+def test_a_digest_does_not_depend_on_how_a_device_cuts_a_tensor_up(monkeypatch):
+    monkeypatch.setattr(tensors, "WORDS", 64)
+    monkeypatch.setattr(tensors, "_constants", lambda device: constants[:, :64])
+    constants = torch.randint(2**62, (2, 64), generator=torch.Generator().manual_seed(0)) | 1
+    tensor = torch.randn(60, 129, generator=torch.Generator().manual_seed(1))
+    whole, split = tensor_digest(tensor), torch.Tensor.split
+    monkeypatch.setattr(torch.Tensor, "split", lambda self, size: split(self, 7))  # a GPU adds up more at a time
+    assert tensor_digest(tensor) == whole
+    words = tensor.flatten().view(torch.int64).tolist()
+    table, order = constants.tolist()
+    expected = [0, 0]
+    for position, word in enumerate(words):
+        for lane, value in enumerate((word, word >> 32)):
+            expected[lane] += value * table[position % 64] * order[position // 64]
+    expected = [number + crc32(b"torch.float32(60, 129)") for number in expected]
+    assert whole == str([(number + 2**63) % 2**64 - 2**63 for number in expected])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_digest_sees_what_moves_and_what_changes_its_sign(dtype):
+    tensor = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0)).to(dtype)
+    signs, columns, rows = tensor.clone(), tensor.roll(1, 1), tensor.roll(1, 0)
+    signs[:, 3::4] *= -1  # only the highest bit of words, in an even number of them: their sum does not change
+    swapped = tensor.clone()
+    swapped[0, :2], swapped[0, 2:4] = tensor[0, 2:4], tensor[0, :2]  # two words
+    halves = torch.cat([tensor[256:], tensor[:256]])
+    digests = {tensor_digest(each) for each in (tensor, signs, columns, rows, swapped, halves, -tensor)}
+    assert len(digests) == 7
+
+
 def test_a_recorder_changes_nothing():
-    tensors = [("a", torch.ones(2)), ("b", torch.zeros(0))]
-    recorder = MeteredStream(iter(tensors), {})
+    sent = [("a", torch.ones(2)), ("b", torch.zeros(0))]
+    recorder = MeteredStream(iter(sent), {})
     assert [name for name, _ in recorder] == ["a", "b"]
-    assert recorder.digests == {name: tensor_digest(tensor) for name, tensor in tensors}
-    unread = MeteredStream(iter(tensors), None)
+    assert recorder.digests == {name: tensor_digest(tensor) for name, tensor in sent}
+    unread = MeteredStream(iter(sent), None)
     next(iter(unread))
     assert unread.digests is None
 
@@ -201,6 +235,18 @@ def test_fake_quantization_is_that_of_the_codes(scheme):
     torch.testing.assert_close(output, expected)
     assert not torch.equal(plain, quantized)
     assert torch.equal(plain, model(tokens).logits), "the change outlived the block"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_16_bit_copy_of_a_weight_is_rounded_as_the_weight_is_sent(own, scheme):
+    grid = torch.bfloat16
+    layer = torch.nn.Linear(512, 256, bias=False, dtype=own)
+    sent = scheme.dequantize(scheme.quantize(on_grid(layer.weight.detach(), grid)), grid).to(grid)
+    with quantized_forward(torch.nn.ModuleDict({"up": layer}), {"up"}, scheme, grid=grid):
+        layer.weight.data = layer.weight.data.to(grid)  # FSDP 2's in a forward pass (`MixedPrecisionPolicy`)
+        rounded = layer.forward._rounded(layer.weight.detach(), grid)
+    assert torch.equal(rounded, sent), "the probe would compare with other weights than the engine's"
 
 
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "fp8_block", "mxfp8"])

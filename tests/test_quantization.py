@@ -8,6 +8,8 @@ import pytest
 import torch
 from compressed_tensors.compressors.mx_utils import compress_mx_scale
 from compressed_tensors.quantization import preset_name_to_scheme
+from compressed_tensors.quantization.lifecycle import forward_helpers
+from compressed_tensors.quantization.quant_args import round_to_quantized_type_args
 from compressed_tensors.quantization.utils import calculate_qparams
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -225,6 +227,13 @@ class DivisionAsOnCUDA(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+def quantize_as_triton(x, scale, zero_point, q_min, q_max, args, dtype=None, global_scale=None):
+    """What compressed-tensors 0.19 runs on CUDA instead of `_quantize`: it divides in float32."""
+    quotient = x.float() / scale.float() + zero_point.float()
+    codes = round_to_quantized_type_args(tensor=quotient, args=args, min=q_min.float(), max=q_max.float())
+    return codes.to(x.dtype).to(dtype or x.dtype)
+
+
 def reference_scale(scheme, weight):
     """The scale that compressed-tensors computes, as a checkpoint stores it."""
     from llmcompressor.observers.helpers import flatten_for_calibration
@@ -238,10 +247,11 @@ def reference_scale(scheme, weight):
 @needs_llmcompressor
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_cuda_rounds_to_the_same_bits(scheme, dtype):
+def test_cuda_rounds_to_the_same_bits(scheme, dtype, monkeypatch):
     weight = torch.randn(512, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = scheme.quantize(weight)
     rounded = scheme.quantize_activations(weight)
+    monkeypatch.setattr(forward_helpers, "_quantize", quantize_as_triton)
     with DivisionAsOnCUDA():
         # llm-compressor divides by tensors on the weight's device, so that its bits are the same everywhere.
         reference = reference_scale(scheme, weight)

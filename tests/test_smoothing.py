@@ -5,11 +5,12 @@ import json
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import needs_vnni
 from test_sensitivity import with_outliers
 from test_uaq import VARIANTS, logits
 from test_uaq import tiny_model as architecture
-from tiny import tiny_model, tiny_tokenizer
+from tiny import rollout_settings, tiny_model, tiny_tokenizer
 
 from trl_qurl import QuRLGRPOConfig
 from trl_qurl.quantization import get_scheme
@@ -17,6 +18,7 @@ from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.smoothing import LARGEST_SCALE, can_smooth, fitted_scales, sources
 from trl_qurl.quantization.stream import WeightStream
+from trl_qurl.rollout.preparation import prepare_weights
 
 TOKENS = torch.randint(2, 97, (8, 24), generator=torch.Generator().manual_seed(0))
 FUSED = dict.fromkeys(("glm", "glm4", "phi3", "cohere", "cohere2"), 2)  # or one norm for two readers
@@ -176,6 +178,15 @@ def test_int8_is_smoothed_by_default_where_it_is_known_how(tmp_path):
     assert QuRLGRPOConfig(str(tmp_path), use_cpu=True, bf16=False).smooths is None, "the model decides"
     assert QuRLGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, smooth_activations=False).smooths is False
     assert can_smooth(tiny_model("llama")) and not can_smooth(tiny_model("opt", ffn_dim=128, word_embed_proj_dim=128))
+
+
+def test_no_model_is_passed_through_on_the_host_before_it_is_moved():
+    passes, settings = [], rollout_settings(get_scheme("int8"), smooths=True)
+    for device, expected in (("meta", 0), ("cpu", 1)):  # as if the launcher had yet to move or shard it
+        model = tiny_model(tie_word_embeddings=False).to(device)
+        model.get_decoder().register_forward_pre_hook(lambda *arguments: passes.append(1))
+        weights = prepare_weights(model, settings, Accelerator(), lambda: TOKENS[:1].tolist())
+        assert len(passes) == expected and bool(weights.smoothing.scales) == bool(expected)
 
 
 def test_an_unknown_model_is_refused_by_name():

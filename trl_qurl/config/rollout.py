@@ -68,9 +68,9 @@ class QuantizedRolloutsConfig:
 
     > Checks
 
-        sync_check_interval: Syncs between checks of the engine by digests and probe; 0 for none. Digests compare all
-            tensors on both sides. The probe compares the engine's log-probabilities of fixed prompts with the
-            trainer's own quantized forward pass, where it has one. The first sync is always checked, unless this is 0.
+        sync_check_interval: Syncs between probes of the engine; 0 for none, and no digests, which otherwise compare
+            all tensors on both sides at every sync. The probe compares the engine's log-probabilities of fixed prompts
+            with the trainer's own quantized forward pass, where it has one. The first sync is always probed.
 
     > Guard
 

@@ -27,6 +27,7 @@ class QuantizedLinear:
     scheme: QuantizationScheme
     input_scale: torch.Tensor | None = None  # of smoothing: divides inputs and multiplies columns, (in,)
     grid: torch.dtype | None = None  # to which weights are rounded first (`WeightStream.grid`)
+    dtype: torch.dtype | None = None  # of those rounded weights: a sync's, where FSDP computes with 16-bit copies
     adapted: Any = None  # PEFT's layer around it, if the engine got that merged
 
     @torch.no_grad()
@@ -47,7 +48,7 @@ class QuantizedLinear:
         if getattr(self.layer, "is_rounded", False):  # by `round_base`
             return weight.to(dtype)
         if self.grid is not None:
-            weight = weight.to(self.grid).to(weight.dtype)
+            weight = weight.to(self.grid).to(self.dtype or weight.dtype)
         if self.input_scale is not None:
             weight = (weight * self.input_scale.to(weight.device)).to(weight.dtype)
         return self.scheme.dequantize(self.scheme.quantize(weight), dtype).to(dtype)
@@ -69,7 +70,8 @@ def quantized_forward(
     for name, layer in linear_layers(model, layers):
         scale = smoothing.input_scale(name) if smoothing else None
         modules.append(adapted.get(layer, layer))
-        modules[-1].forward = QuantizedLinear(layer, scheme, scale, grid, adapted.get(layer))  # hides its class's
+        rounded = QuantizedLinear(layer, scheme, scale, grid, layer.weight.dtype, adapted.get(layer))
+        modules[-1].forward = rounded  # hides its class's
     try:
         yield
     finally:

@@ -61,7 +61,7 @@ class WeightStream:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Convert a model's parameters, without adapters, to tensors in checkpoint format, one layer at a time.
 
-        `dtype` casts tensors that are not quantized. The engine would cast them to the same bits, so this only saves
+        `dtype` casts matrices that are not quantized. The engine would cast them to the same bits, so this only saves
         bandwidth. If `is_exact`, codes are made from float32 and do not depend on the dtype of the parameters.
 
         Raises `ValueError` if the scheme cannot store a layer, or, after the last tensor, if a layer is missing.
@@ -76,7 +76,7 @@ class WeightStream:
             if layer is not None:
                 missing.remove(layer)
             if self.scheme is None or layer is None:
-                yield name, weight.to(_sent_dtype(weight.dtype, dtype))
+                yield name, _cast(weight, dtype)
             else:
                 yield from ((f"{layer}.{suffix}", part) for suffix, part in self.scheme.quantize(weight).items())
         if missing and self.scheme is not None:
@@ -90,7 +90,7 @@ class WeightStream:
         for name, tensor in self.form.layout[parameter].items():
             layer = _layer(name, self.layers)
             if self.scheme is None or layer is None:
-                yield name, tensor.to(_sent_dtype(tensor.dtype, dtype))
+                yield name, _cast(tensor, dtype)
             else:
                 yield from ((f"{layer}.{suffix}", part) for suffix, part in self.scheme.layout(tensor).items())
 
@@ -110,5 +110,6 @@ def _layer(name: str, layers: Collection[str]) -> str | None:
     return layer if layer != name and layer in layers else None
 
 
-def _sent_dtype(own: torch.dtype, target: torch.dtype | None) -> torch.dtype:
-    return own if target is None or not own.is_floating_point else target
+def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Cast a matrix; engines keep some vectors in float32, and those are small."""
+    return tensor if dtype is None or tensor.dim() < 2 or not tensor.is_floating_point() else tensor.to(dtype)

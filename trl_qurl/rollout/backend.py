@@ -159,10 +159,11 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self._folder = folder  # keep alive: the worker re-reads the starting checkpoint's headers
         colocated.release_when_deleted(self.llm)
         engine = colocated.ColocatedEngine(self.llm, self._sleeps)
+        name = engine.describe().dtype
+        dtype = getattr(torch, name) if name else None  # casting in the trainer saves memory, and bytes to digest
         if self.base is None:
-            return engine, None, folder if by_files else None
-        dtype = getattr(torch, engine.describe().dtype or "float32")
-        self.base.round(dtype)
+            return engine, dtype, folder if by_files else None
+        self.base.round(dtype or torch.float32)
         return engine, dtype, folder
 
     def _write_start(self, folder: CheckpointFolder) -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.distributed import DistributedBackend
 
@@ -18,6 +19,8 @@ from trl_qurl.quantization.layers import ignored_modules
 from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.smoothing import can_smooth
 from trl_qurl.quantization.stream import WeightStream
+
+logger = get_logger(__name__)  # of the main process
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's `mixed_precision`
 
@@ -35,7 +38,7 @@ class RolloutSettings:
     checkpoint_dir: str | None  # where to write checkpoints for the engine; `None` to choose
     engine_kwargs: dict[str, Any]  # extra arguments of the colocated engine
     seed: int  # of the noise that tokens are sampled with
-    sync_check_interval: int  # syncs between checks by digest and probe; 0 to disable
+    sync_check_interval: int  # syncs between probes; 0 to disable them and digests
     request_timeout: float  # seconds that a request to a server may take
 
 
@@ -45,7 +48,7 @@ def prepare_weights(
     """Return the stream of weights to send, smoothed for the tokens of the first prompts where that is possible.
 
     A collective operation. `prompts` returns the tokens of a few prompts, or none if they are not known yet. Then, and
-    under ZeRO-3, smoothing begins with the second rollout. Raises `ValueError` as
+    where FSDP or DeepSpeed prepares the model later, smoothing begins with the second rollout. Raises `ValueError` as
     `check_policy` does.
     """
     check_policy(plain_model(model))
@@ -57,7 +60,11 @@ def prepare_weights(
         weights.grid = AUTOCAST.get(accelerator.mixed_precision)
     if weights.smoothing is None:
         return weights
-    sequences = [] if DistributedBackend(accelerator).is_zero3 else prompts()
+    # FSDP and DeepSpeed leave the model on the host for now, where one core would take minutes for these passes.
+    arrives_later = DistributedBackend(accelerator).is_zero3 or model.device.type != accelerator.device.type
+    sequences = [] if arrives_later else prompts()
+    if not sequences:
+        logger.info("Smoothing begins with the second rollout, because the model or its prompts come later.")
     scales: list[Any] = [{}]  # made by the main process, because others may not have loaded the weights
     if accelerator.is_main_process and sequences:
         weights.fit_smoothing(model, sequences)

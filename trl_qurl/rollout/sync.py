@@ -6,7 +6,7 @@ The path of a weight tensor, file by file:
 2. `rollout/sync.py` (this file): names the update, and meters its stream of tensors (bytes, seconds, digests).
 3. `quantization/stream.py`: splits parameters as the model's checkpoint does (`checkpoint_form.py`), and turns each
    weight into the tensors of its format, one layer at a time.
-4. `quantization/scheme.py`, `quantization/packing.py`: rounding and packing, by compressed-tensors.
+4. `quantization/scheme.py`, `quantization/packing.py`: rounding and packing, with compressed-tensors.
 5. `rollout/directory.py`, `quantization/storage.py`: files of a checkpoint or an adapter, unless tensors are streamed.
 6. `rollout/engine/colocated.py` or `served.py`: one call to the engine's workers.
 7. `rollout/engine/worker.py`: vLLM's own reload, in the worker.
@@ -90,12 +90,13 @@ class WeightSync:
 
         Adds to `cost`. Raises `SyncError` if the engine does not hold the weights that were sent, and `RuntimeError`
         if it could not load them (`ServerError` from a server). A retry after a server fault (`is_repeated`) is always
-        checked, regardless of the interval.
+        checked and probed, regardless of the interval.
         """
         if self.weights.smoothing is not None and not is_repeated:
             self.weights.smoothing.begin_sync()
         interval = self.settings.sync_check_interval
-        is_checked = is_repeated or (interval > 0 and self._count % interval == 0)
+        is_checked = interval > 0 or is_repeated
+        is_probed = is_checked and (is_repeated or self._count % interval == 0)
         self._check_base(cost, is_repeated)
         started = time.perf_counter()
         self._count += 1
@@ -118,13 +119,15 @@ class WeightSync:
             self.require_version()
 
         raise_everywhere(verify, self.settings.is_served)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # the engine has streams of its own, and seconds should include its copies
         self._sent = (self.global_step(), fingerprint(self.model))
         cost.sync_s += time.perf_counter() - started
         cost.quantize_s += stream.source_s
         cost.check_s += stream.digest_s
         cost.sent_bytes += stream.nbytes
         # Digests would hide a race between a receiver's streams, and no GPU has shown yet that there is none.
-        if is_checked or (interval > 0 and self.settings.is_served and self.folder is None):
+        if is_probed or (interval > 0 and self.settings.is_served and self.folder is None):
             started = time.perf_counter()
             cost.metrics |= self._check_probe()
             cost.check_s += time.perf_counter() - started

@@ -5,16 +5,21 @@ tensor as it left the trainer with the tensor as it entered the engine. The prob
 check and covers what happens afterward.
 """
 
+import functools
 import hashlib
 import math
 import time
 from collections.abc import Iterator, Mapping
+from zlib import crc32
 
 import torch
+from torch import nn
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.rollout.engine.interface import NOT_RECEIVED
 from trl_qurl.rollout.errors import SyncError
+
+WORDS = 2**16  # of 64 bits that a digest adds up at a time: on a CPU, they stay in the cache
 
 
 def find_not_finite(named_tensors: NamedTensors, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -41,11 +46,38 @@ def require_finite(names: list[str]) -> None:
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Return a digest of a tensor's dtype, shape, and bytes, the same on every device and in every process."""
-    data = tensor.detach().to("cpu").contiguous()
-    digest = hashlib.blake2b(f"{data.dtype}{tuple(data.shape)}".encode(), digest_size=16)
-    if data.numel():
-        digest.update(data.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    return _read([_digest(tensor)])[0]
+
+
+def _digest(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the digest's two numbers, (2,), still on the tensor's device, without waiting for it.
+
+    Words of 64 bits are multiplied by odd constants and added, all modulo 2^64: exact, so the order does not matter.
+    One changed bit always changes the first sum. Two highest bits (signs) would cancel, so the second sum is that of
+    the words' upper halves.
+    """
+    data = tensor.detach().contiguous().flatten().view(torch.uint8)
+    if len(data) % 8 or data.storage_offset() % 8:
+        data = nn.functional.pad(data, (0, -len(data) % 8))
+    words = data.view(torch.int64)
+    table, order = _constants(words.device)
+    whole = len(words) // WORDS * WORDS
+    parts = [*words[:whole].view(-1, WORDS).split(1 if words.device.type == "cpu" else 64), words[None, whole:]]
+    sums = [(half * table[: rows.shape[1]]).sum(1) for rows in parts for half in (rows, rows >> 32)]
+    lanes = torch.stack([torch.cat(sums[::2]), torch.cat(sums[1::2])])
+    return (lanes * order[: lanes.shape[1]]).sum(1) + crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+
+
+@functools.cache
+def _constants(device: torch.device) -> torch.Tensor:
+    """Return odd numbers to multiply words with, and sums of words, (2, `WORDS`)."""
+    random = bytearray(hashlib.shake_128().digest(16 * WORDS))
+    return (torch.frombuffer(random, dtype=torch.int64) | 1).view(2, WORDS).to(device)
+
+
+def _read(digests: list[torch.Tensor]) -> list[str]:
+    """Read all digests, with one wait for their device."""
+    return [str(numbers) for numbers in torch.stack([each.to(digests[0].device) for each in digests]).tolist()]
 
 
 def base_digests(named_tensors: NamedTensors, dtype: torch.dtype) -> dict[str, str]:
@@ -65,6 +97,7 @@ class MeteredStream:
         self.digest_s = 0.0  # spent on digests
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        digests: dict[str, torch.Tensor] = {}
         while True:
             started = time.perf_counter()
             item = next(self._named_tensors, None)
@@ -75,9 +108,11 @@ class MeteredStream:
             self.nbytes += tensor.nbytes
             if self.digests is not None:
                 started = time.perf_counter()
-                self.digests[name] = tensor_digest(tensor)
+                digests[name] = _digest(tensor)
                 self.digest_s += time.perf_counter() - started
             yield name, tensor
+        if self.digests is not None and digests:
+            self.digests |= zip(digests, _read(list(digests.values())), strict=True)
 
 
 def compare_digests(sent: Mapping[str, str], received: Mapping[str, str]) -> None:

@@ -1,0 +1,237 @@
+"""The trainer's side of a sync on a CUDA device that is only in PyTorch's books (`FakeTensorMode`).
+
+No number is computed. What a GPU would do differently from a CPU becomes visible: tensors of two devices in one
+operation raise, and a dispatch mode counts launches, memory, and what makes the CPU wait for the GPU. Where PyTorch
+would reach for a CUDA build before any operator, doubles answer.
+"""
+
+import collections
+import traceback
+import weakref
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers.initialization import no_init_weights
+
+from trl_qurl.quantization import SCHEMES
+from trl_qurl.quantization.fake_quantization import QuantizedLinear
+from trl_qurl.quantization.merging import model_parameters
+from trl_qurl.quantization.stream import WeightStream, on_grid
+from trl_qurl.quantization.uaq import scale_model_
+from trl_qurl.rollout.checks import tensors as checks
+
+GRID = torch.bfloat16
+LAYERS = 3
+CHUNKS = 2**27  # bytes: what is rounded or digested at a time
+# Of Qwen2.5-0.5B, with fewer layers: all budgets are per layer or tensor.
+SHAPE = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
+LAUNCHES = {
+    "int8": 1000,
+    "fp8": 920,
+    "fp8_block": 920,
+    "mxfp8": 1060,
+    "w4a16": 1210,
+    "w8a16": 1170,
+}  # per decoder layer
+VIEWS = {
+    "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "split", "split_with_sizes",
+    "unsqueeze", "squeeze", "detach", "alias", "as_strided", "unbind", "chunk", "unflatten", "_reshape_alias", "empty",
+    "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "_local_scalar_dense",
+}  # fmt: skip
+
+
+class Watch(TorchDispatchMode):
+    """Counts what operators would do to a GPU, and answers what `FakeTensorMode` cannot: the values of scalars."""
+
+    def __init__(self):
+        super().__init__()
+        self.launches, self.live, self.peak = 0, 0, 0
+        self.waits, self.doubles = collections.Counter(), collections.Counter()
+        self._seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return self.scalar(args[0])
+        result, name = function(*args, **(kwargs or {})), function.overloadpacket.__name__
+        inputs, outputs = ([x for x in tree_leaves(each) if isinstance(x, torch.Tensor)] for each in (args, result))
+        if name in ("_to_copy", "copy_"):
+            source = args[1] if name == "copy_" else args[0]
+            if source.is_cuda and not result.is_cuda:
+                self.waits[f"copy to the host in {line()}"] += 1
+        on_gpu = [x for x in outputs if x.is_cuda]
+        self.launches += name not in VIEWS and (bool(on_gpu) or any(x.is_cuda for x in inputs))
+        for each in on_gpu:
+            self.doubles[line()] += each.dtype is torch.float64
+            self._allocate(each.untyped_storage())
+        return result
+
+    def scalar(self, tensor):
+        """A tensor's value on the host: a wait, and an answer that no code here minds."""
+        self.waits[f"scalar in {line()}"] += tensor.is_cuda
+        return False if tensor.dtype is torch.bool else 1.0 if tensor.dtype.is_floating_point else 1
+
+    def _allocate(self, storage):
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._seen:
+            self._seen.add(key)
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key, size):
+        self._seen.discard(key)
+        self.live -= size
+
+    def begin(self):
+        self.launches, self.base, self.peak = 0, self.live, self.live
+        self.waits.clear(), self.doubles.clear()
+
+
+def line():
+    """The innermost line of ours."""
+    frames = [frame for frame in traceback.extract_stack() if "/trl_qurl/" in frame.filename]
+    return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else "a test"
+
+
+def getitem(tensor, index):
+    """`tensor[index]` by operators, for slices, `None`, numbers, and `...` before them."""
+    index = list(index) if isinstance(index, tuple) else [index]
+    if Ellipsis in index:
+        at = index.index(Ellipsis)
+        index[at : at + 1] = [slice(None)] * (tensor.dim() - sum(each is not None for each in index) + 1)
+    dim = 0
+    for each in index:
+        if isinstance(each, int):
+            tensor = tensor.select(dim, each)
+            continue
+        if each is None:
+            tensor = tensor.unsqueeze(dim)
+        elif each != slice(None):
+            tensor = torch.ops.aten.slice.Tensor(tensor, dim, *each.indices(tensor.shape[dim]))
+        dim += 1
+    return tensor
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    watch, ones = Watch(), lambda shape, value: [ones(shape[1:], value) for _ in range(shape[0])] if shape else value
+    # These reach a device guard, which a build without CUDA has not, before any operator.
+    for name, kind in {"item": lambda x: x, "__float__": float, "__int__": int, "__bool__": bool}.items():
+        monkeypatch.setattr(FakeTensor, name, lambda x, kind=kind: kind(watch.scalar(x)), raising=False)
+    monkeypatch.setattr(FakeTensor, "__getitem__", getitem, raising=False)
+    monkeypatch.setattr(FakeTensor, "tolist", lambda x: ones(tuple(x.shape), watch.scalar(x)), raising=False)
+    new_tensor = lambda x, data, dtype=None: x.new_zeros(len(data), dtype=dtype)  # noqa: E731
+    monkeypatch.setattr(FakeTensor, "new_tensor", new_tensor, raising=False)
+    constants = lambda device: torch.ones(2, checks.WORDS, dtype=torch.int64, device=device)  # noqa: E731
+    monkeypatch.setattr(checks, "_constants", constants)
+    for scheme in SCHEMES.values():  # its samples are real tensors, or would be fake ones forever
+        scheme.layout(torch.empty(128, 256, device="meta"))
+    with FakeTensorMode(allow_non_fake_inputs=True), watch:
+        yield watch
+
+
+def policy(device="cuda"):
+    config = Qwen2Config(**SHAPE, num_hidden_layers=LAYERS, vocab_size=151936, tie_word_embeddings=True)
+    with torch.device(device), no_init_weights():
+        model = Qwen2ForCausalLM(config)
+    model.tie_weights()
+    return model.eval()
+
+
+def sync(watch, name, plant=lambda tensor: tensor):
+    """A checked sync, smoothed where the format is. `plant` is a fault, which gets each tensor on its way."""
+    model, scheme, names = policy(), SCHEMES[name], []
+    weights = WeightStream(model, scheme, smooths=scheme.is_smoothed)
+    if scheme.is_smoothed:
+        weights.smoothing.begin_sync()  # collects, as in the syncs before a fit
+        for (
+            source,
+            each,
+        ) in weights.smoothing._sources.items():  # on the host, as the first fit's broadcast leaves them
+            weights.smoothing.scales[source] = torch.ones(model.get_submodule(each.layers[0]).in_features)
+    watch.begin()
+    whole = ((each, on_grid(parameter, GRID)) for each, parameter in model_parameters(model))
+    made = weights.tensors(checks.find_not_finite(whole, names), GRID)
+    for _, tensor in checks.MeteredStream(((name, plant(tensor)) for name, tensor in made), {}):
+        assert tensor.is_cuda
+    return model, LAUNCHES[name]
+
+
+def check_budgets(watch, model, launches):
+    parameters = dict(model.named_parameters())
+    largest = max(parameter.nbytes for parameter in parameters.values())
+    assert watch.waits.total() <= len(parameters) + 1, f"more waits than tensors: {watch.waits}"
+    assert not watch.doubles.total(), f"64 bits, at half of the speed or less: {watch.doubles}"
+    assert watch.launches <= launches * LAYERS + 120, f"{watch.launches} launches"
+    peak = watch.peak - watch.base
+    assert peak <= 1.5 * largest + CHUNKS, f"peak of {peak / largest:.2f} tensors"
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_checked_sync_stays_on_the_device_and_within_its_budgets(name, watch):
+    check_budgets(watch, *sync(watch, name))
+
+
+def launch_more(tensor):
+    for _ in range(40):
+        tensor = tensor.clone()
+    return tensor
+
+
+KEPT = []
+PLANTED = {
+    "a copy to the host": (lambda tensor: (tensor.cpu(), tensor)[1], "more waits than tensors.*copy to the host"),
+    "a wait": (lambda tensor: (tensor.flatten().select(0, 0).item(), tensor)[1], "more waits than tensors.*scalar"),
+    "64 bits": (lambda tensor: (tensor.to(torch.float32).double(), tensor)[1], "64 bits"),
+    "small launches": (launch_more, "launches"),
+    "tensors kept": (lambda tensor: (KEPT.append(tensor.float()), tensor)[1], "peak of"),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_fault_exceeds_its_budget(fault, watch):
+    plant, message = PLANTED[fault]
+    with pytest.raises(AssertionError, match=message):
+        check_budgets(watch, *sync(watch, "int8", plant))
+    KEPT.clear()
+
+
+def test_tensors_of_two_devices_do_not_meet(watch):
+    with pytest.raises(RuntimeError, match="two different devices|found at least two devices|different devices"):
+        sync(watch, "int8", lambda tensor: tensor + torch.ones(tensor.shape))
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEMES if not name.endswith("a16")])  # those read a shape's values
+def test_a_layer_of_the_probe_stays_on_the_device(name, watch, monkeypatch):
+    with torch.device("cuda"), no_init_weights():
+        layer, inputs = torch.nn.Linear(1024, 512), torch.empty(1, 8, 1024, dtype=GRID)
+    scale = torch.ones(1024)  # on the host, as the first fit's broadcast leaves it
+    watch.begin()
+    rounded = QuantizedLinear(layer, SCHEMES[name], scale, GRID, torch.float32)
+    with torch.no_grad():
+        assert rounded(inputs).is_cuda
+    assert watch.waits.total() == 0 and watch.launches <= 110, (watch.waits, watch.launches)
+
+
+def test_smoothing_and_uaq_stay_on_the_device(watch):
+    model = policy()
+    stream = WeightStream(model, SCHEMES["int8"], smooths=True)
+    smoothing = stream.smoothing
+    smoothing.collects = True
+    watch.begin()
+    for _, tensor in smoothing.fold(stream.form.convert(model_parameters(model))):
+        assert tensor.is_cuda
+    for source, each in smoothing._sources.items():
+        inputs = torch.empty(4, 256, model.get_submodule(each.layers[0]).in_features, device="cuda")
+        smoothing._record_inputs(source, None, (inputs,))
+    assert watch.waits.total() == 0, watch.waits
+    smoothing.fit(is_shared=False)
+    assert all(scale.is_cuda for scale in smoothing.scales.values())
+    assert watch.waits.total() <= len(smoothing._sources), watch.waits
+    watch.begin()
+    scale_model_(model, 1.5)
+    assert watch.waits.total() == 0 and watch.launches <= 20 * LAYERS, (watch.waits, watch.launches)
