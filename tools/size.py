@@ -65,7 +65,7 @@ def main() -> int:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     entries = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     rows = [
-        ("core, lines", total(core), 8_400),
+        ("core, lines", total(core), 8_550),
         ("lab, lines", total(lab), 5_000),
         ("tests, lines", total(python_files(ROOT / "tests")), None),
         (f"files over {LONGEST_FILE} lines", len(long), 0),
