@@ -386,6 +386,15 @@ def test_dropout_is_found_in_modules_and_in_the_configuration(trainer, monkeypat
     assert has_dropout(trainer.model)
     monkeypatch.setattr(trainer.model.dropped, "p", 0.0)
     assert not has_dropout(trainer.model)
+    for name, found in (("classifier_dropout", False), ("hidden_dropout", True), ("router_jitter_noise", True)):
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.model.config, name, 0.1, raising=False)
+            assert has_dropout(trainer.model) is found, name
+    assert trainer._scores_in_update is False  # several updates
+    one_update_per_rollout(trainer, monkeypatch)
+    assert trainer._scores_in_update
+    monkeypatch.setattr(trainer.args, "neftune_noise_alpha", 5.0)
+    assert not trainer._scores_in_update, "the rollout would be scored with noise"
 
 
 class OwnLoss(QuRLGRPOTrainer):

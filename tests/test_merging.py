@@ -100,6 +100,7 @@ CHANGES = {
     "an optimizer": lambda p: p.detach().add_(1e-3),
     "one value": lambda p: p.detach().view(-1)[1].add_(1e-3),
     "averages": lambda p: p.data.copy_(p.data + 1e-3),
+    "one value of averages": lambda p: p.data.view(-1)[1].add_(0.1),
     "another tensor": lambda p: setattr(p, "data", p.data + 1e-3),
 }
 
@@ -111,6 +112,24 @@ def test_a_fingerprint_knows_later_weights(change):
     model(torch.tensor([[5, 6, 7]])).logits.sum().backward()
     assert fingerprint(model) == before
     CHANGES[change](model.model.layers[1].mlp.up_proj.weight)
+    assert fingerprint(model) != before
+
+
+def test_a_fingerprint_knows_what_adapters_do():
+    model = get_peft_model(tiny_model(), lora(modules_to_save=["norm"]))
+    model.add_adapter("other", model.peft_config["default"])
+    before = fingerprint(model)
+    with model.disable_adapter():
+        assert fingerprint(model) != before
+        merged, base = dict(model_parameters(model, merges=True)), dict(model_parameters(model))
+        name = "model.layers.1.mlp.down_proj.weight"
+        assert torch.equal(merged[name], base[name]), "an engine would get the adapter that the trainer leaves out"
+    assert fingerprint(model) == before
+    layer = model.base_model.model.model.layers[1].mlp.down_proj
+    layer.scaling["default"] *= 10
+    assert fingerprint(model) != before
+    layer.scaling["default"] /= 10
+    model.set_adapter("other")
     assert fingerprint(model) != before
 
 

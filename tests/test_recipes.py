@@ -389,6 +389,7 @@ def test_another_dataset_drops_the_tasks_of_a_recipe(argv, tasks, tmp_path, capl
     ("text", "message"),
     [
         ("rollout_quantization: off", "rollout_quantization is False: write 'none', or one of int8, fp8"),
+        ("objective: off", "objective is False, but must be one of 'acr', 'tis'"),
         ("rollout_quantization: 8", "rollout_quantization is 8: write 'none', or one of int8"),
         ("quantization_ignore:", r"quantization_ignore is None, but must be a list of patterns, or \[\] for none"),
         ("quantization_ignore: [1]", r"quantization_ignore is \[1\], but must be a list of patterns"),

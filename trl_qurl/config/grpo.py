@@ -53,7 +53,7 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
         vllm_importance_sampling_mode: How TRL computes the importance ratio. Defaults to `token_truncate`, because our
             objectives are per token; with `objective="trl"`, to TRL's own default.
         vllm_importance_sampling_clip_max: Cap C of the importance ratio (a ratio, not a log). Defaults to 2.0; with
-            `objective="trl"`, to TRL's own default. As in TRL, `None` is no cap.
+            `objective="trl"`, to TRL's own default.
     """
 
     vllm_importance_sampling_mode: str | None = None
@@ -65,7 +65,7 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
     def __post_init__(self) -> None:
         default = next(name for name in ("acr", "tis", TRL_LOSS) if self._conflict(name) is None)
         is_explicit = self.objective is not None
-        self.objective = self.objective or default
+        self.objective = default if self.objective is None else self.objective
         check_choice(self, "objective", (*OBJECTIVES, TRL_LOSS))
         super().__post_init__()
         if self.dynamic_sampling_reward is not None and not self.dynamic_sampling:

@@ -21,7 +21,7 @@ QUANTITY = re.compile(
 )
 SYMBOLS = re.compile(r"[\\=^_+*<>{}|]")  # of formulas
 WORD = re.compile(r"(?<![^\W_])(?!(?:and|or|sin|cos|tan|log|ln|exp|sqrt|pi|mod)\b)[^\W\d_]{2,}")
-DATE = re.compile(r"\d+([-/.])\d+\1\d+")  # no difference or quotient
+CODE = re.compile(r"\d+([-/.:])\d+(?:\1\d+)+|\d{1,2}:\d\d|\d{3}-\d{4}")  # a date, time or number of a phone
 
 
 def as_solution(answer: str) -> str:
@@ -34,7 +34,7 @@ def as_solution(answer: str) -> str:
     plain = STYLED.sub(r"\1", final)
     if quantity := QUANTITY.fullmatch(plain):
         return f"{quantity['currency']}${quantity['number']}${quantity['unit'] or ''}"
-    if DATE.fullmatch(plain) or (WORD.search(plain) and not SYMBOLS.search(plain)):
+    if CODE.fullmatch(plain) or (WORD.search(plain) and not SYMBOLS.search(plain)):
         return f"$\\text{{{plain}}}$"
     return f"${final}$"
 

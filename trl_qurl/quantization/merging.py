@@ -43,7 +43,7 @@ def merged_layer(layer: Any) -> dict[str, torch.Tensor]:
         copies = {name: gathered(p).to(torch.float32, copy=True) for name, p in layer.named_parameters()}
         with replace_parameters(layer, copies, tie_weights=True):
             for each in layer.modules():  # an adapter of experts may be around another one
-                if hasattr(each, "base_layer") and not each.merged:  # by a user
+                if hasattr(each, "base_layer") and not each.merged and not each.disable_adapters:  # by a user
                     each.merge()
                     each.merged_adapters.clear()  # only copies are
             return {name: p.to(dtypes[name]) for name, p in layer.get_base_layer().named_parameters()}

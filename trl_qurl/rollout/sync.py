@@ -222,13 +222,19 @@ def policy_parameters(model: Any, grid: torch.dtype | None) -> Iterator[tuple[st
     return ((name, on_grid(whole, grid)) for name, whole in model_parameters(model, merges=True))
 
 
-def fingerprint(model: Any) -> tuple[list[int], bytes]:
-    """Return what tells weights from later ones: version counters, and some values, because `.data` counts none."""
+def fingerprint(model: Any) -> tuple[list[int], bytes, list[str]]:
+    """Return what tells weights from later ones: version counters, some values and sums, and what adapters do.
+
+    Values, because writing to `.data` counts no version.
+    """
     reshard(model)
     shards = [getattr(each, "ds_tensor", each).detach() for each in model.parameters()]  # ZeRO-3's
     flat = [(each.to_local() if isinstance(each, DTensor) else each).flatten() for each in shards]
     values = [each[:: max(1, len(each) // 64)].to(model.device, torch.float32) for each in flat]
-    return [each._version for each in model.parameters()], torch.cat(values).cpu().numpy().tobytes()
+    values += [each.sum(dtype=torch.float32).reshape(1).to(model.device) for each in flat]
+    adapters = [each for each in model.modules() if hasattr(each, "base_layer") or hasattr(each, "modules_to_save")]
+    in_use = [str((a.disable_adapters, a.active_adapters, getattr(a, "scaling", None))) for a in adapters]
+    return [each._version for each in model.parameters()], torch.cat(values).cpu().numpy().tobytes(), in_use
 
 
 def stream_metadata(weights: WeightStream, dtype: torch.dtype | None = None) -> TensorMetadata:

@@ -124,7 +124,7 @@ class QuRLGRPOTrainer(QuantizedRolloutsMixin, GRPOTrainer):
         """True if the loss computes `proximal_logps`: every token is trained on before the policy changes."""
         methods = "_compute_loss", "_get_per_token_logps_and_entropies"
         is_ours = all(getattr(type(self), name) is getattr(QuRLGRPOTrainer, name) for name in methods)
-        if self.args.objective == TRL_LOSS or not is_ours or has_dropout(self.model):
+        if self.args.objective == TRL_LOSS or not is_ours or self.args.neftune_noise_alpha or has_dropout(self.model):
             return False
         return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
 
@@ -198,9 +198,11 @@ def cap_of(args: Any) -> float:
 
 
 def has_dropout(model: Any) -> bool:
-    """Return whether a model in train mode computes with dropout."""
-    attention = getattr(model.config.get_text_config(), "attention_dropout", None)
-    return bool(attention) or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    """Return whether a model in train mode computes with dropout, or a router with noise."""
+    config = model.config.get_text_config().to_dict()
+    names = [name for name in config if ("drop" in name or "jitter" in name) and not name.startswith("classifier")]
+    is_set = any(config[name] for name in names)
+    return is_set or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
 
 
 def objective_terms(
