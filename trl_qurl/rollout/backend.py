@@ -7,7 +7,7 @@ parent's code still generates completions.
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +171,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         logger.info("Writing %s weights for vLLM to %s.", label, folder.path)
         if self.base is not None:
             return self.base.write(folder)
-        return folder.write("start", self.weights.tensors(policy_parameters(self.model, self.weights.grid)))
+        return folder.write("start", self.weights.tensors(self.policy_parameters()))
 
     @property
     def _sleeps(self) -> bool:
@@ -194,6 +194,10 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         started = time.perf_counter()
         recover(functools.partial(self.sync.push, self._cost), self._reconnect)
         self._seconds_in_syncs += time.perf_counter() - started
+
+    def policy_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what a sync sends, before it is quantized. A collective operation: read to the end."""
+        return policy_parameters(self.model, self.weights.grid)
 
     # Generation ------------------------------------------------------------------------------------------------------
 

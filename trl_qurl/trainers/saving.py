@@ -29,7 +29,6 @@ from trl_qurl.rollout.adapter import FrozenBase, adapter_rank, adapter_tensors, 
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.recovery import raise_everywhere
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.rollout.sync import policy_parameters
 
 logger = get_logger(__name__)  # logs in the main process only
 
@@ -61,7 +60,7 @@ def write_quantized(
     writer = CheckpointWriter(plain_model(model), generation.processing_class, weights.scheme, weights.ignore)
     parameters: Iterable[Any]
     if base is None:
-        parameters = policy_parameters(model, generation.weights.grid)
+        parameters = generation.policy_parameters()
         tensors, adapter, rank = weights.tensors(parameters), None, 0
     else:
         tensors, adapter, rank = base.quantized_tensors(), adapter_tensors(model), engine_rank(adapter_rank(model))
