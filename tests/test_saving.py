@@ -286,6 +286,7 @@ def trainer(tmp_path):
         weights=weights,
         processing_class=tiny_tokenizer(),
         base=FrozenBase(model, weights, rounds=False),
+        policy_parameters=lambda: policy_parameters(model, None),
     )
     return trainer
 
