@@ -31,6 +31,10 @@ COLOCATED = {
     "fp8": ({"rollout_quantization": "fp8"}, []),
     "w4a16": ({"rollout_quantization": "w4a16", "sync_check_interval": 1}, []),
     "w4a16, LoRA on values": ({"rollout_quantization": "w4a16"}, ["--lora", "--lora-targets", "v_proj"]),
+    "w4a16 and int8": (
+        {"rollout_quantization": {"re:.*down_proj": "w4a16", "re:.*layers.0.*o_proj": "none", "*": "int8"}},
+        [],
+    ),
     "int8, with the head": ({"quantization_ignore": [], "sync_check_interval": 1}, ["--untied"]),
     "w4a16, with the head": (
         {"rollout_quantization": "w4a16", "quantization_ignore": [], "sync_check_interval": 1},
@@ -102,10 +106,11 @@ def test_colocated_engine_holds_the_trained_weights(case, colocated):
     record, fresh = colocated[case]
     if "sync_check_interval" in config:
         assert any("sync/probe_ratio" in row for row in record["history"]) == ("FP8 cache" not in case)
-    is_bf16 = config.get("rollout_quantization", "int8") in (None, "w4a16")
+    formats = config.get("rollout_quantization", "int8")
+    is_bf16 = formats is None or "w4a16" in formats or isinstance(formats, dict)
     assert_synced(record, fresh, lora="--lora" in arguments, tolerance=SAME_BF16 if is_bf16 else SAME)
     assert_sends_everything(record)
-    assert_metrics(record["history"], config.get("rollout_quantization", "int8"))
+    assert_metrics(record["history"], "w4a16" if isinstance(formats, dict) else formats)
 
 
 def assert_metrics(history, scheme):

@@ -34,6 +34,7 @@ from transformers import (
 from trl_qurl import cli
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.layers import check_recurrent_layers
+from trl_qurl.quantization.plan import fingerprint
 from trl_qurl.rollout.engine.colocated import prepare_process
 from trl_qurl.rollout.engine.interface import WeightUpdate
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION, ServedEngine
@@ -469,7 +470,7 @@ def test_unquantized_server_for_a_quantized_run(train):
 def test_server_with_packed_weights_of_another_width():
     run = {name: stream_of(tiny_model(), name) for name in ("w8a16", "w4a16")}
     given = {name: {"plan": weights.plan, "shapes": shapes_of(weights)} for name, weights in run.items()}
-    started = run["w8a16"].plan.fingerprint(shapes_of(run["w8a16"]))
+    started = fingerprint(run["w8a16"].plan.schemes, shapes_of(run["w8a16"]))
     with answering(WITH_NCCL, DESCRIPTION, version="0.31.0", started=started) as url:
         ServedEngine(base_url=url, **given["w8a16"]).init_communicator()
         message = r"down_proj.weight_scale \(w4a16, shape \[128, 1\] here and w8a16, shape \[128, 1\] there\). Restart"
@@ -524,7 +525,7 @@ RANK_9 = ("--use_peft", "--lora_r", "9", "--lora_target_modules", "all-linear")
 )
 def test_server_that_takes_no_such_adapter(served_rank, arguments, parts, train):
     weights = stream_of(tiny_model(), "w4a16")
-    started, served = weights.plan.fingerprint(shapes_of(weights)), {"max_lora_rank": served_rank}
+    started, served = fingerprint(weights.plan.schemes, shapes_of(weights)), {"max_lora_rank": served_rank}
     with answering(WITHOUT_NCCL, {**DESCRIPTION, **served}, started=started) as url:
         connection = ["--vllm_mode", "server", "--vllm_server_base_url", url, "--rollout_quantization", "w4a16"]
         message = train(*connection, *arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,8 +103,9 @@ def fitting_formats(
     return fitting
 
 
-def label(name: str) -> str:
-    """Return a format's display name, keeping what follows it, as in `int8, 3 kept`."""
+def label(name: str | Mapping[str, str]) -> str:
+    """Return the display name of a format, or formats by pattern, keeping what follows it, as in `int8, 3 kept`."""
+    name = "-".join(dict.fromkeys(name.values())) if isinstance(name, Mapping) else name
     scheme, comma, rest = name.partition(",")
     return "16 bits" if name == BASELINE else scheme.upper() + comma + rest
 

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.quantization.plan import Formats, QuantizationPlan, make_plan
+from trl_qurl.quantization.plan import Formats, QuantizationPlan, format_name, make_plan
 from trl_qurl.quantization.storage import check_replaceable, new_directory, write_config, write_tensors
 from trl_qurl.quantization.stream import WeightStream
 
@@ -61,7 +61,9 @@ def write_checkpoint(
     if quantizer == "llmcompressor":
         writer.write_with_llmcompressor(model_parameters(model), output_dir)
     else:
-        parameters = tqdm(list(model_parameters(model)), f"Rounding to {plan.name.upper()}", disable=None)
+        parameters = tqdm(
+            list(model_parameters(model)), f"Rounding to {format_name(plan.formats).upper()}", disable=None
+        )
         writer.write(WeightStream(model, plan).tensors(parameters), output_dir)
 
 

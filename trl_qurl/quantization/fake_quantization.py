@@ -15,7 +15,7 @@ from torch import nn
 from trl_qurl.quantization.checkpoint_form import whole
 from trl_qurl.quantization.layers import linear_layers
 from trl_qurl.quantization.merging import merged_layer
-from trl_qurl.quantization.plan import QuantizationPlan
+from trl_qurl.quantization.plan import QuantizationPlan, format_name
 from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.smoothing import Smoothing
 
@@ -93,7 +93,7 @@ def round_base(model: Any, plan: QuantizationPlan, dtype: torch.dtype) -> None:
         with torch.no_grad(), whole([module.weight]):
             module.weight.copy_(scheme.dequantize(scheme.quantize(module.weight.float()), dtype))
         module.is_rounded = True  # for `QuantizedLinear`
-    model.config.rounded_base = plan.name
+    model.config.rounded_base = format_name(plan.formats)
 
 
 def check_unrounded(model: Any) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,35 +28,18 @@ class QuantizationPlan:
 
     schemes: Mapping[str, QuantizationScheme] = field(default_factory=dict)  # by layer, as named in the checkpoint
     ignore: tuple[str, ...] = ()  # patterns of modules in 16 bits, which come before all targets
-    targets: Mapping[QuantizationScheme, Sequence[str]] = field(default_factory=dict)  # patterns for each format
+    targets: Mapping[QuantizationScheme, Sequence[str]] = field(default_factory=dict)  # patterns by format
     formats: Formats = None  # as users write it
-
-    @property
-    def name(self) -> str:
-        """Short name of the formats (`format_name`)."""
-        return format_name(self.formats)
 
     @property
     def description(self) -> str:
         """The formats in a few words, for model cards."""
         counts = Counter(self.schemes.values())
-        if len(counts) == 1:
-            return next(iter(counts)).description
-        return "; ".join(f"{count} layers: {scheme.description}" for scheme, count in counts.items())
-
-    def fingerprint(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-        """Return what a server must have started from: a format and a shape for each tensor of the checkpoint.
-
-        `shapes` are those of the tensors, by name. An empty plan's fingerprint is empty.
-        """
-        return fingerprint({layer: scheme.served_as for layer, scheme in self.schemes.items()}, shapes)
+        notes = {scheme: f"{count} layers: " if len(counts) > 1 else "" for scheme, count in counts.items()}
+        return "; ".join(f"{note}{scheme.description}" for scheme, note in notes.items())
 
     def quantization_config(self) -> dict[str, Any] | None:
-        """Build the `quantization_config` of a checkpoint's `config.json`, which tells vLLM the formats.
-
-        Returns:
-            The same as llm-compressor writes, without its metadata (version, observers); `None` for an empty plan.
-        """
+        """Return what a checkpoint's `config.json` tells vLLM, as llm-compressor writes it without its metadata."""
         from compressed_tensors import CompressionFormat
         from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 
@@ -68,13 +50,9 @@ class QuantizationPlan:
             groups[f"group_{number}"] = group = preset_name_to_scheme(scheme.preset, targets=list(targets))
             group.format = scheme.checkpoint_format
         stored = {scheme.checkpoint_format for scheme in self.targets}
-        config = QuantizationConfig(
-            config_groups=groups,
-            ignore=list(self.ignore),
-            format=stored.pop() if len(stored) == 1 else CompressionFormat.mixed_precision.value,
-            quantization_status="compressed",
-        )
-        return config.model_dump(mode="json")
+        form = stored.pop() if len(stored) == 1 else CompressionFormat.mixed_precision.value
+        status = {"ignore": list(self.ignore), "quantization_status": "compressed"}
+        return QuantizationConfig(config_groups=groups, format=form, **status).model_dump(mode="json")
 
 
 def make_plan(model: nn.Module, formats: Formats, ignore: Iterable[str] = ("lm_head",)) -> QuantizationPlan:
@@ -105,38 +83,40 @@ def make_plan(model: nn.Module, formats: Formats, ignore: Iterable[str] = ("lm_h
     for number, (pattern, scheme) in enumerate(rules):
         matched = [name for name, layer in layers.items() if pattern == REST or layer.matches([pattern])]
         own = [name for name in matched if name not in chosen]
-        if not own and pattern != REST:
-            _check_useless(model, pattern, scheme is None, matched, list(layers))
-        # Libraries sort patterns that overlap in other ways, and vLLM also matches them with names of fused layers.
+        # Libraries order patterns that overlap in other ways, and vLLM matches them with names of fused layers first.
         overlaps = any(chosen.get(name) not in (None, scheme) for name in matched)
         patterns = own if overlaps else [pattern]
         if pattern == REST:
             patterns = linear_targets([*kept, *(earlier for earlier, _ in rules[:number])])
+        elif not own:
+            _check_useless(model, pattern, scheme is None, matched, min(layers))
         chosen |= dict.fromkeys(own, scheme)
         if scheme is not None and own:
             targets.setdefault(scheme, []).extend(patterns)
-        elif scheme is None and pattern != REST:
+        elif pattern != REST:
             kept.extend(patterns)
     schemes = {name: scheme for name, scheme in chosen.items() if scheme is not None}
-    _check_layers(model, layers, schemes, ignore)
+    if not schemes:
+        raise ValueError(
+            f"quantization_ignore={ignore} matches all {len(layers)} linear layers of {type(model).__name__}, so "
+            "there is nothing to quantize: narrow the patterns, or set rollout_quantization=None."
+        )
+    _check_storable(schemes, layers)
+    _check_fused(schemes, layers)
     return QuantizationPlan(schemes, tuple(kept), targets, formats)
 
 
 def read_formats(value: Any, setting: str = "rollout_quantization") -> str | dict[str, str] | None:
-    """Check formats from Python, YAML or a command line, where several are a JSON object.
-
-    Raises `ValueError` for unknown formats and for patterns that are invalid.
-    """
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ValueError(f"{setting} is {value!r}, not a JSON object such as {EXAMPLE}: {error}.") from None
+    """Check formats from Python, YAML or a command line (a JSON object if several); `ValueError` if wrong."""
+    try:
+        value = json.loads(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
+    except ValueError as error:
+        raise ValueError(f"{setting} is {value!r}, not a JSON object such as {EXAMPLE}: {error}.") from None
     if not isinstance(value, Mapping):
         return parse_scheme(value)
     check_patterns(list(value), setting)
     if not value:
-        raise ValueError(f"{setting} is {{}}: give a format by pattern, such as {EXAMPLE}, or the name of one format.")
+        raise ValueError(f"{setting} is {{}}: give formats by pattern, such as {EXAMPLE}, or the name of one format.")
     return {pattern: parse_scheme(name) or UNQUANTIZED for pattern, name in value.items()}
 
 
@@ -147,8 +127,13 @@ def read_rules(formats: Formats) -> list[tuple[str, QuantizationScheme | None]]:
 
 
 def schemes_of(formats: Formats) -> list[QuantizationScheme]:
-    """Return the formats that these rules name, without 16 bits."""
-    return [scheme for _, scheme in read_rules(formats) if scheme is not None]
+    """Return the formats that are named, once each, without 16 bits."""
+    return list(dict.fromkeys(scheme for _, scheme in read_rules(formats) if scheme is not None))
+
+
+def format_name(formats: Formats) -> str:
+    """Return a short name for directories and tables: `int8`, or `w8a16-int8`."""
+    return "-".join(scheme.name for scheme in schemes_of(formats)) or UNQUANTIZED
 
 
 def check_patterns(patterns: Any, name: str) -> None:
@@ -170,44 +155,38 @@ def linear_targets(ignore: Sequence[str]) -> list[str]:
     return ["Linear"] if Layer((HEAD,), LINEAR).matches(ignore) else ["Linear", f"re:.*{HEAD}$"]
 
 
-def format_option(formats: Formats) -> str:
-    """Write formats as a value for `--scheme`, for a shell."""
-    return shlex.quote(json.dumps(formats)) if isinstance(formats, Mapping) else formats or UNQUANTIZED
+def fingerprint(plan: Mapping[str, QuantizationScheme | str], shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Describe each tensor of a checkpoint: what a server must have started from; empty if nothing is quantized.
+
+    `plan` has the format of each layer, or its description (`served_as`), and `shapes` are those of the tensors.
+    """
+    forms = {layer: form if isinstance(form, str) else form.served_as for layer, form in plan.items()}
+    return {
+        name: f"{forms.get(name.rpartition('.')[0], '16 bits')}, shape {list(shape)}"
+        for name, shape in shapes.items()
+        if forms
+    }
 
 
-def format_name(formats: Formats) -> str:
-    """Return a short name of formats, for directories and tables: `int8`, or `w8a16-int8`."""
-    names = formats.values() if isinstance(formats, Mapping) else [formats]
-    return "-".join(dict.fromkeys(name for name in names if name not in (None, UNQUANTIZED))) or UNQUANTIZED
-
-
-def stored_fingerprint(config: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Return the fingerprint of a checkpoint from its `quantization_config` and the shapes of its tensors."""
+def stored_formats(config: Mapping[str, Any], tensors: Iterable[str]) -> dict[str, str]:
+    """Describe the format of each layer of a checkpoint, from its `quantization_config` and names of tensors."""
     from compressed_tensors.utils import match_targets
 
     groups = config["config_groups"].values()
     targets = {target: served_as(group, config.get("format")) for group in groups for target in group["targets"]}
-    layers = [name.removesuffix(".weight_scale") for name in shapes if name.endswith(".weight_scale")]
-    return fingerprint({layer: targets[match_targets(layer, LINEAR, targets)[0]] for layer in layers}, shapes)
+    layers = [name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")]
+    return {layer: targets[match_targets(layer, LINEAR, targets)[0]] for layer in layers}
 
 
-def fingerprint(formats: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Describe each tensor of a checkpoint with the formats of these layers."""
-    forms = {name: formats.get(name.rpartition(".")[0], "16 bits") for name in shapes if formats}
-    return {name: f"{form}, shape {list(shapes[name])}" for name, form in forms.items()}
-
-
-def _check_useless(
-    model: nn.Module, pattern: str, is_kept: bool, matched: Sequence[str], layers: Sequence[str]
-) -> None:
+def _check_useless(model: Any, pattern: str, is_kept: bool, matched: Sequence[str], example: str) -> None:
     """Raise `ValueError` for a pattern without a layer of its own; one for 16 bits may match any module."""
     modules = plain_model(model).named_modules()
     if is_kept and (matched or any(Layer((path,), module).matches([pattern]) for path, module in modules)):
         return
-    reason = "which matches only layers of quantization_ignore and of earlier patterns: put it first"
-    if not matched:
-        reason = f"which matches no layer of {type(plain_model(model)).__name__}: use names such as {layers[0]!r}"
-    raise ValueError(f"rollout_quantization (--scheme) has the pattern {pattern!r}, {reason}, or remove it.")
+    reason = f"no layer of {type(plain_model(model)).__name__}: use names such as {example!r}"
+    if matched:
+        reason = "only layers of earlier patterns, or of quantization_ignore: put it before those"
+    raise ValueError(f"rollout_quantization (--scheme) has the pattern {pattern!r}, which matches {reason}.")
 
 
 def _check_head(model: Any, rules: Iterable[tuple[str, QuantizationScheme | None]]) -> None:
@@ -225,21 +204,13 @@ def _check_head(model: Any, rules: Iterable[tuple[str, QuantizationScheme | None
         )
 
 
-def _check_layers(
-    model: nn.Module, layers: Mapping[str, Layer], schemes: Mapping[str, QuantizationScheme], ignore: Sequence[str]
-) -> None:
-    """Raise `ValueError` without layers, for layers that a format cannot store, and for fused ones in two formats."""
-    if not schemes:
-        raise ValueError(
-            f"quantization_ignore={list(ignore)} matches all {len(layers)} linear layers of {type(model).__name__}, "
-            "so there is nothing to quantize: narrow the patterns, or set rollout_quantization=None."
-        )
-    head = "vLLM cannot load an output head in this format"
-    checked = {
-        name: head if name.endswith(HEAD) and not scheme.heads else scheme.refusal(layers[name].shape)
+def _check_storable(schemes: Mapping[str, QuantizationScheme], layers: Mapping[str, Layer]) -> None:
+    """Raise `ValueError` for layers that their formats cannot store."""
+    reasons = {
+        name: "vLLM cannot load an output head in this format" if name.endswith(HEAD) and not scheme.heads else reason
         for name, scheme in schemes.items()
+        if (reason := scheme.refusal(layers[name].shape)) or (name.endswith(HEAD) and not scheme.heads)
     }
-    reasons = {name: reason for name, reason in checked.items() if reason}
     if reasons:
         first, reason = next(iter(reasons.items()))
         patterns = sorted({f"re:.*{name.rpartition('.')[2]}" for name in reasons})
@@ -248,12 +219,16 @@ def _check_layers(
             f"{reason}. Choose another format, or add {', '.join(map(repr, patterns))} to quantization_ignore "
             "(`--ignore` on the command line) to keep them in full precision."
         )
+
+
+def _check_fused(schemes: Mapping[str, QuantizationScheme], layers: Iterable[str]) -> None:
+    """Raise `ValueError` if an engine fuses layers of several formats."""
     for group in fused_groups(layers):
         names = {layer: schemes[layer].name if layer in schemes else "16 bits" for layer in group}
-        if len(set(names.values())) > 1:
-            different = {name: layer for layer, name in reversed(names.items())}  # the first layer in each
+        firsts = {name: layer for layer, name in reversed(names.items())}  # first layer in each format
+        if len(firsts) > 1:
             raise ValueError(
-                f"vLLM fuses {', '.join(group[:3])}{', ...' * (len(group) > 3)}, which must share a format, but "
-                f"{', '.join(f'{layer} is in {name}' for name, layer in sorted(different.items()))}: correct the "
-                "patterns of rollout_quantization (--scheme) and quantization_ignore (--ignore)."
+                f"vLLM fuses {', '.join(group[:3])}{', ...' * (len(group) > 3)} into one layer, but "
+                f"{', '.join(f'{layer} is in {name}' for name, layer in firsts.items())}: give them one format in "
+                "rollout_quantization (--scheme) and quantization_ignore (--ignore)."
             )

@@ -20,6 +20,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.checkpoint_form import plain_model
 from trl_qurl.quantization.layers import check_recurrent_layers
+from trl_qurl.quantization.plan import format_name
 from trl_qurl.rollout.adapter import FrozenBase, adapter_obstacle, adapter_rank, engine_rank
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine import colocated
@@ -168,7 +169,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _write_start(self, folder: CheckpointFolder) -> Path:
         plan = self.weights.plan
-        label = plan.name.upper() if plan.schemes else "full-precision"
+        label = format_name(plan.formats).upper() if plan.schemes else "full-precision"
         logger.info("Writing %s weights for vLLM to %s.", label, folder.path)
         if self.base is not None:
             return self.base.write(folder)

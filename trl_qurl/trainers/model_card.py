@@ -26,10 +26,11 @@ QURL = {
 """The paper, in the format of TRL's cards (`_paper`)."""
 
 
-def add_rollouts(algorithm: str, args: Any, plan: QuantizationPlan, sends_adapter: bool) -> None:
-    """Add a section about the rollouts to TRL's card in the output directory, from the trainer's config."""
+def add_rollouts(algorithm: str, args: Any, generation: Any) -> None:
+    """Add a section about the rollouts to TRL's card in the output directory, from its config and backend."""
+    plan = generation.weights.plan
     codes = f"quantized ({plan.description}; exact: {_listed(plan.ignore)})" if plan.schemes else "not quantized"
-    source = "the frozen base with the unmerged adapter" if sends_adapter else "a copy of the policy"
+    source = "the frozen base with the unmerged adapter" if generation.base is not None else "a copy of the policy"
     sentences = [f"The algorithm is {algorithm}. vLLM generated the rollouts with {source}, {codes}."]
     if args.round_base:
         sentences.append(

@@ -250,8 +250,7 @@ class QuantizedRolloutsMixin(TRLTrainer):
         """Write TRL's model card, with a section about the rollouts."""
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
-            generation = self.vllm_generation
-            add_rollouts(self._algorithm, self.args, generation.weights.plan, generation.base is not None)
+            add_rollouts(self._algorithm, self.args, self.vllm_generation)
 
     def save_quantized(
         self,

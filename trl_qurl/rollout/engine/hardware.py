@@ -4,7 +4,6 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -71,22 +70,15 @@ def check_cpu_build(
     """
     from vllm.platforms import current_platform
 
-    layers, arguments = schemes or {}, arguments or {}
-    obstacles = chain(
-        _model_obstacles(config, arguments),
-        *(
-            _format_obstacles(config, scheme, [name for name in layers if layers[name] == scheme], arguments)
-            for scheme in dict.fromkeys(layers.values())
-        ),
-    )
+    obstacles = _cpu_obstacles(config, schemes or {}, arguments or {})
     if current_platform.is_cpu() and (obstacle := next(obstacles, None)):
         raise ValueError(f"{obstacle}, or use a GPU.")
 
 
-def _model_obstacles(config: Any, arguments: Mapping) -> Iterator[str]:
+def _cpu_obstacles(config: Any, schemes: Mapping[str, QuantizationScheme], arguments: Mapping) -> Iterator[str]:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    text = config.get_text_config()
+    text, has_amx = config.get_text_config(), bool(torch.cpu.get_capabilities().get("amx_tile"))
     heads, sizes = getattr(text, "num_attention_heads", None), CPUAttentionBackend.get_supported_head_sizes()
     width = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
     if width and width not in sizes:  # as in most tiny test models
@@ -98,16 +90,11 @@ def _model_obstacles(config: Any, arguments: Mapping) -> Iterator[str]:
         yield "No sync can load the experts of gpt-oss into vLLM's CPU build, in any format: use another model"
     if "enable_lora" in arguments and any(getattr(text, name, None) for name in EXPERT_COUNTS):
         yield "vLLM's CPU build runs no adapter beside experts: merge it (weight_sync='auto', no --enable-lora)"
-
-
-def _format_obstacles(
-    config: Any, scheme: QuantizationScheme, layers: Collection[str], arguments: Mapping
-) -> Iterator[str]:
-    text, has_amx = config.get_text_config(), bool(torch.cpu.get_capabilities().get("amx_tile"))
-    if scheme.cpus and not scheme.runs_on(None):
-        where = f"only for CPUs with {scheme.cpus}, which this one lacks"
-        yield f"vLLM's CPU build has {scheme.label} kernels {where}: choose another rollout_quantization"
-    if has_amx and scheme.checkpoint_format == "int-quantized":
+    for scheme in dict.fromkeys(schemes.values()):
+        if not scheme.runs_on(None) and (scheme.cpus or scheme.checkpoint_format == "pack-quantized"):
+            where = f"kernels only for CPUs with {scheme.cpus}, which this one lacks" if scheme.cpus else "no kernels"
+            yield f"vLLM's CPU build has {scheme.label} {where}: choose another rollout_quantization"
+    if has_amx and "int-quantized" in {scheme.checkpoint_format for scheme in schemes.values()}:
         kernels = "vLLM's INT8 kernels for CPUs with AMX"
         dtype = str(arguments.get("dtype", "auto")).removeprefix("torch.")  # "auto" runs a float32 model in bfloat16
         dtype = "float16" if dtype == "auto" and torch.float16 in (config.dtype, text.dtype) else dtype
@@ -115,6 +102,7 @@ def _format_obstacles(
             yield f"{kernels} need dtype='bfloat16', not {dtype!r}: set it in vllm_engine_kwargs (or --dtype)"
         if (names := arguments.get("architectures", config.architectures)) and transformers_backend(names, arguments):
             yield f"{kernels} cannot run its transformers backend: set rollout_quantization=None (--scheme none)"
+    experts = expert_layers(schemes)
     inner = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 0)
     needs = {
         "on CPUs with AMX, which this CPU lacks": has_amx,
@@ -122,8 +110,8 @@ def _format_obstacles(
         f"with multiples of 32 as sizes, not {text.hidden_size} and {inner}": (text.hidden_size | inner) % 32 == 0,
     }
     way_out = "add 're:.*\\.experts\\.' to quantization_ignore (or --ignore), which leaves experts in 16 bits"
-    for need in [need for need, is_met in needs.items() if not is_met and expert_layers(layers)]:
-        yield f"vLLM's CPU build runs {scheme.label} experts only {need}: {way_out}"
+    for need in [need for need, is_met in needs.items() if not is_met and experts]:
+        yield f"vLLM's CPU build runs {schemes[experts[0]].label} experts only {need}: {way_out}"
 
 
 def transformers_backend(architectures: Collection[str], arguments: Mapping[str, Any]) -> dict[str, type]:

@@ -4,7 +4,9 @@ Weights are sent as tensors over TRL's NCCL group, or as a checkpoint in a direc
 one request to the server's workers loads them, so no update is half applied between requests.
 """
 
+import json
 import logging
+import shlex
 import socket
 import time
 from collections.abc import Mapping
@@ -17,8 +19,8 @@ import torch
 from trl.generation.vllm_client import VLLMClient
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
-from trl_qurl.quantization.formats import SCHEMES, check_kv_cache
-from trl_qurl.quantization.plan import QuantizationPlan, format_option
+from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, check_kv_cache
+from trl_qurl.quantization.plan import QuantizationPlan, fingerprint
 from trl_qurl.rollout.checks.tensors import differences
 from trl_qurl.rollout.engine.broadcast import PACKING, Broadcast, in_background
 from trl_qurl.rollout.engine.http import API_KEY_VARIABLE, BoundedRequests, add_key
@@ -104,7 +106,7 @@ class ServedEngine(VLLMClient, Engine):
 
     def _difference(self) -> str:
         """Compare the checkpoint that the server started from with this run's; a clause, empty if they agree."""
-        here, there = self.plan.fingerprint(self.shapes), self.call_workers("starting_fingerprint")[0]
+        here, there = fingerprint(self.plan.schemes, self.shapes), self.call_workers("starting_fingerprint")[0]
         names = {name for name in here.keys() | there.keys() if here.get(name) != there.get(name)}
         if not names:
             return ""
@@ -174,7 +176,9 @@ class ServedEngine(VLLMClient, Engine):
     def command(self, adapter_rank: int = 0) -> str:
         """Return the command that starts a server for this run, with adapters of this rank unless it is 0."""
         extra_args = f" --enable-lora --max-lora-rank {adapter_rank}" if adapter_rank else ""
-        return f"`trl-qurl serve MODEL --scheme {format_option(self.plan.formats)}{extra_args}`"
+        formats = self.plan.formats or UNQUANTIZED
+        option = formats if isinstance(formats, str) else shlex.quote(json.dumps(formats))
+        return f"`trl-qurl serve MODEL --scheme {option}{extra_args}`"
 
     # Engine ----------------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
-from trl_qurl.quantization.plan import stored_fingerprint
+from trl_qurl.quantization.plan import fingerprint, stored_formats
 from trl_qurl.quantization.storage import read_tensors, tensor_shapes
 from trl_qurl.rollout.checks.reload import watched_reload
 from trl_qurl.rollout.checks.tensors import MeteredStream, base_digests, compare_digests, tensor_digest
@@ -102,10 +102,11 @@ class RolloutWorker:
         return base_digests(read_tensors(self._starting_checkpoint()), self.vllm_config.model_config.dtype)
 
     def starting_fingerprint(self) -> dict[str, str]:
-        """Return the fingerprint of that checkpoint (`QuantizationPlan.fingerprint`)."""
+        """Return the fingerprint of that checkpoint (`plan.fingerprint`)."""
         quantization = self.vllm_config.quant_config
         if isinstance(quantization, CompressedTensorsConfig):
-            return stored_fingerprint(quantization.config, tensor_shapes(self._starting_checkpoint()))
+            shapes = tensor_shapes(self._starting_checkpoint())
+            return fingerprint(stored_formats(quantization.config, shapes), shapes)
         return {} if quantization is None else {"all layers": f"vLLM's {quantization.get_name()}"}
 
     def _starting_checkpoint(self) -> Path:
