@@ -12,11 +12,10 @@ from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from conftest import FORGET_OURS
 from documents import ROOT, blocks, rows
 from safetensors.torch import load_file
-from tiny import tiny_model, tiny_tokenizer
+from tiny import stream_of, tiny_model, tiny_tokenizer
 
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.quantization.stream import WeightStream
 
 PAGE = ROOT / "docs" / "architecture.md"
 NAMES = ("scheme", "registration", "objective", "config", "trainer", "transform")
@@ -134,7 +133,7 @@ def test_a_transform_of_weights():
     model = tiny_model()
     weight = model.model.layers[0].mlp.up_proj.weight.data
     weight[0, 0] = 100 * weight[0].std()
-    stream = WeightStream(model, SCHEMES["int8"])
+    stream = stream_of(model, SCHEMES["int8"])
     name = "model.layers.0.mlp.up_proj.weight_scale"
     wide = dict(stream.tensors(model_parameters(model)))[name][0].item()
     stream.transforms.append(names["clip_outliers"])

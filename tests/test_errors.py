@@ -17,7 +17,7 @@ import pytest
 import requests
 import torch
 from conftest import child_environment, free_port
-from tiny import SIXTEEN_BIT_EXPERTS, tiny_mixture, tiny_model, tiny_tokenizer
+from tiny import SIXTEEN_BIT_EXPERTS, stream_of, tiny_mixture, tiny_model, tiny_tokenizer
 from transformers import (
     FalconH1ForCausalLM,
     Gemma3ForCausalLM,
@@ -34,7 +34,6 @@ from transformers import (
 from trl_qurl import cli
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.layers import check_recurrent_layers
-from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.engine.colocated import prepare_process
 from trl_qurl.rollout.engine.interface import WeightUpdate
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION, ServedEngine
@@ -256,7 +255,7 @@ def test_a_model_that_was_made_here_is_known_by_its_class(family, is_refused, mo
     model = tiny_model(family)
     assert model.config.architectures is None
     with pytest.raises(ValueError, match="its transformers backend") if is_refused else nullcontext():
-        prepare_process(model, WeightStream(model, SCHEMES["int8"]), {"model_impl": "auto"}, 2)
+        prepare_process(model, stream_of(model, SCHEMES["int8"]), {"model_impl": "auto"}, 2)
 
 
 def test_a_format_that_the_gpu_has_no_kernel_for(train, model, monkeypatch, capfd):
@@ -371,12 +370,12 @@ def test_no_server(setting, train):
 
 
 @contextmanager
-def answering(config, workers=None, statuses=None, asked=None, version=None, silent=None, shapes=None):
+def answering(config, workers=None, statuses=None, asked=None, version=None, silent=None, started=None):
     """What a vLLM server says about itself, without the half minute that a real one takes to start.
 
     `config` is vLLM's, which workers without our extension do not return, nor does a server without development
     endpoints (`None`). By path, `statuses` are what it answers with instead; `asked` gets every path that is asked
-    for, and `silent` is a path to which the answer never comes. `shapes` are those of the server's tensors.
+    for, and `silent` is a path to which the answer never comes. `started` is its fingerprint.
     """
     is_ours = bool(config) and config["parallel_config"]["worker_extension_cls"] == WORKER_EXTENSION
     of_config = {"results": [config]} if is_ours else None
@@ -390,7 +389,7 @@ def answering(config, workers=None, statuses=None, asked=None, version=None, sil
 
         def do_POST(self):
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            of_tensors = {"results": [shapes or {}]} if b'"starting_shapes"' in body else None
+            of_tensors = {"results": [started or {}]} if b'"starting_fingerprint"' in body else None
             self.do_GET(b'"describe_config"' in body, of_tensors)
 
         def do_GET(self, asks_for_config=False, of_tensors=None):
@@ -433,26 +432,33 @@ def test_quantized_server_for_an_unquantized_run(train, int8_server):
     assert "Restart it with `trl-qurl serve MODEL --scheme none`" in message
 
 
-DESCRIPTION = {"format": None, "block_size": 16, "max_model_len": 64, "dtype": None}
+DESCRIPTION = {"block_size": 16, "max_model_len": 64, "dtype": None}
 DESCRIPTION |= {"kv_cache_dtype": "auto", "max_lora_rank": 0}
 WITHOUT_NCCL = {"parallel_config": {"worker_extension_cls": WORKER_EXTENSION}, "weight_transfer_config": None}
 WITH_NCCL = WITHOUT_NCCL | {"weight_transfer_config": {"backend": "nccl"}}
 
 
+def shapes_of(weights):
+    return {name: shape for name, _, shape in stream_metadata(weights)}
+
+
 def test_unquantized_server_for_a_quantized_run(train):
     with answering(WITHOUT_NCCL, DESCRIPTION) as url:
         message = train("--vllm_mode", "server", "--vllm_server_base_url", url)
-    assert "with unquantized weights, but rollout_quantization='int8' sends 8-bit int-quantized weights" in message
+    assert "as rollout_quantization='int8' sends it: other formats, layers or another model: " in message
+    assert "first model.layers.0.mlp.down_proj.weight_scale (int8, shape [128, 1] here and none there)" in message
     assert "Restart it with `trl-qurl serve MODEL --scheme int8`" in message
 
 
 def test_server_with_packed_weights_of_another_width():
-    packed = {**DESCRIPTION, "format": "8-bit pack-quantized"}
-    with answering(WITH_NCCL, packed, version="0.31.0") as url:
-        ServedEngine(base_url=url, scheme=SCHEMES["w8a16"]).init_communicator()
-        message = "8-bit pack-quantized weights, but .*'w4a16' sends 4-bit pack-quantized weights"
+    run = {name: stream_of(tiny_model(), name) for name in ("w8a16", "w4a16")}
+    given = {name: {"plan": weights.plan, "shapes": shapes_of(weights)} for name, weights in run.items()}
+    started = run["w8a16"].plan.fingerprint(shapes_of(run["w8a16"]))
+    with answering(WITH_NCCL, DESCRIPTION, version="0.31.0", started=started) as url:
+        ServedEngine(base_url=url, **given["w8a16"]).init_communicator()
+        message = r"down_proj.weight_scale \(w4a16, shape \[128, 1\] here and w8a16, shape \[128, 1\] there\). Restart"
         with pytest.raises(ValueError, match=message):
-            ServedEngine(base_url=url, scheme=SCHEMES["w4a16"]).init_communicator()
+            ServedEngine(base_url=url, **given["w4a16"]).init_communicator()
 
 
 @pytest.mark.vllm
@@ -461,11 +467,11 @@ def test_server_that_keeps_other_layers_in_16_bits(train, int8_server):
     # As many patterns as the server's, for other layers; then another pattern for the same layers.
     server = ("--vllm_mode", "server", "--vllm_server_base_url", int8_server.url)
     message = train(*server, "--quantization_ignore", "re:.*(lm_head|layers.1.*down_proj)")
-    tensor = "model.layers.1.mlp.down_proj.weight_scale (shape none here and [128, 1] there)"
-    assert f"other layers or another model: 1 tensors differ, first {tensor}. Restart it with `trl-qurl" in message
-    weights = WeightStream(tiny_model(), SCHEMES["int8"], ["re:.*head"])
+    first = "first model.layers.1.mlp.down_proj.weight_scale (none here and int8, shape [128, 1] there)"
+    assert f"2 tensors differ, {first}. Restart it with `trl-qurl" in message
+    weights = stream_of(tiny_model(), SCHEMES["int8"], ["re:.*head"])
     shapes = {name: shape for name, _, shape in stream_metadata(weights)}
-    ServedEngine(base_url=int8_server.url, scheme=SCHEMES["int8"], shapes=shapes).init_communicator("cpu")
+    ServedEngine(base_url=int8_server.url, plan=weights.plan, shapes=shapes).init_communicator("cpu")
 
 
 def test_server_with_a_cache_that_no_check_knows(train):
@@ -501,8 +507,9 @@ RANK_9 = ("--use_peft", "--lora_r", "9", "--lora_target_modules", "all-linear")
     ids=["none, asked for", "none, rounded", "rank, asked for", "rank", "asked to be merged", "no adapter"],
 )
 def test_server_that_takes_no_such_adapter(served_rank, arguments, parts, train):
-    served = {"format": SCHEMES["w4a16"].served_as, "max_lora_rank": served_rank}
-    with answering(WITHOUT_NCCL, {**DESCRIPTION, **served}) as url:
+    weights = stream_of(tiny_model(), "w4a16")
+    started, served = weights.plan.fingerprint(shapes_of(weights)), {"max_lora_rank": served_rank}
+    with answering(WITHOUT_NCCL, {**DESCRIPTION, **served}, started=started) as url:
         connection = ["--vllm_mode", "server", "--vllm_server_base_url", url, "--rollout_quantization", "w4a16"]
         message = train(*connection, *arguments)
     assert all(part in message for part in parts), message
@@ -528,7 +535,7 @@ def test_server_on_another_base():
 )
 def test_server_that_cannot_load_weights(config):
     with answering(config) as url:
-        client = ServedEngine(base_url=url, scheme=SCHEMES["int8"])
+        client = ServedEngine(base_url=url)
         with pytest.raises(ValueError, match=f"{url} cannot load weights: .*. Restart it with `trl-qurl serve MODEL"):
             client.init_communicator("cpu")
 

@@ -16,11 +16,11 @@ import nbformat
 import pytest
 import torch
 from conftest import child_environment
-from tiny import SHARED, tiny_model, tiny_tokenizer
+from tiny import SHARED, layers_of, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from trl_qurl.lab.device import full_precision
-from trl_qurl.quantization import SCHEMES, quantized_layer_names
+from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.storage import read_tensors
 from trl_qurl.trainers.run_log import read_run
 
@@ -125,7 +125,7 @@ def assert_trained(directory: Path, start: Path, sizes: dict) -> None:
     policy = AutoModelForCausalLM.from_pretrained(directory / "policy")
     before = AutoModelForCausalLM.from_pretrained(start / "model").state_dict()
     served, stored = copy.deepcopy(policy), dict(read_tensors(directory / "int8"))
-    for layer in quantized_layer_names(policy):
+    for layer in layers_of(policy):
         assert not torch.equal(policy.get_submodule(layer).weight, before[f"{layer}.weight"]), layer
         codes = {part: stored.pop(f"{layer}.{part}") for part in ("weight", "weight_scale")}
         stored[f"{layer}.weight"] = SCHEMES["int8"].dequantize(codes)

@@ -6,12 +6,13 @@ from zlib import crc32
 import pytest
 import torch
 from conftest import needs_vnni
-from tiny import WHOLE_BLOCKS, tiny_model
+from tiny import WHOLE_BLOCKS, layers_of, stream_of, tiny_model
 
-from trl_qurl.quantization import SCHEMES, quantized_layer_names
+from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.formats import FP8_CACHES, TOKEN_CACHES
-from trl_qurl.quantization.stream import WeightStream, on_grid
+from trl_qurl.quantization.plan import QuantizationPlan
+from trl_qurl.quantization.stream import on_grid
 from trl_qurl.rollout.checks import tensors
 from trl_qurl.rollout.checks.probe import (
     ProbeResult,
@@ -195,10 +196,10 @@ def test_a_continuation_is_scored_where_its_tokens_were_chosen():
     prompt, tokens = [5, 9, 70], [33, 12]
     expected = [model(torch.tensor([prefix])).logits[0, -1].log_softmax(-1) for prefix in ([5, 9, 70], [5, 9, 70, 33])]
     scored = Continuation(prompt, tokens, [{token: logps[token].item() for token in tokens} for logps in expected])
-    assert run_probe(model, [scored], WeightStream(model, None)).distance < 1e-5
+    assert run_probe(model, [scored], stream_of(model, None)).distance < 1e-5
     shifted = scored._replace(logps=scored.logps[::-1])
     sharp = tiny_model(initializer_range=0.5)
-    assert run_probe(sharp, [shifted], WeightStream(sharp, None)).ratio > 6
+    assert run_probe(sharp, [shifted], stream_of(sharp, None)).ratio > 6
 
 
 def test_the_disturbance_is_that_of_a_rounding_and_passes():
@@ -223,12 +224,12 @@ def test_activations_are_rounded_per_token_by_hand():
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
 def test_fake_quantization_is_that_of_the_codes(scheme):
     model = tiny_model(initializer_range=0.15, **WHOLE_BLOCKS).eval()
-    layers = quantized_layer_names(model)
+    layers = layers_of(model)
     tokens = torch.tensor([[5, 9, 70, 33]])
     plain = model(tokens).logits
     layer = model.model.layers[0].mlp.down_proj
     inputs = torch.randn(1, 3, layer.in_features)
-    with quantized_forward(model, layers, scheme):
+    with quantized_forward(model, QuantizationPlan(dict.fromkeys(layers, scheme))):
         quantized = model(tokens).logits
         output = layer(inputs)
     expected = scheme.quantize_activations(inputs) @ scheme.dequantize(scheme.quantize(layer.weight)).t()
@@ -243,7 +244,7 @@ def test_a_16_bit_copy_of_a_weight_is_rounded_as_the_weight_is_sent(own, scheme)
     grid = torch.bfloat16
     layer = torch.nn.Linear(512, 256, bias=False, dtype=own)
     sent = scheme.dequantize(scheme.quantize(on_grid(layer.weight.detach(), grid)), grid).to(grid)
-    with quantized_forward(torch.nn.ModuleDict({"up": layer}), {"up"}, scheme, grid=grid):
+    with quantized_forward(torch.nn.ModuleDict({"up": layer}), QuantizationPlan({"up": scheme}), grid=grid):
         layer.weight.data = layer.weight.data.to(grid)  # FSDP 2's in a forward pass (`MixedPrecisionPolicy`)
         rounded = layer.forward._rounded(layer.weight.detach(), grid)
     assert torch.equal(rounded, sent), "the probe would compare with other weights than the engine's"
@@ -258,7 +259,7 @@ def test_activations_are_rounded_whatever_the_trainer_runs_on(scheme, monkeypatc
     # The engine may be on a server; `kernel_environment` keeps it off GPUs on which it would not round.
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
-    with quantized_forward(model, {"model.layers.0.mlp.up_proj"}, scheme):
+    with quantized_forward(model, QuantizationPlan({"model.layers.0.mlp.up_proj": scheme})):
         torch.testing.assert_close(layer(inputs), rounded, rtol=0, atol=1e-6)
     assert not torch.allclose(inputs @ weight.t(), rounded, rtol=0, atol=1e-6)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tiny import ENGINE, SHARED, tiny_model, tiny_tokenizer
+from tiny import ENGINE, SHARED, stream_of, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, Qwen2Config
 from trl import get_peft_config
 
@@ -17,7 +17,6 @@ from trl_qurl.lab.recipes import grpo, ppo
 from trl_qurl.lab.recipes.arguments import merge_settings, recipes, take_files
 from trl_qurl.lab.recipes.questions import checkpoint_to_resume, punishments
 from trl_qurl.quantization import SCHEMES
-from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.trainers.run_log import read_run
 
 ROOT = Path(__file__).parents[1]
@@ -188,7 +187,7 @@ def test_an_adapter_on_a_base_in_four_bits_fits_where_the_recipe_says():
 
 
 def four_bit_bytes(model, dtype):
-    return WeightStream(model, SCHEMES["w4a16"]).nbytes(dtype)
+    return stream_of(model, SCHEMES["w4a16"]).nbytes(dtype)
 
 
 @pytest.fixture(scope="module")

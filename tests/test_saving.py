@@ -11,12 +11,11 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from test_engine import SAME
-from tiny import tiny_model, tiny_tokenizer
+from tiny import stream_of, tiny_model, tiny_tokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
 from trl_qurl.quantization import SCHEMES, write_checkpoint
 from trl_qurl.quantization.storage import check_replaceable
-from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import FrozenBase
 from trl_qurl.rollout.sync import policy_parameters
 from trl_qurl.trainers.rollouts import QuantizedRolloutsMixin
@@ -100,7 +99,7 @@ MISTAKES = {
     "own directory": ("FileExistsError", "would be replaced", "not a quantized checkpoint"),
     "unknown scheme": ("ValueError", "'int4'", "'int8', 'fp8'"),
     "nothing left": ("ValueError", "re:.*", "narrow the patterns"),
-    "no scheme": ("ValueError", "rollout_quantization=None", "save_quantized(scheme=...)", "'int8', 'fp8'"),
+    "no scheme": ("ValueError", "rollout_quantization=None", "save_quantized(formats=...)", "'int8', 'fp8'"),
     "unwritable": ("OSError", "Not a directory", "output_dir of save_quantized"),
 }
 
@@ -280,7 +279,7 @@ def trainer(tmp_path):
         output_dir=str(tmp_path / "run"),
         hub_model_id="someone/tiny",
     )
-    weights = WeightStream(model, SCHEMES["w4a16"])
+    weights = stream_of(model, SCHEMES["w4a16"])
     trainer.vllm_generation = SimpleNamespace(
         model=model,
         weights=weights,
@@ -312,7 +311,7 @@ def test_an_adapter_lies_beside_its_base_and_the_card_serves_both(trainer):
 
 def test_an_adapter_is_merged_where_that_is_asked_for_or_the_base_is_another(trainer):
     beside = weights_of(trainer.save_quantized())
-    choices = {"asked": {"merge": True}, "fp8": {"scheme": "fp8"}, "ignored": {"ignore": ["lm_head", "re:.*down"]}}
+    choices = {"asked": {"merge": True}, "fp8": {"formats": "fp8"}, "ignored": {"ignore": ["lm_head", "re:.*down"]}}
     for name, choice in choices.items():
         directory = trainer.save_quantized(f"{trainer.args.output_dir}-{name}", **choice)
         assert not (directory / "adapter").exists()

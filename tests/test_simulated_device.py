@@ -11,6 +11,7 @@ import weakref
 
 import pytest
 import torch
+from tiny import stream_of
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,7 +21,7 @@ from transformers.initialization import no_init_weights
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.fake_quantization import QuantizedLinear
 from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.quantization.stream import WeightStream, on_grid
+from trl_qurl.quantization.stream import on_grid
 from trl_qurl.quantization.uaq import scale_model_
 from trl_qurl.rollout.checks import tensors as checks
 
@@ -145,7 +146,7 @@ def policy(device="cuda"):
 def sync(watch, name, plant=lambda tensor: tensor):
     """A checked sync, smoothed where the format is. `plant` is a fault, which gets each tensor on its way."""
     model, scheme, names = policy(), SCHEMES[name], []
-    weights = WeightStream(model, scheme, smooths=scheme.is_smoothed)
+    weights = stream_of(model, scheme, smooths=scheme.is_smoothed)
     if scheme.is_smoothed:
         weights.smoothing.begin_sync()  # collects, as in the syncs before a fit
         for (
@@ -219,7 +220,7 @@ def test_a_layer_of_the_probe_stays_on_the_device(name, watch, monkeypatch):
 
 def test_smoothing_and_uaq_stay_on_the_device(watch):
     model = policy()
-    stream = WeightStream(model, SCHEMES["int8"], smooths=True)
+    stream = stream_of(model, SCHEMES["int8"], smooths=True)
     smoothing = stream.smoothing
     smoothing.collects = True
     watch.begin()

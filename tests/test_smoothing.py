@@ -10,14 +10,13 @@ from conftest import needs_vnni
 from test_sensitivity import with_outliers
 from test_uaq import VARIANTS, logits
 from test_uaq import tiny_model as architecture
-from tiny import rollout_settings, tiny_model, tiny_tokenizer
+from tiny import rollout_settings, stream_of, tiny_model, tiny_tokenizer
 
 from trl_qurl import QuRLGRPOConfig
 from trl_qurl.quantization import get_scheme
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.smoothing import LARGEST_SCALE, can_smooth, fitted_scales, sources
-from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.preparation import prepare_weights
 
 TOKENS = torch.randint(2, 97, (8, 24), generator=torch.Generator().manual_seed(0))
@@ -26,7 +25,7 @@ FUSED = dict.fromkeys(("glm", "glm4", "phi3", "cohere", "cohere2"), 2)  # or one
 
 def smoothed_stream(model, tokens=TOKENS):
     """The stream of a model whose scales are fitted to a pass over tokens."""
-    weights = WeightStream(model, get_scheme("int8"), smooths=True)
+    weights = stream_of(model, get_scheme("int8"), smooths=True)
     weights.fit_smoothing(model, tokens.tolist())
     return weights
 
@@ -43,7 +42,7 @@ def kl(model, weights, smoothing=None):
     """KL between the quantized forward pass and the exact one, nats per token."""
     with torch.no_grad():
         exact = model(TOKENS).logits.log_softmax(-1)
-        with quantized_forward(model, weights.layers, weights.scheme, smoothing):
+        with quantized_forward(model, weights.plan, smoothing):
             rounded = model(TOKENS).logits.log_softmax(-1)
     return (rounded.exp() * (rounded - exact)).sum(-1).mean().item()
 
@@ -114,7 +113,7 @@ def test_outliers_do_no_more_harm_than_none(family):
     model = with_outliers(tiny_model(family), 0).eval()
     weights = smoothed_stream(model)
     before, after = kl(model, weights), kl(model, weights, weights.smoothing)
-    without = kl(plain, WeightStream(plain, get_scheme("int8")))
+    without = kl(plain, stream_of(plain, get_scheme("int8")))
     assert before > 3 * without, "the outliers do no harm to begin with"
     assert after < 1.3 * without
     harmless = smoothed_stream(plain)
@@ -136,7 +135,7 @@ FEWER = ["lm_head", "re:.*down_proj"]
 def test_a_state_of_other_layers_leaves_the_fit_to_the_first_prompts(before, after):
     def fitted(ignore, seed):
         model = tiny_model("llama", seed=seed)
-        weights = WeightStream(model, get_scheme("int8"), ignore, smooths=True)
+        weights = stream_of(model, get_scheme("int8"), ignore, smooths=True)
         weights.fit_smoothing(model, TOKENS.tolist())
         return model, weights
 
@@ -191,7 +190,7 @@ def test_no_model_is_passed_through_on_the_host_before_it_is_moved():
 
 def test_an_unknown_model_is_refused_by_name():
     with pytest.raises(ValueError, match=r"model type 'opt'.*Leave smooth_activations out"):
-        WeightStream(tiny_model("opt", ffn_dim=128, word_embed_proj_dim=128), get_scheme("int8"), smooths=True)
+        stream_of(tiny_model("opt", ffn_dim=128, word_embed_proj_dim=128), get_scheme("int8"), smooths=True)
 
 
 # A run ---------------------------------------------------------------------------------------------------------------

@@ -13,11 +13,10 @@ from accelerate import Accelerator
 from conftest import selected, vllm_server
 from peft import LoraConfig, get_peft_model
 from test_stream import ends  # noqa: F401
-from tiny import rollout_settings, tiny_model, tiny_tokenizer
+from tiny import rollout_settings, stream_of, tiny_model, tiny_tokenizer
 from trl.distributed import DistributedBackend
 
 from trl_qurl.quantization import SCHEMES
-from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.quantization.uaq import scale_model_
 from trl_qurl.rollout.sync import RolloutCost, WeightSync
 
@@ -143,7 +142,7 @@ def test_stream_to_a_server(dtype, model, ends):  # noqa: F811
     # Of the engine only the loading is real here: it has no version to ask for, and nothing to probe.
     client.version = lambda: sync.version
     settings = rollout_settings(SCHEMES["int8"], is_served=True, sync_check_interval=1)
-    weights, processes = WeightStream(policy, SCHEMES["int8"]), DistributedBackend(Accelerator())
+    weights, processes = stream_of(policy, SCHEMES["int8"]), DistributedBackend(Accelerator())
     sync = WeightSync(policy, weights, client, settings, processes, lambda: 0, sent_dtype=dtype)
 
     sync._check_probe = dict

@@ -51,7 +51,7 @@ def test_another_trainer_takes_quantized_rollouts_in_thirty_lines(trainers):
     lines = [line for line in PACKAGE["trainer.py"].splitlines() if line and not line.startswith(("import", "from"))]
     assert len(lines) <= 30
     record = trainers["GMPO"]
-    assert record["format"] == "8-bit int-quantized"
+    assert record["format"] == "int-quantized"
     [rollout] = [row for row in record["history"] if "reward" in row]
     assert 0 < rollout["mismatch/kl_k3"] < 2e-4 and rollout["time/sync_s"] > 0 and rollout["sync/sent_mb"] > 0
     assert all(row["time/update_s"] > 0 for row in record["history"] if "loss" in row)

@@ -148,6 +148,21 @@ def save_remote_code_model(directory: Path, architecture: str = "InternLM3ForCau
     return str(directory)
 
 
+def layers_of(model, ignore=("lm_head",), scheme=None):
+    """Names of the layers that a format quantizes, INT8 by default."""
+    from trl_qurl.quantization import make_plan
+
+    return frozenset(make_plan(model, scheme.name if scheme else "int8", ignore).schemes)
+
+
+def stream_of(model, scheme, ignore=("lm_head",), smooths=False):
+    """The stream of a model's weights in one format (`None`: 16 bits), or in several by pattern."""
+    from trl_qurl.quantization import make_plan
+    from trl_qurl.quantization.stream import WeightStream
+
+    return WeightStream(model, make_plan(model, getattr(scheme, "name", scheme), ignore), smooths)
+
+
 def rollout_settings(scheme, **changed):
     """Settings of rollouts: those of a config that sets nothing, without smoothing, and with these changes."""
     from trl_qurl.rollout.preparation import RolloutSettings
@@ -164,4 +179,4 @@ def rollout_settings(scheme, **changed):
         "sync_check_interval": 16,
         "request_timeout": 900.0,
     }
-    return RolloutSettings(scheme, **(defaults | changed))
+    return RolloutSettings(getattr(scheme, "name", scheme), **(defaults | changed))

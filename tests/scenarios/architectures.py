@@ -72,7 +72,7 @@ def train(directory: str, family: str, choice: str) -> dict:
     )
     KEPT.append(trainer)
     trainer.train()
-    layers = sorted(trainer.vllm_generation.weights.layers)
+    layers = sorted(trainer.vllm_generation.weights.plan.schemes)
     return {"history": trainer.state.log_history, "layers": layers, "rate": args.learning_rate}
 
 

@@ -9,19 +9,18 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tiny import ENGINE, KEPT, tiny_model, tiny_tokenizer
+from tiny import ENGINE, KEPT, stream_of, tiny_model, tiny_tokenizer
 from vllm import LLM
 
 from trl_qurl.quantization import SCHEMES, write_checkpoint
 from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
 
 def sync_without(left_out: str, model, checkpoint: str) -> str | None:
     engine = LLM(checkpoint, **ENGINE, max_model_len=64, max_num_seqs=16, worker_extension_cls=WORKER_EXTENSION)
     KEPT.append(engine)
-    tensors = WeightStream(model, SCHEMES["int8"]).tensors(model_parameters(model))
+    tensors = stream_of(model, SCHEMES["int8"]).tensors(model_parameters(model))
     kept = (pair for pair in tensors if left_out not in pair[0])
     try:
         engine.collective_rpc("load_rollout_weights", kwargs={"update": {"version": "v1"}, "weights_iterator": kept})

@@ -34,6 +34,15 @@ def did_you_mean(words: Iterable[str], names: Sequence[str]) -> str:
     return f"; did you mean {' '.join(matches)}?" if matches else "."
 
 
+def add_scheme(parser: argparse.ArgumentParser, **options: Any) -> None:
+    """Add `--scheme`, for `read_formats`."""
+    from trl_qurl.quantization.formats import EXAMPLE, SCHEMES, UNQUANTIZED
+
+    names = f"{', '.join(SCHEMES)}, or {UNQUANTIZED} for 16 bits"
+    text = f"{names}; or a JSON object of formats by pattern, of which the first match wins: '{EXAMPLE}'"
+    parser.add_argument("--scheme", metavar="FORMAT", help=text, **options)
+
+
 def check_model(name_or_path: str) -> None:
     """Raise if a local directory holds no model; transformers and vLLM would look it up on the Hub."""
     is_local = name_or_path.startswith((".", "/", "~")) or Path(name_or_path).is_dir()

@@ -1,8 +1,7 @@
 """Checks shared by the configurations."""
 
-import re
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from math import inf
 from typing import Any
@@ -39,20 +38,6 @@ def check_number(config: object, name: str, is_allowed: Callable[[Any], bool], r
     value = getattr(config, name)
     if not isinstance(value, int | float) or not is_allowed(value):
         raise ValueError(f"{name} is {value!r}, but must be {requirement}.")
-
-
-def check_patterns(patterns: Iterable[str], name: str) -> None:
-    """Raise `ValueError` for a pattern that starts with `re:` but is not a regular expression, and for `auto`."""
-    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise ValueError(f"{name} is {patterns!r}, but must be a list of patterns, or [] for none.")
-    for pattern in patterns:
-        if pattern == "auto":  # chose layers itself in early versions
-            way_out = "run `trl-qurl mismatch MODEL --kl 5e-3`, and use the list of layers that it writes."
-            raise ValueError(f"{name} has 'auto', which names no module: {way_out}")
-        try:
-            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
-        except re.error as error:
-            raise ValueError(f"{name} has {pattern!r}, which is not a regular expression: {error}.") from None
 
 
 def check_cap(config: Any, objective: Objective) -> None:

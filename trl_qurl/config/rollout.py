@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from trl_qurl.config.checks import check_choice, check_number, check_patterns, check_sampling
+from trl_qurl.config.checks import check_choice, check_number, check_sampling
 from trl_qurl.config.help import with_help
 from trl_qurl.quantization.checkpoint import check_quantizer
-from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, check_kv_cache, get_scheme, parse_scheme
+from trl_qurl.quantization.formats import EXAMPLE, SCHEMES, UNQUANTIZED, check_kv_cache
+from trl_qurl.quantization.plan import check_patterns, read_formats, schemes_of
 
 TAKEN_ENGINE_ARGUMENTS = {
     "model": "the trainer's `model`",
@@ -40,8 +41,9 @@ class QuantizedRolloutsConfig:
 
     Args:
         rollout_quantization: Format of the rollout policy: a name in [`~trl_qurl.quantization.SCHEMES`], or `None` for
-            unquantized rollouts in the engine's own dtype. On the command line, `none` means `None`.
-        quantization_ignore: Modules kept in full precision, in llm-compressor's pattern syntax (`re:.*down_proj`).
+            unquantized rollouts in the engine's own dtype. On the command line, `none` means `None`. Or names by
+            pattern, of which the first that matches wins: `{"re:.*down_proj": "w8a16", "*": "int8"}`.
+        quantization_ignore: Modules kept in full precision before all else, in llm-compressor's pattern syntax.
             `trl-qurl mismatch --kl` finds the layers that rounding hurts most.
         uaq_scale: Scale s of update-aware quantization (Sec. 4.3), applied to the policy's weights once, before
             training. 1.0 is off; 1.5 is the best value of Table 4, at a learning rate of 1e-6.
@@ -90,9 +92,12 @@ class QuantizedRolloutsConfig:
     use_vllm: bool = True
 
     # Rollout format
-    rollout_quantization: str | None = field(
+    rollout_quantization: dict[str, Any] | str | None = field(
         default="int8",
-        metadata={"help": f"Format of the rollout policy: {', '.join(SCHEMES)}; {UNQUANTIZED} for no quantization."},
+        metadata={
+            "help": f"Format of the rollout policy: {', '.join(SCHEMES)}; {UNQUANTIZED} for no quantization; or a "
+            f"JSON object of formats by pattern: {EXAMPLE}."
+        },
     )
     quantization_ignore: list[str] = field(default_factory=lambda: ["lm_head"])
     uaq_scale: float = 1.0
@@ -122,7 +127,7 @@ class QuantizedRolloutsConfig:
                 stacklevel=4,
             )
         super().__post_init__()  # type: ignore[misc]  # TRL's config comes after this class
-        self.rollout_quantization = parse_scheme(self.rollout_quantization)
+        self.rollout_quantization = read_formats(self.rollout_quantization)
         self.mismatch_guard = {"False": "off"}.get(str(self.mismatch_guard), self.mismatch_guard)  # in YAML
         if isinstance(self.quantization_ignore, str):  # one pattern, as YAML allows
             self.quantization_ignore = [self.quantization_ignore]
@@ -208,9 +213,8 @@ class QuantizedRolloutsConfig:
 
     def _smoothing_conflict(self: Any) -> str | None:
         """Return the setting that rules out smoothing, if there is one."""
-        name = self.rollout_quantization
-        if name is None or not get_scheme(name).is_smoothed:
-            return f"rollout_quantization={name!r} (smoothing is for INT8)"
+        if not any(scheme.is_smoothed for scheme in schemes_of(self.rollout_quantization)):
+            return f"rollout_quantization={self.rollout_quantization!r} (smoothing is for INT8)"
         if self.weight_sync in ("adapter", "llmcompressor"):
             return f"weight_sync={self.weight_sync!r} (smoothing is folded into whole weights as they are sent)"
         return "round_base=True (no whole weights are sent)" if self.round_base else None

@@ -89,26 +89,18 @@ def fitting_formats(
     Raises:
         ValueError: If a requested format does not fit, or there is nothing to quantize.
     """
-    from trl_qurl.quantization.layers import quantized_layer_names
+    from trl_qurl.quantization.plan import make_plan
 
-    quantized_layer_names(model, ignore)
     fitting = []
     for scheme in candidates(names):
         try:
-            quantized_layer_names(model, ignore, scheme)
+            make_plan(model, scheme.name, ignore)
             fitting.append(scheme)
         except ValueError as error:
             if names is not None:
                 raise
             say(f"{scheme.label} is left out: {error}")
     return fitting
-
-
-def find_scheme(name: str) -> QuantizationScheme | None:
-    """Return a format by its name; `None` for 16 bits."""
-    from trl_qurl.quantization.formats import get_scheme
-
-    return None if name == BASELINE else get_scheme(name)
 
 
 def label(name: str) -> str:

@@ -26,6 +26,7 @@ from trl_qurl.lab.curves import (
     updates_per_rollout,
 )
 from trl_qurl.lab.packages import require
+from trl_qurl.quantization.plan import format_name
 from trl_qurl.trainers.run_log import Run, read_run
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def group_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 def _describe(name: str, value: Any) -> str:
     if name == "rollout_quantization":
-        return format_label(value or "none")
+        return format_label(format_name(value))
     return str(value) if name in UNNAMED else f"{name} {value}"
 
 

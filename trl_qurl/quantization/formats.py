@@ -15,6 +15,9 @@ from trl_qurl.quantization.scheme import KernelFault, QuantizationScheme
 UNQUANTIZED = "none"
 """Name for "no quantization" on the command line and in files. In Python it is `None`."""
 
+EXAMPLE = '{"re:.*down_proj": "w8a16", "*": "int8"}'
+"""Formats by pattern, for error messages and help."""
+
 FP8_CACHES = ("fp8", "fp8_e4m3")
 """Values of vLLM's `kv_cache_dtype` for a key-value cache in E4M3. Its scales are always 1: scales fitted to keys and
 values would change with the weights, and vLLM computes none after a sync."""

@@ -89,7 +89,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         rollout, device = self.rollout, self.accelerator.device
         client = functools.partial(
             self._engine_class,
-            scheme=rollout.scheme,
+            plan=self.weights.plan,
             shapes={name: shape for name, _, shape in stream_metadata(self.weights)},
             request_timeout=rollout.request_timeout,
         )
@@ -147,7 +147,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         arguments = {"model_impl": self.model_impl, **engine_kwargs}
         colocated.prepare_process(plain_model(self.model), self.weights, arguments, self.accelerator.num_processes)
         by_files = rollout.weight_sync in ("checkpoint", "llmcompressor")
-        needs_start = rollout.scheme is not None or not self.model.name_or_path or self.base is not None
+        needs_start = bool(self.weights.plan.schemes) or not self.model.name_or_path or self.base is not None
         folder = self._open_folder(checkpoints=2 if by_files else 1) if by_files or needs_start else None
         start = self._write_start(folder) if folder is not None and needs_start else None
         logger.info("Starting vLLM. If it has to compile, this takes a minute.")
@@ -167,7 +167,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         return engine, dtype, folder
 
     def _write_start(self, folder: CheckpointFolder) -> Path:
-        label = self.rollout.scheme.label if self.rollout.scheme else "full-precision"
+        plan = self.weights.plan
+        label = plan.name.upper() if plan.schemes else "full-precision"
         logger.info("Writing %s weights for vLLM to %s.", label, folder.path)
         if self.base is not None:
             return self.base.write(folder)
@@ -179,7 +180,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _open_folder(self, checkpoints: int) -> CheckpointFolder:
         rollout = self.rollout
-        writer = CheckpointWriter(plain_model(self.model), self.processing_class, rollout.scheme, self.weights.ignore)
+        writer = CheckpointWriter(plain_model(self.model), self.processing_class, self.weights.plan)
         nbytes = checkpoints * self.weights.nbytes()
         return CheckpointFolder(self.accelerator, writer, rollout.checkpoint_dir, nbytes, rollout.is_served)
 

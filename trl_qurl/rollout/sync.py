@@ -204,7 +204,7 @@ class WeightSync:
         """Compare the engine with the trainer's own quantized forward pass, if it can run one."""
         if self.sharding.is_zero3:
             return {}  # a layer's weight is still sharded where the pass would quantize it
-        if self.settings.scheme is not None and expert_layers(self.weights.layers):
+        if expert_layers(self.weights.plan.schemes):
             return {}  # the trainer computes experts exactly
         engine, size = self.engine, self.model.config.get_text_config().vocab_size
         answer = [raise_everywhere(lambda: ask_engine(engine, size) if engine else None, self.settings.is_served)]

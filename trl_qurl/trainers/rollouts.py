@@ -17,7 +17,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.data_utils import prepare_multimodal_messages
 from trl.trainer.utils import RepeatSampler, get_config_model_id
 
-from trl_qurl.quantization.formats import SCHEMES, get_scheme
+from trl_qurl.quantization.formats import SCHEMES
+from trl_qurl.quantization.plan import Formats, format_name, make_plan, read_formats
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.ahead import AheadVLLMGeneration, UpcomingRows
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
@@ -249,12 +250,13 @@ class QuantizedRolloutsMixin(TRLTrainer):
         """Write TRL's model card, with a section about the rollouts."""
         super().create_model_card(*args, **kwargs)
         if self.is_world_process_zero():
-            add_rollouts(self._algorithm, self.args, sends_adapter=self.vllm_generation.base is not None)
+            generation = self.vllm_generation
+            add_rollouts(self._algorithm, self.args, generation.weights.plan, generation.base is not None)
 
     def save_quantized(
         self,
         output_dir: str | os.PathLike[str] | None = None,
-        scheme: str | None = None,
+        formats: Formats = None,
         *,
         ignore: Collection[str] | None = None,
         merge: bool = False,
@@ -267,33 +269,33 @@ class QuantizedRolloutsMixin(TRLTrainer):
         dtype. Training can continue afterwards. In a distributed run, every process must call this.
 
         Args:
-            output_dir: Directory to create; defaults to `{args.output_dir}-{scheme}`, which `push_to_hub` does not
+            output_dir: Directory to create; defaults to `{args.output_dir}-{formats}`, which `push_to_hub` does not
                 upload. An existing quantized checkpoint is replaced once the new one is complete.
-            scheme: Name of a format; defaults to the rollouts' format, `args.rollout_quantization`.
+            formats: Name of a format, or names by pattern; defaults to the rollouts', `args.rollout_quantization`.
             ignore: Modules to keep in full precision; defaults to those of the rollouts, `args.quantization_ignore`.
             merge: Whether to merge an adapter that rollouts kept separate. With another format or other modules to
                 ignore than the rollouts', it is always merged.
 
         Raises:
-            ValueError: The scheme is missing or unknown, or no layer is left to quantize.
+            ValueError: A format is missing or unknown, or as `make_plan` does.
             OSError: The directory holds something other than a quantized checkpoint, or cannot be written.
         """
         args, generation = self.args, self.vllm_generation
-        name = scheme or args.rollout_quantization
-        if name is None:
+        formats = read_formats(formats or args.rollout_quantization, "formats")
+        if formats is None:
             raise ValueError(
                 "This run's rollouts are not quantized (rollout_quantization=None): pass "
-                f"save_quantized(scheme=...) one of {', '.join(map(repr, SCHEMES))}."
+                f"save_quantized(formats=...) one of {', '.join(map(repr, SCHEMES))}."
             )
-        target, run = get_scheme(name), Path(args.output_dir).absolute()
-        ignore = args.quantization_ignore if ignore is None else list(ignore)
-        path = run.with_name(f"{run.name}-{target.name}") if output_dir is None else Path(output_dir)
-        is_rollouts = (target.name, ignore) == (args.rollout_quantization, args.quantization_ignore)
+        ignore, run = args.quantization_ignore if ignore is None else list(ignore), Path(args.output_dir).absolute()
+        path = run.with_name(f"{run.name}-{format_name(formats)}") if output_dir is None else Path(output_dir)
+        is_rollouts = (formats, ignore) == (args.rollout_quantization, args.quantization_ignore)
+        model, weights = generation.model, generation.weights
+        # A new stream raises in every process or in none. It is not smoothed: nobody has seen its activations.
+        weights = weights if is_rollouts else WeightStream(model, make_plan(model, formats, ignore))
         start = get_config_model_id(self.model.config)
         start = None if not start or Path(start).is_dir() else start
         hub_name = self.hub_model_id or args.hub_model_id
-        card = functools.partial(quantized_card, path.name, target, ignore, hub_name, start)
-        # A new stream raises in every process or in none. It is not smoothed: nobody has seen its activations.
-        weights = generation.weights if is_rollouts else WeightStream(generation.model, target, ignore)
+        card = functools.partial(quantized_card, path.name, weights.plan, hub_name, start)
         write_quantized(generation, path, weights, card, generation.base if is_rollouts and not merge else None)
         return path

@@ -57,7 +57,7 @@ def write_quantized(
     """
     model, smoothing = generation.model, weights.smoothing
     main_process_only(lambda: check_replaceable(path))
-    writer = CheckpointWriter(plain_model(model), generation.processing_class, weights.scheme, weights.ignore)
+    writer = CheckpointWriter(plain_model(model), generation.processing_class, weights.plan)
     parameters: Iterable[Any]
     if base is None:
         parameters = generation.policy_parameters()

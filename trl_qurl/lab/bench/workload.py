@@ -99,9 +99,11 @@ def find_device() -> Device:
 
 def count_parameters(model: Any, lora_rank: int) -> tuple[int, int]:
     """Count the parameters of a policy on the meta device and of an adapter on its linear layers."""
-    from trl_qurl.quantization.layers import layer_shapes
+    from trl_qurl.quantization.layers import model_layers
+    from trl_qurl.quantization.plan import make_plan
 
-    widths = sum(sum(shape) for shape in layer_shapes(model).values())
+    layers = model_layers(model)
+    widths = sum(sum(layers[name].shape) for name in make_plan(model, "int8").schemes)
     return sum(parameter.numel() for parameter in model.parameters()), lora_rank * widths
 
 

@@ -96,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
 def check_arguments(args: argparse.Namespace) -> dict[str, dict[str, str]]:
     """Check what can be checked at once, and return the environment that the engine of each format needs."""
     from trl_qurl.lab.packages import require
-    from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, get_scheme, parse_scheme
+    from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, parse_scheme
+    from trl_qurl.quantization.plan import schemes_of
     from trl_qurl.rollout.engine.hardware import kernel_environment
     from trl_qurl.rollout.engine.launch import require_vllm
 
@@ -111,7 +112,7 @@ def check_arguments(args: argparse.Namespace) -> dict[str, dict[str, str]]:
     require_vllm()
     require("Evaluating", "math_verify", "rich", extra="eval")
     check_model(args.model)
-    return {name or UNQUANTIZED: kernel_environment(get_scheme(name) if name else None) for name in names}
+    return {name or UNQUANTIZED: kernel_environment(*schemes_of(name)) for name in names}
 
 
 def keep_settings(settings: dict[str, Any], output_dir: Path) -> None:

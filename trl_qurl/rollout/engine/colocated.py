@@ -95,8 +95,8 @@ def prepare_process(model: "PreTrainedModel", weights: WeightStream, arguments: 
     from vllm.utils.network_utils import get_open_port
 
     names = model.config.architectures or [type(model).__name__]
-    hardware.check_cpu_build(model.config, weights.layers, weights.scheme, arguments | {"architectures": names})
-    os.environ.update(hardware.kernel_environment(weights.scheme))
+    hardware.check_cpu_build(model.config, weights.plan.schemes, arguments | {"architectures": names})
+    os.environ.update(hardware.kernel_environment(*weights.plan.targets))
     if processes == 1:  # TRL tries 29500 first, and runs that start at the same time all find it free
         os.environ["MASTER_PORT"] = os.environ.get("MASTER_PORT") or str(get_open_port())
     # To compile a model, vLLM's transformers backend modifies its class. The trainer's model is of the same class, and

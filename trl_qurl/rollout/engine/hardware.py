@@ -4,6 +4,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,17 @@ def has_flashinfer() -> bool:
     return bool(has_kernels and importlib.util.find_spec("flashinfer"))
 
 
-def kernel_environment(scheme: QuantizationScheme | None) -> dict[str, str]:
-    """Return the environment that vLLM needs before an engine of this format starts; empty if the user has set it.
+def kernel_environment(*schemes: QuantizationScheme) -> dict[str, str]:
+    """Return the environment that vLLM needs before an engine of these formats starts; empty if the user has set it.
 
     It is the same for all formats, because vLLM reads its environment only once per process. Raises `ValueError` if
-    vLLM has no kernel for the format that works on this GPU: with a weight-only one, activations would stay exact.
+    vLLM has no kernel for a format that works on this GPU: with a weight-only one, activations would stay exact.
     """
     capability = gpu_capability()
     if capability is None:
         return {}
-    if scheme and scheme.name not in (available := available_formats()):
+    available = available_formats()
+    for scheme in [scheme for scheme in schemes if scheme.name not in available]:
         needs = "FlashInfer, with nvcc or the package flashinfer-cubin"
         if not scheme.runs_on(capability):
             needs = f"a GPU of compute capability {'.'.join(map(str, scheme.lowest_gpu))} or higher"
@@ -60,23 +62,31 @@ def kernel_environment(scheme: QuantizationScheme | None) -> dict[str, str]:
 
 
 def check_cpu_build(
-    config: Any, layers: Collection[str] = (), scheme: QuantizationScheme | None = None, arguments: Any = None
+    config: Any, schemes: Mapping[str, QuantizationScheme] | None = None, arguments: Any = None
 ) -> None:
-    """Raise `ValueError` if vLLM runs on a CPU and its build for CPUs does not support a model with these layers.
+    """Raise `ValueError` if vLLM runs on a CPU and its build for CPUs does not support a model with these formats.
 
-    `arguments` are the engine's, by vLLM's names. vLLM would fail minutes later, in other words, or abort the process.
+    `schemes` are those of its layers, or any keys while these are not known. `arguments` are the engine's, by vLLM's
+    names. vLLM would fail minutes later, in other words, or abort the process.
     """
     from vllm.platforms import current_platform
 
-    obstacles = _cpu_obstacles(config, layers, scheme, arguments or {})
+    layers, arguments = schemes or {}, arguments or {}
+    obstacles = chain(
+        _model_obstacles(config, arguments),
+        *(
+            _format_obstacles(config, scheme, [name for name in layers if layers[name] == scheme], arguments)
+            for scheme in dict.fromkeys(layers.values())
+        ),
+    )
     if current_platform.is_cpu() and (obstacle := next(obstacles, None)):
         raise ValueError(f"{obstacle}, or use a GPU.")
 
 
-def _cpu_obstacles(config: Any, layers: Collection[str], scheme: Any, arguments: Mapping) -> Iterator[str]:
+def _model_obstacles(config: Any, arguments: Mapping) -> Iterator[str]:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    text, has_amx = config.get_text_config(), bool(torch.cpu.get_capabilities().get("amx_tile"))
+    text = config.get_text_config()
     heads, sizes = getattr(text, "num_attention_heads", None), CPUAttentionBackend.get_supported_head_sizes()
     width = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
     if width and width not in sizes:  # as in most tiny test models
@@ -88,8 +98,12 @@ def _cpu_obstacles(config: Any, layers: Collection[str], scheme: Any, arguments:
         yield "No sync can load the experts of gpt-oss into vLLM's CPU build, in any format: use another model"
     if "enable_lora" in arguments and any(getattr(text, name, None) for name in EXPERT_COUNTS):
         yield "vLLM's CPU build runs no adapter beside experts: merge it (weight_sync='auto', no --enable-lora)"
-    if scheme is None:
-        return
+
+
+def _format_obstacles(
+    config: Any, scheme: QuantizationScheme, layers: Collection[str], arguments: Mapping
+) -> Iterator[str]:
+    text, has_amx = config.get_text_config(), bool(torch.cpu.get_capabilities().get("amx_tile"))
     if scheme.cpus and not scheme.runs_on(None):
         where = f"only for CPUs with {scheme.cpus}, which this one lacks"
         yield f"vLLM's CPU build has {scheme.label} kernels {where}: choose another rollout_quantization"
