@@ -87,17 +87,35 @@ def test_a_command_imports_its_own_module_and_nothing_heavy():
     ("arguments", "message"),
     [
         (["gpro"], "argument COMMAND: invalid choice: 'gpro' (choose from"),
-        (["demo", "--sheme", "int8"], "unexpected argument --sheme int8"),
+        (["demo", "--sheme", "int8"], "Unexpected argument --sheme int8; did you mean --scheme?"),
         (["quantize", "model", "out", "--scheme", "in8"], "argument --scheme: invalid choice: 'in8' (choose from"),
-        (["quantize", "model", "out", "more", "--scheme", "int8"], "unexpected argument more"),
+        (["quantize", "model", "out", "more", "--scheme", "int8"], "Unexpected argument more."),
     ],
 )
 def test_a_typing_error_is_named_in_the_last_line(capsys, arguments, message):
-    with pytest.raises(SystemExit) as exit:
-        cli.main(arguments)
-    assert exit.value.code == 2
+    try:
+        status = cli.main(arguments)
+    except SystemExit as exit:  # argparse's
+        status = exit.code
+    assert status == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("trl-qurl") and message in last
+
+
+def test_both_spellings_of_an_option(monkeypatch):
+    seen = []
+    monkeypatch.setattr("trl_qurl.lab.evaluation.command.run", lambda args: seen.append(args.max_tokens) or 0)
+    assert [
+        cli.main(["eval", "MODEL", "--tasks", "gsm8k", option, "5"]) for option in ("--max-tokens", "--max_tokens")
+    ] == [0, 0]
+    assert seen == [5, 5]
+
+
+def test_model_and_dataset_are_proposed_for_what_was_typed(capsys):
+    assert cli.main(["grpo", "--modle", "m"]) == 2
+    assert "Unknown option --modle; did you mean --model?" in capsys.readouterr().err
+    assert cli.main(["grpo", "--model", "m", "q.jsonl"]) == 2
+    assert "Unexpected argument q.jsonl; did you mean --dataset q.jsonl?" in capsys.readouterr().err
 
 
 def test_options_of_vllm_are_no_typing_errors(monkeypatch):

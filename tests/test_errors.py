@@ -41,8 +41,6 @@ from trl_qurl.rollout.engine.served import WORKER_EXTENSION, ServedEngine
 from trl_qurl.rollout.errors import ServerError, SyncError
 from trl_qurl.rollout.sync import stream_metadata
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k_grpo.py"
-
 # Put on PYTHONPATH, this hides a package from a new process as if it were not installed.
 HIDE = """
 import importlib.util, sys
@@ -318,20 +316,6 @@ def test_questions_that_do_not_fill_a_rollout(train, tmp_path):
     (tmp_path / "few.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 31)
     message = train("--dataset", tmp_path / "few.jsonl")
     assert message.startswith("train_dataset has 31 prompts, but a rollout needs 32 (per_device_train_batch_size x")
-
-
-def test_the_example_ends_with_the_sentence(warm_python, tmp_path):
-    command = [warm_python, EXAMPLE, "--dataset", "missing.jsonl", "--use_cpu", "true", "--bf16", "false"]
-    command += ["--report_to", "none", "--output_dir", tmp_path / "out"]
-    done = subprocess.run(
-        [*map(str, command)], env=child_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(
-        "FileNotFoundError: The data set file missing.jsonl does not exist: give a .json"
-    )
-    frames = [line for line in done.stderr.splitlines() if line.startswith("  File ")]
-    assert not [line for line in frames if "site-packages" in line], "the traceback shows libraries below"
 
 
 # The checkpoint directory --------------------------------------------------------------------------------------------

@@ -126,7 +126,9 @@ def test_activations_are_rounded_as_vllm_does_it_without_a_gpu(dtype):
 
 
 def test_the_environment_is_the_same_for_every_format_and_the_users_wins(on, monkeypatch):
-    assert kernel_environment(SCHEMES["int8"]) == {}  # a CPU
+    assert kernel_environment(SCHEMES["int8"]) == {"VLLM_USE_AOT_COMPILE": "0"}  # a CPU
+    monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "1")
+    assert kernel_environment(SCHEMES["int8"]) == {}
     on((9, 0))
     assert kernel_environment(SCHEMES["int8"]) == {"VLLM_DISABLED_KERNELS": ",".join(DEEP_GEMM)}
     on((10, 0))

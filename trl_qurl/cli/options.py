@@ -1,6 +1,8 @@
 """Options and checks shared by several subcommands."""
 
 import argparse
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,12 @@ def add_ignore(parser: argparse.ArgumentParser) -> None:
         help="modules to keep in full precision: a name, or re: followed by a regular expression; repeat the option "
         "for more (default: lm_head)",
     )
+
+
+def did_you_mean(words: Iterable[str], names: Sequence[str]) -> str:
+    """Return `"; did you mean NAME?"`, or `"."` if no name is similar enough."""
+    matches = [name for word in words for name in get_close_matches(word, names, 1)]
+    return f"; did you mean {' '.join(matches)}?" if matches else "."
 
 
 def add_scheme(parser: argparse.ArgumentParser, **options: Any) -> None:

@@ -152,7 +152,9 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         folder = self._open_folder(checkpoints=2 if by_files else 1) if by_files or needs_start else None
         start = self._write_start(folder) if folder is not None and needs_start else None
         logger.info("Starting vLLM. If it has to compile, this takes a minute.")
-        with substitute(vllm_generation, "LLM", functools.partial(colocated.build_engine, cls, start, engine_kwargs)):
+        length = self.max_completion_length or 0
+        build = functools.partial(colocated.build_engine, cls, start, engine_kwargs, length)
+        with substitute(vllm_generation, "LLM", build):
             super()._init_vllm()
         logger.info("vLLM is ready.")
         if folder is not None and not (self.base and self.base.checkpoint):

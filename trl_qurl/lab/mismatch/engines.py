@@ -67,8 +67,9 @@ class Engines:
         policy, self._tokenizer = load_model(self.directory)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._policy = policy.to(getattr(torch, sixteen_bits) if self._device == "cuda" else torch.float32).eval()
-        memory = cpu_cache_arguments(self.directory, engine_kwargs)
         repeated = [tokens for tokens in self.prompts for _ in range(sampling.samples)]
+        load = len(repeated), arguments["max_model_len"]
+        memory = cpu_cache_arguments(self.directory, arguments | engine_kwargs, 0.5, *load)
         engine_kwargs = {**arguments, **memory, **engine_kwargs}
         self._job = Job(self.directory, BASELINE, repeated, sampling.max_tokens, engine_kwargs)
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 TRL_MEMORY_SHARE = 0.3  # TRL's default for vllm_gpu_memory_utilization
+PROMPT = 1024  # tokens of a long prompt: with longer ones, a CPU's cache holds fewer completions at a time
 
 
 class ColocatedEngine(Engine):
@@ -106,12 +107,17 @@ def prepare_process(model: "PreTrainedModel", weights: WeightStream, arguments: 
         ModelRegistry.register_model(name, type(cls.__name__, (cls,), uncompiled))
 
 
-def build_engine(cls: type, start: Path | None, engine_kwargs: dict[str, Any], **trl_kwargs: Any) -> Any:
-    """Build vLLM's `LLM` with TRL's arguments, our starting checkpoint as the model, and the user's extras."""
+def build_engine(cls: type, start: Path | None, engine_kwargs: dict[str, Any], length: int, **trl_kwargs: Any) -> Any:
+    """Build vLLM's `LLM` with TRL's arguments, our starting checkpoint as the model, and the user's extras.
+
+    `length` is that of the longest completion, in tokens.
+    """
     if start is not None:
         trl_kwargs["model"] = str(start)
     if trl_kwargs.get("gpu_memory_utilization") == TRL_MEMORY_SHARE:  # the user has chosen nothing
-        trl_kwargs |= hardware.cpu_cache_arguments(trl_kwargs["model"], engine_kwargs, share=TRL_MEMORY_SHARE)
+        given = {"max_model_len": trl_kwargs["max_model_len"]} | engine_kwargs
+        load = trl_kwargs["max_num_seqs"], PROMPT + length
+        trl_kwargs |= hardware.cpu_cache_arguments(trl_kwargs["model"], given, TRL_MEMORY_SHARE, *load)
     # TRL's seed is the engine's number alone; far apart, no two engines of neighboring seeds share their noise.
     seed = engine_kwargs["seed"] + 10_000 * trl_kwargs["seed"]
     return cls(**trl_kwargs | engine_kwargs | {"seed": seed}, worker_extension_cls=WORKER_EXTENSION)

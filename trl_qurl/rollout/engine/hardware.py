@@ -14,13 +14,14 @@ from trl_qurl.quantization.formats import SCHEMES, gpu_capability
 from trl_qurl.quantization.scheme import QuantizationScheme
 
 DISABLED_KERNELS_VARIABLE = "VLLM_DISABLED_KERNELS"  # vLLM's: class names, separated by commas
+AHEAD_OF_TIME_VARIABLE = "VLLM_USE_AOT_COMPILE"  # vLLM's
 # vLLM's model classes that run transformers' code, and their module.
 BACKENDS = [f"Transformers{variant}ForCausalLM" for variant in ("", "MoE", "MultiModal", "MultiModalMoE")]
 BACKEND_MODULE = "vllm.model_executor.models.transformers"
 ROUTED_BY_SOFTMAX = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # `model_type`; read in vLLM's code
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 ENGINE_BYTES = 2**30  # memory that an engine process needs in addition to weights, keys, and values
-MIN_CACHE = 2**26
+MIN_CACHE, BLOCK = 2**26, 128  # bytes; tokens of a block in vLLM's cache on CPUs
 
 
 def available_formats() -> list[str]:
@@ -36,14 +37,16 @@ def has_flashinfer() -> bool:
 
 
 def kernel_environment(*schemes: QuantizationScheme) -> dict[str, str]:
-    """Return the environment that vLLM needs before an engine of these formats starts; empty if the user has set it.
+    """Return the environment that vLLM needs before an engine of these formats starts, but for what the user has set.
 
-    It is the same for all formats, because vLLM reads its environment only once per process. Raises `ValueError` if
-    vLLM has no kernel for a format that works on this GPU: with a weight-only one, activations would stay exact.
+    On a CPU, vLLM 0.31 saves what it compiles ahead of time but never loads it (docs/upstream.md). Without that,
+    torch's own cache shortens the next start. On a GPU the environment is the same for all formats, because vLLM reads
+    it once per process. Raises `ValueError` if vLLM has no kernel for a format that works on this GPU: with a
+    weight-only one, activations would stay exact.
     """
     capability = gpu_capability()
     if capability is None:
-        return {}
+        return {} if AHEAD_OF_TIME_VARIABLE in os.environ else {AHEAD_OF_TIME_VARIABLE: "0"}
     available = available_formats()
     for scheme in [scheme for scheme in schemes if scheme.name not in available]:
         needs = "FlashInfer, with nvcc or the package flashinfer-cubin"
@@ -123,14 +126,17 @@ def transformers_backend(architectures: Collection[str], arguments: Mapping[str,
     return {name: cls for name, cls in classes.items() if BACKEND_MODULE in {each.__module__ for each in cls.__mro__}}
 
 
-def cpu_cache_arguments(checkpoint: str, user_arguments: Collection[str], share: float = 0.5) -> dict[str, int]:
+def cpu_cache_arguments(
+    checkpoint: str, arguments: Mapping[str, Any], share: float = 0.5, sequences: int = 0, length: int = 0
+) -> dict[str, int]:
     """Return the arguments with which an engine of this checkpoint starts in the memory that is free, on a CPU.
 
     By default, vLLM's CPU build plans with 92 % of the machine's memory, and does not start if less is free. Keys and
-    values get a `share` of the memory that is left after the weights and the engine itself. The result is empty
-    on a GPU, or if `user_arguments` names a size. Raises `ValueError` if too little memory is free.
+    values get what this many `sequences` of this `length` in tokens need, but at most a `share` of the memory that is
+    left after the weights and the engine itself, which is also the default. The result is empty on a GPU, or if the
+    engine's other `arguments` name a size. Raises `ValueError` if too little memory is free.
     """
-    is_chosen = not {"gpu_memory_utilization", "kv_cache_memory_bytes"}.isdisjoint(user_arguments)
+    is_chosen = not {"gpu_memory_utilization", "kv_cache_memory_bytes"}.isdisjoint(arguments)
     if torch.cuda.is_available() or is_chosen or os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         return {}
     free, weights = free_memory(), weight_bytes(checkpoint)
@@ -141,7 +147,20 @@ def cpu_cache_arguments(checkpoint: str, user_arguments: Collection[str], share:
             f"weights and about {(ENGINE_BYTES + MIN_CACHE / share) / 1e9:.1f} GB for the rest. Stop other processes, "
             "or use a smaller model."
         )
-    return {"kv_cache_memory_bytes": cache}
+    needed = cache_bytes(checkpoint, arguments.get("max_model_len"), sequences, length) if sequences else cache
+    return {"kv_cache_memory_bytes": min(cache, max(MIN_CACHE, needed))}
+
+
+def cache_bytes(checkpoint: str, context: int | None, sequences: int, length: int) -> int:
+    """Return the size of the keys and values of sequences in 16 bits, and at least of one that fills the context."""
+    from transformers import AutoConfig
+
+    text = AutoConfig.from_pretrained(checkpoint).get_text_config()
+    context = int(context or text.max_position_embeddings)
+    blocks = max(-(-context // BLOCK), sequences * -(-min(context, length) // BLOCK))
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return blocks * BLOCK * text.num_hidden_layers * heads * width * 2 * 2
 
 
 def free_memory() -> int:
