@@ -713,9 +713,9 @@ def test_attributes_of_the_trainer():
 def test_metrics_are_lists_by_mode_and_name():
     assert "self._metrics = {'train': defaultdict(list), 'eval': defaultdict(list)}" in text_of(
         GRPO, "GRPOTrainer.__init__"
-    ), "GRPOTrainer._metrics is no longer lists by mode and name, to which QuantizedRolloutsMixin._record appends."
+    ), "GRPOTrainer._metrics is no longer lists by mode and name, to which GroupRolloutsMixin._record appends."
     assert "for key, val in self._metrics[mode].items()" in text_of(GRPO, "GRPOTrainer.log"), (
-        "GRPOTrainer.log does not log what is in _metrics, where QuantizedRolloutsMixin._record puts ours."
+        "GRPOTrainer.log does not log what is in _metrics, where GroupRolloutsMixin._record puts ours."
     )
 
 
@@ -725,7 +725,7 @@ def test_the_place_within_a_rollout_is_step_and_buffer():
         "if self._step % generate_every == 0 or self._buffered_inputs is None:",
         "inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]",
     ):
-        assert line in body, f"GRPOTrainer._prepare_inputs has no `{line}`; QuantizedRolloutsMixin saves those two."
+        assert line in body, f"GRPOTrainer._prepare_inputs has no `{line}`; GroupRolloutsMixin saves those two."
 
 
 def test_checkpoints_are_named_as_the_state_of_rollouts_expects():

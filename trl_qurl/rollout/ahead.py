@@ -75,7 +75,8 @@ class AheadEngine(ServedEngine):
 
     def drop(self) -> None:
         """Abort what is out, so that neither a thread nor a request is left."""
-        out, self.out = self.out and self.out.future, None
+        request, self.out = self.out, None
+        out = None if request is None else request.future
         failure = self._failure
         deadline = time.monotonic() + ABORT_SECONDS
         # The request may not have reached the engine when the first abort does.

@@ -12,19 +12,26 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
+from accelerate import Accelerator
+from transformers import TrainerState
 from trl.trainer.utils import get_config_model_id
 
 from trl_qurl.quantization.formats import SCHEMES, get_scheme
 from trl_qurl.quantization.stream import WeightStream
+from trl_qurl.rollout.ahead import AheadVLLMGeneration
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.arguments import applies_uaq, check_policy, checked_config, rollout_settings
-from trl_qurl.trainers.callbacks import RunLogCallback, TrainerAwareCallback, UpdateAwareQuantizationCallback
+from trl_qurl.trainers.callbacks import (
+    RunLogCallback,
+    StepTimer,
+    TrainerAwareCallback,
+    UpdateAwareQuantizationCallback,
+)
 from trl_qurl.trainers.model_card import add_rollouts, quantized_card
 from trl_qurl.trainers.saving import write_quantized
-from trl_qurl.trainers.step_timer import StepTimer
 
-TRLTrainer: Any = object  # to mypy, the mixin has all that a trainer has
+TRLTrainer: Any = object  # to mypy, the mixin has all that a trainer has: it allows no `super()` into a protocol
 
 
 class QuantizedEngineMixin(TRLTrainer):
@@ -43,6 +50,11 @@ class QuantizedEngineMixin(TRLTrainer):
     _generation_module: ClassVar[ModuleType]
     _algorithm: ClassVar[str]
 
+    accelerator: Accelerator
+    state: TrainerState
+    vllm_generation: QuantizedVLLMGeneration
+    _metrics: dict[str, dict[str, list[float]]]
+
     # TRL sends weights unless this is the current step. Its own value misses weights that change between two steps.
     _last_loaded_step = property(lambda self: self.vllm_generation.sync.loaded_step(), lambda self, step: None)
 
@@ -54,13 +66,13 @@ class QuantizedEngineMixin(TRLTrainer):
         self._before_engine(args, arguments)
         self._step_timer = StepTimer()
         # Ours go first: rows logged by user callbacks belong in run.jsonl, their time in no step.
-        ours = [self._step_timer, RunLogCallback(self._run_settings(args))]
+        run_log = RunLogCallback({"updates_per_rollout": args.updates_per_rollout, "algorithm": self._algorithm})
         uaq = [UpdateAwareQuantizationCallback(args.uaq_scale)] if applies_uaq(args, arguments) else []
-        arguments["callbacks"] = [*uaq, *ours, *(arguments.get("callbacks") or [])]
+        arguments["callbacks"] = [*uaq, self._step_timer, run_log, *(arguments.get("callbacks") or [])]
         # vLLM freezes the garbage collector, so a reference cycle through the trainer would keep its engine.
         trainer = weakref.proxy(self)
         generation = functools.partial(
-            self._generation_class(args),
+            AheadVLLMGeneration if args.rollouts_ahead else QuantizedVLLMGeneration,
             rollout=rollout_settings(args),
             global_step=lambda: trainer.state.global_step,
             prompts=lambda: trainer._first_prompts(),
@@ -78,13 +90,6 @@ class QuantizedEngineMixin(TRLTrainer):
     def _before_engine(self, args: Any, arguments: dict[str, Any]) -> None:
         """Check the constructor's arguments, by TRL's names. What may fail belongs before the engine's slow start."""
         check_policy(args, arguments)
-
-    def _run_settings(self, args: Any) -> dict[str, Any]:
-        """Return what `run.jsonl` records besides the trainer's arguments."""
-        return {"algorithm": self._algorithm}
-
-    def _generation_class(self, args: Any) -> type[QuantizedVLLMGeneration]:
-        return QuantizedVLLMGeneration
 
     def _first_prompts(self) -> list[list[int]]:
         """Return the tokens of a few prompts, to which smoothing is fitted before the engine starts, or none."""

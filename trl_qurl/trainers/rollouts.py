@@ -12,9 +12,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.data_utils import prepare_multimodal_messages
 from trl.trainer.utils import RepeatSampler
 
-from trl_qurl.objective import TRL_LOSS, get_objective
+from trl_qurl.objective import TRL_LOSS, get_objective, surrogate_terms
 from trl_qurl.rollout.ahead import AheadVLLMGeneration, UpcomingRows
-from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.context import RolloutContext, Tokens
 from trl_qurl.rollout.images import plain_prompts
 from trl_qurl.rollout.mismatch import MismatchTally
@@ -23,7 +22,7 @@ from trl_qurl.trainers.dynamic_sampling import named_rewards
 from trl_qurl.trainers.engine import QuantizedEngineMixin
 from trl_qurl.trainers.guard import MismatchGuard
 from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state, skip_epochs
-from trl_qurl.trainers.scoring import ScoringPass, cap_of, learned_tokens, loss_metrics, objective_terms
+from trl_qurl.trainers.scoring import ScoringPass, cap_of, learned_tokens, loss_metrics
 
 CALIBRATION_PROMPTS, LONGEST_PROMPT = 8, 512  # for smoothing; in tokens
 
@@ -38,7 +37,6 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     """
 
     _smooths_by_loss = False
-    _scores_in_update = False  # whether the loss's forward pass scores rollouts, instead of a pass in advance
     _train_sampler: RepeatSampler | None = None
     _pass: ScoringPass | None = None  # inside `_watch_pass`
     _upcoming_rows: UpcomingRows | None = None
@@ -57,17 +55,16 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         super()._before_engine(args, arguments)
         check_arguments(args, arguments)
 
-    def _run_settings(self, args: Any) -> dict[str, Any]:
-        return super()._run_settings(args) | {"updates_per_rollout": args.updates_per_rollout}
-
-    def _generation_class(self, args: Any) -> type[QuantizedVLLMGeneration]:
-        return AheadVLLMGeneration if args.rollouts_ahead else super()._generation_class(args)
-
     # Rollouts --------------------------------------------------------------------------------------------------------
 
     @property
     def _rollout(self) -> RolloutContext:
         return self.vllm_generation.current
+
+    @property
+    def _scores_in_update(self) -> bool:
+        """Whether the loss's forward pass scores rollouts, instead of a pass in advance."""
+        return False
 
     @property
     def _ahead(self) -> AheadVLLMGeneration | None:
@@ -173,7 +170,10 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         """Return the inputs from which TRL's loss computes the objective, (B, T) each."""
         if self.args.objective == TRL_LOSS:
             return {}
-        terms = objective_terms(self.args, batch, proximal_logps)
+        # Masked tokens have no ratio: mark them with NaN, which also keeps their padding out of exp().
+        behavior_logps = batch["sampling_per_token_logps"].masked_fill(~learned_tokens(batch), torch.nan)
+        logps = proximal_logps, behavior_logps
+        terms = surrogate_terms(self.args.objective, *logps, batch["advantages"], cap=cap_of(self.args))
         return {"old_per_token_logps": terms.old_logps, "importance_sampling_ratio": terms.weight}
 
     def _weigh(self, logps: torch.Tensor, inputs: Batch) -> torch.Tensor:

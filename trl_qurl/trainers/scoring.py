@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from trl_qurl.importance import importance_ratio
-from trl_qurl.objective import SurrogateTerms, surrogate_terms
 
 
 @dataclass
@@ -35,13 +34,6 @@ def learned_tokens(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def cap_of(args: Any) -> float:
     """Return the cap C of a config, a ratio; infinite for `None`."""
     return math.inf if args.vllm_importance_sampling_clip_max is None else args.vllm_importance_sampling_clip_max
-
-
-def objective_terms(args: Any, batch: Mapping[str, torch.Tensor], proximal_logps: torch.Tensor) -> SurrogateTerms:
-    """Return the terms of a config's objective for a batch, (B, T) each."""
-    # Masked tokens have no ratio: mark them with NaN, which also keeps their padding out of exp().
-    behavior_logps = batch["sampling_per_token_logps"].masked_fill(~learned_tokens(batch), torch.nan)
-    return surrogate_terms(args.objective, proximal_logps, behavior_logps, batch["advantages"], cap=cap_of(args))
 
 
 def loss_metrics(
