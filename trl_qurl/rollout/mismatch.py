@@ -59,7 +59,14 @@ class MismatchTally:
         self._log_ratios.append((proximal_logps - behavior_logps)[mask])
 
     def sampling_metrics(self, cap: float) -> dict[str, float]:
-        """Return TRL's `sampling/*` for the parts so far: TRL computes them only for a rollout scored in advance."""
+        """Return TRL's `sampling/*` for the parts so far: TRL computes them only for a rollout scored in advance.
+
+        Args:
+            cap: C, a ratio.
+
+        Returns:
+            Metrics by name.
+        """
         log_ratio = torch.cat(self._log_ratios)
         ratio = log_ratio.nan_to_num(0.0).exp().clamp(max=cap)
         metrics: dict[str, float] = {}

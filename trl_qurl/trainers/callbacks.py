@@ -68,7 +68,11 @@ class StepTimer(TrainerAwareCallback):
     _started = 0.0
 
     def exclude(self, seconds: float) -> None:
-        """Exclude these seconds from the current step."""
+        """Leave time out of the current step.
+
+        Args:
+            seconds: How much.
+        """
         self._started += seconds
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
