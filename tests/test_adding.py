@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
-from conftest import FORGET_OURS, child_environment
+from conftest import FORGET_OURS, child_environment, needs_trl_1_16
 from documents import ROOT, blocks, rows
 from safetensors.torch import load_file
 from tiny import tiny_model, tiny_tokenizer
@@ -95,6 +95,7 @@ print("RECORD " + json.dumps(record))
 """
 
 
+@needs_trl_1_16
 @pytest.mark.vllm
 def test_a_trainer_of_trls_that_is_not_of_groups(warm_python, tmp_path):
     (tmp_path / "made_up.py").write_text(EXAMPLES["distillation"])
