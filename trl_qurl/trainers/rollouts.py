@@ -71,8 +71,8 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         return self.vllm_generation if self.args.rollouts_ahead else None
 
     def _generate_and_score_completions(self, inputs: Any) -> Batch:
-        if self._ahead is not None and self._mode == "train":
-            self._rollout.upcoming = self._upcoming_prompts(inputs)
+        looks_ahead = self._ahead is not None and self._mode == "train"
+        self._rollout.upcoming = self._upcoming_prompts(inputs) if looks_ahead else None
         with named_rewards(self.reward_func_names), self._watch_pass(not self._scores_in_update) as scored:
             batch = super()._generate_and_score_completions(inputs)
         self._rollout.proximal_logps = scored.logps
