@@ -16,12 +16,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
 import forks
 import pytest
 from hypothesis import HealthCheck, settings
+from packaging.version import Version
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 
@@ -74,6 +76,10 @@ SATURATES = "vnni" not in INSTRUCTIONS
 """Whether sums in oneDNN's INT8 kernel saturate, by 2 % of the outputs and more."""
 
 needs_vnni = pytest.mark.skipif(SATURATES, reason="without VNNI, sums in oneDNN's INT8 kernel saturate")
+
+needs_trl_1_16 = pytest.mark.skipif(
+    Version(version("trl")) < Version("1.16"), reason="docs/architecture.md lists the trainers of TRL 1.16"
+)
 
 FORGET_OURS = """
 import sys

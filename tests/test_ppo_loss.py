@@ -93,7 +93,7 @@ def test_a_zero_critic_makes_it_reinforce_with_the_same_correction(trainer):
     mask = inputs["completion_mask"]
     rho = (inputs["old_per_token_logps"] - inputs["sampling_per_token_logps"]).exp()
     assert (rho[mask.bool()] > CAP).any() and (rho[mask.bool()] < CAP).any(), "the cap cuts all or nothing"
-    rewards = trainer._rewards_per_func.expand_as(batch["completion_mask"])  # of one function
+    rewards = trainer._rollout.rewards.expand_as(batch["completion_mask"])  # of one function
     learned = rewards[batch["completion_mask"].bool()]
     advantages = (rewards[:B] - learned.mean()) / learned.std()
     reinforce = rho.clamp(max=CAP) * advantages * policy_logps(trainer, inputs) * mask
@@ -116,7 +116,7 @@ def test_completions_that_were_cut_are_bootstrapped_and_those_that_ended_are_not
 
 def test_a_completion_without_a_reward_teaches_nobody(trainer):
     batch = rollout(trainer)
-    trainer._rewards_per_func[0] = torch.nan
+    trainer._rollout.rewards[0] = torch.nan
     trainer._add_advantages(batch, torch.full((len(batch["completion_ids"]), T + 1), 0.5))
     assert not batch["advantages"][0].any() and not batch["critic_mask"][0].any()
     assert batch["advantages"][1:].isfinite().all() and batch["critic_mask"][1:].any()
@@ -126,8 +126,7 @@ def test_the_critic_learns_from_tokens_with_a_return_only(trainer):
     batch = micro_batch(rollout(trainer))
     batch["critic_mask"][0] = False  # a completion without a reward
     values = torch.full((B, T + 1), 9.0, requires_grad=True)  # far from every return
-    trainer.compute_loss(trainer.model, batch)  # after which the critic learns from the same micro-batch
-    trainer._value_loss(values).backward()
+    trainer._value_loss(batch, values).backward()
     assert torch.equal(values.grad[:, :-1] != 0, batch["critic_mask"])
     assert not values.grad[:, -1].any(), "the value after the last token is no prediction"
 
@@ -135,7 +134,7 @@ def test_the_critic_learns_from_tokens_with_a_return_only(trainer):
 def test_several_rewards_are_weighed(trainer):
     batch = rollout(trainer)
     functions = torch.tensor([[1.0, 2.0], [1.0, torch.nan], [torch.nan, torch.nan]]).repeat(4, 1)
-    trainer._rewards_per_func, weights = functions, trainer.reward_weights
+    trainer._rollout.rewards, weights = functions, trainer.reward_weights
     trainer.reward_weights = torch.tensor([1.0, 0.5])
     try:
         trainer._add_advantages(batch, torch.zeros(len(functions), T + 1))
@@ -168,7 +167,7 @@ def test_advantages_are_whitened_over_the_whole_rollout_and_returns_are_not(trai
     trainer._add_advantages(batch, values)
     mask = batch["completion_mask"].bool()
     plain = generalized_advantages(
-        token_rewards(trainer._rewards_per_func[:, 0], mask),
+        token_rewards(trainer._rollout.rewards[:, 0], mask),
         values[:, :-1],
         bootstrap(trainer, batch, values),
         mask,
@@ -188,7 +187,7 @@ def test_the_table_of_completions_shows_the_critics_advantages(trainer):
     rollout(trainer)
     shown = list(trainer._logs["advantages"])
     # Before whitening: the rewards, because the critic is still 0 everywhere.
-    assert shown == pytest.approx(trainer._rewards_per_func[:, 0].tolist())
+    assert shown == pytest.approx(trainer._rollout.rewards[:, 0].tolist())
     assert "frac_reward_zero_std" not in trainer._metrics["train"]
 
 

@@ -18,7 +18,7 @@ from trl_qurl.quantization import SCHEMES, write_checkpoint
 from trl_qurl.quantization.storage import check_replaceable
 from trl_qurl.rollout.adapter import FrozenBase
 from trl_qurl.rollout.sync import policy_parameters
-from trl_qurl.trainers.rollouts import QuantizedRolloutsMixin
+from trl_qurl.trainers.engine import QuantizedEngineMixin
 from trl_qurl.trainers.saving import main_process_only
 
 KINDS = ["full", "lora"]
@@ -271,7 +271,7 @@ def trainer(tmp_path):
     """What `save_quantized` asks of a trainer whose rollouts had an adapter beside a base in four bits."""
     lora = LoraConfig(r=9, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     model = get_peft_model(tiny_model(), lora)
-    trainer = QuantizedRolloutsMixin.__new__(QuantizedRolloutsMixin)
+    trainer = QuantizedEngineMixin.__new__(QuantizedEngineMixin)
     trainer.model, trainer.hub_model_id = model, None
     trainer.args = SimpleNamespace(
         rollout_quantization="w4a16",

@@ -86,8 +86,8 @@ def test_padding_does_not_count():
     mask = torch.cat([torch.ones_like(TOKENS), torch.zeros_like(TOKENS)], dim=1)
     weights = smoothed_stream(model)
     fitted = {name: scale.clone() for name, scale in weights.smoothing.scales.items()}
-    weights.smoothing.collects = weights.smoothing.watches = True
-    with torch.no_grad():
+    weights.smoothing.collects = True
+    with torch.no_grad(), weights.smoothing.watch():
         model(padded, attention_mask=mask)
     weights.smoothing.fit()
     for name, scale in weights.smoothing.scales.items():

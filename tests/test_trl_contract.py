@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import needs_avx512
+from conftest import needs_avx512, needs_trl_1_16
 from packaging.requirements import Requirement
 
 import trl_qurl
@@ -36,13 +36,19 @@ COMPRESSED_TENSORS = "vllm.model_executor.layers.quantization.compressed_tensors
 CPU_KERNELS = "vllm.model_executor.kernels.linear.scaled_mm.cpu"
 HEAD = "vllm.model_executor.layers.vocab_parallel_embedding"
 
+OTHER_TRAINERS = [
+    "trl.trainer.distillation_trainer",
+    *(f"trl.experimental.{name}.{name}_trainer" for name in ("sdpo", "sdft", "gold", "iw_opd")),
+]
+"""Where docs/architecture.md says that `QuantizedEngineMixin` works."""
+
 # (module, name, parameters it takes, what leans on it)
 DEFINITIONS = [
     (
         GRPO,
         "GRPOTrainer.__init__",
         "model reward_funcs args callbacks peft_config",
-        "trainers/rollouts.py sets them",
+        "trainers/engine.py sets them",
     ),
     (GRPO, "GRPOTrainer._generate_and_score_completions", "inputs", "trainers/grpo.py measures the mismatch after it"),
     (GRPO, "GRPOTrainer._tokenize_prompts", "prompts", "trainers/rollouts.py learns of pictures by it"),
@@ -53,12 +59,12 @@ DEFINITIONS = [
         "model state_dict",
         "quantization/checkpoint_form.py gets a checkpoint's names and cuts by it",
     ),
-    (GRPO, "GRPOTrainer._prepare_inputs", "generation_batch", "trainers/rollouts.py times the rollouts in it"),
+    (GRPO, "GRPOTrainer._prepare_inputs", "generation_batch", "trainers/engine.py times the rollouts in it"),
     (
         GRPO,
         "GRPOTrainer._get_per_token_logps_and_entropies",
         "model",
-        "trainers/rollouts.py times it, trainers/grpo.py keeps its result",
+        "trainers/rollouts.py scores rollouts and losses by it",
     ),
     (GRPO, "GRPOTrainer._compute_loss", "model inputs", "trainers/grpo.py computes every objective through it"),
     (GRPO, "GRPOTrainer._save_checkpoint", "model trial", "trainers/rollouts.py adds the rollout in progress"),
@@ -66,7 +72,7 @@ DEFINITIONS = [
         RLOO,
         "RLOOTrainer.__init__",
         "model reward_funcs args callbacks peft_config",
-        "trainers/rollouts.py sets them",
+        "trainers/engine.py sets them",
     ),
     (
         RLOO,
@@ -74,8 +80,13 @@ DEFINITIONS = [
         "inputs",
         "trainers/rloo.py adds the objective to its batch",
     ),
-    (RLOO, "RLOOTrainer._prepare_inputs", "generation_batch", "trainers/rollouts.py times the rollouts in it"),
-    (RLOO, "RLOOTrainer._get_per_token_logps_and_entropies", "model", "trainers/rloo.py weighs its gradient"),
+    (RLOO, "RLOOTrainer._prepare_inputs", "generation_batch", "trainers/engine.py times the rollouts in it"),
+    (
+        RLOO,
+        "RLOOTrainer._get_per_token_logps_and_entropies",
+        "model",
+        "trainers/rollouts.py gives the loss what it returns",
+    ),
     (RLOO, "RLOOTrainer._compute_loss", "model inputs", "trainers/rloo.py computes every objective through it"),
     (RLOO, "RLOOTrainer._save_checkpoint", "model trial", "trainers/rollouts.py adds the rollout in progress"),
     (
@@ -117,13 +128,13 @@ DEFINITIONS = [
         "trl.trainer.base_trainer",
         "_BaseTrainer.create_model_card",
         "model_name dataset_name tags",
-        "trainers/rollouts.py adds to the card it writes into output_dir",
+        "trainers/engine.py adds to the card it writes into output_dir",
     ),
     (
         "trl.trainer.utils",
         "get_config_model_id",
         "config",
-        "trainers/rollouts.py and trainers/critic.py find the policy's start by it",
+        "trainers/engine.py and trainers/critic.py find the policy's start by it",
     ),
     (
         "transformers.trainer",
@@ -480,6 +491,24 @@ def test_classes_are_looked_up_by_module_name(module, where, name):
     )
 
 
+@needs_trl_1_16
+@pytest.mark.parametrize("module", OTHER_TRAINERS)
+def test_trainers_of_the_table_have_what_the_engine_needs(module):
+    [trainer] = re.findall(r"^class (\w+Trainer)\(", source_file(module).read_text(), re.M)
+    body = text_of(module, trainer)
+    for part in (
+        "self.vllm_generation = VLLMGeneration(",
+        "self._metrics = {'train': defaultdict(list), 'eval': defaultdict(list)}",
+        "def _prepare_inputs(self, generation_batch",
+        "def compute_loss(self, model, inputs",
+    ):
+        assert part in body, f"{trainer} has no `{part}`, which QuantizedEngineMixin extends: docs/architecture.md."
+    is_inside = "from ...generation.vllm_generation import VLLMGeneration" in body
+    assert is_inside == (trainer in ("SDPOTrainer", "SDFTTrainer")), (
+        "docs/architecture.md names the module to replace."
+    )
+
+
 def test_arguments_of_the_engine_are_those_the_config_reserves():
     [call] = calls(body_of(GENERATION, "VLLMGeneration._init_vllm"), "LLM")
     given = {keyword.arg for keyword in call.keywords}
@@ -570,13 +599,13 @@ def test_the_trainer_syncs_before_the_first_rollout_of_every_step(module, traine
 def test_the_loss_reads_what_the_objective_completes_only_after_its_forward_pass():
     body = text_of(GRPO, "GRPOTrainer._compute_loss")
     assert body.count("self._get_per_token_logps_and_entropies(") == 1, (
-        "GRPOTrainer._compute_loss makes several forward passes: QuRLGRPOTrainer._objective_inputs acts on each."
+        "GRPOTrainer._compute_loss makes several forward passes: GroupRolloutsMixin._corrected_loss acts on each."
     )
     forward = body.index("self._get_per_token_logps_and_entropies(")
     for name in ("old_per_token_logps", "importance_sampling_ratio"):
         assert forward < body.index(name), (
-            f"GRPOTrainer._compute_loss reads {name} before the forward pass that QuRLGRPOTrainer._objective_inputs "
-            "waits for."
+            f"GRPOTrainer._compute_loss reads {name} before the forward pass that "
+            "GroupRolloutsMixin._corrected_loss waits for."
         )
 
 
@@ -693,7 +722,7 @@ def test_log_probabilities_are_the_first_result():
     body = body_of(GRPO, "GRPOTrainer._get_per_token_logps_and_entropies")
     [returned] = [node for node in ast.walk(body) if isinstance(node, ast.Return)]
     assert ast.unparse(returned.value).startswith("(logps, "), (
-        "_get_per_token_logps_and_entropies does not return log-probabilities first; trainers/grpo.py keeps [0]."
+        "_get_per_token_logps_and_entropies does not return log-probabilities first; trainers/rollouts.py keeps [0]."
     )
     assert "self._get_per_token_logps_and_entropies(" in text_of(GRPO, "GRPOTrainer._compute_loss"), (
         "_compute_loss does not score through _get_per_token_logps_and_entropies, so acr/... would use an old result."
@@ -713,9 +742,9 @@ def test_attributes_of_the_trainer():
 def test_metrics_are_lists_by_mode_and_name():
     assert "self._metrics = {'train': defaultdict(list), 'eval': defaultdict(list)}" in text_of(
         GRPO, "GRPOTrainer.__init__"
-    ), "GRPOTrainer._metrics is no longer lists by mode and name, to which QuantizedRolloutsMixin._record appends."
+    ), "GRPOTrainer._metrics is no longer lists by mode and name, to which QuantizedEngineMixin._record appends."
     assert "for key, val in self._metrics[mode].items()" in text_of(GRPO, "GRPOTrainer.log"), (
-        "GRPOTrainer.log does not log what is in _metrics, where QuantizedRolloutsMixin._record puts ours."
+        "GRPOTrainer.log does not log what is in _metrics, where QuantizedEngineMixin._record puts ours."
     )
 
 
@@ -725,7 +754,7 @@ def test_the_place_within_a_rollout_is_step_and_buffer():
         "if self._step % generate_every == 0 or self._buffered_inputs is None:",
         "inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]",
     ):
-        assert line in body, f"GRPOTrainer._prepare_inputs has no `{line}`; QuantizedRolloutsMixin saves those two."
+        assert line in body, f"GRPOTrainer._prepare_inputs has no `{line}`; GroupRolloutsMixin saves those two."
 
 
 def test_checkpoints_are_named_as_the_state_of_rollouts_expects():

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
+from trl import GRPOConfig, RLOOConfig
+
 from trl_qurl.config.checks import check_choice, check_number, check_sampling
 from trl_qurl.config.help import with_help
 from trl_qurl.quantization.checkpoint import check_quantizer
@@ -131,17 +133,17 @@ class QuantizedRolloutsConfig:
         self.mismatch_guard = {"False": "off"}.get(str(self.mismatch_guard), self.mismatch_guard)  # in YAML
         if isinstance(self.quantization_ignore, str):  # one pattern, as YAML allows
             self.quantization_ignore = [self.quantization_ignore]
-        per_rollout, per_update = self.num_iterations * self.steps_per_generation, self.gradient_accumulation_steps
-        if per_rollout % per_update and per_update % per_rollout:
-            warnings.warn(
-                f"Updates mix two rollouts: gradient_accumulation_steps={per_update} does not divide "
-                f"steps_per_generation times num_iterations, {per_rollout}.",
-                stacklevel=4,
-            )
         self._check_values()
         self._check_format()
         self._check_engine()
-        check_sampling(self, stacklevel=4)
+        if isinstance(self, GRPOConfig | RLOOConfig):
+            self._check_groups()
+            check_sampling(self, stacklevel=4)
+        elif self.rollouts_ahead or self.mismatch_guard == "stop":
+            raise ValueError(
+                f"rollouts_ahead={self.rollouts_ahead} and mismatch_guard={self.mismatch_guard!r} need a trainer that "
+                f"measures its rollouts, as GRPO and RLOO do: leave both out of {type(self).__name__}."
+            )
 
     @property
     def engine_kwargs(self) -> dict[str, Any]:
@@ -156,8 +158,9 @@ class QuantizedRolloutsConfig:
 
     @property
     def updates_per_rollout(self: Any) -> float:
-        """Optimizer updates per rollout."""
-        return self.num_iterations * self.steps_per_generation / self.gradient_accumulation_steps
+        """Optimizer updates per rollout: one if TRL's trainer has no settings for it."""
+        micro_batches = getattr(self, "steps_per_generation", self.gradient_accumulation_steps)
+        return getattr(self, "num_iterations", 1) * micro_batches / self.gradient_accumulation_steps
 
     def _replace_trl_defaults(self) -> list[str]:
         """Replace TRL's defaults that do not work here; return the replacements, for a warning."""
@@ -183,6 +186,25 @@ class QuantizedRolloutsConfig:
         check_number(self, "vllm_gpu_memory_utilization", lambda x: 0 < x <= 1, share)
         check_patterns(self.quantization_ignore, "quantization_ignore")
 
+    def _check_groups(self: Any) -> None:
+        per_rollout, per_update = self.num_iterations * self.steps_per_generation, self.gradient_accumulation_steps
+        if per_rollout % per_update and per_update % per_rollout:
+            warnings.warn(
+                f"Updates mix two rollouts: gradient_accumulation_steps={per_update} does not divide "
+                f"steps_per_generation times num_iterations, {per_rollout}.",
+                stacklevel=5,
+            )
+        if self.sync_ref_model and self.uaq_scale != 1.0:
+            raise ValueError(
+                f"sync_ref_model=True mixes the policy's weights, which uaq_scale={self.uaq_scale} rescales, into a "
+                "reference model that is not rescaled: set uaq_scale=1.0, or sync_ref_model=False."
+            )
+        if self.use_transformers_continuous_batching:
+            raise ValueError(
+                "use_transformers_continuous_batching=True asks transformers to generate, without quantized "
+                "rollouts: set it to False, or use TRL's own trainer with use_vllm=False."
+            )
+
     def _check_format(self: Any) -> None:
         if self.round_base and (self.weight_sync not in ("auto", "adapter") or self.rollout_quantization is None):
             raise ValueError(
@@ -198,11 +220,6 @@ class QuantizedRolloutsConfig:
                     f"{self.rollout_quantization!r} and this run has {self.world_size}: use weight_sync='auto', which "
                     "produces the same codes and scales."
                 )
-        if self.sync_ref_model and self.uaq_scale != 1.0:
-            raise ValueError(
-                f"sync_ref_model=True mixes the policy's weights, which uaq_scale={self.uaq_scale} rescales, into a "
-                "reference model that is not rescaled: set uaq_scale=1.0, or sync_ref_model=False."
-            )
         if self.smooth_activations and (setting := self._smoothing_conflict()):
             raise ValueError(f"smooth_activations=True does not work with {setting}: leave it out.")
 
@@ -225,11 +242,6 @@ class QuantizedRolloutsConfig:
                 f"rollouts_ahead={self.rollouts_ahead} needs a server that generates while the trainer learns, but "
                 f"vllm_mode is {self.vllm_mode!r}: start one with `trl-qurl serve` and set vllm_mode='server', or "
                 "set rollouts_ahead=0."
-            )
-        if self.use_transformers_continuous_batching:
-            raise ValueError(
-                "use_transformers_continuous_batching=True asks transformers to generate, without quantized "
-                "rollouts: set it to False, or use TRL's own trainer with use_vllm=False."
             )
         longest = self.vllm_request_timeout + self.vllm_server_timeout
         if self.vllm_mode == "server" and self.world_size > 1 and longest >= self.ddp_timeout:

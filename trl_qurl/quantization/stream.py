@@ -42,14 +42,14 @@ class WeightStream:
         The stream's `model` must be whole and in memory.
         """
         assert self.smoothing is not None, "the stream must smooth"
-        was_training, self.smoothing.collects, self.smoothing.watches = model.training, True, True
+        was_training, self.smoothing.collects = model.training, True
         deque(self.smoothing.fold(self.form.convert(model_parameters(model))), maxlen=0)
         model.eval()
-        with torch.inference_mode():
+        with torch.inference_mode(), self.smoothing.watch():
             for tokens in sequences:
                 model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False, logits_to_keep=1)
         model.train(was_training)
-        self.smoothing.collects = self.smoothing.watches = False
+        self.smoothing.collects = False
         self.smoothing.fit(is_shared=False)
 
     def tensors(

@@ -8,6 +8,7 @@ parent's code still generates completions.
 import functools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from trl_qurl.quantization.checkpoint_form import plain_model
 from trl_qurl.quantization.layers import check_recurrent_layers
 from trl_qurl.quantization.plan import format_name
 from trl_qurl.rollout.adapter import FrozenBase, adapter_obstacle, adapter_rank, engine_rank
+from trl_qurl.rollout.context import RolloutContext
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine import colocated
 from trl_qurl.rollout.engine.interface import Engine
@@ -59,16 +61,23 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.rollout = rollout
         self._prompts = prompts  # returns the tokens of a few
         self._global_step = global_step  # optimizer steps so far; part of each version name
-        self._cost = RolloutCost()
+        self.current = RolloutContext()
         self._seconds_in_syncs = 0.0
-        self.plain_prompts: dict[tuple[int, ...], list[int]] = {}  # of the rollout, if it has images
-        self.sampled_logps: list[list[list[float | None]]] | None = None  # for RLOO, where TRL drops them
         # RLOO requests no log-probabilities, but the mismatch metrics need them. 0 returns only the sampled token's.
         super().__init__(*args, **{**kwargs, "logprobs": kwargs.get("logprobs") or 0})
 
+    @contextmanager
+    def rollout_context(self) -> Iterator[RolloutContext]:
+        """Yield the context of what is generated inside the block; it takes over costs that nobody has popped."""
+        self.current = RolloutContext(self.current.cost)
+        try:
+            yield self.current
+        finally:
+            self.current = RolloutContext(self.current.cost)
+
     def pop_cost(self) -> RolloutCost:
         """Return the cost of rollouts since the last call."""
-        cost, self._cost = self._cost, RolloutCost()
+        cost, self.current.cost = self.current.cost, RolloutCost()
         return cost
 
     # Engine start ----------------------------------------------------------------------------------------------------
@@ -195,8 +204,9 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             vllm_generation.empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
+        self.current.used_engine = True
         started = time.perf_counter()
-        recover(functools.partial(self.sync.push, self._cost), self._reconnect)
+        recover(functools.partial(self.sync.push, self.current.cost), self._reconnect)
         self._seconds_in_syncs += time.perf_counter() - started
 
     def policy_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -211,16 +221,17 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _generate(self, args: tuple, kwargs: dict[str, Any], is_repeated: bool) -> tuple:
         if is_repeated:
-            self.sync.push(self._cost, is_repeated=True)
+            self.sync.push(self.current.cost, is_repeated=True)
         raise_everywhere(self.sync.require_version, self.rollout.is_served)
         synced_before = self._seconds_in_syncs
         started = time.perf_counter()
         output = raise_everywhere(lambda: self._sample(*args, **kwargs), self.rollout.is_served)
         # A server that restarted in the meantime answered from other weights.
         raise_everywhere(self.sync.require_version, self.rollout.is_served)
-        self._cost.generate_s += time.perf_counter() - started - (self._seconds_in_syncs - synced_before)  # sleep mode
-        self._cost.tokens += sum(len(completion) for completion in output[1])
-        self.sampled_logps = output[2]
+        cost = self.current.cost
+        cost.generate_s += time.perf_counter() - started - (self._seconds_in_syncs - synced_before)  # sleep mode
+        cost.tokens += sum(len(completion) for completion in output[1])
+        self.current.used_engine, self.current.behavior_logps = True, output[2]
         return output
 
     def check_room(self, prompts: list[list[int]]) -> None:
@@ -238,7 +249,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def _sample(self, prompts: list[list[int]], images: list | None, num_generations: int, **kwargs: Any) -> tuple:
         expands = images is not None and not self.rollout.is_served
         self.check_room(prompts)
-        plain = [as_plain(prompt, self.plain_prompts) for prompt in prompts] if expands else prompts
+        plain = [as_plain(prompt, self.current.plain_prompts) for prompt in prompts] if expands else prompts
         try:
             output = super().generate(prompts=plain, images=images, num_generations=num_generations, **kwargs)
         except ServerError:
@@ -250,6 +261,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         return output
 
     def _reconnect(self) -> None:
-        self._cost.recoveries += 1
+        self.current.cost.recoveries += 1
         if self.accelerator.is_main_process:
             self.vllm_client.reconnect(self.server_timeout)

@@ -77,14 +77,18 @@ def applies_uaq(args: Any, arguments: Mapping[str, Any]) -> bool:
     return args.uaq_scale != 1.0 and not is_adapted
 
 
-def check_arguments(args: Any, arguments: Mapping[str, Any]) -> None:
-    """Raise for datasets, reward functions, models and adapters that training cannot use.
+def check_policy(args: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise for models and adapters that a sync cannot send.
 
     `arguments` are the constructor's, by TRL's names; `args` is the config among them.
     """
     model, loading = arguments["model"], args.model_init_kwargs or {}
     check_full_precision(model, [arguments.get("quantization_config"), *loading.values()], loading)
     check_adapter(model, arguments.get("peft_config"))
+
+
+def check_arguments(args: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise for datasets and reward functions that training cannot use; arguments as for `check_policy`."""
     train: Any = arguments.get("train_dataset")
     evaluation = arguments.get("eval_dataset")
     if arguments.get("environment_factory") is None:  # an environment brings its own prompts

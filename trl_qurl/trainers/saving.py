@@ -28,7 +28,6 @@ from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import FrozenBase, adapter_rank, adapter_tensors, engine_rank, write_adapter
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.recovery import raise_everywhere
-from trl_qurl.rollout.substitution import substitute
 
 logger = get_logger(__name__)  # logs in the main process only
 
@@ -71,8 +70,7 @@ def write_quantized(
             write_adapter(model, adapter, tmp / ADAPTER_DIRECTORY)
         card(rank).save(tmp / "README.md")
 
-    # The next fit needs the weights of the last sync.
-    with substitute(smoothing, "collects", False) if smoothing else nullcontext():
+    with smoothing.pause() if smoothing else nullcontext():
         main_process_only(lambda: writer.write(tensors, path, write_beside), parameters)
 
 

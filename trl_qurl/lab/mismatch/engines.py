@@ -59,7 +59,7 @@ class Engines:
         self.prompts = [encode_prompt(tokenizer, prompt) for prompt in prompts]
         check_cpu_build(config)
         _, sixteen_bits = full_precision()
-        arguments = {
+        arguments: dict[str, Any] = {
             "dtype": sixteen_bits,
             "max_model_len": needed_context(config, self.prompts, sampling.max_tokens),
             "enforce_eager": not torch.cuda.is_available(),  # on a CPU, vLLM compiles for minutes
@@ -68,8 +68,8 @@ class Engines:
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         self._policy = policy.to(getattr(torch, sixteen_bits) if self._device == "cuda" else torch.float32).eval()
         repeated = [tokens for tokens in self.prompts for _ in range(sampling.samples)]
-        load = len(repeated), arguments["max_model_len"]
-        memory = cpu_cache_arguments(self.directory, arguments | engine_kwargs, 0.5, *load)
+        load = {"sequences": len(repeated), "length": arguments["max_model_len"]}
+        memory = cpu_cache_arguments(self.directory, arguments | engine_kwargs, **load)
         engine_kwargs = {**arguments, **memory, **engine_kwargs}
         self._job = Job(self.directory, BASELINE, repeated, sampling.max_tokens, engine_kwargs)
 
