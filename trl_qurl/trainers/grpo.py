@@ -72,6 +72,9 @@ class QuRLGRPOTrainer(QuantizedRolloutsMixin, GRPOTrainer):
         self, model: Any, reward_funcs: Any = None, args: QuRLGRPOConfig | None = None, *positional: Any, **kwargs: Any
     ) -> None:
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        if self.args.objective != TRL_LOSS:  # TRL's `sampling/*` describe the ratio that the objective weighs with
+            self.vllm_importance_sampling_mode, self.vllm_importance_sampling_clip_min = "token_truncate", None
+            self.vllm_importance_sampling_clip_max = cap_of(self.args)
         if self.args.dynamic_sampling:
             judge: Callable = functools.partial(weighted_sum, weights=self.reward_weights)
             if self.args.dynamic_sampling_reward is not None:
@@ -194,7 +197,7 @@ def learned_tokens(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 def cap_of(args: Any) -> float:
     """Return the cap C of a config, a ratio; infinite for `None`."""
-    return math.inf if args.vllm_importance_sampling_clip_max is None else args.vllm_importance_sampling_clip_max
+    return math.inf if args.importance_cap is None else args.importance_cap
 
 
 def has_dropout(model: Any) -> bool:
