@@ -31,7 +31,7 @@ def build(directory, scheme, **settings):
         per_device_train_batch_size=B,
         steps_per_generation=2,
         max_completion_length=T,
-        vllm_importance_sampling_clip_max=CAP,
+        importance_cap=CAP,
         sync_check_interval=0,
         vllm_max_model_length=64,
         vllm_engine_kwargs=ENGINE,

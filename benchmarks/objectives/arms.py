@@ -114,7 +114,7 @@ def _cap() -> Experiment:
         Arm(
             f"int3a4_{objective}_c{cap:g}",
             "int3",
-            {"objective": objective, "vllm_importance_sampling_clip_max": cap},
+            {"objective": objective, "importance_cap": cap},
             **common,
         )
         for cap in (1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
@@ -132,7 +132,7 @@ def _updates() -> Experiment:
         Arm(
             f"int3a4_{objective}_c{cap:g}",
             "int3",
-            {"objective": objective, "vllm_importance_sampling_clip_max": cap, **more},
+            {"objective": objective, "importance_cap": cap, **more},
             **common,
         )
         for cap in (1.05, 1.2, 2.0)
@@ -191,7 +191,7 @@ def _ahead() -> Experiment:
     for objective in ("naive", "tis", "acr", *RETIRED):
         settings = {"objective": objective, **changed}
         if objective == "geometric_mask":
-            settings["vllm_importance_sampling_clip_max"] = 1.2  # a mean over five tokens never leaves [1/2, 2]
+            settings["importance_cap"] = 1.2  # a mean over five tokens never leaves [1/2, 2]
         arms.append(Arm(f"bf16_ahead_{objective}", None, settings, rollouts=AHEAD, seeds=seeds, is_delayed=True))
     arms.append(Arm("bf16_4", None, {"objective": "naive"}, rollouts=AHEAD, seeds=seeds))
     for objective in ("naive", "tis"):

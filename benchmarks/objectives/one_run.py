@@ -41,7 +41,7 @@ KEPT_SETTINGS = (
     "objective",
     "uaq_scale",
     "learning_rate",
-    "vllm_importance_sampling_clip_max",
+    "importance_cap",
     "steps_per_generation",
     "per_device_train_batch_size",
     "num_generations",

@@ -8,7 +8,7 @@ from typing import Any
 
 from trl import GRPOConfig, RLOOConfig
 
-from trl_qurl.config.checks import check_choice, check_number, check_sampling
+from trl_qurl.config.checks import check_choice, check_number, check_sampling, check_types
 from trl_qurl.config.help import with_help
 from trl_qurl.quantization.checkpoint import check_quantizer
 from trl_qurl.quantization.formats import EXAMPLE, SCHEMES, UNQUANTIZED, check_kv_cache
@@ -70,6 +70,12 @@ class QuantizedRolloutsConfig:
         rollouts_ahead: With 1, a server generates the next rollout while the trainer learns from the current one, so
             a rollout's weights are one rollout old (`rollout/ahead.py`). 0 is off. Needs `vllm_mode="server"`.
 
+    > Importance ratio
+
+        importance_cap: Cap C of the importance ratio ρ of a token (a ratio, not a log), which `acr` and `tis` limit.
+            `None` (on the command line, `inf`) is no cap. FlashRL uses 2, and the paper gives no value.
+            `mismatch/capped_share` counts the tokens above it, whatever the objective.
+
     > Checks
 
         sync_check_interval: Syncs between probes of the engine; 0 for none, and no digests, which otherwise compare
@@ -113,6 +119,9 @@ class QuantizedRolloutsConfig:
     vllm_engine_kwargs: dict[str, Any] | str | None = field(default_factory=dict)
     rollouts_ahead: int = 0
 
+    # Importance ratio
+    importance_cap: float | None = 2.0
+
     # Checks
     sync_check_interval: int = 16
 
@@ -121,13 +130,8 @@ class QuantizedRolloutsConfig:
     mismatch_guard_kl: float = 0.1
 
     def __post_init__(self: Any) -> None:
-        replaced = self._replace_trl_defaults()
-        if replaced:
-            warnings.warn(
-                f"Replaced TRL's defaults that do not work with quantized rollouts: {', '.join(replaced)}. "
-                "Leave these settings out to avoid this warning.",
-                stacklevel=4,
-            )
+        check_types(self)
+        check_number(self, "num_generations", lambda n: n >= 1, "1 or more")  # TRL divides by it
         super().__post_init__()  # type: ignore[misc]  # TRL's config comes after this class
         self.rollout_quantization = read_formats(self.rollout_quantization)
         self.mismatch_guard = {"False": "off"}.get(str(self.mismatch_guard), self.mismatch_guard)  # in YAML
@@ -162,13 +166,6 @@ class QuantizedRolloutsConfig:
         micro_batches = getattr(self, "steps_per_generation", self.gradient_accumulation_steps)
         return getattr(self, "num_iterations", 1) * micro_batches / self.gradient_accumulation_steps
 
-    def _replace_trl_defaults(self) -> list[str]:
-        """Replace TRL's defaults that do not work here; return the replacements, for a warning."""
-        if self.use_vllm:
-            return []
-        self.use_vllm = True
-        return ["use_vllm=False -> True"]
-
     def _check_values(self: Any) -> None:
         check_choice(self, "weight_sync", ("auto", "stream", "checkpoint", "adapter", "llmcompressor"))
         check_choice(self, "vllm_mode", ("colocate", "server"))
@@ -184,6 +181,8 @@ class QuantizedRolloutsConfig:
         check_number(self, "rollouts_ahead", lambda n: n in (0, 1), "0 or 1")
         share = "a share of the GPU's memory: above 0, at most 1"
         check_number(self, "vllm_gpu_memory_utilization", lambda x: 0 < x <= 1, share)
+        if self.importance_cap is not None:
+            check_number(self, "importance_cap", lambda c: c > 0, "a ratio above 0, or None for no cap")
         check_patterns(self.quantization_ignore, "quantization_ignore")
 
     def _check_groups(self: Any) -> None:
@@ -242,6 +241,11 @@ class QuantizedRolloutsConfig:
                 f"rollouts_ahead={self.rollouts_ahead} needs a server that generates while the trainer learns, but "
                 f"vllm_mode is {self.vllm_mode!r}: start one with `trl-qurl serve` and set vllm_mode='server', or "
                 "set rollouts_ahead=0."
+            )
+        if not self.use_vllm:
+            raise ValueError(
+                "use_vllm=False asks transformers to generate, without quantized rollouts: leave it out, or use TRL's "
+                "own trainer."
             )
         longest = self.vllm_request_timeout + self.vllm_server_timeout
         if self.vllm_mode == "server" and self.world_size > 1 and longest >= self.ddp_timeout:

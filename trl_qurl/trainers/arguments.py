@@ -36,8 +36,9 @@ def checked_config(trainer: Any, config: Any, model: Any) -> Any:
         return config_class(f"{name.split('/')[-1] or 'model'}-QuRL-{trainer._algorithm}")
     if type(config) in config_class.__mro__ and type(config).__module__.startswith("trl."):  # GRPOConfig for ours
         fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
-        # TRL has derived it from steps_per_generation, and rejects a config with both.
-        return config_class(**{name: value for name, value in fields.items() if name != "generation_batch_size"})
+        # TRL has derived generation_batch_size from steps_per_generation, and rejects a config with both.
+        given = {name: value for name, value in fields.items() if name != "generation_batch_size"}
+        return config_class(**given | {"use_vllm": True})
     if not isinstance(config, config_class):
         package = config_class.__module__.partition(".")[0]
         raise TypeError(

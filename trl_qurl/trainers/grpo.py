@@ -25,6 +25,7 @@ from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.dynamic_sampling import DynamicSampler, PromptStream, check_dynamic_sampling, weighted_sum
 from trl_qurl.trainers.model_card import QURL
 from trl_qurl.trainers.rollouts import GroupRolloutsMixin
+from trl_qurl.trainers.scoring import cap_of
 
 
 class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
@@ -61,6 +62,9 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
         self, model: Any, reward_funcs: Any = None, args: QuRLGRPOConfig | None = None, *positional: Any, **kwargs: Any
     ) -> None:
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
+        if self.args.objective != TRL_LOSS:  # TRL's `sampling/*` describe the ratio that the objective weighs with
+            self.vllm_importance_sampling_mode, self.vllm_importance_sampling_clip_min = "token_truncate", None
+            self.vllm_importance_sampling_clip_max = cap_of(self.args)
         if self.args.dynamic_sampling:
             judge: Callable = functools.partial(weighted_sum, weights=self.reward_weights)
             if self.args.dynamic_sampling_reward is not None:

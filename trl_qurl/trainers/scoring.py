@@ -33,7 +33,7 @@ def learned_tokens(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 def cap_of(args: Any) -> float:
     """Return the cap C of a config, a ratio; infinite for `None`."""
-    return math.inf if args.vllm_importance_sampling_clip_max is None else args.vllm_importance_sampling_clip_max
+    return math.inf if args.importance_cap is None else args.importance_cap
 
 
 def loss_metrics(

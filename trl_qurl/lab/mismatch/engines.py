@@ -69,8 +69,8 @@ class Engines:
         self._policy = policy.to(getattr(torch, sixteen_bits) if self._device == "cuda" else torch.float32).eval()
         repeated = [tokens for tokens in self.prompts for _ in range(sampling.samples)]
         load = {"sequences": len(repeated), "length": arguments["max_model_len"]}
-        memory = cpu_cache_arguments(self.directory, arguments | engine_kwargs, **load)
-        engine_kwargs = {**arguments, **memory, **engine_kwargs}
+        arguments |= engine_kwargs
+        engine_kwargs = {**cpu_cache_arguments(self.directory, arguments, **load), **arguments}
         self._job = Job(self.directory, BASELINE, repeated, sampling.max_tokens, engine_kwargs)
 
     @contextmanager
