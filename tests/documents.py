@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SITE = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [
     ROOT / "README.md",
+    ROOT / "AGENTS.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     *sorted(ROOT.glob("*/README.md")),

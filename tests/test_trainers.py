@@ -44,7 +44,7 @@ def test_another_objective_trains_and_is_described_in_the_model_card(trainers):
     updates = [row for row in record["history"] if "loss" in row]
     assert len(updates) == 2 and all("acr/lifted_share" not in row for row in updates)
     assert "rollout_state_0.pt" in record["checkpoint"]
-    assert "`truncated_quantized_ratio` (a made-up paper): the ratio to the quantized policy" in record["card"]
+    assert "The objective is `truncated_quantized_ratio` (a made-up paper)." in record["card"]
 
 
 def test_another_trainer_takes_quantized_rollouts_in_thirty_lines(trainers):

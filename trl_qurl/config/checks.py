@@ -13,12 +13,8 @@ HARMLESS = ("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"
 NEUTRAL = {"top_p": (1.0, None), "top_k": (0, -1, None), "repetition_penalty": (1.0, None)}
 """Values that turn a sampling parameter off, where it is not only `OFF`."""
 OFF: tuple[Any, ...] = (None, 0, "", [], {})
-KINDS: dict[type, tuple[type, str]] = {
-    bool: (bool, "True or False"),
-    int: (Integral, "a whole number"),
-    float: (Real, "a number"),
-    NoneType: (NoneType, "None"),
-}
+KINDS: dict[type, tuple[type, str]] = {bool: (bool, "True or False"), int: (Integral, "a whole number")}
+KINDS |= {float: (Real, "a number"), NoneType: (NoneType, "None")}
 """Types of settings that are checked: which values they take, and how a message calls these."""
 OTHER_TOKENS = "TRL would read another token's log-probability than the sampled one's."
 REFUSED = {

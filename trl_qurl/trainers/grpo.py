@@ -62,7 +62,7 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
         self, model: Any, reward_funcs: Any = None, args: QuRLGRPOConfig | None = None, *positional: Any, **kwargs: Any
     ) -> None:
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
-        if self.args.objective != TRL_LOSS:  # TRL's `sampling/*` describe the ratio that the objective weighs with
+        if self.args.objective != TRL_LOSS:  # for TRL's `sampling/*`, and a subclass's own loss
             self.vllm_importance_sampling_mode, self.vllm_importance_sampling_clip_min = "token_truncate", None
             self.vllm_importance_sampling_clip_max = cap_of(self.args)
         if self.args.dynamic_sampling:
