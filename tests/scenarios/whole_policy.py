@@ -25,6 +25,7 @@ class SavingTrainer(QuantizedEngineMixin, Trainer):
 
     __init__ = Trainer.__init__
     _prepare_inputs = Trainer._prepare_inputs
+    compute_loss = Trainer.compute_loss
     _save_checkpoint = Trainer._save_checkpoint
 
 
