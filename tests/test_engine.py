@@ -171,11 +171,11 @@ def test_server_takes_llmcompressors_checkpoint_of_each_step(arguments, int8_ser
 
 
 @pytest.mark.xdist_group("server")
-def test_server_in_another_format_is_refused(int8_server, train, tmp_path):
-    config = {"vllm_mode": "server", "vllm_server_base_url": int8_server.url, "rollout_quantization": "fp8"}
-    with pytest.raises(
-        AssertionError, match=r"serves .* with 8-bit int-quantized weights, but .*fp8.* sends 8-bit float"
-    ):
+@pytest.mark.parametrize(("formats", "here"), [("fp8", "fp8"), ({"re:.*down_proj": "w4a16", "*": "int8"}, "w4a16")])
+def test_server_in_other_formats_is_refused(formats, here, int8_server, train, tmp_path):
+    config = {"vllm_mode": "server", "vllm_server_base_url": int8_server.url, "rollout_quantization": formats}
+    message = rf"first model.layers.0.mlp.down_proj.weight_scale \({here}, shape .* here and int8, shape .* there\)"
+    with pytest.raises(AssertionError, match=message):
         train([tmp_path / "out", "--config", json.dumps(config)])
 
 
