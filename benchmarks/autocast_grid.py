@@ -17,9 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_qurl.lab.demo.chat import LONGEST_ANSWER, conversation, questions
-from trl_qurl.quantization import get_scheme
+from trl_qurl.quantization import make_plan
 from trl_qurl.quantization.fake_quantization import quantized_forward
-from trl_qurl.quantization.layers import quantized_layer_names
 from trl_qurl.quantization.stream import on_grid
 
 QUESTIONS = 12
@@ -41,12 +40,11 @@ def sampled(model: Any, directory: str) -> list[tuple[torch.Tensor, int]]:
 
 def logps(model: Any, answers: list[tuple[torch.Tensor, int]], autocasts: bool = False, rounds: bool = False) -> Any:
     """Log-probabilities after each token, (tokens, vocabulary), under autocast or with INT8's rounding."""
-    scheme = get_scheme("int8")
-    layers = quantized_layer_names(model, scheme=scheme)
+    plan = make_plan(model, "int8")
     with (
         torch.no_grad(),
         torch.autocast("cpu", BF16, enabled=autocasts),
-        quantized_forward(model, layers, scheme) if rounds else nullcontext(),
+        quantized_forward(model, plan) if rounds else nullcontext(),
     ):
         return torch.cat(
             [model(tokens).logits[0, prompt - 1 : -1].float().log_softmax(-1) for tokens, prompt in answers]

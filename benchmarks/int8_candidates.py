@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_qurl.lab.mismatch.prompts import BUILT_IN
 from trl_qurl.quantization.formats import get_scheme
+from trl_qurl.quantization.plan import make_plan
 from trl_qurl.quantization.sensitivity import by_worth, estimate_kl, extra_bytes
 from trl_qurl.quantization.stream import WeightStream
 
@@ -160,7 +161,7 @@ class Lab:
 
     def kept(self, share: float) -> list[str]:
         """The layers that the package would keep in 16 bits for this share of the bytes."""
-        weights = WeightStream(self.model, INT8, smooths=True)
+        weights = WeightStream(self.model, make_plan(self.model, "int8"), smooths=True)
         weights.fit_smoothing(self.model, self.prompts)
         estimates, sizes = estimate_kl(self.model, weights, self.prompts), extra_bytes(weights)
         assert weights.smoothing is not None

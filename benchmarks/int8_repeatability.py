@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from int8_candidates import INT8, Lab
+from int8_candidates import Lab
 from provenance import provenance, write_record
 
 from trl_qurl.quantization.fake_quantization import quantized_forward
+from trl_qurl.quantization.plan import make_plan
 from trl_qurl.quantization.stream import WeightStream
 
 EXACT, PLAIN, SMOOTHED = "exact", "INT8", "INT8, smoothed"
@@ -30,7 +31,7 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
     lab = Lab(args.model)
-    weights = WeightStream(lab.model, INT8, smooths=True)
+    weights = WeightStream(lab.model, make_plan(lab.model, "int8"), smooths=True)
     weights.fit_smoothing(lab.model, lab.prompts)
     assert weights.smoothing is not None
     weights.smoothing.close()
@@ -54,7 +55,7 @@ def score(lab: Lab, weights: WeightStream, kind: str, dtype: str) -> torch.Tenso
     with ExitStack() as stack:
         if kind != EXACT:
             smoothing = weights.smoothing if kind == SMOOTHED else None
-            stack.enter_context(quantized_forward(lab.model, weights.layers, INT8, smoothing))
+            stack.enter_context(quantized_forward(lab.model, weights.plan, smoothing))
         stack.enter_context(torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"))
         return torch.cat([lab.logps(*answer).float() for answer in lab.answers])
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from conftest import SATURATES, needs_avx512, selected
-from tiny import ENGINE
+from conftest import SATURATES, needs_avx512, selected, vllm_server
+from tiny import ENGINE, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.vllm
 
@@ -21,6 +21,8 @@ ADAPTER = {"weight_sync": "adapter", "sync_check_interval": 1}
 
 FP8_CACHE = {"sync_check_interval": 1, "vllm_engine_kwargs": ENGINE | {"kv_cache_dtype": "fp8"}}
 
+MIXED = {"re:.*down_proj": "w4a16", "re:.*layers.0.*o_proj": "none", "*": "int8"}
+
 COLOCATED = {
     "int8": ({}, []),
     "int8, LoRA": ({}, ["--lora"]),
@@ -31,10 +33,8 @@ COLOCATED = {
     "fp8": ({"rollout_quantization": "fp8"}, []),
     "w4a16": ({"rollout_quantization": "w4a16", "sync_check_interval": 1}, []),
     "w4a16, LoRA on values": ({"rollout_quantization": "w4a16"}, ["--lora", "--lora-targets", "v_proj"]),
-    "w4a16 and int8": (
-        {"rollout_quantization": {"re:.*down_proj": "w4a16", "re:.*layers.0.*o_proj": "none", "*": "int8"}},
-        [],
-    ),
+    "w4a16 and int8": ({"rollout_quantization": MIXED}, []),
+    "w4a16 and int8, adapter, rounded": (ADAPTER | {"rollout_quantization": MIXED, "round_base": True}, ["--lora"]),
     "int8, with the head": ({"quantization_ignore": [], "sync_check_interval": 1}, ["--untied"]),
     "w4a16, with the head": (
         {"rollout_quantization": "w4a16", "quantization_ignore": [], "sync_check_interval": 1},
@@ -55,6 +55,7 @@ COLOCATED = {
 CORNERS = (
     *("int8, LoRA on values", "bf16, FP8 cache", "bf16, LoRA", "int8, adapter, rounded"),
     *("w4a16, LoRA on values", "w4a16, with the head", "w4a16, adapter on values", "int8, with the head"),
+    "w4a16 and int8, adapter, rounded",
 )
 """Cases of which each half is in another one."""
 
@@ -171,12 +172,30 @@ def test_server_takes_llmcompressors_checkpoint_of_each_step(arguments, int8_ser
 
 
 @pytest.mark.xdist_group("server")
-def test_server_in_another_format_is_refused(int8_server, train, tmp_path):
-    config = {"vllm_mode": "server", "vllm_server_base_url": int8_server.url, "rollout_quantization": "fp8"}
-    with pytest.raises(
-        AssertionError, match=r"serves .* with 8-bit int-quantized weights, but .*fp8.* sends 8-bit float"
-    ):
+@pytest.mark.parametrize(("formats", "here"), [("fp8", "fp8"), ({"re:.*down_proj": "w4a16", "*": "int8"}, "w4a16")])
+def test_server_in_other_formats_is_refused(formats, here, int8_server, train, tmp_path):
+    config = {"vllm_mode": "server", "vllm_server_base_url": int8_server.url, "rollout_quantization": formats}
+    message = rf"first model.layers.0.mlp.down_proj.weight_scale \({here}, shape .* here and int8, shape .* there\)"
+    with pytest.raises(AssertionError, match=message):
         train([tmp_path / "out", "--config", json.dumps(config)])
+
+
+@pytest.mark.slow
+@needs_avx512
+def test_server_of_several_formats(warm_python, train, run_scenario, tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    arguments = ("--scheme", json.dumps(MIXED))
+    with vllm_server(tmp_path / "model", tmp_path, *arguments, python=warm_python, has_worker=True) as server:
+        config = {"vllm_mode": "server", "vllm_server_base_url": server.url, "sync_check_interval": 1}
+        config |= {"rollout_quantization": MIXED, "rollout_checkpoint_dir": str(tmp_path)}
+        [record] = train([tmp_path / "out", "--config", json.dumps(config), "--export", tmp_path / "full"])
+        config["rollout_quantization"] = {"re:.*down_proj": "w4a16", "*": "int8"}
+        message = r"first model.layers.0.self_attn.o_proj.weight_scale \(int8, shape .* here and none there\)"
+        with pytest.raises(AssertionError, match=message):
+            train([tmp_path / "out", "--config", json.dumps(config)])
+    [fresh] = run_scenario("fresh_engine.py", tmp_path / "full")
+    assert_synced(record, fresh, tolerance=SAME_BF16)
 
 
 LEFT_OUT = {

@@ -281,7 +281,7 @@ DEFINITIONS = [
         "RolloutWorker.load_rollout_weights passes it",
     ),
     (LAYERWISE, "initialize_layerwise_reload", "", "a reload takes checkpoint tensors as often as one likes"),
-    (COMPRESSED_TENSORS, "CompressedTensorsConfig.__init__", "ignore quant_format", "describe_rollouts reports both"),
+    (COMPRESSED_TENSORS, "CompressedTensorsConfig.__init__", "config", "starting_fingerprint reads its groups"),
     (
         CPU_KERNELS,
         "CPUInt8ScaledMMLinearKernel.process_weights_for_onednn",
@@ -297,10 +297,16 @@ DEFINITIONS = [
     ),
     ("compressed_tensors.utils.match", "is_match", "name module targets", "quantization/layers.py ignores by it"),
     (
+        "compressed_tensors.utils.match",
+        "match_targets",
+        "name module targets",
+        "quantization/plan.py reads groups by it",
+    ),
+    (
         "compressed_tensors.quantization.quant_scheme",
         "preset_name_to_scheme",
         "name targets",
-        "quantization/scheme.py writes vLLM's config.json from it",
+        "quantization/plan.py writes vLLM's config.json from it",
     ),
 ]
 
@@ -867,9 +873,8 @@ def test_a_quantized_layer_says_which_kernel_it_uses():
 
 def test_quantized_models_say_in_which_format():
     attributes = assigned_attributes(COMPRESSED_TENSORS, "CompressedTensorsConfig.__init__")
-    assert {"quant_format", "ignore"} <= attributes, (
-        "CompressedTensorsConfig has no quant_format and ignore, by which RolloutWorker.describe_rollouts tells "
-        "what a server holds."
+    assert "config" in attributes, (
+        "CompressedTensorsConfig has no config, by which RolloutWorker.starting_fingerprint tells what a server holds."
     )
 
 

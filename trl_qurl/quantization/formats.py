@@ -68,13 +68,6 @@ def get_scheme(name: str) -> QuantizationScheme:
     return SCHEMES[name]
 
 
-def parse_scheme(text: str | None) -> str | None:
-    """Translate a scheme's name from the command line to Python: `None` for "none"; `ValueError` if it is unknown."""
-    if not isinstance(text, str | None):  # YAML reads `off` as False
-        raise ValueError(f"rollout_quantization is {text!r}: write {UNQUANTIZED!r}, or one of {', '.join(SCHEMES)}.")
-    return None if text is None or text.lower() == UNQUANTIZED else get_scheme(text).name
-
-
 def check_kv_cache(dtype: str, setting: str) -> None:
     """Raise `ValueError` for a key-value cache that `CACHES` or this device lacks; `setting` is where it was set."""
     here = [cache for cache in CACHES if gpu_capability() or cache not in TOKEN_CACHES]

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from trl_qurl.quantization.checkpoint_form import plain_model
-from trl_qurl.quantization.formats import EXAMPLE, SCHEMES, UNQUANTIZED, parse_scheme
+from trl_qurl.quantization.formats import EXAMPLE, SCHEMES, UNQUANTIZED, get_scheme
 from trl_qurl.quantization.layers import Layer, fused_groups, ignored_modules, model_layers
 from trl_qurl.quantization.scheme import HEAD, LINEAR, QuantizationScheme, served_as
 
@@ -112,12 +112,13 @@ def read_formats(value: Any, setting: str = "rollout_quantization") -> str | dic
         value = json.loads(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
     except ValueError as error:
         raise ValueError(f"{setting} is {value!r}, not a JSON object such as {EXAMPLE}: {error}.") from None
-    if not isinstance(value, Mapping):
-        return parse_scheme(value)
-    check_patterns(list(value), setting)
-    if not value:
-        raise ValueError(f"{setting} is {{}}: give formats by pattern, such as {EXAMPLE}, or the name of one format.")
-    return {pattern: parse_scheme(name) or UNQUANTIZED for pattern, name in value.items()}
+    if isinstance(value, Mapping) and value:
+        check_patterns(list(value), setting)
+        return {pattern: read_formats(name, setting) or UNQUANTIZED for pattern, name in value.items()}
+    if not isinstance(value, str | None):  # YAML reads `off` as False
+        names = f"{UNQUANTIZED!r}, one of {', '.join(SCHEMES)}"
+        raise ValueError(f"{setting} is {value!r}: write {names}, or formats by pattern such as {EXAMPLE}.")
+    return None if value is None or value.lower() == UNQUANTIZED else get_scheme(value).name
 
 
 def read_rules(formats: Formats) -> list[tuple[str, QuantizationScheme | None]]:

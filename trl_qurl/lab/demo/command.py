@@ -34,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, measure and plot; return exit status 1 if the policy did not learn enough."""
     from trl_qurl.lab.demo.run import ENVIRONMENT, run_demo
-    from trl_qurl.quantization.formats import parse_scheme
+    from trl_qurl.quantization.plan import read_formats
 
-    scheme = parse_scheme(args.scheme)
+    scheme = read_formats(args.scheme)
     rollouts = args.rollouts if args.rollouts is not None else 120 if args.model is None else 20
     if rollouts < 1:
         raise ValueError(f"--rollouts is {rollouts}: give at least 1.")

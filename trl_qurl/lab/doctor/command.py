@@ -33,10 +33,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the checks and print each line as soon as it is ready."""
     if args.formats:
         with suppress(ImportError, OSError):  # if torch cannot be imported, the report says so
-            from trl_qurl.quantization.formats import parse_scheme
+            from trl_qurl.quantization.plan import read_formats
 
             for name in args.formats:
-                parse_scheme(name)
+                read_formats(name)
     lines = []
     for line in examine(args.formats, args.quick):
         lines.append(line)

@@ -82,13 +82,13 @@ def build_trainer(form: str) -> QuRLGRPOTrainer:
     from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
     from trl_qurl.lab.demo.task import build_tokenizer, sample_problems
     from trl_qurl.lab.device import full_precision
-    from trl_qurl.quantization.formats import parse_scheme
+    from trl_qurl.quantization.plan import read_formats
 
     tokenizer = build_tokenizer()
     has_gpu, dtype = torch.cuda.is_available(), full_precision()[1]
     config = QuRLGRPOConfig(
         output_dir=tempfile.mkdtemp(),  # in the child's temporary directory, which is deleted
-        rollout_quantization=parse_scheme(form),
+        rollout_quantization=read_formats(form),
         sync_check_interval=1,
         learning_rate=1e-3,
         per_device_train_batch_size=8,
