@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list, is_peft_model
+from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -28,7 +28,6 @@ from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine import colocated
 from trl_qurl.rollout.engine.interface import Engine
 from trl_qurl.rollout.engine.served import ServedEngine
-from trl_qurl.rollout.errors import ServerError
 from trl_qurl.rollout.images import as_plain, check_seen
 from trl_qurl.rollout.preparation import RolloutSettings, choose_adapter, choose_route, prepare_weights
 from trl_qurl.rollout.recovery import raise_everywhere, recover
@@ -92,7 +91,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.sync = WeightSync(
             self.model, self.weights, engine, self.rollout, self._dist, self._global_step, dtype, folder, self.base
         )
-        [self.context] = broadcast_object_list([engine and engine.describe().max_model_len], from_process=0)
+        context = raise_everywhere(lambda: engine and engine.describe().max_model_len, self.rollout.is_served)
+        [self.context] = broadcast_object_list([context], from_process=0)
 
     def _connect(self) -> tuple[Engine | None, torch.dtype | None, CheckpointFolder | None]:
         """Connect the main process to the server. Return its engine, and what every process needs to send weights."""
@@ -104,9 +104,10 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             request_timeout=rollout.request_timeout,
         )
         with substitute(vllm_generation, "VLLMClient", client):
-            super()._init_vllm()
+            raise_everywhere(super()._init_vllm, join=self.accelerator.wait_for_everyone)
         engine: ServedEngine | None = self.vllm_client if self.accelerator.is_main_process else None
-        [(route, name)] = broadcast_object_list([self._choose_route(engine) if engine else None], from_process=0)
+        choice = raise_everywhere(lambda: engine and self._choose_route(engine))
+        [(route, name)] = broadcast_object_list([choice], from_process=0)
         dtype = getattr(torch, name) if name else None  # casting to the engine's dtype here saves bytes on the way
         if route == "stream":
             raise_everywhere(lambda: engine.open_stream(device) if engine else None)
@@ -235,8 +236,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         return output
 
     def check_room(self, prompts: list[list[int]]) -> None:
-        """Raise `ValueError` for a prompt that the engine cannot continue; warn if it ends completions early."""
-        longest, limit = max(map(len, prompts), default=0), self.max_completion_length or 1
+        """Raise `ValueError` in all processes if a prompt of one fills the context; warn if completions end early."""
+        longest, limit = max(gather_object([max(map(len, prompts), default=0)])), self.max_completion_length or 1
         context = f"the context of {self.context} tokens (vllm_max_model_length; of a server, --max-model-len)"
         if not all(prompts):
             raise ValueError("A prompt has no tokens, so there is nothing to continue: remove it from the dataset.")
@@ -252,9 +253,10 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         plain = [as_plain(prompt, self.current.plain_prompts) for prompt in prompts] if expands else prompts
         try:
             output = super().generate(prompts=plain, images=images, num_generations=num_generations, **kwargs)
-        except ServerError:
-            # The other processes wait for the completions, inside the parent's method.
-            broadcast_object_list([([], [], None, None)], from_process=0)
+        except Exception:
+            if self.rollout.is_served and self.accelerator.is_main_process:
+                # The other processes wait for the completions, inside the parent's method.
+                broadcast_object_list([([], [], None, None)], from_process=0)
             raise
         if expands:
             check_seen(prompts, output[0])

@@ -160,14 +160,14 @@ class WeightSync:
         if self.settings.is_served and self._metadata is None:
             self._metadata = stream_metadata(self.weights, self.sent_dtype)
 
-        def send() -> None:
-            try:
-                if self.engine is not None:
-                    self.engine.load_stream(stream, update._replace(metadata=self._metadata))
-            finally:
-                deque(stream, maxlen=0)  # the other processes gather with this one until the end
+        drain = functools.partial(deque, stream, maxlen=0)  # the other processes gather with this one until the end
 
-        raise_everywhere(send, self.settings.is_served)
+        def send() -> None:
+            if self.engine is not None:
+                self.engine.load_stream(stream, update._replace(metadata=self._metadata))
+            drain()
+
+        raise_everywhere(send, self.settings.is_served, drain)
 
     def _send_files(self, update: WeightUpdate, stream: MeteredStream, folder: CheckpointFolder) -> None:
         """Write a checkpoint, or the adapter alone, and make the engine load it."""
@@ -210,11 +210,15 @@ class WeightSync:
         answer = [raise_everywhere(lambda: ask_engine(engine, size) if engine else None, self.settings.is_served)]
         if self.settings.is_served and self.sharding.fsdp_version == 2:
             broadcast_object_list(answer, from_process=0)  # each process holds a shard of the weights
-        if answer[0] is None:
-            return {}
-        result = run_probe(self.model, answer[0], self.weights, is_merged=self.base is None)
-        self._probe_limit = judge_probe(result, self._probe_limit)
-        return {"sync/probe_distance": result.distance, "sync/probe_ratio": result.ratio}
+
+        def judge() -> dict[str, float]:
+            if answer[0] is None:
+                return {}
+            result = run_probe(self.model, answer[0], self.weights, is_merged=self.base is None)
+            self._probe_limit = judge_probe(result, self._probe_limit)
+            return {"sync/probe_distance": result.distance, "sync/probe_ratio": result.ratio}
+
+        return raise_everywhere(judge, self.settings.is_served)
 
 
 def policy_parameters(model: Any, grid: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
