@@ -23,7 +23,7 @@ from trl_qurl.rollout.checks.probe import (
     probe_prompts,
     run_probe,
 )
-from trl_qurl.rollout.checks.tensors import MeteredStream, compare_digests, tensor_digest
+from trl_qurl.rollout.checks.tensors import MeteredStream, compare_digests, find_not_finite, tensor_digest
 from trl_qurl.rollout.engine.interface import Continuation
 from trl_qurl.rollout.errors import SyncError
 
@@ -116,6 +116,22 @@ def test_a_digest_sees_what_moves_and_what_changes_its_sign(dtype):
     halves = torch.cat([tensor[256:], tensor[:256]])
     digests = {tensor_digest(each) for each in (tensor, signs, columns, rows, swapped, halves, -tensor)}
     assert len(digests) == 7
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -0x00400000, 0x7F800000, -0x00800000])  # NaNs, infinities
+def test_a_scale_shows_a_weight_that_is_not_finite(name, bits):
+    names, weights = [], [torch.randn(128, 256), torch.full((128, 256), 3e38)]  # a sum would overflow
+    sent = {
+        f"{number}.{part}": tensor
+        for number in range(2)
+        for part, tensor in SCHEMES[name].quantize(weights[number]).items()
+    }
+    assert dict(find_not_finite(sent.items(), names)) == sent and not names
+    weights[0][100, 200] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    broken = {f"0.{part}": tensor for part, tensor in SCHEMES[name].quantize(weights[0]).items()}
+    list(find_not_finite((sent | broken).items(), names))
+    assert names == ["0.weight"]
 
 
 def test_a_recorder_changes_nothing():

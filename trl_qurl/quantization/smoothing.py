@@ -146,8 +146,9 @@ class Smoothing:
             if scale is not None:
                 folded = folded * scale.to(folded.device)
             if module in self.scales:
-                divisor, offset = self.scales[module].to(folded.device), self._sources[module].gain_offset
-                folded = (folded + offset) / divisor.view(-1, *[1] * (folded.dim() - 1)) - offset
+                offset = self._sources[module].gain_offset
+                divisor = self.scales[module].to(folded.device).view(-1, *[1] * (folded.dim() - 1))
+                folded = (folded + offset) / divisor - offset if offset else folded / divisor
             yield name, folded.to(tensor.dtype)  # scales are in float32, so only this cast rounds
 
     def input_scale(self, layer: str) -> torch.Tensor | None:

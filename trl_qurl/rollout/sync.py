@@ -153,7 +153,7 @@ class WeightSync:
         if self.base is not None:
             return find_not_finite(adapter_tensors(self.model, self.sent_dtype), self._not_finite)
         parameters = policy_parameters(self.model, self.weights.grid)
-        return self.weights.tensors(find_not_finite(parameters, self._not_finite), self.sent_dtype)
+        return find_not_finite(self.weights.tensors(parameters, self.sent_dtype), self._not_finite)
 
     def _stream(self, update: WeightUpdate, stream: MeteredStream) -> None:
         """Send tensors to the engine; processes without one help gather them, and fail together with the others."""
