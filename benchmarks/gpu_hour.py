@@ -87,7 +87,7 @@ def make_plan(rehearse: bool, model: str | None) -> list[Part]:
     tests = ["-m", "pytest", "-q", "-m", "gpu", f"--junitxml={FOLDER}/tests.xml", f"{ROOT}/tests"]
     large_gb = 0 if rehearse else 60  # the trainer's weights, and three tenths of the GPU for an engine
     return [
-        Part("doctor", ["-m", "trl_qurl", "doctor"], 2, 1),
+        Part("doctor", ["-m", "trl_qurl", "doctor"], 4, 1),
         Part("tests", tests, 8, 7),
         *(
             Part(f"decode-7B-{form}", script("rollouts", "7B", "--ways", form, *decode, *bfloat16), 2, 6, large_gb)

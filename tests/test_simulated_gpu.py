@@ -20,7 +20,9 @@ from trl_qurl.rollout.engine.cuda import repaired_reload
 MARKS = [
     pytest.mark.simulated_gpu,
     pytest.mark.xdist_group("simulated gpu"),
-    pytest.mark.skipif(not vllm.__version__.startswith("0.31."), reason="the doubles are those of vLLM 0.31"),
+    pytest.mark.skipif(
+        not vllm.__version__.startswith("0.31."), reason="simulated_gpu has doubles for vLLM 0.31 only"
+    ),
 ]
 
 

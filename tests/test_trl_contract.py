@@ -259,6 +259,13 @@ DEFINITIONS = [
     ),
     ("vllm.entrypoints.llm", "LLM.reset_prefix_cache", "", "QuantizedVLLMGeneration drops what old weights cached"),
     ("vllm.v1.engine.llm_engine", "LLMEngine.reset_encoder_cache", "", "ColocatedEngine drops what old weights saw"),
+    ("vllm.v1.worker.gpu_worker", "Worker.sleep", "level", "engine/cuda.py brings back what it discards"),
+    (
+        "vllm.model_executor.layers.linear",
+        "ColumnParallelLinear.weight_loader",
+        "param loaded_weight",
+        "engine/cuda.py gives it to a bias again",
+    ),
     ("vllm.entrypoints.llm", "LLM.wake_up", "tags", "QuantizedVLLMGeneration wakes the weights before loading"),
     ("vllm.v1.worker.gpu_worker", "Worker.reload_weights", "", "RolloutWorker.load_rollout_weights calls it"),
     ("vllm.v1.worker.gpu_worker", "Worker.start_weight_update", "", "RolloutWorker receives a stream between"),
@@ -343,6 +350,12 @@ ATTRIBUTES = [
         "NCCLWeightTransferEngine",
         "model_update_group",
         "engine/worker.py knows a restarted server by it",
+    ),
+    (
+        "vllm.model_executor.layers.attention.attention",
+        "set_default_quant_scales",
+        "_k_scale",
+        "engine/cuda.py fills it after sleep",
     ),
     (
         "vllm.lora.worker_manager",
@@ -456,10 +469,15 @@ def test_every_private_name_is_listed_here():
     assert not missing, f"{sorted(missing)} are private to a library and not in this file."
 
 
-def test_every_import_from_inside_a_library_exists():
+def imported_names() -> set[tuple[str, str]]:
+    """(module, name) of every import from inside a library; `tools/cuda_contract.py` compares them in two builds."""
     imports = [node for node in code() if isinstance(node, ast.ImportFrom) and node.level == 0]
     names = {(node.module, alias.name) for node in imports for alias in node.names}
-    inside = {(module, name) for module, name in names if "." in module and module.split(".")[0] in LIBRARIES}
+    return {(module, name) for module, name in names if "." in module and module.split(".")[0] in LIBRARIES}
+
+
+def test_every_import_from_inside_a_library_exists():
+    inside = imported_names()
     assert len(inside) > 50
     gone = []
     for module, name in sorted(inside):
@@ -844,6 +862,14 @@ def test_a_reload_reports_layers_without_weights():
         assert f"logger.debug('%s: {event}', layer.__class__.__name__)" in text_of(LAYERWISE, function), (
             f"vLLM words its report of {event.lower()} otherwise; rollout/checks/reload.py raises on it."
         )
+
+
+def test_vllms_variables_exist():
+    texts = {node.value for node in code() if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    ours = {text for text in texts if re.fullmatch(r"VLLM_[A-Z0-9_]+", text)}
+    assert len(ours) > 5
+    missing = ours - set(re.findall(r"\bVLLM_\w+", source_file("vllm.envs").read_text()))
+    assert not missing, f"vLLM no longer reads {sorted(missing)}, which trl_qurl sets or reads."
 
 
 def test_names_of_the_int8_parameters():
