@@ -81,6 +81,16 @@ def test_every_place_has_the_same_version():
     assert newest == trl_qurl.__version__
 
 
+@pytest.mark.parametrize("path", sorted(ROOT.glob("Dockerfile*")), ids=lambda path: path.name)
+def test_a_dockerfile_installs_extras_and_files_that_exist(path):
+    text = path.read_text()
+    for extras in re.findall(r"\.\[([\w,]+)\]", text):
+        assert set(extras.split(",")) <= known_extras()
+    assert all((ROOT / name).exists() for name in re.findall(r"requirements/\S+", text))
+    for version in re.findall(r"^ARG VLLM_VERSION=(.+)$", text, re.MULTILINE):
+        assert f"\nvllm=={version}\n" in (ROOT / "requirements" / "gpu.lock").read_text()
+
+
 @pytest.fixture(scope="module")
 def release(tmp_path_factory) -> Path:
     """What a release publishes: an sdist, and a wheel that was built from it."""

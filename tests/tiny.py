@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models
@@ -165,3 +166,17 @@ def rollout_settings(scheme, **changed):
         "request_timeout": 900.0,
     }
     return RolloutSettings(scheme, **(defaults | changed))
+
+
+def save_tokenizer(directory: Path, chat_template: str | None = None) -> None:
+    """Save the tokenizer beside a model, with or without a chat template."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(directory)
+
+
+def save_tiny(directory: Path, chat_template: str | None = None, **settings: Any) -> Path:
+    """Save a tiny model with its tokenizer, and return the directory."""
+    tiny_model(**settings).save_pretrained(directory)
+    save_tokenizer(directory, chat_template)
+    return directory
