@@ -334,7 +334,8 @@ def test_training_is_measured_as_the_trainer_computes(tmp_path, monkeypatch, giv
 def test_the_command(warm_python, tmp_path, further):
     tiny_model().config.save_pretrained(tmp_path / "model")
     command = [warm_python, "-m", "trl_qurl", "bench", tmp_path / "model", "-o", tmp_path / "bench.json"]
-    command += "--schemes int8 --prompt-len 16 --completion-len 40 --batch 16 --train-batch 4".split()
+    command += ["--schemes", "int8", "--prompt-len", "16", "--completion-len", "40"]
+    command += ["--batch", "16", "--train-batch", "4"]
     command += ["--engine-kwargs", json.dumps(ENGINE), *further]
     environment = child_environment(COLUMNS="80")
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
