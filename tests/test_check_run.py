@@ -56,7 +56,7 @@ def test_recipes_say_how_to_see_that_a_run_went_well(check, recipe):
     documented = re.findall(r"`([\w/@]+)`", (ROOT / "docs" / "metrics.md").read_text())
     for metric in re.findall(r"^# assert:.*?\(([\w/]+)", recipe.read_text(), re.MULTILINE):
         assert metric == "reward" or metric in documented
-    # All rewards are the same: there are fewer than forty of them, so the first twenty are the last twenty.
+    # There are fewer than forty rewards, so the first twenty are the last twenty.
     done = check("--recipe", recipe)
     assert done.stdout.splitlines()[0].startswith("FAILED  mean(reward[-20:]) > mean(reward[:20])"), done.stderr
     assert all(line.startswith("ok") for line in done.stdout.splitlines()[1:])
