@@ -20,8 +20,7 @@ PAGES = [
 ]
 
 CODE = re.compile(
-    r"^```(?P<language>\w*)\n(?P<fenced>.*?)^```$|(?<=\n\n)(?P<indented>(?:    \S[^\n]*\n)+)",
-    re.DOTALL | re.MULTILINE,
+    r"^```(?P<language>\w*)\n(?P<fenced>.*?)^```$|(?<=\n\n)(?P<indented>(?:    \S[^\n]*\n)+)", re.DOTALL | re.MULTILINE
 )
 
 

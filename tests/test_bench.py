@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiny import ENGINE, tiny_model
 
 from trl_qurl.lab.bench import run
-from trl_qurl.lab.bench.measure import measure_training, start_engine
+from trl_qurl.lab.bench.measure import measure_training
 from trl_qurl.lab.bench.prediction import (
     WORTHWHILE,
     EngineCosts,
@@ -30,7 +30,6 @@ from trl_qurl.lab.bench.prediction import (
 )
 from trl_qurl.lab.bench.run import bench, run_job, save_config
 from trl_qurl.lab.bench.workload import Device, Job, Workload, count_parameters, why_too_large
-from trl_qurl.lab.comparison import BASELINE
 from trl_qurl.lab.device import cpu_settings
 
 WORKLOAD = Workload(prompt_len=100, completion_len=200, batch=32, generations=8, train_batch=4, updates=2)
@@ -168,7 +167,7 @@ def test_the_output_of_a_failed_process_is_shown(warm_python, monkeypatch, tmp_p
     assert "nowhere" in capfd.readouterr().err
 
 
-# What fits, and what is kept -----------------------------------------------------------------------------------------
+# Memory and failures -------------------------------------------------------------------------------------------------
 
 H100 = Device("the GPU (NVIDIA H100 80GB HBM3)", 80 * 10**9, is_gpu=True)
 ADAPTER = Workload(lora_rank=16)
@@ -224,17 +223,6 @@ def test_only_the_engine_is_measured_if_training_does_not_fit(h100, qwen_7b, tmp
     assert json.loads((tmp_path / "bench.json").read_text())["comparisons"]["fp8"]["advice"] == "unclear"
     small = gain(engine(), engine(rate=0.099), None)
     assert advice(small, whole_step=False).startswith("Not worth it for speed: rollout and sync are 1.01 (1.01-1.01)")
-
-
-@pytest.mark.parametrize(("is_gpu", "share"), [(True, 0.9), (False, 0.3)])
-def test_memory_of_an_engine_that_is_measured_alone(is_gpu, share, monkeypatch, tmp_path):
-    started = {}
-    monkeypatch.setattr("vllm.LLM", lambda **arguments: started.update(arguments))
-    monkeypatch.setattr("torch.cuda.is_available", lambda: is_gpu)
-    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: True)
-    monkeypatch.setattr("trl_qurl.rollout.engine.hardware.gpu_capability", lambda: None)
-    start_engine(Job(BASELINE, str(tmp_path), Workload(), holds_policy=False), tiny_model())
-    assert started["gpu_memory_utilization"] == share
 
 
 @needs_avx512

@@ -68,30 +68,6 @@ def test_checkpoints_that_differ_are_refused(load, tmp_path):
         check(tmp_path / "one", tmp_path / "other name")
 
 
-PEAK = """
-import torch
-from quantizer import peak_bytes, reset_peak
-
-cpu = torch.device("cpu")
-reset_peak(cpu)
-before = peak_bytes(cpu)
-torch.ones(16 * 2**20)  # 64 MiB, freed at once
-print(peak_bytes(cpu) - before)
-reset_peak(cpu)
-print(peak_bytes(cpu) - before)
-"""
-
-
-def test_peak_memory_includes_freed_memory_until_it_is_reset(warm_python):
-    """Runs in a new process, because other tests keep freed memory in this one."""
-    environment = child_environment(PYTHONPATH=f"{BENCHMARKS}{os.pathsep}{BENCHMARKS.parent}")
-    command = [warm_python, "-c", PEAK]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    peak, after_reset = map(int, done.stdout.split())
-    assert peak == pytest.approx(64 * 2**20, rel=0.1)
-    assert after_reset < 16 * 2**20
-
-
 def test_model_sizes_are_those_of_qwen(load):
     # Qwen3-0.6B, per layer: q 2048 x 1024, k and v 1024 x 1024, o 1024 x 2048, MLP 3 x 3072 x 1024, norms 2 x 1024 and
     # 2 x 128. 28 layers, a tied embedding of 151,936 x 1024, the last norm.
@@ -103,13 +79,6 @@ def test_model_sizes_are_those_of_qwen(load):
     for shape, parameters in expected.items():
         model = shape.build(torch.bfloat16, torch.device("meta"))
         assert sum(weight.numel() for weight in model.parameters()) == parameters
-
-
-def test_bytes_of_the_largest_layer(load):
-    # 3072 x 1024 weights: in float32 4 + 4 bytes of weight and quotient and 1 of code, in bfloat16 2 + 2 + 1.
-    weights = 3072 * 1024
-    quantizer = load("quantizer")
-    assert quantizer.largest_layer_bytes(quantizer.Shape()) == {"float32": 9 * weights, "bfloat16": 5 * weights}
 
 
 @pytest.fixture
@@ -194,10 +163,3 @@ def test_time_to_target_adds_up_logged_seconds(load):
     assert module.reached(rows, target=0.39) == {"rollouts": 6, "seconds": pytest.approx(6 * 22)}
     assert module.reached(rows, target=0.1) == {"rollouts": 5, "seconds": pytest.approx(5 * 22)}
     assert module.reached(rows, target=0.7) == {"rollouts": None, "seconds": None}
-
-
-def test_time_to_target_reads_the_runs_of_the_study(tmp_path):
-    logs = [BENCHMARKS / "objectives" / "runs" / "main" / f"bf16-seed{seed}.jsonl.gz" for seed in (0, 1)]
-    cells = run_benchmark("time_to_target", "--logs", *logs, output=tmp_path / "record.json")["cells"]
-    assert [(cell["format"], cell["seed"]) for cell in cells] == [("bf16", 0), ("bf16", 1)]
-    assert all(5 <= cell["rollouts"] < 120 for cell in cells)

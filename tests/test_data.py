@@ -159,7 +159,6 @@ def test_a_bad_file_is_named_with_its_fault(tmp_path, rows, message):
     ("row", "columns", "answer"),
     [
         ({"problem": "q", "answer": 5}, {}, "5"),
-        ({"prompt": "q", "answer": "5"}, {}, "5"),
         ({"question": "q", "final_answer": ["1", "2"]}, {}, "1, 2"),
         (
             {"prompt": "q", "solution": "34", "answer": "x"},

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from trl_qurl.lab.demo import evaluate, task, warm_start
-from trl_qurl.lab.demo.algorithms import ALGORITHMS, build_config
 from trl_qurl.lab.demo.run import Measurement, find_shortfall
 
 TINY = warm_start.WarmStartSettings(target=0.0, max_updates=2, evaluate_every=1, batch_size=4)
@@ -16,15 +15,6 @@ TINY = warm_start.WarmStartSettings(target=0.0, max_updates=2, evaluate_every=1,
 @pytest.fixture(scope="module")
 def tokenizer():
     return task.build_tokenizer()
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_configurations_differ_only_in_the_method(algorithm, tmp_path):
-    config = build_config(algorithm, "int8", tmp_path, rollouts=3, seed=0)
-    assert type(config).__name__ == f"QuRL{algorithm.upper()}Config"
-    assert (config.generation_batch_size, config.updates_per_rollout, config.max_steps) == (256, 4, 12)
-    assert config.objective == ("tis" if algorithm == "rloo" else "acr")
-    assert config.num_generations == (1 if algorithm == "ppo" else 8)
 
 
 def test_tokenizer_round_trip_through_disk(tokenizer, tmp_path):

@@ -16,7 +16,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from documents import PAGES, ROOT, SITE, Block, all_blocks, anchors, blocks, inline_code, links, rows
+from documents import PAGES, ROOT, SITE, Block, all_blocks, anchors, blocks, inline_code, links
 from trl import GRPOTrainer
 
 import trl_qurl
@@ -27,15 +27,6 @@ SOURCES = sorted((ROOT / "trl_qurl").rglob("*.py"))
 TRAINERS = (QuRLGRPOTrainer, QuRLPPOTrainer, QuRLRLOOTrainer)
 NO_FILES = {"settings.yaml", "mismatch.yaml", "other.yaml", "utils.py", "helpers.py"}
 """Files that the text makes up or forbids."""
-
-THIRD_PARTY = {
-    "No package metadata was found for vllm",
-    "'Parameter' object has no attribute 'weight_loader'",
-    "0 active drivers ([]). There should only be one",
-    "less than desired CPU memory utilization",
-    "torch.compile is turned on, but the model … does not support it",
-}
-"""Messages on the troubleshooting page that vLLM, torch and Python write, besides the harmless ones."""
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -116,7 +107,7 @@ def test_names_and_files_in_the_text_exist(page):
 
 
 def test_the_architecture_names_every_file_of_the_core():
-    """In a tree whose lines are a name, indented by two spaces per level, and a description."""
+    """Read a tree: each line has a name, indented by two spaces per level, and a description."""
     [tree] = blocks(DOCS / "architecture.md", "")
     path: list[str] = []
     named = set()
@@ -143,38 +134,6 @@ def test_metrics_are_all_explained():
     explained = {name for code in inline_code(DOCS / "metrics.md") for name in re.findall(metric, code)}
     assert len(logged) > 25
     assert explained == logged
-
-
-def test_the_figures_of_the_example_runs_are_those_of_their_logs(monkeypatch):
-    pytest.importorskip("matplotlib", reason="needs matplotlib (trl-qurl[report])")
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    figures = importlib.import_module("metrics_pictures").figures()
-    shown = [row for row in rows(DOCS / "metrics.md") if re.match(r"[\d.]+$", row[1])]
-    assert [row[1:] for row in shown] == list(figures.values())
-    assert {row[0].strip("`") for row in shown} - figures.keys() == {"accuracy of the policy, exact"}
-
-
-def messages() -> list[str]:
-    """Every text of the package and the Makefile, with an ellipsis for what is filled in."""
-    texts = [(ROOT / "Makefile").read_text()]
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                texts.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                texts.append(re.sub(r"%\S*[sdf]", "…", node.value))
-    return texts
-
-
-def test_messages_people_meet_are_ours():
-    page, texts = DOCS / "troubleshooting.md", messages()
-    harmless = list(rows(page, "Harmless messages"))
-    cells = [row[0] for row in rows(page) if row not in harmless]
-    shown = {message for cell in cells for message in re.findall(r"`([^`]{12,})`", cell) if " " in message}
-    assert len(shown) > 25 and shown >= THIRD_PARTY
-    for message in shown - THIRD_PARTY:
-        parts = [part for part in message.split("…") if part.strip()]
-        assert any(all(part in text for part in parts) for text in texts), message
 
 
 # Links ---------------------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def test_two_steps_of_ppo_on_gsm8k_with_accelerate_launch(model, warm_python, tm
 
 
 def test_the_command_with_a_settings_file_and_own_questions(model, questions, warm_python, tmp_path):
-    """Also where there is no GPU: the settings say neither use_cpu nor bf16."""
+    """Works without a GPU and without use_cpu or bf16 in the settings."""
     settings = {"model_name_or_path": str(model), "dataset": str(questions), "max_steps": 1, "learning_rate": 0.0}
     printed = run([warm_python, BIN / "trl-qurl", "grpo"], settings | {"rollout_quantization": "none"}, tmp_path)
     assert f"Policy saved to {tmp_path / 'policy'}" in printed.stdout

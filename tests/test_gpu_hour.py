@@ -119,20 +119,6 @@ def test_the_plan_fits_and_its_options_exist(rehearse, gpu_hour, monkeypatch):
     assert len(commands) == 12 and all(f'"{option}"' in sources for option in options)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "./nothing", "--rehearse"], "does not contain a model"),
-        ([], "pass --rehearse"),
-    ],
-)
-def test_bad_options_are_refused(arguments, message, gpu_hour, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(SystemExit, match="2"):
-        gpu_hour.main(["-o", str(tmp_path / "out"), *arguments])
-    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
 def test_a_directory_with_other_files_is_refused(gpu_hour, tmp_path, capsys):
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(SystemExit, match="2"):

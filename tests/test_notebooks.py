@@ -82,7 +82,7 @@ def start(tmp_path_factory) -> Path:
 
 
 def execute(path: Path, directory: Path, sizes: dict, python: Path | str) -> nbformat.NotebookNode:
-    """The notebook with its outputs, run in a kernel of its own with these sizes."""
+    """Run the notebook with these sizes in a separate kernel, and return it with its outputs."""
     nbclient = pytest.importorskip("nbclient", reason="needs nbclient and ipykernel (trl-qurl[test])")
     import jupyter_client
 
@@ -90,7 +90,7 @@ def execute(path: Path, directory: Path, sizes: dict, python: Path | str) -> nbf
     [cell] = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
     names = re.findall(r'^    "(\w+)":', cell.source, re.MULTILINE)
     assert sizes.keys() <= set(names), "sizes that the notebook does not have"
-    # What is not given stays as it is, so that a size that is new in the notebook needs no change here.
+    # Other sizes keep their values, and new ones in the notebook need no change here.
     cell.source += f"\nsizes |= {sizes!r}"
     kernel = jupyter_client.AsyncKernelManager(kernel_name="python3")
     # A fork's parent is not who asked for it, and a kernel that has lost its parent ends.
@@ -192,16 +192,16 @@ def test_the_notebook_that_explains_the_method(warm_python, tmp_path):
 
     drawn = [cell for cell in notebook.cells if cell.cell_type == "code" and "plt.show()" in cell.source]
     assert len(drawn) == 6 and all(shown(cell, "image/png") for cell in drawn)
-    # Rounding to fewer codes moves a policy further.
+    # Rounding to fewer codes moves a policy more.
     mismatch = shown(the_cell(notebook, '"KL, k3": (rho'), "text/plain")
     _, int8, int4 = map(float, re.search(r"KL, k3 +(\S+) +(\S+) +(\S+)", mismatch).groups())
     assert 0 < int8 < int4
-    # Shared rounded weights leave a part of it.
+    # Shared rounded weights remove a part of it.
     left = shown(the_cell(notebook, 'WAYS = ("exact", "round_base")'), "text/plain")
     ways = [tuple(map(float, row)) for row in re.findall(r"(?:exact|round_base) +(\S+) +(\S+) +(\S+)", left)]
     exact, rounded = ways
     assert all(1e-9 < r < e for e, r in zip(exact, rounded, strict=True))
-    # AdamW: s. Gradient descent: s². Powers of two change no code by themselves.
+    # AdamW: s. Gradient descent: s². Powers of two do not change codes.
     lifts = shown(the_cell(notebook, "gradient descent: lift"), "text/plain")
     adamw, descent = map(float, re.search(r"s = 2 +\S+ +(\S+) +(\S+)", lifts).groups())
     assert adamw == pytest.approx(2, rel=0.02) and descent == pytest.approx(4, rel=0.02)
@@ -254,37 +254,18 @@ def choose_builds(path: Path, *machine: str | None) -> list[str] | str:
 @pytest.mark.parametrize(
     "driver, capability, torch_build, expected",
     [
-        ("550.54.15", "7.5", "2.11.0+cu128", CUDA_12),  # a T4 on Colab, whose torch is replaced: another version
+        ("550.54.15", "7.5", "2.11.0+cu128", CUDA_12),  # a T4 on Colab: its torch of another version is replaced
         ("550.54.15", "8.9", "2.13.0+cu129", CUDA_12),  # an L4, with the right torch
         ("535.129.03", "9.0", None, CUDA_12),
         ("525.60.13", "8.0", "2.13.0", CUDA_12 + REPLACED),  # the default build is for CUDA 13
-        ("570.86.15", "9.0", "2.13.0+cu130", CUDA_12 + REPLACED),
-        ("570.86.15", "9.0", "2.13.0+cpu", CUDA_12 + REPLACED),
         ("580.65.06", "7.5", None, []),
-        ("580.65.06", "8.9", "2.13.0", []),
         ("590.44.01", "12.0", "2.13.0+cu130", []),
         ("580.65.06", "7.5", "2.13.0+cu128", REPLACED),  # pip would keep it: its version fits
-        ("580.65.06", "8.9", "2.13.0+cpu", REPLACED),
     ],
 )
 def test_the_builds_fit_the_driver(path, driver, capability, torch_build, expected):
     qurl, *rest = choose_builds(path, driver, capability, torch_build)
     assert qurl.startswith("trl-qurl[vllm,") and rest == expected
-
-
-@on_gpus
-@pytest.mark.parametrize(
-    "driver, capability, reason",
-    [
-        (None, None, "No NVIDIA GPU: choose Runtime > Change runtime type > T4 GPU."),
-        ("470.57.02", "7.5", "Driver 470.57.02 is too old for CUDA 12: choose"),
-        ("580.65.06", "7.0", "vLLM does not support compute capability 7.0: choose a T4 (7.5)"),
-        ("550.54.15", "6.1", "vLLM does not support compute capability 6.1: choose a T4 (7.5)"),
-    ],
-)
-def test_one_line_says_what_to_choose_instead(path, driver, capability, reason):
-    sentence = choose_builds(path, driver, capability, "2.11.0+cu128")
-    assert sentence.startswith(reason) and "\n" not in sentence and len(sentence) < 120
 
 
 @on_gpus

@@ -3,24 +3,19 @@
 import copy
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import child_environment
 from documents import rows
 from peft import LoraConfig, get_peft_model
 
-from benchmarks.objectives import contrasts, study, summary
-from benchmarks.objectives.arms import RETIRED
+from benchmarks.objectives import contrasts, summary
 from benchmarks.objectives.coarse import CODE_BITS, add_coarse_schemes, round_activations
 from benchmarks.objectives.one_run import LORA, write_short_log
 from benchmarks.objectives.recorder import BothPolicies
 from trl_qurl.lab.demo import evaluate, task, warm_start
 from trl_qurl.quantization.formats import SCHEMES, get_scheme
-from trl_qurl.trainers.run_log import read_run
 
 ROOT = Path(__file__).parents[1]
 
@@ -47,19 +42,6 @@ def test_the_number_of_bits_of_coarse_codes(name, bits, coarse):
     four_bits, step = round_activations(weight, bits=4), weight.abs().amax(-1, keepdim=True) / 7
     torch.testing.assert_close((four_bits / step).round(), four_bits / step, atol=1e-4, rtol=0)
     assert all(len(row.unique()) <= 15 for row in four_bits)
-
-
-def test_only_missing_runs_are_started(tmp_path):
-    every = study.missing_runs(["main"], tmp_path, None, None)
-    assert len(every) == (13 + 3) * 5 + 3 * 3
-    assert not any(
-        arm.changed["objective"] in RETIRED for arm, _, _ in study.missing_runs(["ahead"], tmp_path, None, None)
-    )
-    for _, seed, place in every[:10]:
-        write_short_log({"seed": seed}, [{"step": 4, "reward": 0.5}], place)
-    assert study.missing_runs(["main"], tmp_path, None, None) == every[10:]
-    few = study.missing_runs(["main"], tmp_path, [4], ["int3_acr"])
-    assert [(arm.name, seed) for arm, seed, _ in few] == [("int3_acr", 4), ("int3_acr_uaq", 4)]
 
 
 def write_runs(directory, accuracies, experiment="main"):
@@ -168,15 +150,3 @@ def test_the_quantized_policy_is_measured_with_its_adapter(merges, tmp_path):
     assert row["expected_accuracy"] == evaluate.measure_policy(policy, problems).expected
     assert row["expected_accuracy"] != pytest.approx(expected, rel=1e-4, abs=0), "rounding changes nothing here"
     assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_the_study_runs(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.objectives.study", "cap", "--arms", "int3a4_acr_c2", "--seeds", "0"]
-    command += ["--rollouts", "2", "--jobs", "1", "--output", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=child_environment(), capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-4000:]
-    run = read_run(tmp_path / "cap" / "int3a4_acr_c2-seed0.jsonl.gz")
-    assert len(run.series("expected_accuracy")) == 2 and run.settings["activation_bits"] == 4
-    assert run.series("mismatch/kl_k3")[0][1] > 0.02

@@ -49,7 +49,7 @@ def test_lines_of_evaluations_and_of_the_end():
 
 
 def log_two_steps(first=True, start=0):
-    """What is printed to standard output."""
+    """Return the standard output."""
     callback, args, control = StepLineCallback(), SimpleNamespace(), TrainerControl()
     state = TrainerState(max_steps=start + 4, global_step=start, is_world_process_zero=first)
     with redirect_stdout(io.StringIO()) as out:
@@ -70,7 +70,7 @@ def test_a_resumed_run_estimates_its_time_from_where_it_resumed(monkeypatch):
     clock = iter([100.0, 110.0, 130.0, 130.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     first, second, _ = log_two_steps(start=500).splitlines()
-    # 10 s for the first of four steps; then 20 s, so that two took 30 s and two are left.
+    # 10 s for the first of four steps, then 20 s: two took 30 s, and two are left.
     assert "10 s/step  left 0:00:30" in first
     assert "15 s/step  left 0:00:30" in second
 

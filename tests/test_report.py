@@ -49,7 +49,7 @@ def test_seconds_per_rollout():
     rows = [{"step": 4, **seconds, "time/generate_s": 100.0}, {"step": 8, **seconds}]
     # The first rollout is left out. The parts are 10 + 3 + 1.5 + 4 x 1.25 = 19.5; four steps of 5.5 are 22.
     assert seconds_per_rollout(run_of(rows)) == Seconds(22, 10, 3)
-    assert seconds_per_rollout(run_of(rows[:1])).generation == 100  # there is no other
+    assert seconds_per_rollout(run_of(rows[:1])).generation == 100  # the only one
     # Slow optimizers: 10 + 3 + 1.5 + 4 x 5 = 34.5.
     assert seconds_per_rollout(run_of([{"step": 4, **seconds, "time/update_s": 5.0}])).total == 34.5
 

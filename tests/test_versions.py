@@ -20,7 +20,7 @@ LINES = ["# The stack", "-r common.in", "accelerate", "trl==1.16.0", "llmcompres
 
 
 def bounds() -> dict[str, Requirement]:
-    """What setup.cfg requires, and the extras that a user trains with."""
+    """Return the requirements of setup.cfg and of the extras for training."""
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     extras = setup["options.extras_require"]
@@ -63,31 +63,6 @@ def result(name: str = "lock", tests: str = "3 passed, 0 failed", smoke: str = "
 )
 def test_the_exit_status_is_1_if_a_required_row_fails(results, named, status):
     assert versions.exit_status(results, named) == status
-
-
-@pytest.fixture
-def row_of_commands(tmp_path, monkeypatch):
-    """A row with an environment of programs that end with the given statuses."""
-    monkeypatch.setattr(versions, "FOLDER", tmp_path)
-    monkeypatch.setattr(versions, "build", lambda *args: None)
-
-    def programs(**statuses: int) -> Row:
-        directory = tmp_path / "row" / "venv" / "bin"
-        directory.mkdir(parents=True)
-        for name, status in statuses.items():
-            (directory / name).write_text(f"#!/bin/sh\necho $VARIABLE of {name}\nexit {status}\n")
-            (directory / name).chmod(0o755)
-        return Row("row", "", environment={"VARIABLE": "the row's"})
-
-    return programs
-
-
-def test_a_row_shows_the_end_of_a_failure(row_of_commands, capsys):
-    row = row_of_commands(python=0, **{"trl-qurl": 1})
-    shown = versions.try_row(row, "uv", [], workers=1)
-    assert (shown.tests, shown.smoke, shown.passed) == ("no report", "failed", False)
-    assert "row: trl-qurl ended with 1" in capsys.readouterr().out
-    assert (versions.FOLDER / "row" / "doctor.log").read_text().endswith("the row's of trl-qurl\n")
 
 
 def test_an_environment_that_cannot_be_built_is_a_failure(tmp_path, monkeypatch, capsys):

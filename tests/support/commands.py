@@ -128,5 +128,5 @@ def check_training(recipe: ModuleType, words: list[str]) -> None:
 def file_of(name: str) -> Path:
     """Find a file by its path in the repository, or an example by its name."""
     matches = [ROOT / name] if (ROOT / name).exists() else list((ROOT / "examples").rglob(name))
-    assert len(matches) == 1, f"there is no {name}"
+    assert len(matches) == 1, f"{name} does not exist"
     return matches[0]
