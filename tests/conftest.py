@@ -23,6 +23,8 @@ import forks
 import pytest
 from hypothesis import HealthCheck, settings
 
+pytest.register_assert_rewrite("support")
+
 SCENARIOS = Path(__file__).parent / "scenarios"
 
 # Workers and what they start share the cores, and engines that live for seconds need not be compiled (vLLM compiles

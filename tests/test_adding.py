@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from conftest import FORGET_OURS
-from documents import ROOT, blocks, rows
+from documents import ROOT, blocks, extension_examples, rows
 from safetensors.torch import load_file
 from tiny import tiny_model, tiny_tokenizer
 
@@ -19,9 +19,7 @@ from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.stream import WeightStream
 
 PAGE = ROOT / "docs" / "architecture.md"
-NAMES = ("scheme", "registration", "objective", "config", "trainer", "transform")
-EXAMPLES = dict(zip(NAMES, (block.code for block in blocks(PAGE, "py")), strict=True))
-"""The code of the page."""
+EXAMPLES = extension_examples()
 
 USE_IT = """
 import json, sys

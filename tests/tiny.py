@@ -149,6 +149,17 @@ def save_remote_code_model(directory: Path, architecture: str = "InternLM3ForCau
     return str(directory)
 
 
+def with_outliers(model, layer, channels=(3, 50)):
+    """Give the feed-forward layers of a block two large inputs, without changing the function."""
+    block = model.model.layers[layer]
+    with torch.no_grad():
+        for channel in channels:
+            block.post_attention_layernorm.weight[channel] *= 60
+            for fed in (block.mlp.gate_proj, block.mlp.up_proj):
+                fed.weight[:, channel] /= 60
+    return model
+
+
 def rollout_settings(scheme, **changed):
     """Return the default settings of rollouts, without smoothing, with these changes."""
     from trl_qurl.rollout.preparation import RolloutSettings
