@@ -53,7 +53,7 @@ EXPECTED = (HEALTHY, UNCLEAR, HARMED, COLLAPSING, UNSMOOTHED, STALE)
 
 
 def expectation(arm: Arm) -> str:
-    """What an arm is, by its settings."""
+    """Classify an arm by its settings."""
     if arm.is_delayed:
         return STALE
     same_weights = arm.scheme is None or "round_base" in arm.changed

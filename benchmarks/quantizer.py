@@ -164,7 +164,7 @@ def tensor_files(checkpoint: Path) -> dict[str, Path]:
 def measure_memory(
     cases: list[Case], shape: Shape, device: torch.device, console: Console
 ) -> dict[Case, dict[str, int]]:
-    """Peak extra bytes for each case and way, each measured in a process of its own."""
+    """Peak extra bytes for each case and way, each measured in a separate process."""
     context = multiprocessing.get_context("spawn")
     peaks: dict[Case, dict[str, int]] = {case: {} for case in cases}
     for case, way in product(cases, RUNS):
@@ -198,7 +198,7 @@ def peak_extra_bytes(shape: Shape, dtype: str, scheme: str, way: str, device: to
 
 
 def reset_peak(device: torch.device) -> None:
-    """Set the high-water mark down to what is held now."""
+    """Reset the high-water mark to the current memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:

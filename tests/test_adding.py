@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from conftest import FORGET_OURS, child_environment, needs_trl_1_16
-from documents import ROOT, blocks, rows
+from documents import ROOT, blocks, extension_examples, rows
 from safetensors.torch import load_file
 from tiny import stream_of, tiny_model, tiny_tokenizer
 
@@ -18,9 +18,7 @@ from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.merging import model_parameters
 
 PAGE = ROOT / "docs" / "architecture.md"
-NAMES = ("scheme", "registration", "objective", "distillation", "config", "trainer", "transform")
-EXAMPLES = dict(zip(NAMES, (block.code for block in blocks(PAGE, "py")), strict=True))
-"""The code of the page."""
+EXAMPLES = extension_examples()
 
 USE_IT = """
 import json, sys

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 
 import pytest
 import yaml
+from support.configs import PLAIN, SEVERAL_UPDATES, config
 from transformers import HfArgumentParser
 from trl import GRPOConfig, TrlParser
 from trl.experimental.gmpo import GMPOConfig
@@ -17,21 +18,8 @@ from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS, Quantize
 from trl_qurl.objective import OBJECTIVES
 from trl_qurl.quantization.formats import TOKEN_CACHES
 
-PLAIN = {"use_cpu": True, "bf16": False, "report_to": []}
-"""What any machine can do, whatever it has."""
-if "activation_checkpointing" in {field.name for field in fields(GRPOConfig)}:
-    PLAIN["activation_checkpointing"] = True  # transformers from 5.23 on warns of the name by which TRL sets it
-
 TRLS = ("correction", "mode", "clip_max", "clip_min")
 """TRL's settings of its own correction, without their prefix."""
-
-SEVERAL_UPDATES = {"steps_per_generation": 4, "gradient_accumulation_steps": 1}
-"""Four updates per rollout: the objective acts, and nothing is warned of."""
-
-
-def config(**settings):
-    return QuRLGRPOConfig("out", **PLAIN | SEVERAL_UPDATES | settings)
-
 
 # Defaults ------------------------------------------------------------------------------------------------------------
 

@@ -4,20 +4,15 @@ import json
 
 import pytest
 import torch
-from conftest import SATURATES, needs_avx512, selected, vllm_server
+from conftest import needs_avx512, selected, vllm_server
+from support.training import ADAPTER, SAME, assert_metrics, assert_synced
 from tiny import ENGINE, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.vllm
 
-# An engine that started from the same checkpoint runs the same kernels on the same bytes: its figures are the same to
-# the last bit. The slack is for machines whose thread count changes the order of sums.
-SAME = 1e-4
-MOVED = 1e-2
 # On CPUs with AMX vLLM keeps the biases of its small BF16 layers in float32. What a sync brings in float32 stays so
 # there, where a fresh engine has rounded it to BF16 first. Weights in 4 bits are multiplied in BF16.
 SAME_BF16 = 8e-3 if torch.cpu._is_amx_tile_supported() else SAME
-
-ADAPTER = {"weight_sync": "adapter", "sync_check_interval": 1}
 
 FP8_CACHE = {"sync_check_interval": 1, "vllm_engine_kwargs": ENGINE | {"kv_cache_dtype": "fp8"}}
 
@@ -67,14 +62,6 @@ def cases(names):
     return [pytest.param(name, marks=marks[name]) for name in names]
 
 
-def assert_synced(record, fresh, lora=False, tolerance=SAME):
-    assert record["probe_end"] == pytest.approx(fresh, abs=tolerance)
-    moved = max(abs(end - start) for end, start in zip(record["probe_end"], record["probe_start"], strict=True))
-    assert moved > MOVED, "training did not move the probe: the comparison shows nothing"
-    assert record["adapter_untouched"]
-    assert record["uaq_scale"] == (1.0 if lora else 1.5)
-
-
 def assert_sends_everything(record):
     sent = {row["sync/sent_mb"] for row in record["history"] if "sync/sent_mb" in row}
     assert sent == {record["whole_mb"]}
@@ -112,21 +99,6 @@ def test_colocated_engine_holds_the_trained_weights(case, colocated):
     assert_synced(record, fresh, lora="--lora" in arguments, tolerance=SAME_BF16 if is_bf16 else SAME)
     assert_sends_everything(record)
     assert_metrics(record["history"], "w4a16" if isinstance(formats, dict) else formats)
-
-
-def assert_metrics(history, scheme):
-    rollouts = [row for row in history if "mismatch/kl_k3" in row]
-    assert rollouts
-    is_coarse = scheme == "w4a16" or SATURATES
-    for row in rollouts:
-        # 8-bit rollouts of this model differ by about 1e-5 nats, unquantized ones by 1e-6; a wrong weight by 1e-3.
-        # With four bits, or sums that saturate, rounding is as large as that: the probe and the fresh engine decide.
-        assert 0 <= row["mismatch/kl_k3"] < (2e-2 if is_coarse else 2e-4)
-        assert row["mismatch/ratio_max"] < (3 if is_coarse else 1.5)
-        assert (0.9 if is_coarse else 0.99) < row["mismatch/ess"] <= 1
-        assert row["time/sync_s"] > 0
-        assert row["time/generate_s"] > 0
-        assert row["throughput/generated_tokens_per_s"] > 0
 
 
 @pytest.mark.xdist_group("server")

@@ -1,8 +1,4 @@
-"""The example scripts and `trl-qurl grpo`, run as users run them, on a tiny model with random weights.
-
-A plumbing check: two steps of a model that knows nothing earn no reward. What is shown is that the arguments parse,
-the questions load, rollouts and updates happen, and the saved policy loads again.
-"""
+"""Examples and commands, run as users run them for two steps of a tiny model with random weights."""
 
 import json
 import subprocess
@@ -13,7 +9,7 @@ import pytest
 import torch
 import yaml
 from conftest import child_environment
-from tiny import ENGINE, tiny_model, tiny_tokenizer
+from tiny import ENGINE, save_tiny
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 pytestmark = pytest.mark.vllm
@@ -36,12 +32,8 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A saved model and tokenizer, as the Hub would give them."""
-    directory = tmp_path_factory.mktemp("model")
-    tiny_model(max_position_embeddings=1024).save_pretrained(directory)
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    tokenizer.save_pretrained(directory)
-    return directory
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return save_tiny(tmp_path_factory.mktemp("model"), template, max_position_embeddings=1024)
 
 
 @pytest.fixture
@@ -105,7 +97,7 @@ def test_two_steps_of_the_ppo_script_with_accelerate_launch(model, hub, warm_pyt
 
 
 def test_the_command_with_a_settings_file_and_own_questions(model, questions, warm_python, tmp_path):
-    """Also where there is no GPU: the settings say neither use_cpu nor bf16."""
+    """Works without a GPU and without use_cpu or bf16 in the settings."""
     settings = {"model_name_or_path": str(model), "dataset": str(questions), "max_steps": 1, "learning_rate": 0.0}
     printed = run([warm_python, BIN / "trl-qurl", "grpo"], settings | {"rollout_quantization": "none"}, tmp_path)
     assert f"Policy saved to {tmp_path / 'policy'}" in printed.stdout

@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import needs_avx512
-from test_config import config
+from support.configs import config
 from transformers import TrainerControl, TrainerState
 
 from benchmarks import guard as guard_benchmark

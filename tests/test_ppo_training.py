@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import needs_avx512
 from safetensors.torch import load_file
-from test_engine import ADAPTER, MOVED, SAME, assert_metrics
+from support.training import ADAPTER, MOVED, SAME, assert_metrics
 from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_resume import CONFIG, INSIDE_A_ROLLOUT, metrics_by_step
+from support.training import CONFIG, INSIDE_A_ROLLOUT, metrics_by_step
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("resume")]
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import needs_vnni
-from test_sensitivity import with_outliers
-from test_uaq import VARIANTS, logits
-from test_uaq import tiny_model as architecture
-from tiny import rollout_settings, stream_of, tiny_model, tiny_tokenizer
+from support.architectures import VARIANTS, logits
+from support.architectures import tiny_model as architecture
+from tiny import rollout_settings, stream_of, tiny_model, tiny_tokenizer, with_outliers
 
 from trl_qurl import QuRLGRPOConfig
 from trl_qurl.quantization import get_scheme

@@ -1,8 +1,9 @@
 """Several trainers in one process: each is freed when it is deleted, and another trainer of TRL is one of them."""
 
 import pytest
-from test_adding import EXAMPLES
+from documents import extension_examples
 
+EXAMPLES = extension_examples()
 PACKAGE = {f"{name}.py": EXAMPLES[name] for name in ("objective", "config", "trainer", "transform")}
 """What docs/architecture.md shows for another objective, another trainer of TRL, and a transform of weights."""
 

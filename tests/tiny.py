@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models
@@ -19,7 +20,7 @@ SHARED = Path(__file__).parents[2] / "shared"
 VOCABULARY = ["<pad>", "<eos>", *map(chr, range(32, 127))]
 
 PROBE = [40, 50, 60, 70, 41, 51, 61, 71]
-"""Tokens whose log-probabilities say which weights an engine holds."""
+"""Tokens with log-probabilities that identify the weights of an engine."""
 
 ENGINE = {"enforce_eager": True, "kv_cache_memory_bytes": 2**24}
 """Arguments of an engine of a tiny model. vLLM fills the memory for keys and values with zeros at each start."""
@@ -58,10 +59,10 @@ MIXTURES = {
 """Families with experts, and what makes them tiny."""
 
 SIXTEEN_BIT_EXPERTS = ["lm_head", r"re:.*\.experts\."]
-"""What to ignore where there is no kernel for quantized experts."""
+"""Layers to ignore without a kernel for quantized experts."""
 
 WHOLE_BLOCKS = {"num_attention_heads": 8, "num_key_value_heads": 4}
-"""Sizes of a model whose layers are made of blocks of 128 x 128, as every format takes them."""
+"""Sizes of a model with layers of 128 x 128 blocks, which every format supports."""
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -132,11 +133,11 @@ class InternLM3ForCausalLM(LlamaForCausalLM):
 """,
 }
 """Code that comes with a checkpoint, for an architecture that vLLM has and transformers lacks: the case in which it
-is needed. Where transformers has the architecture, TRL loads that class, whatever `auto_map` says."""
+is needed. If transformers has the architecture, TRL loads that class and ignores `auto_map`."""
 
 
 def save_remote_code_model(directory: Path, architecture: str = "InternLM3ForCausalLM") -> str:
-    """Save a model whose classes only its directory has, as models on the Hub do."""
+    """Save a model with its classes, like models on the Hub with remote code."""
     tiny_model("llama", max_position_embeddings=128).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     for name, code in REMOTE_CODE.items():
@@ -163,8 +164,19 @@ def stream_of(model, scheme, ignore=("lm_head",), smooths=False):
     return WeightStream(model, make_plan(model, getattr(scheme, "name", scheme), ignore), smooths)
 
 
+def with_outliers(model, layer, channels=(3, 50)):
+    """Give the feed-forward layers of a block two large inputs, without changing the function."""
+    block = model.model.layers[layer]
+    with torch.no_grad():
+        for channel in channels:
+            block.post_attention_layernorm.weight[channel] *= 60
+            for fed in (block.mlp.gate_proj, block.mlp.up_proj):
+                fed.weight[:, channel] /= 60
+    return model
+
+
 def rollout_settings(scheme, **changed):
-    """Settings of rollouts: those of a config that sets nothing, without smoothing, and with these changes."""
+    """Return the default settings of rollouts, without smoothing, with these changes."""
     from trl_qurl.rollout.preparation import RolloutSettings
 
     defaults = {
@@ -180,3 +192,17 @@ def rollout_settings(scheme, **changed):
         "request_timeout": 900.0,
     }
     return RolloutSettings(getattr(scheme, "name", scheme), **(defaults | changed))
+
+
+def save_tokenizer(directory: Path, chat_template: str | None = None) -> None:
+    """Save the tokenizer beside a model, with or without a chat template."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(directory)
+
+
+def save_tiny(directory: Path, chat_template: str | None = None, **settings: Any) -> Path:
+    """Save a tiny model with its tokenizer, and return the directory."""
+    tiny_model(**settings).save_pretrained(directory)
+    save_tokenizer(directory, chat_template)
+    return directory

@@ -43,13 +43,13 @@ class Arm:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether the trainer's own quantized forward pass can compute what the engine does."""
+        """Return whether the trainer's quantized forward pass can repeat the engine's."""
         return self.activation_bits == 8 and self.scheme not in UNBIASED
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Arms that answer one question, by themselves or beside those of another experiment with the same settings."""
+    """Arms that answer one question, alone or compared with another experiment of the same settings."""
 
     name: str
     question: str
@@ -125,7 +125,7 @@ def _cap() -> Experiment:
 
 
 def _updates() -> Experiment:
-    """Sixteen updates of 16 completions with a rollout of 256, so that the policy leaves the clip range often."""
+    """Sixteen updates of 16 completions with a rollout of 256, which often move the policy out of the clip range."""
     common: dict[str, Any] = {"activation_bits": 4, "seeds": (0, 1, 2)}
     more = {"per_device_train_batch_size": 16, "steps_per_generation": 16, "learning_rate": 5e-5}
     arms = [

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     require("The demo", "matplotlib", "rich", extra="demo")
     from transformers.utils.logging import disable_progress_bar
 
-    from trl_qurl.lab.report import draw_report, group_runs
+    from trl_qurl.lab.report import draw_report, label_runs
     from trl_qurl.trainers.run_log import RUN_LOG, read_run
 
     args.output_dir.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         shortfall = run_chat_demo(args.model, scheme, args.output_dir, rollouts, args.seed)
     else:
         shortfall = run_demo(scheme, args.output_dir, rollouts, args.required_share, args.seed, args.algorithm)
-    draw_report(group_runs([read_run(args.output_dir)]), args.output_dir / "demo.png")
+    draw_report(label_runs([read_run(args.output_dir)]), args.output_dir / "demo.png")
     print(f"Log: {args.output_dir / RUN_LOG}\nFigure: {args.output_dir / 'demo.png'}")
     if shortfall is not None:
         print(f"trl-qurl: the demo failed: {shortfall}", file=sys.stderr)
