@@ -114,7 +114,7 @@ def read_formats(value: Any, setting: str = "rollout_quantization") -> str | dic
         raise ValueError(f"{setting} is {value!r}, not a JSON object such as {EXAMPLE}: {error}.") from None
     if isinstance(value, Mapping) and value:
         check_patterns(list(value), setting)
-        return {pattern: read_formats(name, setting) or UNQUANTIZED for pattern, name in value.items()}
+        return {pattern: format_name(read_formats(name, setting)) for pattern, name in value.items()}
     if not isinstance(value, str | None):  # YAML reads `off` as False
         names = f"{UNQUANTIZED!r}, one of {', '.join(SCHEMES)}"
         raise ValueError(f"{setting} is {value!r}: write {names}, or formats by pattern such as {EXAMPLE}.")

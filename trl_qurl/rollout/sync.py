@@ -160,7 +160,9 @@ class WeightSync:
         if self.settings.is_served and self._metadata is None:
             self._metadata = stream_metadata(self.weights, self.sent_dtype)
 
-        drain = functools.partial(deque, stream, maxlen=0)  # the other processes gather with this one until the end
+        drain = functools.partial(
+            deque[Any], stream, maxlen=0
+        )  # the other processes gather with this one until the end
 
         def send() -> None:
             if self.engine is not None:

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from trl_qurl.cli.options import check_model
 from trl_qurl.lab.packages import require
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from trl_qurl.lab.demo.run import ENVIRONMENT, run_demo
     from trl_qurl.quantization.plan import read_formats
 
-    scheme = read_formats(args.scheme)
+    scheme: Any = read_formats(args.scheme)  # a name: the parser allows no mapping
     rollouts = args.rollouts if args.rollouts is not None else 120 if args.model is None else 20
     if rollouts < 1:
         raise ValueError(f"--rollouts is {rollouts}: give at least 1.")

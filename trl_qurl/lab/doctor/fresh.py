@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trl_qurl.lab.doctor.report import Line, Status
 from trl_qurl.lab.doctor.trial import build_trainer, train
 from trl_qurl.rollout.engine.interface import Continuation
@@ -17,7 +19,8 @@ def check(form: str, name: str) -> list[Line]:
     train(trainer)
     trainer.vllm_generation.sync_weights()
     new = build_trainer(form, trainer.model, smooth_activations=False)
-    answers = [each.vllm_generation.sync.engine.continue_greedily(PROMPTS, STEPS) for each in (trainer, new)]
+    engines: list[Any] = [each.vllm_generation.sync.engine for each in (trainer, new)]
+    answers = [engine.continue_greedily(PROMPTS, STEPS) for engine in engines]
     distance = largest_difference(*answers)
     mode = trainer.vllm_generation.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name
     text = f"a reloaded and a new engine differ by {distance:.1e} nats in a log-probability (CUDA graphs: {mode})"

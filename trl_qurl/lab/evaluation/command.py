@@ -97,7 +97,7 @@ def check_arguments(args: argparse.Namespace) -> dict[str, dict[str, str]]:
     """Check what can be checked at once, and return the environment that the engine of each format needs."""
     from trl_qurl.lab.packages import require
     from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED
-    from trl_qurl.quantization.plan import read_formats, schemes_of
+    from trl_qurl.quantization.plan import format_name, read_formats, schemes_of
     from trl_qurl.rollout.engine.hardware import kernel_environment
     from trl_qurl.rollout.engine.launch import require_vllm
 
@@ -112,7 +112,7 @@ def check_arguments(args: argparse.Namespace) -> dict[str, dict[str, str]]:
     require_vllm()
     require("Evaluating", "math_verify", "rich", extra="eval")
     check_model(args.model)
-    return {name or UNQUANTIZED: kernel_environment(*schemes_of(name)) for name in names}
+    return {format_name(name): kernel_environment(*schemes_of(name)) for name in names}
 
 
 def keep_settings(settings: dict[str, Any], output_dir: Path) -> None:
