@@ -304,7 +304,7 @@ def test_caches_that_only_gpus_have(cache, monkeypatch):
 def test_a_loss_that_the_default_does_not_fit_is_corrected_by_tis(settings):
     with pytest.warns(UserWarning, match="does not fit the default objective 'acr', so 'tis' is used") as caught:
         given = config(**settings)
-    assert given.objective == "tis" and [warning.filename for warning in caught] == [__file__]
+    assert given.objective == "tis" and [warning.filename for warning in caught] == [config.__code__.co_filename]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         copied = dataclasses.replace(given, generation_batch_size=None)
@@ -324,7 +324,7 @@ def test_a_loss_that_the_default_does_not_fit_is_corrected_by_tis(settings):
 def test_a_correction_of_trls_that_is_written_out_is_trls(settings):
     with pytest.warns(UserWarning, match="does not fit the default objective 'acr', so 'trl' is used") as caught:
         given = config(**settings)
-    assert given.objective == "trl" and [warning.filename for warning in caught] == [__file__]
+    assert given.objective == "trl" and [warning.filename for warning in caught] == [config.__code__.co_filename]
     assert {name: getattr(given, name) for name in settings} == settings
     trls = GRPOConfig("out", **PLAIN, **settings)
     names = ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")
@@ -362,7 +362,7 @@ def test_defaults_of_trl_that_are_written_out_are_replaced_with_one_warning(obje
         given = config(objective=objective, **{name: getattr(trls, name) for name in names})
     assert [getattr(given, name) for name in names] == [True, "token_truncate", 2.0]
     [message] = [str(warning.message) for warning in caught]
-    assert all(name in message for name in names) and caught[0].filename == __file__
+    assert all(name in message for name in names) and caught[0].filename == config.__code__.co_filename
 
 
 def test_llmcompressor_works_in_one_process(monkeypatch):
