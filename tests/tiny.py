@@ -18,6 +18,8 @@ SHARED = Path(__file__).parents[2] / "shared"
 
 VOCABULARY = ["<pad>", "<eos>", *map(chr, range(32, 127))]
 
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
 PROBE = [40, 50, 60, 70, 41, 51, 61, 71]
 """Tokens whose log-probabilities say which weights an engine holds."""
 
@@ -99,6 +101,22 @@ def tiny_model(
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(0.1 * torch.randn_like(buffer))
     return model.to(dtype)
+
+
+def save_tiny(
+    directory: Path,
+    model: PreTrainedModel | None = None,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    *,
+    chats=False,
+) -> Path:
+    """Save a model, by default a new one, with a tokenizer, by default the tiny one (with a template if `chats`)."""
+    tokenizer = tokenizer or tiny_tokenizer()
+    if chats:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    (tiny_model() if model is None else model).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
 
 
 def tiny_classifier(kind: type = AutoModelForTokenClassification, num_labels: int = 1, **overrides) -> PreTrainedModel:
