@@ -10,7 +10,7 @@ import requests
 from conftest import child_environment, free_port, kill_group, needs_avx512
 from delayed import delay, record_prompts
 from peft import LoraConfig
-from test_engine import MOVED, SAME
+from support.training import MOVED, SAME
 from test_faults import Deployment, at_step, history, interrupt, recoveries
 from tiny import PROBE, tiny_model
 

@@ -10,7 +10,7 @@ import os
 import pytest
 import requests
 from conftest import vllm_server
-from test_engine import MOVED, SAME
+from support.training import MOVED, SAME
 from tiny import PROBE, tiny_model, tiny_tokenizer
 
 from trl_qurl.quantization import write_checkpoint

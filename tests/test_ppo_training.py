@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import needs_avx512
 from safetensors.torch import load_file
-from test_engine import ADAPTER, MOVED, SAME, assert_metrics
+from support.training import ADAPTER, MOVED, SAME, assert_metrics, metrics_by_step
 from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
@@ -181,7 +181,6 @@ def test_an_adapter_is_saved_with_its_head(one_process):
 
 # Stopping and resuming -----------------------------------------------------------------------------------------------
 
-NOT_RESTORED = ("time/", "step_time", "throughput/")
 RESUMED = [("own", 2), ("own", 4)]  # inside the first rollout, or between two, which is between epochs
 
 
@@ -202,14 +201,6 @@ def resumed(train, policy, one_process, tmp_path_factory):
         )
     )
     return directory, dict(zip(RESUMED, records, strict=True))
-
-
-def metrics_by_step(record):
-    return {
-        row["step"]: {name: value for name, value in row.items() if not name.startswith(NOT_RESTORED)}
-        for row in record["history"]
-        if "loss" in row
-    }
 
 
 def state_of_the_critic(checkpoint):

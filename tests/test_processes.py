@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file
-from test_engine import ADAPTER, MOVED, SAME, assert_metrics, assert_synced
+from support.training import ADAPTER, MOVED, SAME, assert_metrics, assert_synced
 
 CONFIGS = Path(__file__).parents[1] / "examples" / "accelerate_configs"
 

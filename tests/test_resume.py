@@ -12,7 +12,7 @@ import torch
 from accelerate import PartialState
 from conftest import needs_avx512
 from safetensors.torch import load_file
-from test_engine import ADAPTER
+from support.training import ADAPTER, metrics_by_step
 from tiny import ENGINE
 from trl.trainer.utils import RepeatSampler
 
@@ -29,9 +29,6 @@ STEPS = 12
 INSIDE_A_ROLLOUT, BETWEEN_ROLLOUTS = 2, 4
 CONFIG = {"steps_per_generation": 4, "max_steps": STEPS, "save_strategy": "steps", "save_steps": 2}
 CONFIG |= {"smooth_activations": None}  # the default, whose scales a checkpoint has to keep
-
-# Neither of these is a property of the policy: seconds, and comparisons with weights that the new process never saw.
-NOT_RESTORED = ("time/", "step_time", "throughput/")
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +49,6 @@ def resumed(tmp_path_factory, train, uninterrupted):
         )
     )
     return dict(zip(directories, zip(directories.values(), records, strict=True), strict=True))
-
-
-def metrics_by_step(record):
-    return {
-        row["step"]: {name: value for name, value in row.items() if not name.startswith(NOT_RESTORED)}
-        for row in record["history"]
-        if "loss" in row
-    }
 
 
 @pytest.mark.xdist_group("resume")

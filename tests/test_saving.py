@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from test_engine import SAME
+from support.training import SAME
 from tiny import tiny_model, tiny_tokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
