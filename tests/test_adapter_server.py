@@ -10,8 +10,8 @@ import requests
 from conftest import child_environment, free_port, kill_group, needs_avx512
 from delayed import delay, record_prompts
 from peft import LoraConfig
+from support.deployment import Deployment, at_step, history, interrupt, recoveries
 from support.training import MOVED, SAME
-from test_faults import Deployment, at_step, history, interrupt, recoveries
 from tiny import PROBE, tiny_model
 
 from trl_qurl.rollout.errors import SyncError

@@ -14,6 +14,7 @@ import pytest
 import requests
 import torch
 from conftest import child_environment, free_port
+from support.disks import mounted
 from support.servers import JSONHandler, serving
 from tiny import SIXTEEN_BIT_EXPERTS, save_tiny, tiny_mixture, tiny_model
 from transformers import (
@@ -307,17 +308,6 @@ def test_the_example_ends_with_the_sentence(warm_python, tmp_path):
 
 
 # The checkpoint directory --------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def mounted(directory, options):
-    directory.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", directory], capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs needs privileges")
-    try:
-        yield directory
-    finally:
-        subprocess.run(["umount", directory], check=True)
 
 
 WAY_OUT = "set rollout_checkpoint_dir to a writable directory with enough space."

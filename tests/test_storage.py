@@ -3,11 +3,11 @@
 import json
 import os
 import stat
-import subprocess
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.disks import mounted
 
 from trl_qurl.quantization.storage import new_directory, write_tensors
 
@@ -82,19 +82,9 @@ def test_a_parent_that_is_a_file_is_one_clear_error(tmp_path):
         pass
 
 
-@pytest.fixture
-def full_disk(tmp_path):
-    """A real file system with room for less than one tensor."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", mount], capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs needs privileges")
-    yield mount
-    subprocess.run(["umount", mount], check=True)
-
-
-def test_a_full_disk_is_one_clear_error_and_leaves_nothing(full_disk):
+def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path):
     message = "No space left on device.*rollout_checkpoint_dir"
-    with pytest.raises(OSError, match=message), new_directory(full_disk / "out") as draft:
-        write_tensors([("t", torch.ones(10**6))], draft)
-    assert not list(full_disk.iterdir())
+    with mounted(tmp_path / "small", "size=64k") as disk:  # less than one tensor
+        with pytest.raises(OSError, match=message), new_directory(disk / "out") as draft:
+            write_tensors([("t", torch.ones(10**6))], draft)
+        assert not list(disk.iterdir())
