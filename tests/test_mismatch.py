@@ -9,8 +9,7 @@ import pytest
 import torch
 from conftest import child_environment, needs_avx512, needs_vnni
 from documents import ROOT
-from test_sensitivity import with_outliers
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_model, tiny_tokenizer, with_outliers
 
 from trl_qurl import cli
 from trl_qurl.lab.evaluation.scores import Estimate

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import tiny_model
+from tiny import tiny_model, with_outliers
 
 from trl_qurl.quantization import get_scheme
 from trl_qurl.quantization.fake_quantization import quantized_forward
@@ -11,17 +11,6 @@ from trl_qurl.quantization.stream import WeightStream
 
 TOKENS = torch.randint(5, 95, (8, 48), generator=torch.Generator().manual_seed(0))
 FED = ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj")
-
-
-def with_outliers(model, layer, channels=(3, 50)):
-    """The same function, with two large inputs of a block's feed-forward layers, as trained models have them."""
-    block = model.model.layers[layer]
-    with torch.no_grad():
-        for channel in channels:
-            block.post_attention_layernorm.weight[channel] *= 60
-            for fed in (block.mlp.gate_proj, block.mlp.up_proj):
-                fed.weight[:, channel] /= 60
-    return model
 
 
 @pytest.fixture(scope="module")

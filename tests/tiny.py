@@ -131,6 +131,17 @@ def tiny_mixture(family: str, dtype: torch.dtype = torch.float32, **overrides) -
     return tiny_model(family, dtype, **MIXTURES[family] | overrides)
 
 
+def with_outliers(model: PreTrainedModel, layer: int, channels: tuple[int, ...] = (3, 50)) -> PreTrainedModel:
+    """Make two inputs of a block's feed-forward layers large, as in trained models, without changing the function."""
+    block = model.model.layers[layer]
+    with torch.no_grad():
+        for channel in channels:
+            block.post_attention_layernorm.weight[channel] *= 60
+            for fed in (block.mlp.gate_proj, block.mlp.up_proj):
+                fed.weight[:, channel] /= 60
+    return model
+
+
 REMOTE_CODE = {
     "configuration_own.py": """
 from transformers import LlamaConfig
