@@ -29,6 +29,9 @@ from trl_qurl.rollout.errors import SyncError
 # What was broken, and the check that names it.
 BY_CHECK = {
     "tensor skipped": "is undefined after a reload: MergedColumnParallelLinear. A tensor was missing",
+    "layer skipped": "no new weights for 1 of its layers (RowParallelLinear)",
+    "norm skipped": "no new weights for 1 of its layers (RMSNorm)",
+    "embedding skipped": "no new weights for 1 of its layers (VocabParallelEmbedding)",
     "scale doubled on the way": "of 40 tensors, 1 different (first model.layers.1.mlp.gate_proj.weight_scale)",
     "layers swapped on the way": "of 40 tensors, 4 different (first model.layers.0.mlp.up_proj.weight)",
     "scale doubled before sending": "log-probabilities of the probe differ",
@@ -60,8 +63,10 @@ def broken_syncs(run_scenario, tmp_path_factory):
     "fault", [pytest.param(fault, marks=needs_vnni) if "probe" in said else fault for fault, said in BY_CHECK.items()]
 )
 def test_a_broken_sync_is_noticed(fault, broken_syncs):
-    assert broken_syncs[fault] is not None, "nobody noticed"
-    assert broken_syncs[fault].startswith(("SyncError", "RuntimeError: A part of"))
+    assert broken_syncs[fault] is not None, "no check noticed"
+    assert broken_syncs[fault].startswith(
+        ("SyncError", "RuntimeError: A part of", "RuntimeError: The engine got no new weights")
+    )
     assert BY_CHECK[fault] in broken_syncs[fault]
 
 

@@ -61,9 +61,7 @@ def test_an_adapter_of_the_critic_trains_with_the_head_only(tmp_path):
     from peft import LoraConfig
 
     # As a user would write it for the policy; its task type would leave the head frozen.
-    critic = build(
-        save_tiny(tmp_path), LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
-    )
+    critic = build(save_tiny(tmp_path), LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
     trained = {name for name, parameter in critic.named_parameters() if parameter.requires_grad}
     assert all("lora_" in name or "modules_to_save" in name for name in trained)
     assert any("score.modules_to_save" in name for name in trained)

@@ -4,10 +4,10 @@ Arguments: a directory, and the families; `FAMILY@RATE` trains at another learni
 and `FAMILY@URL` through a server.
 """
 
-import json
 import sys
 from pathlib import Path
 
+from child import print_record
 from short_runs import run, texts
 from tiny import ENGINE, MIXTURES, SIXTEEN_BIT_EXPERTS, tiny_mixture, tiny_model, tiny_tokenizer
 from tiny_vision import IDS, VISION_FAMILIES, picture, tiny_vision_model, vision_processor
@@ -56,4 +56,4 @@ def train(directory: str, family: str, choice: str) -> dict:
 
 if __name__ == "__main__":
     records = {family: train(sys.argv[1], *(family.split("@") + [""])[:2]) for family in sys.argv[2:]}
-    print("RECORD " + json.dumps(records))
+    print_record(records)

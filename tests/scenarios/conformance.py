@@ -4,7 +4,6 @@ A run that fails is recorded with its traceback, so that the others say what the
 """
 
 import itertools
-import json
 import os
 import sys
 import traceback
@@ -12,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+from child import print_record
+
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import agents
@@ -220,7 +220,7 @@ def main(directory: str, *names: str) -> None:
             records[name] = RUNS[kind](out, *arguments)
         except Exception:
             records[name] = {"error": traceback.format_exc()}
-    print("RECORD " + json.dumps(records, default=str))
+    print_record(records)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,13 @@ The model is INT8 with a tied, unquantized head, so one engine shows both: what 
 holds, and whether the scales that the INT8 primitives point to are the ones that the layers keep.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+from child import print_record
+
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from tiny import ENGINE, tiny_model, tiny_tokenizer
@@ -61,4 +60,4 @@ if __name__ == "__main__":
     record = {"started": state(engine)}
     engine.collective_rpc("reload_weights", kwargs={"weights_path": str(Path(sys.argv[1], "new"))})
     record["reloaded"] = state(engine)
-    print("RECORD " + json.dumps(record))
+    print_record(record)

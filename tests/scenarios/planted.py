@@ -3,14 +3,12 @@
 No setting does this: the faults are planted where settings and checks cannot see them.
 """
 
-import json
 import logging
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import torch
+from child import print_record
 from short_runs import BASE, KINDS, letters, texts
 from tiny import KEPT, tiny_model, tiny_tokenizer
 
@@ -100,7 +98,7 @@ def main(out: Path) -> None:
     model.load_state_dict(start)
     generation.structured_outputs_regex = "[0-9]{4,16}"
     observe("structured outputs", is_new=True)
-    print("RECORD " + json.dumps(record))
+    print_record(record)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,13 @@ the generation backend is told so.
 import argparse
 import copy
 import json
-import os
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from accelerate.utils import gather_object
+from child import run_all
 from datasets import Dataset
-from tiny import ENGINE, KEPT, tiny_model, tiny_tokenizer
-from train import PROMPTS, count_vowels, engine_logps, export, split
+from tiny import KEPT, tiny_model, tiny_tokenizer
+from train import PROMPTS, count_vowels, engine_logps, export
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 
@@ -64,20 +60,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> dict:
-    config = {
-        "per_device_train_batch_size": 4,
-        "num_generations": 4,
-        "steps_per_generation": 2,
-        "max_completion_length": 8,
-        "report_to": [],
-        "use_cpu": True,
-        "smooth_activations": False,
-        "bf16": False,
-        "uaq_scale": 1.0,
-        "sync_check_interval": 1,
-        "vllm_max_model_length": 64,
-        "vllm_engine_kwargs": ENGINE,
-    }
+    config = BASE | {"per_device_train_batch_size": 4, "sync_check_interval": 1, "vllm_max_model_length": 64}
     config |= json.loads(options.config)
     if config.get("vllm_mode") == "server":
         del config["vllm_engine_kwargs"]
@@ -118,6 +101,4 @@ def run(options: argparse.Namespace) -> dict:
 
 
 if __name__ == "__main__":
-    records = [run(parse(arguments)) for arguments in split(sys.argv[1:], "--and")]
-    if os.environ["RANK"] == "0":
-        print("RECORD " + json.dumps(records))
+    run_all(lambda arguments: run(parse(arguments)))

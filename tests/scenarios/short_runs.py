@@ -1,10 +1,7 @@
 """What short runs have in common: settings, a tokenizer for chats, questions, and two steps of a trainer."""
 
-import sys
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from datasets import Dataset
 from tiny import ENGINE, KEPT, VOCABULARY, tiny_model, tiny_tokenizer
