@@ -12,7 +12,7 @@ from datasets import Dataset
 from huggingface_hub.utils import filter_repo_objects
 from short_runs import BASE, KINDS
 from tiny import CHAT_TEMPLATE, KEPT, tiny_classifier, tiny_model, tiny_tokenizer
-from train import PROMPTS, count_vowels, engine_logps
+from train import PROMPTS, count_vowels, engine_logps, lora
 from transformers import TrainerCallback
 
 SECRET = "hf_secret"

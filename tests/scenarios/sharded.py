@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import gather_object
 from child import run_all
 from datasets import Dataset
+from short_runs import BASE
 from tiny import KEPT, tiny_model, tiny_tokenizer
 from train import PROMPTS, count_vowels, engine_logps, export
 
