@@ -1,12 +1,21 @@
 """After training, engines hold the policy's weights: real TRL, real vLLM, real kernels, in both modes."""
 
+import itertools
 import json
 
 import pytest
 import torch
-from conftest import needs_avx512, selected
-from support.training import ADAPTER, SAME, assert_metrics, assert_sends_everything, assert_synced, rollout_rows
-from tiny import ENGINE
+from conftest import needs_avx512, selected, vllm_server
+from support.training import (
+    ADAPTER,
+    SAME,
+    assert_metrics,
+    assert_moved,
+    assert_sends_everything,
+    assert_synced,
+    rollout_rows,
+)
+from tiny import ENGINE, save_tiny, tiny_model
 
 pytestmark = pytest.mark.vllm
 
@@ -148,3 +157,27 @@ def test_server_in_another_format_is_refused(served, train, tmp_path):
     message = r"serves .* with 8-bit int-quantized weights, but .*fp8.* sends 8-bit float"
     with pytest.raises(AssertionError, match=message):
         train([tmp_path / "out", "--config", json.dumps(served | {"rollout_quantization": "fp8"})])
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("matrix servers")
+@pytest.mark.parametrize("head", ["tied", "untied"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_server_of_each_dtype_and_head_holds_the_trained_weights(dtype, head, train, warm_python, tmp_path):
+    if dtype == "float32" and torch.cpu._is_amx_tile_supported():
+        pytest.skip("vLLM's INT8 kernel for CPUs with AMX takes inputs in 16 bits only")
+    model = save_tiny(tmp_path / "model", tiny_model(tie_word_embeddings=head == "tied"))
+    runs = list(itertools.product([[], LORA], ["checkpoint", "llmcompressor"]))
+    with vllm_server(model, tmp_path, "--scheme", "int8", "--dtype", dtype, python=warm_python) as server:
+        config = CHECKED | {"vllm_mode": "server", "vllm_server_base_url": server.url}
+        config["rollout_checkpoint_dir"] = str(tmp_path / "rollouts")
+        flags = UNTIED if head == "untied" else []
+        records = train(
+            *([tmp_path, "--config", json.dumps(config | {"weight_sync": way}), *lora, *flags] for lora, way in runs)
+        )
+    for (lora, _), record in zip(runs, records, strict=True):
+        for row in rollout_rows(record):
+            assert row["time/sync_check_s"] > 0 and row["sync/probe_ratio"] < 1
+        assert_metrics(record["history"], "int8")
+        assert_moved(record, bool(lora))
+        assert record["engine_dtype"] == dtype, "layers that are not quantized would be sent in the policy's dtype"

@@ -20,12 +20,9 @@ from tiny import SIXTEEN_BIT_EXPERTS, save_tiny, tiny_mixture, tiny_model
 from transformers import (
     FalconH1ForCausalLM,
     Gemma3ForCausalLM,
-    JambaForCausalLM,
     Lfm2ForCausalLM,
-    Mamba2ForCausalLM,
     MambaConfig,
     MambaForCausalLM,
-    NemotronHForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3NextForCausalLM,
 )
@@ -259,10 +256,7 @@ def test_recurrent_layers(train, tmp_path_factory, capfd):
     ("kind", "refused"),
     [
         (MambaForCausalLM, True),
-        (Mamba2ForCausalLM, True),
         (FalconH1ForCausalLM, True),
-        (JambaForCausalLM, True),
-        (NemotronHForCausalLM, True),
         (Qwen3NextForCausalLM, True),
         (Lfm2ForCausalLM, True),
         (Qwen3_5ForCausalLM, False),  # the engine that a sync left was the equal of a fresh one
@@ -429,10 +423,7 @@ OTHER_SERVERS = {
     ),
     "no adapters": ({"format": W4A16}, (*RANK_9, "--weight_sync", "adapter"), (NONE, START)),
     "no adapters, rounded": ({"format": W4A16}, (*RANK_9, "--round_base", "true"), (NONE, START)),
-    "rank": (
-        *({"format": W4A16, "max_lora_rank": 8}, (*RANK_9, "--weight_sync", "adapter")),
-        (UP_TO_8, START),
-    ),
+    "rank": (*({"format": W4A16, "max_lora_rank": 8}, (*RANK_9, "--weight_sync", "adapter")), (UP_TO_8, START)),
     "rank, merged": ({"format": W4A16, "max_lora_rank": 8}, RANK_9, (WHOLE, UP_TO_8, WITHOUT)),
     "checkpoint": (
         *({"format": W4A16, "max_lora_rank": 16}, (*RANK_9, "--weight_sync", "checkpoint")),

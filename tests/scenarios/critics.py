@@ -29,12 +29,7 @@ def turn_on_fsdp2() -> None:
 
 
 def main(directory: Path, *options: str) -> None:
-    args = QuRLPPOConfig(
-        str(directory),
-        use_cpu=True,
-        bf16=False,
-        steps_per_generation=2,
-    )
+    args = QuRLPPOConfig(str(directory), use_cpu=True, bf16=False, steps_per_generation=2)
     accelerator = Accelerator(cpu=True)
     if "fsdp2" in options:
         turn_on_fsdp2()

@@ -8,14 +8,7 @@ from tiny import ENGINE, KEPT, VOCABULARY, tiny_model, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from trl_qurl import (
-    QuRLGRPOConfig,
-    QuRLGRPOTrainer,
-    QuRLPPOConfig,
-    QuRLPPOTrainer,
-    QuRLRLOOConfig,
-    QuRLRLOOTrainer,
-)
+from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer, QuRLRLOOConfig, QuRLRLOOTrainer
 from trl_qurl.lab.evaluation.callback import evaluate_task
 from trl_qurl.lab.evaluation.tasks import Task
 

@@ -12,14 +12,7 @@ import torch
 
 from simulated_gpu import humming
 
-GPUS = {
-    "T4": (7, 5),
-    "A100": (8, 0),
-    "RTX 40": (8, 9),
-    "H100": (9, 0),
-    "B200": (10, 0),
-    "RTX 50": (12, 0),
-}
+GPUS = {"T4": (7, 5), "A100": (8, 0), "RTX 40": (8, 9), "H100": (9, 0), "B200": (10, 0), "RTX 50": (12, 0)}
 """One GPU of each generation, with its compute capability."""
 
 COMPILED = (

@@ -6,20 +6,9 @@ from typing import Any
 from datasets import Dataset
 from tiny import tiny_model, tiny_tokenizer
 
-from trl_qurl import (
-    QuRLGRPOConfig,
-    QuRLGRPOTrainer,
-    QuRLPPOConfig,
-    QuRLPPOTrainer,
-    QuRLRLOOConfig,
-    QuRLRLOOTrainer,
-)
+from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer, QuRLRLOOConfig, QuRLRLOOTrainer
 
-CONFIGS = {
-    QuRLGRPOTrainer: QuRLGRPOConfig,
-    QuRLRLOOTrainer: QuRLRLOOConfig,
-    QuRLPPOTrainer: QuRLPPOConfig,
-}
+CONFIGS = {QuRLGRPOTrainer: QuRLGRPOConfig, QuRLRLOOTrainer: QuRLRLOOConfig, QuRLPPOTrainer: QuRLPPOConfig}
 SETTINGS = {
     "use_cpu": True,
     "bf16": False,
