@@ -301,20 +301,17 @@ def groups():
 def test_no_healthy_run_of_the_study_raises_an_alarm(groups):
     healthy = [group for group in groups if group.expected == guard_benchmark.HEALTHY]
     assert sum(len(group.first_alarms) for group in healthy) >= 175
-    assert {"bf16", "int8_acr"} <= {group.arm for group in healthy if group.experiment == "real arithmetic"}
     assert not {f"{group.experiment}/{group.arm}" for group in healthy if any(group.first_alarms)}
-    # With room to spare: a tenth of the way to each threshold, at least.
+    # The distance from each threshold is at least a tenth of it.
     assert max(group.farthest[KL] for group in healthy) < 0.06
     assert max(group.farthest[TAIL] for group in healthy) < 0.009
     assert min(group.farthest[ESS] for group in healthy) > 0.865
 
 
-def test_all_harmed_runs_of_the_study_raise_one(groups):
-    by_kind = {kind: [group for group in groups if group.expected == kind] for kind in guard_benchmark.EXPECTED}
-    for kind, at_least in ((guard_benchmark.COLLAPSING, 5), (guard_benchmark.HARMED, 120)):
-        first = [alarm for group in by_kind[kind] for alarm in group.first_alarms]
-        assert len(first) >= at_least and None not in first
-    assert "int3_quantized_ratio" in {group.arm for group in by_kind[guard_benchmark.COLLAPSING]}
+@pytest.mark.parametrize(("kind", "least"), [(guard_benchmark.COLLAPSING, 5), (guard_benchmark.HARMED, 120)])
+def test_all_harmed_runs_of_the_study_raise_an_alarm(kind, least, groups):
+    first = [alarm for group in groups if group.expected == kind for alarm in group.first_alarms]
+    assert len(first) >= least and None not in first
 
 
 def test_a_healthy_run_with_an_alarm_is_an_error(tmp_path, capsys):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import DISTRIBUTED_VARIABLES
 from datasets import Dataset
-from tiny import ENGINE, tiny_model, tiny_tokenizer
+from tiny import ENGINE, save_tiny
 
 from trl_qurl import QuRLPPOConfig, QuRLPPOTrainer
 from trl_qurl.advantages import bootstrap_values, generalized_advantages, masked_moments, token_rewards, whiten
@@ -23,8 +23,7 @@ def lengths(completions, **kwargs):
 
 
 def build(directory, scheme, **settings):
-    tiny_model().save_pretrained(directory / "model")
-    tiny_tokenizer().save_pretrained(directory / "model")
+    save_tiny(directory / "model")
     config = QuRLPPOConfig(
         str(directory / "out"),
         rollout_quantization=scheme,

@@ -7,7 +7,7 @@ import torch
 from conftest import needs_avx512
 from safetensors.torch import load_file
 from support.training import ADAPTER, MOVED, SAME, assert_metrics, metrics_by_step
-from tiny import tiny_model, tiny_tokenizer
+from tiny import save_tiny, tiny_classifier, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("ppo")]  # they share runs
@@ -27,20 +27,14 @@ PPO_METRICS = {
 ONE = {"num_generations": 1, "critic_learning_rate": 1e-3}
 
 
-def save(directory, model):
-    model.save_pretrained(directory)
-    tiny_tokenizer().save_pretrained(directory)
-    return directory
-
-
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory):
-    return save(tmp_path_factory.mktemp("policy"), tiny_model())
+    return save_tiny(tmp_path_factory.mktemp("policy"), tiny_model())
 
 
 @pytest.fixture(scope="module")
 def smaller(tmp_path_factory):
-    return save(tmp_path_factory.mktemp("smaller"), tiny_model(hidden_size=64, num_hidden_layers=1, seed=3))
+    return save_tiny(tmp_path_factory.mktemp("smaller"), tiny_model(hidden_size=64, num_hidden_layers=1, seed=3))
 
 
 KINDS = {
@@ -95,12 +89,9 @@ def gradient_run(directory, policy, critic_start, batch, accumulation=1):
 @pytest.fixture(scope="module")
 def critic_start(tmp_path_factory):
     """A critic with a head that is not zero, so that its backbone has a gradient from the first step on."""
-    torch.manual_seed(5)
-    config = tiny_model().config
-    config.num_labels = 1
-    critic = AutoModelForTokenClassification.from_config(config)
+    critic = tiny_classifier(seed=5)
     torch.nn.init.normal_(critic.score.weight)
-    return save(tmp_path_factory.mktemp("start"), critic)
+    return save_tiny(tmp_path_factory.mktemp("start"), critic)
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 from child import print_record
-from short_runs import BASE, KINDS, letters, texts
-from tiny import KEPT, tiny_model, tiny_tokenizer
+from short_runs import run, texts
+from tiny import tiny_model
 
 from trl_qurl.trainers.guard import MismatchGuard
 
-SETTINGS = BASE | {
+SETTINGS = {
     "per_device_train_batch_size": 32,
     "per_device_eval_batch_size": 32,
     "steps_per_generation": 1,
@@ -22,7 +22,7 @@ SETTINGS = BASE | {
     "max_steps": 3,
     "learning_rate": 1e-3,
     "beta": 0.0,
-    "vllm_max_model_length": 128,
+    "sync_check_interval": 16,
 }
 
 
@@ -48,17 +48,8 @@ def policy(seed: int, certainty: float) -> torch.nn.Module:
 def main(out: Path) -> None:
     warnings = Warnings()
     logging.getLogger("trl_qurl.trainers.guard").addHandler(warnings)
-    kind, config = KINDS[sys.argv[2]]
     model, other = policy(0, 3.0), policy(1, 6.0).state_dict()
-    trainer = kind(
-        model,
-        letters,
-        config(str(out), **SETTINGS),
-        train_dataset=texts(),
-        eval_dataset=texts(32),
-        processing_class=tiny_tokenizer(),
-    )
-    KEPT.append(trainer)
+    trainer = run(out, sys.argv[2], model=model, given={"eval_dataset": texts(32)}, **SETTINGS)
     generation, record = trainer.vllm_generation, {}
     sync = generation.sync_weights
 
@@ -73,7 +64,6 @@ def main(out: Path) -> None:
         kept = {name.removeprefix("eval_"): value for name, value in metrics.items() if "mismatch/" in name}
         record[name] = {"warnings": list(warnings.texts), **kept}
 
-    trainer.train()
     record["training"] = {
         "warnings": list(warnings.texts),
         "guard": [row["mismatch/guard"] for row in trainer.state.log_history if "mismatch/guard" in row],
