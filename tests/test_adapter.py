@@ -170,7 +170,7 @@ def test_an_inactive_adapter_is_not_sent():
 
 def test_engines_are_started_for_the_largest_rank():
     assert adapter_rank(adapted(rank_pattern={"q_proj": 9})) == 9
-    # vLLM refuses a config whose r is above what it was started for, whatever the layers have.
+    # vLLM compares the config's r with the rank it was started for, not the layers' ranks.
     assert adapter_rank(adapted(r=16, rank_pattern={".*": 2})) == 16
     assert [engine_rank(rank) for rank in (1, 2, 8, 9, 300, 512)] == [1, 8, 8, 16, 320, 512]
 
@@ -280,7 +280,7 @@ def test_a_server_of_the_same_model_has_the_same_base(scheme, dtype, head, tmp_p
     base.round(torch.bfloat16)
     assert base.checkpoint is not None
     assert base_digests(base.quantized_tensors(), torch.bfloat16) == served, (
-        "what is saved is no longer what rollouts used"
+        "the saved base differs from the one of the rollouts"
     )
     other = base_of(tiny_model(dtype=dtype, tie_word_embeddings=head == "tied", seed=1))
     assert other.digests.keys() == served.keys() and other.digests != served
@@ -300,7 +300,7 @@ def test_a_server_of_the_same_model_has_the_same_base(scheme, dtype, head, tmp_p
         ({"weight_sync": "checkpoint"}, "round_base=True needs a format and an adapter that is not merged"),
     ],
 )
-def test_a_rounded_base_needs_a_format_and_an_adapter_that_is_sent_alone(settings, message):
+def test_a_rounded_base_needs_a_format_and_an_unmerged_adapter(settings, message):
     with pytest.raises(ValueError, match=message):
         QuRLGRPOConfig("out", round_base=True, **PLAIN | settings)
     QuRLGRPOConfig("out", round_base=False, **PLAIN | settings)

@@ -18,7 +18,7 @@ from trl_qurl.advantages import (
 
 
 def slow_advantages(rewards, values, bootstrap, mask, gamma, lam):
-    """The definition, A_t = Σ_k (γλ)^k δ_{t+k}, over the learned tokens of each sequence by themselves."""
+    """The definition, A_t = Σ_k (γλ)^k δ_{t+k}, over the learned tokens of each sequence."""
     advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
     for row in range(len(values)):
         steps = [t for t in range(values.size(1)) if mask[row, t]]
@@ -35,7 +35,7 @@ def slow_advantages(rewards, values, bootstrap, mask, gamma, lam):
 @given(
     st.integers(1, 4), st.integers(1, 9), st.floats(0, 1), st.floats(0, 1), st.booleans(), st.integers(0, 2**31 - 1)
 )
-def test_gae_is_the_definition_on_random_masks_lengths_rewards_and_truncations(B, T, gamma, lam, dense, seed):
+def test_gae_equals_its_definition_on_random_batches(B, T, gamma, lam, dense, seed):
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
     lengths = torch.randint(0, T + 1, (B, 1), generator=generator)

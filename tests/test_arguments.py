@@ -54,7 +54,7 @@ def test_data_for_evaluation_needs_prompts_too(tmp_path):
         grpo(tmp_path, eval_dataset=data)
 
 
-def test_a_stream_whose_columns_are_unknown_is_read_first(tmp_path):
+def test_a_stream_with_unknown_columns_is_read_first(tmp_path):
     stream = PROMPTS.to_iterable_dataset().map(lambda row: row)
     assert stream.column_names is None
     with pytest.raises(AssertionError, match=STARTED):

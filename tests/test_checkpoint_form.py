@@ -78,7 +78,7 @@ def test_routers_are_not_quantized(family):
     kept = {name.rpartition(".")[0] for name in WeightStream(model, get_scheme("int8")).form.layout} - layers
     routers = {name for name in kept if name.rpartition(".")[2] in ("gate", "router", "shared_expert_gate")}
     assert len(routers) == {"qwen2_moe": 4, "glm4_moe": 1}.get(family, 2)
-    for name in routers:  # and vLLM is told so, by patterns that match its own names as well
+    for name in routers:  # vLLM gets patterns that match these names and its own
         assert ignored_modules(model, ["lm_head"])[1:] == ignored_modules(model, [])
         assert any(_matches(pattern, name) for pattern in ignored_modules(model, [])), name
 
@@ -203,7 +203,7 @@ def test_remote_code_is_copied_if_it_is_used(tmp_path):
 
 
 def test_remote_code_that_is_not_used_is_not_in_the_config(tmp_path):
-    """TRL loads transformers' own class where it has one, whatever the checkpoint brings."""
+    """TRL loads transformers' own class if there is one, even if the checkpoint has code."""
     save_remote_code_model(tmp_path / "model", "LlamaForCausalLM")
     model = LlamaForCausalLM.from_pretrained(tmp_path / "model")
     write_checkpoint(model, None, "int8", tmp_path / "out")

@@ -40,7 +40,7 @@ def test_it_is_removed_with_its_object_or_before(tmp_path):
     (directory.path / "file").write_text("weights")
     directory.remove()
     assert directories(tmp_path) == []
-    directory.remove()  # a second time is no error
+    directory.remove()  # a second call does nothing
     directory = CheckpointDirectory(str(tmp_path), 0)
     del directory
     assert directories(tmp_path) == []

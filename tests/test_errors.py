@@ -72,7 +72,7 @@ def train(plain, tmp_path, monkeypatch, capfd):
     """Run `trl-qurl grpo` with a mistake, and return the error that it prints."""
 
     def run(*arguments):
-        # In this process, which has imported TRL and vLLM: that takes longer than the error.
+        # In this process, because importing TRL and vLLM takes longer than the error.
         monkeypatch.chdir(tmp_path)
         capfd.readouterr()
         status = cli.main([*plain, *map(str, arguments)])
@@ -367,7 +367,7 @@ def answering(config, workers=None, statuses=None, asked=None, silent=None, answ
             if asked is not None:
                 asked.append(path)
             if path == silent:
-                released.wait(20.0)  # and then hangs up, so that a client without a limit fails this test
+                released.wait(20.0)  # then hang up: a client without a limit fails this test
                 self.close_connection = True
                 return
             answer, missing = known.get(path), 404
@@ -484,7 +484,7 @@ def test_server_that_accepts_and_never_answers(path, train):
     with answering(None, asked=asked, silent=path) as url:
         message = train("--vllm_mode", "server", "--vllm_server_base_url", url, "--vllm_request_timeout", "1")
     assert f"{url} did not answer {path} within 1 seconds: it hangs, or needs a larger vllm_request_timeout" in message
-    assert asked.count(path) == 1, "a request whose answer never came is not repeated"
+    assert asked.count(path) == 1, "a request that timed out was repeated"
 
 
 def test_requests_of_trl_itself_are_bounded_too():

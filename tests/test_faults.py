@@ -19,7 +19,7 @@ from trl_qurl.rollout import recovery
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
 
-# In this order, since a server takes long to start: those that lose it come last.
+# Tests that lose the server come last, because it takes long to start.
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("faults")]
 
 
@@ -32,7 +32,7 @@ def deployment(warm_python, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(deployment):
-    """What a run computes to which nothing happens."""
+    """The history of a run without a fault."""
     deployment.up()
     trainer = deployment.trainer()
     trainer.train()
@@ -80,7 +80,7 @@ def test_hangs_for_a_while(deployment, undisturbed, method):
 
 
 def test_the_noise_follows_from_the_seed_and_the_step(deployment):
-    """One request for one completion: there is no order of arrival."""
+    """Each request is for one completion, so the order of arrival does not matter."""
     deployment.up()
 
     def sampled(trainer, step):
@@ -108,7 +108,7 @@ def test_two_trainers_on_one_server(deployment):
     generation.generate = before(generation.generate, second.vllm_generation.sync_weights)
     with pytest.raises(SyncError, match="another run uses it. Use one server per run"):
         first.train()
-    second.train()  # the other goes on
+    second.train()  # the other continues
 
 
 def test_wrong_model_on_the_server(deployment):
@@ -143,7 +143,7 @@ def test_trainer_is_killed_during_a_sync(deployment):
     server = deployment.up()
     config = {**deployment.config(max_steps=40, save_strategy="steps", save_steps=1), "per_device_train_batch_size": 8}
     directory = deployment.directory / "killed"
-    others = {*deployment.rollouts.glob("*/[0-9]")}  # of trainers of other tests, which are freed when Python likes to
+    others = {*deployment.rollouts.glob("*/[0-9]")}  # of other tests' trainers, not yet freed
     command = [deployment.python, SCENARIOS / "train.py", directory, "--model", deployment.model]
     command += ["--config", json.dumps(config)]
     trainer = subprocess.Popen(list(map(str, command)), env=child_environment(), process_group=0)
@@ -173,7 +173,7 @@ def test_trainer_is_killed_during_a_sync(deployment):
 
 def test_restarts_with_old_weights(deployment, undisturbed):
     deployment.up()
-    trainer = deployment.trainer(sync_check_interval=0)  # so that only what is sent again is checked
+    trainer = deployment.trainer(sync_check_interval=0)  # only the sync after the recovery is checked
     # Between a sync and the generation that relies on it.
     generation = trainer.vllm_generation
     trainer.add_callback(at_step(2, lambda: interrupt(generation, "generate", deployment.lose_and_wait)))

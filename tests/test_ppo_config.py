@@ -7,7 +7,7 @@ from trl import GRPOConfig
 
 from trl_qurl import QuRLPPOConfig
 
-# Several updates per rollout, so that no warning about inert objectives is in the way.
+# Several updates per rollout avoid the warning about objectives without effect.
 SETTINGS = {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 4, "steps_per_generation": 2}
 
 

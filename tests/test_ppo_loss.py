@@ -15,7 +15,7 @@ from trl_qurl.advantages import bootstrap_values, generalized_advantages, masked
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("trainer")]
 
-B, T, CAP = 6, 8, 1.0005  # a cap that cuts some of the ratios of INT8 rollouts, which are close to 1
+B, T, CAP = 6, 8, 1.0005  # this cap cuts some of the ratios of INT8 rollouts, all close to 1
 
 
 def lengths(completions, **kwargs):
@@ -83,7 +83,7 @@ def bootstrap(trainer, batch, values):
     return bootstrap_values(values, batch["completion_ids"], batch["completion_mask"], ends)
 
 
-def test_a_zero_critic_makes_it_reinforce_with_the_same_correction(trainer):
+def test_with_a_zero_critic_the_gradient_is_reinforce(trainer):
     batch = rollout(trainer)
     assert not batch["values"].any(), "a new head starts at zero"
     inputs = micro_batch(batch)
@@ -102,7 +102,7 @@ def test_a_zero_critic_makes_it_reinforce_with_the_same_correction(trainer):
     torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_completions_that_were_cut_are_bootstrapped_and_those_that_ended_are_not(trainer):
+def test_only_truncated_completions_are_bootstrapped(trainer):
     batch = rollout(trainer)
     values = torch.arange(1.0, T + 2).expand(len(batch["completion_ids"]), -1)  # (B, T + 1)
     ids, mask = batch["completion_ids"], batch["completion_mask"]
@@ -113,7 +113,7 @@ def test_completions_that_were_cut_are_bootstrapped_and_those_that_ended_are_not
     assert bootstrap(trainer, batch, values)[:3].tolist() == [T + 1, 0.0, 4.0]
 
 
-def test_a_completion_without_a_reward_teaches_nobody(trainer):
+def test_a_completion_without_a_reward_is_not_learned_from(trainer):
     batch = rollout(trainer)
     trainer._rewards_per_func[0] = torch.nan
     trainer._add_advantages(batch, torch.full((len(batch["completion_ids"]), T + 1), 0.5))
@@ -128,7 +128,7 @@ def test_the_critic_learns_from_tokens_with_a_return_only(trainer):
     trainer.compute_loss(trainer.model, batch)  # after which the critic learns from the same micro-batch
     trainer._value_loss(values).backward()
     assert torch.equal(values.grad[:, :-1] != 0, batch["critic_mask"])
-    assert not values.grad[:, -1].any(), "the value after the last token is no prediction"
+    assert not values.grad[:, -1].any(), "the value after the last token is not a prediction"
 
 
 def test_several_rewards_are_weighed(trainer):
@@ -161,7 +161,7 @@ def test_values_are_those_before_each_token(trainer):
         score.weight.zero_()
 
 
-def test_advantages_are_whitened_over_the_whole_rollout_and_returns_are_not(trainer):
+def test_advantages_are_whitened_over_the_whole_rollout(trainer):
     batch = rollout(trainer)
     values = torch.randn(len(batch["completion_ids"]), T + 1)
     trainer._add_advantages(batch, values)

@@ -60,7 +60,7 @@ STEPS = 8
 LONG = {"own": {"critic_warmup_steps": 3}}
 LONG_CONFIG = ONE | {"steps_per_generation": 4, "max_steps": STEPS, "save_strategy": "steps", "save_steps": 2}
 
-# Greedy, so that completions do not depend on the process that makes them; one batch, so that shuffling is no matter.
+# Greedy: completions do not depend on the process. One batch: shuffling does not matter.
 GRADIENT = {
     "num_generations": 1,
     "top_k": 1,
@@ -88,7 +88,7 @@ def gradient_run(directory, policy, critic_start, batch, accumulation=1):
 
 @pytest.fixture(scope="module")
 def critic_start(tmp_path_factory):
-    """A critic with a head that is not zero, so that its backbone has a gradient from the first step on."""
+    """A critic with a head that is not zero: its backbone has a gradient from the first step on."""
     critic = tiny_classifier(seed=5)
     torch.nn.init.normal_(critic.score.weight)
     return save_tiny(tmp_path_factory.mktemp("start"), critic)
@@ -172,7 +172,7 @@ def test_an_adapter_is_saved_with_its_head(one_process):
 
 # Stopping and resuming -----------------------------------------------------------------------------------------------
 
-RESUMED = [("own", 2), ("own", 4)]  # inside the first rollout, or between two, which is between epochs
+RESUMED = [("own", 2), ("own", 4)]  # inside the first rollout, or between two rollouts and two epochs
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +205,7 @@ def state_of_the_critic(checkpoint):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="equality to the last bit is claimed for the CPU only")
 @pytest.mark.parametrize(("kind", "step"), RESUMED)
-def test_a_resumed_run_is_the_run_that_never_stopped(kind, step, one_process, resumed):
+def test_a_resumed_run_equals_the_uninterrupted_one(kind, step, one_process, resumed):
     directory, records = one_process
     expected, seen = metrics_by_step(records[f"long {kind}"]), metrics_by_step(resumed[1][kind, step])
     for later in range(step + 1, STEPS + 1):
@@ -237,9 +237,7 @@ def test_only_the_critic_learns_in_its_warmup(one_process, policy):
 
 
 @pytest.mark.slow  # the steps of two processes without an engine: test_critic_processes.py
-def test_two_processes_have_the_gradient_of_one_with_the_double_batch(
-    train, one_process, policy, critic_start, tmp_path
-):
+def test_two_processes_have_the_gradient_of_one(train, one_process, policy, critic_start, tmp_path):
     one = one_process[1]["gradient"]
     two, accumulated = train(
         gradient_run(tmp_path / "two", policy, critic_start, batch=4),

@@ -33,7 +33,7 @@ class Mixer(Layer):
 
 
 class WithNorm(Mixer):
-    """Like Qwen2-VL's: its norm has values from the processor, which are in no checkpoint."""
+    """Like Qwen2-VL's: its norm has values from the processor, not from a checkpoint."""
 
     def __init__(self):
         super().__init__()
@@ -111,7 +111,7 @@ def test_a_complete_layer_is_loaded():
 
 @pytest.fixture
 def defined_memory(monkeypatch):
-    """Fill new memory with NaN, so that the test does not depend on luck."""
+    """Fill new memory with NaN, for a result that does not depend on luck."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     yield

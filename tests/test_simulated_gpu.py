@@ -20,7 +20,7 @@ from trl_qurl.rollout.engine.cuda import repaired_reload
 MARKS = [
     pytest.mark.simulated_gpu,
     pytest.mark.xdist_group("simulated gpu"),
-    pytest.mark.skipif(not vllm.__version__.startswith("0.31."), reason="the doubles are those of vLLM 0.31"),
+    pytest.mark.skipif(not vllm.__version__.startswith("0.31."), reason="the doubles imitate vLLM 0.31"),
 ]
 
 
@@ -170,7 +170,7 @@ def test_a_tensor_of_another_shape_is_an_error():
         grow(layer)
 
 
-def test_scales_of_a_cache_are_one_again_where_vllm_does_not_save_them():
+def test_the_repair_resets_cache_scales_that_vllm_does_not_save():
     layer = nn.Module()
     layer._k_scale = nn.Parameter(torch.tensor(0.0), requires_grad=False)
     layer.register_buffer("_v_scale", torch.tensor(0.5))

@@ -24,7 +24,7 @@ FUSED = dict.fromkeys(("glm", "glm4", "phi3", "cohere", "cohere2"), 2)  # or one
 
 
 def smoothed_stream(model, tokens=TOKENS):
-    """The stream of a model whose scales are fitted to a pass over tokens."""
+    """The stream of a model, with scales fitted to a pass over tokens."""
     weights = WeightStream(model, get_scheme("int8"), smooths=True)
     weights.fit_smoothing(model, tokens.tolist())
     return weights
@@ -51,7 +51,7 @@ def kl(model, weights, smoothing=None):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_function_and_the_policy_do_not_change(variant):
+def test_smoothing_changes_neither_function_nor_policy(variant):
     model = dense_model(variant)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     weights = smoothed_stream(model, TOKENS % 45 + 3)
@@ -69,7 +69,7 @@ def test_the_function_and_the_policy_do_not_change(variant):
 
 def test_scales_share_the_range_between_inputs_and_weights():
     inputs, columns = torch.tensor([1024.0, 1.0, 1.0, 0.0]), torch.tensor([1.0, 1.0, 1 / 1024, 1.0])  # mean squares
-    # 1024^0.2, 1 and 1024^0.3, whose geometric mean is 2^(5/3); the last channel is never used.
+    # 1024^0.2, 1 and 1024^0.3 have the geometric mean 2^(5/3); the last channel is never used.
     expected = torch.tensor([2.0**2, 2.0**0, 2.0**3]) / 2 ** (5 / 3)
     torch.testing.assert_close(fitted_scales(inputs, columns)[:3], expected)
     assert fitted_scales(inputs, columns)[3] == 1

@@ -30,7 +30,7 @@ def test_critic_starts_from_a_causal_models_backbone_with_a_zero_head(tmp_path, 
     assert logits.shape == (2, 4, 1) and not logits.any()
     for name, weight in policy.base_model.state_dict().items():
         assert torch.equal(weight, critic.base_model.state_dict()[name]), name
-    assert not caplog.records, "transformers reports a missing head, which is missing on purpose"
+    assert not caplog.records, "transformers reports the missing head, but it is missing on purpose"
 
 
 def test_a_critic_has_no_dropout(tmp_path):
@@ -90,7 +90,7 @@ def test_another_tokenizer_is_refused(tmp_path):
         build(path)
 
 
-def test_a_larger_vocabulary_with_the_same_tokens_is_fine(tmp_path):
+def test_a_larger_vocabulary_with_the_same_tokens_is_accepted(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<new>"])
     build(save_tiny(tmp_path, tiny_model(vocab_size=128), tokenizer))
@@ -132,7 +132,7 @@ def test_a_config_of_grpo_is_refused(tmp_path):
         build_trainer(QuRLPPOTrainer, tmp_path, args=config)
 
 
-def test_a_critic_with_another_tokenizer_is_refused_before_an_engine_starts(tmp_path):
+def test_another_tokenizer_is_refused_before_an_engine_starts(tmp_path):
     policy = str(save_tiny(tmp_path / "policy"))
     critic = str(save_tiny(tmp_path / "critic", tokenizer=other_tokenizer()))
     with pytest.raises(ValueError, match="uses a different tokenizer than the policy"):

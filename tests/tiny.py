@@ -21,13 +21,13 @@ VOCABULARY = ["<pad>", "<eos>", *map(chr, range(32, 127))]
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 PROBE = [40, 50, 60, 70, 41, 51, 61, 71]
-"""Tokens whose log-probabilities say which weights an engine holds."""
+"""Tokens that engines are asked about: their log-probabilities depend on the weights."""
 
 ENGINE = {"enforce_eager": True, "kv_cache_memory_bytes": 2**24}
 """Arguments of an engine of a tiny model. vLLM fills the memory for keys and values with zeros at each start."""
 
 KEPT: list = []
-"""Where scenarios keep what holds an engine. Freeing one takes as long as a run: two collections go through all that
+"""Scenarios keep trainers and engines here. Freeing one takes as long as a run: two collections visit all that
 was ever imported. Nothing is collected when the process ends (`forks.end_of`)."""
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -60,10 +60,10 @@ MIXTURES = {
 """Families with experts, and what makes them tiny."""
 
 SIXTEEN_BIT_EXPERTS = ["lm_head", r"re:.*\.experts\."]
-"""What to ignore where there is no kernel for quantized experts."""
+"""Patterns to ignore if there is no kernel for quantized experts."""
 
 WHOLE_BLOCKS = {"num_attention_heads": 8, "num_key_value_heads": 4}
-"""Sizes of a model whose layers are made of blocks of 128 x 128, as every format takes them."""
+"""Sizes of a model with layers in blocks of 128 x 128, for every format."""
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -161,11 +161,11 @@ class InternLM3ForCausalLM(LlamaForCausalLM):
 """,
 }
 """Code that comes with a checkpoint, for an architecture that vLLM has and transformers lacks: the case in which it
-is needed. Where transformers has the architecture, TRL loads that class, whatever `auto_map` says."""
+is needed. If transformers has the architecture, TRL loads that class and ignores `auto_map`."""
 
 
 def save_remote_code_model(directory: Path, architecture: str = "InternLM3ForCausalLM") -> str:
-    """Save a model whose classes only its directory has, as models on the Hub do."""
+    """Save a model with classes that only its directory has, like models on the Hub."""
     tiny_model("llama", max_position_embeddings=128).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     for name, code in REMOTE_CODE.items():
@@ -178,7 +178,7 @@ def save_remote_code_model(directory: Path, architecture: str = "InternLM3ForCau
 
 
 def rollout_settings(scheme, **changed):
-    """Settings of rollouts: those of a config that sets nothing, without smoothing, and with these changes."""
+    """Settings of rollouts: a config's defaults without smoothing, and these changes."""
     from trl_qurl.rollout.preparation import RolloutSettings
 
     defaults = {

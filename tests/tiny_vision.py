@@ -26,7 +26,7 @@ TEXT = {
     "eos_token_id": 1,
     "bos_token_id": None,
 }
-"""What the language models have in common."""
+"""Settings of all language models."""
 
 SPECIAL = {
     "image": "<image>",
@@ -45,7 +45,7 @@ FIRST = TEXT["vocab_size"] - len(SPECIAL)  # at the end, as in published models,
 IDS = {name: FIRST + index for index, name in enumerate(SPECIAL)}
 
 WORDS = list(range(2, len(VOCABULARY)))
-"""What such a model may generate. A random one would also say that there are pictures where there are none."""
+"""Tokens that a model may generate. A random one would generate image tokens too."""
 
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'][0] }}: {% if message['content'] is string %}"
@@ -87,7 +87,7 @@ def tiny_vision_model(family: str, seed: int = 0) -> PreTrainedModel:
 
 
 def vision_processor(family: str) -> Any:
-    """The processor of a family; those of Qwen and SmolVLM need torchvision, and the latter num2words as well."""
+    """The processor of a family; Qwen's and SmolVLM's need torchvision, and SmolVLM's also num2words."""
     return VISION_FAMILIES[family][1]()
 
 

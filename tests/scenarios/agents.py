@@ -22,7 +22,7 @@ ANSWERS = {
         "content": {"close_pattern": r"<eos>\s*", "content": "text"},
     },
 }
-"""How transformers finds the tool calls in an answer."""
+"""A template by which transformers finds the tool calls in an answer."""
 
 CALL = r'<call>\{"name": "(add|look_up)", "arguments": \{"first": [0-9], "second": [0-9]\}\}</call>'
 """Two tools, and two numbers for them."""
@@ -107,7 +107,7 @@ class Calculator:
 
 
 def environment(out: Path, factory: Any = Calculator, data: Dataset | None = None) -> dict[str, Any]:
-    """An environment that owns questions, tools and rewards: there are no reward functions, and no data."""
+    """An environment that owns questions, tools and rewards, without reward functions and data."""
     trainer = run(
         out,
         model=agent_model(),
@@ -126,7 +126,7 @@ def environments(out: Path) -> dict[str, Any]:
 
 
 def rollout_func(out: Path) -> dict[str, Any]:
-    """A rollout function that adds words of its own to what the engine says, and a field for the reward."""
+    """A rollout function that appends text to the engine's completions, and adds a field for the reward."""
 
     def roll_out(prompts: list, trainer: Any) -> dict[str, list]:
         tokenizer = trainer.processing_class

@@ -211,7 +211,7 @@ def start(output_dir: str, **peft: Any) -> QuRLGRPOTrainer:
 
 
 def messages(trainer: QuRLGRPOTrainer, faults: dict[str, Fault]) -> dict[str, str | None]:
-    """What the sync after an update raises under each fault."""
+    """The error of the sync after an update, by fault."""
     generation, record = trainer.vllm_generation, {}
     for fault, context in faults.items():
         generation.sync_weights()

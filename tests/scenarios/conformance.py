@@ -1,6 +1,6 @@
 """TRL's features on INT8 rollouts, several in each run: prints, by the run's name, what a user would see of them.
 
-A run that fails is recorded with its traceback, so that the others say what they have to say.
+A run that fails is recorded with its traceback, and the others continue.
 """
 
 import itertools
@@ -145,7 +145,7 @@ def length(completions, **kwargs):
 
 
 def rloo(out: Path) -> dict[str, Any]:
-    """What RLOO has of GRPO's features."""
+    """Features that RLOO shares with GRPO."""
     counter = Counter()
     trainer = run(
         out,
@@ -173,7 +173,7 @@ def rloo(out: Path) -> dict[str, Any]:
 
 
 def ppo(out: Path) -> dict[str, Any]:
-    """What PPO has of GRPO's features."""
+    """Features that PPO shares with GRPO."""
 
     trainer = run(
         out,

@@ -38,7 +38,7 @@ def adapter(out: Path) -> dict[str, Any]:
 
 
 def trained_adapter(out: Path) -> dict[str, Any]:
-    """A model that has an adapter and norms of its own, with a KL penalty against both."""
+    """A model that already has an adapter and trained norms, with a KL penalty against both."""
     lora = LoraConfig(r=4, target_modules="all-linear", modules_to_save=["norm"], init_lora_weights=False)
     return seen(run(out, model=get_peft_model(tiny_model(), lora), beta=0.1))
 
@@ -65,7 +65,7 @@ def transformers_backend(out: Path) -> dict[str, Any]:
 
 
 def remote_code(out: Path) -> dict[str, Any]:
-    """A model whose classes come with its checkpoint, and the quantized checkpoint of what was trained."""
+    """A model with classes in its checkpoint, and the quantized checkpoint after training."""
     model = save_remote_code_model(out / "own")
     given = {"processing_class": None}
     trainer = run(out, model=model, given=given, trust_remote_code=True, model_init_kwargs={"dtype": "float32"})

@@ -1,4 +1,4 @@
-"""Log-probabilities of the probe under engines that have just been started, each from a checkpoint of its own.
+"""Log-probabilities of the probe under engines that have just been started from a checkpoint each.
 
 A checkpoint with a subdirectory `adapter` is asked with that adapter. `CHECKPOINT@fp8` has a cache in that format.
 """

@@ -29,7 +29,7 @@ def watched_build_primitive(weight, weight_scales, *arguments):
 
 
 def head_error(worker) -> float:
-    """Largest difference between the head's logits of a fixed input and those of the weight it holds."""
+    """Largest difference between the head's logits of a fixed input and the product with its weight."""
     [head] = [layer for layer in worker.get_model().modules() if isinstance(layer, ParallelLMHead)]
     hidden = torch.linspace(-1, 1, head.weight.shape[1], dtype=head.weight.dtype).unsqueeze(0)
     logits = head.quant_method.apply(head, hidden)
@@ -37,7 +37,7 @@ def head_error(worker) -> float:
 
 
 def dangling(worker) -> int:
-    """How many primitives were given an address that belongs to no layer's scales."""
+    """Count the primitives with an address that does not belong to any layer's scales."""
     kept = {
         module.weight_scale.data_ptr() for module in worker.get_model().modules() if hasattr(module, "weight_scale")
     }
@@ -54,7 +54,7 @@ def state(engine: LLM) -> dict[str, float]:
 if __name__ == "__main__":
     _custom_ops.create_onednn_scaled_mm = watched_build_primitive
     for name, seed in (("start", 0), ("new", 1)):
-        model = tiny_model("llama", seed=seed, dtype=torch.bfloat16)  # an older vLLM has no head of its own in Qwen2
+        model = tiny_model("llama", seed=seed, dtype=torch.bfloat16)  # Qwen2 lacks a separate head in older vLLM
         write_checkpoint(model, tiny_tokenizer(), "int8", Path(sys.argv[1], name), quantizer="streaming")
     engine = LLM(str(Path(sys.argv[1], "start")), **ENGINE, max_model_len=64, max_num_seqs=16)
     record = {"started": state(engine)}

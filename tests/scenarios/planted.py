@@ -1,4 +1,4 @@
-"""A trainer whose engine samples from another policy than it says, in several ways; prints what the guard makes of it.
+"""A trainer with an engine that samples from another policy, in several ways; prints the guard's verdicts.
 
 No setting does this: the faults are planted where settings and checks cannot see them.
 """
@@ -59,7 +59,7 @@ def main(out: Path) -> None:
             trainer._guard = MismatchGuard(trainer.args)
         trainer._guard._quiet = len(record) + 100  # a new alarm is a new warning
         warnings.texts.clear()
-        generation.sync_weights()  # TRL's step has not changed
+        generation.sync_weights()  # TRL would skip it: the step is the same
         metrics = trainer.evaluate()
         kept = {name.removeprefix("eval_"): value for name, value in metrics.items() if "mismatch/" in name}
         record[name] = {"warnings": list(warnings.texts), **kept}

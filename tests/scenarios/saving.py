@@ -46,7 +46,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("output_dir", type=Path)
     parser.add_argument("--lora", action="store_true", help="PPO with an adapter, instead of GRPO without")
     parser.add_argument("--save", action="store_true")
-    parser.add_argument("--config", default="{}", help="JSON of further config fields")
+    parser.add_argument("--config", default="{}", help="JSON of more config fields")
     return parser.parse_args(arguments)
 
 

@@ -26,7 +26,7 @@ def split_by_fsdp2(model, generation):
     from trl_qurl.rollout.sync import policy_parameters
 
     generation._dist.fsdp_version = 2
-    # As at a trainer's start, before accelerate splits the model: an engine of one's own starts from these weights.
+    # As at a trainer's start, before accelerate splits the model: a colocated engine starts from these weights.
     whole = {name: parameter.clone() for name, parameter in policy_parameters(model, None)}
     assert all(torch.equal(whole[name], parameter) for name, parameter in model.named_parameters())
     mesh = init_device_mesh("cpu", (2,))
@@ -56,7 +56,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("output_dir")
     parser.add_argument("way", choices=["fsdp2", "zero3"])
     parser.add_argument("--export", required=True)
-    parser.add_argument("--config", default="{}", help="JSON of further config fields")
+    parser.add_argument("--config", default="{}", help="JSON of more config fields")
     return parser.parse_args(arguments)
 
 

@@ -22,7 +22,7 @@ TEMPLATE = (
     "{{ '<eos>' if message.role == 'assistant' else ';' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ mood }}a:{% endif %}"
 )
-"""Of a chat: `s:Be brief.;u:add 1 and 2;a:`. It names the tools, and has a variable of its own."""
+"""Of a chat: `s:Be brief.;u:add 1 and 2;a:`. It names the tools, and has an extra variable."""
 
 KINDS = {
     "GRPO": (QuRLGRPOTrainer, QuRLGRPOConfig),
@@ -40,13 +40,13 @@ BASE = {
     "use_cpu": True,
     "bf16": False,
     "save_strategy": "no",
-    "smooth_activations": False,  # so that an engine can be compared with one that starts from the saved weights
+    "smooth_activations": False,  # for comparisons with an engine that starts from the saved weights
     "vllm_engine_kwargs": ENGINE,
 }
 """Settings of all short runs; a rollout has two updates."""
 
 COMMON = BASE | {"max_steps": 2, "learning_rate": 1e-4, "sync_check_interval": 1, "vllm_max_model_length": 128}
-"""And of those that `run` makes."""
+"""Settings of the runs that `run` makes."""
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
@@ -100,7 +100,7 @@ def saved(out: Path) -> str:
 
 
 def seen(trainer: Any) -> dict[str, Any]:
-    """What every run records."""
+    """The record of every run."""
     return {"history": trainer.state.log_history}
 
 

@@ -139,7 +139,7 @@ VALUES = {
 NUMBERS = {
     "useless": "kinds of prompt that are always rewarded with 0",
     "kill-before-generation": "process of a server, killed in the second rollout",
-    "request-seed": "of every request, so that runs on servers can be compared",
+    "request-seed": "of every request, to compare runs on servers",
 }
 
 
@@ -170,7 +170,7 @@ def build(options: argparse.Namespace) -> Any:
         del config["vllm_engine_kwargs"]
     cls, config_cls = KINDS["PPO" if options.ppo else "RLOO" if options.rloo else "GRPO"]
     adapters = {}
-    if options.lora:  # B starts random, so that a sync of the base alone would be noticed at once
+    if options.lora:  # B starts random: a sync of the base alone would be noticed at once
         adapters["peft_config"] = lora(options.lora_targets, init_lora_weights=False)
     if options.critic_lora:
         adapters["value_peft_config"] = lora("all-linear", task_type="CAUSAL_LM")

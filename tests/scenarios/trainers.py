@@ -79,7 +79,7 @@ def build(kind: str, directory: str):
 
 
 def train(kind: str, directory: str) -> dict[str, object]:
-    """Build, train and delete; what is left of it."""
+    """Build, train and delete a trainer; return what remains in memory."""
     trainer = build(kind, directory)
     record: dict[str, object] = {}
     if kind == "GRPO":
@@ -108,7 +108,7 @@ def train(kind: str, directory: str) -> dict[str, object]:
     del trainer
     gc.collect()
     record |= {name: reference() is not None for name, reference in held.items()}
-    gc.freeze()  # what is left need not be gone through by the next trainer's collections until it unfreezes it
+    gc.freeze()  # the next trainer's collections skip these objects until it unfreezes them
     return record | {"resident": resident()}
 
 

@@ -49,13 +49,13 @@ SUPPORTED = {
     "cutlass_scaled_mm_supports_fp4": lambda capability: capability >= 100,
     "cutlass_group_gemm_supported": lambda capability: 90 <= capability < 110,
 }
-"""What vLLM's compiled code for CUDA 13 answers."""
+"""Answers of vLLM's compiled code for CUDA 13."""
 
 _libraries: list = []  # must outlive their registrations
 
 
 installed = {"humming", "deep_gemm"}
-"""Packages that vLLM finds besides those that are there."""
+"""Packages that vLLM finds in addition to the installed ones."""
 
 
 def install(gpu: str) -> None:

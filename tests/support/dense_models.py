@@ -46,7 +46,7 @@ IDS = torch.randint(3, 48, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
 def dense_model(variant: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A random model whose norms and biases are moved away from the ones and zeros they start at."""
+    """A random model with norms and biases moved away from ones and zeros."""
     torch.manual_seed(0)
     options = {**TINY, **VARIANTS[variant]}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**options)).eval()

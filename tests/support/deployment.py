@@ -88,7 +88,7 @@ class Deployment:
         self.end.start()
 
     def lose_and_wait(self) -> None:
-        """Kill the server, and go on when another one has taken its place."""
+        """Kill the server, and return when another one answers in its place."""
         self.replace()
         self.server.wait_until_healthy()
 

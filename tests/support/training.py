@@ -1,4 +1,4 @@
-"""What tests assert about the records of training runs (`tests/scenarios/train.py`)."""
+"""Assertions about the records of training runs (`tests/scenarios/train.py`)."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def rollout_rows(record: Record) -> list[Record]:
 
 
 def metrics_by_step(record: Record) -> dict[int, Record]:
-    """What a resumed run has to repeat, by step."""
+    """Metrics that a resumed run has to repeat, by step."""
     return {
         row["step"]: {name: value for name, value in row.items() if not name.startswith(NOT_RESTORED)}
         for row in record["history"]
