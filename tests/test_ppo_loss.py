@@ -86,6 +86,9 @@ def bootstrap(trainer, batch, values):
 def test_with_a_zero_critic_the_gradient_is_reinforce(trainer):
     batch = rollout(trainer)
     assert not batch["values"].any(), "a new head starts at zero"
+    # The table of completions shows advantages before whitening: rewards, with a critic that is 0 everywhere.
+    assert list(trainer._logs["advantages"]) == pytest.approx(trainer._rewards_per_func[:, 0].tolist())
+    assert "frac_reward_zero_std" not in trainer._metrics["train"]
     inputs = micro_batch(batch)
     seen = policy_gradient(trainer, trainer._compute_loss(trainer.model, inputs))
 
@@ -113,14 +116,6 @@ def test_only_truncated_completions_are_bootstrapped(trainer):
     assert bootstrap(trainer, batch, values)[:3].tolist() == [T + 1, 0.0, 4.0]
 
 
-def test_a_completion_without_a_reward_is_not_learned_from(trainer):
-    batch = rollout(trainer)
-    trainer._rewards_per_func[0] = torch.nan
-    trainer._add_advantages(batch, torch.full((len(batch["completion_ids"]), T + 1), 0.5))
-    assert not batch["advantages"][0].any() and not batch["critic_mask"][0].any()
-    assert batch["advantages"][1:].isfinite().all() and batch["critic_mask"][1:].any()
-
-
 def test_the_critic_learns_from_tokens_with_a_return_only(trainer):
     batch = micro_batch(rollout(trainer))
     batch["critic_mask"][0] = False  # a completion without a reward
@@ -140,8 +135,10 @@ def test_several_rewards_are_weighed(trainer):
         trainer._add_advantages(batch, torch.zeros(len(functions), T + 1))
     finally:
         trainer.reward_weights = weights
-    # Without values and discounts, the return is the reward: 1 + 2 / 2, then 1; the third row has none.
-    assert batch["returns"][:2, 0].tolist() == [2.0, 1.0] and not batch["critic_mask"][2].any()
+    # Without values and discounts, the return is the reward: 1 + 2 / 2, then 1. Nothing is learned from the third.
+    assert batch["returns"][:2, 0].tolist() == [2.0, 1.0]
+    assert batch["critic_mask"][1].any() and batch["advantages"].isfinite().all()
+    assert not batch["critic_mask"][2].any() and not batch["advantages"][2].any()
 
 
 def test_values_are_those_before_each_token(trainer):
@@ -181,14 +178,6 @@ def test_advantages_are_whitened_over_the_whole_rollout(trainer):
     assert logged["advantages/mean"][-1] == pytest.approx(plain.advantages[mask].mean().item(), abs=1e-5)
     assert logged["advantages/std"][-1] == pytest.approx(plain.advantages[mask].std().item(), rel=1e-4)
     assert logged["critic/returns_std"][-1] == pytest.approx(plain.returns[mask].std().item(), rel=1e-4)
-
-
-def test_the_table_of_completions_shows_the_critics_advantages(trainer):
-    rollout(trainer)
-    shown = list(trainer._logs["advantages"])
-    # Before whitening: the rewards, because the critic is still 0 everywhere.
-    assert shown == pytest.approx(trainer._rewards_per_func[:, 0].tolist())
-    assert "frac_reward_zero_std" not in trainer._metrics["train"]
 
 
 def test_evaluation_measures_the_critic_and_changes_nothing(trainer):
