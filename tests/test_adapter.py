@@ -48,62 +48,36 @@ def logits(model):
 # Which adapters can be sent ------------------------------------------------------------------------------------------
 
 
-def with_a_trained_norm():
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+LORA_OBSTACLES = [
+    ({"use_dora": True}, f"{Q_PROJ} uses a LoRA variant that vLLM does not support"),
+    ({"bias": "lora_only"}, f"{Q_PROJ}.bias is trained as well"),
+    ({"lora_bias": True}, "vLLM does not load lora_bias=True, target_parameters=None"),
+    ({"modules_to_save": ["lm_head"]}, "lm_head.weight is trained as well"),
+    ({"target_parameters": ["mlp.down_proj.weight"]}, "vLLM does not load lora_bias=False, target_parameters=['mlp"),
+    ({"trainable_token_indices": [5]}, "model.embed_tokens.token_adapter.trainable_tokens_delta.default is trained"),
+    ({"target_modules": ["q_proj", "lm_head"]}, "it adapts lm_head, which is not a linear layer inside the model"),
+    ({"target_modules": ["embed_tokens"]}, "it adapts model.embed_tokens, which is not a linear layer inside the"),
+    ({"r": 513}, "its rank 513 exceeds vLLM's maximum of 512"),
+    ({"rank_pattern": {"layers.1.self_attn.q_proj": 600}}, "its rank 600 exceeds vLLM's maximum of 512"),
+]
+
+
+@pytest.mark.parametrize(("settings", "reason"), LORA_OBSTACLES)
+def test_settings_of_lora_that_vllm_does_not_load(settings, reason):
+    assert adapter_obstacle(adapted(tiny_model(tie_word_embeddings=False), **settings)).startswith(reason)
+
+
+def test_policies_without_exactly_one_lora_adapter():
+    assert adapter_obstacle(tiny_model()).startswith("the policy has no adapter")
+    ia3 = IA3Config(target_modules=["q_proj"], feedforward_modules=[])
+    assert adapter_obstacle(get_peft_model(tiny_model(), ia3)).startswith("it is IA3, but vLLM supports only LoRA")
     model = adapted()
     model.get_base_model().model.norm.weight.requires_grad_(True)
-    return model
-
-
-def with_two_active_adapters():
-    model = adapted()
+    assert adapter_obstacle(model).startswith("model.norm.weight is trained as well")
     model.add_adapter("second", LoraConfig(r=2, target_modules=["v_proj"]))
     model.base_model.set_adapter(["default", "second"])
-    return model
-
-
-OBSTACLES = {
-    "no PEFT": (tiny_model, "the policy has no adapter"),
-    "DoRA": (
-        lambda: adapted(use_dora=True),
-        "model.layers.0.self_attn.q_proj uses a LoRA variant that vLLM does not support",
-    ),
-    "biases": (lambda: adapted(bias="lora_only"), "model.layers.0.self_attn.q_proj.bias is trained as well"),
-    "LoRA's biases": (lambda: adapted(lora_bias=True), "vLLM does not load lora_bias=True, target_parameters=None"),
-    "whole modules": (lambda: adapted(modules_to_save=["lm_head"]), "lm_head.weight is trained as well"),
-    "parameters": (
-        lambda: adapted(target_parameters=["mlp.down_proj.weight"]),
-        "vLLM does not load lora_bias=False, target_parameters=['mlp.down_proj.weight']",
-    ),
-    "tokens": (
-        lambda: adapted(trainable_token_indices=[5]),
-        "model.embed_tokens.token_adapter.trainable_tokens_delta.default is trained as well",
-    ),
-    "head": (
-        lambda: adapted(tiny_model(tie_word_embeddings=False), target_modules=["q_proj", "lm_head"]),
-        "it adapts lm_head, which is not a linear layer inside the model",
-    ),
-    "embedding": (
-        lambda: adapted(tiny_model(tie_word_embeddings=False), target_modules=["embed_tokens"]),
-        "it adapts model.embed_tokens, which is not a linear layer inside the model",
-    ),
-    "two at once": (with_two_active_adapters, "2 adapters are active"),
-    "another method": (
-        lambda: get_peft_model(tiny_model(), IA3Config(target_modules=["q_proj"], feedforward_modules=[])),
-        "it is IA3, but vLLM supports only LoRA",
-    ),
-    "rank": (lambda: adapted(r=513), "its rank 513 exceeds vLLM's maximum of 512"),
-    "rank of one layer": (
-        lambda: adapted(rank_pattern={"layers.1.self_attn.q_proj": 600}),
-        "its rank 600 exceeds vLLM's maximum of 512",
-    ),
-    "trained beside it": (with_a_trained_norm, "model.norm.weight is trained as well"),
-}
-
-
-@pytest.mark.parametrize("kind", OBSTACLES)
-def test_obstacle_to_sending_an_adapter(kind):
-    make, reason = OBSTACLES[kind]
-    assert adapter_obstacle(make()).startswith(reason)
+    assert adapter_obstacle(model).startswith("2 adapters are active")
 
 
 SENDABLE = {
@@ -129,7 +103,9 @@ def test_a_written_adapter_computes_what_was_trained(kind, tmp_path):
             if "lora_" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     assert adapter_obstacle(model) is None
+    before = model.peft_config["default"].to_dict()
     write_adapter(model, adapter_tensors(model), tmp_path / "adapter")
+    assert model.peft_config["default"].to_dict() == before
     trained = logits(model)
     base = model.get_base_model()
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
@@ -141,13 +117,6 @@ def test_a_written_adapter_computes_what_was_trained(kind, tmp_path):
     loaded = PeftModel.from_pretrained(model.unload(), tmp_path / "adapter").eval()
     assert loaded.get_base_model() is base
     torch.testing.assert_close(logits(loaded), trained, rtol=1e-5, atol=1e-5)
-
-
-def test_writing_does_not_change_the_config(tmp_path):
-    model = adapted(use_rslora=True, lora_alpha=6)
-    before = model.peft_config["default"].to_dict()
-    write_adapter(model, adapter_tensors(model), tmp_path / "adapter")
-    assert model.peft_config["default"].to_dict() == before
 
 
 def test_tensors_have_the_names_of_peft_and_the_engines_dtype(tmp_path):

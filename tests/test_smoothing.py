@@ -176,7 +176,10 @@ def test_smoothing_is_refused_where_it_cannot_act(settings, message, tmp_path):
 def test_int8_is_smoothed_by_default_for_known_models(tmp_path):
     assert QuRLGRPOConfig(str(tmp_path), use_cpu=True, bf16=False).smooths is None, "the model decides"
     assert QuRLGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, smooth_activations=False).smooths is False
-    assert can_smooth(tiny_model("llama")) and not can_smooth(tiny_model("opt", ffn_dim=128, word_embed_proj_dim=128))
+    unknown = tiny_model("opt", ffn_dim=128, word_embed_proj_dim=128)
+    assert can_smooth(tiny_model("llama")) and not can_smooth(unknown)
+    with pytest.raises(ValueError, match=r"model type 'opt'.*Leave smooth_activations out"):
+        WeightStream(unknown, get_scheme("int8"), smooths=True)
 
 
 def test_scales_are_not_fitted_before_a_model_is_on_its_device():
@@ -186,11 +189,6 @@ def test_scales_are_not_fitted_before_a_model_is_on_its_device():
         model.get_decoder().register_forward_pre_hook(lambda *arguments: passes.append(1))
         weights = prepare_weights(model, settings, Accelerator(), lambda: TOKENS[:1].tolist())
         assert len(passes) == expected and bool(weights.smoothing.scales) == bool(expected)
-
-
-def test_an_unknown_model_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"model type 'opt'.*Leave smooth_activations out"):
-        WeightStream(tiny_model("opt", ffn_dim=128, word_embed_proj_dim=128), get_scheme("int8"), smooths=True)
 
 
 # A run ---------------------------------------------------------------------------------------------------------------

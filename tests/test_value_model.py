@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.building import build as build_trainer
 from support.building import start_no_engine
-from tiny import FAMILIES, save_tiny, tiny_classifier, tiny_model, tiny_tokenizer
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from tiny import FAMILIES, VOCABULARY, save_tiny, tiny_classifier, tiny_model, tiny_tokenizer
+from transformers import AutoModelForSequenceClassification
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOTrainer
 from trl_qurl.trainers.critic import build_value_model
@@ -70,16 +70,9 @@ def test_an_adapter_of_the_critic_trains_with_the_head_only(tmp_path):
 
 def other_tokenizer():
     """The same size, with two tokens exchanged."""
-    from tokenizers import Tokenizer, models
-
-    tokens = [*tiny_tokenizer().convert_ids_to_tokens(range(len(tiny_tokenizer())))]
+    tokens = list(VOCABULARY)
     tokens[40], tokens[41] = tokens[41], tokens[40]
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<pad>")),
-        pad_token="<pad>",
-        eos_token="<eos>",
-    )
+    return tiny_tokenizer(tokens)
 
 
 def test_another_tokenizer_is_refused(tmp_path):

@@ -1,7 +1,9 @@
 """Tiny random models of real architectures, and a tokenizer for them."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models
@@ -66,11 +68,11 @@ WHOLE_BLOCKS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 """Sizes of a model with layers in blocks of 128 x 128, for every format."""
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character."""
-    vocabulary = {token: index for index, token in enumerate(VOCABULARY)}
-    characters = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
+def tiny_tokenizer(vocabulary: Sequence[str] = VOCABULARY, **settings: Any) -> PreTrainedTokenizerFast:
+    """One token per character or string of the vocabulary, by default per printable ASCII character."""
+    ids = {token: index for index, token in enumerate(vocabulary)}
+    characters = Tokenizer(models.BPE(vocab=ids, merges=[], unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", **settings)
 
 
 def tiny_model(

@@ -9,8 +9,7 @@ import torch
 import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tiny import VOCABULARY
-from tokenizers import Tokenizer, models
+from tiny import VOCABULARY, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
 
 TEXT = {
@@ -58,12 +57,8 @@ TEMPLATE = (
 def vision_tokenizer(**named: str) -> PreTrainedTokenizerFast:
     """One token per printable ASCII character, and those around a picture, named as a processor asks for them."""
     unused = [f"<unused{index}>" for index in range(len(VOCABULARY), FIRST)]
-    vocabulary = {token: index for index, token in enumerate([*VOCABULARY, *unused, *SPECIAL.values()])}
-    characters = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<pad>"))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=characters,
-        pad_token="<pad>",
-        eos_token="<eos>",
+    return tiny_tokenizer(
+        [*VOCABULARY, *unused, *SPECIAL.values()],
         additional_special_tokens=[token for token in SPECIAL.values() if token.strip()],
         extra_special_tokens={name: SPECIAL[token] for name, token in named.items()},
     )

@@ -9,14 +9,10 @@ import copy
 import json
 
 import torch
+import train
 from accelerate.utils import gather_object
 from child import run_all
-from datasets import Dataset
-from short_runs import BASE
-from tiny import KEPT, tiny_model, tiny_tokenizer
-from train import PROMPTS, count_vowels, engine_logps, export
-
-from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+from tiny import KEPT, tiny_model
 
 
 def split_by_fsdp2(model, generation):
@@ -61,28 +57,22 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace) -> dict:
-    config = BASE | {"per_device_train_batch_size": 4, "sync_check_interval": 1, "vllm_max_model_length": 64}
+    config = {"per_device_train_batch_size": 4, "uaq_scale": 1.0, "sync_check_interval": 1}
     config |= json.loads(options.config)
-    if config.get("vllm_mode") == "server":
-        del config["vllm_engine_kwargs"]
-    trainer = QuRLGRPOTrainer(
-        model=tiny_model(),
-        reward_funcs=count_vowels,
-        args=QuRLGRPOConfig(options.output_dir, **config),
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-        processing_class=tiny_tokenizer(),
-    )
+    trainer = train.build(train.parse([options.output_dir, "--config", json.dumps(config)]))
     KEPT.append(trainer)
     generation = trainer.vllm_generation
     generation.sync_weights()
-    before = gather_object([engine_logps(trainer)])
+    before = gather_object([train.engine_logps(trainer)])
 
     torch.manual_seed(1)  # the same update on every process
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.add_(0.3 * parameter.std() * torch.randn_like(parameter))
     if trainer.accelerator.is_main_process:
-        export(copy.deepcopy(trainer.model), config.get("rollout_quantization", "int8"), ["lm_head"], options.export)
+        train.export(
+            copy.deepcopy(trainer.model), config.get("rollout_quantization", "int8"), ["lm_head"], options.export
+        )
     trainer.accelerator.wait_for_everyone()
     {"fsdp2": split_by_fsdp2, "zero3": split_by_zero3}[options.way](trainer.model, generation)
     held = sum(
@@ -94,7 +84,7 @@ def run(options: argparse.Namespace) -> dict:
     trainer.save_quantized(f"{options.export}-saved")
     return {
         "before": before,
-        "after": gather_object([engine_logps(trainer)]),
+        "after": gather_object([train.engine_logps(trainer)]),
         "processes": trainer.accelerator.num_processes,
         "held_share": held / whole,
         "probed": generation.pop_cost().check_s > 0,

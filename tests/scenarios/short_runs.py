@@ -5,7 +5,7 @@ from typing import Any
 
 from datasets import Dataset
 from tiny import ENGINE, KEPT, VOCABULARY, tiny_model, tiny_tokenizer
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer, QuRLRLOOConfig, QuRLRLOOTrainer
@@ -51,10 +51,8 @@ COMMON = BASE | {"max_steps": 2, "learning_rate": 1e-4, "sync_check_interval": 1
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
     """The tiny tokenizer, for chats with tools."""
-    vocabulary = {token: index for index, token in enumerate([*VOCABULARY, "<call>", "</call>"])}
-    characters = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<pad>"))
-    characters.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
+    tokenizer = tiny_tokenizer([*VOCABULARY, "<call>", "</call>"])
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
     tokenizer.add_tokens(["<call>", "</call>"])
     tokenizer.chat_template = TEMPLATE
     return tokenizer
