@@ -16,7 +16,7 @@ import torch
 from conftest import child_environment, free_port
 from support.disks import mounted
 from support.servers import JSONHandler, serving
-from tiny import SIXTEEN_BIT_EXPERTS, save_tiny, tiny_mixture, tiny_model
+from tiny import MIXTURES, SIXTEEN_BIT_EXPERTS, save_tiny, tiny_model
 from transformers import (
     FalconH1ForCausalLM,
     Gemma3ForCausalLM,
@@ -169,58 +169,41 @@ def test_heads_that_the_engine_has_no_kernel_for(train, tmp_path_factory):
     )
 
 
-ADAPTER = ("--use_peft", "--lora_target_modules", "q_proj", "v_proj", "--weight_sync", "adapter")
-ADAPTER += ("--smooth_activations", "false")
-IN_16_BITS = ("--quantization_ignore", *SIXTEEN_BIT_EXPERTS)
+IN_16_BITS = "--quantization_ignore " + " ".join(SIXTEEN_BIT_EXPERTS)
+ADAPTER = "--use_peft --lora_target_modules q_proj v_proj --weight_sync adapter --smooth_activations false"
 BFLOAT16 = "CPUs with AMX need dtype='bfloat16', not '{}': set it in vllm_engine_kwargs"
 BACKEND = "CPUs with AMX cannot run its transformers backend: set rollout_quantization=None"
 GPT_OSS = "No sync can load the experts of gpt-oss"
 NO_ADAPTER = "vLLM's CPU build runs no adapter beside experts: merge it (weight_sync='auto', no --enable-lora)"
-# the model, arguments of `grpo`, options of `serve`, the error
-CPU_REFUSALS = {
-    "float32 engine": (
-        *(tiny_model, ("--vllm_engine_kwargs", '{"dtype": "float32"}'), ["--dtype", "float32"]),
-        BFLOAT16.format("float32"),
-    ),
-    "float16 policy": (
-        *(lambda: tiny_model(dtype=torch.float16), ("--dtype", "float16"), []),
-        BFLOAT16.format("float16"),
-    ),
-    "OLMo 2": (lambda: tiny_model("olmo2"), (), [], BACKEND),
-    "transformers backend": (
-        *(tiny_model, ("--vllm_model_impl", "transformers"), ["--model-impl=transformers"]),
-        BACKEND,
-    ),
-    "routing": (
-        *(lambda: tiny_mixture("glm4_moe"), (), []),
-        "INT8 experts only of mixtral, olmoe, qwen2_moe, qwen3_moe, not of glm4_moe: add 're:",
-    ),
-    "sizes": (
-        *(lambda: tiny_mixture("qwen3_moe", moe_intermediate_size=80), (), []),
-        "INT8 experts only with multiples of 32 as sizes, not 128 and 80: add 're:",
-    ),
-    "gpt-oss": (lambda: tiny_mixture("gpt_oss"), (), [], GPT_OSS),
-    "gpt-oss, experts in 16 bits": (
-        *(lambda: tiny_mixture("gpt_oss"), IN_16_BITS, ["--ignore", SIXTEEN_BIT_EXPERTS[1]]),
-        GPT_OSS,
-    ),
-    "gpt-oss, not quantized": (
-        *(lambda: tiny_mixture("gpt_oss"), ("--rollout_quantization", "none"), ["--scheme", "none"]),
-        GPT_OSS,
-    ),
-    "adapter": (lambda: tiny_mixture("mixtral"), (*ADAPTER, *IN_16_BITS), ["--enable-lora"], NO_ADAPTER),
-}
+ROUTING = "INT8 experts only of mixtral, olmoe, qwen2_moe, qwen3_moe, not of glm4_moe: add 're:"
+SIZES = "INT8 experts only with multiples of 32 as sizes, not 128 and 80: add 're:"
+# family, overrides, arguments of `grpo`, options of `serve`, the error
+CPU_REFUSALS = [
+    ("qwen2", {}, '--vllm_engine_kwargs {"dtype":"float32"}', "--dtype float32", BFLOAT16.format("float32")),
+    ("qwen2", {"dtype": torch.float16}, "--dtype float16", "", BFLOAT16.format("float16")),
+    ("olmo2", {}, "", "", BACKEND),
+    ("qwen2", {}, "--vllm_model_impl transformers", "--model-impl=transformers", BACKEND),
+    ("glm4_moe", {}, "", "", ROUTING),
+    ("qwen3_moe", {"moe_intermediate_size": 80}, "", "", SIZES),
+    ("gpt_oss", {}, "", "", GPT_OSS),
+    ("gpt_oss", {}, IN_16_BITS, f"--ignore {SIXTEEN_BIT_EXPERTS[1]}", GPT_OSS),
+    ("gpt_oss", {}, "--rollout_quantization none", "--scheme none", GPT_OSS),
+    ("mixtral", {}, f"{ADAPTER} {IN_16_BITS}", "--enable-lora", NO_ADAPTER),
+]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about vLLM's CPU build")
-@pytest.mark.parametrize(("make", "arguments", "options", "error"), CPU_REFUSALS.values(), ids=CPU_REFUSALS)
-def test_what_cpus_with_amx_cannot_run(make, arguments, options, error, train, tmp_path_factory, monkeypatch, capfd):
+@pytest.mark.parametrize(("family", "overrides", "arguments", "options", "error"), CPU_REFUSALS)
+def test_what_cpus_with_amx_cannot_run(
+    family, overrides, arguments, options, error, train, tmp_path_factory, monkeypatch, capfd
+):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "amx_tile": True})
     monkeypatch.setattr("os.execve", lambda *arguments: pytest.fail("a server was started"))
-    model = save_tiny(tmp_path_factory.mktemp("model"), make(), chats=True)
-    message = train("--model_name_or_path", model, *arguments)
+    model = tiny_model(family, **MIXTURES.get(family, {}) | overrides)
+    path = save_tiny(tmp_path_factory.mktemp("model"), model, chats=True)
+    message = train("--model_name_or_path", path, *arguments.split())
     assert error in message and message.endswith(", or use a GPU.")
-    assert cli.main(["serve", str(model), *options]) == 2
+    assert cli.main(["serve", str(path), *options.split()]) == 2
     assert error in capfd.readouterr().err
 
 
@@ -397,50 +380,49 @@ DESCRIPTION |= {"kv_cache_dtype": "auto", "max_lora_rank": 0}
 WITHOUT_NCCL = {"parallel_config": {"worker_extension_cls": WORKER_EXTENSION}, "weight_transfer_config": None}
 WITH_NCCL = WITHOUT_NCCL | {"weight_transfer_config": {"backend": "nccl"}}
 
-RANK_9 = ("--use_peft", "--lora_r", "9", "--lora_target_modules", "all-linear")
+RANK_9 = "--use_peft --lora_r 9 --lora_target_modules all-linear"
 NONE = "the server accepts no adapters, but this one has rank 9"
 UP_TO_8 = "adapters up to rank 8, but this one has rank 9"
 START = "start it with `trl-qurl serve MODEL --scheme w4a16 --enable-lora --max-lora-rank 16`"
 WHOLE = "The server accepts adapters (--enable-lora), but this run would send whole weights"
 WITHOUT = "start it without --enable-lora"
-W4A16 = SCHEMES["w4a16"].served_as
+W4A16 = {"format": SCHEMES["w4a16"].served_as}
+INT8 = "--rollout_quantization int8"
 # what the server says, arguments of `grpo`, parts of the error
 OTHER_SERVERS = {
     "unquantized": (
-        *({}, ("--rollout_quantization", "int8")),
-        (
-            "with unquantized weights, but rollout_quantization='int8' sends 8-bit int-quantized weights",
-            "Restart it with `trl-qurl serve MODEL --scheme int8`",
-        ),
+        *({}, INT8, "with unquantized weights, but rollout_quantization='int8' sends 8-bit int-quantized weights"),
+        "Restart it with `trl-qurl serve MODEL --scheme int8`",
     ),
     "packed in another width": (
-        *({"format": "8-bit pack-quantized"}, ()),
-        ("8-bit pack-quantized weights, but", "'w4a16' sends 4-bit pack-quantized weights"),
+        *({"format": "8-bit pack-quantized"}, "", "8-bit pack-quantized weights, but"),
+        "'w4a16' sends 4-bit pack-quantized weights",
     ),
     "cache": (
-        *({"kv_cache_dtype": "int8_per_token_head"}, ("--rollout_quantization", "int8")),
-        ("--kv-cache-dtype of the vLLM server at", "is 'int8_per_token_head', a format of the key-value cache"),
+        *({"kv_cache_dtype": "int8_per_token_head"}, INT8, "--kv-cache-dtype of the vLLM server at"),
+        "is 'int8_per_token_head', a format of the key-value cache",
     ),
-    "no adapters": ({"format": W4A16}, (*RANK_9, "--weight_sync", "adapter"), (NONE, START)),
-    "no adapters, rounded": ({"format": W4A16}, (*RANK_9, "--round_base", "true"), (NONE, START)),
-    "rank": (*({"format": W4A16, "max_lora_rank": 8}, (*RANK_9, "--weight_sync", "adapter")), (UP_TO_8, START)),
-    "rank, merged": ({"format": W4A16, "max_lora_rank": 8}, RANK_9, (WHOLE, UP_TO_8, WITHOUT)),
+    "no adapters": (W4A16, f"{RANK_9} --weight_sync adapter", NONE, START),
+    "no adapters, rounded": (W4A16, f"{RANK_9} --round_base true", NONE, START),
+    "rank": (W4A16 | {"max_lora_rank": 8}, f"{RANK_9} --weight_sync adapter", UP_TO_8, START),
+    "rank, merged": (W4A16 | {"max_lora_rank": 8}, RANK_9, WHOLE, UP_TO_8, WITHOUT),
     "checkpoint": (
-        *({"format": W4A16, "max_lora_rank": 16}, (*RANK_9, "--weight_sync", "checkpoint")),
-        (WHOLE, "(weight_sync='checkpoint')", WITHOUT),
+        *(W4A16 | {"max_lora_rank": 16}, f"{RANK_9} --weight_sync checkpoint", WHOLE),
+        *("(weight_sync='checkpoint')", WITHOUT),
     ),
-    "adapters, policy without one": (
-        *({"format": W4A16, "max_lora_rank": 16}, ()),
-        (WHOLE, "(the policy has no adapter (peft_config))", WITHOUT),
+    "policy without an adapter": (
+        *(W4A16 | {"max_lora_rank": 16}, "", WHOLE),
+        *("(the policy has no adapter (peft_config))", WITHOUT),
     ),
 }
 
 
-@pytest.mark.parametrize(("described", "arguments", "parts"), OTHER_SERVERS.values(), ids=OTHER_SERVERS)
-def test_server_that_was_started_for_another_run(described, arguments, parts, train):
+@pytest.mark.parametrize("name", OTHER_SERVERS)
+def test_server_that_was_started_for_another_run(name, train):
+    described, arguments, *parts = OTHER_SERVERS[name]
     with answering(WITHOUT_NCCL, DESCRIPTION | described) as url:
         connection = ["--vllm_mode", "server", "--vllm_server_base_url", url, "--rollout_quantization", "w4a16"]
-        message = train(*connection, *arguments)
+        message = train(*connection, *arguments.split())
     assert all(part in message for part in parts), message
 
 
