@@ -71,10 +71,10 @@ def test_ignored_experts_are_not_quantized(record_of):
 def test_a_server_computes_with_the_trainers_weights(family, run_scenario, tmp_path):
     needs_packages(family)
     if family in VISION_FAMILIES:
-        save_tiny(tmp_path / "model", tiny_vision_model(family), vision_processor(family))
+        save_tiny(tmp_path / "model", model=tiny_vision_model(family), tokenizer=vision_processor(family))
         options = ("--max-model-len", "512")
     else:
-        save_tiny(tmp_path / "model", tiny_mixture(family))
+        save_tiny(tmp_path / "model", model=tiny_mixture(family))
         options = tuple(part for pattern in SIXTEEN_BIT_EXPERTS for part in ("--ignore", pattern))
     with vllm_server(tmp_path / "model", tmp_path, "--scheme", "int8", *options) as server:
         case = f"{family}@{server.url}"

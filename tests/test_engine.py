@@ -15,7 +15,7 @@ from support.training import (
     assert_synced,
     rollout_rows,
 )
-from tiny import ENGINE, save_tiny, tiny_model
+from tiny import ENGINE, save_tiny
 
 pytestmark = pytest.mark.vllm
 
@@ -166,7 +166,7 @@ def test_server_in_another_format_is_refused(served, train, tmp_path):
 def test_server_of_each_dtype_and_head_holds_the_trained_weights(dtype, head, train, warm_python, tmp_path):
     if dtype == "float32" and torch.cpu._is_amx_tile_supported():
         pytest.skip("vLLM's INT8 kernel for CPUs with AMX takes inputs in 16 bits only")
-    model = save_tiny(tmp_path / "model", tiny_model(tie_word_embeddings=head == "tied"))
+    model = save_tiny(tmp_path / "model", tie_word_embeddings=head == "tied")
     runs = list(itertools.product([[], LORA], ["checkpoint", "llmcompressor"]))
     with vllm_server(model, tmp_path, "--scheme", "int8", "--dtype", dtype, python=warm_python) as server:
         config = CHECKED | {"vllm_mode": "server", "vllm_server_base_url": server.url}

@@ -16,7 +16,7 @@ import torch
 from conftest import child_environment, free_port
 from support.disks import mounted
 from support.servers import JSONHandler, serving
-from tiny import MIXTURES, SIXTEEN_BIT_EXPERTS, save_tiny, tiny_model
+from tiny import CHAT_TEMPLATE, MIXTURES, SIXTEEN_BIT_EXPERTS, save_tiny, tiny_model
 from transformers import (
     FalconH1ForCausalLM,
     Gemma3ForCausalLM,
@@ -54,7 +54,7 @@ importlib.util.find_spec = lambda name, package=None: None if name == "vllm" els
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("model"), chats=True)
+    return save_tiny(tmp_path_factory.mktemp("model"), CHAT_TEMPLATE)
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_tokenizer_without_a_chat_template(train, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only vLLM's CPU build has so few head sizes")
 def test_heads_that_the_engine_has_no_kernel_for(train, tmp_path_factory):
-    model = save_tiny(tmp_path_factory.mktemp("narrow"), tiny_model(hidden_size=64, head_dim=16), chats=True)
+    model = save_tiny(tmp_path_factory.mktemp("narrow"), CHAT_TEMPLATE, hidden_size=64, head_dim=16)
     assert train("--model_name_or_path", model).startswith(
         "The attention heads of this model are 16 wide, but vLLM's CPU build has kernels only for 32,"
     )
@@ -200,7 +200,7 @@ def test_what_cpus_with_amx_cannot_run(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "amx_tile": True})
     monkeypatch.setattr("os.execve", lambda *arguments: pytest.fail("a server was started"))
     model = tiny_model(family, **MIXTURES.get(family, {}) | overrides)
-    path = save_tiny(tmp_path_factory.mktemp("model"), model, chats=True)
+    path = save_tiny(tmp_path_factory.mktemp("model"), CHAT_TEMPLATE, model=model)
     message = train("--model_name_or_path", path, *arguments.split())
     assert error in message and message.endswith(", or use a GPU.")
     assert cli.main(["serve", str(path), *options.split()]) == 2
@@ -228,7 +228,7 @@ def test_a_format_that_the_gpu_has_no_kernel_for(train, model, monkeypatch, capf
 def test_recurrent_layers(train, tmp_path_factory, capfd):
     size = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
     mamba = MambaForCausalLM(MambaConfig(**size, pad_token_id=0, eos_token_id=1))
-    model = save_tiny(tmp_path_factory.mktemp("mamba"), mamba, chats=True)
+    model = save_tiny(tmp_path_factory.mktemp("mamba"), CHAT_TEMPLATE, model=mamba)
     sentence = "MambaForCausalLM has recurrent layers (Mamba, linear attention, convolutions), and no sync is known"
     assert train("--model_name_or_path", model).startswith(sentence)
     assert cli.main(["serve", str(model)]) == 2

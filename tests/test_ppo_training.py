@@ -7,7 +7,7 @@ import torch
 from conftest import needs_avx512
 from safetensors.torch import load_file
 from support.training import ADAPTER, MOVED, SAME, assert_metrics, metrics_by_step
-from tiny import save_tiny, tiny_classifier, tiny_model, tiny_tokenizer
+from tiny import save_tiny, tiny_classifier, tiny_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("ppo")]  # they share runs
@@ -54,10 +54,10 @@ def start(tmp_path_factory):
     """A policy, a smaller model of the same family, and a critic: its head is not zero, so its backbone learns."""
     directory = tmp_path_factory.mktemp("start")
     save_tiny(directory / "policy")
-    save_tiny(directory / "smaller", tiny_model(hidden_size=64, num_hidden_layers=1, seed=3))
+    save_tiny(directory / "smaller", hidden_size=64, num_hidden_layers=1, seed=3)
     critic = tiny_classifier(seed=5)
     torch.nn.init.normal_(critic.score.weight)
-    save_tiny(directory / "critic", critic)
+    save_tiny(directory / "critic", model=critic)
     return directory
 
 

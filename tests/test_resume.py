@@ -12,7 +12,7 @@ import torch
 from accelerate import PartialState
 from conftest import needs_avx512
 from safetensors.torch import load_file
-from support.training import ADAPTER, metrics_by_step
+from support.training import ADAPTER, BETWEEN_ROLLOUTS, CONFIG, INSIDE_A_ROLLOUT, STEPS, metrics_by_step
 from tiny import ENGINE
 from trl.trainer.utils import RepeatSampler
 
@@ -25,10 +25,6 @@ pytestmark = [
 ]
 
 SHAPED = SimpleNamespace(**dict.fromkeys(SHAPE, 2))
-STEPS = 12
-INSIDE_A_ROLLOUT, BETWEEN_ROLLOUTS = 2, 4
-CONFIG = {"steps_per_generation": 4, "max_steps": STEPS, "save_strategy": "steps", "save_steps": 2}
-CONFIG |= {"smooth_activations": None}  # the default, whose scales a checkpoint has to keep
 
 
 @pytest.fixture(scope="module")

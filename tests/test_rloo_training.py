@@ -5,13 +5,12 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.training import metrics_by_step
+from support.training import CONFIG, INSIDE_A_ROLLOUT, metrics_by_step
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("resume")]
 
-STEPS, INSIDE_A_ROLLOUT = 8, 2
+STEPS = 8
 RLOO = {"beta": 0.0, "max_steps": STEPS, "sync_check_interval": 1}
-SAVED = {"steps_per_generation": 4, "save_strategy": "steps", "save_steps": 2, "smooth_activations": None}
 
 RUNS = {
     "adapter": ["--lora", "--config", json.dumps(RLOO | {"objective": "decoupled", "max_steps": 2})],
@@ -22,7 +21,7 @@ RUNS = {
 @pytest.fixture(scope="module")
 def runs(train, tmp_path_factory):
     directory = tmp_path_factory.mktemp("rloo")
-    whole = ["--config", json.dumps(SAVED | RLOO)]
+    whole = ["--config", json.dumps(CONFIG | RLOO)]
     checkpoint = directory / "whole" / f"checkpoint-{INSIDE_A_ROLLOUT}"
     arguments = {"whole": whole, "resumed": ["--resume", checkpoint, *whole], **RUNS}
     records = train(*([directory / name, "--rloo", *options] for name, options in arguments.items()))
@@ -35,7 +34,7 @@ def test_it_learns_and_logs_what_grpo_does(runs):
     assert all(update["grad_norm"] > 0 and "clip_ratio/region_mean" in update for update in updates.values())
     assert max(update["policy/approx_kl"] for update in updates.values()) > 0
     rollouts = [row for row in runs[1]["whole"]["history"] if "reward" in row]
-    assert len(rollouts) == STEPS // SAVED["steps_per_generation"]
+    assert len(rollouts) == STEPS // CONFIG["steps_per_generation"]
     for rollout in rollouts:
         assert 0 < rollout["mismatch/kl_k3"] < 0.1 and rollout["mismatch/ess"] > 0.5
         assert rollout["time/sync_check_s"] > 0, "the digests were not compared"

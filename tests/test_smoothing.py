@@ -198,7 +198,7 @@ def test_scales_are_not_fitted_before_a_model_is_on_its_device():
 def runs(train, tmp_path_factory):
     """A policy with outliers in two processes with an engine each: plain, then smoothed from the first prompts on."""
     directory = tmp_path_factory.mktemp("smoothed")
-    save_tiny(directory / "model", with_outliers(tiny_model("llama"), 0))
+    save_tiny(directory / "model", model=with_outliers(tiny_model("llama"), 0))
     config = {"sync_check_interval": 1, "learning_rate": 1e-5}
     config |= {"max_steps": 8, "max_completion_length": 32, "num_generations": 8}
     policy = [directory / "out", "--model", directory / "model", "--config"]

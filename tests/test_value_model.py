@@ -25,7 +25,7 @@ def build(source, peft_config=None, **init_kwargs):
 @pytest.mark.parametrize("tied", [True, False])
 def test_critic_starts_from_a_causal_models_backbone_with_a_zero_head(tmp_path, family, tied, caplog):
     policy = tiny_model(family, tie_word_embeddings=tied)
-    critic = build(save_tiny(tmp_path, policy))
+    critic = build(save_tiny(tmp_path, model=policy))
     logits = critic(IDS, attention_mask=MASK).logits
     assert logits.shape == (2, 4, 1) and not logits.any()
     for name, weight in policy.base_model.state_dict().items():
@@ -41,14 +41,14 @@ def test_a_critic_has_no_dropout(tmp_path):
 
 def test_critic_starts_from_a_reward_model_with_its_head(tmp_path):
     reward_model = tiny_classifier(AutoModelForSequenceClassification)
-    critic = build(save_tiny(tmp_path, reward_model))
+    critic = build(save_tiny(tmp_path, model=reward_model))
     assert torch.equal(critic.score.weight, reward_model.score.weight)
 
 
 def test_critic_starts_from_a_saved_critic(tmp_path):
-    critic = build(save_tiny(tmp_path / "policy", tiny_model(hidden_size=64, num_hidden_layers=1)))
+    critic = build(save_tiny(tmp_path / "policy", hidden_size=64, num_hidden_layers=1))
     torch.nn.init.normal_(critic.score.weight)
-    again = build(save_tiny(tmp_path / "critic", critic))
+    again = build(save_tiny(tmp_path / "critic", model=critic))
     assert torch.equal(again(IDS).logits, critic(IDS).logits)
 
 
@@ -76,7 +76,7 @@ def other_tokenizer():
 
 
 def test_another_tokenizer_is_refused(tmp_path):
-    path = save_tiny(tmp_path, tiny_model(), other_tokenizer())
+    path = save_tiny(tmp_path, tokenizer=other_tokenizer())
     with pytest.raises(
         ValueError, match=r"different tokenizer .*2 tokens differ: 'F' is 40 for the policy and 41 for the"
     ):
@@ -86,7 +86,7 @@ def test_another_tokenizer_is_refused(tmp_path):
 def test_a_larger_vocabulary_with_the_same_tokens_is_accepted(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<new>"])
-    build(save_tiny(tmp_path, tiny_model(vocab_size=128), tokenizer))
+    build(save_tiny(tmp_path, vocab_size=128, tokenizer=tokenizer))
 
 
 def test_a_backbone_with_holes_is_refused(tmp_path):

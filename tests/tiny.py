@@ -105,19 +105,20 @@ def tiny_model(
     return model.to(dtype)
 
 
-def save_tiny(
-    directory: Path,
-    model: PreTrainedModel | None = None,
-    tokenizer: PreTrainedTokenizerFast | None = None,
-    *,
-    chats=False,
-) -> Path:
-    """Save a model, by default a new one, with a tokenizer, by default the tiny one (with a template if `chats`)."""
+def save_tokenizer(directory: Path, chat_template: str | None = None, tokenizer: Any = None) -> None:
+    """Save a tokenizer, by default the tiny one, beside a model."""
     tokenizer = tokenizer or tiny_tokenizer()
-    if chats:
-        tokenizer.chat_template = CHAT_TEMPLATE
-    (tiny_model() if model is None else model).save_pretrained(directory)
+    if chat_template:
+        tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(directory)
+
+
+def save_tiny(
+    directory: Path, chat_template: str | None = None, *, model: Any = None, tokenizer: Any = None, **settings: Any
+) -> Path:
+    """Save a model, by default a tiny one with these settings, with its tokenizer."""
+    (tiny_model(**settings) if model is None else model).save_pretrained(directory)
+    save_tokenizer(directory, chat_template, tokenizer)
     return directory
 
 

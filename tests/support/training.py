@@ -14,6 +14,11 @@ MOVED = 1e-2
 
 ADAPTER = {"weight_sync": "adapter", "sync_check_interval": 1}
 
+STEPS = 12
+INSIDE_A_ROLLOUT, BETWEEN_ROLLOUTS = 2, 4
+CONFIG = {"steps_per_generation": 4, "max_steps": STEPS, "save_strategy": "steps", "save_steps": 2}
+CONFIG |= {"smooth_activations": None}  # the default: a checkpoint has to keep its scales
+
 NOT_RESTORED = ("time/", "step_time", "throughput/")
 """Metrics that a resumed run does not repeat: they are not properties of the policy."""
 
