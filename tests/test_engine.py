@@ -65,11 +65,9 @@ CORNERS = {
 ALL = COLOCATED | CORNERS
 
 
-def cases():
-    for case in ALL:
-        marks = [pytest.mark.slow] * (case in CORNERS)
-        marks += [needs_avx512] * (case.startswith("w4a16") or "FP8 cache" in case)
-        yield pytest.param(case, marks=marks)
+def marks(case):
+    needs = [needs_avx512] if case.startswith("w4a16") or "FP8 cache" in case else []
+    return [*needs, pytest.mark.slow] if case in CORNERS else needs
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +91,7 @@ def colocated(request, train, run_scenario, tmp_path_factory):
 
 
 @pytest.mark.xdist_group("colocated")
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", [pytest.param(case, marks=marks(case)) for case in ALL])
 def test_colocated_engine_holds_the_trained_weights(case, colocated):
     config, arguments = ALL[case]
     record, fresh = colocated[case]
