@@ -1,10 +1,10 @@
-"""What does it save to send a LoRA adapter by itself, and what does the engine lose by computing with it?
+"""What does it save to send only a LoRA adapter, and what does the engine lose by computing with it?
 
     python benchmarks/adapter_sync.py                            # 190 million parameters: some minutes on two cores
     python benchmarks/adapter_sync.py --layers 2 --hidden 128 --vocabulary 500 --batches 2 --tokens 8 --repeats 2
 
 Two real trainers with real engines on the same random weights, with an adapter of rank 16 on all linear layers, each
-in a process of its own, asked in turns: *merged* sends the layers with the adapter merged into them (`weight_sync=
+in a separate process, asked in turns: *merged* sends the layers with the adapter merged into them (`weight_sync=
 "stream"`), *adapter* the adapter alone (`weight_sync="adapter"`). Syncs are without checks; seconds, bytes, and the
 seconds of rounding (with gathering) are the trainer's own metrics. Rollouts are those of the engine.
 """
@@ -37,7 +37,7 @@ TARGET_SHARE = 1 / 20  # of the merged sync's bytes
 
 
 def build(way: str, shape: Shape, largest: Load, device: str, scheme: str, rank: int) -> Callable[..., Any]:
-    """A trainer that answers what a sync costs, or how long a batch takes; run in a process of its own."""
+    """A trainer that answers what a sync costs, or how long a batch takes; run in a separate process."""
     adapter = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
     settings = {"rollout_quantization": scheme, "weight_sync": WAYS[way]}
     trainer = build_trainer("int8", shape, largest, device, peft_config=adapter, **settings)

@@ -1,4 +1,4 @@
-"""Measuring in a process of its own: its engine and its peak are nobody else's, and its fault ends nothing else."""
+"""Measure in a separate process, with its own engine and peak memory, and keep going if it fails."""
 
 import multiprocessing
 from collections.abc import Callable, Iterator
@@ -39,6 +39,6 @@ def _send(there: Any, measure: Measure, *arguments: Any) -> None:
     try:
         for result in measure(*arguments):
             there.send(result)
-    except Exception as error:  # a case that fails is a result, and the others go on
+    except Exception as error:  # a case that fails is a result, and the others continue
         there.send({"failure": f"{type(error).__name__}: {error}"})
         raise

@@ -63,7 +63,7 @@ Found = dict[str, float]
 
 
 def run(*command: str | Path) -> str:
-    """Standard output of a command, which must succeed; what else it printed is shown only if it does not."""
+    """Return the standard output of a command; fail with its other output if it does not succeed."""
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -78,7 +78,7 @@ def precision() -> list[str]:
 
 
 def record(directory: Path, script: str, *arguments: str) -> dict[str, Any]:
-    """What one of the other benchmarks writes."""
+    """Run another benchmark, and return its record."""
     output = directory / f"{script}.json"
     run(sys.executable, HERE / f"{script}.py", *SMALL, *arguments, "--output", output)
     return json.loads(output.read_text())
@@ -169,7 +169,7 @@ def kind_of_machine() -> str:
 
 
 def is_worse(value: float, stored: float, room: float) -> bool:
-    """Whether a figure is beyond its limit."""
+    """Return whether a figure exceeds its limit."""
     return value > stored * room if room > 1 else value < stored * room
 
 

@@ -24,10 +24,10 @@ IN_RECIPES = re.compile(r"^# assert: (.+)$", re.MULTILINE)
 
 
 def holds(assertion: str, run: Run) -> tuple[bool, str]:
-    """Whether an assertion holds, and both sides as numbers.
+    """Return whether an assertion holds, and both sides as numbers.
 
     Raises:
-        ValueError: The assertion is malformed, or the run has not logged enough of a metric.
+        ValueError: The assertion is malformed, or the run lacks values of a metric.
     """
     left, *rest = re.split(r"\s*(<=|>=|<|>)\s*", assertion.strip())
     if len(rest) != 2:

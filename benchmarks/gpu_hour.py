@@ -5,8 +5,8 @@
     python benchmarks/gpu_hour.py -o rehearsal --rehearse        # the same code at tiny sizes, also on a CPU
 
 Each part is a child process with a log and a time limit. If one fails or hangs, that is recorded, and the next one
-starts. The same command with the same directory resumes: it runs what has not succeeded yet. If time is short, less
-important parts are skipped. `results.json` holds all figures; `results.md` is for people.
+starts. The same command with the same directory resumes: it runs all parts that have not yet succeeded. If time is
+short, less important parts are skipped. `results.json` holds all figures; `results.md` is for people.
 
 Formats are measured one after another, not in turns as elsewhere in this directory: engines that start at the same
 time misjudge the free memory of a GPU they share. So use a GPU without other jobs. The durations are guesses.
@@ -87,7 +87,7 @@ def make_plan(rehearse: bool, model: str | None) -> list[Part]:
     tests = ["-m", "pytest", "-q", "-m", "gpu", f"--junitxml={FOLDER}/tests.xml", f"{ROOT}/tests"]
     large_gb = 0 if rehearse else 60  # the trainer's weights, and three tenths of the GPU for an engine
     return [
-        Part("doctor", ["-m", "trl_qurl", "doctor"], 2, 1),
+        Part("doctor", ["-m", "trl_qurl", "doctor"], 4, 1),
         Part("tests", tests, 8, 7),
         *(
             Part(f"decode-7B-{form}", script("rollouts", "7B", "--ways", form, *decode, *bfloat16), 2, 6, large_gb)
@@ -152,7 +152,7 @@ def run_part(part: Part, directory: Path, minutes: float) -> dict[str, Any]:
         result["figures"] = read_figures(part.name.partition("-")[0], folder)
         cells = result["figures"].get("cells", ())
         failures = list(dict.fromkeys(f"{cell['way']}: {cell['failure']}" for cell in cells if "failure" in cell))
-    except Exception as error:  # whatever a part wrote, the next one is to start
+    except Exception as error:  # the next part starts in any case
         result["figures"], failures = {}, [f"Wrote no results ({type(error).__name__}: {error})."]
     if failures and result["status"] == OK:
         result |= {"status": FAILED, "reason": "; ".join(failures)}
@@ -160,7 +160,7 @@ def run_part(part: Part, directory: Path, minutes: float) -> dict[str, Any]:
 
 
 def run_plan(parts: Sequence[Part], directory: Path, minutes: float, record: dict[str, Any]) -> None:
-    """Run what has not succeeded yet and fits into the time; save the results after each part."""
+    """Run the remaining parts that fit into the time, and save the results after each one."""
     results, deadline = record["parts"], time.monotonic() + 60 * minutes
     pending = []
     for part in parts:

@@ -63,7 +63,7 @@ def publish(record: dict[str, Any], directory: Path) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file in one step, so that a killed run leaves either version."""
+    """Replace a file atomically."""
     tmp = path.with_suffix(".tmp")
     tmp.write_text(text, encoding="utf-8")
     os.replace(tmp, path)

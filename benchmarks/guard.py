@@ -53,7 +53,7 @@ EXPECTED = (HEALTHY, UNCLEAR, HARMED, COLLAPSING, UNSMOOTHED, STALE)
 
 
 def expectation(arm: Arm) -> str:
-    """What an arm is, by its settings."""
+    """Classify an arm by its settings."""
     if arm.is_delayed:
         return STALE
     same_weights = arm.scheme is None or "round_base" in arm.changed
@@ -90,13 +90,14 @@ def replay(run: Run, tokens: int, ahead: bool) -> tuple[int | None, dict[str, fl
         The rollout, counted from 1, that turns the alarm on first, and the worst of each metric: the medians that the
         guard judges, the largest KL less what counts as noise, and the mean of ρ that is farthest from 1.
     """
+    older = run.settings.get("vllm_importance_sampling_clip_max", 2.0)  # the cap's name in logs until November 2026
     settings = SimpleNamespace(
         mismatch_guard="warn",
         mismatch_guard_kl=QuantizedRolloutsConfig.mismatch_guard_kl,
         rollout_quantization=run.settings["rollout_quantization"],
         round_base=False,
         rollouts_ahead=int(ahead),
-        vllm_importance_sampling_clip_max=run.settings.get("vllm_importance_sampling_clip_max", 2.0),
+        importance_cap=run.settings.get("importance_cap", older),
     )
     guard = MismatchGuard(settings)
     rollouts = [completed(row, tokens) for row in run.rows if KL in row]

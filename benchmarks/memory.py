@@ -3,7 +3,7 @@
     python benchmarks/memory.py                # 60 to 280 million parameters, random weights: 15 minutes on two cores
     python benchmarks/memory.py --layers 2 --hidden 128 --vocabulary 500 --growth 1 2
 
-Real trainers with real engines, each in a process of its own: one rollout is made and learned from twice (float32,
+Real trainers with real engines, each in a separate process: one rollout is made and learned from twice (float32,
 AdamW). From a base, one size at a time is multiplied by each factor of `--growth`. All figures are over what the
 imports take: resident memory on a CPU, torch's allocations on a GPU, where the engine's cache of keys and values takes
 what `vllm_gpu_memory_utilization` gives it (on a CPU one GiB, taken as it is used).
@@ -60,7 +60,7 @@ def measure(way: str, shape: Shape, load: Load, device: str) -> Iterator[dict[st
 
 
 def settings(base: Shape, load: Load, growth: list[int]) -> list[tuple[str, Shape, Load]]:
-    """What is measured: the base, and each size multiplied while the others stay."""
+    """Return the sizes to measure: the base, and each size multiplied while the others stay."""
     found = [("base", base, load)]
     for factor in growth:
         if factor != 1:

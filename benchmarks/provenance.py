@@ -1,4 +1,4 @@
-"""Where and with what a benchmark ran: what every result on disk has to say about itself."""
+"""Record the machine, versions and commit of a benchmark in its results."""
 
 import json
 import os
@@ -70,13 +70,13 @@ def versions() -> dict[str, str]:
 
 
 def result_path(benchmark: str, record: dict[str, Any]) -> Path:
-    """The place of a result among those that are kept: `results/<benchmark>-<date>-<hardware>.json`."""
+    """Return where a result is stored: `results/<benchmark>-<date>-<hardware>.json`."""
     slug = re.sub(r"[^a-z0-9]+", "-", record["hardware"].lower()).strip("-")
     return Path(__file__).parent / "results" / f"{benchmark}-{record['date']}-{slug}.json"
 
 
 def write_record(record: dict[str, Any], output: Path | None) -> Path:
-    """Write a result to `output`, or to its place among those that are kept; where it is now."""
+    """Write a result to `output`, or to `results/`, and return its path."""
     path = output or result_path(record["benchmark"], record)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n")

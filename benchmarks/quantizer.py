@@ -33,7 +33,7 @@ from safetensors import safe_open
 from shapes import Shape
 from transformers import PreTrainedModel
 
-from trl_qurl.quantization import SCHEMES, QuantizationScheme, get_scheme, quantized_layer_names
+from trl_qurl.quantization import SCHEMES, QuantizationScheme, get_scheme, make_plan
 from trl_qurl.quantization.checkpoint import CheckpointWriter, check_quantizer
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.directory import CheckpointDirectory
@@ -58,7 +58,7 @@ TARGET_SHARE = 0.1
 
 def run_stream(model: PreTrainedModel, scheme: QuantizationScheme, directory: Path) -> dict[str, float]:
     """What a colocated sync makes: each tensor is dropped as soon as the engine would have it."""
-    stream = WeightStream(model, scheme, IGNORE)
+    stream = WeightStream(model, make_plan(model, scheme.name, IGNORE))
     start = time.perf_counter()
     for _ in stream.tensors(parameters(model)):
         pass
@@ -68,8 +68,8 @@ def run_stream(model: PreTrainedModel, scheme: QuantizationScheme, directory: Pa
 def run_written(model: PreTrainedModel, scheme: QuantizationScheme, directory: Path) -> dict[str, float]:
     """The stream as a checkpoint: the same product as llm-compressor's."""
     start = time.perf_counter()
-    tensors = WeightStream(model, scheme, IGNORE).tensors(parameters(model))
-    CheckpointWriter(model, None, scheme, IGNORE).write(tensors, directory)
+    plan = make_plan(model, scheme.name, IGNORE)
+    CheckpointWriter(model, None, plan).write(WeightStream(model, plan).tensors(parameters(model)), directory)
     return {WRITTEN: now(model) - start}
 
 
@@ -82,7 +82,7 @@ def run_reference(model: PreTrainedModel, scheme: QuantizationScheme, directory:
         yield from parameters(model)
         copied = time.perf_counter()  # the copy holds every tensor; from here on, oneshot and save_pretrained
 
-    CheckpointWriter(model, None, scheme, IGNORE).write_with_llmcompressor(watched(), directory)
+    CheckpointWriter(model, None, make_plan(model, scheme.name, IGNORE)).write_with_llmcompressor(watched(), directory)
     end = now(model)
     return {REFERENCE: end - copied, REFERENCE_WITH_COPY: end - start}
 
@@ -164,7 +164,7 @@ def tensor_files(checkpoint: Path) -> dict[str, Path]:
 def measure_memory(
     cases: list[Case], shape: Shape, device: torch.device, console: Console
 ) -> dict[Case, dict[str, int]]:
-    """Peak extra bytes for each case and way, each measured in a process of its own."""
+    """Peak extra bytes for each case and way, each measured in a separate process."""
     context = multiprocessing.get_context("spawn")
     peaks: dict[Case, dict[str, int]] = {case: {} for case in cases}
     for case, way in product(cases, RUNS):
@@ -198,7 +198,7 @@ def peak_extra_bytes(shape: Shape, dtype: str, scheme: str, way: str, device: to
 
 
 def reset_peak(device: torch.device) -> None:
-    """Set the high-water mark down to what is held now."""
+    """Reset the high-water mark to the current memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -216,7 +216,7 @@ def peak_bytes(device: torch.device) -> int:
 def largest_layer_bytes(shape: Shape) -> dict[str, int]:
     """Weight, quotient and codes of the largest quantized layer, by dtype: what the stream may hold at most."""
     model = Shape(1, shape.hidden, 512).build(torch.float32, torch.device("meta"))
-    layers = quantized_layer_names(model, IGNORE)
+    layers = make_plan(model, "int8", IGNORE).schemes
     numel = max(weight.numel() for name, weight in model.named_parameters() if name.removesuffix(".weight") in layers)
     return {name: numel * (2 * dtype.itemsize + 1) for name, dtype in DTYPES.items()}
 

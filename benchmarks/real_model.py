@@ -46,7 +46,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "bf16_triple_rate": {**BF16, RATE: 3.0},
 }
 RETIRED = ("int8_plain_geometric_mask", "int8_plain_geometric_mask_1.3", "int8_plain_icepop")
-"""Arms with logs whose objective was cut: cap C of 2, 1.3 and 2."""
+"""Arms with logs of a removed objective: cap C of 2, 1.3 and 2."""
 ROLLOUTS = 40
 
 

@@ -4,7 +4,7 @@
     python benchmarks/rollouts.py --batches 1 8 64 --tokens 32 128
     python benchmarks/rollouts.py --layers 2 --hidden 128 --vocabulary 500 --batches 2 --tokens 8 --repeats 3
 
-Each format has a real trainer with a real engine and random weights, in a process of its own; all are there at once,
+Each format has a real trainer with a real engine and random weights, in a separate process; all are there at once,
 and are asked in turns. *engine* is `LLM.generate` of vLLM itself; *trainer* the call by which the trainer generates,
 with everything that TRL and we add to it. Both sample at temperature 1 and return log-probabilities. `plain TRL` is
 TRL's own trainer with rollouts in BF16.
@@ -33,7 +33,7 @@ ENGINE, TRAINER = "engine", "trainer"
 
 
 def build(way: str, shape: Shape, largest: Load, device: str) -> Callable[[str, int, int], float]:
-    """A trainer that answers how long a batch takes; run in a process of its own."""
+    """A trainer that answers how long a batch takes; run in a separate process."""
     trainer = build_trainer(way, shape, largest, device)
     generation = trainer.vllm_generation
     generation.sync_weights()

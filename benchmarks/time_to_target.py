@@ -5,7 +5,7 @@
     python benchmarks/time_to_target.py --logs benchmarks/objectives/runs/main/{bf16,int8_acr,int8_tis}-seed*.jsonl.gz
 
 The only figure that counts: a rollout that is faster and teaches less gains nothing. Formats take turns, seed by seed;
-each run is `trl-qurl demo` in a process of its own (three-digit addition, half a million parameters). Its exact
+each run is `trl-qurl demo` in a separate process (three-digit addition, half a million parameters). Its exact
 accuracy after every rollout is averaged over five; the seconds are those of sync, generation, log-probabilities and
 updates until that average reaches the target. Warm start, engine start and measuring are left out. `--logs` reads runs
 that were made before, such as those of the study of objectives.

@@ -64,7 +64,7 @@ def build_trainer(
     **further: Any,
 ) -> Any:
     """
-    A trainer with an engine in this process, on a model of random weights; completions never end by themselves.
+    A trainer with an engine in this process, on a model of random weights; completions always have the full length.
 
     Args:
         way: A name in `WAYS`.
@@ -73,7 +73,7 @@ def build_trainer(
         device: `"cpu"` or `"cuda"`.
         callbacks: Come before the trainer's own.
         peft_config: The adapter that is trained instead of the model, if there is one.
-        further: Settings of the trainer's config, which override those of the way.
+        further: Settings of the trainer's config that override those of the way.
     """
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer

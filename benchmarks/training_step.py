@@ -3,7 +3,7 @@
     python benchmarks/training_step.py                              # Qwen3-0.6B's shape: an hour on two cores
     python benchmarks/training_step.py --layers 2 --hidden 128 --vocabulary 500 --tokens 16 --repeats 2
 
-Real trainers with real engines on random weights, each in a process of its own; all are there at once, and are asked
+Real trainers with real engines on random weights, each in a separate process; all are there at once, and are asked
 for steps in turns. A step is a sync, a rollout, its log-probabilities and its update; its parts come from the log, its
 seconds from the clock. `--apart` lets one trainer finish before the next is made, where memory holds no two of them.
 `plain TRL` is TRL's own trainer with rollouts in BF16, `llm-compressor` is ours with a checkpoint by llm-compressor
@@ -79,7 +79,7 @@ class Gate(TrainerCallback):
 
 
 def build(way: str, shape: Shape, load: Load, repeats: int, device: str) -> InForeground:
-    """A trainer that answers what its next step cost; run in a process of its own."""
+    """A trainer that answers what its next step cost; run in a separate process."""
     gate = Gate(load.updates)
     trainer = build_trainer(way, shape, load, device, [gate], max_steps=(repeats + 2) * load.updates)
     # Before the trainer's own clock of a step starts, or the wait for this trainer's turn would belong to the step.

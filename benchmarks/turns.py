@@ -1,4 +1,4 @@
-"""Measuring in turns: each contestant lives in a process of its own, and one at a time is asked.
+"""Measure in turns: each contestant lives in a separate process, and one at a time is asked.
 
 What is compared then meets the same minute of the same machine, and no engine shares a process with another.
 """
@@ -31,7 +31,7 @@ class InForeground:
 
 class Contestant:
     """
-    Something that can be measured, in a process of its own.
+    A measurement in a separate process.
 
     Args:
         build: A function of a module, run in the new process; what it returns answers `ask`, or is an `InForeground`.
@@ -47,7 +47,7 @@ class Contestant:
 
     def ask(self, *question: Any) -> Any:
         """
-        What the contestant answers, once it has measured.
+        The answer of the contestant, once it has measured.
 
         Raises:
             RuntimeError: It failed, now or while it was built, or its process ended.
@@ -73,7 +73,7 @@ def _serve(pipe: Any, build: Callable[..., Any], *arguments: Any) -> None:
     try:
         answer = build(*arguments)
         failure = None
-    except Exception as error:  # a contestant that fails is a result, and the others go on
+    except Exception as error:  # a contestant that fails is a result, and the others continue
         answer, failure = None, _sentence(error)
     if isinstance(answer, InForeground):
         answering = threading.Thread(target=_answer, args=(pipe, answer.answer, failure))

@@ -4,7 +4,7 @@
     python benchmarks/weight_sync.py --layers 2 --hidden 256 --vocabulary 1000 --repeats 3
     python benchmarks/weight_sync.py --ways bf16-stream int8-stream int8-llmcompressor
 
-A real trainer with a real colocated engine and random weights of Qwen3-0.6B's shape, in a process of its own for each
+A real trainer with a real colocated engine and random weights of Qwen3-0.6B's shape, in a separate process for each
 way. After a warm-up, syncs with digests only are timed; the first has a probe, too; then one training step,
 whose parts come from the trainer's own log. A checkpoint goes through /dev/shm, as it would to a server on the same
 machine, to which only the HTTP requests are added. On a CPU without FP8 arithmetic a step with FP8 rollouts would take
@@ -34,7 +34,7 @@ COMPLETION_TOKENS = 64
 
 
 class Way(NamedTuple):
-    """How weights get into the engine."""
+    """A way to load weights into the engine."""
 
     scheme: str | None
     transport: str
@@ -138,7 +138,7 @@ def characters() -> Any:
 
 
 def print_table(record: dict[str, Any], console: Console) -> None:
-    """What was measured, one way per line."""
+    """Format the measurements, one way per line."""
     table = Table(title=f"Weight sync, {record['parameters'] / 1e9:.2f} billion parameters, {record['hardware']}")
     for column in ("format", "transport", "quantizer"):
         table.add_column(column)

@@ -1,32 +1,51 @@
 """Train Qwen2.5-0.5B-Instruct on GSM8K with INT8 rollouts.
 
-    pip install '.[vllm,math,peft]'    # in a clone of the repository
+    pip install '.[vllm,math]'    # in a clone of the repository
     python examples/gsm8k_grpo.py
-    accelerate launch --num_processes 4 examples/gsm8k_grpo.py
+    accelerate launch --num_processes 4 examples/gsm8k_grpo.py --gradient_accumulation_steps 1 --steps_per_generation 4
 
-The arguments are those of TRL's `GRPOConfig` and `ModelConfig`, the fields that `QuRLGRPOConfig` adds, and the
-`--dataset...` options. They can also be in a YAML file; the command line overrides the file:
+The fields of `QuRLGRPOConfig` are options (`--learning_rate 1e-6`; without a GPU, `--use_cpu`). `trl-qurl grpo` trains
+any model on any questions.
+"""
 
-    python examples/gsm8k_grpo.py --rollout_quantization fp8 --objective tis
-    python examples/gsm8k_grpo.py --model_name_or_path Qwen/Qwen2.5-1.5B-Instruct --use_peft --learning_rate 1e-5
-    python examples/gsm8k_grpo.py --dataset my_questions.jsonl.gz --output_dir my-policy
-    python examples/gsm8k_grpo.py --config my_settings.yaml --seed 1
+from datasets import load_dataset
+from trl import TrlParser
+from trl.rewards import accuracy_reward
 
-In your own script, call `trl_qurl.quiet()` first, and use `QuRLGRPOTrainer` for `GRPOTrainer` and `QuRLGRPOConfig` for
-`GRPOConfig`:
+from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 
+INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+
+SETTINGS = {
+    "output_dir": "qurl-gsm8k",
+    "rollout_quantization": "int8",
+    # A rollout of 256 completions (32 questions, 8 answers each) gives four updates of 64.
+    "per_device_train_batch_size": 16,
+    "gradient_accumulation_steps": 4,
+    "steps_per_generation": 16,
+    "num_generations": 8,
+    "max_completion_length": 512,
+    "learning_rate": 1e-5,
+    "logging_steps": 4,
+}
+
+
+def as_task(row):
+    """Turn a row of GSM8K into a conversation and its solution, as TRL's reward reads it."""
+    prompt = [{"role": "user", "content": f"{row['question']} {INSTRUCTION}"}]
+    return {"prompt": prompt, "solution": f"${row['answer'].rpartition('####')[2].strip()}$"}
+
+
+if __name__ == "__main__":
+    parser = TrlParser(QuRLGRPOConfig)
+    parser.set_defaults(**SETTINGS)
+    (args,) = parser.parse_args_and_config()
+    questions = load_dataset("openai/gsm8k", "main", split="train")
     trainer = QuRLGRPOTrainer(
         model="Qwen/Qwen2.5-0.5B-Instruct",
         reward_funcs=accuracy_reward,
-        args=QuRLGRPOConfig(rollout_quantization="int8", objective="acr", steps_per_generation=4),
-        train_dataset=load_questions("openai/gsm8k", config="main"),
+        args=args,
+        train_dataset=questions.map(as_task, remove_columns=questions.column_names),
     )
-
-The defaults of this run and the reasons for them are in `trl_qurl/lab/recipes/grpo.py`; `trl-qurl grpo` is
-the same run.
-"""
-
-from trl_qurl.lab.recipes.grpo import parse_arguments, train
-
-if __name__ == "__main__":
-    train(*parse_arguments())
+    trainer.train()
+    trainer.save_model()

@@ -32,7 +32,7 @@ GPUS=${GPUS:-${SLURM_GPUS_ON_NODE:-8}}                  # of each node
 TENSOR_PARALLEL=${TENSOR_PARALLEL:-1}                   # GPUs that share one copy of the model on the server
 DATA_PARALLEL=${DATA_PARALLEL:-$((GPUS / TENSOR_PARALLEL))}  # copies of the model on the server
 ACCELERATE_CONFIG=${ACCELERATE_CONFIG:-examples/accelerate_configs/fsdp2.yaml}
-SCRIPT=${SCRIPT:-examples/gsm8k_grpo.py}
+TRAINING=${TRAINING:--m trl_qurl grpo}                   # or a script of your own
 SERVER_PORT=${SERVER_PORT:-8000}
 TRAINER_PORT=${TRAINER_PORT:-29500}
 
@@ -102,14 +102,14 @@ start_server() {
 start_server
 
 # One task per node starts one process per GPU; SLURM_PROCID is the task's own.
-# shellcheck disable=SC2016
+# shellcheck disable=SC2016,SC2086  # TRAINING is several words
 srun --nodes="${#trainer_nodes[@]}" --ntasks="${#trainer_nodes[@]}" --ntasks-per-node=1 --kill-on-bad-exit=1 \
     --nodelist="$(IFS=,; echo "${trainer_nodes[*]}")" \
     bash -c 'exec accelerate launch --machine_rank "$SLURM_PROCID" "$@"' launch \
     --config_file "$ACCELERATE_CONFIG" --num_machines "${#trainer_nodes[@]}" \
     --num_processes $((${#trainer_nodes[@]} * GPUS)) \
     --main_process_ip "$TRAINER_ADDRESS" --main_process_port "$TRAINER_PORT" \
-    "$SCRIPT" --model_name_or_path "$MODEL" --output_dir "$OUTPUT" --rollout_quantization "$SCHEME" \
+    $TRAINING --model_name_or_path "$MODEL" --output_dir "$OUTPUT" --rollout_quantization "$SCHEME" \
     --vllm_mode server --vllm_server_base_url "http://$SERVER_ADDRESS:$SERVER_PORT" --vllm_server_timeout 1800 --ddp_timeout 3600 \
     --rollout_checkpoint_dir "$rollouts" "${resume[@]}" "$@" &
 trainer=$!

@@ -16,12 +16,16 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
 import forks
 import pytest
 from hypothesis import HealthCheck, settings
+from packaging.version import Version
+
+pytest.register_assert_rewrite("support")
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 
@@ -29,8 +33,7 @@ SCENARIOS = Path(__file__).parent / "scenarios"
 # its sampler even with `enforce_eager`).
 os.environ |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
 
-# A worker of pytest-xdist is a fork (`forks`), whose `python` would be one that starts forks. What tests start by
-# `sys.executable` is to start from nothing.
+# A worker of pytest-xdist is a fork (`forks`), but tests that use `sys.executable` need a fresh Python.
 sys.executable = os.environ.setdefault("TRL_QURL_TESTS_PYTHON", sys.executable)
 multiprocessing.set_executable(sys.executable)
 
@@ -41,7 +44,7 @@ SHARED_DIRECTORY = "TRL_QURL_TESTS"
 """Variable with a directory of this run of pytest, the same for all of its workers."""
 
 SCENARIO_BYTES = 2 * 2**30
-"""Most memory that one process of a scenario has been seen to take, and some more."""
+"""Peak memory of one process of a scenario, with some room."""
 
 LONGEST_FIRST = (
     "server",
@@ -64,15 +67,19 @@ LONGEST_FIRST = (
     "recipes",
     "doctor",
 )
-"""Groups of tests in the order in which workers take them, so that none is left to the end."""
+"""Groups of tests that take long. Workers take them first, in this order."""
 
 INSTRUCTIONS = Path("/proc/cpuinfo").read_text()
 
 needs_avx512 = pytest.mark.skipif("avx512f" not in INSTRUCTIONS, reason="vLLM's CPU build has this for AVX-512 alone")
 SATURATES = "vnni" not in INSTRUCTIONS
-"""Whether sums in oneDNN's INT8 kernel saturate, by 2 % of the outputs and more."""
+"""True if sums in oneDNN's INT8 kernel saturate, by 2 % of the outputs and more."""
 
 needs_vnni = pytest.mark.skipif(SATURATES, reason="without VNNI, sums in oneDNN's INT8 kernel saturate")
+
+needs_trl_1_16 = pytest.mark.skipif(
+    Version(version("trl")) < Version("1.16"), reason="docs/architecture.md lists the trainers of TRL 1.16"
+)
 
 FORGET_OURS = """
 import sys
@@ -82,11 +89,11 @@ for name in [name for name in sys.modules if name.split(".")[0] == "trl_qurl"]:
 """Code for a fork in which our modules are to be imported from nothing."""
 
 DISTRIBUTED_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What TRL sets for an engine in its own process."""
+"""Variables that TRL sets for an engine in its own process."""
 
 
 def child_environment(**extra: str) -> dict[str, str]:
-    """One thread per process and no network, whatever the machine; ports that no other process has."""
+    """Variables for child processes: one thread each, no network, free ports."""
     # An engine in this process leaves its rank behind in the environment; a child has its own.
     inherited = {name: value for name, value in os.environ.items() if name not in DISTRIBUTED_VARIABLES}
     return inherited | {
@@ -114,7 +121,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[SHARED_DIRECTORY] = str(directory)
         workers = getattr(config.option, "tx", None)
         if workers and not config.option.collectonly:
-            # pytest-xdist would begin with the groups of the most tests, which are not those that take longest.
+            # pytest-xdist would begin with the groups with the most tests instead of the longest ones.
             config.option.loadscopereorder = False
             # Each worker, and what starts the forks, would import the same for as long as the other does.
             config.option.tx = [f"{worker}//python={start_forks()}" for worker in workers]
@@ -148,7 +155,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def environment_of_a_module() -> Iterator[None]:
-    """What an engine in this process sets, such as LD_PRELOAD, is not for the processes that later tests start."""
+    """Restore the variables that an engine in this process sets, such as LD_PRELOAD."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - {"PYTEST_CURRENT_TEST"}:
@@ -165,12 +172,12 @@ def start_forks() -> Path:
 
 @pytest.fixture(scope="session")
 def warm_python() -> Path:
-    """A `python` that has imported everything, for what need not show that it starts from nothing (`forks`)."""
+    """A `python` that has imported everything (`forks`), for tests that do not need a fresh process."""
     return start_forks()
 
 
 def selected(request: pytest.FixtureRequest, *parameters: str) -> set[tuple[Any, ...]]:
-    """Values of these parameters in the tests that will take a fixture, so that it need not prepare others."""
+    """Return the values of these parameters in the selected tests that use the fixture."""
     items = [item for item in request.session.items if item.path == request.path]
     items = [item for item in items if request.fixturename in item.fixturenames]
     items = [item for item in items if not any(mark.args[0] for mark in item.iter_markers("skipif"))]
@@ -179,11 +186,11 @@ def selected(request: pytest.FixtureRequest, *parameters: str) -> set[tuple[Any,
 
 @contextmanager
 def memory_for(processes: int) -> Iterator[None]:
-    """Wait until the scenarios that run, of whatever worker, leave room for so many processes more."""
+    """Wait until the scenarios of all workers leave enough memory for more processes."""
     directory = Path(os.environ[SHARED_DIRECTORY])
     slots = max(2, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SCENARIO_BYTES)
     with ExitStack() as taken:
-        with (directory / "queue").open("w") as queue:  # one at a time, so that no two wait for each other
+        with (directory / "queue").open("w") as queue:  # one at a time, or two could wait for each other
             fcntl.flock(queue, fcntl.LOCK_EX)
             for _ in range(min(processes, slots)):
                 taken.callback(take_slot(directory, slots).close)
@@ -191,7 +198,7 @@ def memory_for(processes: int) -> Iterator[None]:
 
 
 def take_slot(directory: Path, slots: int) -> IO[str]:
-    """A file that nobody else has locked, locked; where there is none, the first once it is given back."""
+    """Lock a free slot, or wait for the first one."""
     for number in range(slots):
         file = (directory / f"slot-{number}").open("w")
         try:
@@ -257,7 +264,7 @@ def train(run_scenario) -> Callable[..., list[Any]]:
 
 @pytest.fixture(scope="session")
 def int8_server(warm_python, tmp_path_factory) -> Iterator["Server"]:
-    """A server of the tiny model, for all tests that leave it alive."""
+    """A server of the tiny model, shared by all tests that do not stop it."""
     from tiny import tiny_model, tiny_tokenizer
 
     directory = tmp_path_factory.mktemp("server")
@@ -269,7 +276,7 @@ def int8_server(warm_python, tmp_path_factory) -> Iterator["Server"]:
 
 
 def launched_environments(environment: dict[str, str], processes: int) -> list[dict[str, str]]:
-    """What `accelerate launch` with examples/accelerate_configs/multi_cpu.yaml gives to each process."""
+    """Variables of `accelerate launch` with examples/accelerate_configs/multi_cpu.yaml, for each process."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "ACCELERATE_MIXED_PRECISION": "no"}
     size = str(processes)
     return [
@@ -282,7 +289,7 @@ def launched_environments(environment: dict[str, str], processes: int) -> list[d
 
 class Server:
     """
-    `trl-qurl serve` as a user starts it, on a local port of its own, and what may happen to it.
+    `trl-qurl serve` as a user starts it, on a free local port.
 
     Args:
         model: Directory of the full-precision model.
@@ -290,7 +297,7 @@ class Server:
         arguments: Further arguments.
         port: Where the last one listened, to start it again in its place.
         python: What starts it.
-        has_worker: Whether the model is in a process of its own, as on users' CPUs. That process and the engine's spin
+        has_worker: Whether the model is in a separate process, as on users' CPUs. That process and the engine's spin
             for a second after each message, and take the cores from the tests. Without it, the model is in the
             engine's process, as on one GPU.
     """
@@ -329,17 +336,17 @@ class Server:
         raise AssertionError(f"the server did not start within {timeout} s:\n{self.log.read_text()[-6000:]}")
 
     def send(self, number: int) -> None:
-        """To the server and every process it started."""
+        """Send a signal to all processes of the server."""
         os.killpg(self.process.pid, number)
 
     def kill(self) -> None:
-        """As a crash, or a machine that went down."""
+        """Kill the server, as in a crash."""
         if self.process.poll() is None:
             self.send(signal.SIGKILL)
         self.process.wait(30)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """As a user or a batch system does, who asks again after a while; the exit status."""
+        """Stop the server like a user or a batch system, with repeated signals, and return the exit status."""
         for patience in (5, 10, 20, 30, 60):
             # Python loses an interrupt that comes while vLLM's imports run a callback.
             self.process.send_signal(number)
@@ -351,7 +358,7 @@ class Server:
         raise AssertionError(f"the server went on after signal {number}:\n{self.log.read_text()[-6000:]}")
 
     def survivors_after(self, seconds: float) -> list[int]:
-        """Processes that still run when that time is over; those that are about to end may take it."""
+        """Return the processes that still run after this time."""
         deadline = time.monotonic() + seconds
         while self.survivors() and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SITE = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [
     ROOT / "README.md",
+    ROOT / "AGENTS.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     *sorted(ROOT.glob("*/README.md")),
@@ -20,8 +21,7 @@ PAGES = [
 ]
 
 CODE = re.compile(
-    r"^```(?P<language>\w*)\n(?P<fenced>.*?)^```$|(?<=\n\n)(?P<indented>(?:    \S[^\n]*\n)+)",
-    re.DOTALL | re.MULTILINE,
+    r"^```(?P<language>\w*)\n(?P<fenced>.*?)^```$|(?<=\n\n)(?P<indented>(?:    \S[^\n]*\n)+)", re.DOTALL | re.MULTILINE
 )
 
 
@@ -96,3 +96,9 @@ def shell_commands() -> list[tuple[str, list[str]]]:
     """Every command of every `bash` block and indented block of all pages, and where it is."""
     indented = [block for block in all_blocks("indented") if re.match("(python|make|trl-qurl|pip|git) ", block.code)]
     return [(str(block), words) for block in all_blocks("bash") + indented for words in commands(block.code)]
+
+
+def extension_examples() -> dict[str, str]:
+    """The Python examples of docs/architecture.md, by what they add."""
+    names = ("scheme", "registration", "objective", "config", "trainer", "transform")
+    return dict(zip(names, (block.code for block in blocks(ROOT / "docs" / "architecture.md", "py")), strict=True))

@@ -1,10 +1,9 @@
-"""
-A `python` that has imported TRL and vLLM before it starts.
+"""A `python` that has already imported TRL and vLLM.
 
-A fresh Python takes about ten seconds of processor time to import them, more than most of what the tests start runs
-for. So one process of a test run imports everything and then forks (`serve`), and a small program stands in for
-`python` (`SHIM`): it sends its arguments, its environment and its open files to that process, and behaves as the fork
-does. Programs that start further ones by `sys.executable` or multiprocessing start forks as well.
+Importing them takes about ten seconds of processor time, more than most child processes of the tests otherwise need.
+So one process of a test run imports everything and forks (`serve`). A small program replaces `python` (`SHIM`): it
+sends its arguments, environment and open files to that process, and forwards signals and the exit status. Programs
+that start others by `sys.executable` or multiprocessing start forks too, which multiprocessing's fork server cannot.
 """
 
 import atexit
@@ -15,10 +14,9 @@ import json
 import multiprocessing
 import os
 import runpy
-import selectors
+import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -45,16 +43,16 @@ PRELOADED = [
     "trl_qurl.trainers.ppo",
 ]
 
-# What it does not know how to start, such as `python -I`, the real Python does.
+# The real Python starts everything else, such as `python -I`.
 SHIM = """#!{python} -IS
-import json, os, signal, socket, struct, sys
+import json, os, signal, socket, sys
 
 arguments = sys.argv[1:]
 while arguments and arguments[0] in ("-B", "-u", "-W"):
     del arguments[: 1 + (arguments[0] == "-W")]
 if not arguments or arguments[0].startswith("-") and arguments[0] not in ("-c", "-m"):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
-server = socket.socket(socket.AF_UNIX)
+server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server.connect({address!r})
 files = []
 for descriptor in map(int, os.listdir("/proc/self/fd")):
@@ -65,9 +63,7 @@ for descriptor in map(int, os.listdir("/proc/self/fd")):
     except OSError:  # the list's own
         pass
 job = dict(arguments=arguments, environment=dict(os.environ), directory=os.getcwd(), files=files, group=os.getpgrp())
-job = json.dumps(job).encode()
-socket.send_fds(server, [struct.pack("I", len(job))], files)
-server.sendall(job)
+socket.send_fds(server, [json.dumps(job).encode()], files)
 answers = server.makefile()
 process = int(answers.readline() or sys.exit("The process that forks has ended:\\n" + open({log!r}).read()))
 
@@ -90,17 +86,17 @@ os._exit(status)
 """
 
 
+MESSAGE_BYTES = 2**18
+"""Largest message of a shim: arguments, environment, open files."""
+
+
 def start(directory: Path, environment: dict[str, str], owner: int) -> Path:
-    """
-    Start the process that forks, unless it has been, and return at once.
+    """Start the process that forks, if it does not run yet, and return the replacement of `python` at once.
 
     Args:
-        directory: Which only this user can read; of the processes that share the forks.
+        directory: Private directory of the processes that share the forks.
         environment: Variables of the process; modules read some of them while they are imported.
-        owner: Process at whose end everything is killed.
-
-    Returns:
-        The program that stands in for `python`; it waits until everything is imported.
+        owner: When this process ends, all forks are killed.
     """
     shim = directory / "python"
     with (directory / "lock").open("w") as lock:
@@ -108,19 +104,13 @@ def start(directory: Path, environment: dict[str, str], owner: int) -> Path:
         if shim.exists():
             return shim
         address = str(directory / "socket")
-        with socket.socket(socket.AF_UNIX) as listener:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(address)
             listener.listen(64)
             command = [sys.executable, __file__, str(listener.fileno()), str(owner), str(shim)]
-            with (directory / "log").open("w") as log:  # what libraries say while they are imported
-                subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=[listener.fileno()],
-                )
+            pipes = {"stdin": subprocess.DEVNULL, "pass_fds": [listener.fileno()]}
+            with (directory / "log").open("w") as log:  # messages of libraries during their import
+                subprocess.Popen(command, env=environment, stdout=log, stderr=log, **pipes)
         unfinished = shim.with_suffix(".new")
         unfinished.write_text(SHIM.format(python=sys.executable, address=address, log=str(directory / "log")))
         unfinished.chmod(0o755)
@@ -129,76 +119,44 @@ def start(directory: Path, environment: dict[str, str], owner: int) -> Path:
 
 
 def serve(listener: socket.socket, owner: int) -> dict[str, Any]:
-    """Fork for every shim that asks. Returns in the forks only: what each is to become."""
-    events = selectors.DefaultSelector()
-    events.register(listener, selectors.EVENT_READ)
+    """Fork twice for every shim that connects. Returns in the forks only: the job of each."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the supervisors
     end_of_owner = os.pidfd_open(owner)
-    events.register(end_of_owner, selectors.EVENT_READ)
-    shims: dict[int, socket.socket] = {}  # by process, and the other way round by what an event comes from
-    processes: dict[Any, int] = {}
-    while True:
-        for key, _ in events.select():
-            if key.fileobj is listener:
-                connection, _ = listener.accept()
-                job = receive(connection)
-                if job is None:
-                    connection.close()
-                    continue
-                process = os.fork()
-                if process == 0:
-                    for other in [*events.get_map().values()]:
-                        os.close(other.fd)
-                    events.close()
-                    connection.close()
-                    return job
-                for descriptor in job["received"]:
-                    os.close(descriptor)
-                shims[process] = connection
-                for event in (connection, os.pidfd_open(process)):
-                    processes[event] = process
-                    events.register(event, selectors.EVENT_READ)
-                tell(connection, process)
-            elif key.fileobj == end_of_owner:
-                for process in shims:
-                    kill(process)
-                os._exit(0)
-            elif key.fileobj in processes:  # else a shim whose fork has ended at the same moment
-                process = processes.pop(key.fileobj)
-                events.unregister(key.fileobj)
-                if isinstance(key.fileobj, socket.socket):  # the shim was killed
-                    kill(process)
-                    continue
-                os.close(key.fileobj)
-                connection = shims.pop(process)
-                tell(connection, os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
-                if processes.pop(connection, None):
-                    events.unregister(connection)
-                connection.close()
+    while end_of_owner not in select.select([listener, end_of_owner], [], [])[0]:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            listener.close()
+            return supervise(connection, end_of_owner)
+        connection.close()
+    os._exit(0)
 
 
-def receive(connection: socket.socket) -> dict[str, Any] | None:
-    """What a shim asks for, with its open files under `received`; nothing if it was killed before it had said so."""
-    files: list[int] = []
-    with suppress(ConnectionError, struct.error):
-        header, files, _, _ = socket.recv_fds(connection, 4, 253)
-        (length,) = struct.unpack("I", header)
-        content = b""
-        while len(content) < length and (part := connection.recv(length - len(content))):
-            content += part
-        if len(content) == length:
-            return json.loads(content) | {"received": files}
-    for descriptor in files:
+def supervise(connection: socket.socket, end_of_owner: int) -> dict[str, Any]:
+    """Fork, report the fork's process and exit status to the shim, and kill the fork if the shim or the owner ends."""
+    message, received, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 253)
+    if not message:  # the shim was killed
+        os._exit(0)
+    process = os.fork()
+    if process == 0:
+        connection.close()
+        os.close(end_of_owner)
+        return json.loads(message) | {"received": received}
+    for descriptor in received:
         os.close(descriptor)
-    return None
-
-
-def tell(connection: socket.socket, number: int) -> None:
-    with suppress(OSError):  # nobody listens any more
-        connection.sendall(b"%d\n" % number)
+    end = os.pidfd_open(process)
+    with suppress(OSError):  # the shim was killed
+        connection.sendall(b"%d\n" % process)
+        if end not in select.select([connection, end, end_of_owner], [], [])[0]:
+            raise OSError
+        connection.sendall(b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+        os._exit(0)
+    kill(process)
+    os._exit(0)
 
 
 def kill(process: int) -> None:
-    """With all that it started, where it leads a session of its own."""
+    """Kill a process, and its children if it leads a session."""
     with suppress(ProcessLookupError):
         if os.getsid(process) == process:
             os.killpg(process, signal.SIGKILL)
@@ -207,7 +165,7 @@ def kill(process: int) -> None:
 
 
 def become(job: dict[str, Any]) -> None:
-    """Be the process that `python ARGUMENTS` would be, and end as it does."""
+    """Run like `python ARGUMENTS`, in the job's directory, environment and open files."""
     try:
         os.setpgid(0, job["group"])
     except PermissionError:  # the group belongs to another session
@@ -241,7 +199,7 @@ def become(job: dict[str, Any]) -> None:
 
 
 def end_of(job: dict[str, Any]) -> int:
-    """The exit status after all that a Python does at its end, but for taking itself apart."""
+    """Run the job and Python's exit handlers, and return the exit status; skips the teardown of modules."""
     status: Any = 0
     try:
         become(job)
@@ -263,12 +221,12 @@ def end_of(job: dict[str, Any]) -> int:
 
 
 def import_vllm() -> None:
-    """Import it, and do once what each engine would do again, for half a second each."""
+    """Import vLLM, and do once what would take each engine half a second."""
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform
 
     class Platform(CpuPlatform):
-        """Goes through all modules for kernels to replace once, and not for each engine."""
+        """Replaces kernels in all modules once, instead of for each engine."""
 
         @classmethod
         def register_triton_kernel_overrides(cls) -> None:
@@ -279,7 +237,7 @@ def import_vllm() -> None:
     if vllm.platforms.current_platform.is_cpu():
         vllm.platforms.current_platform = Platform()  # before others import it
     preload()
-    with suppress(AttributeError, ImportError):  # of older releases, which do not have the last two
+    with suppress(AttributeError, ImportError):  # missing in older releases
         from vllm.model_executor.layers.quantization import get_quantization_config
 
         get_quantization_config("compressed-tensors")  # imports every method
@@ -300,7 +258,7 @@ def main() -> None:
     listener, owner, shim = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), sys.argv[3]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Control-C is for the tests, which end this process
     sys.path[0] = os.getcwd()
-    # First: vLLM notes at its import what it starts to look at a family of models that it has not seen before.
+    # vLLM reads this at its import, for the processes in which it inspects unknown architectures.
     sys.executable = shim
     multiprocessing.set_executable(shim)
     if importlib.util.find_spec("vllm"):

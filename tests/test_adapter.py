@@ -7,15 +7,14 @@ import torch
 from accelerate import Accelerator
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from tiny import WHOLE_BLOCKS, tiny_model, tiny_tokenizer
+from tiny import WHOLE_BLOCKS, layers_of, stream_of, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from trl_qurl import QuRLGRPOConfig
-from trl_qurl.quantization import SCHEMES, quantized_layer_names
+from trl_qurl.quantization import SCHEMES, make_plan
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.fake_quantization import check_unrounded, quantized_forward, round_base
 from trl_qurl.quantization.storage import CACHE_VARIABLE, read_tensors
-from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import (
     FrozenBase,
     adapter_obstacle,
@@ -177,11 +176,11 @@ def test_an_adapter_that_cannot_be_sent_is_refused_on_request():
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
 def test_a_rounded_base_equals_the_engines_dequantized_codes(scheme, dtype):
     model = adapted(tiny_model(dtype=torch.bfloat16, **WHOLE_BLOCKS).float(), target_modules=["q_proj"])
-    layers = quantized_layer_names(model, scheme=scheme)
+    layers = layers_of(model, scheme=scheme)
     original = tiny_model(dtype=torch.bfloat16, **WHOLE_BLOCKS).float()
     exact = {name: p.detach().clone() for name, p in original.named_parameters()}
-    sent = dict(WeightStream(original, scheme).tensors(iter(exact.items()), is_exact=True))
-    round_base(model.get_base_model(), layers, scheme, dtype)
+    sent = dict(stream_of(original, scheme).tensors(iter(exact.items()), is_exact=True))
+    round_base(model.get_base_model(), make_plan(model, scheme.name), dtype)
     rounded = {name.replace(".base_layer", ""): p for name, p in model.get_base_model().named_parameters()}
     for name, weight in exact.items():
         layer = name.removesuffix(".weight")
@@ -200,22 +199,22 @@ def test_a_rounded_base_equals_the_engines_dequantized_codes(scheme, dtype):
 def test_a_base_is_rounded_once():
     model = tiny_model()
     check_unrounded(model)
-    round_base(model, quantized_layer_names(model), SCHEMES["w4a16"], torch.float32)
+    round_base(model, make_plan(model, "w4a16"), torch.float32)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with pytest.raises(
         ValueError, match=r"were rounded to w4a16 before \(round_base\).*load the original model again"
     ):
-        round_base(model, quantized_layer_names(model), SCHEMES["w4a16"], torch.float32)
+        round_base(model, make_plan(model, "w4a16"), torch.float32)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
 def test_the_quantized_forward_does_not_round_a_rounded_weight(scheme):
     model = tiny_model(**WHOLE_BLOCKS)
-    layers = quantized_layer_names(model, scheme=scheme)
-    round_base(model, layers, scheme, torch.bfloat16)
+    plan = make_plan(model, scheme.name)
+    round_base(model, plan, torch.bfloat16)
     layer, inputs = model.model.layers[0].mlp.up_proj, torch.randn(1, 3, 128)
-    with quantized_forward(model, layers, scheme):
+    with quantized_forward(model, plan):
         output = layer(inputs)
     torch.testing.assert_close(output, scheme.quantize_activations(inputs) @ layer.weight.t(), rtol=0, atol=0)
 
@@ -237,8 +236,8 @@ def test_a_server_of_the_same_model_has_the_same_base(scheme, dtype, head, tmp_p
 
     def base_of(model):
         policy = adapted(model)
-        base = FrozenBase(policy, WeightStream(policy, SCHEMES[scheme]), rounds=True)
-        writer = CheckpointWriter(base._model.get_base_model(), None, SCHEMES[scheme])
+        base = FrozenBase(policy, stream_of(policy, SCHEMES[scheme]), rounds=True)
+        writer = CheckpointWriter(base._model.get_base_model(), None, make_plan(policy, scheme))
         folders.append(CheckpointFolder(Accelerator(cpu=True), writer, str(tmp_path / "rollouts"), 0, is_served=False))
         base.write(folders[-1])
         base.digest(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The examples of docs/architecture.md: in other packages a scheme and an objective (a trainer: test_trainers.py)."""
+"""The examples of docs/architecture.md: in other packages a scheme and an objective (GMPO: test_trainers.py)."""
 
 import ast
 import json
@@ -9,19 +9,16 @@ from pathlib import Path
 
 import pytest
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
-from conftest import FORGET_OURS
-from documents import ROOT, blocks, rows
+from conftest import FORGET_OURS, child_environment, needs_trl_1_16
+from documents import ROOT, blocks, extension_examples, rows
 from safetensors.torch import load_file
-from tiny import tiny_model, tiny_tokenizer
+from tiny import stream_of, tiny_model, tiny_tokenizer
 
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.quantization.stream import WeightStream
 
 PAGE = ROOT / "docs" / "architecture.md"
-NAMES = ("scheme", "registration", "objective", "config", "trainer", "transform")
-EXAMPLES = dict(zip(NAMES, (block.code for block in blocks(PAGE, "py")), strict=True))
-"""The code of the page."""
+EXAMPLES = extension_examples()
 
 USE_IT = """
 import json, sys
@@ -66,6 +63,58 @@ def install(directory: Path, name: str, source: str, entry_points: str) -> None:
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(entry_points)
+
+
+DISTILL = """
+import json, sys
+
+from made_up import QuantizedDistillationConfig, QuantizedDistillationTrainer
+from scenarios.short_runs import COMMON, texts
+from tiny import tiny_model, tiny_tokenizer
+
+directory = sys.argv[1]
+tiny_model(seed=1).save_pretrained(f"{directory}/teacher")
+settings = {name: value for name, value in COMMON.items() if "generation" not in name and name != "logging_steps"}
+settings |= {"smooth_activations": None, "logging_steps": 1}
+trainer = QuantizedDistillationTrainer(
+    tiny_model(),
+    f"{directory}/teacher",
+    QuantizedDistillationConfig(f"{directory}/run", **settings),
+    train_dataset=texts(),
+    processing_class=tiny_tokenizer(),
+)
+trainer.train()
+trainer.create_model_card()
+generation = trainer.vllm_generation
+record = {"history": trainer.state.log_history, "format": generation.sync.engine.describe().format}
+record |= {"smoothed": len(generation.weights.smoothing.scales), "saved": str(trainer.save_quantized())}
+print("RECORD " + json.dumps(record))
+"""
+
+
+@needs_trl_1_16
+@pytest.mark.vllm
+def test_a_trainer_of_trls_that_is_not_of_groups(warm_python, tmp_path):
+    (tmp_path / "made_up.py").write_text(EXAMPLES["distillation"])
+    paths = [str(path) for path in (tmp_path, ROOT, ROOT / "tests")]
+    done = subprocess.run(
+        [warm_python, "-c", DISTILL, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=child_environment(PYTHONPATH=os.pathsep.join(paths)),
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout.split("RECORD ")[1])
+    assert record["format"] == "8-bit int-quantized"
+    first, second = [row for row in record["history"] if "loss" in row]
+    for row in (first, second):  # a rollout each, and each with a sync whose probe agreed
+        assert row["time/update_s"] > 0 and row["time/generate_s"] > 0 and row["sync/sent_mb"] > 0
+        assert row["sync/probe_distance"] >= 0 and row["throughput/generated_tokens_per_s"] > 0
+    assert record["smoothed"] > 0, "smoothing learned from the loss of the first rollout"
+    assert (Path(record["saved"]) / "model.safetensors").exists()
+    assert "The algorithm is Distillation." in (tmp_path / "run" / "README.md").read_text()
 
 
 def test_an_objective_of_another_package(warm_python, tmp_path):
@@ -134,7 +183,7 @@ def test_a_transform_of_weights():
     model = tiny_model()
     weight = model.model.layers[0].mlp.up_proj.weight.data
     weight[0, 0] = 100 * weight[0].std()
-    stream = WeightStream(model, SCHEMES["int8"])
+    stream = stream_of(model, SCHEMES["int8"])
     name = "model.layers.0.mlp.up_proj.weight_scale"
     wide = dict(stream.tensors(model_parameters(model)))[name][0].item()
     stream.transforms.append(names["clip_outliers"])

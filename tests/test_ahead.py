@@ -168,7 +168,7 @@ def before_begin(trainer, rollout, act):
     generate = client.generate
 
     def begin(*args, **kwargs):
-        if client.begins and next(begun) == rollout:
+        if client.out is not None and client.out.future is None and next(begun) == rollout:
             act()
         return generate(*args, **kwargs)
 
@@ -191,7 +191,7 @@ def test_restarts_with_old_weights_after_a_rollout(deployment, delayed):
     ahead = build(deployment)
 
     def lose():
-        wait([ahead.vllm_generation.vllm_client._out])
+        wait([ahead.vllm_generation.vllm_client.out.future])
         deployment.lose_and_wait()
 
     ahead.add_callback(at_step(3, lose))

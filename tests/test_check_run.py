@@ -36,27 +36,12 @@ def test_assertions_that_hold_and_that_do_not(check):
     assert "FAILED  mean(reward[-2:]) > 0.96    (0.95 > 0.96)" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("assertion", "message"),
-    [
-        ("mean(reward)", "not a comparison"),
-        ("sum(reward) > 1", "'sum(reward)' is neither a number nor"),
-        ("mean(rewards) > 1", "0 values of rewards"),
-        ("mean(reward[10:]) > 1", "10 values of reward, none of them selected"),
-    ],
-)
-def test_what_cannot_be_checked_is_an_error(check, assertion, message):
-    done = check(assertion)
-    assert done.returncode == 2
-    assert message in done.stderr and "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipes_say_how_to_see_that_a_run_went_well(check, recipe):
     documented = re.findall(r"`([\w/@]+)`", (ROOT / "docs" / "metrics.md").read_text())
     for metric in re.findall(r"^# assert:.*?\(([\w/]+)", recipe.read_text(), re.MULTILINE):
         assert metric == "reward" or metric in documented
-    # All rewards are the same: there are fewer than forty of them, so the first twenty are the last twenty.
+    # There are fewer than forty rewards, so the first twenty are the last twenty.
     done = check("--recipe", recipe)
     assert done.stdout.splitlines()[0].startswith("FAILED  mean(reward[-20:]) > mean(reward[:20])"), done.stderr
     assert all(line.startswith("ok") for line in done.stdout.splitlines()[1:])

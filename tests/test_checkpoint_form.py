@@ -8,7 +8,16 @@ import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from tiny import MIXTURES, SIXTEEN_BIT_EXPERTS, rollout_settings, save_remote_code_model, tiny_mixture, tiny_model
+from tiny import (
+    MIXTURES,
+    SIXTEEN_BIT_EXPERTS,
+    layers_of,
+    rollout_settings,
+    save_remote_code_model,
+    stream_of,
+    tiny_mixture,
+    tiny_model,
+)
 from tiny_vision import VISION_FAMILIES, tiny_vision_model, vision_processor
 from torch import nn
 from transformers import LlamaForCausalLM
@@ -16,12 +25,11 @@ from transformers.core_model_loading import Chunk, WeightConverter, WeightRenami
 from trl.distributed import DistributedBackend
 
 from trl_qurl import cli
-from trl_qurl.quantization import get_scheme, quantized_layer_names, write_checkpoint
+from trl_qurl.quantization import get_scheme, make_plan, write_checkpoint
 from trl_qurl.quantization.checkpoint import load_model
 from trl_qurl.quantization.checkpoint_form import CheckpointForm
 from trl_qurl.quantization.layers import ignored_modules
 from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import FrozenBase, adapter_obstacle
 from trl_qurl.rollout.engine.hardware import check_cpu_build
 from trl_qurl.rollout.errors import ServerError
@@ -74,8 +82,8 @@ def test_a_quantized_mixture_equals_llmcompressors(family, ignore, tmp_path):
 @pytest.mark.parametrize("family", MIXTURES)
 def test_routers_are_not_quantized(family):
     model = tiny_mixture(family)
-    layers = quantized_layer_names(model)
-    kept = {name.rpartition(".")[0] for name in WeightStream(model, get_scheme("int8")).form.layout} - layers
+    layers = layers_of(model)
+    kept = {name.rpartition(".")[0] for name in stream_of(model, get_scheme("int8")).form.layout} - layers
     routers = {name for name in kept if name.rpartition(".")[2] in ("gate", "router", "shared_expert_gate")}
     assert len(routers) == {"qwen2_moe": 4, "glm4_moe": 1}.get(family, 2)
     for name in routers:  # vLLM gets patterns that match these names and its own
@@ -92,9 +100,9 @@ def test_projections_are_not_mistaken_for_routers():
 
 def test_patterns_reach_experts():
     model = tiny_mixture("mixtral")
-    assert not [name for name in quantized_layer_names(model, SIXTEEN_BIT_EXPERTS) if "experts" in name]
-    some = quantized_layer_names(model, ["lm_head", r"re:.*experts\.[12]\."])
-    assert {name.split(".")[5] for name in some if "experts" in name} == {"0", "3"}
+    assert not [name for name in layers_of(model, SIXTEEN_BIT_EXPERTS) if "experts" in name]
+    some = layers_of(model, ["lm_head", r"re:.*layers\.1\..*experts\."])
+    assert {name.split(".")[2] for name in some if "experts" in name} == {"0"}
 
 
 def test_a_buffer_that_chooses_experts_is_in_the_checkpoint(tmp_path):
@@ -107,22 +115,21 @@ def test_a_buffer_that_chooses_experts_is_in_the_checkpoint(tmp_path):
 def test_a_format_without_a_kernel_for_this_cpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_f": False})
     model = tiny_model()
-    check_cpu_build(model.config, scheme=get_scheme("int8"))
+    check_cpu_build(model.config, {"layer": get_scheme("int8")})
     message = "W4A16 kernels only for CPUs with avx512_f, which this one lacks: choose another rollout_quantization"
     with nullcontext() if torch.cuda.is_available() else pytest.raises(ValueError, match=message):
-        check_cpu_build(model.config, scheme=get_scheme("w4a16"))
+        check_cpu_build(model.config, {"layer": get_scheme("w4a16")})
 
 
 @pytest.mark.parametrize("has_amx", [False, True])
 def test_experts_without_a_kernel_are_refused_with_the_pattern(has_amx, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "amx_tile": has_amx})
-    model, scheme = tiny_mixture("mixtral"), get_scheme("int8")
-    without = quantized_layer_names(model, SIXTEEN_BIT_EXPERTS)
-    check_cpu_build(model.config, without, scheme)
-    check_cpu_build(model.config, quantized_layer_names(model), None)
+    model = tiny_mixture("mixtral")
+    check_cpu_build(model.config, make_plan(model, "int8", SIXTEEN_BIT_EXPERTS).schemes)
+    check_cpu_build(model.config)
     is_refused = not has_amx and not torch.cuda.is_available()
     with pytest.raises(ValueError, match=r"INT8 experts only on .* AMX, .* add 're:") if is_refused else nullcontext():
-        check_cpu_build(model.config, quantized_layer_names(model), scheme)
+        check_cpu_build(model.config, make_plan(model, "int8").schemes)
 
 
 def test_the_probe_is_skipped_for_quantized_experts():
@@ -132,7 +139,7 @@ def test_the_probe_is_skipped_for_quantized_experts():
 
     def check(ignore):
         model, scheme = tiny_mixture("mixtral"), get_scheme("int8")
-        weights, processes = WeightStream(model, scheme, ignore), DistributedBackend(Accelerator(cpu=True))
+        weights, processes = stream_of(model, scheme, ignore), DistributedBackend(Accelerator(cpu=True))
         sync = WeightSync(model, weights, Engine(), rollout_settings(scheme), processes, lambda: 0)
         return sync._check_probe()
 
@@ -147,7 +154,7 @@ def test_the_probe_is_skipped_for_quantized_experts():
 @pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_only_the_language_model_is_quantized(family, tmp_path):
     model = tiny_vision_model(family)
-    layers = quantized_layer_names(model)
+    layers = layers_of(model)
     language = [name for name, module in model.get_decoder().named_modules() if isinstance(module, nn.Linear)]
     assert {name.partition("layers.")[2] for name in layers} == {name.partition("layers.")[2] for name in language}
     assert len(layers) == len(language) == 14
@@ -181,8 +188,8 @@ def test_round_base_with_quantized_experts_is_refused():
     adapted = get_peft_model(tiny_mixture("mixtral"), LoraConfig(r=2, target_modules=["q_proj"]))
     scheme = get_scheme("int8")
     with pytest.raises(ValueError, match=r"round_base=True does not round experts .*: add 're:.\*\\.experts\\.' to"):
-        FrozenBase(adapted, WeightStream(adapted, scheme), rounds=True)
-    FrozenBase(adapted, WeightStream(adapted, scheme, SIXTEEN_BIT_EXPERTS), rounds=True)
+        FrozenBase(adapted, stream_of(adapted, scheme), rounds=True)
+    FrozenBase(adapted, stream_of(adapted, scheme, SIXTEEN_BIT_EXPERTS), rounds=True)
 
 
 def test_a_vision_language_model_is_loaded_with_its_processor(tmp_path):

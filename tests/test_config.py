@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 
 import pytest
 import yaml
+from support.configs import PLAIN, SEVERAL_UPDATES, config
 from transformers import HfArgumentParser
 from trl import GRPOConfig, TrlParser
 from trl.experimental.gmpo import GMPOConfig
@@ -17,18 +18,8 @@ from trl_qurl.config import CLIPPED_LOSS_TYPES, TAKEN_ENGINE_ARGUMENTS, Quantize
 from trl_qurl.objective import OBJECTIVES
 from trl_qurl.quantization.formats import TOKEN_CACHES
 
-PLAIN = {"use_cpu": True, "bf16": False, "report_to": []}
-"""What any machine can do, whatever it has."""
-if "activation_checkpointing" in {field.name for field in fields(GRPOConfig)}:
-    PLAIN["activation_checkpointing"] = True  # transformers from 5.23 on warns of the name by which TRL sets it
-
-SEVERAL_UPDATES = {"steps_per_generation": 4, "gradient_accumulation_steps": 1}
-"""Four updates per rollout: the objective acts, and nothing is warned of."""
-
-
-def config(**settings):
-    return QuRLGRPOConfig("out", **PLAIN | SEVERAL_UPDATES | settings)
-
+TRLS = ("correction", "mode", "clip_max", "clip_min")
+"""TRL's settings of its own correction, without their prefix."""
 
 # Defaults ------------------------------------------------------------------------------------------------------------
 
@@ -46,15 +37,12 @@ OWN_DEFAULTS = {
     "sync_check_interval": 16,
     "vllm_request_timeout": 900.0,
     "rollouts_ahead": 0,
+    "importance_cap": 2.0,
     "mismatch_guard": "warn",
     "mismatch_guard_kl": 0.1,
     "smooth_activations": None,
 }
-CHANGED_DEFAULTS = {
-    "use_vllm": True,
-    "vllm_importance_sampling_mode": "token_truncate",
-    "vllm_importance_sampling_clip_max": 2.0,
-}
+CHANGED_DEFAULTS = {"use_vllm": True}
 
 
 def test_defaults():
@@ -63,8 +51,9 @@ def test_defaults():
     )
 
 
-def test_only_these_fields_are_new_or_differ_from_trl():
-    ours, theirs = vars(config()), vars(GRPOConfig("out", **PLAIN | SEVERAL_UPDATES))
+@pytest.mark.parametrize("objective", [*OBJECTIVES, "trl"])
+def test_only_these_fields_are_new_or_differ_from_trl(objective):
+    ours, theirs = vars(config(objective=objective)), vars(GRPOConfig("out", **PLAIN | SEVERAL_UPDATES))
     timestamped = {"_n_gpu", "logging_dir", "run_name"}
     assert ours.keys() - theirs.keys() == OWN_DEFAULTS.keys()
     differing = {name for name in theirs.keys() - timestamped if ours[name] != theirs[name]}
@@ -88,7 +77,6 @@ def test_every_added_field_has_its_sentence_on_the_command_line():
     added = helps.keys() - {field.name for field in fields(GRPOConfig)}
     assert not [name for name in added if not helps[name] or "`" in helps[name] or "%" in helps[name]]
     assert helps["critic_warmup_steps"] == "Number of initial optimizer steps in which only the critic learns."
-    assert helps["vllm_importance_sampling_clip_max"] == "Cap C of the importance ratio (a ratio, not a log)."
     assert all(len(helps[name]) < 200 for name in added)
 
 
@@ -147,16 +135,15 @@ REFUSED = [
         r"weight_sync is 'nccl', but must be one of 'auto', 'stream', 'checkpoint', 'adapter', 'llmcompressor'",
     ),
     ({"uaq_scale": 0.0}, r"uaq_scale is 0\.0, .* must be positive and finite \(.* 1\.5; 1\.0 turns UAQ off\)"),
-    ({"uaq_scale": "1.5"}, r"uaq_scale is '1\.5', .* must be positive and finite"),
+    ({"uaq_scale": "1.5"}, r"uaq_scale is '1\.5', but must be a number\."),
+    ({"smooth_activations": "off"}, r"smooth_activations is 'off', but must be True or False or None\."),
+    ({"max_steps": 2.5}, r"max_steps is 2\.5, but must be a whole number\."),
+    ({"num_generations": 0}, r"num_generations is 0, but must be 1 or more\."),
     (
         {"vllm_gpu_memory_utilization": 30},
         r"vllm_gpu_memory_utilization is 30, but must be a share of the GPU",
     ),
     ({"quantization_ignore": ["lm_head", "re:(["]}, r"quantization_ignore has 're:\(\[', which is not a regular exp"),
-    (
-        {"quantization_ignore": ["lm_head", "auto"]},
-        r"quantization_ignore has 'auto', which names no module: run `trl-qurl mismatch MODEL --kl 5e-3`, and use",
-    ),
     ({"uaq_scale": -1.5}, r"uaq_scale is -1\.5, .* 1\.0 turns UAQ off"),
     ({"uaq_scale": float("inf")}, r"uaq_scale is inf, .* 1\.0 turns UAQ off"),
     ({"uaq_scale": float("nan")}, r"uaq_scale is nan, .* 1\.0 turns UAQ off"),
@@ -194,20 +181,14 @@ REFUSED = [
         {"objective": "acr", "beta": 0.1},
         r"use_bias_correction_kl=True with beta=0\.1 does not fit objective='acr': set .*=False, or use .*'tis'",
     ),
-    # TRL itself objects.
-    (
-        {"vllm_importance_sampling_clip_max": None},
-        r"At least one of .* `vllm_importance_sampling_clip_max` must be set",
+    *(
+        ({"importance_cap": cap}, r"importance_cap is .*, but must be a ratio above 0, or None for no cap")
+        for cap in (0.0, -1.0, float("nan"))
     ),
-    ({"vllm_importance_sampling_clip_max": 0.0}, r"is 0\.0: give a positive cap C .*, or use objective='decoupled'"),
-    ({"vllm_importance_sampling_clip_max": float("inf")}, r"is inf: give a positive cap C .*objective='decoupled'"),
-    (
-        {"objective": "tis", "vllm_importance_sampling_clip_max": -1.0},
-        r"objective='tis' limits .* give a positive cap",
-    ),
+    ({"use_vllm": False}, r"use_vllm=False asks transformers to generate, .*: set it to True, or use TRL's own"),
     (
         {"use_transformers_continuous_batching": True},
-        r"transformers to generate, .*: set it to False, or use TRL's own trainer with use_vllm=False",
+        r"transformers to generate, .*: set it to False, or use TRL's own trainer",
     ),
     (
         {"objective": "acr", "delta": 4.0},
@@ -216,21 +197,6 @@ REFUSED = [
     (
         {"objective": "acr", "importance_sampling_level": "sequence"},
         r"importance_sampling_level='sequence' does not fit objective='acr': use 'token', or use objective='tis'",
-    ),
-    *(
-        (
-            {"objective": objective, "vllm_importance_sampling_mode": mode},
-            rf"mode='{mode}' does not fit objective='{objective}': leave it out, or use objective='trl'",
-        )
-        for objective in OBJECTIVES
-        for mode in ("token_mask", "sequence_truncate")
-    ),
-    *(
-        (
-            {"objective": objective, "vllm_importance_sampling_clip_min": 0.5},
-            rf"clip_min=0\.5 does not fit objective='{objective}': leave it out, or use objective='trl'\.",
-        )
-        for objective in OBJECTIVES
     ),
     *(
         (
@@ -272,10 +238,9 @@ def test_what_cannot_work_is_refused_with_the_way_out(settings, message):
             for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
         ),
         {"objective": "trl", "vllm_importance_sampling_correction": False},
-        *(
-            {"objective": objective, "vllm_importance_sampling_clip_max": float("inf")}
-            for objective in ("decoupled", "naive", "quantized_ratio")
-        ),
+        *({"importance_cap": cap} for cap in (None, float("inf"), 1, 0.5)),
+        {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate", "objective": "tis"},
+        {f"vllm_importance_sampling_{name}": getattr(GRPOConfig, f"vllm_importance_sampling_{name}") for name in TRLS},
         {"objective": "trl", "vllm_importance_sampling_clip_min": 0.5},
         {"objective": "tis", "delta": 4.0},
         {"vllm_model_impl": "transformers"},
@@ -338,9 +303,6 @@ def test_a_correction_of_trls_that_is_written_out_is_trls(settings):
         given = config(**settings)
     assert given.objective == "trl" and [warning.filename for warning in caught] == [__file__]
     assert {name: getattr(given, name) for name in settings} == settings
-    trls = GRPOConfig("out", **PLAIN, **settings)
-    names = ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")
-    assert all(getattr(given, name) == getattr(trls, name) for name in names)
 
 
 @pytest.mark.parametrize(
@@ -357,24 +319,23 @@ def test_updates_that_mix_two_rollouts_are_named(per_rollout, iterations, per_up
     assert [message.startswith("Updates mix two rollouts: ") for message in messages] == [True] * mixes
 
 
-def test_trls_objective_has_trls_defaults_and_the_others_the_papers():
-    names = ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")
-    trls = GRPOConfig("out", **PLAIN)
-    assert [getattr(config(objective="trl"), name) for name in names] == [getattr(trls, name) for name in names]
-    assert [getattr(config(), name) for name in names] == ["token_truncate", 2.0]
-    given = config(objective="trl", vllm_importance_sampling_clip_max=2.0)
-    assert given.vllm_importance_sampling_clip_max == 2.0
-
-
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_defaults_of_trl_that_are_written_out_are_replaced_with_one_warning(objective):
-    names = ("use_vllm", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max")
-    trls = GRPOConfig("out", **PLAIN)
+def test_changed_settings_that_only_trls_loss_reads_are_named_in_one_warning(objective):
+    advice = {
+        "vllm_importance_sampling_clip_max=4.0": "set importance_cap.",
+        "vllm_importance_sampling_clip_min=0.5": "leave it out, or use objective='trl'.",
+        "vllm_importance_sampling_mode='token_mask'": "leave it out, or use objective='trl'.",
+    }
+    settings = {setting.partition("=")[0]: yaml.safe_load(setting.partition("=")[2]) for setting in advice}
     with pytest.warns(UserWarning) as caught:
-        given = config(objective=objective, **{name: getattr(trls, name) for name in names})
-    assert [getattr(given, name) for name in names] == [True, "token_truncate", 2.0]
-    [message] = [str(warning.message) for warning in caught]
-    assert all(name in message for name in names) and caught[0].filename == __file__
+        given = config(objective=objective, **settings)
+    [warning] = caught
+    sentences = [f"{setting} has no effect with objective='{objective}': {way}" for setting, way in advice.items()]
+    assert (str(warning.message), warning.filename) == (" ".join(sentences), __file__)
+    assert {name: getattr(given, name) for name in settings} == settings
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config(objective="trl", **settings)
 
 
 def test_llmcompressor_works_in_one_process(monkeypatch):
@@ -423,12 +384,13 @@ COMMAND_LINE += ["--steps_per_generation", "4"]
 @pytest.mark.parametrize("parser", [TrlParser, HfArgumentParser])
 def test_the_command_line(parser):
     arguments = ["--rollout_quantization", "none", "--vllm_engine_kwargs", '{"enforce_eager": true, "seed_": 3}']
-    arguments += ["--quantization_ignore", "lm_head", "re:.*down_proj", "--objective", "tis", "--uaq_scale", "1.0"]
+    arguments += ["--quantization_ignore", "lm_head", "re:.*down_proj", "--objective", "tis"]
+    arguments += ["--importance_cap", "inf"]
     [settings] = parser(QuRLGRPOConfig).parse_args_into_dataclasses([*COMMAND_LINE, *arguments])
     assert settings.rollout_quantization is None
     assert settings.engine_kwargs == {"enforce_eager": True, "seed_": 3}
     assert settings.quantization_ignore == ["lm_head", "re:.*down_proj"]
-    assert (settings.objective, settings.uaq_scale) == ("tis", 1.0)
+    assert (settings.objective, settings.importance_cap) == ("tis", float("inf"))
 
 
 def test_a_clash_is_found_in_json_as_well():
@@ -440,7 +402,7 @@ def test_a_clash_is_found_in_json_as_well():
 def test_yaml(tmp_path):
     path = tmp_path / "run.yaml"
     settings = {"rollout_quantization": "none", "quantization_ignore": ["lm_head", "re:.*mlp.*"], "objective": "tis"}
-    settings |= {"vllm_engine_kwargs": {"enforce_eager": True}, "vllm_importance_sampling_clip_max": 4.0}
+    settings |= {"vllm_engine_kwargs": {"enforce_eager": True}, "importance_cap": 4.0}
     path.write_text(yaml.safe_dump(settings))
     [parsed] = TrlParser(QuRLGRPOConfig).parse_args_and_config([*COMMAND_LINE, "--config", str(path)])
     assert {name: getattr(parsed, name) for name in settings} == settings | {"rollout_quantization": None}

@@ -1,13 +1,10 @@
-"""Loading questions: what comes out, and that every mistake in the source is named before anything slow happens."""
+"""Loading and grading questions, and the errors for mistakes in their files."""
 
 import gzip
 import json
 import math
-import subprocess
-import sys
 
 import pytest
-from conftest import child_environment
 from tiny import SHARED
 
 from trl_qurl.lab.data import INSTRUCTION, load_questions
@@ -24,76 +21,46 @@ def write(path, rows):
 
 @pytest.mark.parametrize("name", ["questions.jsonl", "questions.jsonl.gz"])
 def test_rows_become_one_user_message_and_a_text_answer(tmp_path, name):
-    path = write(
-        tmp_path / name, [{"question": "2 + 2?", "answer": 4}, {"question": "Half of 1?", "answer": "\\frac12"}]
-    )
+    rows = [{"question": "2 + 2?", "answer": 4}, {"question": "Half of 1?", "answer": "\\frac12"}]
+    path = write(tmp_path / name, rows)
     questions = load_questions(path)
     assert questions.column_names == ["prompt", "solution"]
     assert questions[0]["prompt"] == [{"role": "user", "content": f"2 + 2?\n\n{INSTRUCTION}"}]
     assert questions["solution"][:] == ["$4$", "$\\frac12$"]
 
 
-def test_a_json_file_holds_a_list(tmp_path):
-    path = tmp_path / "questions.json"
-    path.write_text(json.dumps([{"question": "q", "answer": "a"}]))
-    assert len(load_questions(str(path))) == 1
-
-
 def test_limit_keeps_the_first(tmp_path):
     path = write(tmp_path / "q.jsonl", [{"question": str(index), "answer": str(index)} for index in range(5)])
     assert load_questions(path, limit=2)["solution"][:] == ["$0$", "$1$"]
     assert len(load_questions(path, limit=9)) == 5
-
-
-@pytest.mark.parametrize(
-    ("answer", "right", "wrong"),
-    [
-        ("She earns 40*30 = <<40*30=1200>>1,200 dollars.\n#### 1,200", "1200", "1"),
-        ("#### 18", "\\$18", "81"),
-        ("18.", "18 \\text{ dollars}", "18.5"),
-        ("-3", "-3.0", "3"),
-        ("1,234", "1{,}234", "234"),
-        ("\\frac{1}{2}", "0.5", "2"),
-        ("$x^2$", "x^2", "x"),
-        ("$1$, $2$", "2, 1", "1"),
-        ("(1, 2)", "\\left(1, 2\\right)", "(2, 1)"),
-        ("C", "\\text{C}", "D"),
-        ("\\text{Evelyn}", "Evelyn", "Bob"),
-    ],
-)
-def test_trl_grades_what_data_sets_call_an_answer(answer, right, wrong):
-    pytest.importorskip("math_verify")
-    texts = [f"So it is $\\boxed{{{right}}}$.", f"So it is $\\boxed{{{wrong}}}$."]
-    assert are_correct(texts, [as_solution(answer)] * 2) == [True, False]
+    with pytest.raises(ValueError, match="limit=0"):
+        load_questions(path, limit=0)
 
 
 @pytest.mark.parametrize(
     ("answer", "solution", "right", "wrong"),
     [
+        ("She earns 40*30 = <<40*30=1200>>1,200 dollars.\n#### 1,200", "$1,200$", ["1200"], ["1"]),
+        ("1,234", "$1,234$", ["1{,}234"], ["234"]),
+        ("$1$, $2$", "$1$, $2$", ["2, 1"], ["1"]),
+        ("(1, 2)", "$(1, 2)$", ["\\left(1, 2\\right)"], ["(2, 1)"]),
         ("18 dollars", "$18$ dollars", ["18", "\\$18", "18 dollars", "18\\text{ dollars}"], ["81", "dollars"]),
         ("#### 72 clips", "$72$ clips", ["72"], ["27"]),
         ("5 km/h", "$5$ km/h", ["5", "5\\,\\text{km/h}"], ["6"]),
-        ("12 cm^2", "$12$ cm^2", ["12", "12\\text{ cm}^2"], ["144"]),
-        ("7 (seven)", "$7$ (seven)", ["7"], ["8"]),
         ("€5", "€$5$", ["5", "€5"], ["6"]),
-        ("-3 degrees", "$-3$ degrees", ["-3"], ["3"]),
         ("20\\text{ miles}", "$20$ miles", ["20"], ["2"]),
         ("\\frac{1}{2} cups", "$\\frac{1}{2}$ cups", ["0.5"], ["2"]),
         ("so \\boxed{\\frac{1}{2}}.", "$\\frac{1}{2}$", ["0.5"], ["2"]),
         ("2xy", "$2xy$", ["2yx"], ["2"]),
-        ("2 x", "$2 x$", ["2x"], ["2"]),
         ("x - y", "$x - y$", ["-y + x"], ["y - x"]),
         ("1.5 million", "$\\text{1.5 million}$", ["1.5 million"], ["1.5"]),
         ("9 am", "$\\text{9 am}$", ["9\\text{ am}"], ["9 pm", "9"]),
         ("192.168.0.1", "$\\text{192.168.0.1}$", ["192.168.0.1"], ["192.168.0.2"]),
         ("10:30", "$\\text{10:30}$", ["10:30"], ["1/3"]),
-        ("555-1234", "$\\text{555-1234}$", ["555-1234"], ["-679"]),
         ("Paris", "$\\text{Paris}$", ["Paris", "\\text{paris.}", "\\textbf{Paris}"], ["Siarp", "London"]),
         ("New York", "$\\text{New York}$", ["new  york"], ["York New"]),
-        ("World War 2", "$\\text{World War 2}$", ["World War 2"], ["2", "World War 3"]),
         ("rock and roll", "$\\text{rock and roll}$", ["rock and roll"], ["roll and rock"]),
         ("état", "$\\text{état}$", ["état", "e\u0301tat"], ["tate"]),
-        ("東京", "$\\text{東京}$", ["東京"], ["京東"]),
         ("2024-01-05", "$\\text{2024-01-05}$", ["2024-01-05"], ["2018"]),
         ("C++", "$C++$", ["C++"], ["C"]),  # mathematics that TRL cannot read
         ("(A)", "$(A)$", ["A", "\\text{(A)}"], ["B"]),
@@ -105,12 +72,6 @@ def test_numbers_are_compared_as_mathematics_and_words_as_text(answer, solution,
     for given, expected in [*((text, 1.0) for text in right), *((text, 0.0) for text in wrong)]:
         completion = [{"role": "assistant", "content": f"So it is \\boxed{{{given}}}."}]
         assert accuracy_reward([completion], [solution]) == [expected], given
-
-
-def test_a_text_in_one_box_of_two_is_wrong():
-    pytest.importorskip("math_verify")
-    texts = ["\\boxed{Paris} or \\boxed{London}", "\\boxed{Paris}, so \\boxed{Paris}", "Paris"]
-    assert are_correct(texts, ["$\\text{Paris}$"] * 3) == [False, True, False]
 
 
 @pytest.mark.skipif(not (SHARED / "data").exists(), reason="needs ../shared/data")
@@ -130,23 +91,25 @@ def test_trl_grades_the_answers_of_two_benchmarks():
 
 
 @pytest.mark.parametrize("text", ["", "it is 72", "\\boxed{72", "\\boxed{71}", "\\boxed{71} or \\boxed{72}"])
-def test_what_is_not_one_right_box_is_wrong(text):
+def test_only_one_correct_box_is_right(text):
     pytest.importorskip("math_verify")
     assert are_correct([text, "\\boxed{72}"], ["$72$", "$72$"]) == [False, True]
+    words = text.replace("72", "Paris").replace("71", "London")
+    assert are_correct([words, "\\boxed{Paris}"], ["$\\text{Paris}$"] * 2) == [False, True]
 
 
 def test_a_hub_name_is_not_looked_for_on_disk(monkeypatch):
     import datasets
 
-    asked = []
+    calls = []
 
     def load_dataset(*args, **kwargs):
-        asked.append((args, kwargs))
+        calls.append((args, kwargs))
         return datasets.Dataset.from_dict({"question": ["q", "r"], "answer": ["w #### 1", "w #### 2"]})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert load_questions("openai/gsm8k", split="test", config="main", limit=1)["solution"][:] == ["$1$"]
-    assert asked == [(("openai/gsm8k", "main"), {"split": "test"})]
+    assert calls == [(("openai/gsm8k", "main"), {"split": "test"})]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +152,6 @@ def test_a_bad_file_is_named_with_its_fault(tmp_path, rows, message):
     ("row", "columns", "answer"),
     [
         ({"problem": "q", "answer": 5}, {}, "5"),
-        ({"prompt": "q", "answer": "5"}, {}, "5"),
         ({"question": "q", "final_answer": ["1", "2"]}, {}, "1, 2"),
         (
             {"prompt": "q", "solution": "34", "answer": "x"},
@@ -199,7 +161,7 @@ def test_a_bad_file_is_named_with_its_fault(tmp_path, rows, message):
         ({"question": "q", "problem": "p", "answer": "1", "final_answer": "2"}, {}, "1"),
     ],
 )
-def test_columns_have_the_names_that_sets_on_the_hub_give_them(row, columns, answer, tmp_path):
+def test_columns_may_have_the_usual_names_of_the_hub(row, columns, answer, tmp_path):
     questions = load_questions(write(tmp_path / "q.jsonl", [row]), **columns)
     assert questions[0]["prompt"][0]["content"].startswith("q\n") and questions["solution"][:] == [f"${answer}$"]
 
@@ -210,12 +172,6 @@ def test_a_conversation_stays_one_and_ends_with_the_instruction(tmp_path):
     assert load_questions(path)[0]["prompt"] == [system, {"role": "user", "content": f"2 + 2?\n\n{INSTRUCTION}"}]
 
 
-def test_a_named_column_must_be_there(tmp_path):
-    path = write(tmp_path / "q.jsonl", [{"question": "q", "answer": "a"}])
-    with pytest.raises(ValueError, match="has no prompt; its columns are question, answer"):
-        load_questions(path, question_column="prompt")
-
-
 @pytest.mark.parametrize("name", ["no.jsonl", "no.jsonl.gz", "./no"])
 def test_a_missing_file_is_not_mistaken_for_a_hub_name(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
@@ -223,15 +179,17 @@ def test_a_missing_file_is_not_mistaken_for_a_hub_name(tmp_path, monkeypatch, na
         load_questions(name)
 
 
-def test_files_that_are_not_what_their_name_says(tmp_path):
+def test_files_of_another_format_are_refused(tmp_path):
     (tmp_path / "broken.jsonl").write_text('{"question": "q"}\n{"question": \n')
     (tmp_path / "plain.jsonl.gz").write_text('{"question": "q", "answer": "a"}\n')
     (tmp_path / "bytes.parquet").write_text("question,answer\n")
     (tmp_path / "table.xlsx").write_text("question,answer\n")
+    (tmp_path / "comma.csv").write_text("question,answer\nOne, two, three?,4\n")
     for name, message in [
         ("broken.jsonl", "cannot be read as jsonl: Expecting value: line 2 column 14"),
         ("plain.jsonl.gz", "cannot be read as jsonl: Not a gzipped file"),
         ("bytes.parquet", "cannot be read as parquet: "),
+        ("comma.csv", "Row 1 of .* has more cells than the first line has names"),
         ("table.xlsx", "is not a .json, .jsonl, .csv, .parquet file"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -249,29 +207,10 @@ def test_tables_are_read_too(tmp_path):
         assert questions["solution"][:] == ["$2$", "$3$"] and questions[0]["prompt"][0]["content"].startswith("1+1\n")
 
 
-def test_a_limit_that_leaves_nothing_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="limit=0"):
-        load_questions(str(tmp_path / "unread.jsonl"), limit=0)
-
-
-def test_values_stay_as_they_are_written(tmp_path):
+def test_values_are_not_converted(tmp_path):
     """Not as `datasets` and pandas guess them: NA as nothing, long integers beside decimals as rounded numbers."""
     (tmp_path / "q.csv").write_text("\ufeffquestion,answer\nq,NA\nq,12345678901234567\nq,1.50\n")
     assert load_questions(str(tmp_path / "q.csv"))["solution"][:] == ["$\\text{NA}$", "$12345678901234567$", "$1.50$"]
     path = tmp_path / "Q.JSONL"
     path.write_text('{"question": "q", "answer": 12345678901234567.5}\n\n{"question": 1, "answer": false}\n')
     assert load_questions(str(path))["solution"][:] == ["$12345678901234567.5$", "$\\text{False}$"]
-
-
-def test_a_comma_that_shifts_the_columns_is_named(tmp_path):
-    (tmp_path / "q.csv").write_text("question,answer\nOne, two, three?,4\n")
-    with pytest.raises(ValueError, match="Row 1 of .* has more cells than the first line has names"):
-        load_questions(str(tmp_path / "q.csv"))
-
-
-def test_local_files_need_no_cache(tmp_path):
-    path = write(tmp_path / "q.jsonl", [{"question": "q", "answer": "1"}])
-    code = f"from trl_qurl.lab.data import load_questions; print(load_questions({path!r})['solution'][:])"
-    environment = child_environment(HF_HOME="/proc/nowhere")
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.stdout == "['$1$']\n", done.stderr

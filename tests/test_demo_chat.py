@@ -5,10 +5,10 @@ import subprocess
 import pytest
 from conftest import child_environment
 from documents import ROOT
-from tiny import tiny_model, tiny_tokenizer
+from tiny import save_tiny
 
 from trl_qurl import cli
-from trl_qurl.lab.demo.chat import accuracy, conversation, is_right, questions, right_number
+from trl_qurl.lab.demo.chat import conversation, is_right, questions, right_number
 from trl_qurl.trainers.run_log import read_run
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -32,45 +32,31 @@ def test_the_last_number_counts(text, right):
     assert right_number([[{"role": "assistant", "content": text}]], [12]) == [float(right)]
 
 
-def test_accuracy_is_a_share_of_the_questions_held_out():
-    asked = questions(held_out=True)
-    texts = [str(question.answer) for question in asked[:8]] + ["no"] * 24
-    assert accuracy(texts) == 0.25
-
-
-def test_other_algorithms_are_refused(tmp_path, capsys):
-    assert cli.main(["demo", "--model", str(tmp_path), "--algorithm", "ppo"]) == 2
-    assert "--algorithm ppo does not work with --model" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("model", [[], ["--model", "policy"]])
-def test_a_run_without_rollouts_is_refused(model, capsys):
-    assert cli.main(["demo", *model, "--rollouts", "0"]) == 2
-    assert "--rollouts is 0" in capsys.readouterr().err
-
-
-def test_a_model_that_is_missing_is_named(capsys):
-    assert cli.main(["demo", "--model", "./nowhere"]) == 2
-    assert "nowhere" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "./nowhere"], "nowhere"),
+        (["--model", "policy", "--algorithm", "ppo"], "--algorithm ppo does not work with --model"),
+        (["--rollouts", "0"], "--rollouts is 0"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message, capsys):
+    assert cli.main(["demo", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("colocated")
 def test_answers_before_and_after_are_shown(warm_python, tmp_path):
-    tiny_model("llama", max_position_embeddings=256).save_pretrained(tmp_path / "model")
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(tmp_path / "model")
+    save_tiny(tmp_path / "model", TEMPLATE, family="llama", max_position_embeddings=256)
     command = [warm_python, "-m", "trl_qurl", "demo", "--model", "model", "--rollouts", "2", "--output-dir", "out"]
     environment = child_environment(COLUMNS="80", PYTHONPATH=str(ROOT))
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 1 and "the demo failed: accuracy went from 0.00 to 0.00" in done.stderr, done.stderr[
-        -3000:
-    ]
+    assert done.returncode == 1, done.stderr[-3000:]
+    assert "the demo failed: accuracy went from 0.00 to 0.00" in done.stderr
     assert "checkpoint shards" not in done.stderr
-    assert "What is 2 times 2?" in done.stdout and "0.00 before, 0.00 after 2 rollouts" in " ".join(
-        done.stdout.split()
-    )
+    printed = " ".join(done.stdout.split())
+    assert "What is 2 times 2?" in printed and "0.00 before, 0.00 after 2 rollouts" in printed
     rows = [row for row in read_run(tmp_path / "out").rows if "reward" in row]
     assert len(rows) == 2 and "entropy" in rows[-1]  # the fourth panel of the figure
     assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")

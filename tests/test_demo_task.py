@@ -1,4 +1,4 @@
-"""The demo's pieces that need no engine: the task, its tokenizer, accuracy, the cached warm start, the record."""
+"""The demo without an engine: task, tokenizer, accuracy and the cached warm start."""
 
 import math
 from dataclasses import replace
@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from trl_qurl.lab.demo import evaluate, task, warm_start
-from trl_qurl.lab.demo.algorithms import ALGORITHMS, build_config
 from trl_qurl.lab.demo.run import Measurement, find_shortfall
 
 TINY = warm_start.WarmStartSettings(target=0.0, max_updates=2, evaluate_every=1, batch_size=4)
@@ -16,26 +15,6 @@ TINY = warm_start.WarmStartSettings(target=0.0, max_updates=2, evaluate_every=1,
 @pytest.fixture(scope="module")
 def tokenizer():
     return task.build_tokenizer()
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_trainers_differ_in_the_method_alone(algorithm, tmp_path):
-    config = build_config(algorithm, "int8", tmp_path, rollouts=3, seed=0)
-    assert type(config).__name__ == f"QuRL{algorithm.upper()}Config"
-    assert (config.generation_batch_size, config.updates_per_rollout, config.max_steps, config.beta) == (
-        256,
-        4,
-        12,
-        0.0,
-    )
-    assert config.objective == ("tis" if algorithm == "rloo" else "acr")
-    assert config.num_generations == (1 if algorithm == "ppo" else 8)
-
-
-def test_a_problem_by_hand():
-    problem = task.Problem(123, 456)  # 579, padded 0579, units first 9750
-    assert (problem.prompt, problem.answer) == ("123+456=", "9750")
-    assert task.Problem(999, 999).answer == "8991"
 
 
 def test_tokenizer_round_trip_through_disk(tokenizer, tmp_path):
@@ -55,6 +34,8 @@ def test_tokenizer_round_trip_through_disk(tokenizer, tmp_path):
 
 
 def test_splits_share_no_problem_in_either_order():
+    assert task.Problem(123, 456).answer == "9750"  # 579, padded 0579, units first
+    assert task.sample_problems(20, seed=3) == task.sample_problems(20, seed=3) != task.sample_problems(20, seed=4)
     training = set(task.sample_problems(5000, seed=1))
     held_out = set(task.sample_problems(1000, seed=1, held_out=True))
     assert not held_out & training
@@ -63,29 +44,12 @@ def test_splits_share_no_problem_in_either_order():
     assert 0.5 / task.HELD_OUT_ONE_IN < share < 2 / task.HELD_OUT_ONE_IN
 
 
-def test_the_same_seed_gives_the_same_problems():
-    assert task.sample_problems(20, seed=3) == task.sample_problems(20, seed=3) != task.sample_problems(20, seed=4)
-
-
 def test_dataset_and_reward(tokenizer):
     dataset = task.build_dataset([task.Problem(123, 456)], tokenizer)
     assert dataset[0] == {"prompt": "123+456=", "answer_ids": [11, 9, 7, 2, 1]}
     right = dataset[0]["answer_ids"]
     completions = [right, right[:4], [*right[:4], 0], [11, 9, 0, 7, 2], [11, 9, 7, 3, 1]]
     assert task.exact_match(completion_ids=completions, answer_ids=[right] * 5, prompts=None) == [1.0, 0, 0, 0, 0]
-
-
-def test_expected_and_greedy_accuracy_by_hand():
-    # Two problems with two answer tokens of a vocabulary of three; the right tokens are (0, 1) and (2, 0).
-    probabilities = torch.tensor(
-        [
-            [[0.5, 0.3, 0.2], [0.1, 0.8, 0.1]],  # 0.5 * 0.8 = 0.4, both most likely: greedy finds it
-            [[0.1, 0.3, 0.6], [0.25, 0.5, 0.25]],  # 0.6 * 0.25 = 0.15, the second is not: greedy fails
-        ]
-    )
-    accuracy = evaluate.score_answers(probabilities.log() + 7.0, torch.tensor([[0, 1], [2, 0]]))
-    assert accuracy.expected == pytest.approx((0.4 + 0.15) / 2, abs=1e-6)
-    assert accuracy.greedy == 0.5
 
 
 def test_teacher_forcing_agrees_with_sampling_token_by_token(tokenizer):
@@ -101,37 +65,15 @@ def test_teacher_forcing_agrees_with_sampling_token_by_token(tokenizer):
             slow += math.exp(logp) / len(ids)
     assert evaluate.measure_policy(policy, ids).expected == pytest.approx(slow, rel=1e-4)
     assert policy.training  # the trainer's logging depends on the mode
-
-
-def test_the_actor_is_measured_greedily_after_a_sync(tokenizer):
-    ids = task.encode_problems(task.sample_problems(4, seed=0), tokenizer)
-
-    class Engine:
-        calls = ()
-
-        def __init__(self):
-            self.temperature = 1.0
-
-        def sync_weights(self):
-            self.calls += ("sync",)
-
-        def generate(self, prompts, images, num_generations):
-            self.calls += (("generate", self.temperature, num_generations),)
-            answers = ids[:, task.PROMPT_TOKENS :].tolist()
-            answers[0][0] += 1  # one of four wrong
-            return prompts, answers, None, None
-
-        def pop_cost(self):
-            self.calls += ("pop",)
-
-    engine = Engine()
-    assert evaluate.measure_actor(engine, ids) == 0.75
-    assert engine.calls == ("sync", ("generate", 0.0, 1), "pop")
-    assert engine.temperature == 1.0
-
-
-def directories(place):
-    return [path.name for path in place.iterdir() if path.is_dir()]
+    # Two problems with two answer tokens of a vocabulary of three; the right tokens are (0, 1) and (2, 0).
+    probabilities = torch.tensor(
+        [
+            [[0.5, 0.3, 0.2], [0.1, 0.8, 0.1]],  # 0.5 * 0.8 = 0.4, and both are most likely
+            [[0.1, 0.3, 0.6], [0.25, 0.5, 0.25]],  # 0.6 * 0.25 = 0.15, and the second is not
+        ]
+    )
+    accuracy = evaluate.score_answers(probabilities.log() + 7.0, torch.tensor([[0, 1], [2, 0]]))
+    assert (accuracy.expected, accuracy.greedy) == (pytest.approx((0.4 + 0.15) / 2, abs=1e-6), 0.5)
 
 
 def test_warm_start_is_cached_and_not_trained_again(tmp_path, monkeypatch, capsys):
@@ -141,33 +83,11 @@ def test_warm_start_is_cached_and_not_trained_again(tmp_path, monkeypatch, capsy
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in place.iterdir()}
     monkeypatch.setattr(warm_start, "train_warm_start", None)
     assert warm_start.cached_warm_start(TINY, tmp_path) == place
-    assert directories(tmp_path) == [place.name]
-
-
-def test_an_interrupted_save_leaves_nothing(tmp_path, monkeypatch, tokenizer):
-    def interrupted(self, directory, **kwargs):
-        (directory / "config.json").write_text("{")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        warm_start.cached_warm_start(TINY, tmp_path)
-    assert directories(tmp_path) == []
-
-
-def test_settings_and_code_name_the_cache(monkeypatch, tmp_path):
-    name = warm_start.fingerprint(TINY)
-    assert name == warm_start.fingerprint(TINY) != warm_start.fingerprint(replace(TINY, seed=1))
-    changed = tmp_path / "task.py"
-    changed.write_text("# other code")
-    monkeypatch.setattr(task, "__file__", str(changed))
-    assert warm_start.fingerprint(TINY) != name
-
-
-def test_a_warm_start_that_never_gets_there_says_so(tmp_path):
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [place.name]
+    assert warm_start.fingerprint(TINY) != warm_start.fingerprint(replace(TINY, seed=1))
+    monkeypatch.undo()
     with pytest.raises(ValueError, match="max_updates=2, below target=0.9"):
         warm_start.cached_warm_start(replace(TINY, target=0.9), tmp_path)
-    assert directories(tmp_path) == []
 
 
 def test_shortfall_names_both_figures():

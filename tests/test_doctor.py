@@ -13,9 +13,10 @@ from documents import ROOT
 
 from trl_qurl import cli
 from trl_qurl.lab.demo.task import build_tokenizer
-from trl_qurl.lab.doctor import child, command, device, environment, trial
-from trl_qurl.lab.doctor.report import Line, Status, as_text
+from trl_qurl.lab.doctor import child, command, device, environment, fresh, trial
+from trl_qurl.lab.doctor.report import Evidence, Line, Status, as_text
 from trl_qurl.quantization.formats import SCHEMES
+from trl_qurl.rollout.engine.interface import Continuation
 
 PRIVATE = {
     "HF_TOKEN": "hf_secret",
@@ -34,7 +35,7 @@ def doctor(*arguments, python=sys.executable, **variables):
     places = variables.get("PYTHONPATH", "").split(os.pathsep)
     variables["PYTHONPATH"] = os.pathsep.join([*filter(None, places), str(ROOT)])
     words = [python, "-m", "trl_qurl", "doctor", *arguments]
-    done = subprocess.run([*map(str, words)], env=variables, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*map(str, words)], env=variables, capture_output=True, text=True, timeout=600)
     assert "Traceback" not in done.stderr, done.stderr[-3000:]
     return done
 
@@ -49,14 +50,19 @@ def lines_of(done):
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("doctor")
-def test_training_in_a_format_is_tried(warm_python, tmp_path):
-    home = {**PRIVATE, "HOME": str(tmp_path)}
-    done = doctor("--json", "--formats", "int8", python=warm_python, VLLM_LOGGING_LEVEL="ERROR", **home)
+def test_training_and_the_loss_of_a_server_are_tried(tmp_path):
+    home = {**PRIVATE, "HOME": str(tmp_path)}  # a server of `warm_python` would not be its own process
+    done = doctor("--json", "--formats", "int8", VLLM_LOGGING_LEVEL="ERROR", **home)
     found = lines_of(done)
     assert json.loads(done.stdout)["works"] and done.returncode == 0, done.stdout
     trained = found["train-int8"]["data"]
     if not torch.cuda.is_available():
         assert trained["kernels"] == ["CPUInt8ScaledMMLinearKernel"]
+    tried = {name: line["evidence"] for name, line in found.items()}
+    if not torch.cuda.is_available():
+        assert [name for name in tried if tried[name] == "Tried here"] == ["train-int8", "server"]
+        assert [name for name in tried if tried[name] == "Not tried here"] == ["graphs", "sleep", "nccl"]
+    assert "killed during a request; the run sent the next one its weights" in found["server"]["text"]
     assert len(trained["kl"]) == 2 and all(0 <= kl < 1e-3 for kl in trained["kl"])
     assert len(set(trained["probe_distances"])) == 2, "the weights did not change"
     assert all(0 < ratio < 1 for ratio in trained["probe_ratios"])
@@ -74,6 +80,8 @@ def test_quick_starts_no_engine_and_the_page_explains_every_line(warm_python):
     table = page.partition("## What works on this machine")[2].partition("\n## ")[0]
     assert found == [name.replace("FORMAT", "int8") for name in re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)]
     assert re.search(r"^skipped train-int8 +--quick starts no engine$", done.stdout, re.MULTILINE)
+    headings = re.findall(r"^[A-Z].*:$", done.stdout, re.MULTILINE)
+    assert headings[0] == "Read from this machine and the installed packages:" and headings[-1] == "Not tried here:"
     assert done.stdout.splitlines()[-1] == "All checks passed."
     assert max(map(len, done.stdout.splitlines())) <= 100
 
@@ -137,8 +145,13 @@ def test_an_engine_that_cannot_start(warm_python):
         ("import time; time.sleep(60)", "did not finish within 3 s; last output: about to", "issue"),
         ("import sys; sys.exit('CUDA out of memory')", "exited with status 1; last output: CUDA out of", "Another"),
         ("raise ImportError('libcudart.so.13: cannot open')", "ImportError: libcudart.so.13: can", "install both"),
+        (
+            "raise RuntimeError('This vLLM cannot reload its kernel.')",
+            "RuntimeError: This",
+            "Use another rollout_quant",
+        ),
     ],
-    ids=["crash", "hang", "exit", "error"],
+    ids=["crash", "hang", "exit", "error", "kernel"],
 )
 def test_a_process_that_crashes_hangs_or_fails_is_a_line(torch_code, text, advice, tmp_path, monkeypatch):
     (tmp_path / "torch.py").write_text(f"print('about to', flush=True)\n{torch_code}\n")
@@ -155,6 +168,44 @@ def test_what_cannot_be_determined_says_so(monkeypatch):
     monkeypatch.setattr(command, "INSPECTIONS", [check_memory])
     line = next(command.examine([], quick=True))
     assert line == Line("memory", "could not be determined (RuntimeError: no such file).", Status.NOTE)
+
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("doctor")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="doctor tries it with CUDA graphs")
+def test_a_reloaded_engine_answers_as_a_new_one(warm_python, monkeypatch):
+    monkeypatch.setattr(child.sys, "executable", str(warm_python))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    [line] = child.check_in_child("graphs", "fresh", 300.0, "int8", "graphs")
+    assert line.status is Status.NOTE and line.data["cuda_graphs"] == "NONE", line
+    assert line.data["distance"] < 1e-3
+
+
+@pytest.mark.parametrize(("stale", "is_right"), [(0.0, True), (0.04, True), (0.06, False)])
+def test_an_engine_with_other_weights_is_told_from_a_new_one(stale, is_right):
+    # The tokens differ at the second step, so the third is not compared.
+    new = [Continuation([1], [2, 3, 4], [{2: -0.1, 3: -2.0}, {3: -1.0, 5: -1.0}, {4: -0.5}])]
+    reloaded = [Continuation([1], [2, 5, 4], [{2: -0.1 - stale, 3: -2.0}, {3: -1.0, 5: -1.0}, {4: -9.5}])]
+    assert fresh.largest_difference(reloaded, new) == pytest.approx(stale)
+    assert (fresh.largest_difference(reloaded, new) <= fresh.LIMIT) == is_right
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 2])
+def test_what_is_tried_follows_from_the_gpus(gpus, monkeypatch):
+    tried = {}
+
+    def check_in_child(name, module, seconds, *arguments):
+        tried[name] = (module, *arguments)
+        data = {"gpus": gpus} if module == "device" else {}
+        return [Line(name, "", data=data), *([Line("formats", "")] if module == "device" else [])]
+
+    monkeypatch.setattr(command, "check_in_child", check_in_child)
+    lines = {line.name: line for line in command.examine(["fp8", "w4a16"], quick=False)}
+    skipped = {name: line.text for name, line in lines.items() if line.evidence is Evidence.NONE}
+    on_a_gpu = {name: "needs a GPU; the tests simulate it" for name in ("graphs", "sleep") if gpus == 0}
+    assert skipped == on_a_gpu | ({"nccl": "needs 2 GPUs; the tests simulate it"} if gpus < 2 else {})
+    assert tried["train-w4a16"] == ("trial", "w4a16", "train-w4a16") and tried["server"] == ("server", "fp8", "server")
+    assert all(lines[name].evidence is Evidence.TRIED for name in tried if name != "torch")
 
 
 def test_a_format_that_does_not_exist(capsys):

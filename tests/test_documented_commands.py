@@ -1,148 +1,20 @@
-"""Every command that the documentation shows exists as shown: program, file, target, subcommand, option.
-
-`trl-qurl` lines and those of training scripts go through the real parsers, with stand-ins for the reader's own files.
-Third-party programs are only known by name. tests/test_installation.py checks the extras.
-"""
+"""Every command in the documentation exists as shown (`support.commands`)."""
 
 import configparser
-import importlib.util
 import re
 import shlex
-from pathlib import Path
-from types import ModuleType
 
 import pytest
-from accelerate.commands.launch import launch_command_parser
 from documents import PAGES, ROOT, inline_code, shell_commands
+from support.commands import RECIPES, TARGETS, check, check_make
 
 from trl_qurl.cli import COMMANDS, build_parser
-from trl_qurl.lab.recipes import grpo, ppo, rloo
-
-RECIPES = {"grpo": grpo, "ppo": ppo, "rloo": rloo}
-FILES_OF_READERS = ("settings.yaml", "mismatch.yaml")
-ON_CPU = ["--use_cpu", "--bf16", "false", "--report_to", "none"]
-THIRD_PARTY = {"cd", "conda", "export", "git", "hf", "jupyter", "ray", "source", "uv", "vllm"}
-
-MAKEFILE = (ROOT / "Makefile").read_text()
-TARGETS = set(re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.MULTILINE))
-VARIABLES = set(re.findall(r"^([A-Z_]+) \?=", MAKEFILE, re.MULTILINE))
-
-
-def check(words: list[str]) -> None:
-    """Fail if something in a command does not exist."""
-    program, *rest = words
-    if re.fullmatch(r"[A-Z_]+=\S*", program):  # a variable for one command
-        return check(rest)
-    checks = {
-        "accelerate": check_accelerate,
-        "docker": check_docker,
-        "make": check_make,
-        "pip": check_pip,
-        "python": check_python,
-        "sbatch": check_sbatch,
-        "trl-qurl": check_trl_qurl,
-        "ssh": lambda words: check(words[1:]),
-    }
-    assert program in checks or program in THIRD_PARTY, f"{program} is not a known program"
-    if program in checks:
-        checks[program](rest)
-
-
-def check_make(words: list[str]) -> None:
-    for word in words:
-        name, equals, _ = word.partition("=")
-        assert name in (VARIABLES if equals else TARGETS), f"make has no {name}"
-
-
-def check_pip(words: list[str]) -> None:
-    assert words[0] == "install"
-    assert all((ROOT / word).exists() for word in words if word.startswith("requirements/")), words
-
-
-def check_sbatch(words: list[str]) -> None:
-    """`sbatch [options] examples/slurm.sh [options of the training]`."""
-    [script] = [i for i, word in enumerate(words) if word.endswith(".sh")]
-    assert (ROOT / words[script]).exists() and all(word.startswith("--") for word in words[:script])
-    check_training(grpo, words[script + 1 :])
-
-
-def check_docker(words: list[str]) -> None:
-    """`docker build`, of a file that is there; `docker run`, whose arguments after the image go to `trl-qurl`."""
-    if words[0] == "build":
-        name = words[words.index("--file") + 1] if "--file" in words else "Dockerfile"
-        assert (ROOT / name).exists() and words[-1] == ".", words
-    else:
-        [image] = [i for i, word in enumerate(words) if re.fullmatch(r"trl-qurl(-cpu)?", word)]
-        check_trl_qurl(words[image + 1 :])
-
-
-def check_accelerate(words: list[str]) -> None:
-    """`accelerate launch [options] SCRIPT|-m MODULE ...`, through accelerate's own parser."""
-    assert words[0] == "launch"
-    args = launch_command_parser().parse_args(words[1:])
-    assert args.config_file is None or file_of(args.config_file).suffix == ".yaml"
-    check_python([*(["-m"] if args.module else []), args.training_script, *args.training_script_args])
-
-
-def check_python(words: list[str]) -> None:
-    if words[0] == "-m":
-        if words[1] == "trl_qurl":
-            return check_trl_qurl(words[2:])
-        assert importlib.util.find_spec(words[1]), words[1]
-        script = ROOT / (words[1].replace(".", "/") + ".py")
-    else:
-        script = file_of(words[0])
-        words = words[:1] + words
-    for kind, recipe in RECIPES.items():
-        if script.name == f"gsm8k_{kind}.py":
-            return check_training(recipe, words[2:])
-    sources = "".join(path.read_text() for path in script.parent.glob("*.py"))  # with the modules it imports
-    for option in words[2:]:
-        assert not option.startswith("--") or f'"{option}"' in sources, f"{script.name} {option}"
-
-
-def check_trl_qurl(words: list[str]) -> None:
-    if words[0] in RECIPES:
-        return check_training(RECIPES[words[0]], words[1:])
-    args, extra = build_parser(words).parse_known_args(words)
-    assert args.command == "serve" or not extra, extra
-    if args.command == "report":
-        for run in map(str, args.runs):
-            assert "/" not in run or list(ROOT.glob(run)), run
-    if extra:  # for vLLM
-        vllm = pytest.importorskip("vllm.engine.arg_utils", reason="options of vLLM's server need vLLM")
-        fields = {field.replace("_", "-") for field in vllm.AsyncEngineArgs.__dataclass_fields__}
-        assert {word[2:] for word in extra if word.startswith("--")} <= fields
-
-
-def check_training(recipe: ModuleType, words: list[str]) -> None:
-    """Run TRL's parser."""
-    stand_in = {grpo: "dapo.yaml", ppo: "gsm8k_ppo.yaml", rloo: "variants/tis.yaml"}[recipe]
-    arguments = []
-    for word in words:
-        if word in FILES_OF_READERS:
-            word = f"examples/recipes/{stand_in}"
-        if word not in ("--help", "--help-all"):
-            arguments.append(str(ROOT / word) if word.startswith("examples/") else word)
-    recipe.parse_arguments([*arguments, *ON_CPU])
-
-
-def file_of(name: str) -> Path:
-    """A file by its path in the repository, or the example of that name, which the reader has copied."""
-    matches = [ROOT / name] if (ROOT / name).exists() else list((ROOT / "examples").rglob(name))
-    assert len(matches) == 1, f"there is no {name}"
-    return matches[0]
-
 
 SHOWN = shell_commands()
 
 
-def test_commands_of_fenced_and_indented_blocks_are_found():
-    assert len(SHOWN) > 100  # fenced blocks have 80
-
-
 @pytest.mark.parametrize(("place", "words"), SHOWN, ids=[f"{place} {' '.join(words[:3])}" for place, words in SHOWN])
-def test_a_command_exists_as_it_is_shown(place, words):
+def test_a_command_exists_as_shown(place, words):
     try:
         check(words)
     except SystemExit as error:  # argparse
@@ -150,7 +22,6 @@ def test_a_command_exists_as_it_is_shown(place, words):
 
 
 def test_a_server_and_a_trainer_on_one_machine_use_different_gpus():
-    """Both commands set CUDA_VISIBLE_DEVICES, and no GPU is in both."""
     devices: dict[str, dict[str, set[str]]] = {}
     for place, words in SHOWN:
         variable, rest = ("", words) if words[0] in ("ssh", "trl-qurl", "accelerate") else (words[0], words[1:])
@@ -163,12 +34,6 @@ def test_a_server_and_a_trainer_on_one_machine_use_different_gpus():
     assert len(pairs) >= 2 and not any(ends["server"] & ends["trainer"] for ends in pairs)
 
 
-def options(command: str) -> set[str]:
-    """The options of a subcommand."""
-    [subparsers] = build_parser([command])._subparsers._group_actions
-    return set(subparsers.choices[command]._option_string_actions)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_in_the_text_exist(page):
     for code in inline_code(page):
@@ -178,8 +43,9 @@ def test_commands_in_the_text_exist(page):
         if program == "trl-qurl" and words and not words[0].startswith("-"):
             for command in words[0].split("|"):
                 assert command in COMMANDS, code
+                [subparsers] = build_parser([command])._subparsers._group_actions
                 shown = {word for word in words if word.startswith("--")}
-                assert command in RECIPES or shown <= options(command), code
+                assert command in RECIPES or shown <= set(subparsers.choices[command]._option_string_actions), code
 
 
 def test_every_subcommand_target_and_extra_is_documented():

@@ -29,6 +29,8 @@ BF16, W4A16 = {"rollout_quantization": None}, {"rollout_quantization": "w4a16"}
 FILES, COMPRESSOR = CHECKED | {"weight_sync": "checkpoint"}, CHECKED | {"weight_sync": "llmcompressor"}
 LORA, VALUES, UNTIED = ["--lora"], ["--lora", "--lora-targets", "v_proj"], ["--untied"]
 
+MIXED = {"rollout_quantization": {"re:.*down_proj": "w4a16", "re:.*layers.0.*o_proj": "none", "*": "int8"}}
+
 COLOCATED = {
     "int8": ({}, []),
     "int8, LoRA": ({}, LORA),
@@ -38,6 +40,7 @@ COLOCATED = {
     "int8, one matrix ignored": ({"quantization_ignore": ["lm_head", "re:.*layers.0.*down_proj"]}, []),
     "fp8": ({"rollout_quantization": "fp8"}, []),
     "w4a16": (W4A16 | CHECKED, []),
+    "w4a16 and int8": (MIXED, []),
     "bf16": (BF16, []),
     "int8, FP8 cache": (FP8_CACHE, []),
     "int8, adapter": (ADAPTER, LORA),
@@ -60,6 +63,7 @@ CORNERS = {
     "bf16, LoRA": (BF16, LORA),
     "int8, adapter, rounded": (ADAPTER | {"round_base": True}, LORA),
     "w4a16, adapter on values": (ADAPTER | W4A16, VALUES),
+    "w4a16 and int8, adapter, rounded": (ADAPTER | MIXED | {"round_base": True}, LORA),
 }
 """Each pair of their settings is in a case above."""
 ALL = COLOCATED | CORNERS
@@ -98,10 +102,11 @@ def test_colocated_engine_holds_the_trained_weights(case, colocated):
     if "sync_check_interval" in config:
         ratios = [row["sync/probe_ratio"] for row in rollout_rows(record) if "sync/probe_ratio" in row]
         assert (len(ratios) == 2) == ("FP8 cache" not in case) and all(ratio < 1 for ratio in ratios)
-    is_bf16 = config.get("rollout_quantization", "int8") in (None, "w4a16")
+    formats = "w4a16" if "w4a16" in case else config.get("rollout_quantization", "int8")
+    is_bf16 = formats in (None, "w4a16")
     assert_synced(record, fresh, lora="--lora" in arguments, tolerance=SAME_BF16 if is_bf16 else SAME)
     assert_sends_everything(record)
-    assert_metrics(record["history"], config.get("rollout_quantization", "int8"))
+    assert_metrics(record["history"], formats)
 
 
 @pytest.fixture
@@ -151,10 +156,27 @@ def test_server_loads_llmcompressors_checkpoint_of_each_step(arguments, served, 
 
 
 @pytest.mark.xdist_group("server")
-def test_server_in_another_format_is_refused(served, train, tmp_path):
-    message = r"serves .* with 8-bit int-quantized weights, but .*fp8.* sends 8-bit float"
+@pytest.mark.parametrize(("formats", "here"), [("fp8", "fp8"), ({"re:.*down_proj": "w4a16", "*": "int8"}, "w4a16")])
+def test_server_in_other_formats_is_refused(formats, here, served, train, tmp_path):
+    message = rf"first model.layers.0.mlp.down_proj.weight_scale \({here}, shape .* here and int8, shape .* there\)"
     with pytest.raises(AssertionError, match=message):
-        train([tmp_path / "out", "--config", json.dumps(served | {"rollout_quantization": "fp8"})])
+        train([tmp_path / "out", "--config", json.dumps(served | {"rollout_quantization": formats})])
+
+
+@pytest.mark.slow
+@needs_avx512
+def test_server_of_several_formats(warm_python, train, run_scenario, tmp_path):
+    model, scheme = save_tiny(tmp_path / "model"), json.dumps(MIXED["rollout_quantization"])
+    with vllm_server(model, tmp_path, "--scheme", scheme, python=warm_python, has_worker=True) as server:
+        config = CHECKED | MIXED | {"vllm_mode": "server", "vllm_server_base_url": server.url}
+        config["rollout_checkpoint_dir"] = str(tmp_path)
+        [record] = train([tmp_path / "out", "--config", json.dumps(config), "--export", tmp_path / "full"])
+        config["rollout_quantization"] = {"re:.*down_proj": "w4a16", "*": "int8"}
+        message = r"first model.layers.0.self_attn.o_proj.weight_scale \(int8, shape .* here and none there\)"
+        with pytest.raises(AssertionError, match=message):
+            train([tmp_path / "out", "--config", json.dumps(config)])
+    [fresh] = run_scenario("fresh_engine.py", tmp_path / "full")
+    assert_synced(record, fresh, tolerance=SAME_BF16)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import torch
 from conftest import child_environment, free_port
 from support.disks import mounted
 from support.servers import JSONHandler, serving
-from tiny import CHAT_TEMPLATE, MIXTURES, SIXTEEN_BIT_EXPERTS, save_tiny, tiny_model
+from tiny import CHAT_TEMPLATE, MIXTURES, SIXTEEN_BIT_EXPERTS, save_tiny, stream_of, tiny_model
 from transformers import (
     FalconH1ForCausalLM,
     Gemma3ForCausalLM,
@@ -30,14 +30,12 @@ from transformers import (
 from trl_qurl import cli
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.layers import check_recurrent_layers
-from trl_qurl.quantization.stream import WeightStream
+from trl_qurl.quantization.plan import fingerprint
 from trl_qurl.rollout.engine.colocated import prepare_process
 from trl_qurl.rollout.engine.interface import WeightUpdate
 from trl_qurl.rollout.engine.served import WORKER_EXTENSION, ServedEngine
 from trl_qurl.rollout.errors import ServerError, SyncError
 from trl_qurl.rollout.sync import stream_metadata
-
-EXAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k_grpo.py"
 
 # Put on PYTHONPATH, this hides a package from a new process as if it were not installed.
 HIDE = """
@@ -214,7 +212,7 @@ def test_architecture_of_a_model_from_memory_is_its_class(family, is_refused, mo
     model = tiny_model(family)
     assert model.config.architectures is None
     with pytest.raises(ValueError, match="its transformers backend") if is_refused else nullcontext():
-        prepare_process(model, WeightStream(model, SCHEMES["int8"]), {"model_impl": "auto"}, 2)
+        prepare_process(model, stream_of(model, SCHEMES["int8"]), {"model_impl": "auto"}, 2)
 
 
 def test_a_format_that_the_gpu_has_no_kernel_for(train, model, monkeypatch, capfd):
@@ -270,20 +268,6 @@ def test_questions_that_do_not_fill_a_rollout(train, tmp_path):
     assert message.startswith("train_dataset has 31 prompts, but a rollout needs 32 (per_device_train_batch_size x")
 
 
-def test_the_example_ends_with_the_sentence(warm_python, tmp_path):
-    command = [warm_python, EXAMPLE, "--dataset", "missing.jsonl", "--use_cpu", "true", "--bf16", "false"]
-    command += ["--report_to", "none", "--output_dir", tmp_path / "out"]
-    done = subprocess.run(
-        [*map(str, command)], env=child_environment(), cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(
-        "FileNotFoundError: The data set file missing.jsonl does not exist: give a .json"
-    )
-    frames = [line for line in done.stderr.splitlines() if line.startswith("  File ")]
-    assert not [line for line in frames if "site-packages" in line], "the traceback shows libraries below"
-
-
 # The checkpoint directory --------------------------------------------------------------------------------------------
 
 
@@ -326,7 +310,7 @@ def test_no_server(setting, train):
 
 
 @contextmanager
-def answering(config, workers=None, statuses=None, asked=None, silent=None, answers=None):
+def answering(config, workers=None, statuses=None, asked=None, silent=None, started=None, answers=None):
     """
     The address of a stub that says about itself what a vLLM server would, which takes half a minute to start.
 
@@ -336,6 +320,7 @@ def answering(config, workers=None, statuses=None, asked=None, silent=None, answ
         statuses: By path, what it responds with instead.
         asked: Gets every path of a request.
         silent: A path that is never answered.
+        started: The fingerprint of the checkpoint that it started from.
         answers: By path, other answers.
     """
     is_ours = bool(config) and config["parallel_config"]["worker_extension_cls"] == WORKER_EXTENSION
@@ -356,8 +341,8 @@ def answering(config, workers=None, statuses=None, asked=None, silent=None, answ
             answer, missing = known.get(path), 404
             if b'"describe_config"' in body:  # which workers without our extension do not know
                 answer, missing = {"results": [config]} if is_ours else None, 500 if config else 404
-            elif b'"starting_shapes"' in body:
-                answer = {"results": [{}]}
+            elif b'"starting_fingerprint"' in body:
+                answer = {"results": [started or {}]}
             self.send((statuses or {}).get(path, missing if answer is None else 200), answer)
 
     with serving(Handler) as url:
@@ -375,7 +360,7 @@ def test_quantized_server_for_an_unquantized_run(train, int8_server):
     assert "Restart it with `trl-qurl serve MODEL --scheme none`" in message
 
 
-DESCRIPTION = {"format": None, "block_size": 16, "max_model_len": 64, "dtype": None}
+DESCRIPTION = {"block_size": 16, "max_model_len": 64, "dtype": None}
 DESCRIPTION |= {"kv_cache_dtype": "auto", "max_lora_rank": 0}
 WITHOUT_NCCL = {"parallel_config": {"worker_extension_cls": WORKER_EXTENSION}, "weight_transfer_config": None}
 WITH_NCCL = WITHOUT_NCCL | {"weight_transfer_config": {"backend": "nccl"}}
@@ -386,41 +371,45 @@ UP_TO_8 = "adapters up to rank 8, but this one has rank 9"
 START = "start it with `trl-qurl serve MODEL --scheme w4a16 --enable-lora --max-lora-rank 16`"
 WHOLE = "The server accepts adapters (--enable-lora), but this run would send whole weights"
 WITHOUT = "start it without --enable-lora"
-W4A16 = {"format": SCHEMES["w4a16"].served_as}
-INT8 = "--rollout_quantization int8"
-# what the server says, arguments of `grpo`, parts of the error
+# the server's format, what it says, arguments of `grpo`, parts of the error
 OTHER_SERVERS = {
     "unquantized": (
-        *({}, INT8, "with unquantized weights, but rollout_quantization='int8' sends 8-bit int-quantized weights"),
-        "Restart it with `trl-qurl serve MODEL --scheme int8`",
+        *(None, {}, "", "as rollout_quantization='w4a16' sends it: other formats, layers or another model: "),
+        "first model.layers.0.mlp.down_proj.weight_scale (w4a16, shape [128, 1] here and none there)",
+        "Restart it with `trl-qurl serve MODEL --scheme w4a16`",
     ),
     "packed in another width": (
-        *({"format": "8-bit pack-quantized"}, "", "8-bit pack-quantized weights, but"),
-        "'w4a16' sends 4-bit pack-quantized weights",
+        *("w8a16", {}, "", "(w4a16, shape [128, 1] here and w8a16, shape [128, 1] there). Restart"),
     ),
     "cache": (
-        *({"kv_cache_dtype": "int8_per_token_head"}, INT8, "--kv-cache-dtype of the vLLM server at"),
+        *("w4a16", {"kv_cache_dtype": "int8_per_token_head"}, "", "--kv-cache-dtype of the vLLM server at"),
         "is 'int8_per_token_head', a format of the key-value cache",
     ),
-    "no adapters": (W4A16, f"{RANK_9} --weight_sync adapter", NONE, START),
-    "no adapters, rounded": (W4A16, f"{RANK_9} --round_base true", NONE, START),
-    "rank": (W4A16 | {"max_lora_rank": 8}, f"{RANK_9} --weight_sync adapter", UP_TO_8, START),
-    "rank, merged": (W4A16 | {"max_lora_rank": 8}, RANK_9, WHOLE, UP_TO_8, WITHOUT),
+    "no adapters": ("w4a16", {}, f"{RANK_9} --weight_sync adapter", NONE, START),
+    "no adapters, rounded": ("w4a16", {}, f"{RANK_9} --round_base true", NONE, START),
+    "rank": ("w4a16", {"max_lora_rank": 8}, f"{RANK_9} --weight_sync adapter", UP_TO_8, START),
+    "rank, merged": ("w4a16", {"max_lora_rank": 8}, RANK_9, WHOLE, UP_TO_8, WITHOUT),
     "checkpoint": (
-        *(W4A16 | {"max_lora_rank": 16}, f"{RANK_9} --weight_sync checkpoint", WHOLE),
+        *("w4a16", {"max_lora_rank": 16}, f"{RANK_9} --weight_sync checkpoint", WHOLE),
         *("(weight_sync='checkpoint')", WITHOUT),
     ),
     "policy without an adapter": (
-        *(W4A16 | {"max_lora_rank": 16}, "", WHOLE),
+        *("w4a16", {"max_lora_rank": 16}, "", WHOLE),
         *("(the policy has no adapter (peft_config))", WITHOUT),
     ),
 }
 
 
+def shapes_of(weights):
+    return {name: shape for name, _, shape in stream_metadata(weights)}
+
+
 @pytest.mark.parametrize("name", OTHER_SERVERS)
 def test_server_that_was_started_for_another_run(name, train):
-    described, arguments, *parts = OTHER_SERVERS[name]
-    with answering(WITHOUT_NCCL, DESCRIPTION | described) as url:
+    served, described, arguments, *parts = OTHER_SERVERS[name]
+    weights = stream_of(tiny_model(), served)
+    started = fingerprint(weights.plan.schemes, shapes_of(weights))
+    with answering(WITHOUT_NCCL, DESCRIPTION | described, started=started) as url:
         connection = ["--vllm_mode", "server", "--vllm_server_base_url", url, "--rollout_quantization", "w4a16"]
         message = train(*connection, *arguments.split())
     assert all(part in message for part in parts), message
@@ -432,11 +421,10 @@ def test_server_that_keeps_other_layers_in_16_bits(train, int8_server):
     # As many patterns as the server's, for other layers; then another pattern for the same layers.
     server = ("--vllm_mode", "server", "--vllm_server_base_url", int8_server.url)
     message = train(*server, "--quantization_ignore", "re:.*(lm_head|layers.1.*down_proj)")
-    tensor = "model.layers.1.mlp.down_proj.weight_scale (shape none here and [128, 1] there)"
-    assert f"other layers or another model: 1 tensors differ, first {tensor}. Restart it with `trl-qurl" in message
-    weights = WeightStream(tiny_model(), SCHEMES["int8"], ["re:.*head"])
-    shapes = {name: shape for name, _, shape in stream_metadata(weights)}
-    ServedEngine(base_url=int8_server.url, scheme=SCHEMES["int8"], shapes=shapes).init_communicator("cpu")
+    first = "first model.layers.1.mlp.down_proj.weight_scale (none here and int8, shape [128, 1] there)"
+    assert f"2 tensors differ, {first}. Restart it with `trl-qurl" in message
+    weights = stream_of(tiny_model(), SCHEMES["int8"], ["re:.*head"])
+    ServedEngine(base_url=int8_server.url, plan=weights.plan, shapes=shapes_of(weights)).init_communicator("cpu")
 
 
 def test_server_on_another_base():
@@ -455,7 +443,7 @@ def test_server_on_another_base():
 )
 def test_server_that_cannot_load_weights(config):
     with answering(config) as url:
-        client = ServedEngine(base_url=url, scheme=SCHEMES["int8"])
+        client = ServedEngine(base_url=url)
         with pytest.raises(ValueError, match=f"{url} cannot load weights: .*. Restart it with `trl-qurl serve MODEL"):
             client.init_communicator("cpu")
 

@@ -1,18 +1,18 @@
-"""Evaluation: which questions, which figures, and answers that survive whatever happens to the process."""
+"""`trl-qurl eval`: questions, confidence intervals, and answers that are kept when the process ends."""
 
 import json
 import math
 import random
 import statistics
 import subprocess
-import sys
+from itertools import product
 
 import pytest
 import torch
 from conftest import child_environment
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import ENGINE, tiny_model, tiny_tokenizer
+from tiny import ENGINE, save_tiny, tiny_model, tiny_tokenizer
 
 from trl_qurl import cli
 from trl_qurl.lab.evaluation import worker
@@ -32,14 +32,14 @@ answer_sheets = st.integers(1, 5).flatmap(
 
 
 @given(answer_sheets)
-def test_the_average_is_a_count_within_its_interval(sheet):
+def test_the_average_lies_within_its_interval(sheet):
     estimate = average_at_k(sheet)
     assert estimate.value == pytest.approx(sum(map(sum, sheet)) / sum(map(len, sheet)))
     assert 0 <= estimate.low <= estimate.value + 1e-12 and estimate.value - 1e-12 <= estimate.high <= 1
     assert estimate.high > estimate.low, "no number of answers makes an interval of nothing"
 
 
-def test_an_interval_is_that_of_agresti_and_coull():
+def test_the_interval_is_agresti_and_coulls():
     """10 of 30 right: (10 + 2) / (30 + 4) = 12/34, and z * sqrt(12/34 * 22/34 / 34) to each side."""
     estimate = average_at_k([[question < 10] for question in range(30)])
     half = Z95 * math.sqrt(12 / 34 * 22 / 34 / 34)
@@ -48,25 +48,18 @@ def test_an_interval_is_that_of_agresti_and_coull():
     assert average_at_k([[True]] * 30).high == 1 and average_at_k([[False]] * 30).low == 0
 
 
-def test_intervals_hold_what_they_promise():
-    """Questions of very different difficulty, eight answers to each: 95 of 100 intervals hold the true mean."""
+def test_95_percent_of_the_intervals_cover_the_truth():
     generator = random.Random(0)
-    covered = 0
+    averages, differences = 0, 0
     for _ in range(400):
-        difficulties = [generator.random() ** 2 for _ in range(40)]  # mean 1/3 over all questions there could be
-        sheet = [[generator.random() < p for _ in range(8)] for p in difficulties]
-        estimate = average_at_k(sheet)
-        covered += estimate.low <= 1 / 3 <= estimate.high
+        difficulties = [generator.random() ** 2 for _ in range(40)]  # mean 1/3
+        estimate = average_at_k([[generator.random() < p for _ in range(8)] for p in difficulties])
+        averages += estimate.low <= 1 / 3 <= estimate.high
+        draws = [generator.random() for _ in range(60)]
+        estimate = paired_difference([[u < 0.6] for u in draws], [[u < 0.5] for u in draws])
+        differences += estimate.low <= 0.1 <= estimate.high
     # Twice the standard error of a share of .95 among 400 is .022.
-    assert covered / 400 == pytest.approx(0.95, abs=0.03)
-
-
-def test_more_answers_to_one_question_do_not_make_more_questions():
-    alike = [[True] * 32, [False] * 32, [True] * 32]
-    single = average_at_k([[True], [False], [True]])
-    assert (average_at_k(alike).low, average_at_k(alike).high) == pytest.approx((single.low, single.high))
-    mixed = average_at_k([[True, False] * 16] * 3)
-    assert mixed.high - mixed.low < average_at_k(alike).high - average_at_k(alike).low
+    assert averages / 400 == pytest.approx(0.95, abs=0.03) and differences / 400 == pytest.approx(0.95, abs=0.03)
 
 
 def test_a_difference_is_paired():
@@ -85,17 +78,6 @@ def test_a_difference_is_paired():
         paired_difference(ours[:3], theirs)
 
 
-def test_differences_cover_the_truth():
-    """Two models of which one solves what the other does, and a tenth of all questions besides."""
-    generator = random.Random(1)
-    covered = 0
-    for _ in range(1500):
-        draws = [generator.random() for _ in range(60)]
-        estimate = paired_difference([[u < 0.6] for u in draws], [[u < 0.5] for u in draws])
-        covered += estimate.low <= 0.1 <= estimate.high
-    assert covered / 1500 == pytest.approx(0.95, abs=0.03)
-
-
 # Tasks ---------------------------------------------------------------------------------------------------------------
 
 
@@ -112,30 +94,16 @@ def test_local_files_are_tasks(tmp_path):
     assert (task.name, len(task.prompts), task.solutions) == ("test", 3, ["$7$", "$7$", "$7$"])
     assert load_task(f"mine={path}").name == "mine"
     assert load_task(path).digest != task.digest and load_task(path, limit=3).digest == task.digest
+    with pytest.raises(ValueError, match="Several tasks are named test"):
+        load_tasks([path, path])
+    with pytest.raises(ValueError, match="list of tasks is empty"):
+        load_tasks([])
 
 
 @pytest.mark.parametrize("spec", ["gsm", "gsm8k/main/test:a:b:c", "=gsm8k", "name=", "name=gsm"])
 def test_unknown_tasks_name_the_known_ones(spec):
     with pytest.raises(ValueError, match="gsm8k, math500, aime24, amc23, minerva, olympiad"):
         load_task(spec)
-
-
-def test_an_unknown_task_is_reported_before_an_engine_is_imported(tmp_path):
-    program = (
-        "import sys; from trl_qurl.cli import main; "
-        f"assert main(['eval', {str(tmp_path)!r}, '--tasks', 'gsm8k,gsm9k']) == 2; "
-        "assert not {'vllm', 'trl', 'transformers'} & sys.modules.keys()"
-    )
-    done = subprocess.run([sys.executable, "-c", program], env=child_environment(), capture_output=True, text=True)
-    assert done.returncode == 0 and "Unknown task 'gsm9k'" in done.stderr, done.stderr
-
-
-def test_two_tasks_need_two_names(tmp_path):
-    path = write_questions(tmp_path / "q.jsonl")
-    with pytest.raises(ValueError, match="Several tasks are named q"):
-        load_tasks([path, path])
-    with pytest.raises(ValueError, match="list of tasks is empty"):
-        load_tasks([])
 
 
 @pytest.mark.parametrize(
@@ -173,7 +141,7 @@ def answer(question, correct=True, **changed):
         (["--samples", "4"], "--samples 4 requires a --temperature above 0"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused_first(options, message, tmp_path, capsys):
+def test_bad_arguments_are_refused_first(options, message, tmp_path, capsys):
     out = tmp_path / "out"
     assert cli.main(["eval", "absent", "--tasks", "absent/set", "--output-dir", str(out), *options]) == 2
     assert message in capsys.readouterr().err and not out.exists()
@@ -183,15 +151,19 @@ def test_arguments_that_make_no_sense_are_refused_first(options, message, tmp_pa
 
 
 def test_figures_are_counts_of_the_answers():
-    answers = [
-        answer(q, correct=(q + s) % 3 == 0, tokens=10 * q + s, finished=s > 0) for q in range(4) for s in range(2)
-    ]
+    pairs = list(product(range(4), range(2)))
+    answers = [answer(q, correct=(q + s) % 3 == 0, tokens=10 * q + s, finished=s > 0) for q, s in pairs]
     wrong = [answer(q, correct=False) for q in range(4) for _ in range(2)]
     first, second = summarize({"BF16": answers, "INT8": wrong})
     # Right: (0,0), (2,1), (3,0): three of eight.
     assert (first.accuracy.value, first.questions, first.difference) == (3 / 8, 4, None)
     assert first.tokens == sum(10 * q + s for q in range(4) for s in range(2)) / 8 and first.finished == 0.5
     assert second.difference.value == -3 / 8 and second.accuracy.value == 0
+    table = build_table([first, second], "some/model")
+    shown = list(zip(*(list(column.cells) for column in table.columns), strict=True))
+    assert [row[:2] for row in shown] == [("sums (4)", "BF16"), ("", "INT8")]
+    assert [row[2].split()[0] for row in shown] == ["37.5", "0.0"]
+    assert shown[0][3] == "" and shown[1][3].startswith("-37.5 [")
 
 
 # The whole thing -----------------------------------------------------------------------------------------------------
@@ -201,8 +173,7 @@ def test_figures_are_counts_of_the_answers():
 def evaluated(warm_python, tmp_path_factory):
     """A model of random weights, questions for it, and a finished evaluation in two formats."""
     directory = tmp_path_factory.mktemp("evaluation")
-    tiny_model(max_position_embeddings=256).save_pretrained(directory / "model")
-    tiny_tokenizer().save_pretrained(directory / "model")
+    save_tiny(directory / "model", max_position_embeddings=256)
     write_questions(directory / "sums.jsonl", 6)
     write_questions(directory / "more.jsonl", 4)
     done = run_eval(warm_python, directory, "whole", "--schemes", "none,int8", "--samples", "4", "--temperature", "1")
@@ -252,7 +223,7 @@ def read_answers(path):
 @pytest.mark.vllm
 @pytest.mark.xdist_group("evaluation")
 def test_finished_formats_are_not_repeated(evaluated, monkeypatch, capsys):
-    """A format that is missing is answered as before, and those that are there start no engine."""
+    """Formats with answers do not start an engine again."""
     directory, _ = evaluated
     monkeypatch.setenv("TRL_QURL_CACHE", str(directory / "cache"))
     monkeypatch.setattr(worker, "call_in_child", lambda *args, **kwargs: pytest.fail("a process started"))
@@ -273,9 +244,8 @@ def test_finished_formats_are_not_repeated(evaluated, monkeypatch, capsys):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only vLLM's CPU build has so few head sizes")
-def test_heads_that_the_engine_has_no_kernel_for_are_named(tmp_path):
-    tiny_model(hidden_size=64, head_dim=16).save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+def test_heads_without_a_kernel_are_refused(tmp_path):
+    save_tiny(tmp_path, hidden_size=64, head_dim=16)
     task = load_task(write_questions(tmp_path / "sums.jsonl", 2))
     with pytest.raises(ValueError, match="heads of this model are 16 wide"):
         start_engine(Job("BF16", str(tmp_path), [task], {"max_tokens": 8}, 0, {}))
@@ -283,14 +253,12 @@ def test_heads_that_the_engine_has_no_kernel_for_are_named(tmp_path):
 
 def test_prompts_are_made_with_the_arguments_for_the_chat_template(tmp_path, monkeypatch):
     monkeypatch.setattr("vllm.LLM", lambda **arguments: None)
-    tiny_model(max_position_embeddings=256).save_pretrained(tmp_path)
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if not enable_thinking %}[no]{% endif %}"
-    tokenizer.save_pretrained(tmp_path)
+    template = "{{ messages[0]['content'] }}{% if not enable_thinking %}[no]{% endif %}"
+    save_tiny(tmp_path, template, max_position_embeddings=256)
     task = load_task(write_questions(tmp_path / "sums.jsonl", 1))
     job = Job("BF16", str(tmp_path), [task], {"max_tokens": 8}, 0, {}, ENGINE, {"enable_thinking": False})
     [tokens] = start_engine(job)[0]["sums"]
-    assert tokenizer.decode(tokens).replace(" ", "").endswith("[no]")
+    assert tiny_tokenizer().decode(tokens).replace(" ", "").endswith("[no]")
 
 
 def test_answers_must_fit_into_the_context():
@@ -302,24 +270,6 @@ def test_answers_must_fit_into_the_context():
         needed_context(config, [[1] * 128], 1)
 
 
-def test_a_context_that_is_too_short_is_named(tmp_path):
-    tiny_model(max_position_embeddings=256).save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    task = load_task(write_questions(tmp_path / "sums.jsonl", 2))
-    job = Job("BF16", str(tmp_path), [task], {"max_tokens": 200}, 0, {})
-    with pytest.raises(ValueError, match=r"context of 256: use at most --max-tokens \d+"):
-        start_engine(job)
-
-
-def test_the_table_fits_what_it_shows():
-    formats = {"BF16": [answer(q) for q in range(2)], "INT8": [answer(q, correct=False) for q in range(2)]}
-    table = build_table(summarize(formats), "some/model")
-    rows = list(zip(*(list(column.cells) for column in table.columns), strict=True))
-    assert [row[:2] for row in rows] == [("sums (2)", "BF16"), ("", "INT8")]
-    assert [row[2].split()[0] for row in rows] == ["100.0", "0.0"]
-    assert rows[0][3] == "" and rows[1][3].startswith("-100.0 [")
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -328,22 +278,9 @@ def test_the_table_fits_what_it_shows():
         ({"tasks": "gsm9k"}, "Unknown task 'gsm9k'"),
     ],
 )
-def test_a_callback_that_cannot_work_is_refused_when_it_is_made(settings, message, tmp_path):
+def test_a_callback_with_bad_settings_is_refused(settings, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         TaskEvaluationCallback(**{"tasks": write_questions(tmp_path / "sums.jsonl", 2), **settings})
-
-
-def test_a_callback_without_its_trainer_says_so(tmp_path):
-    callback = TaskEvaluationCallback(write_questions(tmp_path / "sums.jsonl", 2))
-    with pytest.raises(RuntimeError, match=r"has no trainer: pass it in callbacks=\[\.\.\.\]"):
-        callback.on_train_begin(None, None, None)
-
-
-def test_evaluating_without_its_packages_says_which_extra(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("vllm")
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    assert cli.main(["eval", "absent", "--tasks", write_questions(tmp_path / "q.jsonl")]) == 2
-    assert "trl-qurl[eval]" in capsys.readouterr().err
 
 
 # Memory --------------------------------------------------------------------------------------------------------------
@@ -355,8 +292,7 @@ def test_an_engine_on_a_cpu_takes_memory_that_is_free(tmp_path, monkeypatch):
     monkeypatch.setattr(hardware, "free_memory", lambda: 12 * 10**9)
     started = []
     monkeypatch.setattr("vllm.LLM", lambda **arguments: started.append(arguments))
-    tiny_model().save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+    save_tiny(tmp_path)
     task = load_task(write_questions(tmp_path / "q.jsonl", 1))
     for own in ({}, {"gpu_memory_utilization": 0.4}, ENGINE):
         start_engine(Job("BF16", str(tmp_path), [task], {"max_tokens": 8}, 0, {}, own))

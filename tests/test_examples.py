@@ -1,8 +1,4 @@
-"""The real recipes, run as users run them, on a tiny model with random weights.
-
-A plumbing check: two steps of a model that knows nothing earn no reward. What is shown is that the arguments parse,
-the questions load, rollouts and updates happen, and the saved policy loads again.
-"""
+"""Examples and commands, run as users run them for two steps of a tiny model with random weights."""
 
 import json
 import subprocess
@@ -13,17 +9,13 @@ import pytest
 import torch
 import yaml
 from conftest import child_environment
-from tiny import ENGINE, SHARED, tiny_model, tiny_tokenizer
+from tiny import ENGINE, save_tiny
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 pytestmark = pytest.mark.vllm
 
 BIN = Path(sys.executable).parent
 EXAMPLES = Path(__file__).parents[1] / "examples"
-GSM8K = SHARED / "data" / "gsm8k" / "train.jsonl.gz"
-
-needs_gsm8k = pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not beside this checkout")
-
 SETTINGS = {
     "per_device_train_batch_size": 4,
     "num_generations": 4,
@@ -40,12 +32,8 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A saved model and tokenizer, as the Hub would give them."""
-    directory = tmp_path_factory.mktemp("model")
-    tiny_model(max_position_embeddings=1024).save_pretrained(directory)
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    tokenizer.save_pretrained(directory)
-    return directory
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return save_tiny(tmp_path_factory.mktemp("model"), template, max_position_embeddings=1024)
 
 
 @pytest.fixture
@@ -79,27 +67,37 @@ def assert_trained(directory, start, steps):
         torch.testing.assert_close(policy(**tokens).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@needs_gsm8k
-def test_two_steps_of_grpo_on_gsm8k(model, warm_python, tmp_path):
-    settings = {"model_name_or_path": str(model), "dataset": str(GSM8K), "dataset_limit": 8, "max_steps": 2}
-    # No update: rewards are 0 for a random model, unless luck has it.
-    run([warm_python, EXAMPLES / "gsm8k_grpo.py"], settings | {"learning_rate": 0.0}, tmp_path)
+@pytest.fixture
+def hub(model, tmp_path):
+    """The scripts' model and data, as local directories that have their names."""
+    (tmp_path / "Qwen").mkdir()
+    (tmp_path / "Qwen" / "Qwen2.5-0.5B-Instruct").symlink_to(model)
+    data = tmp_path / "openai" / "gsm8k"
+    data.mkdir(parents=True)
+    rows = [{"question": f"What is {number} + 1?", "answer": f"It is.\n#### {number + 1}"} for number in range(8)]
+    (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (data / "README.md").write_text("---\nconfigs:\n- config_name: main\n  data_files: train.jsonl\n---\n")
+
+
+# No update: rewards are 0 for a random model, unless luck has it.
+ON_CPU = {"use_cpu": True, "bf16": False, "learning_rate": 0.0, "max_steps": 2}
+
+
+def test_two_steps_of_the_grpo_script(model, hub, warm_python, tmp_path):
+    run([warm_python, EXAMPLES / "gsm8k_grpo.py"], ON_CPU, tmp_path)
     assert_trained(tmp_path, model, steps=2)
 
 
-@needs_gsm8k
-def test_two_steps_of_ppo_on_gsm8k_with_accelerate_launch(model, warm_python, tmp_path):
-    settings = {"model_name_or_path": str(model), "dataset": str(GSM8K), "dataset_limit": 8, "max_steps": 2}
-    settings |= {"learning_rate": 0.0, "num_generations": 1}
+def test_two_steps_of_the_ppo_script_with_accelerate_launch(model, hub, warm_python, tmp_path):
     launcher = [warm_python, BIN / "accelerate", "launch", "--num_processes", "1", "--cpu"]
-    run([*launcher, EXAMPLES / "gsm8k_ppo.py"], settings, tmp_path)
+    run([*launcher, EXAMPLES / "gsm8k_ppo.py"], ON_CPU | {"num_generations": 1}, tmp_path)
     assert_trained(tmp_path, model, steps=2)
     critic = AutoModelForTokenClassification.from_pretrained(tmp_path / "policy" / "critic")
     assert critic.config.num_labels == 1
 
 
 def test_the_command_with_a_settings_file_and_own_questions(model, questions, warm_python, tmp_path):
-    """Also where there is no GPU: the settings say neither use_cpu nor bf16."""
+    """Works without a GPU and without use_cpu or bf16 in the settings."""
     settings = {"model_name_or_path": str(model), "dataset": str(questions), "max_steps": 1, "learning_rate": 0.0}
     printed = run([warm_python, BIN / "trl-qurl", "grpo"], settings | {"rollout_quantization": "none"}, tmp_path)
     assert f"Policy saved to {tmp_path / 'policy'}" in printed.stdout

@@ -40,7 +40,10 @@ def lines():
     return {line["name"]: line for line in json.loads(done.stdout)["lines"]}
 
 
-@pytest.mark.parametrize("name", ["packages", "vllm", "torch", "formats", *(f"train-{form}" for form in FORMATS)])
+TRIED = [*(f"train-{form}" for form in FORMATS), "server", "graphs", "sleep"]
+
+
+@pytest.mark.parametrize("name", ["packages", "vllm", "torch", "formats", *TRIED])
 def test_line(name, lines):
     line = lines[name]
     assert line["status"] in ("ok", "note"), f"{line['text']} {line['advice']}\n" + "\n".join(

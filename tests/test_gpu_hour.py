@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import child_environment
 from documents import ROOT
 
@@ -19,7 +18,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 @pytest.fixture
 def gpu_hour(monkeypatch):
-    """The script as a module, which starts without vLLM: these parts need none."""
+    """The script as a module. These parts do not need vLLM."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     module = importlib.import_module("gpu_hour")
     monkeypatch.setattr(module, "PACKAGES", ())
@@ -27,7 +26,7 @@ def gpu_hour(monkeypatch):
 
 
 def measured(log, **cell):
-    """A command that leaves the record of a benchmark, and counts its runs in a log."""
+    """A command that writes the record of a benchmark and adds an x to a log."""
     code = (
         "import json, pathlib, sys; open(sys.argv[2], 'a').write('x');"
         f"pathlib.Path(sys.argv[1], 'record.json').write_text(json.dumps({{'cells': [{cell!r}]}}))"
@@ -69,9 +68,9 @@ def test_failures_are_recorded_and_a_second_run_repeats_only_them(gpu_hour, tmp_
     assert time.monotonic() - started < 60
     parts = json.loads((out / "results.json").read_text())["parts"]
     statuses = ["ok", "failed", "failed", "failed", "ok", "skipped", "skipped"]
-    assert {name: part["status"] for name, part in parts.items()} == dict(
-        zip([part.name for part in plan], statuses, strict=True)
-    )
+    assert [(name, part["status"]) for name, part in parts.items()] == [
+        (part.name, status) for part, status in zip(plan, statuses, strict=True)
+    ]
     assert (parts["tests"]["exit_status"], parts["tests"]["reason"]) == (3, "2 failed")
     assert parts["decode-7B-int8"]["reason"] == "int8: OSError: no kernel"
     assert parts["sync-0.5B"]["reason"].startswith("Killed after")
@@ -120,41 +119,11 @@ def test_the_plan_fits_and_its_options_exist(rehearse, gpu_hour, monkeypatch):
     assert len(commands) == 12 and all(f'"{option}"' in sources for option in options)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--minutes", "0", "--rehearse"], "--minutes is 0"),
-        (["--model", "./nothing", "--rehearse"], "does not contain a model"),
-        ([], "pass --rehearse"),
-    ],
-)
-def test_bad_options_are_refused(arguments, message, gpu_hour, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(SystemExit, match="2"):
-        gpu_hour.main(["-o", str(tmp_path / "out"), *arguments])
-    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [("{", "is damaged"), ('{"parts": {}, "hardware": "T4"}', "has hardware 'T4'"), (None, "-o")],
-)
-def test_other_directories_are_refused(content, message, gpu_hour, tmp_path, capsys):
-    path = tmp_path / ("results.json" if content else "thesis.tex")
-    path.write_text(content or "")
+def test_a_directory_with_other_files_is_refused(gpu_hour, tmp_path, capsys):
+    (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(SystemExit, match="2"):
         gpu_hour.main(["-o", str(tmp_path), "--rehearse"])
-    assert message in capsys.readouterr().err and path.read_text() == (content or "")
-
-
-def test_sizes_are_those_of_qwen2_5(gpu_hour):
-    # 0.5B: per layer q, o 2 x 896 x 896, k, v 2 x 896 x 128, MLP 3 x 896 x 4864, norms 2 x 896 + 2 x 64: 14,911,360.
-    # 24 of them, 151,936 x 896 of a tied embedding, and a norm. 7B: q, o 2 x 3584 x 3584, k, v 2 x 3584 x 512,
-    # MLP 3 x 3584 x 18,944, norms 2 x 3584 + 2 x 128: 233,053,440. 28 of them, twice 152,064 x 3584, and a norm.
-    shapes = importlib.import_module("shapes").SHAPES
-    for name, expected in (("0.5B", 494_008_192), ("7B", 7_615_494_656)):
-        model = shapes[name].build(torch.bfloat16, torch.device("meta"))
-        assert sum(weight.numel() for weight in model.parameters()) == expected
+    assert "-o" in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 @pytest.mark.vllm

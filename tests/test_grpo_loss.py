@@ -420,7 +420,6 @@ def test_a_subclass_with_its_own_loss_or_pass_gets_trls_batch(kind, is_one_updat
     monkeypatch.setattr(trainer.args, "objective", "acr")
     if is_one_update:
         one_update_per_rollout(trainer, monkeypatch)
-    monkeypatch.setattr(trainer, "_policy_logps", None)
     monkeypatch.setattr(trainer, "_buffered_inputs", None)
     monkeypatch.setattr(trainer, "_step", 0)
     monkeypatch.setattr(trainer, "__class__", kind)

@@ -22,7 +22,7 @@ QUIET = {KL: 0.001, KL_ERROR: 0.0, TAIL: 0.0, ESS: 1.0, RATIO: 1.0, CONTRADICTED
 
 def new_guard(kl: float = 0.1, cap: float | None = 2.0, **settings) -> MismatchGuard:
     args = QuRLGRPOConfig("out", **SETTINGS | {"mismatch_guard_kl": kl} | settings)
-    args.vllm_importance_sampling_clip_max = cap
+    args.importance_cap = cap
     return MismatchGuard(args)
 
 

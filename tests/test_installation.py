@@ -36,7 +36,7 @@ def lines_that_install() -> list[tuple[str, str]]:
         text = path.read_text()
         if path.suffix == ".ipynb":
             text = "\n".join("".join(cell["source"]) for cell in json.loads(text)["cells"])
-        # A message may go on in the string of the next line.
+        # A message may continue in the string of the next line.
         text = re.sub(r'"\n\s*f?"', "", text) if path.suffix == ".py" else text
         found += [(path.name, line) for line in re.findall(r"pip install ([^`\n#]+)", text)]
         # The first cells of notebooks for GPUs build their command from this.
@@ -44,7 +44,7 @@ def lines_that_install() -> list[tuple[str, str]]:
     return found
 
 
-def test_every_line_that_installs_the_package_works_without_an_index_that_has_it():
+def test_every_pip_line_works_without_a_release_on_an_index():
     found = lines_that_install()
     ours = [(name, line) for name, line in found if "trl-qurl" in line or re.search(r"(^|[\s'])\.(\[|\s|'|$)", line)]
     assert len(ours) > 20
@@ -58,32 +58,25 @@ def known_extras() -> set[str]:
     return set(SETUP["options.extras_require"])
 
 
-def test_every_address_of_the_repository_is_the_one_in_setup_cfg():
-    files = [
-        *PAGES,
-        *ROOT.glob("notebooks/*.ipynb"),
-        ROOT / "mkdocs.yml",
-        ROOT / "CITATION.cff",
-        *ROOT.glob("Dockerfile*"),
-    ]
-    accounts = {
-        (path.name, account)
-        for path in files
-        for account in re.findall(r"github(?:\.com)?/([\w.-]+)/trl-qurl\b", path.read_text())
-    }
-    assert {name for name, _ in accounts} >= {"README.md", "installation.md", "gsm8k_grpo.ipynb"}
-    assert {account for _, account in accounts} == {ADDRESS.split("/")[-2]}
-
-
 def test_every_place_has_the_same_version():
     assert re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1] == trl_qurl.__version__
     newest = re.search(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
     assert newest == trl_qurl.__version__
 
 
+@pytest.mark.parametrize("path", sorted(ROOT.glob("Dockerfile*")), ids=lambda path: path.name)
+def test_a_dockerfile_installs_extras_and_files_that_exist(path):
+    text = path.read_text()
+    for extras in re.findall(r"\.\[([\w,]+)\]", text):
+        assert set(extras.split(",")) <= known_extras()
+    assert all((ROOT / name).exists() for name in re.findall(r"requirements/\S+", text))
+    for version in re.findall(r"^ARG VLLM_VERSION=(.+)$", text, re.MULTILINE):
+        assert f"\nvllm=={version}\n" in (ROOT / "requirements" / "gpu.lock").read_text()
+
+
 @pytest.fixture(scope="module")
 def release(tmp_path_factory) -> Path:
-    """What a release publishes: an sdist, and a wheel that was built from it."""
+    """Build an sdist, and a wheel from it."""
     pytest.importorskip("build", reason="needs build (trl-qurl[dev])")
     directory = tmp_path_factory.mktemp("release")
     for path in ROOT.iterdir():

@@ -126,13 +126,16 @@ def test_activations_are_rounded_as_vllm_does_it_without_a_gpu(dtype):
 
 
 def test_the_environment_is_the_same_for_every_format_and_the_users_wins(on, monkeypatch):
-    assert kernel_environment(SCHEMES["int8"]) == {}  # a CPU
+    assert kernel_environment(SCHEMES["int8"]) == {"VLLM_USE_AOT_COMPILE": "0"}  # a CPU
+    monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "1")
+    assert kernel_environment(SCHEMES["int8"]) == {}
     on((9, 0))
     assert kernel_environment(SCHEMES["int8"]) == {"VLLM_DISABLED_KERNELS": ",".join(DEEP_GEMM)}
     on((10, 0))
     disabled = ",".join([CUTLASS, *DEEP_GEMM])
-    for scheme in (None, *SCHEMES.values()):  # vLLM reads it once, and the next engine in the process may be another
-        assert kernel_environment(scheme) == {"VLLM_DISABLED_KERNELS": disabled}
+    # vLLM reads it once, and the next engine in the process may be another.
+    for schemes in [(), SCHEMES.values(), *((scheme,) for scheme in SCHEMES.values())]:
+        assert kernel_environment(*schemes) == {"VLLM_DISABLED_KERNELS": disabled}
     monkeypatch.setenv("VLLM_DISABLED_KERNELS", "MarlinLinearKernel")
     assert kernel_environment(SCHEMES["int8"]) == {}
 
@@ -153,7 +156,7 @@ def test_a_format_that_vllm_runs_by_another_kernel_is_refused(capability, scheme
     monkeypatch.setenv("VLLM_DISABLED_KERNELS", "")  # which says nothing about those that are left
     with pytest.raises(ValueError, match=message):
         kernel_environment(SCHEMES[scheme])
-    assert kernel_environment(None) == kernel_environment(SCHEMES["int8"]) == {}
+    assert kernel_environment() == kernel_environment(SCHEMES["int8"]) == {}
     assert scheme not in [each.name for each in candidates(None)] and candidates([scheme])
 
 

@@ -7,13 +7,12 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 from support.building import build, start_no_engine
-from tiny import tiny_mixture, tiny_model, tiny_tokenizer
+from tiny import stream_of, tiny_mixture, tiny_model, tiny_tokenizer
 
 from trl_qurl import QuRLGRPOTrainer
 from trl_qurl.quantization import SCHEMES, write_checkpoint
 from trl_qurl.quantization.checkpoint_form import parameter_name
 from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.checks.probe import _score, run_probe
 from trl_qurl.rollout.engine.interface import Continuation
 from trl_qurl.rollout.preparation import check_policy
@@ -64,7 +63,7 @@ def test_modules_of_the_active_adapter_are_sent():
     sent = list(model_parameters(model, merges=True))
     assert [name for name, _ in sent] == [name for name, _ in tiny_model().named_parameters()]
     assert torch.equal(dict(sent)["model.norm.weight"], torch.full((128,), 2.0))
-    assert list(WeightStream(model, SCHEMES["int8"]).form.layout) == [name for name, _ in sent]
+    assert list(stream_of(model, SCHEMES["int8"]).form.layout) == [name for name, _ in sent]
 
 
 @pytest.mark.parametrize("scheme", [None, SCHEMES["w4a16"]], ids=["bf16", "w4a16"])
@@ -72,16 +71,16 @@ def test_the_probe_merges_the_adapter(scheme):
     """The engine's function is that of merged weights; a base that changed below the adapter is another one."""
     model = get_peft_model(tiny_model(), lora()).eval()
     prompt, tokens = [40, 50, 60, 70], [41, 51, 61, 71]
-    weights = WeightStream(model, scheme)
+    weights = stream_of(model, scheme)
 
     def distance(policy):
         merged = copy.deepcopy(policy).merge_and_unload().eval()
         named = {}
-        for name, tensor in WeightStream(merged, scheme).tensors(model_parameters(merged)):
+        for name, tensor in stream_of(merged, scheme).tensors(model_parameters(merged)):
             layer = name.rpartition(".")[0]
             named.setdefault(layer, {})[name.rpartition(".")[2]] = tensor
         if scheme is not None:
-            for layer in weights.layers:
+            for layer in weights.plan.schemes:
                 merged.get_submodule(layer).weight.data = scheme.dequantize(named[layer], torch.float32)
         logps = _score(merged, [Continuation(prompt, tokens, [])])
         answer = [Continuation(prompt, tokens, [dict(enumerate(row.tolist())) for row in logps])]

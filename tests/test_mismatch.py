@@ -276,7 +276,7 @@ def test_formats_that_do_not_fit_the_model_are_left_out_unless_they_were_named(t
     asked = []
 
     def answer(function, job, failure):
-        asked.append(job.scheme)
+        asked.append(job.formats)
         return [Answer(prompt, [8, 9, 10], [-4.0, -5.0, -4.5], [8, 9, 10]) for prompt in job.prompts]
 
     monkeypatch.setattr("trl_qurl.lab.mismatch.engines.call_in_child", answer)

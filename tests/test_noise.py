@@ -127,3 +127,16 @@ def test_the_real_vllm_is_silent():
         for message in (TRITON_MESSAGE, "`torch.distributed.reduce_op` is deprecated"):
             assert (message in done.stderr) == expected, done.stderr
         assert expected or "NUMA" not in done.stderr  # not said on every machine
+
+
+def test_the_cleanup_that_tokenizers_skip_is_not_reported(caplog):
+    noise.quiet()
+    logger = logging.getLogger("transformers.tokenization_utils_tokenizers")
+    propagates = logger.propagate
+    logger.propagate = True  # transformers' loggers print by themselves
+    try:
+        logger.warning("Ignoring clean_up_tokenization_spaces=True for BPE tokenizer X. The cleanup ...")
+        logger.warning("This tokenizer was trained on another planet.")
+    finally:
+        logger.propagate = propagates
+    assert [record.getMessage() for record in caplog.records] == ["This tokenizer was trained on another planet."]

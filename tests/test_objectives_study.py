@@ -1,115 +1,51 @@
-"""The comparison of objectives: what its harsher quantizers do, what it would run, and what its tables say."""
+"""The study of objectives: its coarse quantizers, its missing runs and its tables."""
 
 import copy
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import child_environment
 from documents import rows
 from peft import LoraConfig, get_peft_model
 
-from benchmarks.objectives import contrasts, study, summary
-from benchmarks.objectives.arms import EXPERIMENTS, RETIRED
+from benchmarks.objectives import contrasts, summary
 from benchmarks.objectives.coarse import CODE_BITS, add_coarse_schemes, round_activations
-from benchmarks.objectives.one_run import LORA, shortened, write_short_log
+from benchmarks.objectives.one_run import LORA, write_short_log
 from benchmarks.objectives.recorder import BothPolicies
 from trl_qurl.lab.demo import evaluate, task, warm_start
-from trl_qurl.objective import OBJECTIVES
 from trl_qurl.quantization.formats import SCHEMES, get_scheme
-from trl_qurl.trainers.run_log import read_run
 
 ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
 def coarse(monkeypatch):
-    added = dict(SCHEMES)  # so that other tests see no more than there are
-    monkeypatch.setattr("trl_qurl.quantization.formats.SCHEMES", added)
+    monkeypatch.setattr("trl_qurl.quantization.formats.SCHEMES", dict(SCHEMES))  # restored after the test
     add_coarse_schemes()
 
 
 @pytest.mark.parametrize(("name", "bits"), CODE_BITS.items())
-def test_coarse_codes_have_so_many_bits(name, bits, coarse):
+def test_the_number_of_bits_of_coarse_codes(name, bits, coarse):
     weight = torch.randn(16, 400, generator=torch.Generator().manual_seed(0))
     scheme = get_scheme(name)
     rounded = scheme.quantize(weight)
     codes, scale = rounded["weight"], rounded["weight_scale"]
     assert codes.dtype == torch.int8 and len(codes.unique()) == 2**bits
-    # The largest code stands for absmax less half a step, as with INT8; nothing is further off than that.
+    # The largest code stands for absmax less half a step, as with INT8, which is the largest error.
     half = 2 ** (bits - 1)
     torch.testing.assert_close(scale, weight.abs().amax(1, keepdim=True) / (half - 0.5))
     assert ((scheme.dequantize(rounded) - weight).abs() <= scale / 2 + 1e-6).all()
-    # The engine's kernel is that of INT8: it rounds activations to eight bits whatever the weights have.
+    # The engine's INT8 kernel rounds activations to eight bits in any case.
     assert torch.equal(scheme.quantize_activations(weight), SCHEMES["int8"].quantize_activations(weight))
-
-
-def test_coarse_activations_have_so_many_levels():
-    x = torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
-    rounded = round_activations(x, bits=4)
-    step = x.abs().amax(-1, keepdim=True) / 7
-    torch.testing.assert_close((rounded / step).round(), rounded / step, atol=1e-4, rtol=0)
-    assert ((rounded - x).abs() <= step / 2 + 1e-6).all()
-    assert all(len(row.unique()) <= 15 for row in rounded)
-    assert torch.equal(round_activations(torch.zeros(2, 3), 4), torch.zeros(2, 3))
-
-
-def test_every_experiment_can_be_told_apart_and_summed_up():
-    for name, experiment in EXPERIMENTS.items():
-        arms = {arm.name: arm for arm in experiment.arms}
-        assert len(arms) == len(experiment.arms), f"{name} has two arms of one name"
-        assert all(
-            arm.changed["objective"] in (*OBJECTIVES, *RETIRED)
-            for arm in experiment.arms
-            if "objective" in arm.changed
-        )
-        others = {arm.name for arm in EXPERIMENTS[experiment.beside].arms} if experiment.beside else set()
-        assert not others & arms.keys(), f"{name} has arms of {experiment.beside}"
-        for pair in summary.CONTRASTS[name]:
-            assert set(pair) <= arms.keys() | others, f"{name} compares {pair}, which it does not run"
-    main = EXPERIMENTS["main"].arms
-    assert {arm.scheme for arm in main} == {None, "int8", "int4", "int3"}
-    assert all(len(arm.seeds) >= 5 for arm in main if arm.scheme in (None, "int8", "int3"))
-    assert all(arm.lora for name in ("lora", "lora_rate") for arm in EXPERIMENTS[name].arms)
-    searched = {seed for arm in EXPERIMENTS["lora_rate"].arms for seed in arm.seeds}
-    assert not searched & {seed for arm in EXPERIMENTS["lora"].arms for seed in arm.seeds}
-
-
-def test_only_what_is_missing_is_run(tmp_path):
-    every = study.missing_runs(["main"], tmp_path, None, None)
-    assert len(every) == (13 + 3) * 5 + 3 * 3
-    assert not any(
-        arm.changed["objective"] in RETIRED for arm, _, _ in study.missing_runs(["ahead"], tmp_path, None, None)
-    )
-    for _, seed, place in every[:10]:
-        write_short_log({"seed": seed}, [{"step": 4, "reward": 0.5}], place)
-    assert study.missing_runs(["main"], tmp_path, None, None) == every[10:]
-    few = study.missing_runs(["main"], tmp_path, [4], ["int3_acr"])
-    assert [(arm.name, seed) for arm, seed, _ in few] == [
-        ("int3_acr", 4),
-        ("int3_acr_uaq", 4),
-    ]
-
-
-def test_short_logs_keep_what_is_needed(tmp_path):
-    rows = [
-        {"step": 4, "reward": 0.123456789, "learning_rate": 1e-4},
-        {"step": 4, "expected_accuracy": 0.5},
-        {"step": 8, "grad_norm": None},
-    ]
-    write_short_log({"seed": 1}, rows, tmp_path / "x.jsonl.gz")
-    run = read_run(tmp_path / "x.jsonl.gz")
-    assert run.settings == {"seed": 1}
-    assert run.rows == [{"step": 4, "reward": 0.12346, "expected_accuracy": 0.5}]
-    assert [shortened(value) for value in (1234567.0, 1.23456789e-9, 0.0)] == [1234600.0, 1.2346e-9, 0.0]
+    four_bits, step = round_activations(weight, bits=4), weight.abs().amax(-1, keepdim=True) / 7
+    torch.testing.assert_close((four_bits / step).round(), four_bits / step, atol=1e-4, rtol=0)
+    assert all(len(row.unique()) <= 15 for row in four_bits)
 
 
 def write_runs(directory, accuracies, experiment="main"):
-    """Two updates a rollout, thirty rollouts; the first ten are far off, which the means must leave out."""
+    """Write runs of thirty rollouts with two updates each. The means must leave out the first ten."""
     for arm, values in accuracies.items():
         for seed, value in enumerate(values):
             rows = [
@@ -127,7 +63,7 @@ def write_runs(directory, accuracies, experiment="main"):
             write_short_log(settings, rows, directory / experiment / f"{arm}-seed{seed}.jsonl.gz")
 
 
-def test_tables_say_what_the_logs_say(tmp_path, capsys):
+def test_the_tables_of_some_logs(tmp_path, capsys):
     write_runs(tmp_path, {"bf16": [0.8, 0.6], "int8_naive": [0.7, 0.4], "int8_tis": [0.75]})
     output = tmp_path / "out.json"
     summary.main(["--runs", str(tmp_path), "--output", str(output)])
@@ -145,16 +81,6 @@ def test_tables_say_what_the_logs_say(tmp_path, capsys):
     assert math.isclose(record["runs"]["training_hours"], 5 * 30 * 0.5 * 2 / 3600)
 
 
-def test_an_experiment_is_compared_with_the_one_beside_it(tmp_path, capsys):
-    write_runs(tmp_path, {"int8_tis": [0.7, 0.5], "int3_tis": [0.1, 0.1]})
-    write_runs(tmp_path, {"int8_stochastic_tis": [0.8, 0.5]}, experiment="actors")
-    summary.main(["--runs", str(tmp_path)])
-    printed = capsys.readouterr().out.split("### actors")[1]
-    # Differences .1 and 0: mean .05, standard error .05, times t(1) = 12.706.
-    assert "| int8_stochastic_tis - int8_tis | 2 | +0.050 ± 0.635 |" in printed
-    assert "| int8_tis |" not in printed, "arms of another experiment are not repeated"
-
-
 def test_p_values_are_students():
     # A mean of t standard errors: (1, 3) has mean 2, standard error 1. The 97.5 % quantiles of t are from a table.
     assert contrasts.p_value([1.0, 3.0]) == pytest.approx(1 - 2 / math.pi * math.atan(2))
@@ -164,21 +90,9 @@ def test_p_values_are_students():
         assert contrasts.p_value([value + shift for value in values]) == pytest.approx(0.05, abs=1e-4)
         assert contrasts.p_value([-value - shift for value in values]) == pytest.approx(0.05, abs=1e-4)
     assert contrasts.p_value([0.5]) == contrasts.p_value([0.5, 0.5]) == 1.0, "no spread to judge by"
-
-
-def test_holms_correction():
-    # Sorted: .01 x 4, .02 x 3, .03 x 2 (as large as the one before), .5 x 1; at most 1.
+    # Holm's correction. Sorted: .01 x 4, .02 x 3, .03 x 2 (as large as the one before), .5 x 1; at most 1.
     assert contrasts.holm([0.02, 0.5, 0.01, 0.03]) == pytest.approx([0.06, 0.5, 0.04, 0.06])
     assert contrasts.holm([0.6, 0.7]) == [1.0, 1.0]
-
-
-def test_pooled_differences_count_seeds(tmp_path):
-    for cap, (first, second) in {1.2: (0.7, 0.4), 2.0: (0.9, 0.2)}.items():
-        write_runs(tmp_path, {f"int3a4_acr_c{cap:g}": [first, second]}, experiment="cap")
-        write_runs(tmp_path, {f"int3a4_tis_c{cap:g}": [0.5, 0.5]}, experiment="cap")
-    pairs, by_seed = contrasts.Study(tmp_path).pooled("acr − tis, over six caps")
-    # Seed 0: .2 and .4, seed 1: -.1 and -.3.
-    assert pairs == pytest.approx([0.2, -0.1, 0.4, -0.3]) and by_seed == pytest.approx([0.3, -0.2])
 
 
 def figure(found):
@@ -216,9 +130,10 @@ def test_the_page_states_the_differences_of_the_logs(tmp_path):
 def test_the_quantized_policy_is_measured_with_its_adapter(merges, tmp_path):
     tokenizer = task.build_tokenizer()
     config = LoraConfig(**LORA, init_lora_weights=False)
+    torch.manual_seed(0)  # for the adapter
     policy = get_peft_model(warm_start.build_model(tokenizer, seed=0), config)
     problems = task.encode_problems(task.sample_problems(32, seed=0), tokenizer)
-    scheme = SCHEMES["w4a16"]  # which leaves activations alone, so that rounding the weights says it all
+    scheme = SCHEMES["w4a16"]  # rounds weights only
     slow = copy.deepcopy(policy)
     slow = slow.merge_and_unload() if merges else slow
     for name, module in slow.named_modules():
@@ -228,23 +143,10 @@ def test_the_quantized_policy_is_measured_with_its_adapter(merges, tmp_path):
     before = {name: value.clone() for name, value in policy.state_dict().items()}
     base = policy.get_base_model()
     forward = base.forward
-    base.forward = lambda **inputs: forward(**inputs)  # as TRL replaces it: a copy still computes with this very model
+    base.forward = lambda **inputs: forward(**inputs)  # TRL replaces it too, and a copy still calls this model
     recorder = BothPolicies(scheme, merges, problem_ids=problems, rollouts=1)
     row = recorder.measure(policy)
     assert row["quantized_expected_accuracy"] == pytest.approx(expected, rel=1e-5, abs=0)
     assert row["expected_accuracy"] == evaluate.measure_policy(policy, problems).expected
     assert row["expected_accuracy"] != pytest.approx(expected, rel=1e-4, abs=0), "rounding changes nothing here"
     assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_the_study_runs(tmp_path):
-    command = [sys.executable, "-m", "benchmarks.objectives.study", "cap", "--arms", "int3a4_acr_c2", "--seeds", "0"]
-    command += ["--rollouts", "2", "--jobs", "1", "--output", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=child_environment(), capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-4000:]
-    run = read_run(tmp_path / "cap" / "int3a4_acr_c2-seed0.jsonl.gz")
-    assert len(run.series("expected_accuracy")) == 2 and run.settings["activation_bits"] == 4
-    # Activations of four bits put the actor much further from the policy than INT8 does.
-    assert run.series("mismatch/kl_k3")[0][1] > 0.02

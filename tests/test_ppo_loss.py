@@ -30,7 +30,7 @@ def build(directory, scheme, **settings):
         per_device_train_batch_size=B,
         steps_per_generation=2,
         max_completion_length=T,
-        vllm_importance_sampling_clip_max=CAP,
+        importance_cap=CAP,
         sync_check_interval=0,
         vllm_max_model_length=64,
         vllm_engine_kwargs=ENGINE,
@@ -87,7 +87,7 @@ def test_with_a_zero_critic_the_gradient_is_reinforce(trainer):
     batch = rollout(trainer)
     assert not batch["values"].any(), "a new head starts at zero"
     # The table of completions shows advantages before whitening: rewards, with a critic that is 0 everywhere.
-    assert list(trainer._logs["advantages"]) == pytest.approx(trainer._rewards_per_func[:, 0].tolist())
+    assert list(trainer._logs["advantages"]) == pytest.approx(trainer._rollout.rewards[:, 0].tolist())
     assert "frac_reward_zero_std" not in trainer._metrics["train"]
     inputs = micro_batch(batch)
     seen = policy_gradient(trainer, trainer._compute_loss(trainer.model, inputs))
@@ -95,7 +95,7 @@ def test_with_a_zero_critic_the_gradient_is_reinforce(trainer):
     mask = inputs["completion_mask"]
     rho = (inputs["old_per_token_logps"] - inputs["sampling_per_token_logps"]).exp()
     assert (rho[mask.bool()] > CAP).any() and (rho[mask.bool()] < CAP).any(), "the cap cuts all or nothing"
-    rewards = trainer._rewards_per_func.expand_as(batch["completion_mask"])  # of one function
+    rewards = trainer._rollout.rewards.expand_as(batch["completion_mask"])  # of one function
     learned = rewards[batch["completion_mask"].bool()]
     advantages = (rewards[:B] - learned.mean()) / learned.std()
     reinforce = rho.clamp(max=CAP) * advantages * policy_logps(trainer, inputs) * mask
@@ -120,8 +120,7 @@ def test_the_critic_learns_from_tokens_with_a_return_only(trainer):
     batch = micro_batch(rollout(trainer))
     batch["critic_mask"][0] = False  # a completion without a reward
     values = torch.full((B, T + 1), 9.0, requires_grad=True)  # far from every return
-    trainer.compute_loss(trainer.model, batch)  # after which the critic learns from the same micro-batch
-    trainer._value_loss(values).backward()
+    trainer._value_loss(batch, values).backward()
     assert torch.equal(values.grad[:, :-1] != 0, batch["critic_mask"])
     assert not values.grad[:, -1].any(), "the value after the last token is not a prediction"
 
@@ -129,7 +128,7 @@ def test_the_critic_learns_from_tokens_with_a_return_only(trainer):
 def test_several_rewards_are_weighed(trainer):
     batch = rollout(trainer)
     functions = torch.tensor([[1.0, 2.0], [1.0, torch.nan], [torch.nan, torch.nan]]).repeat(4, 1)
-    trainer._rewards_per_func, weights = functions, trainer.reward_weights
+    trainer._rollout.rewards, weights = functions, trainer.reward_weights
     trainer.reward_weights = torch.tensor([1.0, 0.5])
     try:
         trainer._add_advantages(batch, torch.zeros(len(functions), T + 1))
@@ -164,7 +163,7 @@ def test_advantages_are_whitened_over_the_whole_rollout(trainer):
     trainer._add_advantages(batch, values)
     mask = batch["completion_mask"].bool()
     plain = generalized_advantages(
-        token_rewards(trainer._rewards_per_func[:, 0], mask),
+        token_rewards(trainer._rollout.rewards[:, 0], mask),
         values[:, :-1],
         bootstrap(trainer, batch, values),
         mask,

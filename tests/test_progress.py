@@ -1,4 +1,4 @@
-"""The line of a step: what it says, and who prints it when."""
+"""The line that a run prints per step, and its warnings."""
 
 import io
 import itertools
@@ -27,24 +27,18 @@ ROW = {
 WHOLE = "  12/1740  reward 0.512  KL 1.2e-03  clip 1.6%  length 212  1234 tok/s  24.1 s/step  left 11:34:05"
 
 
-def test_the_line_of_a_step():
+def test_the_line_of_a_step_shows_the_metrics_that_there_are():
     assert step_line(ROW, 12, 1740, 24.1) == WHOLE
-
-
-def test_metrics_that_are_missing_are_left_out():
     row = {"loss": 0.0, "grad_norm": 0.1, "reward": None, "clip_ratio/region_mean": 0.0, "epoch": 0.1}
     assert step_line(row, 2, 3, 5) == "2/3  clip 0.0%  5 s/step  left 0:00:05"
     assert step_line(row, 2, 3, None) == "2/3  clip 0.0%"
     row |= {"expected_accuracy": 0.47, "reward": 0.5}
     assert step_line(row, 2, 3) == "2/3  accuracy 0.470  reward 0.500  clip 0.0%"
-
-
-def test_what_is_not_finite_is_shown_first():
     row = ROW | {"grad_norm": math.nan, "reward": math.nan}
     assert step_line(row, 2, 3, 1.0).startswith("2/3  grad_norm nan  reward nan  KL")
 
 
-def test_rows_that_are_no_steps():
+def test_lines_of_evaluations_and_of_the_end():
     task = {"eval_gsm8k/actor_avg@1": 0.4567, "eval_gsm8k/actor_tokens": 180.4, "epoch": 0}
     assert step_line(task, 0, 20, 9.0) == " 0/20  eval  gsm8k/actor_avg@1 0.4567  gsm8k/actor_tokens 180.4"
     evaluation = {"eval_loss": 0.0, "eval_reward": 0.25, "eval_completions/mean_length": 12.0, "eval_runtime": 3.25}
@@ -55,7 +49,7 @@ def test_rows_that_are_no_steps():
 
 
 def log_two_steps(first=True, start=0):
-    """What is printed to standard output."""
+    """Return the standard output."""
     callback, args, control = StepLineCallback(), SimpleNamespace(), TrainerControl()
     state = TrainerState(max_steps=start + 4, global_step=start, is_world_process_zero=first)
     with redirect_stdout(io.StringIO()) as out:
@@ -72,24 +66,16 @@ def test_only_the_first_process_prints():
     assert log_two_steps(first=False) == ""
 
 
-def test_an_evaluation_may_be_logged_as_training_begins():
-    """By a callback whose turn is first."""
-    state = TrainerState(max_steps=4, is_world_process_zero=True)
-    with redirect_stdout(io.StringIO()) as out:
-        StepLineCallback().on_log(SimpleNamespace(), state, TrainerControl(), logs={"eval_sums/actor_avg@1": 0.5})
-    assert out.getvalue() == "0/4  eval  sums/actor_avg@1 0.5\n"
-
-
-def test_a_resumed_run_reckons_from_where_it_resumed(monkeypatch):
+def test_a_resumed_run_estimates_its_time_from_where_it_resumed(monkeypatch):
     clock = iter([100.0, 110.0, 130.0, 130.0])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     first, second, _ = log_two_steps(start=500).splitlines()
-    # 10 s for the first of four steps; then 20 s, so that two took 30 s and two are left.
+    # 10 s for the first of four steps, then 20 s: two took 30 s, and two are left.
     assert "10 s/step  left 0:00:30" in first
     assert "15 s/step  left 0:00:30" in second
 
 
-def test_a_run_says_first_what_it_will_do_and_its_pace_after_a_whole_rollout(tmp_path, monkeypatch):
+def test_a_run_first_prints_its_plan_and_later_its_pace(tmp_path, monkeypatch):
     monkeypatch.setattr("trl_qurl.lab.progress.time", SimpleNamespace(monotonic=itertools.count(0, 25).__next__))
     settings = {"per_device_train_batch_size": 16, "steps_per_generation": 16, "gradient_accumulation_steps": 4}
     args = QuRLGRPOConfig(str(tmp_path), use_cpu=True, num_generations=8, max_completion_length=512, **settings)
@@ -107,14 +93,14 @@ def test_a_run_says_first_what_it_will_do_and_its_pace_after_a_whole_rollout(tmp
 
 
 class Notebook(ProgressCallback):
-    """Stands for the callback of notebooks, and for what somebody made of the usual one."""
+    """A subclass, as for notebooks."""
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [(ProgressCallback, StepLineCallback), (PrinterCallback, StepLineCallback), (Notebook, Notebook)],
 )
-def test_it_takes_the_place_of_what_prints(before, after):
+def test_it_replaces_the_printer_of_transformers(before, after):
     handler = CallbackHandler([DefaultFlowCallback(), before()], None, None, None, None)
     trainer = SimpleNamespace(
         callback_handler=handler, add_callback=handler.add_callback, remove_callback=handler.remove_callback
@@ -135,18 +121,13 @@ def watch(rows, tmp_path, config=QuRLGRPOConfig):
 
 
 def said(caplog):
-    """Our own words: transformers has some about a process group that another test has left."""
+    """Our own messages, without those of transformers."""
     return [record.getMessage() for record in caplog.records if record.name.startswith("trl_qurl")]
 
 
 def rollout(reward=0.0, alike=1.0, cut=0.0):
-    return {
-        "reward": reward,
-        "reward_std": 0.4,
-        "frac_reward_zero_std": alike,
-        "completions/clipped_ratio": cut,
-        "loss": 0.0,
-    }
+    row = {"reward": reward, "reward_std": 0.4, "loss": 0.0}
+    return row | {"frac_reward_zero_std": alike, "completions/clipped_ratio": cut}
 
 
 @pytest.mark.parametrize(

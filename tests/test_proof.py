@@ -6,12 +6,13 @@ from zlib import crc32
 import pytest
 import torch
 from conftest import needs_vnni
-from tiny import WHOLE_BLOCKS, tiny_model
+from tiny import WHOLE_BLOCKS, layers_of, stream_of, tiny_model
 
-from trl_qurl.quantization import SCHEMES, quantized_layer_names
+from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.formats import FP8_CACHES, TOKEN_CACHES
-from trl_qurl.quantization.stream import WeightStream, on_grid
+from trl_qurl.quantization.plan import QuantizationPlan
+from trl_qurl.quantization.stream import on_grid
 from trl_qurl.rollout.checks import tensors
 from trl_qurl.rollout.checks.probe import (
     ProbeResult,
@@ -22,7 +23,7 @@ from trl_qurl.rollout.checks.probe import (
     probe_prompts,
     run_probe,
 )
-from trl_qurl.rollout.checks.tensors import MeteredStream, compare_digests, tensor_digest
+from trl_qurl.rollout.checks.tensors import MeteredStream, compare_digests, find_not_finite, tensor_digest
 from trl_qurl.rollout.engine.interface import Continuation
 from trl_qurl.rollout.errors import SyncError
 
@@ -122,6 +123,22 @@ def test_digest_depends_on_order_and_signs(dtype):
     assert len(digests) == 7
 
 
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -0x00400000, 0x7F800000, -0x00800000])  # NaNs, infinities
+def test_a_scale_shows_a_weight_that_is_not_finite(name, bits):
+    names, weights = [], [torch.randn(128, 256), torch.full((128, 256), 3e38)]  # a sum would overflow
+    sent = {
+        f"{number}.{part}": tensor
+        for number in range(2)
+        for part, tensor in SCHEMES[name].quantize(weights[number]).items()
+    }
+    assert dict(find_not_finite(sent.items(), names)) == sent and not names
+    weights[0][100, 200] = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    broken = {f"0.{part}": tensor for part, tensor in SCHEMES[name].quantize(weights[0]).items()}
+    list(find_not_finite((sent | broken).items(), names))
+    assert names == ["0.weight"]
+
+
 def test_metering_does_not_change_the_stream():
     sent = [("a", torch.ones(2)), ("b", torch.zeros(0))]
     recorder = MeteredStream(iter(sent), {})
@@ -200,10 +217,10 @@ def test_a_continuation_is_scored_where_its_tokens_were_chosen():
     prompt, tokens = [5, 9, 70], [33, 12]
     expected = [model(torch.tensor([prefix])).logits[0, -1].log_softmax(-1) for prefix in ([5, 9, 70], [5, 9, 70, 33])]
     scored = Continuation(prompt, tokens, [{token: logps[token].item() for token in tokens} for logps in expected])
-    assert run_probe(model, [scored], WeightStream(model, None)).distance < 1e-5
+    assert run_probe(model, [scored], stream_of(model, None)).distance < 1e-5
     shifted = scored._replace(logps=scored.logps[::-1])
     sharp = tiny_model(initializer_range=0.5)
-    assert run_probe(sharp, [shifted], WeightStream(sharp, None)).ratio > 6
+    assert run_probe(sharp, [shifted], stream_of(sharp, None)).ratio > 6
 
 
 def test_the_disturbance_is_as_large_as_rounding_and_ends():
@@ -231,12 +248,12 @@ def test_fake_quantization_is_that_of_the_codes(scheme, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
     model = tiny_model(initializer_range=0.15, **WHOLE_BLOCKS).eval()
-    layers = quantized_layer_names(model)
+    layers = layers_of(model)
     tokens = torch.tensor([[5, 9, 70, 33]])
     plain = model(tokens).logits
     layer = model.model.layers[0].mlp.down_proj
     inputs = torch.randn(1, 3, layer.in_features)
-    with quantized_forward(model, layers, scheme):
+    with quantized_forward(model, QuantizationPlan(dict.fromkeys(layers, scheme))):
         quantized = model(tokens).logits
         output = layer(inputs)
     expected = scheme.quantize_activations(inputs) @ scheme.dequantize(scheme.quantize(layer.weight)).t()
@@ -251,7 +268,7 @@ def test_a_16_bit_copy_of_a_weight_is_rounded_like_the_weight(own, scheme):
     grid = torch.bfloat16
     layer = torch.nn.Linear(512, 256, bias=False, dtype=own)
     sent = scheme.dequantize(scheme.quantize(on_grid(layer.weight.detach(), grid)), grid).to(grid)
-    with quantized_forward(torch.nn.ModuleDict({"up": layer}), {"up"}, scheme, grid=grid):
+    with quantized_forward(torch.nn.ModuleDict({"up": layer}), QuantizationPlan({"up": scheme}), grid=grid):
         layer.weight.data = layer.weight.data.to(grid)  # FSDP 2's in a forward pass (`MixedPrecisionPolicy`)
         rounded = layer.forward._rounded(layer.weight.detach(), grid)
     assert torch.equal(rounded, sent), "the probe would compare with other weights than the engine's"

@@ -14,7 +14,7 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from tiny import FAMILIES, SHARED, WHOLE_BLOCKS, tiny_model, tiny_tokenizer
+from tiny import FAMILIES, SHARED, WHOLE_BLOCKS, layers_of, stream_of, tiny_model, tiny_tokenizer
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
@@ -22,12 +22,11 @@ from trl_qurl.quantization import (
     SCHEMES,
     checkpoint,
     get_scheme,
+    make_plan,
     packing,
-    quantized_layer_names,
     write_checkpoint,
 )
 from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.quantization.stream import WeightStream
 
 needs_llmcompressor = pytest.mark.skipif(
     importlib.util.find_spec("llmcompressor") is None, reason="needs llm-compressor (trl-qurl[llmcompressor])"
@@ -265,8 +264,8 @@ def test_cuda_rounds_to_the_same_bits(scheme, dtype, monkeypatch):
 def test_input_is_untouched_and_other_tensors_pass_through_as_they_are():
     model = tiny_model()
     before = {name: tensor.clone() for name, tensor in model.named_parameters()}
-    layers = quantized_layer_names(model)
-    streamed = dict(WeightStream(model, INT8).tensors(model_parameters(model)))
+    layers = layers_of(model)
+    streamed = dict(stream_of(model, INT8).tensors(model_parameters(model)))
     for name, tensor in model.named_parameters():
         assert torch.equal(tensor, before[name])
         if name.removesuffix(".weight") not in layers:
@@ -276,7 +275,7 @@ def test_input_is_untouched_and_other_tensors_pass_through_as_they_are():
 def test_codes_stand_for_the_weights():
     model = tiny_model(**WHOLE_BLOCKS)
     for name, tensor in model.named_parameters():
-        if name.removesuffix(".weight") in quantized_layer_names(model):
+        if name.removesuffix(".weight") in layers_of(model):
             # Of the channel's largest, or where a block has a scale, of all.
             steps = {INT8: 1 / 127, FP8: 1 / 16, FP8_BLOCK: 1 / 16, MXFP8: 1 / 16, W4A16: 1 / 14, W8A16: 1 / 254}
             for scheme, tolerance in steps.items():
@@ -289,7 +288,7 @@ def test_a_layer_that_never_comes_is_an_error():
     model = tiny_model()
     others = [pair for pair in model_parameters(model) if pair[0] != "model.layers.1.mlp.up_proj.weight"]
     with pytest.raises(ValueError, match="1 of 14 layers .*'model.layers.1.mlp.up_proj'"):
-        list(WeightStream(model, INT8).tensors(others))
+        list(stream_of(model, INT8).tensors(others))
 
 
 def test_only_floating_matrices_are_quantized():
@@ -308,26 +307,26 @@ def test_unknown_scheme_lists_what_exists():
     [
         (["lm_head"], 14),
         (["lm_head", "re:.*down_proj"], 12),
-        (["lm_head", "model.layers.0.self_attn.q_proj"], 13),
+        (["lm_head", "model.layers.0.self_attn.o_proj"], 13),
         ([], 15),
     ],
 )
 def test_ignore_patterns(ignore, kept):
     # Two layers of q, k, v, o, gate, up, down, and the head.
-    assert len(quantized_layer_names(tiny_model(tie_word_embeddings=False), ignore)) == kept
+    assert len(layers_of(tiny_model(tie_word_embeddings=False), ignore)) == kept
 
 
 def test_a_head_that_is_tied_is_refused():
     for model in (tiny_model(), tiny_model("llama", num_hidden_layers=1)):
         with pytest.raises(ValueError, match=r"lm_head shares its weight .* keep 'lm_head' in quantization_ignore"):
-            quantized_layer_names(model, [])
+            layers_of(model, [])
 
 
 def test_a_head_is_refused_in_blocks():
     model = tiny_model(tie_word_embeddings=False, vocab_size=128, **WHOLE_BLOCKS)
-    quantized_layer_names(model, [], INT8)
+    layers_of(model, [], INT8)
     with pytest.raises(ValueError, match=r"lm_head: vLLM cannot load an output head .* add 're:\.\*lm_head'"):
-        quantized_layer_names(model, [], FP8_BLOCK)
+        layers_of(model, [], FP8_BLOCK)
 
 
 @pytest.mark.parametrize(
@@ -340,27 +339,28 @@ def test_a_head_is_refused_in_blocks():
     ],
 )
 def test_vllm_is_told_of_a_quantized_head_by_its_name(ignore, targets):
-    assert INT8.quantization_config(ignore)["config_groups"]["group_0"]["targets"] == targets
+    config = make_plan(tiny_model(tie_word_embeddings=False), "int8", ignore).quantization_config()
+    assert config["config_groups"]["group_0"]["targets"] == targets
 
 
 def test_ignoring_everything_is_an_error():
     with pytest.raises(ValueError, match=r"matches all 14 linear layers of Qwen2.*rollout_quantization=None"):
-        quantized_layer_names(tiny_model(), ["Linear"])
+        layers_of(tiny_model(), ["Linear"])
 
 
 def test_layers_of_a_peft_model_are_those_of_its_base():
     from peft import LoraConfig, get_peft_model
 
-    base = quantized_layer_names(tiny_model())
+    base = layers_of(tiny_model())
     adapted = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj", "down_proj"]))
-    assert quantized_layer_names(adapted) == base
+    assert layers_of(adapted) == base
 
 
 # Against llm-compressor ----------------------------------------------------------------------------------------------
 
 
 def assert_streamed_equals_llmcompressor(model, scheme, directory, ignore=("lm_head",)):
-    streamed = dict(WeightStream(model, get_scheme(scheme), ignore).tensors(model_parameters(model)))
+    streamed = dict(stream_of(model, get_scheme(scheme), ignore).tensors(model_parameters(model)))
     place = directory / "reference"
     write_checkpoint(model, tiny_tokenizer(), scheme, place, ignore=ignore, quantizer="llmcompressor")
     saved = load_file(directory / "reference" / "model.safetensors")

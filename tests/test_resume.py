@@ -106,7 +106,7 @@ def test_the_seed_decides_the_noise(train, tmp_path):
 def test_each_engine_of_a_run_has_its_own_noise():
     def built(seed, number):
         given = {"model": "m", "gpu_memory_utilization": 0.5, "seed": number}  # TRL counts engines, not processes
-        return build_engine(dict, None, {"seed": seed, "enforce_eager": True}, **given)["seed"]
+        return build_engine(dict, None, {"seed": seed, "enforce_eager": True}, 8, **given)["seed"]
 
     assert [built(5, number) for number in range(3)] == [5, 10005, 20005]
     assert len({built(seed, number) for seed in range(100) for number in range(64)}) == 6400

@@ -14,7 +14,7 @@ from trl import RLOOTrainer
 
 from trl_qurl import QuRLRLOOConfig, QuRLRLOOTrainer
 from trl_qurl.objective import OBJECTIVES
-from trl_qurl.rollout.mismatch import MismatchTally, mismatch_metrics, mismatch_sums
+from trl_qurl.rollout.mismatch import mismatch_metrics, mismatch_sums
 from trl_qurl.trainers.rloo import weigh_gradient
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("trainer")]
@@ -82,7 +82,7 @@ def batch(trainer):
     behavior_logps[0, 3] = torch.nan
     behavior_logps[batch["completion_mask"] == 0] = 1000.0  # whatever it is padded with
     batch["old_logps"] = (proximal_logps * batch["completion_mask"]).sum(1)
-    return batch, proximal_logps, behavior_logps
+    return batch | {"old_per_token_logps": proximal_logps, "sampling_per_token_logps": behavior_logps}
 
 
 def policy_log_probabilities(trainer, batch):
@@ -93,10 +93,8 @@ def policy_log_probabilities(trainer, batch):
     return logps
 
 
-def our_loss(trainer, batch, proximal_logps, behavior_logps):
-    inputs = batch | trainer._objective_inputs(batch, proximal_logps, behavior_logps)
-    trainer._mismatch = MismatchTally(trainer.accelerator)  # with more unscored tokens than a rollout may have
-    return trainer._compute_loss(trainer.model, inputs)
+def our_loss(trainer, batch):
+    return trainer._compute_loss(trainer.model, batch)
 
 
 def gradients(trainer, loss):
@@ -116,8 +114,9 @@ def slow_weights(objective, log_rho):
     return [min(r, CAP) for r in rho]
 
 
-def reference(trainer, objective, batch, proximal_logps, behavior_logps):
+def reference(trainer, objective, batch):
     """The value of TRL's loss, and something with the gradient A·R·Σ w·∇log π of the completions not clipped."""
+    proximal_logps, behavior_logps = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
     logps = policy_log_probabilities(trainer, batch)
     value, surrogate, clipped = 0.0, torch.tensor(0.0), []
     for i in range(B):
@@ -141,11 +140,11 @@ def reference(trainer, objective, batch, proximal_logps, behavior_logps):
 @pytest.mark.parametrize("objective", FITTING)
 def test_loss_and_gradient_equal_the_reference(objective, trainer, batch, monkeypatch):
     monkeypatch.setattr(trainer.args, "objective", objective)
-    value, surrogate, clipped = reference(trainer, objective, *batch)
+    value, surrogate, clipped = reference(trainer, objective, batch)
     assert any(clipped) and not all(clipped)
-    loss = our_loss(trainer, *batch)
+    loss = our_loss(trainer, batch)
     # The completions' terms, |A| / B each, cancel to a tenth; each has the float32 error of a sum of logarithms.
-    assert loss.item() == pytest.approx(value, abs=1e-5 * batch[0]["advantages"].abs().mean().item())
+    assert loss.item() == pytest.approx(value, abs=1e-5 * batch["advantages"].abs().mean().item())
     seen, expected = gradients(trainer, loss), gradients(trainer, surrogate)
     for name, gradient in expected.items():
         torch.testing.assert_close(seen[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
@@ -155,15 +154,15 @@ def test_the_objectives_differ_on_these_inputs(trainer, batch, monkeypatch):
     norms = set()
     for objective in FITTING:
         monkeypatch.setattr(trainer.args, "objective", objective)
-        found = gradients(trainer, our_loss(trainer, *batch))
+        found = gradients(trainer, our_loss(trainer, batch))
         norms.add(round(sum(gradient.norm().item() for gradient in found.values()), 4))
     assert len(norms) == len(FITTING)
 
 
-def check_against_trls(trainer, batch, *logps):
+def check_against_trls(trainer, batch):
     theirs = RLOOTrainer._compute_loss(trainer, trainer.model, batch)
     expected = gradients(trainer, theirs)
-    ours = our_loss(trainer, batch, *logps)
+    ours = our_loss(trainer, batch)
     seen = gradients(trainer, ours)
     return ours.item() == theirs.item() and all(
         torch.equal(seen[name], gradient) for name, gradient in expected.items()
@@ -173,14 +172,14 @@ def check_against_trls(trainer, batch, *logps):
 @pytest.mark.parametrize("objective", ["trl", "naive"])
 def test_without_a_correction_loss_and_gradient_are_trls(objective, trainer, batch, monkeypatch):
     monkeypatch.setattr(trainer.args, "objective", objective)
-    check_against_trls(trainer, *batch)
+    assert check_against_trls(trainer, batch)
 
 
 @pytest.mark.parametrize("objective", [*FITTING, "trl"])
 def test_without_a_mismatch_loss_and_gradient_are_trls(objective, trainer, batch, monkeypatch):
     monkeypatch.setattr(trainer.args, "objective", objective)
-    inputs, proximal_logps, _ = batch
-    check_against_trls(trainer, inputs, proximal_logps, proximal_logps.clone())
+    batch["sampling_per_token_logps"] = batch["old_per_token_logps"].clone()
+    assert check_against_trls(trainer, batch)
 
 
 def test_weights_act_on_the_gradient_alone():
@@ -191,27 +190,33 @@ def test_weights_act_on_the_gradient_alone():
     torch.testing.assert_close(logps.grad, math.exp(-6) * torch.tensor([[2.0, 0.0, 0.5]]))
 
 
-def test_a_rollout_is_scored_by_the_policy_and_measured_against_the_engine(trainer):
+def test_a_rollout_is_scored_by_the_policy_and_measured_against_the_engine(trainer, monkeypatch):
+    returned, generate = [], trainer.vllm_generation.generate
+    monkeypatch.setattr(
+        trainer.vllm_generation, "generate", lambda **given: returned.append(generate(**given)) or returned[0]
+    )
     trainer._metrics["train"].clear()
     batch = trainer._generate_and_score_completions(ROWS)
-    mask = batch["completion_mask"].bool()
+    mask, proximal_logps = batch["completion_mask"].bool(), batch["old_per_token_logps"]
     with torch.no_grad():
         policy_logps = policy_log_probabilities(trainer, batch)
     # Scoring passes over other rows at once, and so rounds otherwise; the reference model is far off.
-    torch.testing.assert_close(batch["proximal_logps"][mask], policy_logps[mask], rtol=0, atol=1e-4)
-    sampled = [[logp for (logp,) in tokens] for tokens in trainer.vllm_generation.sampled_logps]
+    torch.testing.assert_close(proximal_logps[mask], policy_logps[mask], rtol=0, atol=1e-4)
+    sampled = [[logp for (logp,) in tokens] for tokens in returned[0][2]]
     assert [len(row) for row in sampled] == mask.sum(1).tolist()
     behavior_logps = torch.zeros_like(policy_logps)
     for row, logps in zip(behavior_logps, sampled, strict=True):
         row[: len(logps)] = torch.tensor(logps)
-    sums, largest = mismatch_sums(batch["proximal_logps"], behavior_logps, mask, CAP)
+    torch.testing.assert_close(batch["sampling_per_token_logps"][mask], behavior_logps[mask], rtol=0, atol=0)
+    sums, largest = mismatch_sums(proximal_logps, behavior_logps, mask, CAP)
     logged = {name: values[-1] for name, values in trainer._metrics["train"].items()}
     for name, value in mismatch_metrics(sums, largest.item()).items():
         assert logged[name] == pytest.approx(value, rel=2e-2, abs=1e-9), name
     assert 0 < logged["mismatch/kl_k3"] < 1e-3
-    rho = (batch["proximal_logps"] - behavior_logps).exp()
-    torch.testing.assert_close(batch["token_weights"][mask], rho[mask].clamp(max=CAP))
-    torch.testing.assert_close(batch["old_logps"], (batch["proximal_logps"] * mask).sum(1))
+    inputs = trainer._objective_inputs(batch, proximal_logps)
+    rho = (proximal_logps - behavior_logps).exp()
+    torch.testing.assert_close(inputs["importance_sampling_ratio"][mask], rho[mask].clamp(max=CAP))
+    torch.testing.assert_close(inputs["old_logps"], (proximal_logps * mask).sum(1))
 
 
 def test_evaluation_measures_in_its_own_metrics(trainer, batch):
@@ -219,7 +224,7 @@ def test_evaluation_measures_in_its_own_metrics(trainer, batch):
     trainer._metrics["eval"].clear()
     try:
         with torch.no_grad():
-            our_loss(trainer, *batch)
+            our_loss(trainer, batch)
     finally:
         trainer.model.train()
     assert len(trainer._metrics["eval"]["policy/approx_kl"]) == 1
@@ -243,7 +248,8 @@ def test_tokens_without_a_log_probability_are_left_out_or_an_error(trainer, monk
     with monkeypatch.context() as patch:
         give_invalid_logps(trainer, patch, -math.inf, count=1)
         batch = trainer._generate_and_score_completions(ROWS)
-    assert batch["token_weights"][0, 0] == 1 and batch["token_weights"].isfinite().all()
+    weights = trainer._objective_inputs(batch, batch["old_per_token_logps"])["importance_sampling_ratio"]
+    assert weights[0, 0] == 1 and weights.isfinite().all()
     assert 0 < trainer._metrics["train"]["mismatch/invalid_share"][0] < 0.01
     give_invalid_logps(trainer, monkeypatch, None, count=None)
     with pytest.raises(RuntimeError, match=r"NaN or infinite for 100\.0% of this rollout's tokens"):

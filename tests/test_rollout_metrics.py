@@ -8,7 +8,7 @@ from accelerate import Accelerator
 
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.rollout.mismatch import MismatchTally, mismatch_metrics, mismatch_sums
-from trl_qurl.trainers.grpo import loss_metrics
+from trl_qurl.trainers.scoring import loss_metrics
 
 INT8 = SCHEMES["int8"]
 

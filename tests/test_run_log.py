@@ -1,4 +1,4 @@
-"""The log of a run: complete after a kill, continued by a resumed run, never overwritten by another."""
+"""The log of a run survives a kill, continues when the run resumes, and is never overwritten by another run."""
 
 import gzip
 import json
@@ -17,16 +17,24 @@ def write(path, rows, settings=None, step=0):
         append_row(path, row)
 
 
-def test_what_was_written_is_read(tmp_path):
+def test_rows_and_settings_are_read_as_written(tmp_path):
+    with pytest.raises(FileNotFoundError, match="output_dir of a run"):
+        read_run(tmp_path)
     rows = [{"step": 1, "reward": 0.5}, {"step": 1, "accuracy": 0.25}, {"step": 4, "reward": float("nan")}]
     write(tmp_path / RUN_LOG, rows, {"seed": 3, "lr": float("inf"), "path": tmp_path})
     run = read_run(tmp_path)
     assert run.settings == {"seed": 3, "lr": None, "path": str(tmp_path)}
     assert run.rows == [*rows[:2], {"step": 4, "reward": None}]
     assert run.series("reward") == [(1, 0.5)] and run.series("accuracy") == [(1, 0.25)]
+    packed = tmp_path / f"{RUN_LOG}.gz"
+    packed.write_bytes(gzip.compress((tmp_path / RUN_LOG).read_bytes()))
+    assert read_run(packed).rows == run.rows
+    with open(tmp_path / RUN_LOG, "a") as file:
+        file.write('{"step": 5, "rew')  # a kill cuts off the last line
+    assert read_run(tmp_path).rows == run.rows
 
 
-def test_no_secret_is_written(tmp_path):
+def test_secrets_are_not_written(tmp_path):
     settings = {
         "hub_token": "hf_a",
         "model_init_kwargs": {"token": "hf_b", "dtype": "float32"},
@@ -49,14 +57,7 @@ def test_no_secret_is_written(tmp_path):
     }
 
 
-def test_a_gzipped_log_reads_alike(tmp_path):
-    write(tmp_path / RUN_LOG, [{"step": 1, "reward": 0.5}])
-    packed = tmp_path / f"{RUN_LOG}.gz"
-    packed.write_bytes(gzip.compress((tmp_path / RUN_LOG).read_bytes()))
-    assert read_run(packed).rows == read_run(tmp_path).rows
-
-
-def test_a_resumed_run_goes_on_after_its_checkpoint(tmp_path):
+def test_a_resumed_run_continues_after_its_checkpoint(tmp_path):
     write(tmp_path / RUN_LOG, [{"step": step, "reward": step / 10} for step in (1, 2, 3, 4)])
     write(tmp_path / RUN_LOG, [{"step": 3, "reward": 0.7}], {"learning_rate": 2e-5}, step=2)
     run = read_run(tmp_path)
@@ -64,26 +65,15 @@ def test_a_resumed_run_goes_on_after_its_checkpoint(tmp_path):
     assert run.settings == {"learning_rate": 2e-5}
 
 
-def test_a_new_run_puts_the_old_one_aside(tmp_path):
+def test_a_new_run_renames_the_old_log(tmp_path):
     for reward in (0.1, 0.2, 0.3):
         write(tmp_path / RUN_LOG, [{"step": 1, "reward": reward}])
-    kept = [read_run(tmp_path / name).rows[0]["reward"] for name in ("run-1.jsonl", "run-2.jsonl", RUN_LOG)]
-    assert kept == [0.1, 0.2, 0.3]
-
-
-def test_a_line_that_was_cut_off_is_left_out(tmp_path):
-    write(tmp_path / RUN_LOG, [{"step": 1, "reward": 0.5}])
-    with open(tmp_path / RUN_LOG, "a") as file:
-        file.write('{"step": 2, "rew')
-    assert read_run(tmp_path).rows == [{"step": 1, "reward": 0.5}]
-    # Resuming writes the file again, so that the next row does not end up on the broken line.
-    write(tmp_path / RUN_LOG, [{"step": 2, "reward": 0.6}], step=1)
-    assert read_run(tmp_path).series("reward") == [(1, 0.5), (2, 0.6)]
+    rewards = [read_run(tmp_path / name).rows[0]["reward"] for name in ("run-1.jsonl", "run-2.jsonl", RUN_LOG)]
+    assert rewards == [0.1, 0.2, 0.3]
 
 
 @pytest.mark.parametrize("damage", [b"\0\0\xff", b'{"step": 2, "rew', b"[1]", b'{"reward": 1}', b'{"step": "2"}'])
 def test_a_damaged_line_does_not_stop_a_resume(damage, tmp_path):
-    """From a checkpoint that is sound; only the line is lost."""
     path = tmp_path / RUN_LOG
     write(path, [{"step": step, "reward": step / 10} for step in (1, 2, 3, 4)])
     lines = path.read_bytes().split(b"\n")
@@ -94,32 +84,14 @@ def test_a_damaged_line_does_not_stop_a_resume(damage, tmp_path):
     assert read_run(path).series("reward") == [(1, 0.1), (3, 0.3), (4, 0.7)]
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "",
-        '{"step": 1}\n',
-        '{"settings": {}}\n{"reward": 1}\n',
-        '{"settings": {}}\n{"step": "one"}\n',
-        '{"settings": {}}\nnonsense\n{"step": 1}\n',
-        '{"settings": {}}\n[1]\n',
-    ],
-)
+@pytest.mark.parametrize("content", ["", '{"step": 1}\n', '{"settings": {}}\nnonsense\n{"step": 1}\n'])
 def test_other_files_are_refused(content, tmp_path):
     (tmp_path / RUN_LOG).write_text(content)
     with pytest.raises(ValueError, match=f"{RUN_LOG} is not a run log, or is damaged .*: its first line must hold"):
         read_run(tmp_path)
 
 
-def test_a_missing_log_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="output_dir of a run"):
-        read_run(tmp_path)
-    with pytest.raises(FileNotFoundError, match="run log .* does not exist"):
-        read_run(tmp_path / "absent.jsonl")
-
-
 def test_half_a_gzipped_log_is_refused(tmp_path, capsys):
-    """As a copy that was interrupted leaves it; it would pass for a run that ended there."""
     write(tmp_path / RUN_LOG, [{"step": step, "reward": step / 7} for step in range(200)])
     path = tmp_path / "run.jsonl.gz"
     packed = gzip.compress((tmp_path / RUN_LOG).read_bytes())

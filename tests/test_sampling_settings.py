@@ -5,7 +5,7 @@ import warnings
 from dataclasses import dataclass
 
 import pytest
-from test_config import PLAIN, SEVERAL_UPDATES
+from support.configs import PLAIN, SEVERAL_UPDATES
 from trl.experimental.gmpo import GMPOConfig
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig, QuRLRLOOConfig

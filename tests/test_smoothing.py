@@ -9,14 +9,13 @@ from accelerate import Accelerator
 from conftest import needs_vnni
 from support.dense_models import VARIANTS, dense_model, logits
 from support.training import rollout_rows
-from tiny import rollout_settings, save_tiny, tiny_model, with_outliers
+from tiny import rollout_settings, save_tiny, stream_of, tiny_model, with_outliers
 
 from trl_qurl import QuRLGRPOConfig
 from trl_qurl.quantization import get_scheme
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.smoothing import LARGEST_SCALE, can_smooth, fitted_scales, sources
-from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.preparation import prepare_weights
 
 TOKENS = torch.randint(2, 97, (8, 24), generator=torch.Generator().manual_seed(0))
@@ -25,7 +24,7 @@ FUSED = dict.fromkeys(("glm", "glm4", "phi3", "cohere", "cohere2"), 2)  # or one
 
 def smoothed_stream(model, tokens=TOKENS):
     """The stream of a model, with scales fitted to a pass over tokens."""
-    weights = WeightStream(model, get_scheme("int8"), smooths=True)
+    weights = stream_of(model, get_scheme("int8"), smooths=True)
     weights.fit_smoothing(model, tokens.tolist())
     return weights
 
@@ -42,7 +41,7 @@ def kl(model, weights, smoothing=None):
     """KL between the quantized forward pass and the exact one, nats per token."""
     with torch.no_grad():
         exact = model(TOKENS).logits.log_softmax(-1)
-        with quantized_forward(model, weights.layers, weights.scheme, smoothing):
+        with quantized_forward(model, weights.plan, smoothing):
             rounded = model(TOKENS).logits.log_softmax(-1)
     return (rounded.exp() * (rounded - exact)).sum(-1).mean().item()
 
@@ -86,8 +85,8 @@ def test_padding_does_not_count():
     mask = torch.cat([torch.ones_like(TOKENS), torch.zeros_like(TOKENS)], dim=1)
     weights = smoothed_stream(model)
     fitted = {name: scale.clone() for name, scale in weights.smoothing.scales.items()}
-    weights.smoothing.collects = weights.smoothing.watches = True
-    with torch.no_grad():
+    weights.smoothing.collects = True
+    with torch.no_grad(), weights.smoothing.watch():
         model(padded, attention_mask=mask)
     weights.smoothing.fit()
     for name, scale in weights.smoothing.scales.items():
@@ -113,7 +112,7 @@ def test_smoothing_removes_the_error_of_outliers(family):
     model = with_outliers(tiny_model(family), 0).eval()
     weights = smoothed_stream(model)
     before, after = kl(model, weights), kl(model, weights, weights.smoothing)
-    without = kl(plain, WeightStream(plain, get_scheme("int8")))
+    without = kl(plain, stream_of(plain, get_scheme("int8")))
     assert before > 3 * without, "the outliers do no harm to begin with"
     assert after < 1.3 * without
     harmless = smoothed_stream(plain)
@@ -135,7 +134,7 @@ FEWER = ["lm_head", "re:.*down_proj"]
 def test_state_of_other_layers_is_not_loaded(before, after):
     def fitted(ignore, seed):
         model = tiny_model("llama", seed=seed)
-        weights = WeightStream(model, get_scheme("int8"), ignore, smooths=True)
+        weights = stream_of(model, get_scheme("int8"), ignore, smooths=True)
         weights.fit_smoothing(model, TOKENS.tolist())
         return model, weights
 
@@ -179,7 +178,7 @@ def test_int8_is_smoothed_by_default_for_known_models(tmp_path):
     unknown = tiny_model("opt", ffn_dim=128, word_embed_proj_dim=128)
     assert can_smooth(tiny_model("llama")) and not can_smooth(unknown)
     with pytest.raises(ValueError, match=r"model type 'opt'.*Leave smooth_activations out"):
-        WeightStream(unknown, get_scheme("int8"), smooths=True)
+        stream_of(unknown, get_scheme("int8"), smooths=True)
 
 
 def test_scales_are_not_fitted_before_a_model_is_on_its_device():

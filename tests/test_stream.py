@@ -5,6 +5,7 @@ them, two threads hand tensors over in memory instead of two GPUs.
 """
 
 import functools
+import json
 import queue
 import threading
 import time
@@ -19,10 +20,12 @@ import torch
 from accelerate import Accelerator
 from conftest import free_port
 from peft import LoraConfig, get_peft_model
-from tiny import WHOLE_BLOCKS, rollout_settings, tiny_model
+from tiny import WHOLE_BLOCKS, layers_of, rollout_settings, stream_of, tiny_model
 from trl.distributed import DistributedBackend
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
-from trl_qurl.quantization import SCHEMES, quantized_layer_names, write_checkpoint
+from trl_qurl.quantization import SCHEMES, make_plan, write_checkpoint
+from trl_qurl.quantization.plan import QuantizationPlan
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.quantization.uaq import scale_model_
 from trl_qurl.rollout.checks.tensors import MeteredStream
@@ -45,11 +48,11 @@ def parameters(model):
 
 
 def stream(model, scheme, dtype=None):
-    return WeightStream(model, scheme).tensors(parameters(model), dtype=dtype)
+    return stream_of(model, scheme).tensors(parameters(model), dtype=dtype)
 
 
 def announced(model, scheme, dtype=None):
-    return stream_metadata(WeightStream(model, scheme), dtype)
+    return stream_metadata(stream_of(model, scheme), dtype)
 
 
 # What is announced ---------------------------------------------------------------------------------------------------
@@ -74,7 +77,7 @@ def test_what_is_announced_is_what_comes(scheme, dtype):
 @pytest.mark.parametrize("scheme", [INT8, None], ids=["int8", "bf16"])
 def test_what_is_not_quantized_is_sent_in_the_engines_dtype(scheme):
     model = tiny_model(dtype=torch.float32)
-    layers = quantized_layer_names(model)
+    layers = layers_of(model)
     metadata = announced(model, scheme, torch.bfloat16)
     sent = dict(stream(model, scheme, torch.bfloat16))
     assert metadata == [(name, str(t.dtype).split(".")[1], list(t.shape)) for name, t in sent.items()]
@@ -233,7 +236,7 @@ def test_both_ends_cut_the_stream_into_buffers_of_one_size(ends, monkeypatch):
 
 def test_int8_halves_the_bytes_of_the_layers():
     model = tiny_model(dtype=torch.bfloat16)
-    layers = quantized_layer_names(model)
+    layers = layers_of(model)
     sizes = {}
     for scheme in (INT8, None):
         sizes[scheme] = sum(t.nbytes for name, t in stream(model, scheme) if name.split(".weight")[0] in layers)
@@ -348,7 +351,7 @@ def rendezvous(ends, monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")
     monkeypatch.setitem(PACKING, "buffer_size_bytes", 4096)
-    client.communicator, client.scheme, client.shapes, client.group_port = None, None, {}, free_port()
+    client.communicator, client.plan, client.shapes, client.group_port = None, QuantizationPlan(), {}, free_port()
     client.session, client.request_timeout, client._is_healthy = requests.Session(), 60.0, lambda: True
     answer, reached = client._answer, []
 
@@ -369,7 +372,7 @@ def rendezvous(ends, monkeypatch):
             parallel = {"worker_extension_cls": served.WORKER_EXTENSION}
             return {"results": [{"parallel_config": parallel, "weight_transfer_config": {}}]}
         if method == "describe_rollouts":
-            return {"results": [EngineDescription(None, 16, 64, None)._asdict()]}
+            return {"results": [EngineDescription(16, 64, None)._asdict()]}
         if method:
             try:
                 return {"results": [getattr(reached[0], method)(**json["kwargs"])]}
@@ -483,37 +486,43 @@ def test_files_out_of_sight_are_refused_before_anything_is_touched(ends, tmp_pat
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-def test_what_a_server_quantizes_is_compared_by_its_tensors(scheme, ends, tmp_path):
+def test_what_a_server_quantizes_is_compared_by_its_checkpoint(scheme, ends, tmp_path):
     """Not by patterns: these may be spelled in many ways, and two lists of one length may mean different layers."""
     client, worker = ends
-    model, head, client.scheme = tiny_model(**WHOLE_BLOCKS), "lm_head", scheme
-    write_checkpoint(model, None, scheme.name, tmp_path / "start", ignore=[head, "re:.*layers.1.*down_proj"])
-    worker.vllm_config = SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path / "start")))
+    model, head, name = tiny_model(**WHOLE_BLOCKS), "lm_head", scheme.name
+    write_checkpoint(model, None, name, tmp_path / "start", ignore=[head, "re:.*layers.1.*down_proj"])
+    config = json.loads((tmp_path / "start" / "config.json").read_text())["quantization_config"]
+    start = SimpleNamespace(model=str(tmp_path / "start"))
+    worker.vllm_config = SimpleNamespace(model_config=start, quant_config=CompressedTensorsConfig.from_config(config))
 
-    def other(model, *ignore):
-        weights = WeightStream(model, scheme, ignore)
-        client.shapes = {name: shape for name, _, shape in stream_metadata(weights)}
-        return client._other_tensors()
+    def other(model, *ignore, formats=name):
+        client.plan = make_plan(model, formats, ignore)
+        client.shapes = {name: shape for name, _, shape in stream_metadata(WeightStream(model, client.plan))}
+        return client._difference()
 
     assert other(model, head, "model.layers.1.mlp.down_proj") == other(model, "re:(lm_head|.*1.mlp.down_proj)") == ""
     found = other(model, head, "re:.*layers.0.*down_proj")
-    assert "first model.layers.0.mlp.down_proj.weight_scale (shape none here and [" in found
-    found = other(model, head, "re:.*(layers.1.*down_proj|layers.0.*q_proj)")
-    assert "first model.layers.0.self_attn.q_proj.weight_scale (shape none here and [" in found
+    assert f"first model.layers.0.mlp.down_proj.weight_scale (none here and {name}, shape [" in found
+    found = other(model, head, "re:.*(layers.1.*down_proj|layers.0.*o_proj)")
+    assert f"first model.layers.0.self_attn.o_proj.weight_scale (none here and {name}, shape [" in found
     found = other(model, head)
-    assert "first model.layers.1.mlp.down_proj.weight_scale (shape [" in found and "] here and none there" in found
+    assert f"first model.layers.1.mlp.down_proj.weight_scale ({name}, shape [" in found and "and none there" in found
+    other_name = "fp8" if name == "int8" else "int8"
+    found = other(model, head, formats={"re:.*layers.1.*down_proj": "none", "re:.*o_proj": other_name, "*": name})
+    first = (
+        f"first model.layers.0.self_attn.o_proj.weight_scale ({other_name}, shape [128, 1] here and {name}, shape ["
+    )
+    assert first in found and "layers.1" not in found
     deeper, ignored = tiny_model(num_hidden_layers=3, **WHOLE_BLOCKS), "re:.*layers.1.*down_proj"
     assert "first model.layers.2.mlp.down_proj.weight_scale" in other(deeper, head, ignored)
     wider = tiny_model(hidden_size=256, **WHOLE_BLOCKS)
     assert "tensors differ, first model.layers.0.mlp." in other(wider, head, ignored)
-    (tmp_path / "start" / "model.safetensors").unlink()  # as a colocated engine's: nothing to compare with
-    assert other(deeper, head) == ""
 
 
 def test_every_stream_is_probed_until_a_gpu_has_shown_that_it_need_not_be(ends):
     client, worker = ends
     model = tiny_model()
-    weights, processes = WeightStream(model, INT8), DistributedBackend(Accelerator())
+    weights, processes = stream_of(model, INT8), DistributedBackend(Accelerator())
 
     def checks(interval):
         settings = rollout_settings(INT8, is_served=True, sync_check_interval=interval)
@@ -530,15 +539,15 @@ def test_every_stream_is_probed_until_a_gpu_has_shown_that_it_need_not_be(ends):
     assert checks(0) == (0, [False, False, False])
 
 
-def test_a_worker_says_how_its_model_is_quantized(ends):
+def test_a_worker_says_how_its_model_is_quantized(ends, tmp_path):
     client, worker = ends
-    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+    client.plan, client.shapes = QuantizationPlan(), {}
 
     def describe(quant_config):
         worker.vllm_config = SimpleNamespace(
             quant_config=quant_config,
             cache_config=SimpleNamespace(block_size=16, cache_dtype="fp8_e4m3"),
-            model_config=SimpleNamespace(model="", max_model_len=64),
+            model_config=SimpleNamespace(model=str(tmp_path), max_model_len=64),
             lora_config=None if quant_config is None else SimpleNamespace(max_lora_rank=16),
         )
         return client.describe()
@@ -547,14 +556,11 @@ def test_a_worker_says_how_its_model_is_quantized(ends):
     quantized.scheme = object()
     norm = torch.nn.ParameterDict({"weight": torch.zeros(2, dtype=torch.bfloat16)})
     worker.model = torch.nn.ModuleDict({"linear": quantized, "norm": norm})
-    assert describe(None) == EngineDescription(None, 16, 64, dtype="bfloat16", kv_cache_dtype="fp8_e4m3")
+    assert describe(None) == EngineDescription(16, 64, dtype="bfloat16", kv_cache_dtype="fp8_e4m3")
     worker.model["gate"] = torch.nn.ParameterDict({"weight": torch.zeros(2, dtype=torch.float32)})
     assert describe(None).dtype is None, "what one parameter holds in 32 bits would be sent in 16"
     other = SimpleNamespace(get_name=lambda: "awq")
-    assert (describe(other).format, describe(other).max_lora_rank) == ("awq", 16)
-    for scheme in SCHEMES.values():
-        found = describe(CompressedTensorsConfig.from_config(scheme.quantization_config(["lm_head"])))
-        assert found.format == scheme.served_as
+    assert describe(other).max_lora_rank == 16 and "vLLM's awq there" in client._difference()
     assert len({scheme.served_as for scheme in SCHEMES.values()}) == len(SCHEMES), "two formats that a server mixes up"
 
 
@@ -614,7 +620,7 @@ def test_stream_to_a_server(dtype, adapter, head, ends):
     # Of the engine only the loading is real here, so there is no version to ask for and nothing to probe.
     client.version = lambda: sync.version
     settings = rollout_settings(SCHEMES["int8"], is_served=True, sync_check_interval=1)
-    weights, processes = WeightStream(policy, SCHEMES["int8"]), DistributedBackend(Accelerator())
+    weights, processes = stream_of(policy, SCHEMES["int8"]), DistributedBackend(Accelerator())
     sync = WeightSync(policy, weights, client, settings, processes, lambda: 0, sent_dtype=dtype)
     sync._check_probe = dict
     sync.push(RolloutCost())

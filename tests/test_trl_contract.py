@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import needs_avx512
+from conftest import needs_avx512, needs_trl_1_16
 from packaging.requirements import Requirement
 
 import trl_qurl
@@ -33,13 +33,19 @@ LAYERWISE = "vllm.model_executor.model_loader.reload.layerwise"
 COMPRESSED_TENSORS = "vllm.model_executor.layers.quantization.compressed_tensors"
 KERNELS = "vllm.model_executor.kernels.linear.scaled_mm"
 
+OTHER_TRAINERS = [
+    "trl.trainer.distillation_trainer",
+    *(f"trl.experimental.{name}.{name}_trainer" for name in ("sdpo", "sdft", "gold", "iw_opd")),
+]
+"""Where docs/architecture.md says that `QuantizedEngineMixin` works."""
+
 CALLED = """
 trl.trainer.grpo_trainer
-    GRPOTrainer.__init__(model reward_funcs args callbacks peft_config): trainers/rollouts.py sets them
+    GRPOTrainer.__init__(model reward_funcs args callbacks peft_config): trainers/engine.py sets them
     GRPOTrainer._generate_and_score_completions(inputs): trainers/grpo.py measures the mismatch after it
     GRPOTrainer._tokenize_prompts(prompts): trainers/rollouts.py finds the images in it
-    GRPOTrainer._prepare_inputs(generation_batch): trainers/rollouts.py times the rollouts in it
-    GRPOTrainer._get_per_token_logps_and_entropies(model): trainers/grpo.py keeps its result
+    GRPOTrainer._prepare_inputs(generation_batch): trainers/engine.py times the rollouts in it
+    GRPOTrainer._get_per_token_logps_and_entropies(model): trainers/rollouts.py scores rollouts and losses with it
     GRPOTrainer._compute_loss(model inputs): trainers/grpo.py computes every objective through it
     GRPOTrainer._save_checkpoint(model trial): trainers/rollouts.py adds the rollout in progress
     GRPOTrainer._load_optimizer_and_scheduler(checkpoint): trainers/rollouts.py restores the rollout there
@@ -48,20 +54,20 @@ trl.trainer.grpo_trainer
     GRPOTrainer._generate(prompts): trainers/dynamic_sampling.py generates its rounds with it
     GRPOTrainer.training_step(model inputs): the critic of trainers/ppo.py learns after it
 trl.trainer.rloo_trainer
-    RLOOTrainer.__init__(model reward_funcs args callbacks peft_config): trainers/rollouts.py sets them
+    RLOOTrainer.__init__(model reward_funcs args callbacks peft_config): trainers/engine.py sets them
     RLOOTrainer._generate_and_score_completions(inputs): trainers/rloo.py adds the objective to its batch
     RLOOTrainer._tokenize_prompts(prompts): trainers/rollouts.py finds the images in it
-    RLOOTrainer._prepare_inputs(generation_batch): trainers/rollouts.py times the rollouts in it
-    RLOOTrainer._get_per_token_logps_and_entropies(model): trainers/rloo.py weighs its gradient
+    RLOOTrainer._prepare_inputs(generation_batch): trainers/engine.py times the rollouts in it
+    RLOOTrainer._get_per_token_logps_and_entropies(model): trainers/rollouts.py gives the loss its result
     RLOOTrainer._compute_loss(model inputs): trainers/rloo.py computes every objective through it
     RLOOTrainer._save_checkpoint(model trial): trainers/rollouts.py adds the rollout in progress
 trl.trainer.utils
-    RepeatSampler.__init__(shuffle seed): trainers/rollouts.py skips epochs in it
+    RepeatSampler.__init__(shuffle seed): trainers/saving.py skips epochs in it
     create_model_from_path(model_id architecture): trainers/critic.py loads the critic with it
     disable_dropout_in_model(model): trainers/critic.py
-    get_config_model_id(config): trainers/rollouts.py and trainers/critic.py find the policy's start with it
+    get_config_model_id(config): trainers/engine.py and trainers/critic.py find the policy's start with it
 trl.trainer.base_trainer
-    _BaseTrainer.create_model_card(model_name dataset_name tags): trainers/rollouts.py adds to the card
+    _BaseTrainer.create_model_card(model_name dataset_name tags): trainers/engine.py adds to the card
 trl.distributed
     DistributedBackend.is_zero3(): WeightSync reads it, and `fsdp_version`
 trl.import_utils
@@ -100,8 +106,9 @@ accelerate.utils.operations
     broadcast_object_list(object_list from_process): processes share a directory
 compressed_tensors.utils.match
     is_match(name module targets): quantization/layers.py ignores layers with it
+    match_targets(name module targets): quantization/plan.py reads groups of layers with it
 compressed_tensors.quantization.quant_scheme
-    preset_name_to_scheme(name targets): quantization/scheme.py writes vLLM's config.json from it
+    preset_name_to_scheme(name targets): quantization/plan.py writes vLLM's config.json from it
 llmcompressor.entrypoints.oneshot
     oneshot(model recipe): CheckpointWriter passes both and no data
 vllm.entrypoints.llm
@@ -120,6 +127,7 @@ vllm.v1.worker.gpu_worker
     Worker.start_weight_update(): RolloutWorker receives a stream after it
     Worker.update_weights(update_info): RolloutWorker receives a stream with it
     Worker.finish_weight_update(): RolloutWorker receives a stream before it
+    Worker.sleep(level): engine/cuda.py restores what it discards
     Worker.get_model(): RolloutWorker repairs the model it returns
 vllm.v1.worker.cpu_worker
     CPUWorker(): RolloutWorker is mixed into it
@@ -146,11 +154,13 @@ vllm.model_executor.models.registry
     _BaseRegisteredModel.load_model_cls(): engine/colocated.py asks it which model runs an architecture
 vllm.model_executor.models.transformers.base
     Base._decorate_for_torch_compile(): engine/colocated.py overrides it to leave the trainer's class unchanged
+vllm.model_executor.layers.linear
+    ColumnParallelLinear.weight_loader(param loaded_weight): engine/cuda.py gives it to a bias again
 vllm.model_executor.layers.vocab_parallel_embedding
     ParallelLMHead(): engine/cpu.py packs its weight again
     UnquantizedEmbeddingMethod.process_weights_after_loading(layer): engine/cpu.py packs the head's weight with it
 vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors
-    CompressedTensorsConfig.__init__(ignore quant_format): describe_rollouts reports both
+    CompressedTensorsConfig.__init__(config): starting_fingerprint reads its groups
 vllm.model_executor.kernels.linear.scaled_mm.cpu
     CPUInt8ScaledMMLinearKernel.process_weights_for_onednn(layer): ReloadableCPUInt8Kernel keeps the scales
 """
@@ -179,6 +189,7 @@ ATTRIBUTES = [
     ("transformers.modeling_utils", "PreTrainedModel", "_is_stateful", "quantization/layers.py"),
     ("transformers.configuration_utils", "PreTrainedConfig", "_name_or_path", "quantization/checkpoint.py"),
     ("vllm.distributed.weight_transfer.nccl_engine", "NCCLWeightTransferEngine", "model_update_group", "worker.py"),
+    ("vllm.model_executor.layers.attention.attention", "set_default_quant_scales", "_k_scale", "engine/cuda.py"),
     ("vllm.lora.worker_manager", "WorkerLoRAManager", "_adapter_manager", "engine/worker.py"),
 ]
 
@@ -207,8 +218,8 @@ ASSIGNED = [
     ),
     (
         *(f"{COMPRESSED_TENSORS}.compressed_tensors", "CompressedTensorsConfig.__init__"),
-        "quant_format ignore",
-        "RolloutWorker.describe_rollouts",
+        "config",
+        "RolloutWorker.starting_fingerprint",
     ),
 ]
 
@@ -249,13 +260,13 @@ trl.trainer.grpo_trainer GRPOTrainer._calculate_rewards: dynamic sampling sees t
     gather(rewards_per_func)
 trl.trainer.grpo_trainer GRPOTrainer._log_completion_extra: dynamic sampling selects rows of these columns
     self._pending_extra_logs[column].extend(values)
-trl.trainer.grpo_trainer GRPOTrainer._get_per_token_logps_and_entropies: trainers/grpo.py keeps [0]
+trl.trainer.grpo_trainer GRPOTrainer._get_per_token_logps_and_entropies: trainers/rollouts.py keeps [0]
     once: return
     return (logps,
-trl.trainer.grpo_trainer GRPOTrainer._compute_loss: QuRLGRPOTrainer._objective_inputs acts after the forward pass
+trl.trainer.grpo_trainer GRPOTrainer._compute_loss: GroupRolloutsMixin._corrected_loss acts after the forward pass
     once: self._get_per_token_logps_and_entropies(
     old_per_token_logps
-trl.trainer.grpo_trainer GRPOTrainer._compute_loss: QuRLGRPOTrainer._objective_inputs acts after the forward pass
+trl.trainer.grpo_trainer GRPOTrainer._compute_loss: GroupRolloutsMixin._corrected_loss acts after the forward pass
     self._get_per_token_logps_and_entropies(
     importance_sampling_ratio
 trl.trainer.grpo_trainer GRPOTrainer._compute_loss: objective.surrogate_terms acts through these lines
@@ -277,11 +288,11 @@ trl.trainer.rloo_trainer RLOOTrainer._compute_loss: trainers/rloo.py weighs toke
     log_ratio = logps - old_logps
     coef_1 = torch.exp(log_ratio)
     per_sequence_loss = -torch.min(per_sequence_loss1, per_sequence_loss2)
-trl.trainer.grpo_trainer GRPOTrainer.__init__: QuantizedRolloutsMixin._record appends to these lists
+trl.trainer.grpo_trainer GRPOTrainer.__init__: QuantizedEngineMixin._record appends to these lists
     self._metrics = {'train': defaultdict(list), 'eval': defaultdict(list)}
 trl.trainer.grpo_trainer GRPOTrainer.log: it logs our metrics
     for key, val in self._metrics[mode].items()
-trl.trainer.grpo_trainer GRPOTrainer._prepare_inputs: QuantizedRolloutsMixin saves _step and _buffered_inputs
+trl.trainer.grpo_trainer GRPOTrainer._prepare_inputs: GroupRolloutsMixin saves _step and _buffered_inputs
     if self._step % generate_every == 0 or self._buffered_inputs is None:
     inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
 transformers.trainer Trainer._save_checkpoint: trainers/rollouts.py writes into that directory
@@ -385,14 +396,21 @@ def tree(module: str) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def body_of(module: str, name: str | None) -> ast.AST:
+def definition(module: str, name: str | None) -> ast.AST | None:
     """The class or function called `name` (dotted inside classes), also inside an `if` of the module."""
-    node: ast.AST = tree(module)
+    node: ast.AST | None = tree(module)
     for part in name.split(".") if name else []:
         kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
         nodes = ast.walk(node) if node is tree(module) else node.body
         node = next((child for child in nodes if isinstance(child, kinds) and child.name == part), None)
-        assert node is not None, f"{module}.{name} is gone: this file says what relies on it."
+        if node is None:
+            return None
+    return node
+
+
+def body_of(module: str, name: str | None) -> ast.AST:
+    node = definition(module, name)
+    assert node is not None, f"{module}.{name} is gone: this file says what relies on it."
     return node
 
 
@@ -415,9 +433,10 @@ def row_ids(rows: list[tuple]) -> list[str]:
 
 @pytest.mark.parametrize(("module", "name", "parameters", "user"), DEFINITIONS, ids=row_ids(DEFINITIONS))
 def test_definition_takes_these_parameters(module, name, parameters, user):
-    definition = body_of(module, name)
+    node = definition(module, name)
+    assert node is not None, f"{module}.{name} is gone: {user}"
     if parameters:
-        arguments = definition.args
+        arguments = node.args
         taken = {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
         missing = set(parameters.split()) - taken
         assert not missing, f"{module}.{name} no longer takes {sorted(missing)}: {user}"
@@ -475,10 +494,15 @@ def test_every_private_name_is_listed_here():
     assert not missing, f"{sorted(missing)} are private to a library and not in this file."
 
 
-def test_every_import_from_inside_a_library_exists():
+def imported_names() -> set[tuple[str, str]]:
+    """(module, name) of every import from inside a library; `tools/cuda_contract.py` compares them in two builds."""
     imports = [node for node in code() if isinstance(node, ast.ImportFrom) and node.level == 0]
     names = {(node.module, alias.name) for node in imports for alias in node.names}
-    inside = {(module, name) for module, name in names if "." in module and module.split(".")[0] in LIBRARIES}
+    return {(module, name) for module, name in names if "." in module and module.split(".")[0] in LIBRARIES}
+
+
+def test_every_import_from_inside_a_library_exists():
+    inside = imported_names()
     assert len(inside) > 50
     gone = []
     for module, name in sorted(inside):
@@ -494,12 +518,38 @@ def test_every_import_from_inside_a_library_exists():
     assert not gone, f"{gone} are gone from where trl_qurl imports them."
 
 
+def test_vllms_variables_exist():
+    texts = {node.value for node in code() if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    ours = {text for text in texts if re.fullmatch(r"VLLM_[A-Z0-9_]+", text)}
+    assert len(ours) > 5
+    missing = ours - set(re.findall(r"\bVLLM_\w+", source_file("vllm.envs").read_text()))
+    assert not missing, f"vLLM no longer reads {sorted(missing)}, which trl_qurl sets or reads."
+
+
 def test_installed_trl_is_within_the_bounds_of_setup_cfg():
     required = map(Requirement, importlib.metadata.requires("trl-qurl"))
     [trl] = [one for one in required if one.name == "trl" and one.marker is None]  # extras add to it
     installed = importlib.metadata.version("trl")
     assert trl.specifier.contains(installed, prereleases=True), (
         f"TRL is {installed}, and setup.cfg says {trl}: read its changes to what this file lists, then edit setup.cfg."
+    )
+
+
+@needs_trl_1_16
+@pytest.mark.parametrize("module", OTHER_TRAINERS)
+def test_trainers_of_the_table_have_what_the_engine_needs(module):
+    [trainer] = re.findall(r"^class (\w+Trainer)\(", source_file(module).read_text(), re.M)
+    body = text_of(module, trainer)
+    for part in (
+        "self.vllm_generation = VLLMGeneration(",
+        "self._metrics = {'train': defaultdict(list), 'eval': defaultdict(list)}",
+        "def _prepare_inputs(self, generation_batch",
+        "def compute_loss(self, model, inputs",
+    ):
+        assert part in body, f"{trainer} has no `{part}`, which QuantizedEngineMixin extends: docs/architecture.md."
+    is_inside = "from ...generation.vllm_generation import VLLMGeneration" in body
+    assert is_inside == (trainer in ("SDPOTrainer", "SDFTTrainer")), (
+        "docs/architecture.md names the module to replace."
     )
 
 

@@ -23,7 +23,7 @@ VOCABULARY = ["<pad>", "<eos>", *map(chr, range(32, 127))]
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 PROBE = [40, 50, 60, 70, 41, 51, 61, 71]
-"""Tokens that engines are asked about: their log-probabilities depend on the weights."""
+"""Tokens with log-probabilities that identify the weights of an engine."""
 
 ENGINE = {"enforce_eager": True, "kv_cache_memory_bytes": 2**24}
 """Arguments of an engine of a tiny model. vLLM fills the memory for keys and values with zeros at each start."""
@@ -62,10 +62,10 @@ MIXTURES = {
 """Families with experts, and what makes them tiny."""
 
 SIXTEEN_BIT_EXPERTS = ["lm_head", r"re:.*\.experts\."]
-"""Patterns to ignore if there is no kernel for quantized experts."""
+"""Layers to ignore without a kernel for quantized experts."""
 
 WHOLE_BLOCKS = {"num_attention_heads": 8, "num_key_value_heads": 4}
-"""Sizes of a model with layers in blocks of 128 x 128, for every format."""
+"""Sizes of a model with layers of 128 x 128 blocks, which every format supports."""
 
 
 def tiny_tokenizer(vocabulary: Sequence[str] = VOCABULARY, **settings: Any) -> PreTrainedTokenizerFast:
@@ -168,7 +168,7 @@ is needed. If transformers has the architecture, TRL loads that class and ignore
 
 
 def save_remote_code_model(directory: Path, architecture: str = "InternLM3ForCausalLM") -> str:
-    """Save a model with classes that only its directory has, like models on the Hub."""
+    """Save a model with its classes, like models on the Hub with remote code."""
     tiny_model("llama", max_position_embeddings=128).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     for name, code in REMOTE_CODE.items():
@@ -180,8 +180,23 @@ def save_remote_code_model(directory: Path, architecture: str = "InternLM3ForCau
     return str(directory)
 
 
+def layers_of(model, ignore=("lm_head",), scheme=None):
+    """Names of the layers that a format quantizes, INT8 by default."""
+    from trl_qurl.quantization import make_plan
+
+    return frozenset(make_plan(model, scheme.name if scheme else "int8", ignore).schemes)
+
+
+def stream_of(model, scheme, ignore=("lm_head",), smooths=False):
+    """The stream of a model's weights in one format (`None`: 16 bits), or in several by pattern."""
+    from trl_qurl.quantization import make_plan
+    from trl_qurl.quantization.stream import WeightStream
+
+    return WeightStream(model, make_plan(model, getattr(scheme, "name", scheme), ignore), smooths)
+
+
 def rollout_settings(scheme, **changed):
-    """Settings of rollouts: a config's defaults without smoothing, and these changes."""
+    """Return the default settings of rollouts, without smoothing, with these changes."""
     from trl_qurl.rollout.preparation import RolloutSettings
 
     defaults = {
@@ -196,4 +211,4 @@ def rollout_settings(scheme, **changed):
         "sync_check_interval": 16,
         "request_timeout": 900.0,
     }
-    return RolloutSettings(scheme, **(defaults | changed))
+    return RolloutSettings(getattr(scheme, "name", scheme), **(defaults | changed))

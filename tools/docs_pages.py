@@ -6,11 +6,13 @@ text. The files in docs/ need no changes for the site.
 """
 
 import io
+import json
 import os
 import posixpath
 import re
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -23,12 +25,24 @@ ROOT = Path(__file__).resolve().parents[1]
 ELSEWHERE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/README.md": "evidence/benchmarks.md",
+    "benchmarks/int8.md": "evidence/int8.md",
+    "benchmarks/speed.md": "evidence/speed.md",
+    "benchmarks/study.md": "evidence/study.md",
+    "requirements/README.md": "evidence/versions.md",
+    "tests/features.md": "evidence/features.md",
+    "tests/processes.md": "evidence/processes.md",
+    "tests/reliability.md": "evidence/reliability.md",
+    "notebooks/understanding_qurl.ipynb": "notebooks/understanding.md",
+    "notebooks/gsm8k_grpo.ipynb": "notebooks/grpo.md",
+    "notebooks/gsm8k_ppo.ipynb": "notebooks/ppo.md",
 }
 """Files outside docs/ that become pages of the site."""
 
 HELP_MARK = "<!-- Here the site has the help of every subcommand. -->"
 HELP_WIDTH = 88
-LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")
+LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>[^)\s]+)\)")  # or an image's, behind its `!`
+BADGE = re.compile(r"\[!\[[^\]]*\]\(https:[^)]*\)\]\([^)]*\)")  # an image from elsewhere
 CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
 CODE = re.compile(r"<code>(?P<text>[^<>]*)</code>")
 FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
@@ -37,13 +51,35 @@ FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that live outside docs/."""
     for source, uri in ELSEWHERE.items():
-        files.append(File.generated(config, uri, abs_src_path=str(ROOT / source)))
+        path = ROOT / source
+        given: dict[str, str] = {"abs_src_path": str(path)}
+        if path.suffix == ".ipynb":
+            given = {"content": notebook_page(json.loads(path.read_text(encoding="utf-8"))["cells"])}
+        files.append(File.generated(config, uri, **given))
     return files
+
+
+def notebook_page(cells: list[dict[str, Any]]) -> str:
+    """Return a notebook as Markdown: its texts, its code, and the outputs that are stored in it."""
+    parts = []
+    for cell in cells:
+        source = BADGE.sub("", "".join(cell["source"]))
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        parts += [_shown(output) for output in cell.get("outputs", [])]
+    return "\n\n".join(parts)
+
+
+def _shown(output: dict[str, Any]) -> str:
+    data = output.get("data", {})
+    if "image/png" in data:
+        return f'<img alt="Figure of the code above" src="data:image/png;base64,{"".join(data["image/png"]).strip()}">'
+    return f"```text\n{''.join(output.get('text', data.get('text/plain', []))).rstrip()}\n```"
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Convert links, and insert the help of the command line."""
-    source = Path(page.file.abs_src_path).resolve().relative_to(ROOT)
+    elsewhere = {uri: source for source, uri in ELSEWHERE.items()}
+    source = Path(elsewhere.get(page.file.src_uri, f"docs/{page.file.src_uri}"))
     parts = FENCE.split(markdown)  # every other part is code, which stays unchanged
     parts[::2] = [
         LINK.sub(lambda link: _converted(link, source, page.file.src_uri, config.repo_url), part)
@@ -71,7 +107,8 @@ def _converted(link: re.Match[str], source: Path, uri: str, repo_url: str | None
     if not target or re.match(r"[a-z]+:", target):
         return link[0]
     path = posixpath.normpath(posixpath.join(source.parent.as_posix(), target))
-    page = path.removeprefix("docs/") if path.startswith("docs/") and path.endswith(".md") else ELSEWHERE.get(path)
+    is_page = path.startswith("docs/") and path.endswith((".md", ".png", ".svg"))
+    page = path.removeprefix("docs/") if is_page else ELSEWHERE.get(path)
     if path == "README.md":
         page = "index.md"
     if page:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = re.compile(r"(<!-- settings: ([\w ]+) -->\n).*?(<!-- end of settings -->)", re.DOTALL)
 SEE = {
     "rollout_quantization": "choosing.md#format",
-    "quantization_ignore": "choosing.md#layers-in-16-bits",
+    "quantization_ignore": "choosing.md#layers-in-other-formats",
     "uaq_scale": "choosing.md#uaqs-s-and-the-learning-rate",
     "smooth_activations": "mismatch.md#large-activations",
     "round_base": "lora.md",

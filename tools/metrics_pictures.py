@@ -1,7 +1,7 @@
-"""Draw figures of the documentation from logs in the repository: python tools/metrics_pictures.py
+"""Draw the figure of docs/metrics.md from logs in the repository: python tools/metrics_pictures.py
 
-That of docs/metrics.md shows one healthy run and two sick ones from the study. Their final figures are printed in the
-form of the page's table; tests/test_documentation.py compares the two. That of benchmarks/study.md shows long runs.
+It shows one healthy run and two sick ones from the study. Their final figures are printed in the form of the page's
+table, and tests/test_documentation.py compares the two.
 """
 
 from pathlib import Path
@@ -9,17 +9,12 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from trl_qurl.lab.curves import draw_curve, final_value, finish_axes, points_of, smooth
-from trl_qurl.lab.report import group_runs
+from trl_qurl.lab.curves import final_value, points_of, smooth
 from trl_qurl.trainers.run_log import read_run
 
 ROOT = Path(__file__).resolve().parents[1]
-STUDY = ROOT / "benchmarks" / "objectives" / "runs"
-RUNS = STUDY / "main"
-IMAGES = ROOT / "docs" / "images"
-PICTURE = IMAGES / "metrics-healthy-and-sick.png"
-LONG_PICTURE = IMAGES / "objectives-long-accuracy.png"
-LONG_ARMS = ("bf16", "int3_naive", "int3_decoupled", "int3_tis", "int3_acr", "int3_acr_uaq")
+RUNS = ROOT / "benchmarks" / "objectives" / "runs" / "main"
+PICTURE = ROOT / "docs" / "images" / "metrics-healthy-and-sick.png"
 WINDOW = 9  # rollouts
 
 
@@ -88,21 +83,8 @@ def draw() -> Figure:
     return figure
 
 
-def draw_long() -> Figure:
-    """Draw the figure of benchmarks/study.md: accuracy over 450 rollouts, by objective."""
-    runs = [read_run(path) for arm in LONG_ARMS for path in sorted((STUDY / "long").glob(f"{arm}-seed*"))]
-    figure = Figure(figsize=(6.0, 4.6), dpi=160, layout="constrained")
-    axes = figure.subplots()
-    for style, (label, seeds) in enumerate(group_runs(runs).items()):
-        draw_curve(axes, style, label, seeds, "expected_accuracy")
-    finish_axes(axes, "Expected accuracy, held out (mean of 23 rollouts, three seeds)")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=2, fontsize=9, frameon=False)
-    return figure
-
-
 if __name__ == "__main__":
     for metric, values in figures().items():
         print(metric, *values, sep=" | ")
     draw().savefig(PICTURE)
-    draw_long().savefig(LONG_PICTURE)
-    print(PICTURE, LONG_PICTURE, sep="\n")
+    print(PICTURE)

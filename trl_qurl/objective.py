@@ -26,7 +26,6 @@ class Objective:
 
     name: str  # what users write (`objective="acr"`)
     source: str  # where it is defined, such as `"Eq. 9 of QuRL"`
-    description: str  # for model cards; completes a sentence
     denominator: Literal["proximal", "behavior"] = "proximal"  # denominator of the clipped ratio
     correction: Correction = "none"  # token weight; see `Correction`
     lifts_upper_bound: bool = False  # whether to multiply the upper clip bound by ρ / C where ρ > C ("truncated" only)
@@ -60,32 +59,11 @@ def register_objective(objective: Objective) -> None:
 
 
 for _objective in (
-    Objective(
-        "acr",
-        "Eq. 9 of QuRL",
-        "the clipped ratio to the full-precision policy; each token is weighted by the truncated importance ratio, "
-        "and the upper clip bound is lifted where that ratio is truncated (adaptive clipping range)",
-        correction="truncated",
-        lifts_upper_bound=True,
-    ),
-    Objective(
-        "tis",
-        "Eq. 5 of QuRL",
-        "the clipped ratio to the full-precision policy; each token is weighted by the truncated importance ratio",
-        correction="truncated",
-    ),
-    Objective(
-        "decoupled",
-        "Eq. 4 of QuRL",
-        "the clipped ratio to the full-precision policy; each token is weighted by the full importance ratio",
-        correction="full",
-    ),
-    Objective("quantized_ratio", "Eq. 3 of QuRL", "the clipped ratio to the quantized policy", "behavior"),
-    Objective(
-        "naive",
-        "Eq. 1 of QuRL",
-        "the clipped ratio to the full-precision policy, without a correction for the quantized one",
-    ),
+    Objective("acr", "Eq. 9 of QuRL", correction="truncated", lifts_upper_bound=True),
+    Objective("tis", "Eq. 5 of QuRL", correction="truncated"),
+    Objective("decoupled", "Eq. 4 of QuRL", correction="full"),
+    Objective("quantized_ratio", "Eq. 3 of QuRL", denominator="behavior"),
+    Objective("naive", "Eq. 1 of QuRL"),
 ):
     register_objective(_objective)
 
@@ -136,7 +114,7 @@ def surrogate_terms(
         proximal_logps: `(B, T)`.
         behavior_logps: `(B, T)`, may contain NaN: there ρ is 1, and π_prox replaces π_behav in the denominator.
         advantages: A, `(B,)` or `(B, T)`.
-        cap: C, the largest weight of acr and tis, a ratio. Must be finite and above 0; the others ignore it.
+        cap: C, the largest weight of acr and tis, a ratio above 0; `None` for no cap. The others ignore it.
 
     Returns:
         Two tensors `(B, T)`, detached: no gradient flows through sampling.
@@ -156,10 +134,9 @@ def surrogate_terms(
     if preset.correction == "full":
         weight = rho
     elif preset.correction == "truncated":
-        if cap is None or not 0 < cap < math.inf:
-            raise ValueError(
-                f"Got cap={cap}: give a cap finite and above 0 (2 is usual), or use objective 'decoupled'."
-            )
+        cap = math.inf if cap is None else cap
+        if not cap > 0:
+            raise ValueError(f"Got cap={cap}: give a ratio above 0 (2 is usual), or None for no cap.")
         weight = rho.clamp(max=cap)  # (B, T)
         if preset.lifts_upper_bound:
             lifted = (rho > cap) & (advantages.reshape(len(rho), -1) > 0)  # (B, T)

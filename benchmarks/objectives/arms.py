@@ -43,13 +43,13 @@ class Arm:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether the trainer's own quantized forward pass can compute what the engine does."""
+        """Return whether the trainer's quantized forward pass can repeat the engine's."""
         return self.activation_bits == 8 and self.scheme not in UNBIASED
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Arms that answer one question, by themselves or beside those of another experiment with the same settings."""
+    """Arms that answer one question, alone or compared with another experiment of the same settings."""
 
     name: str
     question: str
@@ -114,7 +114,7 @@ def _cap() -> Experiment:
         Arm(
             f"int3a4_{objective}_c{cap:g}",
             "int3",
-            {"objective": objective, "vllm_importance_sampling_clip_max": cap},
+            {"objective": objective, "importance_cap": cap},
             **common,
         )
         for cap in (1.2, 1.5, 2.0, 3.0, 5.0, 10.0)
@@ -125,14 +125,14 @@ def _cap() -> Experiment:
 
 
 def _updates() -> Experiment:
-    """Sixteen updates of 16 completions with a rollout of 256, so that the policy leaves the clip range often."""
+    """Sixteen updates of 16 completions with a rollout of 256, which often move the policy out of the clip range."""
     common: dict[str, Any] = {"activation_bits": 4, "seeds": (0, 1, 2)}
     more = {"per_device_train_batch_size": 16, "steps_per_generation": 16, "learning_rate": 5e-5}
     arms = [
         Arm(
             f"int3a4_{objective}_c{cap:g}",
             "int3",
-            {"objective": objective, "vllm_importance_sampling_clip_max": cap, **more},
+            {"objective": objective, "importance_cap": cap, **more},
             **common,
         )
         for cap in (1.05, 1.2, 2.0)
@@ -191,7 +191,7 @@ def _ahead() -> Experiment:
     for objective in ("naive", "tis", "acr", *RETIRED):
         settings = {"objective": objective, **changed}
         if objective == "geometric_mask":
-            settings["vllm_importance_sampling_clip_max"] = 1.2  # a mean over five tokens never leaves [1/2, 2]
+            settings["importance_cap"] = 1.2  # a mean over five tokens never leaves [1/2, 2]
         arms.append(Arm(f"bf16_ahead_{objective}", None, settings, rollouts=AHEAD, seeds=seeds, is_delayed=True))
     arms.append(Arm("bf16_4", None, {"objective": "naive"}, rollouts=AHEAD, seeds=seeds))
     for objective in ("naive", "tis"):

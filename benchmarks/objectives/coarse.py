@@ -20,7 +20,7 @@ from trl_qurl.quantization.scheme import QuantizationScheme
 
 CODE_BITS = {"int3": 3, "int4": 4}
 UNBIASED = ("int8_stochastic", "int8_feedback", "int3_stochastic", "int3_feedback")
-"""Formats whose codes no second pass can repeat."""
+"""Formats with codes that a second pass cannot repeat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ def round_activations(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def coarsen_activations(model: torch.nn.Module, bits: int) -> int:
-    """Let the engine's INT8 layers round their inputs first; returns how many layers do.
+    """Make the engine's INT8 layers round their inputs first, and return the number of layers.
 
     Raises:
         RuntimeError: the engine has no INT8 layer of the CPU kind, so nothing would be rounded.
@@ -103,5 +103,5 @@ def coarsen_activations(model: torch.nn.Module, bits: int) -> int:
             scheme.kernel = CoarseActivations(scheme.kernel.config, scheme.kernel.layer_param_names)
             count += 1
     if count == 0:
-        raise RuntimeError("The engine has no INT8 layer whose activations could be rounded to fewer bits.")
+        raise RuntimeError("The engine does not have an INT8 layer with activations to round to fewer bits.")
     return count

@@ -125,7 +125,7 @@ class Study:
         self._read: dict[str, Arms] = {}
 
     def arms(self, name: str) -> Arms:
-        """The arms of an experiment, and those of the one beside it."""
+        """The arms of an experiment and of the experiment that it is compared with."""
         if name not in self._read:
             experiment = EXPERIMENTS[name]
             beside = self.arms(experiment.beside) if experiment.beside else {}
@@ -151,7 +151,7 @@ class Study:
         return {cell: found for cell, found in cells.items() if found.seeds}
 
     def everything(self) -> Iterator[Difference]:
-        """Every difference of the study, by every measure, without those that repeat the same values."""
+        """Every difference of the study, by every measure, without repeated values."""
         seen = set()
         for experiment, pairs in CONTRASTS.items():
             for ours, theirs in pairs:

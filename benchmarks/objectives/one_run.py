@@ -41,7 +41,7 @@ KEPT_SETTINGS = (
     "objective",
     "uaq_scale",
     "learning_rate",
-    "vllm_importance_sampling_clip_max",
+    "importance_cap",
     "steps_per_generation",
     "per_device_train_batch_size",
     "num_generations",
@@ -109,7 +109,7 @@ def train_arm(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any],
 
 
 def delay(generation: Any) -> None:
-    """Let the weights of one rollout before sample each rollout: TRL's sync comes after the generation."""
+    """Sample each rollout with the weights of the previous one: TRL's sync comes after the generation."""
     sync, generate = generation.sync_weights, generation.generate
 
     def generate_first(*args: Any, **kwargs: Any) -> Any:

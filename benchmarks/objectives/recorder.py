@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from trl_qurl.lab.demo.evaluate import measure_policy
 from trl_qurl.lab.demo.record import RolloutRecorder, Row
 from trl_qurl.quantization.fake_quantization import quantized_forward
-from trl_qurl.quantization.layers import quantized_layer_names
+from trl_qurl.quantization.plan import make_plan
 from trl_qurl.quantization.scheme import QuantizationScheme
 
 
@@ -34,5 +34,5 @@ class BothPolicies(RolloutRecorder):
         if self._merges and hasattr(model, "merge_and_unload"):
             model = copy.deepcopy(model).merge_and_unload()  # merging and unmerging would leave rounding behind
             vars(model).pop("forward", None)  # TRL's, which still computes with the model that was copied
-        with quantized_forward(model, quantized_layer_names(model), self._scheme):
+        with quantized_forward(model, make_plan(model, self._scheme.name)):
             return measure_policy(model, self.problem_ids).expected

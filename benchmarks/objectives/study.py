@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         "experiments", nargs="*", metavar="EXPERIMENT", help=f"of {', '.join(EXPERIMENTS)}; default: all"
     )
     parser.add_argument("--seeds", type=int, nargs="+", help="only these seeds")
-    parser.add_argument("--arms", nargs="+", help="only arms whose name contains one of these")
+    parser.add_argument("--arms", nargs="+", help="only arms with one of these in their name")
     parser.add_argument("--rollouts", type=int, help="shorten every run to so many, to try the script out")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="runs at once, one core each")
     parser.add_argument("--output", type=Path, default=RESULTS, help="directory of the results")
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     names = args.experiments or list(EXPERIMENTS)
     if unknown := [name for name in names if name not in EXPERIMENTS]:
-        parser.error(f"there is no experiment {', '.join(unknown)}; choose of {', '.join(EXPERIMENTS)}")
+        parser.error(f"unknown experiment {', '.join(unknown)}; choose from {', '.join(EXPERIMENTS)}")
     missing = missing_runs(names, args.output, args.seeds, args.arms)
     print(f"{len(missing)} runs to make")
     if args.list:
@@ -66,7 +66,7 @@ def missing_runs(
 
 
 def run_all(missing: list[tuple[Arm, int, Path]], jobs: int, rollouts: int | None) -> int:
-    """Make the runs, `jobs` at a time, each on a core of its own; returns how many failed."""
+    """Make the runs, `jobs` at a time, each on a separate core, and return how many failed."""
     from trl_qurl.lab.demo.run import ENVIRONMENT
 
     # Before the server that all runs are forked from imports anything: it then imports vLLM, TRL and torch once.
@@ -115,7 +115,7 @@ def prepare() -> tuple[Path, dict[str, Any]]:
 
 
 def child(arm: Arm, seed: int, policy_dir: Path, provenance: dict[str, Any], place: Path, core: int) -> None:
-    """One run in a process of its own, on one core; what it prints is kept only if it fails."""
+    """One run in a separate process, on one core; its output is kept only if it fails."""
     os.sched_setaffinity(0, {core})
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(core)
     os.environ["MASTER_PORT"] = str(FIRST_PORT + core)

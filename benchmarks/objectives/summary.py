@@ -95,7 +95,7 @@ CONTRASTS: dict[str, list[tuple[str, str]]] = {
         *((f"{scheme}_lora_rounded", f"{scheme}_lora_adapter") for scheme in LORA_SCHEMES),
     ],
 }
-"""For each experiment the pairs of arms whose difference is stated."""
+"""The pairs of arms to compare, by experiment."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -138,7 +138,7 @@ def read_arms(directory: Path, names: Sequence[str]) -> Arms:
 
 
 def summarize(runs: Mapping[int, Run]) -> dict[str, Any]:
-    """What is said of an arm."""
+    """Figures of an arm."""
     every = list(runs.values())
     updates = every[0].settings["updates_per_rollout"]
     return {
@@ -182,7 +182,7 @@ def sampling_accuracy(run: Run, window: int = FINAL_ROLLOUTS) -> float | None:
 
 
 MEASURES = {"accuracy": accuracy, "sampling": sampling_accuracy}
-"""What differences are stated of."""
+"""The figures to compare."""
 
 
 def mean_of(run: Run, metric: str) -> float | None:
@@ -244,7 +244,7 @@ def arm_table(rows: Mapping[str, dict[str, Any]]) -> str:
 
 
 def pair_table(pairs: Mapping[str, dict[str, Any]]) -> str:
-    """One line per difference, in Markdown; those whose interval leaves out zero are set in bold."""
+    """One line per difference, in Markdown; bold if the interval excludes zero."""
     lines = []
     for name, pair in pairs.items():
         lines.append((name, str(pair["seeds"]), *(stated_difference(pair[measure]) for measure in MEASURES)))
@@ -287,7 +287,7 @@ def seconds(run: Run) -> float:
 
 
 def provenance(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """What the runs say about when, where and with what they were made."""
+    """Return the date, commit and hardware that the runs recorded."""
     names = ("date", "commit", "hardware")
     return {name: sorted({str(run.settings[name]) for run in runs}) for name in names}
 

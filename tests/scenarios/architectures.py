@@ -50,7 +50,7 @@ def train(directory: str, family: str, choice: str) -> dict:
         smooth_activations=None,
         **settings,
     )
-    layers = sorted(trainer.vllm_generation.weights.layers)
+    layers = sorted(trainer.vllm_generation.weights.plan.schemes)
     return {"history": trainer.state.log_history, "layers": layers, "rate": trainer.args.learning_rate}
 
 

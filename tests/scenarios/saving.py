@@ -62,7 +62,7 @@ def mistakes(trainer, output_dir: Path) -> dict[str, str]:
     """What the trainer says of each; the last is noticed when the first tensors have gone by."""
     messages = {
         "own directory": message_of(trainer, output_dir),
-        "unknown scheme": message_of(trainer, scheme="int4"),
+        "unknown scheme": message_of(trainer, formats="int4"),
         "nothing left": message_of(trainer, ignore=["re:.*"]),
     }
     trainer.args.rollout_quantization, kept = None, trainer.args.rollout_quantization
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> dict:
         record["messages"] = mistakes(trainer, options.output_dir)
         record["version_kept"] = trainer.vllm_generation.sync.version == version
         if not options.lora:
-            trainer.save_quantized(options.output_dir / "fp8", scheme="fp8", ignore=["lm_head", "re:.*down_proj"])
+            trainer.save_quantized(options.output_dir / "fp8", formats="fp8", ignore=["lm_head", "re:.*down_proj"])
         hub = Hub()
         transformers.trainer.hf_api = lambda: hub
         trainer.push_to_hub(blocking=True)

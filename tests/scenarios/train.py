@@ -35,7 +35,7 @@ def count_vowels(completions, **kwargs):
 
 def export_with_adapter(trainer, directory: Path) -> None:
     """Save the base as a user does, and the adapter as PEFT does."""
-    if trainer.vllm_generation.rollout.scheme is None:
+    if trainer.vllm_generation.rollout.formats is None:
         state = {name: tensor.clone() for name, tensor in model_parameters(trainer.model)}
         trainer.model.get_base_model().save_pretrained(directory, state_dict=state)
         tiny_tokenizer().save_pretrained(directory)
@@ -220,8 +220,7 @@ def run(options: argparse.Namespace) -> dict:
     elif options.export:
         model = whole_model(trainer)
         if trainer.accelerator.is_main_process:
-            scheme = trainer.vllm_generation.rollout.scheme
-            export(model, scheme and scheme.name, trainer.args.quantization_ignore, options.export)
+            export(model, trainer.vllm_generation.rollout.formats, trainer.args.quantization_ignore, options.export)
     from trl_qurl.rollout.sync import policy_parameters
 
     grid = trainer.vllm_generation.weights.grid

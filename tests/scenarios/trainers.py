@@ -98,7 +98,7 @@ def train(kind: str, directory: str) -> dict[str, object]:
         record["checkpoint"] = os.listdir(f"{directory}/checkpoint-2")
         record["card"] = Path(directory, "README.md").read_text()
     if kind == "GMPO":
-        record["format"] = trainer.vllm_generation.sync.engine.describe().format
+        record["format"] = trainer.vllm_generation.llm.llm_engine.vllm_config.quant_config.quant_format
         record["saved"] = os.listdir(trainer.save_quantized(f"{directory}-int8"))
     if kind == "GRPO":
         saved = trainer.save_quantized(f"{directory}-int8")

@@ -15,14 +15,15 @@ from datasets import Dataset
 from tiny import tiny_model, tiny_tokenizer
 from transformers import Trainer, TrainingArguments
 
-from trl_qurl.trainers.rollouts import QuantizedRolloutsMixin
+from trl_qurl.trainers.engine import QuantizedEngineMixin
 
 
-class SavingTrainer(QuantizedRolloutsMixin, Trainer):
+class SavingTrainer(QuantizedEngineMixin, Trainer):
     """Saves as a trainer of this project; the rest is transformers' own."""
 
     __init__ = Trainer.__init__
     _prepare_inputs = Trainer._prepare_inputs
+    compute_loss = Trainer.compute_loss
     _save_checkpoint = Trainer._save_checkpoint
 
 

@@ -15,6 +15,7 @@ from simulated_gpu import humming, tensors
 from simulated_gpu.platform import GPUS, installed
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.checkpoint import CheckpointWriter
+from trl_qurl.quantization.plan import make_plan
 from trl_qurl.quantization.stream import WeightStream, model_parameters
 
 RELOADS = 2  # a bias that has lost its loader is noticed by the first, what the first breaks by the second
@@ -73,7 +74,7 @@ def simulate(case: Case) -> Report:
 
         hardware.gpu_capability = lambda: GPUS[case.gpu]
         hardware.has_flashinfer = lambda: case.has_flashinfer
-        os.environ.update(hardware.kernel_environment(SCHEMES[case.scheme] if case.is_refused else None))
+        os.environ.update(hardware.kernel_environment(*[SCHEMES[case.scheme]] * case.is_refused))
         if case.disabled:
             os.environ["VLLM_DISABLED_KERNELS"] = f"{os.environ.get('VLLM_DISABLED_KERNELS', '')},{case.disabled}"
         stage = "start"
@@ -124,12 +125,12 @@ class Engine:
         from trl_qurl.rollout.engine import worker
 
         humming.after_vllm()
-        self.scheme = SCHEMES[case.scheme]
         self.ignore = [] if case.head else ["lm_head"]
         if case.family in MIXTURES and not case.experts:
             self.ignore.append(r"re:.*\.experts\.")
+        self.plan = make_plan(policy, case.scheme, self.ignore)
         with tempfile.TemporaryDirectory() as directory:
-            writer = CheckpointWriter(policy, tiny_tokenizer(), self.scheme, self.ignore)
+            writer = CheckpointWriter(policy, tiny_tokenizer(), self.plan)
             writer.write(self.tensors_of(policy), Path(directory))
             arguments = {"dtype": "bfloat16", "max_model_len": 128, "kv_cache_dtype": case.cache, "seed": 0}
             config = EngineArgs(directory, enforce_eager=True, **arguments).create_engine_config()
@@ -157,7 +158,7 @@ class Engine:
         self.worker = Worker()
 
     def tensors_of(self, policy: torch.nn.Module):
-        return WeightStream(policy, self.scheme, self.ignore).tensors(model_parameters(policy))
+        return WeightStream(policy, self.plan).tensors(model_parameters(policy))
 
     def load(self, policy: torch.nn.Module, version: str) -> None:
         update = {"version": version, "digest": True}

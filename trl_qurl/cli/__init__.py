@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from trl_qurl import __version__
 from trl_qurl.cli.noise import quiet, shows_everything
+from trl_qurl.cli.options import did_you_mean
 from trl_qurl.rollout.errors import RolloutError
 
 USER_ERRORS = (ValueError, ImportError, OSError, RolloutError)  # OSError covers FileNotFoundError, ConnectionError
@@ -75,11 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     quiet()  # before a subcommand's options import torch, which reads its log level only once
     try:
         parser = build_parser(argv)
+        if (command := COMMANDS.get(argv[0])) and not command.passes_on:
+            argv = [_dashed(word) for word in argv]  # TRL's and vLLM's parsers accept both spellings
         args, extra_args = parser.parse_known_args(argv)
         if COMMANDS[args.command].passes_on:
             args.extra_args = extra_args
         elif extra_args:
-            args.subparser.error(f"unexpected argument {' '.join(extra_args)}")
+            guess = did_you_mean(extra_args, list(args.subparser._option_string_actions))
+            raise ValueError(f"Unexpected argument {' '.join(extra_args)}{guess}")
         return args.run(args)
     except KeyboardInterrupt:
         if shows_everything():
@@ -91,3 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"trl-qurl: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return 2
+
+
+def _dashed(word: str) -> str:
+    option, equals, value = word.partition("=")
+    return (option.replace("_", "-") if option.startswith("--") else option) + equals + value

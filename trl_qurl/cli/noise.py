@@ -30,6 +30,10 @@ def quiet() -> None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         # It looks up its version as `vllm`, fails, and reports a failed import of Triton, which it does not need.
         logging.getLogger("vllm.triton_utils.importing").disabled = True
+    # Three hundred characters about every tokenizer that has this old setting; it changes nothing.
+    cleanup = "Ignoring clean_up_tokenization_spaces=True"
+    logger = logging.getLogger("transformers.tokenization_utils_tokenizers")
+    logger.addFilter(lambda record: not record.getMessage().startswith(cleanup))
     harmless = {
         # vLLM inspects every name in torch, including this old one.
         r"`torch\.distributed\.reduce_op` is deprecated": FutureWarning,

@@ -1,6 +1,8 @@
 """Options and checks shared by several subcommands."""
 
 import argparse
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,21 @@ def add_ignore(parser: argparse.ArgumentParser) -> None:
         help="modules to keep in full precision: a name, or re: followed by a regular expression; repeat the option "
         "for more (default: lm_head)",
     )
+
+
+def did_you_mean(words: Iterable[str], names: Sequence[str]) -> str:
+    """Return `"; did you mean NAME?"`, or `"."` if no name is similar enough."""
+    matches = [name for word in words for name in get_close_matches(word, names, 1)]
+    return f"; did you mean {' '.join(matches)}?" if matches else "."
+
+
+def add_scheme(parser: argparse.ArgumentParser, **options: Any) -> None:
+    """Add `--scheme`, for `read_formats`."""
+    from trl_qurl.quantization.formats import EXAMPLE, SCHEMES, UNQUANTIZED
+
+    names = f"{', '.join(SCHEMES)}, or {UNQUANTIZED} for 16 bits"
+    text = f"{names}; or a JSON object of formats by pattern, of which the first match wins: '{EXAMPLE}'"
+    parser.add_argument("--scheme", metavar="FORMAT", help=text, **options)
 
 
 def check_model(name_or_path: str) -> None:

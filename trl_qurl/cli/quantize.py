@@ -3,16 +3,14 @@
 import argparse
 from pathlib import Path
 
-from trl_qurl.cli.options import add_ignore, check_model
+from trl_qurl.cli.options import add_ignore, add_scheme, check_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trl-qurl quantize`."""
-    from trl_qurl.quantization import SCHEMES
-
     parser.add_argument("model", metavar="MODEL", help="name on the Hub, or a local directory")
     parser.add_argument("output_dir", metavar="OUT", type=Path, help="directory to write the checkpoint to")
-    parser.add_argument("--scheme", choices=list(SCHEMES), required=True, help="format of the quantized layers")
+    add_scheme(parser, required=True)
     add_ignore(parser)
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that ships with the model")
 
@@ -21,13 +19,15 @@ def run(args: argparse.Namespace) -> int:
     """Load the model and write its quantized checkpoint."""
     check_model(args.model)
     from trl_qurl.quantization.checkpoint import load_model, write_checkpoint
+    from trl_qurl.quantization.plan import format_name, read_formats
     from trl_qurl.quantization.storage import check_replaceable
 
-    check_replaceable(args.output_dir)  # fail before the model is loaded
-
+    formats = read_formats(args.scheme, "--scheme")  # these two fail before the model is loaded
+    check_replaceable(args.output_dir)
+    label = format_name(formats).upper()
     print(f"Loading {args.model}", flush=True)
     model, tokenizer = load_model(args.model, args.trust_remote_code)
-    print(f"Quantizing its weights to {args.scheme.upper()}", flush=True)
-    write_checkpoint(model, tokenizer, args.scheme, args.output_dir, ignore=tuple(args.ignore))
-    print(f"{args.scheme.upper()} checkpoint written to {args.output_dir}")
+    print(f"Quantizing its weights to {label}", flush=True)
+    write_checkpoint(model, tokenizer, formats, args.output_dir, ignore=tuple(args.ignore))
+    print(f"{label} checkpoint written to {args.output_dir}")
     return 0

@@ -3,24 +3,17 @@
 import argparse
 from difflib import get_close_matches
 
-from trl_qurl.cli.options import add_ignore, check_model
+from trl_qurl.cli.options import add_ignore, add_scheme, check_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trl-qurl serve`."""
-    from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED
-
     parser.epilog = (
         "Needs an API key in the environment variable VLLM_API_KEY, for every request; set the same for the trainer. "
         "Nothing is encrypted."
     )
     parser.add_argument("model", metavar="MODEL", help="full-precision model: name on the Hub, or a local directory")
-    parser.add_argument(
-        "--scheme",
-        choices=[*SCHEMES, UNQUANTIZED],
-        default="int8",
-        help="rollout format; none means 16 bits (default: %(default)s)",
-    )
+    add_scheme(parser, default="int8")
     add_ignore(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
@@ -43,19 +36,19 @@ def run(args: argparse.Namespace) -> int:
     require_key()  # before imports that take many seconds
     from transformers import AutoConfig
 
-    from trl_qurl.quantization.formats import get_scheme, parse_scheme
+    from trl_qurl.quantization.plan import read_formats, schemes_of
     from trl_qurl.rollout.engine import launch
     from trl_qurl.rollout.engine.hardware import check_cpu_build, kernel_environment
 
     launch.require_vllm()
     launch.check_options(args.extra_args)
     options = launch.values_of(args.extra_args)
-    scheme = parse_scheme(args.scheme)
-    target = None if scheme is None else get_scheme(scheme)
-    environment = kernel_environment(target)
+    formats = read_formats(args.scheme, "--scheme")
+    schemes = schemes_of(formats)
+    environment = kernel_environment(*schemes)
     model = launch.resolve_model(args.model)
     config = AutoConfig.from_pretrained(model, trust_remote_code="trust_remote_code" in options)
-    check_cpu_build(config, (), target, options)
-    if scheme is not None:
-        model = str(launch.starting_checkpoint(model, scheme, args.ignore, options))
+    check_cpu_build(config, {scheme.name: scheme for scheme in schemes}, options)
+    if formats is not None:
+        model = str(launch.starting_checkpoint(model, formats, args.ignore, options))
     return launch.run_server(launch.server_command(model, args.host, args.port, args.extra_args), environment)

@@ -1,19 +1,21 @@
 """Checks shared by the configurations."""
 
-import re
 import warnings
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
+from dataclasses import fields
 from difflib import get_close_matches
-from math import inf
-from typing import Any
-
-from trl_qurl.objective import Objective
+from numbers import Integral, Real
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 HARMLESS = ("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "max_tokens", "skip_special_tokens")
 """Those of vLLM's `SamplingParams` that leave a token's distribution alone. Any other may change it."""
 NEUTRAL = {"top_p": (1.0, None), "top_k": (0, -1, None), "repetition_penalty": (1.0, None)}
 """Values that turn a sampling parameter off, where it is not only `OFF`."""
 OFF: tuple[Any, ...] = (None, 0, "", [], {})
+KINDS: dict[type, tuple[type, str]] = {bool: (bool, "True or False"), int: (Integral, "a whole number")}
+KINDS |= {float: (Real, "a number"), NoneType: (NoneType, "None")}
+"""Types of settings that are checked: which values they take, and how a message calls these."""
 OTHER_TOKENS = "TRL would read another token's log-probability than the sampled one's."
 REFUSED = {
     "n": "num_generations is the number of completions per prompt.",
@@ -35,34 +37,19 @@ def check_choice(config: object, name: str, choices: Collection[str]) -> None:
 
 
 def check_number(config: object, name: str, is_allowed: Callable[[Any], bool], requirement: str) -> None:
-    """Raise `ValueError` if a setting is not a number or not allowed; `requirement` says what it must be."""
-    value = getattr(config, name)
-    if not isinstance(value, int | float) or not is_allowed(value):
+    """Raise `ValueError` if a number is not allowed; `requirement` says what it must be."""
+    if not is_allowed(value := getattr(config, name)):
         raise ValueError(f"{name} is {value!r}, but must be {requirement}.")
 
 
-def check_patterns(patterns: Iterable[str], name: str) -> None:
-    """Raise `ValueError` for a pattern that starts with `re:` but is not a regular expression, and for `auto`."""
-    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise ValueError(f"{name} is {patterns!r}, but must be a list of patterns, or [] for none.")
-    for pattern in patterns:
-        if pattern == "auto":  # chose layers itself in early versions
-            way_out = "run `trl-qurl mismatch MODEL --kl 5e-3`, and use the list of layers that it writes."
-            raise ValueError(f"{name} has 'auto', which names no module: {way_out}")
-        try:
-            re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
-        except re.error as error:
-            raise ValueError(f"{name} has {pattern!r}, which is not a regular expression: {error}.") from None
-
-
-def check_cap(config: Any, objective: Objective) -> None:
-    """Raise `ValueError` for a cap C that cannot limit the importance ratio."""
-    cap = config.vllm_importance_sampling_clip_max
-    if objective.correction == "truncated" and (cap is None or not 0 < cap < inf):
-        raise ValueError(
-            f"objective={objective.name!r} limits the ratio, but vllm_importance_sampling_clip_max is {cap}: "
-            "give a positive cap C (default 2.0), or use objective='decoupled' for no cap."
-        )
+def check_types(config: Any) -> None:
+    """Raise `ValueError` for a number, or True or False, that is something else: YAML and Python do not check it."""
+    hints = get_type_hints(type(config))
+    for field in fields(config):
+        value, kinds = getattr(config, field.name), get_args(hints[field.name]) or (hints[field.name],)
+        if KINDS.keys() >= set(kinds) and not isinstance(value, tuple(KINDS[kind][0] for kind in kinds)):
+            words = " or ".join(KINDS[kind][1] for kind in kinds)
+            raise ValueError(f"{field.name} is {value!r}, but must be {words}.")
 
 
 def check_sampling(config: Any, stacklevel: int) -> None:

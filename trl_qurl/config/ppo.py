@@ -52,13 +52,6 @@ class QuRLPPOConfig(QuRLGRPOConfig):
     critic_learning_rate: float = 1e-5
 
     def __post_init__(self) -> None:
-        check_number(self, "num_generations", lambda n: n >= 1, "1 or more")
-        check_number(self, "gamma", lambda x: 0 <= x <= 1, "in [0, 1] (verl's setting is 1)")
-        check_number(self, "gae_lambda", lambda x: 0 <= x <= 1, "in [0, 1] (verl's setting is 1)")
-        check_number(self, "critic_learning_rate", lambda x: 0 < x < inf, "positive and finite")
-        check_number(self, "critic_warmup_steps", lambda n: n >= 0, "a number of optimizer steps, or 0 for none")
-        if self.value_clip_range is not None:
-            check_number(self, "value_clip_range", lambda x: x > 0, "positive, or None for no clipping")
         if self.loss_type not in CLIPPED_LOSS_TYPES or self.importance_sampling_level != "token":
             raise ValueError(
                 f"loss_type={self.loss_type!r} with importance_sampling_level={self.importance_sampling_level!r} does "
@@ -82,3 +75,9 @@ class QuRLPPOConfig(QuRLGRPOConfig):
             self.num_generations = max(self.per_device_train_batch_size, 2)
         super().__post_init__()
         self.num_generations = generations
+        check_number(self, "gamma", lambda x: 0 <= x <= 1, "in [0, 1] (verl's setting is 1)")
+        check_number(self, "gae_lambda", lambda x: 0 <= x <= 1, "in [0, 1] (verl's setting is 1)")
+        check_number(self, "critic_learning_rate", lambda x: 0 < x < inf, "positive and finite")
+        check_number(self, "critic_warmup_steps", lambda n: n >= 0, "a number of optimizer steps, or 0 for none")
+        if self.value_clip_range is not None:
+            check_number(self, "value_clip_range", lambda x: x > 0, "positive, or None for no clipping")

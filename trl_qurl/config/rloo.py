@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from trl import RLOOConfig
 
-from trl_qurl.config.checks import check_cap, check_choice
+from trl_qurl.config.checks import check_choice
 from trl_qurl.config.help import with_help
 from trl_qurl.config.rollout import QuantizedRolloutsConfig
 from trl_qurl.objective import OBJECTIVES, TRL_LOSS, get_objective
@@ -22,22 +22,16 @@ class QuRLRLOOConfig(QuantizedRolloutsConfig, RLOOConfig):
         objective: `tis` (FlashRL, Eq. 5), `decoupled` (Eq. 4), `quantized_ratio` (Eq. 3) or `naive` (Eq. 1), as for
             GRPO. `trl` is TRL's own loss without a correction. `acr` is rejected: it lifts the clip bounds of single
             tokens, but RLOO clips one ratio per completion.
-        vllm_importance_sampling_clip_max: Cap C of the importance ratio of a token (a ratio, not a log).
     """
 
     objective: str = "tis"
-    vllm_importance_sampling_clip_max: float | None = 2.0
 
     def __post_init__(self) -> None:
         check_choice(self, "objective", (*OBJECTIVES, TRL_LOSS))
         super().__post_init__()
-        if self.objective == TRL_LOSS:
-            return
-        objective = get_objective(self.objective)
-        if objective.lifts_upper_bound:
+        if self.objective != TRL_LOSS and get_objective(self.objective).lifts_upper_bound:
             supported = [name for name, other in OBJECTIVES.items() if not other.lifts_upper_bound]
             raise ValueError(
                 f"objective={self.objective!r} lifts the clip bounds of single tokens, and RLOO clips one ratio per "
                 f"completion: use one of {', '.join(map(repr, [*supported, TRL_LOSS]))}, or QuRLGRPOTrainer."
             )
-        check_cap(self, objective)

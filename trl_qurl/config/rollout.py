@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from trl_qurl.config.checks import check_choice, check_number, check_patterns, check_sampling
+from trl import GRPOConfig, RLOOConfig
+
+from trl_qurl.config.checks import check_choice, check_number, check_sampling, check_types
 from trl_qurl.config.help import with_help
 from trl_qurl.quantization.checkpoint import check_quantizer
-from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, check_kv_cache, get_scheme, parse_scheme
+from trl_qurl.quantization.formats import EXAMPLE, SCHEMES, UNQUANTIZED, check_kv_cache
+from trl_qurl.quantization.plan import check_patterns, read_formats, schemes_of
 
 TAKEN_ENGINE_ARGUMENTS = {
     "model": "the trainer's `model`",
@@ -40,8 +43,9 @@ class QuantizedRolloutsConfig:
 
     Args:
         rollout_quantization: Format of the rollout policy: a name in [`~trl_qurl.quantization.SCHEMES`], or `None` for
-            unquantized rollouts in the engine's own dtype. On the command line, `none` means `None`.
-        quantization_ignore: Modules kept in full precision, in llm-compressor's pattern syntax (`re:.*down_proj`).
+            unquantized rollouts in the engine's own dtype. On the command line, `none` means `None`. Or names by
+            pattern, of which the first that matches wins: `{"re:.*down_proj": "w8a16", "*": "int8"}`.
+        quantization_ignore: Modules kept in full precision before all else, in llm-compressor's pattern syntax.
             `trl-qurl mismatch --kl` finds the layers that rounding hurts most.
         uaq_scale: Scale s of update-aware quantization (Sec. 4.3), applied to the policy's weights once, before
             training. 1.0 is off; 1.5 is the best value of Table 4, at a learning rate of 1e-6.
@@ -65,6 +69,12 @@ class QuantizedRolloutsConfig:
             dictionary.
         rollouts_ahead: With 1, a server generates the next rollout while the trainer learns from the current one, so
             a rollout's weights are one rollout old (`rollout/ahead.py`). 0 is off. Needs `vllm_mode="server"`.
+
+    > Importance ratio
+
+        importance_cap: Cap C of the importance ratio ρ of a token (a ratio, not a log), which `acr` and `tis` limit.
+            `None` (on the command line, `inf`) is no cap. FlashRL uses 2, and the paper gives no value.
+            `mismatch/capped_share` counts the tokens above it, whatever the objective.
 
     > Checks
 
@@ -90,9 +100,12 @@ class QuantizedRolloutsConfig:
     use_vllm: bool = True
 
     # Rollout format
-    rollout_quantization: str | None = field(
+    rollout_quantization: dict[str, Any] | str | None = field(
         default="int8",
-        metadata={"help": f"Format of the rollout policy: {', '.join(SCHEMES)}; {UNQUANTIZED} for no quantization."},
+        metadata={
+            "help": f"Format of the rollout policy: {', '.join(SCHEMES)}; {UNQUANTIZED} for no quantization; or a "
+            f"JSON object of formats by pattern: {EXAMPLE}."
+        },
     )
     quantization_ignore: list[str] = field(default_factory=lambda: ["lm_head"])
     uaq_scale: float = 1.0
@@ -106,6 +119,9 @@ class QuantizedRolloutsConfig:
     vllm_engine_kwargs: dict[str, Any] | str | None = field(default_factory=dict)
     rollouts_ahead: int = 0
 
+    # Importance ratio
+    importance_cap: float | None = 2.0
+
     # Checks
     sync_check_interval: int = 16
 
@@ -114,29 +130,24 @@ class QuantizedRolloutsConfig:
     mismatch_guard_kl: float = 0.1
 
     def __post_init__(self: Any) -> None:
-        replaced = self._replace_trl_defaults()
-        if replaced:
-            warnings.warn(
-                f"Replaced TRL's defaults that do not work with quantized rollouts: {', '.join(replaced)}. "
-                "Leave these settings out to avoid this warning.",
-                stacklevel=4,
-            )
+        check_types(self)
+        check_number(self, "num_generations", lambda n: n >= 1, "1 or more")  # TRL divides by it
         super().__post_init__()  # type: ignore[misc]  # TRL's config comes after this class
-        self.rollout_quantization = parse_scheme(self.rollout_quantization)
+        self.rollout_quantization = read_formats(self.rollout_quantization)
         self.mismatch_guard = {"False": "off"}.get(str(self.mismatch_guard), self.mismatch_guard)  # in YAML
         if isinstance(self.quantization_ignore, str):  # one pattern, as YAML allows
             self.quantization_ignore = [self.quantization_ignore]
-        per_rollout, per_update = self.num_iterations * self.steps_per_generation, self.gradient_accumulation_steps
-        if per_rollout % per_update and per_update % per_rollout:
-            warnings.warn(
-                f"Updates mix two rollouts: gradient_accumulation_steps={per_update} does not divide "
-                f"steps_per_generation times num_iterations, {per_rollout}.",
-                stacklevel=4,
-            )
         self._check_values()
         self._check_format()
         self._check_engine()
-        check_sampling(self, stacklevel=4)
+        if isinstance(self, GRPOConfig | RLOOConfig):
+            self._check_groups()
+            check_sampling(self, stacklevel=4)
+        elif self.rollouts_ahead or self.mismatch_guard == "stop":
+            raise ValueError(
+                f"rollouts_ahead={self.rollouts_ahead} and mismatch_guard={self.mismatch_guard!r} need a trainer that "
+                f"measures its rollouts, as GRPO and RLOO do: leave both out of {type(self).__name__}."
+            )
 
     @property
     def engine_kwargs(self) -> dict[str, Any]:
@@ -151,15 +162,9 @@ class QuantizedRolloutsConfig:
 
     @property
     def updates_per_rollout(self: Any) -> float:
-        """Optimizer updates per rollout."""
-        return self.num_iterations * self.steps_per_generation / self.gradient_accumulation_steps
-
-    def _replace_trl_defaults(self) -> list[str]:
-        """Replace TRL's defaults that do not work here; return the replacements, for a warning."""
-        if self.use_vllm:
-            return []
-        self.use_vllm = True
-        return ["use_vllm=False -> True"]
+        """Optimizer updates per rollout: one if TRL's trainer has no settings for it."""
+        micro_batches = getattr(self, "steps_per_generation", self.gradient_accumulation_steps)
+        return getattr(self, "num_iterations", 1) * micro_batches / self.gradient_accumulation_steps
 
     def _check_values(self: Any) -> None:
         check_choice(self, "weight_sync", ("auto", "stream", "checkpoint", "adapter", "llmcompressor"))
@@ -176,7 +181,28 @@ class QuantizedRolloutsConfig:
         check_number(self, "rollouts_ahead", lambda n: n in (0, 1), "0 or 1")
         share = "a share of the GPU's memory: above 0, at most 1"
         check_number(self, "vllm_gpu_memory_utilization", lambda x: 0 < x <= 1, share)
+        if self.importance_cap is not None:
+            check_number(self, "importance_cap", lambda c: c > 0, "a ratio above 0, or None for no cap")
         check_patterns(self.quantization_ignore, "quantization_ignore")
+
+    def _check_groups(self: Any) -> None:
+        per_rollout, per_update = self.num_iterations * self.steps_per_generation, self.gradient_accumulation_steps
+        if per_rollout % per_update and per_update % per_rollout:
+            warnings.warn(
+                f"Updates mix two rollouts: gradient_accumulation_steps={per_update} does not divide "
+                f"steps_per_generation times num_iterations, {per_rollout}.",
+                stacklevel=5,
+            )
+        if self.sync_ref_model and self.uaq_scale != 1.0:
+            raise ValueError(
+                f"sync_ref_model=True mixes the policy's weights, which uaq_scale={self.uaq_scale} rescales, into a "
+                "reference model that is not rescaled: set uaq_scale=1.0, or sync_ref_model=False."
+            )
+        if self.use_transformers_continuous_batching:
+            raise ValueError(
+                "use_transformers_continuous_batching=True asks transformers to generate, without quantized "
+                "rollouts: set it to False, or use TRL's own trainer with use_vllm=False."
+            )
 
     def _check_format(self: Any) -> None:
         if self.round_base and (self.weight_sync not in ("auto", "adapter") or self.rollout_quantization is None):
@@ -193,11 +219,6 @@ class QuantizedRolloutsConfig:
                     f"{self.rollout_quantization!r} and this run has {self.world_size}: use weight_sync='auto', which "
                     "produces the same codes and scales."
                 )
-        if self.sync_ref_model and self.uaq_scale != 1.0:
-            raise ValueError(
-                f"sync_ref_model=True mixes the policy's weights, which uaq_scale={self.uaq_scale} rescales, into a "
-                "reference model that is not rescaled: set uaq_scale=1.0, or sync_ref_model=False."
-            )
         if self.smooth_activations and (setting := self._smoothing_conflict()):
             raise ValueError(f"smooth_activations=True does not work with {setting}: leave it out.")
 
@@ -208,9 +229,8 @@ class QuantizedRolloutsConfig:
 
     def _smoothing_conflict(self: Any) -> str | None:
         """Return the setting that rules out smoothing, if there is one."""
-        name = self.rollout_quantization
-        if name is None or not get_scheme(name).is_smoothed:
-            return f"rollout_quantization={name!r} (smoothing is for INT8)"
+        if not any(scheme.is_smoothed for scheme in schemes_of(self.rollout_quantization)):
+            return f"rollout_quantization={self.rollout_quantization!r} (smoothing is for INT8)"
         if self.weight_sync in ("adapter", "llmcompressor"):
             return f"weight_sync={self.weight_sync!r} (smoothing is folded into whole weights as they are sent)"
         return "round_base=True (no whole weights are sent)" if self.round_base else None
@@ -222,10 +242,10 @@ class QuantizedRolloutsConfig:
                 f"vllm_mode is {self.vllm_mode!r}: start one with `trl-qurl serve` and set vllm_mode='server', or "
                 "set rollouts_ahead=0."
             )
-        if self.use_transformers_continuous_batching:
+        if not self.use_vllm:
             raise ValueError(
-                "use_transformers_continuous_batching=True asks transformers to generate, without quantized "
-                "rollouts: set it to False, or use TRL's own trainer with use_vllm=False."
+                "use_vllm=False asks transformers to generate, without quantized rollouts: leave it out, or use TRL's "
+                "own trainer."
             )
         longest = self.vllm_request_timeout + self.vllm_server_timeout
         if self.vllm_mode == "server" and self.world_size > 1 and longest >= self.ddp_timeout:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,13 +89,12 @@ def fitting_formats(
     Raises:
         ValueError: If a requested format does not fit, or there is nothing to quantize.
     """
-    from trl_qurl.quantization.layers import quantized_layer_names
+    from trl_qurl.quantization.plan import make_plan
 
-    quantized_layer_names(model, ignore)
     fitting = []
     for scheme in candidates(names):
         try:
-            quantized_layer_names(model, ignore, scheme)
+            make_plan(model, scheme.name, ignore)
             fitting.append(scheme)
         except ValueError as error:
             if names is not None:
@@ -104,15 +103,9 @@ def fitting_formats(
     return fitting
 
 
-def find_scheme(name: str) -> QuantizationScheme | None:
-    """Return a format by its name; `None` for 16 bits."""
-    from trl_qurl.quantization.formats import get_scheme
-
-    return None if name == BASELINE else get_scheme(name)
-
-
-def label(name: str) -> str:
-    """Return a format's display name, keeping what follows it, as in `int8, 3 kept`."""
+def label(name: str | Mapping[str, str]) -> str:
+    """Return the display name of a format, or formats by pattern, keeping what follows it, as in `int8, 3 kept`."""
+    name = "-".join(dict.fromkeys(name.values())) if isinstance(name, Mapping) else name
     scheme, comma, rest = name.partition(",")
     return "16 bits" if name == BASELINE else scheme.upper() + comma + rest
 

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerState
 
 from trl_qurl.config.rollout import QuantizedRolloutsConfig
-from trl_qurl.quantization.formats import get_scheme
+from trl_qurl.quantization.plan import format_name
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ def _why_alike(args: Any, logs: Mapping[str, float]) -> str:
 def _plan(args: Any, steps: int) -> str:
     """Summarize a run in one line, from its `QuantizedRolloutsConfig` and its number of optimizer steps."""
     name, answers, updates = args.rollout_quantization, args.num_generations, args.updates_per_rollout
-    rollouts = f"{math.ceil(steps / updates)} {'16-bit' if name is None else get_scheme(name).label} rollouts"
+    rollouts = f"{math.ceil(steps / updates)} {'16-bit' if name is None else format_name(name).upper()} rollouts"
     return (
         f"{steps} steps: {rollouts} of {args.generation_batch_size // answers} questions x {answers} answers, "
         f"up to {args.max_completion_length} tokens, {updates:g} updates each ({args.objective})"

@@ -1,4 +1,4 @@
-"""`trl-qurl report`: compare runs in one table and one picture, grouped over seeds.
+"""`trl-qurl report`: compare runs in one table and one picture.
 
 Trackers (`report_to`) draw every metric of a run. This shows the few that decide whether quantized rollouts are
 healthy and faster. It needs only run logs: no torch, no TRL.
@@ -8,38 +8,28 @@ from __future__ import annotations
 
 import argparse
 import re
-import statistics
 from collections.abc import Mapping, Sequence
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trl_qurl.lab.comparison import label as format_label
 from trl_qurl.lab.comparison import new_table
-from trl_qurl.lab.curves import (
-    COLORS,
-    FINAL_ROLLOUTS,
-    draw_curve,
-    final_value,
-    finish_axes,
-    points_of,
-    updates_per_rollout,
-)
+from trl_qurl.lab.curves import COLORS, FINAL_ROLLOUTS, final_value, points_of, smooth, updates_per_rollout
 from trl_qurl.lab.packages import require
 from trl_qurl.trainers.run_log import Run, read_run
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-Groups = Mapping[str, Sequence[Run]]
+Runs = Mapping[str, Run]
 
 UNNAMED = ("model", "rollout_quantization", "algorithm", "objective")
 """Settings that a label shows first, by their values alone."""
 
 BOOKKEEPING = re.compile(
-    r"(arm|commit|data_seed|dataloader|date|ddp|debug|disable_tqdm|do|eval|hardware|hub|local_rank|log|logging"
+    r"(arm|commit|dataloader|date|ddp|debug|disable_tqdm|do|eval|hardware|hub|local_rank|log|logging"
     r"|num_completions_to_print|output_dir|project|push_to_hub|report_to|resume_from_checkpoint"
-    r"|rollout_checkpoint_dir|run_name|save|seed|sync_check|trackio|versions|vllm_group_port"
+    r"|rollout_checkpoint_dir|run_name|save|sync_check|trackio|versions|vllm_group_port"
     r"|vllm_request_timeout|vllm_server|weight_metrics)(_|$)"
 )
 """Settings of environment, output, measurements and engine connection, which do not change the method."""
@@ -66,35 +56,36 @@ def run(args: argparse.Namespace) -> int:
     require("A report", "matplotlib", "rich", extra="report")
     from rich.console import Console
 
-    runs = [read_run(path) for path in args.runs]
-    for log in runs:
+    logs = [read_run(path) for path in args.runs]
+    for log in logs:
         if not log.rows:
             raise ValueError(f"{log.path} has no rows yet: leave this run out, or wait for its first logging_steps.")
-    groups = group_runs(runs)
-    draw_report(groups, args.output)
-    Console().print(build_table(groups))
+    runs = label_runs(logs)
+    draw_report(runs, args.output)
+    Console().print(build_table(runs))
     print(f"Picture: {args.output}")
     return 0
 
 
-def group_runs(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Group runs that differ only in their seed, by a label of the settings in which the groups differ.
+def label_runs(runs: Sequence[Run]) -> dict[str, Run]:
+    """Name each run by the settings in which the runs differ; runs with the same settings are numbered.
 
-    Settings that some runs did not record, such as those of a newer TRL, are not compared. A repeated seed would make
-    the spread over seeds look too small, so it starts another group: "INT8, acr #2".
+    Settings that some runs did not record, such as those of a newer TRL, are not compared.
     """
     recorded = [name for name in runs[0].settings if all(name in run.settings for run in runs)]
     names = [name for name in recorded if not BOOKKEEPING.match(name)]
     differing = [name for name in names if len({str(run.settings[name]) for run in runs}) > 1]
     shown = differing or [name for name in names if name in ("rollout_quantization", "objective")]
     shown.sort(key=lambda name: UNNAMED.index(name) if name in UNNAMED else len(UNNAMED))
-    groups: dict[str, list[Run]] = {}
+    labels: dict[str, Run] = {}
     for run in runs:
-        text = ", ".join(_describe(name, run.settings[name]) for name in shown) or "all runs"
-        labels = (text if number == 1 else f"{text} #{number}" for number in count(1))
-        label = next(label for label in labels if _seed(run) not in map(_seed, groups.get(label, [])))
-        groups.setdefault(label, []).append(run)
-    return groups
+        label = text = ", ".join(_describe(name, run.settings[name]) for name in shown) or "run"
+        number = 1
+        while label in labels:
+            number += 1
+            label = f"{text} #{number}"
+        labels[label] = run
+    return labels
 
 
 def _describe(name: str, value: Any) -> str:
@@ -103,13 +94,9 @@ def _describe(name: str, value: Any) -> str:
     return str(value) if name in UNNAMED else f"{name} {value}"
 
 
-def _seed(run: Run) -> tuple[Any, Any]:
-    return run.settings.get("seed"), run.settings.get("data_seed")
-
-
-def held_out_scores(groups: Groups) -> list[str]:
+def held_out_scores(runs: Runs) -> list[str]:
     """Return the logged metrics that score held-out questions."""
-    logged = {name for runs in groups.values() for run in runs for row in run.rows for name in row}
+    logged = {name for run in runs.values() for row in run.rows for name in row}
     return sorted(name for name in logged if re.fullmatch(r"expected_accuracy|eval_reward|eval_.*_avg@1", name))
 
 
@@ -131,58 +118,53 @@ def seconds_per_rollout(run: Run) -> Seconds:
     return Seconds(max(parts, updates * mean("step_time")), generation, sync)
 
 
-def build_table(groups: Groups) -> Table:
-    """Build a table with one row per group: means over its seeds."""
-    scores = (*held_out_scores(groups), "reward")
+def build_table(runs: Runs) -> Table:
+    """Build a table with one row per run."""
+    metrics = (*held_out_scores(runs), "reward", "mismatch/kl_k3")
     caption = (
-        f"Means over seeds (± standard deviation) of the last {FINAL_ROLLOUTS} rollouts, of each run's largest ρ, and "
-        "of the seconds per rollout with its updates, including those for generation and sync."
+        f"Means of the last {FINAL_ROLLOUTS} rollouts, the largest ρ of the run, and the seconds per rollout with its "
+        "updates, including those for generation and sync."
     )
-    headings = [name.replace("_", " ") for name in scores]
-    figures = ("seeds", *headings, "KL", "largest ρ", "seconds", "generate", "sync")
-    table = new_table("", caption, ["runs"], figures)
+    headings = [name.replace("_", " ") for name in metrics[:-1]]
+    table = new_table("", caption, ["run"], (*headings, "KL", "largest ρ", "seconds", "generate", "sync"))
     table.columns[0].min_width = 12
-    for label, runs in groups.items():
-        metrics = [_format([final_value(points_of(run, name)) for run in runs], spread=True) for name in scores]
-        kl = _format([final_value(points_of(run, "mismatch/kl_k3")) for run in runs])
-        ratios = [max(points_of(run, "mismatch/ratio_max").values, default=None) for run in runs]
-        times = zip(*map(seconds_per_rollout, runs), strict=True)
-        seconds = [_format([value or None for value in column]) for column in times]
-        table.add_row(label, str(len(runs)), *metrics, kl, _format(ratios), *seconds)
+    for label, run in runs.items():
+        means = [final_value(points_of(run, name)) for name in metrics]
+        largest = max(points_of(run, "mismatch/ratio_max").values, default=None)
+        seconds = [value or None for value in seconds_per_rollout(run)]
+        table.add_row(label, *map(_format, [*means, largest, *seconds]))
     return table
 
 
-def _format(seeds: Sequence[float | None], spread: bool = False) -> str:
-    values = [value for value in seeds if value is not None]
-    if not values:
-        return "–"
-    deviation = f" ± {statistics.stdev(values):.1g}" if spread and len(values) > 1 else ""
-    mean = statistics.mean(values)
-    return f"{mean:.0f}{deviation}" if mean >= 100 else f"{mean:.3g}{deviation}"
+def _format(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def draw_report(groups: Groups, path: Path) -> None:
-    """Draw reward, held-out scores, mismatch and, to compare groups, seconds; the path's suffix selects the format."""
+def draw_report(runs: Runs, path: Path) -> None:
+    """Draw reward, held-out scores and mismatch over rollouts; the path's suffix selects the format."""
     from matplotlib.figure import Figure
 
-    scores = held_out_scores(groups)
+    scores = held_out_scores(runs)
     titles = {"reward": "Reward of the rollouts", **{name: name.replace("_", " ").capitalize() for name in scores}}
     titles |= {"mismatch/kl_k3": "KL, nats per token", "mismatch/ratio_max": "Largest ratio ρ"}
-    rows = -(-(len(titles) + (len(groups) > 1)) // 2)
-    figure = Figure(figsize=(8.4, 2.7 * rows + 0.22 * len(groups)), layout="constrained")
+    rows = -(-len(titles) // 2)
+    figure = Figure(figsize=(8.4, 2.7 * rows + 0.22 * len(runs)), layout="constrained")
     for position, (metric, title) in enumerate(titles.items(), start=1):
         axes = figure.add_subplot(rows, 2, position)
-        for style, (label, runs) in enumerate(groups.items()):
-            draw_curve(axes, style, label, runs, metric)
-        finish_axes(axes, title, log=metric.startswith("mismatch/"))
-    if len(groups) > 1:
-        bars = figure.add_subplot(rows, 2, len(titles) + 1)
-        for style, runs in enumerate(groups.values()):
-            totals = [seconds.total for run in runs if (seconds := seconds_per_rollout(run)).total]
-            bars.barh(style, statistics.mean(totals or [0.0]), color=COLORS[style % len(COLORS)])
-        bars.set_yticks([])
-        bars.set_ylim(max(len(groups), 4) - 0.5, -0.5)  # the first group on top, and bars not too thick
-        finish_axes(bars, "Seconds per rollout")
+        for style, (label, run) in enumerate(runs.items()):
+            points = points_of(run, metric)
+            if points.values.size:
+                window = max(1.0, points.rollouts[-1] / 20)  # single rollouts are noisy
+                line = points if metric.endswith("_max") else smooth(points, window)
+                marker = "o" if points.values.size <= 20 else ""  # few points may make no line
+                color, dashes = COLORS[style % len(COLORS)], ("-", "--", ":", "-.")[style % 4]
+                axes.plot(*line, color=color, linestyle=dashes, label=label, marker=marker, markersize=4)
+        axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+        axes.set_xlabel("rollout", fontsize=9)
+        axes.locator_params(axis="x", integer=True)
+        axes.grid(alpha=0.3, linewidth=0.6)
+        if metric.startswith("mismatch/"):
+            axes.set_yscale("log", nonpositive="mask")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", fontsize=9, frameon=False, handlelength=3.2)
     figure.savefig(path, format=path.suffix[1:] or "png", dpi=150)

@@ -10,7 +10,7 @@ import importlib.util
 import io
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING
 from tqdm.auto import tqdm
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
-from trl_qurl.quantization.formats import get_scheme
-from trl_qurl.quantization.layers import ignored_modules
 from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.quantization.scheme import QuantizationScheme, quantized_targets
+from trl_qurl.quantization.plan import Formats, QuantizationPlan, format_name, make_plan
 from trl_qurl.quantization.storage import check_replaceable, new_directory, write_config, write_tensors
 from trl_qurl.quantization.stream import WeightStream
 
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 def write_checkpoint(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase | None",
-    scheme: str,
+    formats: Formats,
     output_dir: str | os.PathLike[str],
     *,
     ignore: Sequence[str] = ("lm_head",),
@@ -43,27 +41,30 @@ def write_checkpoint(
     Args:
         model: Full-precision model. Not modified.
         tokenizer: Saved beside the weights, unless `None`.
-        scheme: Name of the format, one of `SCHEMES`.
+        formats: Name of a format, one of `SCHEMES`, or names by pattern (`make_plan`).
         output_dir: Directory to create; an earlier quantized checkpoint is replaced once the new one is complete.
         ignore: Modules kept in full precision, in llm-compressor's pattern syntax.
         quantizer: `"streaming"`, or `"llmcompressor"`, which writes the same tensors from a copy of the model.
 
     Raises:
-        ValueError: If the scheme or quantizer is unknown, or there is nothing to quantize.
+        ValueError: If a format or the quantizer is unknown, or as `make_plan` does.
         ImportError: If llm-compressor is requested but not installed.
         FileExistsError: If the directory holds something other than a quantized checkpoint.
         OSError: If the directory cannot be written; nothing is left behind.
     """
     check_quantizer(quantizer)
-    target = get_scheme(scheme)
-    weights = WeightStream(model, target, ignore)  # raises for unsupported layers, with either quantizer
+    plan = make_plan(model, formats, ignore)
+    if not plan.schemes:
+        raise ValueError(f"{formats!r} quantizes nothing: choose a format, or use model.save_pretrained.")
     check_replaceable(output_dir)
-    writer = CheckpointWriter(model, tokenizer, target, ignore)
+    writer = CheckpointWriter(model, tokenizer, plan)
     if quantizer == "llmcompressor":
         writer.write_with_llmcompressor(model_parameters(model), output_dir)
     else:
-        parameters = tqdm(list(model_parameters(model)), f"Rounding to {target.label}", disable=None)
-        writer.write(weights.tensors(parameters), output_dir)
+        parameters = tqdm(
+            list(model_parameters(model)), f"Rounding to {format_name(plan.formats).upper()}", disable=None
+        )
+        writer.write(WeightStream(model, plan).tensors(parameters), output_dir)
 
 
 def check_quantizer(name: str, setting: str = "quantizer", instead: str = "streaming") -> None:
@@ -95,12 +96,11 @@ def load_model(
 
 @dataclass(frozen=True)
 class CheckpointWriter:
-    """Writer for checkpoints of one model in one format; with no scheme, they are not quantized."""
+    """Writer for checkpoints of one model by one plan; with an empty one, they are not quantized."""
 
     model: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase | None"
-    scheme: QuantizationScheme | None
-    ignore: Collection[str] = ("lm_head",)
+    plan: QuantizationPlan
 
     def write(
         self,
@@ -109,12 +109,10 @@ class CheckpointWriter:
         write_beside: Callable[[Path], None] | None = None,
     ) -> None:
         """Write tensors that are already in checkpoint format; `write_beside` adds other files to the directory."""
-        ignore = ignored_modules(self.model, self.ignore)
-        quantization = None if self.scheme is None else self.scheme.quantization_config(ignore)
         with new_directory(output_dir) as tmp:
             write_tensors(named_tensors, tmp)
             self._write_extra_files(tmp)
-            write_config(self.model, tmp, quantization)
+            write_config(self.model, tmp, self.plan.quantization_config())
             if write_beside is not None:
                 write_beside(tmp)
 
@@ -135,14 +133,13 @@ class CheckpointWriter:
         from llmcompressor import oneshot
         from llmcompressor.modifiers.quantization import QuantizationModifier
 
-        assert self.scheme is not None, "llm-compressor has nothing to do without a format"
+        presets = {scheme.preset: list(targets) for scheme, targets in self.plan.targets.items()}
         with new_directory(output_dir) as tmp:
             self._write_extra_files(tmp)
             # llm-compressor looks up its model by name, on the Hub unless the name is a directory, so point it here.
             self.model.config.save_pretrained(tmp)
             duplicate.name_or_path = duplicate.config._name_or_path = str(tmp)
-            ignore = ignored_modules(self.model, self.ignore)
-            recipe = QuantizationModifier(targets=quantized_targets(ignore), scheme=self.scheme.preset, ignore=ignore)
+            recipe = QuantizationModifier(scheme=presets, ignore=list(self.plan.ignore))
             with _quiet_llmcompressor():
                 oneshot(model=duplicate, recipe=recipe)
                 duplicate.save_pretrained(tmp, save_compressed=True)

@@ -1,10 +1,10 @@
 """The engine's rounding in the trainer: a quantized forward pass, and a frozen base with rounded weights.
 
-In the forward pass, which has no gradient, linear layers round their weights and inputs by the scheme and multiply in
-the trainer's own dtype. Experts stay exact.
+In the forward pass, which has no gradient, linear layers round their weights and inputs as the plan says, and multiply
+in the trainer's own dtype. Experts stay exact.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 from trl_qurl.quantization.checkpoint_form import whole
 from trl_qurl.quantization.layers import linear_layers
 from trl_qurl.quantization.merging import merged_layer
+from trl_qurl.quantization.plan import QuantizationPlan, format_name
 from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.smoothing import Smoothing
 
@@ -57,20 +58,19 @@ class QuantizedLinear:
 @contextmanager
 def quantized_forward(
     model: nn.Module,
-    layers: Collection[str],
-    scheme: QuantizationScheme,
+    plan: QuantizationPlan,
     smoothing: Smoothing | None = None,
     grid: torch.dtype | None = None,
     merges: bool = False,  # whether the engine got adapters merged into the weights
 ) -> Iterator[None]:
-    """Run linear layers quantized inside the context, with the engine's smoothing and grid, if any."""
+    """Run linear layers quantized by the plan inside the context, with the engine's smoothing and grid, if any."""
     tuners: list[Any] = [each for each in model.modules() if merges and hasattr(each, "base_layer")]
     adapted = {each.get_base_layer(): each for each in reversed(tuners)}  # by the outermost around a layer
     modules: list[Any] = []
-    for name, layer in linear_layers(model, layers):
+    for name, layer in linear_layers(model, plan.schemes):
         scale = smoothing.input_scale(name) if smoothing else None
         modules.append(adapted.get(layer, layer))
-        rounded = QuantizedLinear(layer, scheme, scale, grid, layer.weight.dtype, adapted.get(layer))
+        rounded = QuantizedLinear(layer, plan.schemes[name], scale, grid, layer.weight.dtype, adapted.get(layer))
         modules[-1].forward = rounded  # hides its class's
     try:
         yield
@@ -79,18 +79,21 @@ def quantized_forward(
             del module.forward
 
 
-def round_base(model: Any, layers: Collection[str], scheme: QuantizationScheme, dtype: torch.dtype) -> None:
-    """Replace weights, in place, with the values of their codes in an engine of this dtype, and record the format.
+def round_base(model: Any, plan: QuantizationPlan, dtype: torch.dtype) -> None:
+    """Replace weights, in place, with the values of their codes in an engine of this dtype, and record the formats.
 
     The frozen base below an adapter then computes with the engine's weights. Raises as `check_unrounded` does.
     """
     check_unrounded(model)
-    modules: list[Any] = [module for _, module in linear_layers(model, layers) if not module.weight.is_meta]
-    for module in modules:
+    modules: list[tuple[str, Any]] = list(linear_layers(model, plan.schemes))
+    for name, module in modules:
+        if module.weight.is_meta:
+            continue
+        scheme = plan.schemes[name]
         with torch.no_grad(), whole([module.weight]):
             module.weight.copy_(scheme.dequantize(scheme.quantize(module.weight.float()), dtype))
         module.is_rounded = True  # for `QuantizedLinear`
-    model.config.rounded_base = scheme.name
+    model.config.rounded_base = format_name(plan.formats)
 
 
 def check_unrounded(model: Any) -> None:

@@ -15,6 +15,9 @@ from trl_qurl.quantization.scheme import KernelFault, QuantizationScheme
 UNQUANTIZED = "none"
 """Name for "no quantization" on the command line and in files. In Python it is `None`."""
 
+EXAMPLE = '{"re:.*down_proj": "w8a16", "*": "int8"}'
+"""Formats by pattern, for error messages and help."""
+
 FP8_CACHES = ("fp8", "fp8_e4m3")
 """Values of vLLM's `kv_cache_dtype` for a key-value cache in E4M3. Its scales are always 1: scales fitted to keys and
 values would change with the weights, and vLLM computes none after a sync."""
@@ -63,13 +66,6 @@ def get_scheme(name: str) -> QuantizationScheme:
             f"({UNQUANTIZED!r} on the command line) for unquantized rollouts."
         )
     return SCHEMES[name]
-
-
-def parse_scheme(text: str | None) -> str | None:
-    """Translate a scheme's name from the command line to Python: `None` for "none"; `ValueError` if it is unknown."""
-    if not isinstance(text, str | None):  # YAML reads `off` as False
-        raise ValueError(f"rollout_quantization is {text!r}: write {UNQUANTIZED!r}, or one of {', '.join(SCHEMES)}.")
-    return None if text is None or text.lower() == UNQUANTIZED else get_scheme(text).name
 
 
 def check_kv_cache(dtype: str, setting: str) -> None:

@@ -1,14 +1,14 @@
-"""Selection of the layers to quantize, by their names in the checkpoint."""
+"""A model's linear layers by their names in the checkpoint, and what always stays in full precision."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from trl_qurl.quantization.checkpoint_form import CheckpointForm, expert_modules, parameter_name, plain_model
-from trl_qurl.quantization.scheme import HEAD, LINEAR, QuantizationScheme
+from trl_qurl.quantization.scheme import LINEAR
 
 RELOADABLE = ("qwen3_5_text",)
 """Recurrent models (`model_type`) for which an engine after training matched a fresh one."""
@@ -17,50 +17,22 @@ ROUTER = r"(^|\.)(gate|router|shared_expert_gate)(\.|$)"
 """Layers beside experts that select or weigh them. vLLM cannot quantize these."""
 
 
-def quantized_layer_names(
-    model: nn.Module, ignore: Iterable[str] = ("lm_head",), scheme: QuantizationScheme | None = None
-) -> frozenset[str]:
-    """Return the layers to quantize: linear layers and experts that no pattern of `ignored_modules` matches.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+"""Groups of layers that vLLM fuses if one module has all of them."""
 
-    Args:
-        model: A transformers model, or a PEFT model around one. Adapters are left out: a sync merges them.
-        ignore: Patterns as in llm-compressor: a module's full name, `"re:"` plus a regular expression that matches the
-            start of the name, or a class name.
-        scheme: Format that all of these layers must fit; `None` to skip that check.
 
-    Returns:
-        Names of layers in the checkpoint without `.weight`, e.g. `"model.layers.0.self_attn.q_proj"`.
+class Layer(NamedTuple):
+    """A linear layer, or a matrix of an expert, as patterns see it."""
 
-    Raises:
-        ValueError: If there is nothing to quantize, the scheme cannot store a layer, or an output head to quantize
-            shares its weight with the embedding.
-    """
-    layers = layer_shapes(model, ignore)
-    if not layers:
-        raise ValueError(
-            f"quantization_ignore={list(ignore)} matches all {len(layer_shapes(model, ()))} linear layers of "
-            f"{type(model).__name__}, so there is nothing to quantize: narrow the patterns, or set "
-            "rollout_quantization=None."
-        )
-    _check_head(model, ignore)
-    if scheme is None:
-        return frozenset(layers)
-    head = "vLLM cannot load an output head in this format"
-    checked = {
-        name: head if name.endswith(HEAD) and not scheme.heads else scheme.refusal(shape)
-        for name, shape in layers.items()
-    }
-    reasons = {name: reason for name, reason in checked.items() if reason}
-    if reasons:
-        first, reason = next(iter(reasons.items()))
-        patterns = sorted({f"re:.*{name.rpartition('.')[2]}" for name in reasons})
-        raise ValueError(
-            f"{scheme.name} cannot quantize {len(reasons)} of the {len(layers)} layers, first {first}: {reason}. "
-            "Choose another format, or add "
-            f"{', '.join(map(repr, patterns))} to quantization_ignore (`--ignore` on the command line) to keep them "
-            "in full precision."
-        )
-    return frozenset(layers)
+    names: Collection[str]  # in the checkpoint, and in transformers if it differs
+    module: nn.Module  # for patterns of class names
+    shape: torch.Size = torch.Size()  # of the weight, (out, in)
+
+    def matches(self, patterns: Sequence[str]) -> bool:
+        """Return whether one of llm-compressor's patterns matches the layer."""
+        from compressed_tensors.utils import is_match
+
+        return any(is_match(name, self.module, patterns) for name in self.names)
 
 
 def ignored_modules(model: Any, ignore: Iterable[str]) -> list[str]:
@@ -83,22 +55,6 @@ def linear_layers(model: nn.Module, layers: Collection[str]) -> Iterator[tuple[s
             yield name, module
 
 
-def _check_head(model: Any, ignore: Iterable[str]) -> None:
-    """Raise `ValueError` if an output head to quantize shares its weight with the embedding."""
-    from compressed_tensors.utils import is_match
-
-    base = plain_model(model)
-    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
-    if not isinstance(head, nn.Linear) or head.weight is not embedding.weight:
-        return
-    path = next(path for path, module in base.named_modules() if module is head)
-    if not is_match(path, head, tuple(ignore)):
-        raise ValueError(
-            f"{path} shares its weight with the embedding, which vLLM keeps in 16 bits to look up tokens: keep "
-            f"'{HEAD}' in quantization_ignore, or untie the model first."
-        )
-
-
 def check_recurrent_layers(model: Any) -> None:
     """Raise `ValueError` for recurrent layers: after vLLM's reload, Mamba 2 computes with other weights."""
     config = model.config.get_text_config()
@@ -115,26 +71,34 @@ def _is_linear(path: str, module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and ".lora_" not in path and ".original_module" not in path
 
 
-def layer_shapes(model: nn.Module, ignore: Iterable[str] = ("lm_head",)) -> dict[str, torch.Size]:
-    """Return the shapes (out, in) of what `quantized_layer_names` names, without its checks."""
-    from compressed_tensors.utils import is_match
-
-    patterns, form = ignored_modules(model, ignore), CheckpointForm(model)
+def model_layers(model: nn.Module) -> dict[str, Layer]:
+    """Return all linear layers and experts, by names in the checkpoint without `.weight`, apart from adapters."""
+    form = CheckpointForm(model)
     modules: dict[str, nn.Module] = {
         parameter_name(path): module for path, module in model.named_modules() if _is_linear(path, module)
     }
     expert_prefixes = tuple(f"{parameter_name(path)}." for path, _ in expert_modules(model))
-    shapes = {}
+    layers = {}
     for parameter, stored in form.layout.items():
-        module = modules.get(parameter.removesuffix(".weight"))
+        module = modules.get(own := parameter.removesuffix(".weight"))
         if module is None and not parameter.startswith(expert_prefixes):
             continue
         for name, tensor in stored.items():
             layer = name.removesuffix(".weight")
-            names = {layer, parameter.removesuffix(".weight")} if module is not None else {layer}
-            if layer != name and not any(is_match(n, module or LINEAR, patterns) for n in names):
-                shapes[layer] = tensor.shape
-    return shapes
+            if layer != name:
+                layers[layer] = Layer({layer} if module is None else {layer, own}, module or LINEAR, tensor.shape)
+    return layers
+
+
+def fused_groups(layers: Iterable[str]) -> list[tuple[str, ...]]:
+    """Group the layers that an engine fuses: projections with one input, and all experts of a block."""
+    fused = {name: names[0] for names in FUSED for name in names}
+    groups: dict[str, list[str]] = {}
+    for layer in sorted(layers):
+        block, is_expert, _ = layer.partition(".experts.")
+        parent, _, own = layer.rpartition(".")
+        groups.setdefault(block if is_expert else f"{parent}.{fused.get(own, own)}", []).append(layer)
+    return [tuple(group) for group in groups.values()]
 
 
 def _paths_beside_language_model(model: Any) -> list[str]:

@@ -14,14 +14,6 @@ HEAD = "lm_head"  # last part of an output head's name
 LINEAR = torch.nn.Linear(1, 1, device="meta")  # stand-in for patterns that match class names
 
 
-def quantized_targets(ignore: Sequence[str]) -> list[str]:
-    """Return compressed-tensors' patterns for what is quantized; vLLM's output head is not a `Linear`."""
-    from compressed_tensors.utils import is_match
-
-    ignores_head = is_match(HEAD, LINEAR, tuple(ignore))
-    return ["Linear"] if ignores_head else ["Linear", f"re:.*{HEAD}$"]
-
-
 class KernelFault(NamedTuple):
     """Kernels that vLLM selects even though they fail on a GPU or change the weights."""
 
@@ -66,11 +58,10 @@ class QuantizationScheme:
         """compressed-tensors' arguments for the weights."""
         return self.library_scheme.weights
 
-    @property
+    @functools.cached_property
     def served_as(self) -> str:
-        """Identifier of the format in an engine: a checkpoint format alone may have several widths or shapes."""
-        blocks = " in blocks" if self.weight_args.block_structure else ""
-        return f"{self.weight_args.num_bits}-bit {self.checkpoint_format}{blocks}"
+        """Description of the format that an engine finds in a checkpoint."""
+        return served_as({**self.library_scheme.model_dump(mode="json"), "format": self.checkpoint_format})
 
     def runs_on(self, capability: tuple[int, int] | None) -> bool:
         """Return whether vLLM has kernels for this format.
@@ -175,26 +166,15 @@ class QuantizationScheme:
             return f"it has {inputs} inputs, not a multiple of the group size {args.group_size}"
         return None
 
-    def quantization_config(self, ignore: Sequence[str]) -> dict[str, Any]:
-        """Build the `quantization_config` of a checkpoint's `config.json`, which tells vLLM the format.
 
-        Args:
-            ignore: Modules in full precision, as compressed-tensors' patterns.
-
-        Returns:
-            The same as llm-compressor writes, without its metadata (version, observers).
-        """
-        from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
-
-        group = preset_name_to_scheme(self.preset, targets=quantized_targets(ignore))
-        group.format = self.checkpoint_format
-        config = QuantizationConfig(
-            config_groups={"group_0": group},
-            ignore=list(ignore),
-            format=self.checkpoint_format,
-            quantization_status="compressed",
-        )
-        return config.model_dump(mode="json")
+def served_as(group: Mapping[str, Any], checkpoint_format: str | None = None) -> str:
+    """Describe a group of a `quantization_config`, so that two formats never have the same description."""
+    parts = []
+    for kind in ("weights", "input_activations"):
+        if args := group.get(kind):
+            size = args.get("block_structure") or args.get("group_size") or ""
+            parts.append(f"{args['num_bits']}-bit {args['type']} {kind} per {args['strategy']} {size}".rstrip())
+    return f"{', '.join(parts)}, {group.get('format') or checkpoint_format}"
 
 
 @functools.cache

@@ -14,11 +14,8 @@ from typing import Any
 import torch
 
 from trl_qurl.quantization.fake_quantization import QuantizedLinear
-from trl_qurl.quantization.layers import linear_layers
+from trl_qurl.quantization.layers import fused_groups, linear_layers
 from trl_qurl.quantization.stream import WeightStream
-
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
-"""Groups of layers that vLLM fuses if one module has all of them."""
 
 DRAWS = 4  # tokens to sample at each position
 MOST_TOKENS = 512
@@ -30,17 +27,16 @@ def estimate_kl(model: Any, weights: WeightStream, sequences: Iterable[Sequence[
     The stream's `model` must be whole, in memory and in evaluation mode. Experts are left out. Of the tokens in
     `sequences` (prompts or answers), the first `MOST_TOKENS` are used.
     """
-    scheme, smoothing = weights.scheme, weights.smoothing
-    assert scheme is not None, "the stream must quantize"
-    estimates = dict.fromkeys(weights.layers, 0.0)
+    schemes, smoothing = weights.plan.schemes, weights.smoothing
+    estimates = dict.fromkeys(schemes, 0.0)
     generator, count = torch.Generator(model.device).manual_seed(0), 0
     passed: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # a pass's layers, with their exact outputs and errors
 
     def compare(name: str, layer: Any, inputs: tuple[torch.Tensor, ...], exact: torch.Tensor) -> None:
-        rounded = QuantizedLinear(layer, scheme, smoothing.input_scale(name) if smoothing else None)(inputs[0])
+        rounded = QuantizedLinear(layer, schemes[name], smoothing.input_scale(name) if smoothing else None)(inputs[0])
         passed.append((name, exact.requires_grad_(), rounded - exact.detach()))
 
-    modules = linear_layers(model, weights.layers)
+    modules = linear_layers(model, schemes)
     hooks = [layer.register_forward_hook(partial(compare, name)) for name, layer in modules]
     for tokens in sequences:
         tokens = tokens[: MOST_TOKENS - count]
@@ -59,7 +55,7 @@ def estimate_kl(model: Any, weights: WeightStream, sequences: Iterable[Sequence[
                 estimates[layer] += float(change.square().sum()) / (2 * DRAWS)
     for hook in hooks:
         hook.remove()
-    groups = fused_groups(weights.layers)
+    groups = fused_groups(schemes)
     return {group: sum(estimates[layer] for layer in group) / max(count, 1) for group in groups}
 
 
@@ -68,24 +64,12 @@ def by_worth(estimates: Mapping[tuple[str, ...], float], sizes: Mapping[str, int
     return sorted(estimates, key=lambda group: estimates[group] / sum(sizes[layer] for layer in group), reverse=True)
 
 
-def fused_groups(layers: Iterable[str]) -> list[tuple[str, ...]]:
-    """Group the layers that an engine fuses: projections with one input, and all experts of a block."""
-    fused = {name: names[0] for names in FUSED for name in names}
-    groups: dict[str, list[str]] = {}
-    for layer in sorted(layers):
-        block, is_expert, _ = layer.partition(".experts.")
-        parent, _, own = layer.rpartition(".")
-        groups.setdefault(block if is_expert else f"{parent}.{fused.get(own, own)}", []).append(layer)
-    return [tuple(group) for group in groups.values()]
-
-
 def extra_bytes(weights: WeightStream) -> dict[str, int]:
     """Return the extra bytes that each layer takes in 16 bits rather than quantized."""
-    assert weights.scheme is not None, "the stream must quantize"
     sizes = {}
     for stored in weights.form.layout.values():
         for name, tensor in stored.items():
-            if (layer := name.removesuffix(".weight")) in weights.layers:
+            if scheme := weights.plan.schemes.get(layer := name.removesuffix(".weight")):
                 half = tensor.to(torch.bfloat16)
-                sizes[layer] = half.nbytes - sum(part.nbytes for part in weights.scheme.layout(half).values())
+                sizes[layer] = half.nbytes - sum(part.nbytes for part in scheme.layout(half).values())
     return sizes

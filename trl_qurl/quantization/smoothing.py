@@ -13,6 +13,7 @@ starts, and to rollouts during training. Unlike update-aware quantization, the p
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -49,7 +50,7 @@ class Smoothing:
 
     def __init__(self, model: Any, layers: frozenset[str]) -> None:
         self.collects = False  # whether statistics for the next fit are due
-        self.watches = False  # whether the forward pass that runs is one to collect inputs from
+        self._watches = False  # whether the forward pass that runs is one to collect inputs from
         self._syncs = FIT_INTERVAL - 1  # since the last fit; fit again after the first rollout
         self.scales: dict[str, torch.Tensor] = {}  # by source, (channels,), in float32
         self._sources = {name: each for name, each in sources(model).items() if layers.intersection(each.layers)}
@@ -72,13 +73,31 @@ class Smoothing:
             hook.remove()
 
     def _record_mask(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self._mask = kwargs.get("attention_mask") if self.watches else None
+        self._mask = kwargs.get("attention_mask") if self._watches else None
 
     def _record_inputs(self, source: str, module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        if self.collects and self.watches:
+        if self.collects and self._watches:
             x, mask = inputs[0].detach(), self._mask
             x = x[mask.bool()] if mask is not None and mask.shape == x.shape[:-1] else x
             self._inputs[source] = squares(x) + self._inputs.get(source, 0.0)
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Collect the inputs of forward passes inside the block, if statistics are due."""
+        self._watches = True
+        try:
+            yield
+        finally:
+            self._watches = False
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Collect nothing inside the block: the next fit needs the weights of the last sync."""
+        collects, self.collects = self.collects, False
+        try:
+            yield
+        finally:
+            self.collects = collects
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scales, and this process's statistics for the next fit."""
@@ -127,8 +146,9 @@ class Smoothing:
             if scale is not None:
                 folded = folded * scale.to(folded.device)
             if module in self.scales:
-                divisor, offset = self.scales[module].to(folded.device), self._sources[module].gain_offset
-                folded = (folded + offset) / divisor.view(-1, *[1] * (folded.dim() - 1)) - offset
+                offset = self._sources[module].gain_offset
+                divisor = self.scales[module].to(folded.device).view(-1, *[1] * (folded.dim() - 1))
+                folded = (folded + offset) / divisor - offset if offset else folded / divisor
             yield name, folded.to(tensor.dtype)  # scales are in float32, so only this cast rounds
 
     def input_scale(self, layer: str) -> torch.Tensor | None:

@@ -1,26 +1,25 @@
 """A model's parameters in, the tensors of its quantized checkpoint out, one layer at a time.
 
 This is all the quantization that happens at each training step. It needs no calibration and holds one layer at a time.
-`CheckpointForm` splits and renames parameters, `Smoothing` rescales them, and the scheme rounds and packs each layer.
+`CheckpointForm` splits and renames parameters, `Smoothing` rescales them, and each layer's format rounds and packs it.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from trl_qurl.quantization.checkpoint_form import CheckpointForm, NamedTensors
-from trl_qurl.quantization.layers import layer_shapes, quantized_layer_names
 from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.quantization.scheme import QuantizationScheme
+from trl_qurl.quantization.plan import QuantizationPlan
 from trl_qurl.quantization.smoothing import Smoothing
 
 
 class WeightStream:
     """Reusable converter from the parameters of a model, with or without PEFT, to the tensors of its checkpoint.
 
-    Raises `ValueError` as `quantized_layer_names`, `CheckpointForm` and `Smoothing` do.
+    Raises `ValueError` as `CheckpointForm` and `Smoothing` do.
     """
 
     grid: torch.dtype | None = None  # to which the trainer's autocast rounds weights, and `on_grid` the parameters
@@ -28,16 +27,13 @@ class WeightStream:
     def __init__(
         self,
         model: Any,
-        scheme: QuantizationScheme | None,  # `None` quantizes nothing
-        ignore: Sequence[str] = ("lm_head",),
-        smooths: bool = False,  # whether to fold `smoothing` into the weights
+        plan: QuantizationPlan,  # an empty one quantizes nothing
+        smooths: bool = False,  # whether to fold `smoothing` into the weights, for the formats that it helps
     ) -> None:
-        self.scheme = scheme
-        self.ignore = tuple(ignore)
-        self.form = CheckpointForm(model, splits_experts=scheme is not None)
-        names = quantized_layer_names(model, ignore, scheme) if scheme else layer_shapes(model, ignore)
-        self.layers = frozenset(names)
-        self.smoothing = Smoothing(model, self.layers) if smooths else None
+        self.plan = plan
+        self.form = CheckpointForm(model, splits_experts=bool(plan.schemes))
+        smoothed = frozenset(name for name, scheme in plan.schemes.items() if scheme.is_smoothed)
+        self.smoothing = Smoothing(model, smoothed) if smooths else None
         self.transforms: list[Callable[[NamedTensors], NamedTensors]] = [self.smoothing.fold] if self.smoothing else []
 
     def fit_smoothing(self, model: Any, sequences: Iterable[Sequence[int]]) -> None:
@@ -46,14 +42,14 @@ class WeightStream:
         The stream's `model` must be whole and in memory.
         """
         assert self.smoothing is not None, "the stream must smooth"
-        was_training, self.smoothing.collects, self.smoothing.watches = model.training, True, True
+        was_training, self.smoothing.collects = model.training, True
         deque(self.smoothing.fold(self.form.convert(model_parameters(model))), maxlen=0)
         model.eval()
-        with torch.inference_mode():
+        with torch.inference_mode(), self.smoothing.watch():
             for tokens in sequences:
                 model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False, logits_to_keep=1)
         model.train(was_training)
-        self.smoothing.collects = self.smoothing.watches = False
+        self.smoothing.collects = False
         self.smoothing.fit(is_shared=False)
 
     def tensors(
@@ -66,33 +62,33 @@ class WeightStream:
 
         Raises `ValueError` if the scheme cannot store a layer, or, after the last tensor, if a layer is missing.
         """
-        missing = set(self.layers)
+        missing = set(self.plan.schemes)
         tensors: NamedTensors = self.form.convert(named_parameters)
         for transform in self.transforms:
             tensors = transform(tensors)
         for name, tensor in tensors:
-            layer = _layer(name, missing)
-            weight = tensor.float() if is_exact and layer else tensor
-            if layer is not None:
-                missing.remove(layer)
-            if self.scheme is None or layer is None:
-                yield name, _cast(weight, dtype)
-            else:
-                yield from ((f"{layer}.{suffix}", part) for suffix, part in self.scheme.quantize(weight).items())
-        if missing and self.scheme is not None:
+            layer = name.removesuffix(".weight")
+            if layer == name or layer not in missing:
+                yield name, _cast(tensor, dtype)
+                continue
+            missing.remove(layer)
+            parts = self.plan.schemes[layer].quantize(tensor.float() if is_exact else tensor)
+            yield from ((f"{layer}.{suffix}", part) for suffix, part in parts.items())
+        if missing:
             raise ValueError(
-                f"{len(missing)} of {len(self.layers)} layers to quantize were not among the parameters, first "
+                f"{len(missing)} of {len(self.plan.schemes)} layers to quantize were not among the parameters, first "
                 f"{min(missing)!r}: pass all parameters of the model that the stream was made for."
             )
 
     def stored(self, parameter: str, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what `tensors` yields for the parameter of this name, on the meta device."""
         for name, tensor in self.form.layout[parameter].items():
-            layer = _layer(name, self.layers)
-            if self.scheme is None or layer is None:
+            layer = name.removesuffix(".weight")
+            if layer == name or layer not in self.plan.schemes:
                 yield name, _cast(tensor, dtype)
             else:
-                yield from ((f"{layer}.{suffix}", part) for suffix, part in self.scheme.layout(tensor).items())
+                parts = self.plan.schemes[layer].layout(tensor)
+                yield from ((f"{layer}.{suffix}", part) for suffix, part in parts.items())
 
     def nbytes(self, dtype: torch.dtype | None = None) -> int:
         """Return the size of everything that `tensors` yields, in bytes."""
@@ -102,12 +98,6 @@ class WeightStream:
 def on_grid(tensor: torch.Tensor, grid: torch.dtype | None) -> torch.Tensor:
     """Round a float32 matrix to the values that autocast uses, still in float32; return other tensors unchanged."""
     return tensor if grid is None or tensor.dim() < 2 or tensor.dtype != torch.float32 else tensor.to(grid).float()
-
-
-def _layer(name: str, layers: Collection[str]) -> str | None:
-    """Return the layer of `layers` to which a weight of this name belongs."""
-    layer = name.removesuffix(".weight")
-    return layer if layer != name and layer in layers else None
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -107,7 +107,7 @@ class FrozenBase:
         self._rounds = rounds  # whether the trainer computes with the rounded values as well
         if rounds:
             check_unrounded(model)
-            if expert_layers(weights.layers):
+            if expert_layers(weights.plan.schemes):
                 raise ValueError(
                     "round_base=True does not round experts in the trainer, but the engine would: add "
                     "'re:.*\\.experts\\.' to quantization_ignore, or set round_base=False."
@@ -145,5 +145,4 @@ class FrozenBase:
     def round(self, dtype: torch.dtype) -> None:
         """With `round_base`, round the weights to the values that an engine of this dtype computes with."""
         if self._rounds:
-            assert self._weights.scheme is not None, "the config requires a format"
-            round_base(self._model.get_base_model(), self._weights.layers, self._weights.scheme, dtype)
+            round_base(self._model.get_base_model(), self._weights.plan, dtype)

@@ -32,6 +32,7 @@ from accelerate.utils import gather_object
 from trl.trainer.utils import RepeatSampler
 
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
+from trl_qurl.rollout.context import Tokens
 from trl_qurl.rollout.engine.broadcast import in_background
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError
@@ -40,38 +41,42 @@ logger = get_logger(__name__)  # of the main process
 
 ABORT_SECONDS = 30.0  # for a server to abort a rollout
 
-Tokens = list[list[int]]
+
+@dataclass
+class Request:
+    """A request to generate in the background: the next call of `generate` sends it, and the one after answers it."""
+
+    future: Future | None = None  # once it is sent
+    seconds: float | None = None  # that the server took; `None` before the answer, and if there is none
 
 
 class AheadEngine(ServedEngine):
-    """[`ServedEngine`] that can generate in the background: one call of `generate` begins, the next one returns."""
+    """[`ServedEngine`] that can generate in the background."""
 
-    begins = False  # whether the next call of `generate` only begins
-    seconds: float | None = None  # that the server took for the last rollout begun; `None` if it failed
-    _out: Future | None = None
+    out: Request | None = None  # from before it is sent until it is answered
 
     def generate(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Generate as the parent does, unless `begins` is set, or return what an earlier call has begun."""
-        if self.begins:
-            self.begins = False
-            self._out = in_background(_timed, super().generate, *args, **kwargs)
-            return {"prompt_ids": [], "completion_ids": [], "logprobs": None}
-        if self._out is None:
+        """Generate as the parent does, unless a `Request` is out: then send it, or return its answer."""
+        request = self.out
+        if request is None:
             return super().generate(*args, **kwargs)
-        self.seconds = None
-        wait([self._out])  # an interrupt leaves it to `drop`
-        out, self._out = self._out, None
-        output, self.seconds = out.result()
+        if request.future is None:
+            request.future = in_background(_timed, super().generate, *args, **kwargs)
+            return {"prompt_ids": [], "completion_ids": [], "logprobs": None}
+        wait([request.future])  # an interrupt leaves it to `drop`
+        self.out = None
+        output, request.seconds = request.future.result()
         return output
 
     def reconnect(self, total_timeout: float) -> None:
-        """Reconnect as the parent does, without what had begun before the fault."""
-        self._out = None
+        """Reconnect as the parent does, without what was out before the fault."""
+        self.out = None
         super().reconnect(total_timeout)
 
     def drop(self) -> None:
-        """Abort what has begun, so that neither a thread nor a request is left."""
-        out, self._out = self._out, None
+        """Abort what is out, so that neither a thread nor a request is left."""
+        request, self.out = self.out, None
+        out = None if request is None else request.future
         failure = self._failure
         deadline = time.monotonic() + ABORT_SECONDS
         # The request may not have reached the engine when the first abort does.
@@ -95,6 +100,7 @@ class Rollout:
     group_size: int  # completions per prompt
     step: int  # optimizer steps when the weights that sample it were sent
     output: tuple | None = None  # of TRL's `generate`, for this process; `None` while the rollout is out
+    waited_s: float = 0.0  # that the trainer has waited for it
 
 
 class AheadVLLMGeneration(QuantizedVLLMGeneration):
@@ -102,10 +108,7 @@ class AheadVLLMGeneration(QuantizedVLLMGeneration):
 
     _engine_class = AheadEngine
 
-    upcoming: Tokens | None = None
-    """The prompts of this process's next rollout, set before each training rollout; empty if none will follow."""
-    _waited_s = 0.0  # since the latest training rollout
-    _next: Rollout | None = None
+    _next: Rollout | None = None  # from when it begins until it is returned
 
     def sync_weights(self) -> None:
         """Collect the rollout that is out, then send the weights as the parent does."""
@@ -115,24 +118,26 @@ class AheadVLLMGeneration(QuantizedVLLMGeneration):
     def generate(self, prompts: Tokens, images: Any, num_generations: int, **kwargs: Any) -> tuple:
         """Return the rollout of these prompts, generated ahead if it was, and begin the upcoming one."""
         self.collect()
-        upcoming, self.upcoming = self.upcoming, None
-        output, sampled_at = None, self._global_step()
-        if upcoming is not None and self._next is not None:
+        context, step, waited_s = self.current, self._global_step(), 0.0
+        output, sampled_at = None, step
+        if context.upcoming is not None and self._next is not None:
+            waited_s = self._next.waited_s
             if all(gather_object([self._next.prompts == prompts])):
                 output, sampled_at = self._next.output, self._next.step
             self._next = None
         if output is None:  # the first rollout, or an evaluation
             output = super().generate(prompts=prompts, images=images, num_generations=num_generations, **kwargs)
-        self.sampled_logps = output[2]
-        if upcoming is not None:
-            self._cost.metrics["time/wait_for_rollout_s"] = self._waited_s
-            self._cost.metrics["rollout/staleness"] = float(self._global_step() - sampled_at)
-            self._waited_s = 0.0
-        if upcoming:
-            self._next = Rollout(upcoming, num_generations, self._global_step())
+        context.used_engine, context.behavior_logps = True, output[2]
+        if context.upcoming is not None:
+            context.cost.metrics |= {
+                "time/wait_for_rollout_s": waited_s,
+                "rollout/staleness": float(step - sampled_at),
+            }
+        if context.upcoming:
+            self._next = Rollout(context.upcoming, num_generations, step)
             if self.accelerator.is_main_process:
-                self.vllm_client.begins = True
-            self._sample(upcoming, None, num_generations)
+                self.vllm_client.out = Request()
+            self._sample(self._next.prompts, None, num_generations)
         return output
 
     def collect(self) -> None:
@@ -140,11 +145,12 @@ class AheadVLLMGeneration(QuantizedVLLMGeneration):
         rollout = self._next
         if rollout is None or rollout.output is not None:
             return
-        started, version, generated_before = time.perf_counter(), self.sync.version, self._cost.generate_s
+        request = self.vllm_client.out if self.accelerator.is_main_process else None
+        started, version, generated_before = time.perf_counter(), self.sync.version, self.current.cost.generate_s
         rollout.output = super().generate(prompts=rollout.prompts, images=None, num_generations=rollout.group_size)
-        self._waited_s += time.perf_counter() - started
-        if self.accelerator.is_main_process and self.vllm_client.seconds is not None:
-            self._cost.generate_s = generated_before + self.vllm_client.seconds
+        rollout.waited_s += time.perf_counter() - started
+        if request is not None and request.seconds is not None:
+            self.current.cost.generate_s = generated_before + request.seconds
         if self.sync.version != version:
             rollout.step = self._global_step()
 

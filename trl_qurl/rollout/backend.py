@@ -8,24 +8,26 @@ parent's code still generates completions.
 import functools
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list, is_peft_model
+from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.checkpoint_form import plain_model
 from trl_qurl.quantization.layers import check_recurrent_layers
+from trl_qurl.quantization.plan import format_name
 from trl_qurl.rollout.adapter import FrozenBase, adapter_obstacle, adapter_rank, engine_rank
+from trl_qurl.rollout.context import RolloutContext
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine import colocated
 from trl_qurl.rollout.engine.interface import Engine
 from trl_qurl.rollout.engine.served import ServedEngine
-from trl_qurl.rollout.errors import ServerError
 from trl_qurl.rollout.images import as_plain, check_seen
 from trl_qurl.rollout.preparation import RolloutSettings, choose_adapter, choose_route, prepare_weights
 from trl_qurl.rollout.recovery import raise_everywhere, recover
@@ -58,16 +60,23 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.rollout = rollout
         self._prompts = prompts  # returns the tokens of a few
         self._global_step = global_step  # optimizer steps so far; part of each version name
-        self._cost = RolloutCost()
+        self.current = RolloutContext()
         self._seconds_in_syncs = 0.0
-        self.plain_prompts: dict[tuple[int, ...], list[int]] = {}  # of the rollout, if it has images
-        self.sampled_logps: list[list[list[float | None]]] | None = None  # for RLOO, where TRL drops them
         # RLOO requests no log-probabilities, but the mismatch metrics need them. 0 returns only the sampled token's.
         super().__init__(*args, **{**kwargs, "logprobs": kwargs.get("logprobs") or 0})
 
+    @contextmanager
+    def rollout_context(self) -> Iterator[RolloutContext]:
+        """Yield the context of what is generated inside the block; it takes over costs that nobody has popped."""
+        self.current = RolloutContext(self.current.cost)
+        try:
+            yield self.current
+        finally:
+            self.current = RolloutContext(self.current.cost)
+
     def pop_cost(self) -> RolloutCost:
         """Return the cost of rollouts since the last call."""
-        cost, self._cost = self._cost, RolloutCost()
+        cost, self.current.cost = self.current.cost, RolloutCost()
         return cost
 
     # Engine start ----------------------------------------------------------------------------------------------------
@@ -82,21 +91,23 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.sync = WeightSync(
             self.model, self.weights, engine, self.rollout, self._dist, self._global_step, dtype, folder, self.base
         )
-        [self.context] = broadcast_object_list([engine and engine.describe().max_model_len], from_process=0)
+        context = raise_everywhere(lambda: engine and engine.describe().max_model_len, self.rollout.is_served)
+        [self.context] = broadcast_object_list([context], from_process=0)
 
     def _connect(self) -> tuple[Engine | None, torch.dtype | None, CheckpointFolder | None]:
         """Connect the main process to the server. Return its engine, and what every process needs to send weights."""
         rollout, device = self.rollout, self.accelerator.device
         client = functools.partial(
             self._engine_class,
-            scheme=rollout.scheme,
+            plan=self.weights.plan,
             shapes={name: shape for name, _, shape in stream_metadata(self.weights)},
             request_timeout=rollout.request_timeout,
         )
         with substitute(vllm_generation, "VLLMClient", client):
-            super()._init_vllm()
+            raise_everywhere(super()._init_vllm, join=self.accelerator.wait_for_everyone)
         engine: ServedEngine | None = self.vllm_client if self.accelerator.is_main_process else None
-        [(route, name)] = broadcast_object_list([self._choose_route(engine) if engine else None], from_process=0)
+        choice = raise_everywhere(lambda: engine and self._choose_route(engine))
+        [(route, name)] = broadcast_object_list([choice], from_process=0)
         dtype = getattr(torch, name) if name else None  # casting to the engine's dtype here saves bytes on the way
         if route == "stream":
             raise_everywhere(lambda: engine.open_stream(device) if engine else None)
@@ -147,11 +158,13 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         arguments = {"model_impl": self.model_impl, **engine_kwargs}
         colocated.prepare_process(plain_model(self.model), self.weights, arguments, self.accelerator.num_processes)
         by_files = rollout.weight_sync in ("checkpoint", "llmcompressor")
-        needs_start = rollout.scheme is not None or not self.model.name_or_path or self.base is not None
+        needs_start = bool(self.weights.plan.schemes) or not self.model.name_or_path or self.base is not None
         folder = self._open_folder(checkpoints=2 if by_files else 1) if by_files or needs_start else None
         start = self._write_start(folder) if folder is not None and needs_start else None
         logger.info("Starting vLLM. If it has to compile, this takes a minute.")
-        with substitute(vllm_generation, "LLM", functools.partial(colocated.build_engine, cls, start, engine_kwargs)):
+        length = self.max_completion_length or 0
+        build = functools.partial(colocated.build_engine, cls, start, engine_kwargs, length)
+        with substitute(vllm_generation, "LLM", build):
             super()._init_vllm()
         logger.info("vLLM is ready.")
         if folder is not None and not (self.base and self.base.checkpoint):
@@ -167,7 +180,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         return engine, dtype, folder
 
     def _write_start(self, folder: CheckpointFolder) -> Path:
-        label = self.rollout.scheme.label if self.rollout.scheme else "full-precision"
+        plan = self.weights.plan
+        label = format_name(plan.formats).upper() if plan.schemes else "full-precision"
         logger.info("Writing %s weights for vLLM to %s.", label, folder.path)
         if self.base is not None:
             return self.base.write(folder)
@@ -179,7 +193,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _open_folder(self, checkpoints: int) -> CheckpointFolder:
         rollout = self.rollout
-        writer = CheckpointWriter(plain_model(self.model), self.processing_class, rollout.scheme, self.weights.ignore)
+        writer = CheckpointWriter(plain_model(self.model), self.processing_class, self.weights.plan)
         nbytes = checkpoints * self.weights.nbytes()
         return CheckpointFolder(self.accelerator, writer, rollout.checkpoint_dir, nbytes, rollout.is_served)
 
@@ -191,8 +205,9 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             vllm_generation.empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
+        self.current.used_engine = True
         started = time.perf_counter()
-        recover(functools.partial(self.sync.push, self._cost), self._reconnect)
+        recover(functools.partial(self.sync.push, self.current.cost), self._reconnect)
         self._seconds_in_syncs += time.perf_counter() - started
 
     def policy_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -207,21 +222,22 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _generate(self, args: tuple, kwargs: dict[str, Any], is_repeated: bool) -> tuple:
         if is_repeated:
-            self.sync.push(self._cost, is_repeated=True)
+            self.sync.push(self.current.cost, is_repeated=True)
         raise_everywhere(self.sync.require_version, self.rollout.is_served)
         synced_before = self._seconds_in_syncs
         started = time.perf_counter()
         output = raise_everywhere(lambda: self._sample(*args, **kwargs), self.rollout.is_served)
         # A server that restarted in the meantime answered from other weights.
         raise_everywhere(self.sync.require_version, self.rollout.is_served)
-        self._cost.generate_s += time.perf_counter() - started - (self._seconds_in_syncs - synced_before)  # sleep mode
-        self._cost.tokens += sum(len(completion) for completion in output[1])
-        self.sampled_logps = output[2]
+        cost = self.current.cost
+        cost.generate_s += time.perf_counter() - started - (self._seconds_in_syncs - synced_before)  # sleep mode
+        cost.tokens += sum(len(completion) for completion in output[1])
+        self.current.used_engine, self.current.behavior_logps = True, output[2]
         return output
 
     def check_room(self, prompts: list[list[int]]) -> None:
-        """Raise `ValueError` for a prompt that the engine cannot continue; warn if it ends completions early."""
-        longest, limit = max(map(len, prompts), default=0), self.max_completion_length or 1
+        """Raise `ValueError` in all processes if a prompt of one fills the context; warn if completions end early."""
+        longest, limit = max(gather_object([max(map(len, prompts), default=0)])), self.max_completion_length or 1
         context = f"the context of {self.context} tokens (vllm_max_model_length; of a server, --max-model-len)"
         if not all(prompts):
             raise ValueError("A prompt has no tokens, so there is nothing to continue: remove it from the dataset.")
@@ -234,18 +250,19 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     def _sample(self, prompts: list[list[int]], images: list | None, num_generations: int, **kwargs: Any) -> tuple:
         expands = images is not None and not self.rollout.is_served
         self.check_room(prompts)
-        plain = [as_plain(prompt, self.plain_prompts) for prompt in prompts] if expands else prompts
+        plain = [as_plain(prompt, self.current.plain_prompts) for prompt in prompts] if expands else prompts
         try:
             output = super().generate(prompts=plain, images=images, num_generations=num_generations, **kwargs)
-        except ServerError:
-            # The other processes wait for the completions, inside the parent's method.
-            broadcast_object_list([([], [], None, None)], from_process=0)
+        except Exception:
+            if self.rollout.is_served and self.accelerator.is_main_process:
+                # The other processes wait for the completions, inside the parent's method.
+                broadcast_object_list([([], [], None, None)], from_process=0)
             raise
         if expands:
             check_seen(prompts, output[0])
         return output
 
     def _reconnect(self) -> None:
-        self._cost.recoveries += 1
+        self.current.cost.recoveries += 1
         if self.accelerator.is_main_process:
             self.vllm_client.reconnect(self.server_timeout)

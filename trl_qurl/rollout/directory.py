@@ -7,6 +7,7 @@ key of its cache of compiled graphs: a new name at each start would trigger anot
 """
 
 import fcntl
+import functools
 import itertools
 import os
 import shutil
@@ -22,6 +23,7 @@ from accelerate.utils import gather_object
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.checkpoint_form import NamedTensors
+from trl_qurl.rollout.recovery import raise_everywhere
 
 LOCK_SUFFIX = ".lock"
 
@@ -51,7 +53,7 @@ class CheckpointFolder:
         self._accelerator = accelerator
         self.writer = writer
         self.is_writer = accelerator.is_main_process if is_served else accelerator.is_local_main_process
-        self._directory = CheckpointDirectory(parent, nbytes) if self.is_writer else None
+        self._directory = raise_everywhere(lambda: CheckpointDirectory(parent, nbytes) if self.is_writer else None)
         source = 0 if is_served else accelerator.process_index - accelerator.local_process_index
         self.path: Path = gather_object([self._directory and self._directory.path])[source]
 
@@ -60,10 +62,9 @@ class CheckpointFolder:
     ) -> Path:
         """Write a checkpoint from tensors in its format, or call `write` on them. A collective operation."""
         path = self.path / name
-        if self.is_writer:
-            (write or self.writer.write)(rollout_tensors, path)
-        else:
-            deque(rollout_tensors, maxlen=0)
+        save = write or self.writer.write
+        drain: Callable[[], object] = functools.partial(deque, rollout_tensors, maxlen=0)
+        raise_everywhere(lambda: save(rollout_tensors, path) if self.is_writer else drain(), join=drain)
         self._accelerator.wait_for_everyone()
         return path
 

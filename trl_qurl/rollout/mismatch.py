@@ -43,6 +43,7 @@ class MismatchTally:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._parts: list[torch.Tensor] = []  # `mismatch_sums` and the largest ratio, (10,) each
+        self._log_ratios: list[torch.Tensor] = []  # log ρ of the tokens to learn from, (tokens,) each
 
     def add(self, proximal_logps: torch.Tensor, behavior_logps: torch.Tensor, mask: torch.Tensor, cap: float) -> None:
         """Add a part of the rollout.
@@ -55,6 +56,26 @@ class MismatchTally:
         """
         sums, ratio_max = mismatch_sums(proximal_logps, behavior_logps, mask, cap)
         self._parts.append(torch.stack([*sums, ratio_max]))
+        self._log_ratios.append((proximal_logps - behavior_logps)[mask])
+
+    def sampling_metrics(self, cap: float) -> dict[str, float]:
+        """Return TRL's `sampling/*` for the parts so far: TRL computes them only for a rollout scored in advance.
+
+        Args:
+            cap: C, a ratio.
+
+        Returns:
+            Metrics by name.
+        """
+        log_ratio = torch.cat(self._log_ratios)
+        ratio = log_ratio.nan_to_num(0.0).exp().clamp(max=cap)
+        metrics: dict[str, float] = {}
+        for name, part in {"sampling_logp_difference": log_ratio.abs(), "importance_sampling_ratio": ratio}.items():
+            known = part[~part.isnan()] if part.isfinite().any() else part.new_zeros(1)
+            parts = torch.stack([known.mean(), known.max(), known.min()]).unsqueeze(0)
+            mean, largest, least = self._accelerator.gather(parts).unbind(1)  # (processes,) each
+            metrics |= {f"sampling/{name}/mean": mean.mean().item(), f"sampling/{name}/max": largest.max().item()}
+        return metrics | {"sampling/importance_sampling_ratio/min": least.min().item()}
 
     def pop(self) -> dict[str, float]:
         """Return the metrics of the whole rollout, and start over. A collective operation.
@@ -65,7 +86,7 @@ class MismatchTally:
         Raises:
             RuntimeError: More than `INVALID_LIMIT` of the tokens have no valid log-probability from the engine.
         """
-        parts, self._parts = torch.stack(self._parts), []  # (parts, 10)
+        parts, self._parts, self._log_ratios = torch.stack(self._parts), [], []  # (parts, 10)
         # Some accelerators lack float64. The terms of a sum are of similar size, so float32 keeps its digits.
         sums = self._accelerator.reduce(parts[:, :-1].sum(0).float(), reduction="sum")
         metrics = mismatch_metrics(sums, self._accelerator.gather(parts[:, -1].max().float()).max().item())

@@ -15,8 +15,7 @@ from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.distributed import DistributedBackend
 
 from trl_qurl.quantization.checkpoint_form import plain_model
-from trl_qurl.quantization.layers import ignored_modules
-from trl_qurl.quantization.scheme import QuantizationScheme
+from trl_qurl.quantization.plan import Formats, make_plan
 from trl_qurl.quantization.smoothing import can_smooth
 from trl_qurl.quantization.stream import WeightStream
 
@@ -29,7 +28,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by accelerate's `m
 class RolloutSettings:
     """The rollout settings of a trainer's config, as flat values: config objects stop at the trainers."""
 
-    scheme: QuantizationScheme | None  # format of the rollout weights; `None` for full precision
+    formats: Formats  # of the rollout weights
     ignore: tuple[str, ...]  # patterns of modules kept in full precision
     is_served: bool  # whether the engine is a vLLM server
     weight_sync: str  # "auto", "stream", "checkpoint", "adapter" or "llmcompressor"
@@ -49,13 +48,13 @@ def prepare_weights(
 
     A collective operation. `prompts` returns the tokens of a few prompts, or none if they are not known yet. Then, and
     where FSDP or DeepSpeed prepares the model later, smoothing begins with the second rollout. Raises `ValueError` as
-    `check_policy` does.
+    `check_policy` and `make_plan` do.
     """
     check_policy(plain_model(model))
     smooths = rollout.smooths
     if smooths is None:  # smooth where supported, unless an adapter may be sent alone
         smooths = can_smooth(model) and not (rollout.is_served and is_peft_model(model))
-    weights = WeightStream(model, rollout.scheme, ignored_modules(model, rollout.ignore), smooths)
+    weights = WeightStream(model, make_plan(model, rollout.formats, rollout.ignore), smooths)
     if not is_peft_model(model):  # an adapter is not rounded with its base
         weights.grid = AUTOCAST.get(accelerator.mixed_precision)
     if weights.smoothing is None:

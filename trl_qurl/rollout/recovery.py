@@ -19,20 +19,26 @@ MAX_RECOVERIES = 3  # in a row
 Result = TypeVar("Result")
 
 
-def raise_everywhere(act: Callable[[], Result], is_served: bool = True) -> Result:
+def raise_everywhere(
+    act: Callable[[], Result], is_served: bool = True, join: Callable[[], object] = lambda: None
+) -> Result:
     """Return the result of `act`. If it fails in the main process, raise its error in every process.
 
-    A collective operation if a server serves all processes; a colocated engine needs no synchronization.
+    After a failure, `join` runs the collective operations of `act` in which the other processes still are. This is
+    a collective operation if a server serves all processes; a colocated engine needs no synchronization.
     """
-    if not is_served:
-        return act()
     failure: Exception | None = None
     try:
-        result = act()
+        try:
+            result = act()
+        except Exception:
+            join()
+            raise
     except Exception as error:
         failure = error
     outcome = [failure]
-    broadcast_object_list(outcome, from_process=0)
+    if is_served:
+        broadcast_object_list(outcome, from_process=0)
     if failure := outcome[0] or failure:
         raise failure
     return result

@@ -1,7 +1,8 @@
 """The only place where this package replaces a name inside TRL, or one setting of accelerate.
 
-TRL looks up its vLLM classes by module name and some settings on the trainer; neither can be passed as an argument. A
-context manager replaces one for the duration of a call and always restores it, so no library stays patched.
+TRL looks up its vLLM classes by module name, and whether to score a rollout on the trainer. Neither is an argument.
+A context manager replaces one for the duration of a call and always restores it, so no library stays patched.
+docs/upstream.md has the pull request that would end each use.
 """
 
 from collections.abc import Iterator

@@ -153,21 +153,22 @@ class WeightSync:
         if self.base is not None:
             return find_not_finite(adapter_tensors(self.model, self.sent_dtype), self._not_finite)
         parameters = policy_parameters(self.model, self.weights.grid)
-        return self.weights.tensors(find_not_finite(parameters, self._not_finite), self.sent_dtype)
+        return find_not_finite(self.weights.tensors(parameters, self.sent_dtype), self._not_finite)
 
     def _stream(self, update: WeightUpdate, stream: MeteredStream) -> None:
         """Send tensors to the engine; processes without one help gather them, and fail together with the others."""
         if self.settings.is_served and self._metadata is None:
             self._metadata = stream_metadata(self.weights, self.sent_dtype)
 
-        def send() -> None:
-            try:
-                if self.engine is not None:
-                    self.engine.load_stream(stream, update._replace(metadata=self._metadata))
-            finally:
-                deque(stream, maxlen=0)  # the other processes gather with this one until the end
+        # The other processes gather with this one until the end.
+        drain: Callable[[], object] = functools.partial(deque, stream, maxlen=0)
 
-        raise_everywhere(send, self.settings.is_served)
+        def send() -> None:
+            if self.engine is not None:
+                self.engine.load_stream(stream, update._replace(metadata=self._metadata))
+            drain()
+
+        raise_everywhere(send, self.settings.is_served, drain)
 
     def _send_files(self, update: WeightUpdate, stream: MeteredStream, folder: CheckpointFolder) -> None:
         """Write a checkpoint, or the adapter alone, and make the engine load it."""
@@ -204,17 +205,21 @@ class WeightSync:
         """Compare the engine with the trainer's own quantized forward pass, if it can run one."""
         if self.sharding.is_zero3:
             return {}  # a layer's weight is still sharded where the pass would quantize it
-        if self.settings.scheme is not None and expert_layers(self.weights.layers):
+        if expert_layers(self.weights.plan.schemes):
             return {}  # the trainer computes experts exactly
         engine, size = self.engine, self.model.config.get_text_config().vocab_size
         answer = [raise_everywhere(lambda: ask_engine(engine, size) if engine else None, self.settings.is_served)]
         if self.settings.is_served and self.sharding.fsdp_version == 2:
             broadcast_object_list(answer, from_process=0)  # each process holds a shard of the weights
-        if answer[0] is None:
-            return {}
-        result = run_probe(self.model, answer[0], self.weights, is_merged=self.base is None)
-        self._probe_limit = judge_probe(result, self._probe_limit)
-        return {"sync/probe_distance": result.distance, "sync/probe_ratio": result.ratio}
+
+        def judge() -> dict[str, float]:
+            if answer[0] is None:
+                return {}
+            result = run_probe(self.model, answer[0], self.weights, is_merged=self.base is None)
+            self._probe_limit = judge_probe(result, self._probe_limit)
+            return {"sync/probe_distance": result.distance, "sync/probe_ratio": result.ratio}
+
+        return raise_everywhere(judge, self.settings.is_served)
 
 
 def policy_parameters(model: Any, grid: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,7 +14,6 @@ from transformers import PretrainedConfig
 from transformers.utils.quantization_config import QuantizationConfigMixin
 from trl.import_utils import is_vllm_available
 
-from trl_qurl.quantization.formats import get_scheme
 from trl_qurl.rollout.preparation import RolloutSettings
 
 # What TRL passes to every reward function by name, before the dataset's columns.
@@ -37,8 +36,9 @@ def checked_config(trainer: Any, config: Any, model: Any) -> Any:
         return config_class(f"{name.split('/')[-1] or 'model'}-QuRL-{trainer._algorithm}")
     if type(config) in config_class.__mro__ and type(config).__module__.startswith("trl."):  # GRPOConfig for ours
         fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
-        # TRL has derived it from steps_per_generation, and rejects a config with both.
-        return config_class(**{name: value for name, value in fields.items() if name != "generation_batch_size"})
+        # TRL has derived generation_batch_size from steps_per_generation, and rejects a config with both.
+        given = {name: value for name, value in fields.items() if name != "generation_batch_size"}
+        return config_class(**given | {"use_vllm": True})
     if not isinstance(config, config_class):
         package = config_class.__module__.partition(".")[0]
         raise TypeError(
@@ -51,7 +51,7 @@ def checked_config(trainer: Any, config: Any, model: Any) -> Any:
 def rollout_settings(args: Any) -> RolloutSettings:
     """Return the rollout settings of a config as flat values."""
     return RolloutSettings(
-        scheme=None if args.rollout_quantization is None else get_scheme(args.rollout_quantization),
+        formats=args.rollout_quantization,
         ignore=tuple(args.quantization_ignore),
         is_served=args.vllm_mode == "server",
         weight_sync=args.weight_sync,
@@ -78,14 +78,18 @@ def applies_uaq(args: Any, arguments: Mapping[str, Any]) -> bool:
     return args.uaq_scale != 1.0 and not is_adapted
 
 
-def check_arguments(args: Any, arguments: Mapping[str, Any]) -> None:
-    """Raise for datasets, reward functions, models and adapters that training cannot use.
+def check_policy(args: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise for models and adapters that a sync cannot send.
 
     `arguments` are the constructor's, by TRL's names; `args` is the config among them.
     """
     model, loading = arguments["model"], args.model_init_kwargs or {}
     check_full_precision(model, [arguments.get("quantization_config"), *loading.values()], loading)
     check_adapter(model, arguments.get("peft_config"))
+
+
+def check_arguments(args: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise for datasets and reward functions that training cannot use; arguments as for `check_policy`."""
     train: Any = arguments.get("train_dataset")
     evaluation = arguments.get("eval_dataset")
     if arguments.get("environment_factory") is None:  # an environment brings its own prompts

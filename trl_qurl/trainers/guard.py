@@ -55,7 +55,7 @@ class MismatchGuard(TrainerCallback):
         advice = FUNCTION if args.rollout_quantization is None or args.round_base else ROUNDING
         self._drift_advice = AHEAD if args.rollouts_ahead else advice
         self._may_jump = bool(args.rollouts_ahead)  # their age varies, and their KL with it
-        cap = getattr(args, "vllm_importance_sampling_clip_max", None)  # not a setting of all of TRL's trainers
+        cap = args.importance_cap
         self._drift = {name: DRIFT[name] for name in DRIFT if name == ESS or cap is None or cap >= SMALLEST_CAP}
         self._rollouts: deque[Mapping[str, float]] = deque(maxlen=WINDOW)  # of training
         self._largest = math.inf  # KL of the rollouts without a finding; infinite before the first

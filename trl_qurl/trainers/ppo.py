@@ -4,6 +4,8 @@ Each override calls `QuRLGRPOTrainer`'s and adds the critic. TRL's loss accepts 
 side of PPO is TRL's.
 """
 
+import copy
+import functools
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,10 +23,11 @@ from trl_qurl.advantages import (
     whiten,
 )
 from trl_qurl.config import QuRLPPOConfig
-from trl_qurl.rollout.substitution import substitute
+from trl_qurl.trainers.arguments import checked_config
 from trl_qurl.trainers.critic import CRITIC_DIRECTORY, Critic, load_critic_model
 from trl_qurl.trainers.dynamic_sampling import weighted_sum
-from trl_qurl.trainers.grpo import QuRLGRPOTrainer, learned_tokens
+from trl_qurl.trainers.grpo import QuRLGRPOTrainer
+from trl_qurl.trainers.scoring import learned_tokens
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -58,23 +61,16 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         value_peft_config: "PeftConfig | None" = None,
         **kwargs: Any,
     ) -> None:
-        self._value_model: Any = value_model, value_peft_config
-        self._rewards_per_func = torch.empty(0)  # of the latest rollout, on all processes: (B · processes, functions)
-        self._micro_batch: dict[str, Any] = {}
+        args = checked_config(type(self), args, model)
+        arguments = self._by_name(model, reward_funcs, args, *positional, **kwargs)
+        self._before_engine(args, arguments)
+        tokenizer = arguments.get("processing_class")
+        critic_model = load_critic_model(args, model, tokenizer, value_model, value_peft_config)
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
-        self.critic = Critic(self._value_model, self.args, self.accelerator)
+        self.critic = Critic(critic_model, self.args, self.accelerator)
         self.add_callback(CriticWarmupCallback())
 
-    def _before_engine(self, args: Any, arguments: dict[str, Any]) -> None:
-        super()._before_engine(args, arguments)
-        tokenizer = arguments.get("processing_class")
-        self._value_model = load_critic_model(args, arguments["model"], tokenizer, *self._value_model)
-
     # Rollout ---------------------------------------------------------------------------------------------------------
-
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._rewards_per_func = super()._calculate_rewards(*args, **kwargs)
-        return self._rewards_per_func
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         batch = super()._generate_and_score_completions(inputs)
@@ -87,7 +83,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
 
     def _add_advantages(self, batch: dict[str, Any], values: torch.Tensor) -> None:
         """Replace the groups' advantages with the critic's, and add what the critic learns from to the batch."""
-        totals = weighted_sum(self._rewards_per_func, self.reward_weights)  # of all processes; NaN without a reward
+        totals = weighted_sum(self._rollout.rewards, self.reward_weights)  # of all processes; NaN without a reward
         rewards = totals.tensor_split(self.accelerator.num_processes)[self.accelerator.process_index]
         mask = learned_tokens(batch) & ~rewards.isnan().unsqueeze(1)  # (B, T)
         ends = [*self.eos_token_ids, self._tokenizer.pad_token_id]  # as TRL detects truncated completions
@@ -126,27 +122,25 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
 
     # Loss and update -------------------------------------------------------------------------------------------------
 
-    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the policy's loss, as the parent does, and keep the micro-batch for the critic."""
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
-        if not self.model.training:
-            return loss
-        self._micro_batch = inputs
-        # During its warmup only the critic learns. DeepSpeed steps before `CriticWarmupCallback` clears the gradients.
-        return loss * 0.0 if self.state.global_step < self.args.critic_warmup_steps else loss
+    def compute_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the policy's loss, as the parent does; during its warmup only the critic learns."""
+        loss = super().compute_loss(*args, **kwargs)
+        # DeepSpeed steps before `CriticWarmupCallback` clears the gradients.
+        is_warmup = self.model.training and self.state.global_step < self.args.critic_warmup_steps
+        return loss * 0.0 if is_warmup else loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run the policy's forward and backward pass, then the critic's, one after the other to save memory."""
+        step = self._step  # TRL increments it
         loss = super().training_step(*args, **kwargs)
-        self.critic.learn(self._micro_batch, self._value_loss)
-        self._micro_batch = {}
+        batch = self._buffered_inputs[step % self.args.steps_per_generation]
+        self.critic.learn(batch, functools.partial(self._value_loss, batch))
         if self.accelerator.sync_gradients:
             self._record({"critic/grad_norm": self.critic.step()})
         return loss
 
-    def _value_loss(self, values: torch.Tensor) -> torch.Tensor:
-        """Return this micro-batch's share of the mean loss over an optimizer step's tokens; `values` is (B, T + 1)."""
-        batch = self._micro_batch
+    def _value_loss(self, batch: dict[str, Any], values: torch.Tensor) -> torch.Tensor:
+        """Return a micro-batch's share of the mean loss over an optimizer step's tokens; `values` is (B, T + 1)."""
         mask = batch["critic_mask"]
         loss, clipped = value_loss(values[:, :-1], batch["values"], batch["returns"], self.args.value_clip_range)
         summed = torch.where(mask, loss, 0.0).sum()
@@ -163,9 +157,10 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Create the policy's schedule, and the critic's optimizer, whose learning rate is constant."""
         scheduler = super().create_scheduler(num_training_steps, optimizer)
-        rate = self.args.critic_learning_rate
-        with substitute(self, "optimizer", None), substitute(self.args, "learning_rate", rate):
-            self.critic.prepare(self.create_optimizer)
+        other = copy.copy(self)  # which builds an optimizer of its own
+        other.optimizer, other.args = None, copy.copy(self.args)
+        other.args.learning_rate = self.args.critic_learning_rate
+        self.critic.prepare(other.create_optimizer)
         return scheduler
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -1,141 +1,85 @@
-"""Quantized rollouts for any TRL trainer, whose loss corrects for the mismatch between the two policies."""
+"""Rollouts in groups, scored by forward passes of the trainer: the mismatch, its guard, checkpoints and `ahead`."""
 
-import functools
-import inspect
 import itertools
-import os
 import time
-import weakref
-from collections.abc import Collection
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.data_utils import prepare_multimodal_messages
-from trl.trainer.utils import RepeatSampler, get_config_model_id
+from trl.trainer.utils import RepeatSampler
 
-from trl_qurl.quantization.formats import SCHEMES, get_scheme
-from trl_qurl.quantization.stream import WeightStream
+from trl_qurl.objective import TRL_LOSS, get_objective, surrogate_terms
 from trl_qurl.rollout.ahead import AheadVLLMGeneration, UpcomingRows
-from trl_qurl.rollout.backend import QuantizedVLLMGeneration
+from trl_qurl.rollout.context import RolloutContext, Tokens
 from trl_qurl.rollout.images import plain_prompts
 from trl_qurl.rollout.mismatch import MismatchTally
-from trl_qurl.rollout.substitution import substitute
-from trl_qurl.trainers.arguments import applies_uaq, check_arguments, check_prompts, checked_config, rollout_settings
-from trl_qurl.trainers.callbacks import RunLogCallback, TrainerAwareCallback, UpdateAwareQuantizationCallback
+from trl_qurl.trainers.arguments import check_arguments, check_prompts
 from trl_qurl.trainers.dynamic_sampling import named_rewards
+from trl_qurl.trainers.engine import QuantizedEngineMixin
 from trl_qurl.trainers.guard import MismatchGuard
-from trl_qurl.trainers.model_card import add_rollouts, quantized_card
-from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state, skip_epochs, write_quantized
-from trl_qurl.trainers.step_timer import StepTimer
-
-TRLTrainer: Any = object  # to mypy, the mixin has all that a trainer has
+from trl_qurl.trainers.saving import load_rollout_state, save_rollout_state, skip_epochs
+from trl_qurl.trainers.scoring import ScoringPass, cap_of, learned_tokens, loss_metrics
 
 CALIBRATION_PROMPTS, LONGEST_PROMPT = 8, 512  # for smoothing; in tokens
 
+Batch = dict[str, Any]  # of TRL's trainers: tensors, (B, ...) each
 
-class QuantizedRolloutsMixin(TRLTrainer):
-    """Mixin for TRL trainers that generates rollouts with a quantized copy of the policy, updated at every sync.
 
-    It also applies update-aware quantization, logs the cost of rollouts, saves quantized checkpoints, and resumes
-    inside a rollout. List it before the trainer in the bases, and set the three class attributes.
+class GroupRolloutsMixin(QuantizedEngineMixin):
+    """[`QuantizedEngineMixin`] for trainers that score groups of completions with forward passes, as GRPO and RLOO.
 
-    Attributes:
-        _config_class: The trainer's config class, with the fields of [`QuantizedRolloutsConfig`].
-        _generation_module: The TRL module whose `VLLMGeneration` the trainer starts.
-        _algorithm: Name of the algorithm, for model cards and logs.
+    It measures the mismatch, judges it, generates ahead, and resumes inside a rollout. With the setting `objective`,
+    `_corrected_loss` computes TRL's loss on the objective's inputs.
     """
 
-    _config_class: ClassVar[type]
-    _generation_module: ClassVar[ModuleType]
-    _algorithm: ClassVar[str]
-
-    # TRL sends weights unless this is the current step. Its own value misses weights that change between two steps.
-    _last_loaded_step = property(lambda self: self.vllm_generation.sync.loaded_step(), lambda self, step: None)
+    _smooths_by_loss = False
     _train_sampler: RepeatSampler | None = None
-    _scoring_seconds = 0.0  # in forward passes of the current rollout
-    _unscored: dict[str, Any] | None = None  # batch of the loss being computed, if its forward pass scores it
-    _ahead: AheadVLLMGeneration | None = None  # `vllm_generation`, with `rollouts_ahead`
+    _pass: ScoringPass | None = None  # inside `_watch_pass`
     _upcoming_rows: UpcomingRows | None = None
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **kwargs: Any
     ) -> None:
-        args = checked_config(type(self), args, model)
-        bound = inspect.signature(super().__init__).bind_partial(model, reward_funcs, args, *positional, **kwargs)
-        arguments = dict(bound.arguments)
-        arguments |= arguments.pop("kwargs", {})  # some trainers leave the rest to their parent
-        self._before_engine(args, arguments)
-        self._step_timer = StepTimer()
-        self._guard = None if args.mismatch_guard == "off" else MismatchGuard(args)
-        # Ours go first: rows logged by user callbacks belong in run.jsonl, their time in no step.
-        run_log = RunLogCallback({"updates_per_rollout": args.updates_per_rollout, "algorithm": self._algorithm})
-        uaq = [UpdateAwareQuantizationCallback(args.uaq_scale)] if applies_uaq(args, arguments) else []
-        ours = filter(None, [self._step_timer, run_log, self._guard])
-        arguments["callbacks"] = [*uaq, *ours, *(arguments.get("callbacks") or [])]
-        # vLLM freezes the garbage collector, so a reference cycle through the trainer would keep its engine.
-        trainer = weakref.proxy(self)
-        generation = functools.partial(
-            AheadVLLMGeneration if args.rollouts_ahead else QuantizedVLLMGeneration,
-            rollout=rollout_settings(args),
-            global_step=lambda: trainer.state.global_step,
-            prompts=lambda: trainer._first_prompts(),
-        )
-        with substitute(self._generation_module, "VLLMGeneration", generation):
-            super().__init__(**arguments)
+        super().__init__(model, reward_funcs, args, *positional, **kwargs)
         check_prompts(self)
-        self._ahead = self.vllm_generation if args.rollouts_ahead else None
         self._mismatch = MismatchTally(self.accelerator)
-        for callback in self.callback_handler.callbacks:
-            self._set_trainer(callback)
+        self._guard = None if self.args.mismatch_guard == "off" else MismatchGuard(self.args)
+        if self._guard is not None:
+            self.add_callback(self._guard)
 
     def _before_engine(self, args: Any, arguments: dict[str, Any]) -> None:
-        """Check the constructor's arguments, by TRL's names. What may fail belongs before the engine's slow start."""
+        super()._before_engine(args, arguments)
         check_arguments(args, arguments)
-
-    def add_callback(self, callback: Any) -> None:
-        """Add a callback, and set its trainer if it needs one."""
-        super().add_callback(callback)
-        self._set_trainer(self.callback_handler.callbacks[-1])
-
-    def _set_trainer(self, callback: Any) -> None:
-        if isinstance(callback, TrainerAwareCallback):
-            callback.trainer = self
 
     # Rollouts --------------------------------------------------------------------------------------------------------
 
-    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
-        started = time.perf_counter()
-        inputs = super()._prepare_inputs(generation_batch)
-        self._step_timer.exclude(time.perf_counter() - started)
-        return inputs
+    @property
+    def _rollout(self) -> RolloutContext:
+        return self.vllm_generation.current
 
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        self._scoring_seconds = 0.0
-        ahead = self._ahead if self._mode == "train" else None
-        if ahead is not None:
-            ahead.upcoming = self._upcoming_prompts(inputs)
-        with named_rewards(self.reward_func_names):
+    @property
+    def _scores_in_update(self) -> bool:
+        """Whether the loss's forward pass scores rollouts, instead of a pass in advance."""
+        return False
+
+    @property
+    def _ahead(self) -> AheadVLLMGeneration | None:
+        return self.vllm_generation if self.args.rollouts_ahead else None
+
+    def _generate_and_score_completions(self, inputs: Any) -> Batch:
+        looks_ahead = self._ahead is not None and self._mode == "train"
+        self._rollout.upcoming = self._upcoming_prompts(inputs) if looks_ahead else None
+        with named_rewards(self.reward_func_names), self._watch_pass(not self._scores_in_update) as scored:
             batch = super()._generate_and_score_completions(inputs)
-        cost = self.vllm_generation.pop_cost()
-        tokens = self._sum_over_processes(torch.tensor([float(cost.tokens)], device=self.accelerator.device)).item()
-        metrics = {
-            "time/quantize_s": cost.quantize_s,
-            "time/sync_s": cost.sync_s,
-            "time/sync_check_s": cost.check_s,
-            "sync/sent_mb": cost.sent_bytes / 1e6,
-            "sync/recoveries": float(cost.recoveries),
-            "time/generate_s": cost.generate_s,
-            "time/logps_s": self._scoring_seconds,
-            "throughput/generated_tokens_per_s": tokens / cost.generate_s if cost.generate_s else 0.0,
-        }
-        self._record(metrics | cost.metrics)
+        self._rollout.proximal_logps = scored.logps
+        self._record({"time/logps_s": scored.seconds})
         return batch
 
-    def _upcoming_prompts(self, rows: list[dict[str, Any]]) -> list[list[int]]:
+    def _upcoming_prompts(self, rows: list[dict[str, Any]]) -> Tokens:
         """Return the tokens of this process's prompts in the next rollout; none if these rows' is the last."""
         micro_batches = self.args.steps_per_generation * self.num_iterations  # per rollout
         if self.state.global_step + micro_batches / self.args.gradient_accumulation_steps >= self.state.max_steps:
@@ -156,8 +100,7 @@ class QuantizedRolloutsMixin(TRLTrainer):
             if self._ahead is not None:
                 self._ahead.drop()
 
-    def _first_prompts(self) -> list[list[int]]:
-        """Return the tokens of the first training prompts; none for multimodal policies and environments."""
+    def _first_prompts(self) -> Tokens:
         if self._is_vlm or getattr(self, "environment_factories", None) is not None:
             return []
         prompts = [row["prompt"] for row in itertools.islice(self.train_dataset, CALIBRATION_PROMPTS)]
@@ -169,22 +112,93 @@ class QuantizedRolloutsMixin(TRLTrainer):
             # TRL's RLOO trainer lacks `chat_template`, which is for tools.
             template = {"chat_template": vars(self).get("chat_template"), **self.chat_template_kwargs}
             arguments = self.processing_class, list(map(prepare_multimodal_messages, prompts)), prompt_ids
-            self.vllm_generation.plain_prompts = plain_prompts(*arguments, **template)
+            self._rollout.plain_prompts = plain_prompts(*arguments, **template)
         return prompt_ids, images, fields
 
+    # Scoring ---------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _watch_pass(
+        self, is_scoring: bool, complete: Callable[[torch.Tensor], torch.Tensor] = lambda logps: logps
+    ) -> Iterator[ScoringPass]:
+        """Watch the forward passes inside the block, and give TRL what `complete` makes of their log-probabilities."""
+        self._pass = ScoringPass(complete, is_scoring)
+        try:
+            yield self._pass
+        finally:
+            self._pass = None
+
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> tuple:
-        started, smoothing = time.perf_counter(), self.vllm_generation.weights.smoothing
+        started, watched = time.perf_counter(), self._pass
+        is_scoring = watched is not None and watched.is_scoring and watched.logps is None and model.training
         in_advance = model.training and not torch.is_grad_enabled()
-        # Smoothing learns from the rollout's first pass in advance, or else from the loss's.
-        scores = model.training if self._unscored is not None else in_advance and not self._scoring_seconds
-        with substitute(smoothing, "watches", scores) if smoothing else nullcontext():
+        with self._watch_activations(is_scoring):
             if in_advance:
                 model.eval()  # the engine has no dropout either
-            result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+            logps, *others = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
             if in_advance:
                 model.train()
-        self._scoring_seconds += time.perf_counter() - started
-        return result
+        if watched is not None:
+            watched.seconds += time.perf_counter() - started
+            watched.logps = logps.detach() if watched.logps is None else watched.logps
+            logps = watched.complete(logps)
+        return logps, *others
+
+    def _corrected_loss(self, inputs: Batch, compute: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
+        """Compute TRL's loss on the objective's inputs, and record metrics of the update.
+
+        A rollout that was not scored in advance is scored by the loss's own forward pass: `compute` must read the
+        objective's inputs only afterwards.
+        """
+        inputs = dict(inputs)
+        proximal_logps = inputs.get("old_per_token_logps")
+        if proximal_logps is not None:
+            inputs |= self._objective_inputs(inputs, proximal_logps)
+
+        def complete(logps: torch.Tensor) -> torch.Tensor:
+            if proximal_logps is None:
+                inputs.update(self._objective_inputs(inputs, logps.detach()))
+            return self._weigh(logps, inputs)
+
+        with self._watch_pass(proximal_logps is None, complete) as scored:
+            loss = compute(inputs)
+        if scored.logps is not None:  # else a subclass scores without our forward pass
+            self._record_update(inputs, scored.logps, proximal_logps)
+        return loss
+
+    def _objective_inputs(self, batch: Batch, proximal_logps: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the inputs from which TRL's loss computes the objective, (B, T) each."""
+        if self.args.objective == TRL_LOSS:
+            return {}
+        # Masked tokens have no ratio: mark them with NaN, which also keeps their padding out of exp().
+        behavior_logps = batch["sampling_per_token_logps"].masked_fill(~learned_tokens(batch), torch.nan)
+        logps = proximal_logps, behavior_logps
+        terms = surrogate_terms(self.args.objective, *logps, batch["advantages"], cap=cap_of(self.args))
+        return {"old_per_token_logps": terms.old_logps, "importance_sampling_ratio": terms.weight}
+
+    def _weigh(self, logps: torch.Tensor, inputs: Batch) -> torch.Tensor:
+        """Return what TRL's loss takes for the policy's log-probabilities, (B, T)."""
+        return logps
+
+    def _record_update(self, inputs: Batch, policy_logps: torch.Tensor, proximal_logps: torch.Tensor | None) -> None:
+        """Record metrics of an update, and of the rollout's mismatch if `proximal_logps` were not known before."""
+        if proximal_logps is None and "sampling_per_token_logps" in inputs:
+            proximal_logps = policy_logps
+            self._tally(inputs, proximal_logps)
+            # The rollout's last micro-batch (TRL increments `_step` after the loss); in evaluation, each one is.
+            if self._mode == "eval" or (self._step + 1) % self.args.steps_per_generation == 0:
+                if self.vllm_importance_sampling_correction:
+                    self._record(self._mismatch.sampling_metrics(cap_of(self.args)))
+                self._record_mismatch()
+        if proximal_logps is not None:
+            lifts = self.args.objective != TRL_LOSS and get_objective(self.args.objective).lifts_upper_bound
+            lifting = (cap_of(self.args), 1 + self.epsilon_high) if lifts else None
+            logps, learned = (policy_logps, proximal_logps), learned_tokens(inputs)
+            self._record(loss_metrics(*logps, inputs, learned, self._sum_over_processes, lifting))
+
+    def _tally(self, batch: Batch, proximal_logps: torch.Tensor) -> None:
+        logps = proximal_logps, batch["sampling_per_token_logps"]
+        self._mismatch.add(*logps, learned_tokens(batch), cap_of(self.args))
 
     def _record_mismatch(self) -> None:
         """Log the mismatch of the rollout just scored, and pass it to the guard. Every process must call this."""
@@ -192,17 +206,6 @@ class QuantizedRolloutsMixin(TRLTrainer):
         if self._guard is not None:
             metrics |= self._guard.observe(metrics, self._mode == "train")
         self._record(metrics)
-
-    def _sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.accelerator.reduce(tensor, reduction="sum")
-
-    @property
-    def _mode(self) -> str:
-        return "train" if self.model.training else "eval"
-
-    def _record(self, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._metrics[self._mode][name].append(value)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -236,64 +239,3 @@ class QuantizedRolloutsMixin(TRLTrainer):
             skip_epochs(self._train_sampler, self.state.epoch)  # `self.state` is the checkpoint's by now
             if state := load_rollout_state(Path(checkpoint), self.accelerator, self.args):
                 self._load_rollout_state(state)
-
-    # Saving ----------------------------------------------------------------------------------------------------------
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the whole policy, as the parent does, to `output_dir` or else the run's output directory."""
-        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None  # would save no sharded weights
-        with substitute(plugin, "state_dict_type", "FULL_STATE_DICT") if plugin else nullcontext():
-            super().save_model(output_dir, _internal_call)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write TRL's model card, with a section about the rollouts."""
-        super().create_model_card(*args, **kwargs)
-        if self.is_world_process_zero():
-            add_rollouts(self._algorithm, self.args, sends_adapter=self.vllm_generation.base is not None)
-
-    def save_quantized(
-        self,
-        output_dir: str | os.PathLike[str] | None = None,
-        scheme: str | None = None,
-        *,
-        ignore: Collection[str] | None = None,
-        merge: bool = False,
-    ) -> Path:
-        """Write a quantized checkpoint of the current policy, without a critic, and return its directory.
-
-        `vllm serve` loads it. In the rollouts' format it holds what the engine would be sent, smoothed as in the
-        rollouts. An adapter is merged into the weights, unless rollouts kept it separate (`weight_sync="adapter"`):
-        then it is in `adapter/`. With UAQ, the config records the scale. Unquantized weights keep their training
-        dtype. Training can continue afterwards. In a distributed run, every process must call this.
-
-        Args:
-            output_dir: Directory to create; defaults to `{args.output_dir}-{scheme}`, which `push_to_hub` does not
-                upload. An existing quantized checkpoint is replaced once the new one is complete.
-            scheme: Name of a format; defaults to the rollouts' format, `args.rollout_quantization`.
-            ignore: Modules to keep in full precision; defaults to those of the rollouts, `args.quantization_ignore`.
-            merge: Whether to merge an adapter that rollouts kept separate. With another format or other modules to
-                ignore than the rollouts', it is always merged.
-
-        Raises:
-            ValueError: The scheme is missing or unknown, or no layer is left to quantize.
-            OSError: The directory holds something other than a quantized checkpoint, or cannot be written.
-        """
-        args, generation = self.args, self.vllm_generation
-        name = scheme or args.rollout_quantization
-        if name is None:
-            raise ValueError(
-                "This run's rollouts are not quantized (rollout_quantization=None): pass "
-                f"save_quantized(scheme=...) one of {', '.join(map(repr, SCHEMES))}."
-            )
-        target, run = get_scheme(name), Path(args.output_dir).absolute()
-        ignore = args.quantization_ignore if ignore is None else list(ignore)
-        path = run.with_name(f"{run.name}-{target.name}") if output_dir is None else Path(output_dir)
-        is_rollouts = (target.name, ignore) == (args.rollout_quantization, args.quantization_ignore)
-        start = get_config_model_id(self.model.config)
-        start = None if not start or Path(start).is_dir() else start
-        hub_name = self.hub_model_id or args.hub_model_id
-        card = functools.partial(quantized_card, path.name, target, ignore, hub_name, start)
-        # A new stream raises in every process or in none. It is not smoothed: nobody has seen its activations.
-        weights = generation.weights if is_rollouts else WeightStream(generation.model, target, ignore)
-        write_quantized(generation, path, weights, card, generation.base if is_rollouts and not merge else None)
-        return path

@@ -7,6 +7,7 @@ One rollout serves several optimizer updates, but TRL keeps its tokens only in m
 per process, a run that resumes between two of those updates would sample again and lose its place in the data.
 """
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.logging import get_logger
-from accelerate.utils import send_to_device
+from accelerate.utils import gather_object, send_to_device
 from huggingface_hub import ModelCard
 from trl.trainer.utils import RepeatSampler
 
@@ -28,7 +29,6 @@ from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import FrozenBase, adapter_rank, adapter_tensors, engine_rank, write_adapter
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.recovery import raise_everywhere
-from trl_qurl.rollout.substitution import substitute
 
 logger = get_logger(__name__)  # logs in the main process only
 
@@ -57,7 +57,7 @@ def write_quantized(
     """
     model, smoothing = generation.model, weights.smoothing
     main_process_only(lambda: check_replaceable(path))
-    writer = CheckpointWriter(plain_model(model), generation.processing_class, weights.scheme, weights.ignore)
+    writer = CheckpointWriter(plain_model(model), generation.processing_class, weights.plan)
     parameters: Iterable[Any]
     if base is None:
         parameters = generation.policy_parameters()
@@ -71,23 +71,14 @@ def write_quantized(
             write_adapter(model, adapter, tmp / ADAPTER_DIRECTORY)
         card(rank).save(tmp / "README.md")
 
-    # The next fit needs the weights of the last sync.
-    with substitute(smoothing, "collects", False) if smoothing else nullcontext():
+    with smoothing.pause() if smoothing else nullcontext():
         main_process_only(lambda: writer.write(tensors, path, write_beside), parameters)
 
 
 def main_process_only(act: Callable[[], None], parameters: Iterable[Any] = ()) -> None:
     """Run `act` in the main process, and raise its error everywhere; all processes exhaust `parameters`."""
-
-    def attempt() -> None:
-        try:
-            if PartialState().is_main_process:
-                act()
-        finally:
-            # Gathering is collective.
-            deque(parameters, maxlen=0)
-
-    raise_everywhere(attempt)
+    drain: Callable[[], object] = functools.partial(deque, parameters, maxlen=0)  # gathering is collective
+    raise_everywhere(lambda: act() if PartialState().is_main_process else drain(), join=drain)
 
 
 def save_rollout_state(state: dict[str, Any], checkpoint: Path, accelerator: Accelerator, args: Any) -> None:
@@ -102,8 +93,8 @@ def save_rollout_state(state: dict[str, Any], checkpoint: Path, accelerator: Acc
 def load_rollout_state(checkpoint: Path, accelerator: Accelerator, args: Any) -> dict[str, Any] | None:
     """Read this process's state, without a rollout of another shape; `None` if missing or of other processes."""
     path = checkpoint / STATE_FILE.format(accelerator.process_index)
-    if not path.exists():
-        return None
+    if not all(gather_object([path.exists()])):
+        return None  # processes without a file would start over, and the others would not
     # Load via the CPU: torch cannot load directly to "cpu:0", the device of processes in a distributed CPU run.
     state = torch.load(path, map_location="cpu", weights_only=True)
     changed = [name for name, value in state["shape"].items() if value != getattr(args, name, None)]

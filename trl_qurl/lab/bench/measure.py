@@ -17,7 +17,6 @@ import torch
 
 from trl_qurl.lab.bench.prediction import EngineCosts, Timing, TrainingCosts
 from trl_qurl.lab.bench.workload import BUDGET, ENGINE_SHARE, REPEATS, SHORT, WHOLE_SHARE, Job, Workload
-from trl_qurl.lab.comparison import find_scheme
 from trl_qurl.lab.device import cpu_settings, full_precision
 
 if TYPE_CHECKING:
@@ -68,21 +67,20 @@ def start_engine(job: Job, policy: Any) -> LLM:
     """Start an engine like TRL's trainer, with dummy weights."""
     from vllm import LLM
 
-    from trl_qurl.quantization.layers import ignored_modules
+    from trl_qurl.quantization.plan import make_plan
     from trl_qurl.quantization.storage import write_config
     from trl_qurl.rollout.directory import CheckpointDirectory
     from trl_qurl.rollout.engine.hardware import check_cpu_build, kernel_environment
     from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 
     policy = getattr(policy, "get_base_model", lambda: policy)()
-    check_cpu_build(policy.config, (), find_scheme(job.part), {"dtype": full_precision()[1]})
+    plan = make_plan(policy, job.part, job.ignore)
+    check_cpu_build(policy.config, plan.schemes, {"dtype": full_precision()[1]})
     workload, is_gpu = job.workload, torch.cuda.is_available()
     shares_device = job.holds_policy or not is_gpu  # on a CPU, syncs need memory, too
     directory = CheckpointDirectory(None, 0)  # its name lets vLLM find its compilation cache again
-    scheme = find_scheme(job.part)
-    os.environ.update(kernel_environment(scheme))
-    ignored = ignored_modules(policy, job.ignore)
-    write_config(policy, directory.path, None if scheme is None else scheme.quantization_config(ignored))
+    os.environ.update(kernel_environment(*plan.targets))
+    write_config(policy, directory.path, plan.quantization_config())
     arguments = {
         "model": str(directory.path),
         "load_format": "dummy",
@@ -137,11 +135,12 @@ def make_prompts(job: Job) -> list[dict[str, list[int]]]:
 def measure_sync(llm: LLM, policy: Any, job: Job, device: torch.device) -> tuple[Timing, int]:
     """Time quantizing and loading, as in a colocated trainer before each rollout; also return the bytes loaded."""
     from trl_qurl.quantization.merging import model_parameters
+    from trl_qurl.quantization.plan import make_plan
     from trl_qurl.quantization.stream import WeightStream
     from trl_qurl.rollout.engine.colocated import ColocatedEngine
     from trl_qurl.rollout.engine.interface import WeightUpdate
 
-    weights = WeightStream(policy, find_scheme(job.part), job.ignore)
+    weights = WeightStream(policy, make_plan(policy, job.part, job.ignore))
     engine = ColocatedEngine(llm)
     is_peft = job.holds_policy and job.workload.lora_rank > 0
     shapes = {} if job.holds_policy else {p.shape: torch.rand(p.shape, device=device) for p in policy.parameters()}

@@ -99,9 +99,10 @@ def find_device() -> Device:
 
 def count_parameters(model: Any, lora_rank: int) -> tuple[int, int]:
     """Count the parameters of a policy on the meta device and of an adapter on its linear layers."""
-    from trl_qurl.quantization.layers import layer_shapes
+    from trl_qurl.quantization.layers import ignored_modules, model_layers
 
-    widths = sum(sum(shape) for shape in layer_shapes(model).values())
+    kept = ignored_modules(model, ["lm_head"])
+    widths = sum(sum(layer.shape) for layer in model_layers(model).values() if not layer.matches(kept))
     return sum(parameter.numel() for parameter in model.parameters()), lora_rank * widths
 
 

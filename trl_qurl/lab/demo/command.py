@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from trl_qurl.cli.options import check_model
 from trl_qurl.lab.packages import require
@@ -34,9 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, measure and plot; return exit status 1 if the policy did not learn enough."""
     from trl_qurl.lab.demo.run import ENVIRONMENT, run_demo
-    from trl_qurl.quantization.formats import parse_scheme
+    from trl_qurl.quantization.plan import read_formats
 
-    scheme = parse_scheme(args.scheme)
+    scheme: Any = read_formats(args.scheme)  # a name: the parser allows no mapping
     rollouts = args.rollouts if args.rollouts is not None else 120 if args.model is None else 20
     if rollouts < 1:
         raise ValueError(f"--rollouts is {rollouts}: give at least 1.")
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     require("The demo", "matplotlib", "rich", extra="demo")
     from transformers.utils.logging import disable_progress_bar
 
-    from trl_qurl.lab.report import draw_report, group_runs
+    from trl_qurl.lab.report import draw_report, label_runs
     from trl_qurl.trainers.run_log import RUN_LOG, read_run
 
     args.output_dir.mkdir(parents=True, exist_ok=True)
@@ -60,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         shortfall = run_chat_demo(args.model, scheme, args.output_dir, rollouts, args.seed)
     else:
         shortfall = run_demo(scheme, args.output_dir, rollouts, args.required_share, args.seed, args.algorithm)
-    draw_report(group_runs([read_run(args.output_dir)]), args.output_dir / "demo.png")
+    draw_report(label_runs([read_run(args.output_dir)]), args.output_dir / "demo.png")
     print(f"Log: {args.output_dir / RUN_LOG}\nFigure: {args.output_dir / 'demo.png'}")
     if shortfall is not None:
         print(f"trl-qurl: the demo failed: {shortfall}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Options of `trl-qurl doctor`, and its checks in order: quick inspections first, then a real trial."""
+"""Options of `trl-qurl doctor`, and its checks in order: quick inspections first, then real trials."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from trl_qurl.lab.doctor.child import check_in_child
 from trl_qurl.lab.doctor.environment import INSPECTIONS
-from trl_qurl.lab.doctor.report import Line, Status, as_json, as_text
+from trl_qurl.lab.doctor.report import Evidence, Line, Status, as_json, as_text
+
+TRIALS = (("server", "server", 0), ("graphs", "fresh", 1), ("sleep", "fresh", 1), ("nccl", "server", 2))
+"""Trials in the first format: name, module, lowest number of GPUs. Training is tried in each format."""
 
 IMPORT_SECONDS = 120.0  # time limit for importing torch
-TRIAL_SECONDS = 600.0  # per format; most of it is for compiling on a slow machine
+TRIAL_SECONDS = 600.0  # per trial; most of it is for compiling on a slow machine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trl-qurl doctor`."""
     parser.epilog = "docs/troubleshooting.md explains each line. The exit status is 1 if a required check fails."
-    parser.add_argument("--quick", action="store_true", help="skip the trial, which starts an engine")
+    parser.add_argument("--quick", action="store_true", help="skip the trials, which start engines")
     parser.add_argument("--json", action="store_true", help="print JSON for bug reports: no secrets, no home paths")
     parser.add_argument(
         "--formats",
@@ -33,15 +37,17 @@ def run(args: argparse.Namespace) -> int:
     """Run the checks and print each line as soon as it is ready."""
     if args.formats:
         with suppress(ImportError, OSError):  # if torch cannot be imported, the report says so
-            from trl_qurl.quantization.formats import parse_scheme
+            from trl_qurl.quantization.plan import read_formats
 
             for name in args.formats:
-                parse_scheme(name)
-    lines = []
+                read_formats(name)
+    lines: list[Line] = []
     for line in examine(args.formats, args.quick):
-        lines.append(line)
         if not args.json:
+            if not lines or line.evidence is not lines[-1].evidence:
+                print(f"{line.evidence}:")
             print(as_text(line), flush=True)
+        lines.append(line)
     failures = [line.name for line in lines if line.status is Status.FAILED]
     if args.json:
         print(as_json(lines))
@@ -63,13 +69,25 @@ def examine(formats: Sequence[str], quick: bool) -> Iterator[Line]:
         yield line
     results += (devices := check_in_child("torch", "device", IMPORT_SECONDS))
     yield from devices
-    failed = [line.name for line in results if line.status is Status.FAILED and line.name in ("vllm", "torch")]
-    for form in formats or devices[-1].data.get("formats", ["int8"])[:1]:
-        name = f"train-{form}"
+    forms, gpus = formats or devices[-1].data.get("formats", ["int8"])[:1], devices[0].data.get("gpus", 0)
+    trials = [(form, f"train-{form}", "trial", 0) for form in forms] + [(forms[0], *trial) for trial in TRIALS]
+    for form, name, module, least_gpus in trials:
+        required = ("vllm", "torch", f"train-{form}")
+        failed = [line.name for line in results if line.status is Status.FAILED and line.name in required]
+        reason = ""
         if failed:
-            yield Line(name, f"depends on the line {failed[0]}, which failed", Status.SKIPPED)
+            reason = f"depends on the line {failed[0]}, which failed"
         elif quick:
-            yield Line(name, "--quick starts no engine", Status.SKIPPED)
+            reason = "--quick starts no engine"
+        elif gpus < least_gpus:
+            reason = f"needs {'a GPU' if least_gpus == 1 else f'{least_gpus} GPUs'}; the tests simulate it"
+        if reason:
+            lines = [Line(name, reason, Status.SKIPPED, evidence=Evidence.NONE)]
         else:
-            print(f"Starting an engine in {form}; this may take minutes.", file=sys.stderr)
-            yield from check_in_child(name, "trial", TRIAL_SECONDS, form)
+            print(f"{name}: starting an engine in {form}; this may take minutes.", file=sys.stderr)
+            lines = [
+                replace(line, evidence=Evidence.TRIED)
+                for line in check_in_child(name, module, TRIAL_SECONDS, form, name)
+            ]
+        results += lines
+        yield from lines

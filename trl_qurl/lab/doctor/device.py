@@ -9,7 +9,7 @@ import torch
 from trl_qurl.lab.comparison import candidates
 from trl_qurl.lab.device import BF16_INSTRUCTIONS, INT8_INSTRUCTIONS, full_precision
 from trl_qurl.lab.doctor.environment import GIB, driver_version
-from trl_qurl.lab.doctor.report import Line, Status
+from trl_qurl.lab.doctor.report import Evidence, Line, Status
 from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED
 
 OLDEST_DRIVERS = {13: 580, 12: 525}
@@ -39,17 +39,16 @@ def check_torch(cuda: str | None, driver: str | None) -> Line:
         return Line("torch", f"{built}, but this machine has no NVIDIA driver.", Status.NOTE, advice)
     if driver is None:
         return describe_cpu(built)
-    text = f"{built} sees no GPU, although NVIDIA driver {driver} responds."
+    major, oldest = int(driver.partition(".")[0]), OLDEST_DRIVERS.get(int((cuda or "0").partition(".")[0]), 0)
     if cuda is None:
         advice = "Install torch for CUDA (docs/installation.md), or run `make setup PROFILE=gpu` in a clone."
-        return Line("torch", text, Status.FAILED, advice)
-    major, oldest = int(driver.partition(".")[0]), OLDEST_DRIVERS.get(int(cuda.partition(".")[0]), 0)
-    if major >= oldest:
+    elif major >= oldest:
         advice = "Check CUDA_VISIBLE_DEVICES, and the container's GPU access (--gpus all)."
-        return Line("torch", text, Status.FAILED, advice)
-    runs = next((cuda for cuda, oldest in OLDEST_DRIVERS.items() if major >= oldest), None)
-    alternative = f", or install builds for CUDA {runs}" if runs else "; no current vLLM build supports it"
-    advice = f"Update the driver to {oldest} or newer{alternative} (docs/installation.md)."
+    else:
+        runs = next((cuda for cuda, oldest in OLDEST_DRIVERS.items() if major >= oldest), None)
+        alternative = f", or install builds for CUDA {runs}" if runs else "; no current vLLM build supports it"
+        advice = f"Update the driver to {oldest} or newer{alternative} (docs/installation.md)."
+    text = f"{built} sees no GPU, although NVIDIA driver {driver} responds."
     return Line("torch", text, Status.FAILED, advice)
 
 
@@ -61,26 +60,24 @@ def describe_gpus(built: str) -> Line:
         free, total = (size / GIB for size in torch.cuda.mem_get_info(index))
         capability = f"compute capability {device.major}.{device.minor}"
         descriptions.append(f"{device.name}, {free:.0f} of {total:.0f} GiB free, {capability}")
-    text = f"{built}, NVIDIA driver {driver_version()}; {'; '.join(descriptions)}"
+    text, advice = f"{built}, NVIDIA driver {driver_version()}; {'; '.join(descriptions)}", ""
     if full_precision()[1] == "float16":
         advice = "No bfloat16 support: use --bf16 false --fp16 true, and an engine in float16 (docs/installation.md)."
-        return Line("torch", f"{text}.", Status.NOTE, advice)
-    return Line("torch", text)
+    return Line("torch", text, Status.NOTE if advice else Status.OK, advice, {"gpus": len(descriptions)})
 
 
 def describe_cpu(built: str) -> Line:
     """Describe the processor, on which everything runs."""
     cpu = torch.cpu.get_capabilities()
     processor = f"{cpu['cpu_name']}, {torch.get_num_threads()} threads"
-    text = f"{built}, no NVIDIA driver: everything runs on the CPU ({processor})"
+    text, advice = f"{built}, no NVIDIA driver: everything runs on the CPU ({processor})", ""
     if not any(cpu.get(name) for name in BF16_INSTRUCTIONS):
         advice = (
             "This CPU emulates bfloat16, in 16-bit rollouts and in bf16 training: train in float32 (--bf16 false)."
         )
         if not any(cpu.get(name) for name in INT8_INSTRUCTIONS):
             advice += " And vLLM's INT8 sums saturate here, because there is no VNNI: good for a trial only."
-        return Line("torch", f"{text}.", Status.NOTE, advice)
-    return Line("torch", text)
+    return Line("torch", text, Status.NOTE if advice else Status.OK, advice)
 
 
 def check_formats() -> Line:
@@ -90,4 +87,5 @@ def check_formats() -> Line:
     others = [f"{name} {'.'.join(map(str, SCHEMES[name].lowest_gpu))}" for name in SCHEMES if name not in here]
     if others:
         text += f". Lowest compute capability for the others: {', '.join(others)}"
-    return Line("formats", text, data={"formats": here})
+    evidence = Evidence.SIMULATED if torch.cuda.is_available() else Evidence.READ
+    return Line("formats", text, data={"formats": here}, evidence=evidence)

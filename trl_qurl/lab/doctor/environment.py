@@ -115,17 +115,14 @@ def check_vllm() -> Line:
     if importlib.util.find_spec("vllm") is None or version is None:
         text = "vLLM is not installed, but training requires it."
         return Line("vllm", text, Status.FAILED, "Run `pip install 'trl-qurl[vllm]'`, or `make setup` in a clone.")
-    if name == CPU_BUILD and driver_version() is not None:
-        text = f"{name} {version} is vLLM's CPU build, so rollouts will not use the GPU."
+    text, is_cpu_build, has_driver = f"{name} {version}", name == CPU_BUILD, driver_version() is not None
+    if is_cpu_build and has_driver:
         advice = f"Run `make setup PROFILE=gpu` in a clone, or replace {CPU_BUILD} with vllm."
-        return Line("vllm", text, Status.NOTE, advice)
-    if name != CPU_BUILD and driver_version() is None:
-        text = f"vllm {version} is built for GPUs, but no NVIDIA driver responds."
-        advice = (
-            f"Without a GPU, run `make setup PROFILE=cpu` in a clone for {CPU_BUILD}; otherwise install the driver."
-        )
-        return Line("vllm", text, Status.FAILED, advice)
-    return Line("vllm", f"{name} {version}")
+        return Line("vllm", f"{text} is vLLM's CPU build, so rollouts will not use the GPU.", Status.NOTE, advice)
+    if not is_cpu_build and not has_driver:
+        advice = f"Run `make setup PROFILE=cpu` in a clone for {CPU_BUILD}, or install the GPU's driver."
+        return Line("vllm", f"{text} is built for GPUs, but no NVIDIA driver responds.", Status.FAILED, advice)
+    return Line("vllm", text)
 
 
 def check_memory() -> Line:
@@ -136,11 +133,9 @@ def check_memory() -> Line:
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.exists() and used.exists() and (bound := limit.read_text().strip()) != "max":
         total, free = min(total, int(bound)), min(free, int(bound) - int(used.read_text()))
+    advice = "Trainer and engine of a small model need about 4 GiB: free some memory." if free < 4 * GIB else ""
     text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"
-    if free < 4 * GIB:
-        advice = "Trainer and engine of a small model need about 4 GiB: free some memory."
-        return Line("memory", f"{text}.", Status.NOTE, advice)
-    return Line("memory", text)
+    return Line("memory", text, Status.NOTE if advice else Status.OK, advice)
 
 
 def check_shm() -> Line:

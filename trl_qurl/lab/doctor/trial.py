@@ -20,39 +20,40 @@ if TYPE_CHECKING:
 STEPS = 2  # the second rollout uses weights that the first step changed
 
 
-def check(form: str) -> list[Line]:
-    """Start an engine and train. The trainer verifies each sync with digests and the probe, and raises on failure."""
-    # With several GPUs, the trainer would wrap the model for all of them.
-    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+def check(form: str, name: str) -> list[Line]:
+    """Start an engine and train."""
     started = time.perf_counter()
     trainer = build_trainer(form)
     start_seconds = time.perf_counter() - started
     [kernels] = trainer.vllm_generation.llm.apply_model(_kernel_names)
+    return [describe(name, start_seconds, kernels, train(trainer))]
+
+
+def train(trainer: QuRLGRPOTrainer) -> list[dict[str, float]]:
+    """Train, and return the rows of the log. The trainer verifies each sync with digests and the probe, and raises."""
     trainer.train()
     rows = [row for row in trainer.state.log_history if "time/sync_s" in row]
     if len(rows) < STEPS or not all(math.isfinite(row["loss"]) and row["time/sync_check_s"] > 0 for row in rows):
         raise RuntimeError(f"A step has no finite loss, or no digests of its sync: {rows}")
-    return [describe(f"train-{form}", start_seconds, kernels, rows)]
+    return rows
 
 
 def describe(name: str, start_seconds: float, kernels: list[str], rows: list[dict[str, float]]) -> Line:
     """Report the engine, and the worst mismatch and probe of all steps."""
     columns = {"kl": "mismatch/kl_k3", "probe_distances": "sync/probe_distance", "probe_ratios": "sync/probe_ratio"}
     data: dict[str, Any] = {key: [row[column] for row in rows] for key, column in columns.items()}
-    ratio = max(data["probe_ratios"])
+    ratio, advice = max(data["probe_ratios"]), ""
     text = (
         f"engine started in {start_seconds:.0f} s{f' with {kernels[0]}' if kernels else ''}; {len(rows)} steps with "
         f"matching digests, KL of sampling and learning policy up to {max(data['kl']):.1e} nats, probe ratio up to "
         f"{ratio:.2f} (1 is what rounding explains)"
     )
-    data["kernels"] = kernels
     if ratio > 1:
         advice = (
             "The kernels of this machine may round differently: sync/probe_ratio should stay constant during a run. "
             "Please report it with the output of `trl-qurl doctor --json`, so the tolerance can be adjusted."
         )
-        return Line(name, f"{text}.", Status.NOTE, advice, data)
-    return Line(name, text, data=data)
+    return Line(name, text, Status.NOTE if advice else Status.OK, advice, data | {"kernels": kernels})
 
 
 def even_tokens(completion_ids: list[list[int]], **kwargs: object) -> list[float]:
@@ -75,20 +76,26 @@ def build_policy(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     return model
 
 
-def build_trainer(form: str) -> QuRLGRPOTrainer:
-    """Build a trainer that checks every sync with digests and a probe, and start its engine."""
+def build_trainer(form: str, policy: PreTrainedModel | None = None, **settings: Any) -> QuRLGRPOTrainer:
+    """Build a trainer that checks every sync with digests and a probe, and start its engine or connect to a server."""
     from datasets import Dataset
 
     from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
     from trl_qurl.lab.demo.task import build_tokenizer, sample_problems
     from trl_qurl.lab.device import full_precision
-    from trl_qurl.quantization.formats import parse_scheme
+    from trl_qurl.quantization.plan import read_formats
 
+    # With several GPUs, the trainer would wrap the model for all of them.
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     tokenizer = build_tokenizer()
     has_gpu, dtype = torch.cuda.is_available(), full_precision()[1]
+    if "vllm_mode" not in settings:
+        # Compile as in a real run, except on a CPU, where it takes minutes.
+        options = {"dtype": dtype, "enforce_eager": not has_gpu, "kv_cache_memory_bytes": 2**26}
+        settings |= {"vllm_max_model_length": 64, "vllm_engine_kwargs": options}
     config = QuRLGRPOConfig(
         output_dir=tempfile.mkdtemp(),  # in the child's temporary directory, which is deleted
-        rollout_quantization=parse_scheme(form),
+        rollout_quantization=read_formats(form),
         sync_check_interval=1,
         learning_rate=1e-3,
         per_device_train_batch_size=8,
@@ -100,12 +107,10 @@ def build_trainer(form: str) -> QuRLGRPOTrainer:
         fp16=has_gpu and dtype == "float16",
         use_cpu=not has_gpu,
         report_to="none",
-        vllm_max_model_length=64,
-        # Compile as in a real run, except on a CPU, where it takes minutes.
-        vllm_engine_kwargs={"dtype": dtype, "enforce_eager": not has_gpu, "kv_cache_memory_bytes": 2**26},
+        **settings,
     )
     return QuRLGRPOTrainer(
-        model=build_policy(tokenizer),
+        model=policy or build_policy(tokenizer),
         reward_funcs=even_tokens,
         args=config,
         train_dataset=Dataset.from_dict({"prompt": [problem.prompt for problem in sample_problems(64, seed=0)]}),

@@ -96,11 +96,12 @@ def run(args: argparse.Namespace) -> int:
 def check_arguments(args: argparse.Namespace) -> dict[str, dict[str, str]]:
     """Check what can be checked at once, and return the environment that the engine of each format needs."""
     from trl_qurl.lab.packages import require
-    from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, get_scheme, parse_scheme
+    from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED
+    from trl_qurl.quantization.plan import format_name, read_formats, schemes_of
     from trl_qurl.rollout.engine.hardware import kernel_environment
     from trl_qurl.rollout.engine.launch import require_vllm
 
-    names = [parse_scheme(name) for name in args.schemes.split(",")]
+    names = [read_formats(name) for name in args.schemes.split(",")]
     if len(set(names)) < len(names):
         raise ValueError(f"List each format once, from {', '.join([UNQUANTIZED, *SCHEMES])}; got {args.schemes}.")
     if args.samples > 1 and args.temperature == 0:
@@ -111,7 +112,7 @@ def check_arguments(args: argparse.Namespace) -> dict[str, dict[str, str]]:
     require_vllm()
     require("Evaluating", "math_verify", "rich", extra="eval")
     check_model(args.model)
-    return {name or UNQUANTIZED: kernel_environment(get_scheme(name) if name else None) for name in names}
+    return {format_name(name): kernel_environment(*schemes_of(name)) for name in names}
 
 
 def keep_settings(settings: dict[str, Any], output_dir: Path) -> None:

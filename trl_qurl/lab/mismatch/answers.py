@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trl_qurl.lab.comparison import find_scheme
+from trl_qurl.quantization.plan import Formats, schemes_of
 from trl_qurl.rollout.engine.hardware import kernel_environment
 
 
@@ -18,7 +18,7 @@ class Job:
     """Prompts for one engine to answer."""
 
     model: str  # directory of the checkpoint that vLLM loads
-    scheme: str  # format of the checkpoint, `"none"` for 16 bits
+    formats: Formats  # of the checkpoint, `"none"` for 16 bits
     prompts: list[list[int]]  # token ids of each prompt, repeated once per answer
     max_tokens: int  # longest answer
     engine_kwargs: dict[str, Any] = field(default_factory=dict)  # for `vllm.LLM`
@@ -46,7 +46,7 @@ def sample(job: Job) -> list[Answer]:
     """Sample an answer to each prompt at temperature 1 from the whole vocabulary, as training does by default."""
     from vllm import LLM, SamplingParams
 
-    os.environ.update(kernel_environment(find_scheme(job.scheme)))
+    os.environ.update(kernel_environment(*schemes_of(job.formats)))
     llm = LLM(**{"model": job.model, "seed": 0, "logprobs_mode": "processed_logprobs", **job.engine_kwargs})
     params = SamplingParams(temperature=1.0, max_tokens=job.max_tokens, logprobs=1, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in job.prompts], params, use_tqdm=False)

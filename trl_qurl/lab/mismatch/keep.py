@@ -96,7 +96,7 @@ def estimate_groups(engines: Engines, scheme: QuantizationScheme, ignore: Sequen
     """Return all groups of layers in descending order of KL per byte."""
     from trl_qurl.quantization.sensitivity import by_worth, estimate_kl, extra_bytes
 
-    with engines.policy() as policy, engines.weights(scheme, ignore) as weights:
+    with engines.policy() as policy, engines.weights(scheme.name, ignore) as weights:
         estimates, sizes = estimate_kl(policy, weights, engines.prompts), extra_bytes(weights)
     return [Group(group, sum(sizes[x] for x in group), estimates[group]) for group in by_worth(estimates, sizes)]
 

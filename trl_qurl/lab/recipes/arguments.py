@@ -10,14 +10,14 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_qurl.cli.noise import quiet
+from trl_qurl.cli.options import did_you_mean
 from trl_qurl.lab.device import cpu_settings
 
 if TYPE_CHECKING:
@@ -78,17 +78,14 @@ def parse(
     os.environ.update({name: str(value) for name, value in (settings.pop("env", None) or {}).items()})
     parser.set_defaults_with_config(**{**cpu_settings(), **defaults, **settings})
     # Report misspelled options before TRL's configurations check values.
-    if options := [word.partition("=")[0] for word in parser.parse_known_args(argv)[1] if word.startswith("--")]:
+    unknown = parser.parse_known_args(argv)[1]
+    if options := [word.partition("=")[0] for word in unknown if word.startswith("--")]:
         words = [f"--{option[2:].replace('-', '_')}" for option in options]
-        guess = did_you_mean(words, [f"--{name}" for name in known_names])
+        guess = did_you_mean(words, ["--model", *(f"--{name}" for name in known_names)])
         raise ValueError(f"Unknown option {' '.join(options)}{guess}")
+    if unknown:
+        raise ValueError(f"Unexpected argument {unknown[0]}; did you mean --dataset {unknown[0]}?")
     return parser.parse_args_and_config(argv)
-
-
-def did_you_mean(words: Iterable[str], names: Sequence[str]) -> str:
-    """Return `"; did you mean NAME?"`, or `"."` if no name is similar enough."""
-    matches = [name for word in words for name in get_close_matches(word, names, 1)]
-    return f"; did you mean {' '.join(matches)}?" if matches else "."
 
 
 def recipes() -> dict[str, Path]:

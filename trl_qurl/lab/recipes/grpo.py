@@ -1,4 +1,4 @@
-"""GRPO with quantized rollouts on questions with checkable answers: `examples/gsm8k_grpo.py`, `trl-qurl grpo`."""
+"""GRPO with quantized rollouts on questions with checkable answers: `trl-qurl grpo`."""
 
 from trl_qurl.lab.recipes.questions import DEFAULTS, Recipe
 

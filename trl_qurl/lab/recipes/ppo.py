@@ -1,4 +1,4 @@
-"""PPO with quantized rollouts on questions with checkable answers: `examples/gsm8k_ppo.py`, `trl-qurl ppo`."""
+"""PPO with quantized rollouts on questions with checkable answers: `trl-qurl ppo`."""
 
 from __future__ import annotations
 

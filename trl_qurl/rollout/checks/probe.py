@@ -21,7 +21,7 @@ digests catch those.
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -99,11 +99,11 @@ def run_probe(model: Any, answer: list[Continuation], weights: WeightStream, is_
     Weights are rounded and inputs smoothed as in `weights`, which the engine was sent. `is_merged` says whether it got
     them with the adapter merged; then it is merged in rounded layers. All others compute as the policy that learns.
     """
-    base, layers, scheme = plain_model(model), weights.layers, weights.scheme
-    training, options = base.training, (weights.smoothing, weights.grid, is_merged)
+    base = plain_model(model)
+    training = base.training
     base.eval()
     try:
-        with quantized_forward(base, layers, scheme, *options) if scheme else nullcontext():
+        with quantized_forward(base, weights.plan, weights.smoothing, weights.grid, is_merged):
             policy = _score(base, answer)
             with _disturbed(base):
                 disturbed = _score(base, answer)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 TRL_MEMORY_SHARE = 0.3  # TRL's default for vllm_gpu_memory_utilization
+PROMPT = 1024  # tokens of a long prompt: with longer ones, a CPU's cache holds fewer completions at a time
 
 
 class ColocatedEngine(Engine):
@@ -95,8 +96,8 @@ def prepare_process(model: "PreTrainedModel", weights: WeightStream, arguments: 
     from vllm.utils.network_utils import get_open_port
 
     names = model.config.architectures or [type(model).__name__]
-    hardware.check_cpu_build(model.config, weights.layers, weights.scheme, arguments | {"architectures": names})
-    os.environ.update(hardware.kernel_environment(weights.scheme))
+    hardware.check_cpu_build(model.config, weights.plan.schemes, arguments | {"architectures": names})
+    os.environ.update(hardware.kernel_environment(*weights.plan.targets))
     if processes == 1:  # TRL tries 29500 first, and runs that start at the same time all find it free
         os.environ["MASTER_PORT"] = os.environ.get("MASTER_PORT") or str(get_open_port())
     # To compile a model, vLLM's transformers backend modifies its class. The trainer's model is of the same class, and
@@ -106,12 +107,17 @@ def prepare_process(model: "PreTrainedModel", weights: WeightStream, arguments: 
         ModelRegistry.register_model(name, type(cls.__name__, (cls,), uncompiled))
 
 
-def build_engine(cls: type, start: Path | None, engine_kwargs: dict[str, Any], **trl_kwargs: Any) -> Any:
-    """Build vLLM's `LLM` with TRL's arguments, our starting checkpoint as the model, and the user's extras."""
+def build_engine(cls: type, start: Path | None, engine_kwargs: dict[str, Any], length: int, **trl_kwargs: Any) -> Any:
+    """Build vLLM's `LLM` with TRL's arguments, our starting checkpoint as the model, and the user's extras.
+
+    `length` is that of the longest completion, in tokens.
+    """
     if start is not None:
         trl_kwargs["model"] = str(start)
     if trl_kwargs.get("gpu_memory_utilization") == TRL_MEMORY_SHARE:  # the user has chosen nothing
-        trl_kwargs |= hardware.cpu_cache_arguments(trl_kwargs["model"], engine_kwargs, share=TRL_MEMORY_SHARE)
+        given = {"max_model_len": trl_kwargs["max_model_len"]} | engine_kwargs
+        load = trl_kwargs["max_num_seqs"], PROMPT + length
+        trl_kwargs |= hardware.cpu_cache_arguments(trl_kwargs["model"], given, TRL_MEMORY_SHARE, *load)
     # TRL's seed is the engine's number alone; far apart, no two engines of neighboring seeds share their noise.
     seed = engine_kwargs["seed"] + 10_000 * trl_kwargs["seed"]
     return cls(**trl_kwargs | engine_kwargs | {"seed": seed}, worker_extension_cls=WORKER_EXTENSION)

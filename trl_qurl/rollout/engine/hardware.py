@@ -14,13 +14,14 @@ from trl_qurl.quantization.formats import SCHEMES, gpu_capability
 from trl_qurl.quantization.scheme import QuantizationScheme
 
 DISABLED_KERNELS_VARIABLE = "VLLM_DISABLED_KERNELS"  # vLLM's: class names, separated by commas
+AHEAD_OF_TIME_VARIABLE = "VLLM_USE_AOT_COMPILE"  # vLLM's
 # vLLM's model classes that run transformers' code, and their module.
 BACKENDS = [f"Transformers{variant}ForCausalLM" for variant in ("", "MoE", "MultiModal", "MultiModalMoE")]
 BACKEND_MODULE = "vllm.model_executor.models.transformers"
 ROUTED_BY_SOFTMAX = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # `model_type`; read in vLLM's code
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 ENGINE_BYTES = 2**30  # memory that an engine process needs in addition to weights, keys, and values
-MIN_CACHE = 2**26
+MIN_CACHE, BLOCK = 2**26, 128  # bytes; tokens of a block in vLLM's cache on CPUs
 
 
 def available_formats() -> list[str]:
@@ -35,16 +36,19 @@ def has_flashinfer() -> bool:
     return bool(has_kernels and importlib.util.find_spec("flashinfer"))
 
 
-def kernel_environment(scheme: QuantizationScheme | None) -> dict[str, str]:
-    """Return the environment that vLLM needs before an engine of this format starts; empty if the user has set it.
+def kernel_environment(*schemes: QuantizationScheme) -> dict[str, str]:
+    """Return the environment that vLLM needs before an engine of these formats starts, but for what the user has set.
 
-    It is the same for all formats, because vLLM reads its environment only once per process. Raises `ValueError` if
-    vLLM has no kernel for the format that works on this GPU: with a weight-only one, activations would stay exact.
+    On a CPU, vLLM 0.31 saves what it compiles ahead of time but never loads it (docs/upstream.md). Without that,
+    torch's own cache shortens the next start. On a GPU the environment is the same for all formats, because vLLM reads
+    it once per process. Raises `ValueError` if vLLM has no kernel for a format that works on this GPU: with a
+    weight-only one, activations would stay exact.
     """
     capability = gpu_capability()
     if capability is None:
-        return {}
-    if scheme and scheme.name not in (available := available_formats()):
+        return {} if AHEAD_OF_TIME_VARIABLE in os.environ else {AHEAD_OF_TIME_VARIABLE: "0"}
+    available = available_formats()
+    for scheme in [scheme for scheme in schemes if scheme.name not in available]:
         needs = "FlashInfer, with nvcc or the package flashinfer-cubin"
         if not scheme.runs_on(capability):
             needs = f"a GPU of compute capability {'.'.join(map(str, scheme.lowest_gpu))} or higher"
@@ -60,20 +64,21 @@ def kernel_environment(scheme: QuantizationScheme | None) -> dict[str, str]:
 
 
 def check_cpu_build(
-    config: Any, layers: Collection[str] = (), scheme: QuantizationScheme | None = None, arguments: Any = None
+    config: Any, schemes: Mapping[str, QuantizationScheme] | None = None, arguments: Any = None
 ) -> None:
-    """Raise `ValueError` if vLLM runs on a CPU and its build for CPUs does not support a model with these layers.
+    """Raise `ValueError` if vLLM runs on a CPU and its build for CPUs does not support a model with these formats.
 
-    `arguments` are the engine's, by vLLM's names. vLLM would fail minutes later, in other words, or abort the process.
+    `schemes` are those of its layers, or any keys while these are not known. `arguments` are the engine's, by vLLM's
+    names. vLLM would fail minutes later, in other words, or abort the process.
     """
     from vllm.platforms import current_platform
 
-    obstacles = _cpu_obstacles(config, layers, scheme, arguments or {})
+    obstacles = _cpu_obstacles(config, schemes or {}, arguments or {})
     if current_platform.is_cpu() and (obstacle := next(obstacles, None)):
         raise ValueError(f"{obstacle}, or use a GPU.")
 
 
-def _cpu_obstacles(config: Any, layers: Collection[str], scheme: Any, arguments: Mapping) -> Iterator[str]:
+def _cpu_obstacles(config: Any, schemes: Mapping[str, QuantizationScheme], arguments: Mapping) -> Iterator[str]:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     text, has_amx = config.get_text_config(), bool(torch.cpu.get_capabilities().get("amx_tile"))
@@ -88,12 +93,11 @@ def _cpu_obstacles(config: Any, layers: Collection[str], scheme: Any, arguments:
         yield "No sync can load the experts of gpt-oss into vLLM's CPU build, in any format: use another model"
     if "enable_lora" in arguments and any(getattr(text, name, None) for name in EXPERT_COUNTS):
         yield "vLLM's CPU build runs no adapter beside experts: merge it (weight_sync='auto', no --enable-lora)"
-    if scheme is None:
-        return
-    if scheme.cpus and not scheme.runs_on(None):
-        where = f"only for CPUs with {scheme.cpus}, which this one lacks"
-        yield f"vLLM's CPU build has {scheme.label} kernels {where}: choose another rollout_quantization"
-    if has_amx and scheme.checkpoint_format == "int-quantized":
+    for scheme in dict.fromkeys(schemes.values()):
+        if not scheme.runs_on(None) and (scheme.cpus or scheme.checkpoint_format == "pack-quantized"):
+            where = f"kernels only for CPUs with {scheme.cpus}, which this one lacks" if scheme.cpus else "no kernels"
+            yield f"vLLM's CPU build has {scheme.label} {where}: choose another rollout_quantization"
+    if has_amx and "int-quantized" in {scheme.checkpoint_format for scheme in schemes.values()}:
         kernels = "vLLM's INT8 kernels for CPUs with AMX"
         dtype = str(arguments.get("dtype", "auto")).removeprefix("torch.")  # "auto" runs a float32 model in bfloat16
         dtype = "float16" if dtype == "auto" and torch.float16 in (config.dtype, text.dtype) else dtype
@@ -101,6 +105,7 @@ def _cpu_obstacles(config: Any, layers: Collection[str], scheme: Any, arguments:
             yield f"{kernels} need dtype='bfloat16', not {dtype!r}: set it in vllm_engine_kwargs (or --dtype)"
         if (names := arguments.get("architectures", config.architectures)) and transformers_backend(names, arguments):
             yield f"{kernels} cannot run its transformers backend: set rollout_quantization=None (--scheme none)"
+    experts = expert_layers(schemes)
     inner = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", 0)
     needs = {
         "on CPUs with AMX, which this CPU lacks": has_amx,
@@ -108,8 +113,8 @@ def _cpu_obstacles(config: Any, layers: Collection[str], scheme: Any, arguments:
         f"with multiples of 32 as sizes, not {text.hidden_size} and {inner}": (text.hidden_size | inner) % 32 == 0,
     }
     way_out = "add 're:.*\\.experts\\.' to quantization_ignore (or --ignore), which leaves experts in 16 bits"
-    for need in [need for need, is_met in needs.items() if not is_met and expert_layers(layers)]:
-        yield f"vLLM's CPU build runs {scheme.label} experts only {need}: {way_out}"
+    for need in [need for need, is_met in needs.items() if not is_met and experts]:
+        yield f"vLLM's CPU build runs {schemes[experts[0]].label} experts only {need}: {way_out}"
 
 
 def transformers_backend(architectures: Collection[str], arguments: Mapping[str, Any]) -> dict[str, type]:
@@ -121,14 +126,17 @@ def transformers_backend(architectures: Collection[str], arguments: Mapping[str,
     return {name: cls for name, cls in classes.items() if BACKEND_MODULE in {each.__module__ for each in cls.__mro__}}
 
 
-def cpu_cache_arguments(checkpoint: str, user_arguments: Collection[str], share: float = 0.5) -> dict[str, int]:
+def cpu_cache_arguments(
+    checkpoint: str, arguments: Mapping[str, Any], share: float = 0.5, sequences: int = 0, length: int = 0
+) -> dict[str, int]:
     """Return the arguments with which an engine of this checkpoint starts in the memory that is free, on a CPU.
 
     By default, vLLM's CPU build plans with 92 % of the machine's memory, and does not start if less is free. Keys and
-    values get a `share` of the memory that is left after the weights and the engine itself. The result is empty
-    on a GPU, or if `user_arguments` names a size. Raises `ValueError` if too little memory is free.
+    values get what this many `sequences` of this `length` in tokens need, but at most a `share` of the memory that is
+    left after the weights and the engine itself, which is also the default. The result is empty on a GPU, or if the
+    engine's other `arguments` name a size. Raises `ValueError` if too little memory is free.
     """
-    is_chosen = not {"gpu_memory_utilization", "kv_cache_memory_bytes"}.isdisjoint(user_arguments)
+    is_chosen = not {"gpu_memory_utilization", "kv_cache_memory_bytes"}.isdisjoint(arguments)
     if torch.cuda.is_available() or is_chosen or os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         return {}
     free, weights = free_memory(), weight_bytes(checkpoint)
@@ -139,7 +147,20 @@ def cpu_cache_arguments(checkpoint: str, user_arguments: Collection[str], share:
             f"weights and about {(ENGINE_BYTES + MIN_CACHE / share) / 1e9:.1f} GB for the rest. Stop other processes, "
             "or use a smaller model."
         )
-    return {"kv_cache_memory_bytes": cache}
+    needed = cache_bytes(checkpoint, arguments.get("max_model_len"), sequences, length) if sequences else cache
+    return {"kv_cache_memory_bytes": min(cache, max(MIN_CACHE, needed))}
+
+
+def cache_bytes(checkpoint: str, context: int | None, sequences: int, length: int) -> int:
+    """Return the size of the keys and values of sequences in 16 bits, and at least of one that fills the context."""
+    from transformers import AutoConfig
+
+    text = AutoConfig.from_pretrained(checkpoint).get_text_config()
+    context = int(context or text.max_position_embeddings)
+    blocks = max(-(-context // BLOCK), sequences * -(-min(context, length) // BLOCK))
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return blocks * BLOCK * text.num_hidden_layers * heads * width * 2 * 2
 
 
 def free_memory() -> int:

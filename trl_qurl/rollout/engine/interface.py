@@ -33,7 +33,6 @@ class WeightUpdate(NamedTuple):
 class EngineDescription(NamedTuple):
     """An engine's description of itself."""
 
-    format: str | None  # a scheme's `served_as`; `None` for unquantized weights
     block_size: int  # tokens per block of the key-value cache
     max_model_len: int  # tokens of the longest sequence
     dtype: str | None  # of the unquantized layers, in torch's spelling; `None` if they differ

@@ -19,9 +19,10 @@ from typing import Any, NoReturn
 import torch
 
 from trl_qurl.quantization.checkpoint import CheckpointWriter, load_model
-from trl_qurl.quantization.formats import check_kv_cache, get_scheme
+from trl_qurl.quantization.formats import check_kv_cache
 from trl_qurl.quantization.layers import check_recurrent_layers
 from trl_qurl.quantization.merging import model_parameters
+from trl_qurl.quantization.plan import Formats, format_name, make_plan
 from trl_qurl.quantization.storage import cache_directory, cached
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.engine.hardware import check_cpu_build, cpu_cache_arguments, weight_bytes
@@ -33,24 +34,23 @@ CHECKPOINT_FILES = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
 MEMORY_SHARE = 0.92  # vLLM's default for --gpu-memory-utilization
 
 
-def starting_checkpoint(model: str, scheme: str, ignore: Sequence[str], arguments: Mapping[str, Any]) -> Path:
+def starting_checkpoint(model: str, formats: Formats, ignore: Sequence[str], arguments: Mapping[str, Any]) -> Path:
     """Return the checkpoint of a model in a directory, quantized for an engine with these arguments or cached."""
     # The key of the cache: a model that changed under the same name is quantized again.
-    inputs = [scheme, sorted(ignore), "float32", content_digest(Path(model))]
-    key = hashlib.blake2b(json.dumps(inputs).encode(), digest_size=10)
+    inputs = [formats, sorted(ignore), "float32", content_digest(Path(model))]
+    key, name = hashlib.blake2b(json.dumps(inputs).encode(), digest_size=10), format_name(formats)
 
     def make(path: Path) -> None:
-        print(f"Quantizing {model} to {scheme} (cached in {path})", flush=True)
+        print(f"Quantizing {model} to {name} (cached in {path})", flush=True)
         full_model, tokenizer = load_model(model, "trust_remote_code" in arguments)
         check_recurrent_layers(full_model)
-        target = get_scheme(scheme)
-        weights = WeightStream(full_model, target, ignore)
-        check_cpu_build(full_model.config, weights.layers, target, arguments)
+        plan = make_plan(full_model, formats, ignore)
+        check_cpu_build(full_model.config, plan.schemes, arguments)
         # A trainer makes the same codes from weights of any dtype, and compares an adapter's base with them.
-        tensors = weights.tensors(model_parameters(full_model), is_exact=True)
-        CheckpointWriter(full_model, tokenizer, target, ignore).write(tensors, path)
+        tensors = WeightStream(full_model, plan).tensors(model_parameters(full_model), is_exact=True)
+        CheckpointWriter(full_model, tokenizer, plan).write(tensors, path)
 
-    return cached(cache_directory() / f"{Path(model).name}-{scheme}-{key.hexdigest()}", make)
+    return cached(cache_directory() / f"{Path(model).name}-{name}-{key.hexdigest()}", make)
 
 
 def resolve_model(name: str) -> str:

@@ -4,7 +4,9 @@ Weights are sent as tensors over TRL's NCCL group, or as a checkpoint in a direc
 one request to the server's workers loads them, so no update is half applied between requests.
 """
 
+import json
 import logging
+import shlex
 import socket
 import time
 from collections.abc import Mapping
@@ -17,8 +19,8 @@ import torch
 from trl.generation.vllm_client import VLLMClient
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
-from trl_qurl.quantization.formats import UNQUANTIZED, check_kv_cache
-from trl_qurl.quantization.scheme import QuantizationScheme
+from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, check_kv_cache
+from trl_qurl.quantization.plan import QuantizationPlan, fingerprint
 from trl_qurl.rollout.checks.tensors import differences
 from trl_qurl.rollout.engine.broadcast import PACKING, Broadcast, in_background
 from trl_qurl.rollout.engine.http import API_KEY_VARIABLE, BoundedRequests, add_key
@@ -40,12 +42,12 @@ class ServedEngine(VLLMClient, Engine):
     def __init__(
         self,
         *args: Any,
-        scheme: QuantizationScheme | None = None,
+        plan: QuantizationPlan | None = None,  # of this run; by default, nothing is quantized
         shapes: Mapping[str, list[int]] | None = None,  # of the tensors in the run's checkpoint
         request_timeout: float = 900.0,  # seconds
         **kwargs: Any,
     ) -> None:
-        self.scheme, self.shapes = scheme, shapes or {}
+        self.plan, self.shapes = plan or QuantizationPlan(), shapes or {}
         self.request_timeout = request_timeout
         self._failure: ServerError | None = None
         self.stream_obstacle: str | None = None  # why tensors cannot be sent over NCCL
@@ -94,26 +96,25 @@ class ServedEngine(VLLMClient, Engine):
             )
         if info["weight_transfer_config"] is None:
             self.stream_obstacle = "the server was started without --weight-transfer-config"
-        description = self.describe()
-        check_kv_cache(description.kv_cache_dtype, f"--kv-cache-dtype of the vLLM server at {self.base_url}")
-        served, ours = description.format, self.scheme.served_as if self.scheme else None
-        name = self.scheme.name if self.scheme else None
-        if difference := self._other_tensors() if served == ours else f"{ours or 'unquantized'} weights":
+        check_kv_cache(self.describe().kv_cache_dtype, f"--kv-cache-dtype of the vLLM server at {self.base_url}")
+        if difference := self._difference():
             raise ValueError(
-                f"The vLLM server at {self.base_url} serves {self.model!r} with {served or 'unquantized'} weights, "
-                f"but rollout_quantization={name!r} sends {difference}. Restart it with {self.command()} (and the "
-                "same --ignore), or change rollout_quantization or quantization_ignore."
+                f"The vLLM server at {self.base_url} does not serve {self.model!r} as "
+                f"rollout_quantization={self.plan.formats!r} sends it: {difference}. Restart it with "
+                f"{self.command()} (and the same --ignore), or change rollout_quantization or quantization_ignore."
             )
 
-    def _other_tensors(self) -> str:
-        """Compare a quantized checkpoint, whose names are known, with this run's; a clause, empty if they agree."""
-        served: dict[str, list[int]] = self.call_workers("starting_shapes")[0] if self.scheme else {}
-        names = {name for name in served.keys() | self.shapes.keys() if served.get(name) != self.shapes.get(name)}
-        if not served or not names:
+    def _difference(self) -> str:
+        """Compare the checkpoint that the server started from with this run's; a clause, empty if they agree."""
+        here, there = fingerprint(self.plan.schemes, self.shapes), self.call_workers("starting_fingerprint")[0]
+        names = {name for name in here.keys() | there.keys() if here.get(name) != there.get(name)}
+        if not names:
             return ""
         name = min(names, key=lambda name: (not name.endswith(".weight_scale"), name))  # of a quantized layer
-        shapes = f"{self.shapes.get(name, 'none')} here and {served.get(name, 'none')} there"
-        return f"other layers or another model: {len(names)} tensors differ, first {name} (shape {shapes})"
+        difference = f"{here.get(name, 'none')} here and {there.get(name, 'none')} there"
+        for scheme in SCHEMES.values():
+            difference = difference.replace(scheme.served_as, scheme.name)
+        return f"other formats, layers or another model: {len(names)} tensors differ, first {name} ({difference})"
 
     def get_server_info(self) -> dict[str, Any]:
         """Return the server's configuration, also to TRL: our workers' at once, or that of vLLM's slow endpoint."""
@@ -175,7 +176,9 @@ class ServedEngine(VLLMClient, Engine):
     def command(self, adapter_rank: int = 0) -> str:
         """Return the command that starts a server for this run, with adapters of this rank unless it is 0."""
         extra_args = f" --enable-lora --max-lora-rank {adapter_rank}" if adapter_rank else ""
-        return f"`trl-qurl serve MODEL --scheme {self.scheme.name if self.scheme else UNQUANTIZED}{extra_args}`"
+        formats = self.plan.formats or UNQUANTIZED
+        option = formats if isinstance(formats, str) else shlex.quote(json.dumps(formats))
+        return f"`trl-qurl serve MODEL --scheme {option}{extra_args}`"
 
     # Engine ----------------------------------------------------------------------------------------------------------
 

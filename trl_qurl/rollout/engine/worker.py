@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
+from trl_qurl.quantization.plan import fingerprint, stored_formats
 from trl_qurl.quantization.storage import read_tensors, tensor_shapes
 from trl_qurl.rollout.checks.reload import watched_reload
 from trl_qurl.rollout.checks.tensors import MeteredStream, base_digests, compare_digests, tensor_digest
@@ -100,9 +101,13 @@ class RolloutWorker:
         """Return digests of the checkpoint that the engine started from, in the engine's dtype."""
         return base_digests(read_tensors(self._starting_checkpoint()), self.vllm_config.model_config.dtype)
 
-    def starting_shapes(self) -> dict[str, list[int]]:
-        """Return the shapes of the tensors in the checkpoint that the engine started from, by name."""
-        return tensor_shapes(self._starting_checkpoint())
+    def starting_fingerprint(self) -> dict[str, str]:
+        """Return the fingerprint of that checkpoint (`plan.fingerprint`)."""
+        quantization = self.vllm_config.quant_config
+        if isinstance(quantization, CompressedTensorsConfig):
+            shapes = tensor_shapes(self._starting_checkpoint())
+            return fingerprint(stored_formats(quantization.config, shapes), shapes)
+        return {} if quantization is None else {"all layers": f"vLLM's {quantization.get_name()}"}
 
     def _starting_checkpoint(self) -> Path:
         path = self.vllm_config.model_config.model
@@ -137,14 +142,7 @@ class RolloutWorker:
         return TypeAdapter(VllmConfig).dump_python(self.vllm_config, mode="json", fallback=str)
 
     def describe_rollouts(self) -> dict[str, object]:
-        """Return the fields of an `EngineDescription`; `format` is the method's name if not compressed-tensors."""
-        quantization = self.vllm_config.quant_config
-        form = quantization and quantization.get_name()
-        if isinstance(quantization, CompressedTensorsConfig):
-            groups = [group["weights"] for group in quantization.target_scheme_map.values()]
-            bits = max((weights.num_bits for weights in groups if weights), default=16)
-            blocks = " in blocks" if quantization.has_blocked_weights() else ""
-            form = f"{bits}-bit {quantization.quant_format}{blocks}"
+        """Return the fields of an `EngineDescription`."""
         dtypes = {
             parameter.dtype
             for layer in self.get_model().modules()
@@ -153,7 +151,6 @@ class RolloutWorker:
             if name == "weight" and parameter.is_floating_point()  # scales of a cache are float32
         }
         return {
-            "format": form,
             "block_size": self.vllm_config.cache_config.block_size,
             "max_model_len": self.vllm_config.model_config.max_model_len,
             "kv_cache_dtype": self.vllm_config.cache_config.cache_dtype,
