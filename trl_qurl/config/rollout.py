@@ -244,7 +244,7 @@ class QuantizedRolloutsConfig:
             )
         if not self.use_vllm:
             raise ValueError(
-                "use_vllm=False asks transformers to generate, without quantized rollouts: leave it out, or use TRL's "
+                "use_vllm=False asks transformers to generate, without quantized rollouts: set it to True, or use TRL's "
                 "own trainer."
             )
         longest = self.vllm_request_timeout + self.vllm_server_timeout
