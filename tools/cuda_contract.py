@@ -63,10 +63,13 @@ def relied_on() -> list[Name]:
 @contextmanager
 def sources_in(site: Path) -> Iterator[None]:
     """Make the contract read vLLM's sources in a directory inside the block."""
+    loaded = sys.modules.pop("vllm", None)  # where the contract would find the installed one, before any path
     sys.path.insert(0, str(site))
     contract.tree.cache_clear()
     yield
     sys.path.remove(str(site))
+    if loaded is not None:
+        sys.modules["vllm"] = loaded
     contract.tree.cache_clear()
 
 
