@@ -623,13 +623,13 @@ def test_the_trainer_syncs_before_the_first_rollout_of_every_step(module, traine
 def test_the_loss_reads_what_the_objective_completes_only_after_its_forward_pass():
     body = text_of(GRPO, "GRPOTrainer._compute_loss")
     assert body.count("self._get_per_token_logps_and_entropies(") == 1, (
-        "GRPOTrainer._compute_loss makes several forward passes: GroupRolloutsMixin._corrected_loss acts on each."
+        "GRPOTrainer._compute_loss makes several forward passes: GroupRolloutsMixin._compute_loss acts on each."
     )
     forward = body.index("self._get_per_token_logps_and_entropies(")
     for name in ("old_per_token_logps", "importance_sampling_ratio"):
         assert forward < body.index(name), (
             f"GRPOTrainer._compute_loss reads {name} before the forward pass that "
-            "GroupRolloutsMixin._corrected_loss waits for."
+            "GroupRolloutsMixin._compute_loss waits for."
         )
 
 

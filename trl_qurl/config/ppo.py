@@ -53,21 +53,19 @@ class QuRLPPOConfig(QuRLGRPOConfig):
 
     def __post_init__(self) -> None:
         if self.loss_type not in CLIPPED_LOSS_TYPES or self.importance_sampling_level != "token":
+            loss = f"loss_type={self.loss_type!r} with importance_sampling_level={self.importance_sampling_level!r}"
             raise ValueError(
-                f"loss_type={self.loss_type!r} with importance_sampling_level={self.importance_sampling_level!r} does "
-                "not fit PPO, which has one ratio and one advantage per token and clips on both sides: use 'token' "
-                f"and one of {', '.join(map(repr, CLIPPED_LOSS_TYPES))}."
+                f"{loss} does not fit PPO, which clips one ratio per token on both sides: use 'token' and one of "
+                f"{', '.join(map(repr, CLIPPED_LOSS_TYPES))}."
             )
         for name, allowed in {
             "dynamic_sampling": (False,),
             "scale_rewards": ("none", False),
             "multi_objective_aggregation": ("sum_then_normalize",),
         }.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} compares completions of a group, which the critic replaces: set "
-                    f"it to {allowed[0]!r}."
-                )
+            if (value := getattr(self, name)) not in allowed:
+                reason = f"{name}={value!r} compares completions of a group, which the critic replaces"
+                raise ValueError(f"{reason}: set it to {allowed[0]!r}.")
         generations = self.num_generations
         if generations == 1:
             # TRL refuses groups of one, but a critic needs no groups: let TRL check the batch sizes for another size.
@@ -79,5 +77,4 @@ class QuRLPPOConfig(QuRLGRPOConfig):
         check_number(self, "gae_lambda", lambda x: 0 <= x <= 1, "in [0, 1] (verl's setting is 1)")
         check_number(self, "critic_learning_rate", lambda x: 0 < x < inf, "positive and finite")
         check_number(self, "critic_warmup_steps", lambda n: n >= 0, "a number of optimizer steps, or 0 for none")
-        if self.value_clip_range is not None:
-            check_number(self, "value_clip_range", lambda x: x > 0, "positive, or None for no clipping")
+        check_number(self, "value_clip_range", lambda x: x > 0, "positive, or None for no clipping")
