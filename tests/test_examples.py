@@ -9,13 +9,14 @@ import pytest
 import torch
 import yaml
 from conftest import child_environment
+from documents import ROOT, blocks
 from tiny import ENGINE, save_tiny
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 pytestmark = pytest.mark.vllm
 
 BIN = Path(sys.executable).parent
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = ROOT / "examples"
 SETTINGS = {
     "per_device_train_batch_size": 4,
     "num_generations": 4,
@@ -86,6 +87,19 @@ ON_CPU = {"use_cpu": True, "bf16": False, "learning_rate": 0.0, "max_steps": 2}
 def test_two_steps_of_the_grpo_script(model, hub, warm_python, tmp_path):
     run([warm_python, EXAMPLES / "gsm8k_grpo.py"], ON_CPU, tmp_path)
     assert_trained(tmp_path, model, steps=2)
+
+
+def test_the_code_of_the_readme_trains(hub, warm_python, tmp_path):
+    [block] = blocks(ROOT / "README.md", "python")
+    changed = {"max_steps": 1, **{name: SETTINGS[name] for name in SETTINGS if name not in ("report_to", "uaq_scale")}}
+    settings = ", ".join(f"{name}={value!r}" for name, value in (ON_CPU | changed).items())
+    given = "steps_per_generation=16, gradient_accumulation_steps=4"
+    assert given in block.code
+    command = [str(warm_python), "-c", block.code.replace(given, settings)]
+    environment = child_environment(VLLM_LOGGING_LEVEL="ERROR")
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert (tmp_path / "policy" / "checkpoint-1" / "trainer_state.json").exists()
 
 
 def test_two_steps_of_the_ppo_script_with_accelerate_launch(model, hub, warm_python, tmp_path):

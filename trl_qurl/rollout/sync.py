@@ -160,9 +160,8 @@ class WeightSync:
         if self.settings.is_served and self._metadata is None:
             self._metadata = stream_metadata(self.weights, self.sent_dtype)
 
-        drain = functools.partial(
-            deque[Any], stream, maxlen=0
-        )  # the other processes gather with this one until the end
+        # The other processes gather with this one until the end.
+        drain: Callable[[], object] = functools.partial(deque, stream, maxlen=0)
 
         def send() -> None:
             if self.engine is not None:

@@ -1,6 +1,5 @@
 """Trainer callbacks."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +42,6 @@ class TrainerAwareCallback(TrainerCallback):
     """
 
     trainer: Any  # a weak proxy, so deleting a trainer frees its engine
-
-
-class StepTimer(TrainerAwareCallback):
-    """Callback that times each optimizer step (forward, backward, clipping, update) without rollouts inside it."""
-
-    started: float = 0.0  # when the step began, moved forward by the time of rollouts inside it
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Start the clock."""
-        self.started = time.perf_counter()
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Record the duration of the step in seconds, including the optimizer's update."""
-        self.trainer._record({"time/update_s": time.perf_counter() - self.started})
 
 
 class RunLogCallback(TrainerCallback):

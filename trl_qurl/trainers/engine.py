@@ -29,16 +29,25 @@ from trl_qurl.trainers.arguments import (
     checked_config,
     rollout_settings,
 )
-from trl_qurl.trainers.callbacks import (
-    RunLogCallback,
-    StepTimer,
-    TrainerAwareCallback,
-    UpdateAwareQuantizationCallback,
-)
+from trl_qurl.trainers.callbacks import RunLogCallback, TrainerAwareCallback, UpdateAwareQuantizationCallback
 from trl_qurl.trainers.model_card import add_rollouts, quantized_card
 from trl_qurl.trainers.saving import write_quantized
 
 TRLTrainer: Any = object  # to mypy, the mixin has all that a trainer has: it allows no `super()` into a protocol
+
+
+class StepTimer(TrainerAwareCallback):
+    """Callback that times each optimizer step (forward, backward, clipping, update) without rollouts inside it."""
+
+    started: float = 0.0  # when the step began, moved forward by the time of rollouts inside it
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Start the clock."""
+        self.started = time.perf_counter()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Record the duration of the step in seconds, including the optimizer's update."""
+        self.trainer._record({"time/update_s": time.perf_counter() - self.started})
 
 
 class QuantizedEngineMixin(TRLTrainer):
