@@ -93,15 +93,17 @@ def check_arguments(args: Any, arguments: Mapping[str, Any]) -> None:
             f"train_dataset has {len(train)} prompts, but a rollout needs {needed} (per_device_train_batch_size x "
             "processes x steps_per_generation / num_generations): add prompts, or make rollouts smaller."
         )
-    if args.rollouts_ahead:
-        check_plain_generation(arguments, f"rollouts_ahead={args.rollouts_ahead}")
-    for function in as_list(arguments.get("reward_funcs")):
+    for setting in ("rollouts_ahead", "dynamic_sampling"):
+        if value := vars(args).get(setting):
+            check_plain_generation(arguments, f"{setting}={value}")
+    rewards: Any = arguments.get("reward_funcs")
+    rewards = rewards if isinstance(rewards, list) else [rewards]
+    for function in rewards:
         check_reward(function, args, arguments)
-
-
-def as_list(value: Any) -> list[Any]:
-    """Return a list as it is, and any other value in a list, as TRL does."""
-    return value if isinstance(value, list) else [value]
+    judge, names = vars(args).get("dynamic_sampling_reward"), [getattr(each, "__name__", None) for each in rewards]
+    if judge is not None and None not in names and judge not in names:
+        problem = f"dynamic_sampling_reward={judge!r} is not the name of a reward function"
+        raise ValueError(f"{problem}: use one of {', '.join(map(repr, names))}.")
 
 
 def check_plain_generation(arguments: Mapping[str, Any], setting: str) -> None:

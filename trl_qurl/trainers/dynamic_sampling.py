@@ -19,8 +19,6 @@ from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 
-from trl_qurl.trainers.arguments import as_list, check_plain_generation
-
 logger = get_logger(__name__)  # logs in the main process only
 
 MAX_ROUNDS = 10  # of generation for one batch, including the first: verl's limit for DAPO
@@ -203,12 +201,3 @@ def named_rewards(names: list[str]) -> Iterator[None]:
             raise
         text = f"Rewards ({', '.join(names)}) must be a number, or None, per completion: {error}."
         raise ValueError(text) from error
-
-
-def check_dynamic_sampling(arguments: dict[str, Any], reward_name: str | None) -> None:
-    """Raise `ValueError` for trainer arguments that dynamic sampling does not support, before an engine starts."""
-    check_plain_generation(arguments, "dynamic_sampling=True")
-    names = [getattr(function, "__name__", None) for function in as_list(arguments["reward_funcs"])]
-    if reward_name is not None and None not in names and reward_name not in names:
-        problem = f"dynamic_sampling_reward={reward_name!r} is not the name of a reward function"
-        raise ValueError(f"{problem}: use one of {', '.join(map(repr, names))}.")

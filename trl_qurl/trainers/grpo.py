@@ -17,7 +17,7 @@ from trl.trainer import grpo_trainer
 from trl_qurl.config import QuRLGRPOConfig
 from trl_qurl.rollout.mismatch import valid_logps
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.trainers.dynamic_sampling import DynamicSampler, PromptStream, check_dynamic_sampling, weighted_sum
+from trl_qurl.trainers.dynamic_sampling import DynamicSampler, PromptStream, weighted_sum
 from trl_qurl.trainers.model_card import QURL
 from trl_qurl.trainers.rollouts import GroupRolloutsMixin
 from trl_qurl.trainers.scoring import cap_of
@@ -64,11 +64,6 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
                 judge = functools.partial(torch.select, dim=1, index=index)
             prompts = PromptStream(self.train_dataset, self.args.seed)
             self._sampler = DynamicSampler(self.num_generations, judge, prompts, self.accelerator)
-
-    def _before_engine(self, args: Any, arguments: dict[str, Any]) -> None:
-        super()._before_engine(args, arguments)
-        if args.dynamic_sampling:
-            check_dynamic_sampling(arguments, args.dynamic_sampling_reward)
 
     # Rollout ---------------------------------------------------------------------------------------------------------
 
