@@ -28,15 +28,9 @@ WINDOW = 5  # rollouts per median; also training rollouts without a finding that
 DRIFT = {TAIL: 0.01, ESS: 0.85}  # limits of medians, because single rollouts have outliers; 0.0078 and 0.877 were seen
 SMALLEST_CAP = 2.0  # smallest cap C above which ratios count as a tail: up to 9 % of the tokens exceed C = 1.2
 
-SAMPLING = (
-    "The mean is 1 if actor and policy compute what was sampled from: remove sampling options that the trainer does "
-    "not account for (top_p, top_k, penalties, structured outputs, generation_kwargs such as logprobs)."
-)
+SAMPLING = "Remove sampling options that the trainer ignores (top_p, top_k, penalties, others in generation_kwargs)."
 STALE = "Earlier rollouts agreed, so the engine may hold old weights: resume with sync_check_interval=1."
-FUNCTION = (
-    "The engine computes another function: check its settings (kv_cache_dtype, dtype), tied weights below an adapter, "
-    "and whether rollout_quantization=None helps."
-)
+FUNCTION = "Check the engine's kv_cache_dtype and dtype, tied weights, and whether rollout_quantization=None helps."
 ROUNDING = (
     "Leave smooth_activations on, correct for the difference (objective='tis' or 'acr'), use a finer "
     "rollout_quantization, or keep sensitive layers in 16 bits (`trl-qurl mismatch CHECKPOINT --kl 5e-3` lists them)."
