@@ -26,13 +26,13 @@ REFUSED = {
 """Parameters that `generation_kwargs` must not set, and why."""
 
 
-def check_choice(config: object, name: str, choices: Collection[str]) -> None:
+def check_choice(config: object, name: str, choices: Collection[Any], condition: str = "") -> None:
     """Raise `ValueError` if a setting is not in `choices`; the message lists them and suggests the closest match."""
     value = getattr(config, name)
     if value not in choices:
-        near = get_close_matches(str(value), choices, 1)
+        near = get_close_matches(str(value), map(str, choices), 1)
         guess = f"; did you mean {near[0]!r}?" if near else "."
-        raise ValueError(f"{name} is {value!r}, but must be one of {', '.join(map(repr, choices))}{guess}")
+        raise ValueError(f"{name} is {value!r}, but{condition} must be one of {', '.join(map(repr, choices))}{guess}")
 
 
 def check_number(config: object, name: str, is_allowed: Callable[[Any], bool], requirement: str) -> None:

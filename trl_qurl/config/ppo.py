@@ -3,9 +3,18 @@
 from dataclasses import dataclass
 from math import inf
 
-from trl_qurl.config.checks import check_number
+from trl_qurl.config.checks import check_choice, check_number
 from trl_qurl.config.grpo import CLIPPED_LOSS_TYPES, QuRLGRPOConfig
 from trl_qurl.config.help import with_help
+
+FITTING = {
+    "loss_type": CLIPPED_LOSS_TYPES,  # those with one ratio per token, clipped on both sides
+    "importance_sampling_level": ("token",),
+    "dynamic_sampling": (False,),  # compares completions of a group, as do the next two
+    "scale_rewards": ("none", False),
+    "multi_objective_aggregation": ("sum_then_normalize",),
+}
+"""Values of settings that fit advantages of a critic."""
 
 
 @with_help
@@ -52,20 +61,8 @@ class QuRLPPOConfig(QuRLGRPOConfig):
     critic_learning_rate: float = 1e-5
 
     def __post_init__(self) -> None:
-        if self.loss_type not in CLIPPED_LOSS_TYPES or self.importance_sampling_level != "token":
-            loss = f"loss_type={self.loss_type!r} with importance_sampling_level={self.importance_sampling_level!r}"
-            raise ValueError(
-                f"{loss} does not fit PPO, which clips one ratio per token on both sides: use 'token' and one of "
-                f"{', '.join(map(repr, CLIPPED_LOSS_TYPES))}."
-            )
-        for name, allowed in {
-            "dynamic_sampling": (False,),
-            "scale_rewards": ("none", False),
-            "multi_objective_aggregation": ("sum_then_normalize",),
-        }.items():
-            if (value := getattr(self, name)) not in allowed:
-                reason = f"{name}={value!r} compares completions of a group, which the critic replaces"
-                raise ValueError(f"{reason}: set it to {allowed[0]!r}.")
+        for name, allowed in FITTING.items():
+            check_choice(self, name, allowed, " with a critic")
         generations = self.num_generations
         if generations == 1:
             # TRL refuses groups of one, but a critic needs no groups: let TRL check the batch sizes for another size.

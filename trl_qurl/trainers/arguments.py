@@ -100,10 +100,10 @@ def check_arguments(args: Any, arguments: Mapping[str, Any]) -> None:
     rewards = rewards if isinstance(rewards, list) else [rewards]
     for function in rewards:
         check_reward(function, args, arguments)
-    judge, names = vars(args).get("dynamic_sampling_reward"), [getattr(each, "__name__", None) for each in rewards]
-    if judge is not None and None not in names and judge not in names:
+    judge, known = vars(args).get("dynamic_sampling_reward"), [getattr(each, "__name__", None) for each in rewards]
+    if judge is not None and None not in known and judge not in known:
         problem = f"dynamic_sampling_reward={judge!r} is not the name of a reward function"
-        raise ValueError(f"{problem}: use one of {', '.join(map(repr, names))}.")
+        raise ValueError(f"{problem}: use one of {', '.join(map(repr, known))}.")
 
 
 def check_plain_generation(arguments: Mapping[str, Any], setting: str) -> None:
