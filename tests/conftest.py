@@ -61,7 +61,6 @@ LONGEST_FIRST = (
     "evaluation",
     "several trainers",
     "quantized forward",
-    "matrix",
     "saving",
     "trainer",
     "conformance",

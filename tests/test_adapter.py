@@ -1,4 +1,4 @@
-"""An adapter that is sent by itself: which ones can be, what is written of one, and the rounded base below it."""
+"""Adapters that are sent alone: which ones can be, their files, and the rounded base below them."""
 
 import json
 
@@ -47,65 +47,36 @@ def logits(model):
 # Which adapters can be sent ------------------------------------------------------------------------------------------
 
 
-def with_a_trained_norm():
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+LORA_OBSTACLES = [
+    ({"use_dora": True}, f"{Q_PROJ} uses a LoRA variant that vLLM does not support"),
+    ({"bias": "lora_only"}, f"{Q_PROJ}.bias is trained as well"),
+    ({"lora_bias": True}, "vLLM does not load lora_bias=True, target_parameters=None"),
+    ({"modules_to_save": ["lm_head"]}, "lm_head.weight is trained as well"),
+    ({"target_parameters": ["mlp.down_proj.weight"]}, "vLLM does not load lora_bias=False, target_parameters=['mlp"),
+    ({"trainable_token_indices": [5]}, "model.embed_tokens.token_adapter.trainable_tokens_delta.default is trained"),
+    ({"target_modules": ["q_proj", "lm_head"]}, "it adapts lm_head, which is not a linear layer inside the model"),
+    ({"target_modules": ["embed_tokens"]}, "it adapts model.embed_tokens, which is not a linear layer inside the"),
+    ({"r": 513}, "its rank 513 exceeds vLLM's maximum of 512"),
+    ({"rank_pattern": {"layers.1.self_attn.q_proj": 600}}, "its rank 600 exceeds vLLM's maximum of 512"),
+]
+
+
+@pytest.mark.parametrize(("settings", "reason"), LORA_OBSTACLES)
+def test_settings_of_lora_that_vllm_does_not_load(settings, reason):
+    assert adapter_obstacle(adapted(tiny_model(tie_word_embeddings=False), **settings)).startswith(reason)
+
+
+def test_policies_without_exactly_one_lora_adapter():
+    assert adapter_obstacle(tiny_model()).startswith("the policy has no adapter")
+    ia3 = IA3Config(target_modules=["q_proj"], feedforward_modules=[])
+    assert adapter_obstacle(get_peft_model(tiny_model(), ia3)).startswith("it is IA3, but vLLM supports only LoRA")
     model = adapted()
     model.get_base_model().model.norm.weight.requires_grad_(True)
-    return model
-
-
-def with_two_active_adapters():
-    model = adapted()
+    assert adapter_obstacle(model).startswith("model.norm.weight is trained as well")
     model.add_adapter("second", LoraConfig(r=2, target_modules=["v_proj"]))
     model.base_model.set_adapter(["default", "second"])
-    return model
-
-
-OBSTACLES = {
-    "no PEFT": (tiny_model, "the policy has no adapter"),
-    "DoRA": (
-        lambda: adapted(use_dora=True),
-        "model.layers.0.self_attn.q_proj uses a LoRA variant that vLLM does not support",
-    ),
-    "biases": (lambda: adapted(bias="lora_only"), "model.layers.0.self_attn.q_proj.bias is trained as well"),
-    "LoRA's biases": (lambda: adapted(lora_bias=True), "vLLM does not load lora_bias=True, target_parameters=None"),
-    "whole modules": (
-        lambda: adapted(modules_to_save=["lm_head"]),
-        "lm_head.weight is trained as well",
-    ),
-    "parameters": (
-        lambda: adapted(target_parameters=["mlp.down_proj.weight"]),
-        "vLLM does not load lora_bias=False, target_parameters=['mlp.down_proj.weight']",
-    ),
-    "tokens": (
-        lambda: adapted(trainable_token_indices=[5]),
-        "model.embed_tokens.token_adapter.trainable_tokens_delta.default is trained as well",
-    ),
-    "head": (
-        lambda: adapted(tiny_model(tie_word_embeddings=False), target_modules=["q_proj", "lm_head"]),
-        "it adapts lm_head, which is not a linear layer inside the model",
-    ),
-    "embedding": (
-        lambda: adapted(tiny_model(tie_word_embeddings=False), target_modules=["embed_tokens"]),
-        "it adapts model.embed_tokens, which is not a linear layer inside the model",
-    ),
-    "two at once": (with_two_active_adapters, "2 adapters are active"),
-    "another method": (
-        lambda: get_peft_model(tiny_model(), IA3Config(target_modules=["q_proj"], feedforward_modules=[])),
-        "it is IA3, but vLLM supports only LoRA",
-    ),
-    "rank": (lambda: adapted(r=513), "its rank 513 exceeds vLLM's maximum of 512"),
-    "rank of one layer": (
-        lambda: adapted(rank_pattern={"layers.1.self_attn.q_proj": 600}),
-        "its rank 600 exceeds vLLM's maximum of 512",
-    ),
-    "trained beside it": (with_a_trained_norm, "model.norm.weight is trained as well"),
-}
-
-
-@pytest.mark.parametrize("kind", OBSTACLES)
-def test_an_adapter_that_vllm_would_not_take_is_named(kind):
-    make, reason = OBSTACLES[kind]
-    assert adapter_obstacle(make()).startswith(reason)
+    assert adapter_obstacle(model).startswith("2 adapters are active")
 
 
 SENDABLE = {
@@ -124,14 +95,16 @@ SENDABLE = {
 
 
 @pytest.mark.parametrize("kind", SENDABLE)
-def test_what_is_written_computes_what_was_trained(kind, tmp_path):
+def test_a_written_adapter_computes_what_was_trained(kind, tmp_path):
     model = adapted(**SENDABLE[kind])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     assert adapter_obstacle(model) is None
+    before = model.peft_config["default"].to_dict()
     write_adapter(model, adapter_tensors(model), tmp_path / "adapter")
+    assert model.peft_config["default"].to_dict() == before
     trained = logits(model)
     base = model.get_base_model()
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
@@ -145,14 +118,7 @@ def test_what_is_written_computes_what_was_trained(kind, tmp_path):
     torch.testing.assert_close(logits(loaded), trained, rtol=1e-5, atol=1e-5)
 
 
-def test_writing_leaves_the_config_that_is_trained_with_alone(tmp_path):
-    model = adapted(use_rslora=True, lora_alpha=6)
-    before = model.peft_config["default"].to_dict()
-    write_adapter(model, adapter_tensors(model), tmp_path / "adapter")
-    assert model.peft_config["default"].to_dict() == before
-
-
-def test_tensors_have_pefts_names_and_the_engines_dtype(tmp_path):
+def test_tensors_have_the_names_of_peft_and_the_engines_dtype(tmp_path):
     model = adapted()
     model.save_pretrained(tmp_path / "peft")
     own, theirs = dict(adapter_tensors(model, torch.bfloat16)), load_file(tmp_path / "peft/adapter_model.safetensors")
@@ -160,7 +126,7 @@ def test_tensors_have_pefts_names_and_the_engines_dtype(tmp_path):
     assert {tensor.dtype for tensor in own.values()} == {torch.bfloat16}
 
 
-def test_a_second_adapter_that_is_not_active_stays_at_home():
+def test_an_inactive_adapter_is_not_sent():
     model = adapted()
     expected = dict(adapter_tensors(model))
     model.add_adapter("reference", LoraConfig(r=300, target_modules=["v_proj", "q_proj"]))
@@ -170,9 +136,9 @@ def test_a_second_adapter_that_is_not_active_stays_at_home():
     assert all(torch.equal(sent[name], expected[name]) for name in sent)
 
 
-def test_engines_are_started_for_the_configs_rank_or_that_of_the_largest_layer():
+def test_engines_are_started_for_the_largest_rank():
     assert adapter_rank(adapted(rank_pattern={"q_proj": 9})) == 9
-    # vLLM refuses a config whose r is above what it was started for, whatever the layers have.
+    # vLLM compares the config's r with the rank it was started for, not the layers' ranks.
     assert adapter_rank(adapted(r=16, rank_pattern={".*": 2})) == 16
     assert [engine_rank(rank) for rank in (1, 2, 8, 9, 300, 512)] == [1, 8, 8, 16, 320, 512]
 
@@ -180,19 +146,14 @@ def test_engines_are_started_for_the_configs_rank_or_that_of_the_largest_layer()
 # The decision --------------------------------------------------------------------------------------------------------
 
 DECISIONS = [
-    # requested, obstacle, rank, the server's rank; whether it is sent by itself, and why
+    # requested, obstacle, rank, the server's rank; whether it is sent alone, and why
     (("auto", None, 4, None), False, "vLLM generates faster without one"),
     (("auto", "vLLM does not support DoRA", 0, None), False, "vLLM does not support DoRA"),
     (("adapter", None, 4, None), True, "weight_sync='adapter' requests it"),
     (("stream", None, 4, None), False, "vLLM generates faster without one"),
     (("auto", None, 4, 16), True, "the server accepts adapters"),
     (("adapter", None, 16, 16), True, "weight_sync='adapter' requests it"),
-    (
-        ("auto", None, 4, 0, "START"),
-        False,
-        "the server accepts no adapters, but this one has rank 4: start it with START",
-    ),
-    (("checkpoint", None, 4, 0, "START"), False, "the server accepts no adapters"),
+    (("checkpoint", None, 4, 0, "START"), False, "the server accepts no adapters, but this one has rank 4: start it"),
 ]
 
 
@@ -202,35 +163,10 @@ def test_adapters_are_sent_where_they_can_be(given, takes, reason):
     assert decided is takes and why.startswith(reason)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (
-            ("adapter", "vLLM does not support DoRA", 0, None),
-            r"'adapter' is not possible: vLLM does not support DoRA\. Or set .*'auto'",
-        ),
-        (
-            ("adapter", None, 4, 0, "START"),
-            "the server accepts no adapters, but this one has rank 4: start it with START",
-        ),
-        (
-            ("adapter", None, 32, 16, "START"),
-            "accepts only adapters up to rank 16, but this one has rank 32: start it with ST",
-        ),
-        (
-            ("auto", None, 32, 16, "START"),
-            r"whole weights \(the server accepts only adapters up to rank 16, .* without --en",
-        ),
-        (
-            ("auto", "the policy has no adapter", 0, 16),
-            r"whole weights \(the policy has no adapter\): start it without",
-        ),
-        (("checkpoint", None, 4, 16), r"whole weights \(weight_sync='checkpoint'\): start it without --enable-lora"),
-    ],
-)
-def test_what_is_asked_for_and_not_possible_is_refused(given, message):
-    with pytest.raises(ValueError, match=message):
-        choose_adapter(*given)
+def test_an_adapter_that_cannot_be_sent_is_refused_on_request():
+    message = r"'adapter' is not possible: vLLM does not support DoRA\. Or set .*'auto'"
+    with pytest.raises(ValueError, match=message):  # test_errors.py has refusals that depend on the server
+        choose_adapter("adapter", "vLLM does not support DoRA", 0, None)
 
 
 # The rounded base ----------------------------------------------------------------------------------------------------
@@ -238,7 +174,7 @@ def test_what_is_asked_for_and_not_possible_is_refused(given, message):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
-def test_a_rounded_base_is_what_the_engines_codes_stand_for(scheme, dtype):
+def test_a_rounded_base_equals_the_engines_dequantized_codes(scheme, dtype):
     model = adapted(tiny_model(dtype=torch.bfloat16, **WHOLE_BLOCKS).float(), target_modules=["q_proj"])
     layers = layers_of(model, scheme=scheme)
     original = tiny_model(dtype=torch.bfloat16, **WHOLE_BLOCKS).float()
@@ -273,7 +209,7 @@ def test_a_base_is_rounded_once():
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
-def test_the_quantized_forward_takes_a_rounded_weight_as_it_is(scheme):
+def test_the_quantized_forward_does_not_round_a_rounded_weight(scheme):
     model = tiny_model(**WHOLE_BLOCKS)
     plan = make_plan(model, scheme.name)
     round_base(model, plan, torch.bfloat16)
@@ -312,7 +248,7 @@ def test_a_server_of_the_same_model_has_the_same_base(scheme, dtype, head, tmp_p
     base.round(torch.bfloat16)
     assert base.checkpoint is not None
     assert base_digests(base.quantized_tensors(), torch.bfloat16) == served, (
-        "what is saved is no longer what rollouts used"
+        "the saved base differs from the one of the rollouts"
     )
     other = base_of(tiny_model(dtype=dtype, tie_word_embeddings=head == "tied", seed=1))
     assert other.digests.keys() == served.keys() and other.digests != served
@@ -332,7 +268,7 @@ def test_a_server_of_the_same_model_has_the_same_base(scheme, dtype, head, tmp_p
         ({"weight_sync": "checkpoint"}, "round_base=True needs a format and an adapter that is not merged"),
     ],
 )
-def test_a_rounded_base_needs_a_format_and_an_adapter_of_its_own(settings, message):
+def test_a_rounded_base_needs_a_format_and_an_unmerged_adapter(settings, message):
     with pytest.raises(ValueError, match=message):
         QuRLGRPOConfig("out", round_base=True, **PLAIN | settings)
     QuRLGRPOConfig("out", round_base=False, **PLAIN | settings)

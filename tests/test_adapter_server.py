@@ -1,4 +1,4 @@
-"""An adapter that is sent by itself to a real `trl-qurl serve --enable-lora`."""
+"""Adapters that are sent alone to a real `trl-qurl serve --enable-lora`."""
 
 import functools
 import re
@@ -10,8 +10,8 @@ import requests
 from conftest import child_environment, free_port, kill_group, needs_avx512
 from delayed import delay, record_prompts
 from peft import LoraConfig
+from support.deployment import Deployment, at_step, history, interrupt, recoveries
 from support.training import MOVED, SAME
-from test_faults import Deployment, at_step, history, interrupt, recoveries
 from tiny import PROBE, tiny_model
 
 from trl_qurl.rollout.errors import SyncError
@@ -71,10 +71,10 @@ def test_another_base_is_refused_before_anything_is_sent(settings, trainer, depl
     with pytest.raises(SyncError, match=r"has a different base .*of 54 tensors, 40 different"):
         other.train()
     assert other.state.global_step == 0
-    trainer(max_steps=1).train()  # the right one goes on
+    trainer(max_steps=1).train()  # a run with the right one continues
 
 
-def test_rollouts_ahead_keep_the_adapter_that_began_them(trainer):
+def test_rollouts_ahead_finish_with_the_adapter_they_started_with(trainer):
     settings = {"max_steps": 6, "steps_per_generation": 2, "gradient_accumulation_steps": 1}
     plain = trainer(**settings)
     order = record_prompts(plain)
@@ -91,7 +91,7 @@ def test_rollouts_ahead_keep_the_adapter_that_began_them(trainer):
 def test_a_server_that_restarts_gets_the_adapter_again(trainer, deployment, monkeypatch):
     undisturbed = trainer()
     undisturbed.train()
-    disturbed = trainer(sync_check_interval=0)  # so that only what is sent again is checked
+    disturbed = trainer(sync_check_interval=0)  # only the sync after the recovery is checked
     generation = disturbed.vllm_generation
     checked = []
     check = generation.vllm_client.check_base
@@ -103,8 +103,8 @@ def test_a_server_that_restarts_gets_the_adapter_again(trainer, deployment, monk
     assert generation.sync.engine.version() == generation.sync.version
 
 
-@pytest.mark.slow  # what is sent again is seen above, and that a transfer may be cut off in test_faults.py
-def test_one_that_dies_while_it_loads_gets_the_adapter_again(trainer, deployment):
+@pytest.mark.slow  # recovery is tested above, interrupted transfers in test_faults.py
+def test_a_server_that_dies_while_loading_gets_the_adapter_again(trainer, deployment):
     run = trainer()
     client = run.vllm_generation.vllm_client
     run.add_callback(at_step(2, functools.partial(interrupt, client, "load_adapter", deployment.lose)))

@@ -13,7 +13,7 @@ import requests
 from conftest import SCENARIOS, child_environment, kill_group
 from datasets import Dataset
 from delayed import delay, record_prompts
-from test_faults import Deployment, answering_500, at_step, history, recoveries
+from support.deployment import Deployment, answering_500, at_step, history, recoveries
 from tiny import tiny_tokenizer
 
 from benchmarks.objectives import one_run

@@ -1,14 +1,24 @@
 """Vision-language models, mixtures of experts and other families: real runs with every sync checked by digests."""
 
 import pytest
-from conftest import Server, needs_vnni
-from tiny import SIXTEEN_BIT_EXPERTS, tiny_mixture, tiny_tokenizer
+from conftest import needs_vnni, vllm_server
+from tiny import SIXTEEN_BIT_EXPERTS, save_tiny, tiny_mixture
 from tiny_vision import VISION_FAMILIES, picture, tiny_vision_model, vision_processor
 
 from trl_qurl.rollout.images import as_plain, check_seen, plain_prompts
 
 VISION = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm")
 TEXT = ("qwen3_moe", "qwen2_moe", "olmoe", "glm4_moe", "glm4", "granite", "cohere2")
+SLOW = (*TEXT, *VISION, *(f"{family}@0.02" for family in VISION))
+TOGETHER = [("mixtral", "phi3"), ("llava_next", "llava_next@0.02")]
+"""Cases that share a process. vLLM makes the group for experts with the first engine of one."""
+
+
+def needs_packages(family):
+    if family in VISION_FAMILIES:
+        pytest.importorskip("torchvision", reason="vLLM's vision-language models need torchvision")
+    if family == "smolvlm":
+        pytest.importorskip("num2words", reason="the processor needs num2words")
 
 
 def assert_sound(record, steps=2, rate=1e-6):
@@ -20,85 +30,59 @@ def assert_sound(record, steps=2, rate=1e-6):
 
 
 @pytest.fixture(scope="module")
-def texts(run_scenario, tmp_path_factory):
-    # vLLM makes the group for experts with the first engine of a process.
-    return run_scenario("architectures.py", tmp_path_factory.mktemp("run"), "mixtral", "phi3")
+def record_of(run_scenario, tmp_path_factory):
+    """The record of a case, which runs together with others that share its process."""
+    records = {}
+
+    def record(case):
+        if case not in records:
+            needs_packages(case.partition("@")[0])
+            together = next((cases for cases in TOGETHER if case in cases), (case,))
+            records.update(run_scenario("architectures.py", tmp_path_factory.mktemp("run"), *together))
+        return records[case]
+
+    return record
 
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("architectures")
-@pytest.mark.parametrize("family", [pytest.param("mixtral", marks=needs_vnni), "phi3"])
-def test_two_steps_with_digests(family, texts):
-    assert_sound(texts[family])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param("mixtral", marks=needs_vnni), "phi3", "llava_next", "llava_next@0.02"),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW),
+    ],
+)
+def test_engine_computes_with_the_trainers_weights(case, record_of):
+    """At 0.02, updates of one image are so large that features which the engine has cached would show."""
+    assert_sound(record_of(case), **{"steps": 4, "rate": 0.02} if "@" in case else {})
 
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("architectures")
-def test_experts_stay_whole_where_they_are_ignored(texts):
-    assert len(texts["mixtral"]["layers"]) == 8 and not [x for x in texts["mixtral"]["layers"] if "experts" in x]
-
-
-@pytest.fixture(scope="module")
-def pictures(run_scenario, tmp_path_factory):
-    pytest.importorskip("torchvision", reason="vLLM's vision-language models need torchvision")
-    return run_scenario("architectures.py", tmp_path_factory.mktemp("run"), "llava_next", "llava_next@0.02")
-
-
-@pytest.mark.vllm
-@pytest.mark.xdist_group("architectures")
-def test_a_vision_language_model_takes_two_steps(pictures):
-    assert_sound(pictures["llava_next"])
-
-
-@pytest.mark.vllm
-@pytest.mark.xdist_group("architectures")
-def test_pictures_are_seen_with_the_new_weights(pictures):
-    """Large updates on one picture, whose features an engine would keep from before them."""
-    assert_sound(pictures["llava_next@0.02"], steps=4, rate=0.02)
-
-
-@pytest.mark.slow
-@pytest.mark.vllm
-@pytest.mark.parametrize("family", VISION)
-def test_more_vision_language_models(family, run_scenario, tmp_path):
-    pytest.importorskip("torchvision", reason="vLLM's vision-language models need torchvision")
-    if family == "smolvlm":
-        pytest.importorskip("num2words", reason="the processor needs num2words")
-    records = run_scenario("architectures.py", tmp_path, family, f"{family}@0.02")
-    assert_sound(records[family])
-    assert_sound(records[f"{family}@0.02"], steps=4, rate=0.02)
-
-
-@pytest.mark.slow
-@pytest.mark.vllm
-@pytest.mark.parametrize("family", TEXT)
-def test_more_families(family, run_scenario, tmp_path):
-    assert_sound(run_scenario("architectures.py", tmp_path, family)[family])
+def test_ignored_experts_are_not_quantized(record_of):
+    layers = record_of("mixtral")["layers"]
+    assert len(layers) == 8 and not [layer for layer in layers if "experts" in layer]
 
 
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("family", ["mixtral", "llava_next"])
-def test_a_server_takes_them_too(family, run_scenario, tmp_path):
+def test_a_server_computes_with_the_trainers_weights(family, run_scenario, tmp_path):
+    needs_packages(family)
     if family in VISION_FAMILIES:
-        pytest.importorskip("torchvision", reason="vLLM's vision-language models need torchvision")
-        model, processor, options = tiny_vision_model(family), vision_processor(family), ("--max-model-len", "512")
+        save_tiny(tmp_path / "model", model=tiny_vision_model(family), tokenizer=vision_processor(family))
+        options = ("--max-model-len", "512")
     else:
-        model, processor = tiny_mixture(family), tiny_tokenizer()
+        save_tiny(tmp_path / "model", model=tiny_mixture(family))
         options = tuple(part for pattern in SIXTEEN_BIT_EXPERTS for part in ("--ignore", pattern))
-    model.save_pretrained(tmp_path / "model")
-    processor.save_pretrained(tmp_path / "model")
-    server = Server(tmp_path / "model", tmp_path, "--scheme", "int8", *options)
-    try:
-        server.wait_until_healthy()
-        record = run_scenario("architectures.py", tmp_path, f"{family}@{server.url}")[f"{family}@{server.url}"]
-    finally:
-        server.kill()
-    assert_sound(record)
+    with vllm_server(tmp_path / "model", tmp_path, "--scheme", "int8", *options) as server:
+        case = f"{family}@{server.url}"
+        assert_sound(run_scenario("architectures.py", tmp_path, case)[case])
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llava_next"])
-def test_an_engine_is_sent_placeholders_of_pictures(family):
+def test_prompts_have_one_placeholder_per_image(family):
     processor = vision_processor(family)
     image = {"type": "image", "image": picture()}
     parts = ([image, "a"], [image, image, "b"], [image, "a>", image])  # as ids, the first begins the last

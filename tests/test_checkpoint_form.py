@@ -1,4 +1,4 @@
-"""What leaves the trainer has the names and cuts of a checkpoint: the model's own, or llm-compressor's for experts."""
+"""Sent tensors have the names and cuts of a checkpoint: the model's own, or llm-compressor's for experts."""
 
 import json
 from contextlib import nullcontext
@@ -52,7 +52,7 @@ def model_of(family):
 
 
 @pytest.mark.parametrize("family", [*MIXTURES, *VISION_FAMILIES, "qwen2"])
-def test_the_form_is_that_of_the_models_own_checkpoint(family, tmp_path):
+def test_sent_tensors_are_those_of_the_models_checkpoint(family, tmp_path):
     model = tiny_model() if family == "qwen2" else model_of(family)
     form = CheckpointForm(model, splits_experts=False)
     sent = dict(form.convert(model_parameters(model)))
@@ -68,7 +68,7 @@ def test_the_form_is_that_of_the_models_own_checkpoint(family, tmp_path):
 @pytest.mark.parametrize(
     ("family", "ignore"), [*((family, ["lm_head"]) for family in MIXTURES), ("mixtral", SIXTEEN_BIT_EXPERTS)]
 )
-def test_a_quantized_mixture_is_that_of_llmcompressor(family, ignore, tmp_path):
+def test_a_quantized_mixture_equals_llmcompressors(family, ignore, tmp_path):
     pytest.importorskip("llmcompressor", reason="compares with llm-compressor")
     for quantizer in ("streaming", "llmcompressor"):
         model = tiny_mixture(family, torch.bfloat16)
@@ -80,18 +80,18 @@ def test_a_quantized_mixture_is_that_of_llmcompressor(family, ignore, tmp_path):
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_what_routes_tokens_stays_whole(family):
+def test_routers_are_not_quantized(family):
     model = tiny_mixture(family)
     layers = layers_of(model)
     kept = {name.rpartition(".")[0] for name in stream_of(model, get_scheme("int8")).form.layout} - layers
     routers = {name for name in kept if name.rpartition(".")[2] in ("gate", "router", "shared_expert_gate")}
     assert len(routers) == {"qwen2_moe": 4, "glm4_moe": 1}.get(family, 2)
-    for name in routers:  # and vLLM is told so, by patterns that match its own names as well
+    for name in routers:  # vLLM gets patterns that match these names and its own
         assert ignored_modules(model, ["lm_head"])[1:] == ignored_modules(model, [])
         assert any(_matches(pattern, name) for pattern in ignored_modules(model, [])), name
 
 
-def test_nothing_that_multiplies_is_taken_for_a_router():
+def test_projections_are_not_mistaken_for_routers():
     names = ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.experts.0.gate_proj", "a.shared_expert.up_proj"]
     for family in MIXTURES:
         patterns = ignored_modules(tiny_mixture(family), [])
@@ -184,7 +184,7 @@ def test_an_adapter_under_another_name_is_merged():
     assert "q_proj has a different name in the checkpoint" in adapter_obstacle(adapted)
 
 
-def test_a_base_with_quantized_experts_is_not_rounded():
+def test_round_base_with_quantized_experts_is_refused():
     adapted = get_peft_model(tiny_mixture("mixtral"), LoraConfig(r=2, target_modules=["q_proj"]))
     scheme = get_scheme("int8")
     with pytest.raises(ValueError, match=r"round_base=True does not round experts .*: add 're:.\*\\.experts\\.' to"):
@@ -192,14 +192,14 @@ def test_a_base_with_quantized_experts_is_not_rounded():
     FrozenBase(adapted, stream_of(adapted, scheme, SIXTEEN_BIT_EXPERTS), rounds=True)
 
 
-def test_a_model_that_sees_is_loaded_whole_with_its_processor(tmp_path):
+def test_a_vision_language_model_is_loaded_with_its_processor(tmp_path):
     tiny_vision_model("gemma3").save_pretrained(tmp_path)
     vision_processor("gemma3").save_pretrained(tmp_path)
     model, processor = load_model(str(tmp_path))
     assert type(model).__name__ == "Gemma3ForConditionalGeneration" and type(processor).__name__ == "Gemma3Processor"
 
 
-def test_code_that_comes_with_a_model_is_copied_if_it_is_used(tmp_path):
+def test_remote_code_is_copied_if_it_is_used(tmp_path):
     save_remote_code_model(tmp_path / "model")
     quantize = ["quantize", str(tmp_path / "model"), str(tmp_path / "out"), "--scheme", "int8"]
     assert cli.main([*quantize, "--trust-remote-code"]) == 0
@@ -209,16 +209,16 @@ def test_code_that_comes_with_a_model_is_copied_if_it_is_used(tmp_path):
     assert type(model).__name__ == "InternLM3ForCausalLM"
 
 
-def test_code_that_is_not_used_is_not_named(tmp_path):
-    """TRL loads transformers' own class where it has one, whatever the checkpoint brings."""
+def test_remote_code_that_is_not_used_is_not_in_the_config(tmp_path):
+    """TRL loads transformers' own class if there is one, even if the checkpoint has code."""
     save_remote_code_model(tmp_path / "model", "LlamaForCausalLM")
     model = LlamaForCausalLM.from_pretrained(tmp_path / "model")
     write_checkpoint(model, None, "int8", tmp_path / "out")
     assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
-def test_several_parameters_in_one_tensor_are_refused():
-    """As in some vision towers; the model here only says that its checkpoint is such a one."""
+def test_checkpoints_that_fuse_parameters_are_refused():
+    """As in some vision towers; here the model only declares it."""
     model = tiny_model("llama")
     fused = ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"]
     model._weight_conversions = [WeightConverter("self_attn.qkv.weight", fused, operations=[Chunk(dim=0)])]

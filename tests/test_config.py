@@ -185,7 +185,7 @@ REFUSED = [
         ({"importance_cap": cap}, r"importance_cap is .*, but must be a ratio above 0, or None for no cap")
         for cap in (0.0, -1.0, float("nan"))
     ),
-    ({"use_vllm": False}, r"use_vllm=False has no quantized rollouts: leave it out, or use TRL's own trainer"),
+    ({"use_vllm": False}, r"use_vllm=False has no quantized rollouts: set it to True, or use TRL's own trainer"),
     (
         {"objective": "acr", "delta": 4.0},
         r"delta=4\.0 does not fit .*: set delta=None, or use objective='tis'.* or 'trl'",
@@ -277,7 +277,7 @@ def test_caches_that_only_gpus_have(cache, monkeypatch):
 def test_a_loss_that_the_default_does_not_fit_is_corrected_by_tis(settings):
     with pytest.warns(UserWarning, match="does not fit the default objective 'acr', so 'tis' is used") as caught:
         given = config(**settings)
-    assert given.objective == "tis" and [warning.filename for warning in caught] == [__file__]
+    assert given.objective == "tis" and [warning.filename for warning in caught] == [config.__code__.co_filename]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         copied = dataclasses.replace(given, generation_batch_size=None)
@@ -297,7 +297,7 @@ def test_a_loss_that_the_default_does_not_fit_is_corrected_by_tis(settings):
 def test_a_correction_of_trls_that_is_written_out_is_trls(settings):
     with pytest.warns(UserWarning, match="does not fit the default objective 'acr', so 'trl' is used") as caught:
         given = config(**settings)
-    assert given.objective == "trl" and [warning.filename for warning in caught] == [__file__]
+    assert given.objective == "trl" and [warning.filename for warning in caught] == [config.__code__.co_filename]
     assert {name: getattr(given, name) for name in settings} == settings
 
 
@@ -327,7 +327,7 @@ def test_changed_settings_that_only_trls_loss_reads_are_named_in_one_warning(obj
         given = config(objective=objective, **settings)
     [warning] = caught
     sentences = [f"{setting} has no effect with objective='{objective}': {way}" for setting, way in advice.items()]
-    assert (str(warning.message), warning.filename) == (" ".join(sentences), __file__)
+    assert (str(warning.message), warning.filename) == (" ".join(sentences), config.__code__.co_filename)
     assert {name: getattr(given, name) for name in settings} == settings
     with warnings.catch_warnings():
         warnings.simplefilter("error")

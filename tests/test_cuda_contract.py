@@ -68,7 +68,7 @@ def test_a_name_that_is_gone_or_defined_otherwise_fails(make_wheel, capfd):
         "vllm.v1.worker.gpu_worker.Worker.get_model": "MISSING",
         "vllm.v1.worker.gpu_worker.Worker.sleep": "DIFFERS",
     }
-    assert "Worker.get_model is gone; RolloutWorker repairs the model it returns." in printed
+    assert "Worker.get_model is gone: RolloutWorker repairs the model it returns" in printed
 
 
 def test_a_package_is_compared_by_what_its_modules_define():

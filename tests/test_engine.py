@@ -1,77 +1,84 @@
-"""What the engine holds is what the policy is: real TRL, real vLLM, real kernels, in both modes."""
+"""After training, engines hold the policy's weights: real TRL, real vLLM, real kernels, in both modes."""
 
+import itertools
 import json
 
 import pytest
 import torch
 from conftest import needs_avx512, selected, vllm_server
-from support.training import ADAPTER, SAME, assert_metrics, assert_synced
-from tiny import ENGINE, tiny_model, tiny_tokenizer
+from support.training import (
+    ADAPTER,
+    SAME,
+    assert_metrics,
+    assert_moved,
+    assert_sends_everything,
+    assert_synced,
+    rollout_rows,
+)
+from tiny import ENGINE, save_tiny
 
 pytestmark = pytest.mark.vllm
 
-# On CPUs with AMX vLLM keeps the biases of its small BF16 layers in float32. What a sync brings in float32 stays so
-# there, where a fresh engine has rounded it to BF16 first. Weights in 4 bits are multiplied in BF16.
+# On CPUs with AMX vLLM keeps the biases of its small BF16 layers in float32. A sync in float32 leaves them unrounded,
+# while a fresh engine rounds them to BF16 first. Weights in 4 bits are multiplied in BF16.
 SAME_BF16 = 8e-3 if torch.cpu._is_amx_tile_supported() else SAME
 
-FP8_CACHE = {"sync_check_interval": 1, "vllm_engine_kwargs": ENGINE | {"kv_cache_dtype": "fp8"}}
+CHECKED = {"sync_check_interval": 1}
+FP8_CACHE = CHECKED | {"vllm_engine_kwargs": ENGINE | {"kv_cache_dtype": "fp8"}}
+BF16, W4A16 = {"rollout_quantization": None}, {"rollout_quantization": "w4a16"}
+FILES, COMPRESSOR = CHECKED | {"weight_sync": "checkpoint"}, CHECKED | {"weight_sync": "llmcompressor"}
+LORA, VALUES, UNTIED = ["--lora"], ["--lora", "--lora-targets", "v_proj"], ["--untied"]
 
-MIXED = {"re:.*down_proj": "w4a16", "re:.*layers.0.*o_proj": "none", "*": "int8"}
+MIXED = {"rollout_quantization": {"re:.*down_proj": "w4a16", "re:.*layers.0.*o_proj": "none", "*": "int8"}}
 
 COLOCATED = {
     "int8": ({}, []),
-    "int8, LoRA": ({}, ["--lora"]),
-    "int8, untied head": ({}, ["--untied"]),
-    "int8, checkpoint per step": ({"weight_sync": "checkpoint"}, []),
-    "int8, llm-compressor per step": ({"weight_sync": "llmcompressor"}, []),
+    "int8, LoRA": ({}, LORA),
+    "int8, untied head": ({}, UNTIED),
+    "int8, checkpoint per step": (FILES, []),
+    "int8, llm-compressor per step": (COMPRESSOR, []),
     "int8, one matrix ignored": ({"quantization_ignore": ["lm_head", "re:.*layers.0.*down_proj"]}, []),
     "fp8": ({"rollout_quantization": "fp8"}, []),
-    "w4a16": ({"rollout_quantization": "w4a16", "sync_check_interval": 1}, []),
-    "w4a16, LoRA on values": ({"rollout_quantization": "w4a16"}, ["--lora", "--lora-targets", "v_proj"]),
-    "w4a16 and int8": ({"rollout_quantization": MIXED}, []),
-    "w4a16 and int8, adapter, rounded": (ADAPTER | {"rollout_quantization": MIXED, "round_base": True}, ["--lora"]),
-    "int8, with the head": ({"quantization_ignore": [], "sync_check_interval": 1}, ["--untied"]),
-    "w4a16, with the head": (
-        {"rollout_quantization": "w4a16", "quantization_ignore": [], "sync_check_interval": 1},
-        ["--untied"],
-    ),
+    "w4a16": (W4A16 | CHECKED, []),
+    "w4a16 and int8": (MIXED, []),
+    "bf16": (BF16, []),
     "int8, FP8 cache": (FP8_CACHE, []),
-    "bf16, FP8 cache": (FP8_CACHE | {"rollout_quantization": None}, []),
-    "bf16": ({"rollout_quantization": None}, []),
-    "bf16, LoRA": ({"rollout_quantization": None}, ["--lora"]),
-    "int8, LoRA on values": ({}, ["--lora", "--lora-targets", "v_proj"]),
-    "int8, adapter": (ADAPTER, ["--lora"]),
-    "int8, adapter, rounded": (ADAPTER | {"round_base": True}, ["--lora"]),
-    "w4a16, adapter on values": (ADAPTER | {"rollout_quantization": "w4a16"}, ["--lora", "--lora-targets", "v_proj"]),
-    "w4a16, adapter, rounded": (ADAPTER | {"rollout_quantization": "w4a16", "round_base": True}, ["--lora"]),
-    "bf16, adapter": (ADAPTER | {"rollout_quantization": None}, ["--lora", "--untied"]),
+    "int8, adapter": (ADAPTER, LORA),
+    "w4a16, adapter, rounded": (ADAPTER | W4A16 | {"round_base": True}, LORA),
+    "bf16, adapter": (ADAPTER | BF16, LORA + UNTIED),
 }
+CORNERS = {
+    "int8, LoRA, untied head": (CHECKED, LORA + UNTIED),
+    "int8, checkpoint per step, LoRA": (FILES, LORA),
+    "int8, checkpoint per step, untied head": (FILES, UNTIED),
+    "int8, checkpoint per step, LoRA, untied head": (FILES, LORA + UNTIED),
+    "int8, llm-compressor per step, LoRA": (COMPRESSOR, LORA),
+    "int8, llm-compressor per step, untied head": (COMPRESSOR, UNTIED),
+    "int8, llm-compressor per step, LoRA, untied head": (COMPRESSOR, LORA + UNTIED),
+    "int8, LoRA on values": ({}, VALUES),
+    "w4a16, LoRA on values": (W4A16, VALUES),
+    "int8, with the head": (CHECKED | {"quantization_ignore": []}, UNTIED),
+    "w4a16, with the head": (CHECKED | W4A16 | {"quantization_ignore": []}, UNTIED),
+    "bf16, FP8 cache": (FP8_CACHE | BF16, []),
+    "bf16, LoRA": (BF16, LORA),
+    "int8, adapter, rounded": (ADAPTER | {"round_base": True}, LORA),
+    "w4a16, adapter on values": (ADAPTER | W4A16, VALUES),
+    "w4a16 and int8, adapter, rounded": (ADAPTER | MIXED | {"round_base": True}, LORA),
+}
+"""Each pair of their settings is in a case above."""
+ALL = COLOCATED | CORNERS
 
-CORNERS = (
-    *("int8, LoRA on values", "bf16, FP8 cache", "bf16, LoRA", "int8, adapter, rounded"),
-    *("w4a16, LoRA on values", "w4a16, with the head", "w4a16, adapter on values", "int8, with the head"),
-    "w4a16 and int8, adapter, rounded",
-)
-"""Cases of which each half is in another one."""
 
-
-def cases(names):
-    marks = {name: [pytest.mark.slow] * (name in CORNERS) for name in names}
-    for name in names:
-        marks[name] += [needs_avx512] * name.startswith("w4a16") + [needs_avx512] * ("FP8 cache" in name)
-    return [pytest.param(name, marks=marks[name]) for name in names]
-
-
-def assert_sends_everything(record):
-    sent = {row["sync/sent_mb"] for row in record["history"] if "sync/sent_mb" in row}
-    assert sent == {record["whole_mb"]}
+def marks(case):
+    needs = [needs_avx512] if case.startswith("w4a16") or "FP8 cache" in case else []
+    return [*needs, pytest.mark.slow] if case in CORNERS else needs
 
 
 @pytest.fixture(scope="module")
 def colocated(request, train, run_scenario, tmp_path_factory):
-    """Each case's training record, and what an engine started from the checkpoint of the same weights says."""
+    """By case: the record of its training, and what an engine started from the checkpoint of the same weights says."""
     wanted = selected(request, "case")
-    chosen = {case: given for case, given in COLOCATED.items() if (case,) in wanted}
+    chosen = {case: arguments for case, arguments in ALL.items() if (case,) in wanted}
     directory = tmp_path_factory.mktemp("colocated")
     checkpoints = [directory / f"checkpoint {number}" for number in range(len(chosen))]
     records = train(
@@ -88,79 +95,81 @@ def colocated(request, train, run_scenario, tmp_path_factory):
 
 
 @pytest.mark.xdist_group("colocated")
-@pytest.mark.parametrize("case", cases(COLOCATED))
+@pytest.mark.parametrize("case", [pytest.param(case, marks=marks(case)) for case in ALL])
 def test_colocated_engine_holds_the_trained_weights(case, colocated):
-    config, arguments = COLOCATED[case]
+    config, arguments = ALL[case]
     record, fresh = colocated[case]
     if "sync_check_interval" in config:
-        assert any("sync/probe_ratio" in row for row in record["history"]) == ("FP8 cache" not in case)
-    formats = config.get("rollout_quantization", "int8")
-    is_bf16 = formats is None or "w4a16" in formats or isinstance(formats, dict)
+        ratios = [row["sync/probe_ratio"] for row in rollout_rows(record) if "sync/probe_ratio" in row]
+        assert (len(ratios) == 2) == ("FP8 cache" not in case) and all(ratio < 1 for ratio in ratios)
+    formats = "w4a16" if "w4a16" in case else config.get("rollout_quantization", "int8")
+    is_bf16 = formats in (None, "w4a16")
     assert_synced(record, fresh, lora="--lora" in arguments, tolerance=SAME_BF16 if is_bf16 else SAME)
     assert_sends_everything(record)
-    assert_metrics(record["history"], "w4a16" if isinstance(formats, dict) else formats)
+    assert_metrics(record["history"], formats)
+
+
+@pytest.fixture
+def served(int8_server, tmp_path):
+    """Settings of a run with the shared server."""
+    rollouts = str(tmp_path / "rollouts")
+    return CHECKED | {
+        "vllm_mode": "server",
+        "vllm_server_base_url": int8_server.url,
+        "rollout_checkpoint_dir": rollouts,
+    }
 
 
 @pytest.mark.xdist_group("server")
-def test_server_holds_the_trained_weights(int8_server, train, run_scenario, tmp_path):
-    config = {"vllm_mode": "server", "vllm_server_base_url": int8_server.url, "sync_check_interval": 1}
-    config["rollout_checkpoint_dir"] = str(tmp_path)
-    unchecked = config | {"sync_check_interval": 16}
+def test_server_holds_the_trained_weights(served, train, run_scenario, tmp_path):
+    runs = {"full": [served], "merged": [served | {"sync_check_interval": 16}, *LORA]}
     records = train(
-        [tmp_path / "out", "--config", json.dumps(config), "--export", tmp_path / "full"],
-        [tmp_path / "out", "--config", json.dumps(unchecked), "--export", tmp_path / "merged", "--lora"],
+        *(
+            [tmp_path / "out", "--export", tmp_path / name, "--config", json.dumps(config), *arguments]
+            for name, (config, *arguments) in runs.items()
+        )
     )
-    fresh = run_scenario("fresh_engine.py", tmp_path / "full", tmp_path / "merged")
-    for lora in (False, True):
-        assert_synced(records[lora], fresh[lora], lora)
-        assert_sends_everything(records[lora])
-        assert_metrics(records[lora]["history"], "int8")
-    assert not [*tmp_path.glob("trl-qurl-*/[0-9]")], "checkpoints were left"
+    fresh = run_scenario("fresh_engine.py", *(tmp_path / name for name in runs))
+    for is_lora in (False, True):
+        assert_synced(records[is_lora], fresh[is_lora], is_lora)
+        assert_sends_everything(records[is_lora])
+        assert_metrics(records[is_lora]["history"], "int8")
+    assert not [*tmp_path.glob("rollouts/trl-qurl-*/[0-9]")], "checkpoints were left"
 
 
 @pytest.mark.xdist_group("server")
-def test_rloo_samples_from_a_server(int8_server, train, tmp_path):
-    config = {"vllm_mode": "server", "vllm_server_base_url": int8_server.url, "sync_check_interval": 1}
-    config |= {"beta": 0.0, "max_steps": 2, "rollout_checkpoint_dir": str(tmp_path)}
-    [record] = train([tmp_path / "out", "--rloo", "--config", json.dumps(config)])
+def test_rloo_samples_from_a_server(served, train, tmp_path):
+    config = json.dumps(served | {"beta": 0.0, "max_steps": 2})
+    [record] = train([tmp_path / "out", "--rloo", "--config", config])
     [rollout] = [row for row in record["history"] if "reward" in row]
     assert 0 < rollout["mismatch/kl_k3"] < 0.01 and rollout["time/sync_check_s"] > 0
 
 
 @pytest.mark.xdist_group("server")
-@pytest.mark.parametrize("arguments", [[], ["--lora"]], ids=["full", "LoRA"])
-def test_server_takes_llmcompressors_checkpoint_of_each_step(arguments, int8_server, train, run_scenario, tmp_path):
+@pytest.mark.parametrize("arguments", [[], LORA], ids=["full", "LoRA"])
+def test_server_loads_llmcompressors_checkpoint_of_each_step(arguments, served, train, run_scenario, tmp_path):
     """llm-compressor writes float32 where the policy is; the server computes in bfloat16. Every sync is digested."""
-    config = {
-        "vllm_mode": "server",
-        "vllm_server_base_url": int8_server.url,
-        "weight_sync": "llmcompressor",
-        "sync_check_interval": 1,
-        "rollout_checkpoint_dir": str(tmp_path / "rollouts"),
-    }
-    [record] = train([tmp_path / "out", "--config", json.dumps(config), "--export", tmp_path / "end", *arguments])
+    config = json.dumps(served | {"weight_sync": "llmcompressor"})
+    [record] = train([tmp_path / "out", "--config", config, "--export", tmp_path / "end", *arguments])
     [fresh] = run_scenario("fresh_engine.py", tmp_path / "end")
-    assert_synced(record, fresh, lora="--lora" in arguments)
+    assert_synced(record, fresh, lora=bool(arguments))
 
 
 @pytest.mark.xdist_group("server")
 @pytest.mark.parametrize(("formats", "here"), [("fp8", "fp8"), ({"re:.*down_proj": "w4a16", "*": "int8"}, "w4a16")])
-def test_server_in_other_formats_is_refused(formats, here, int8_server, train, tmp_path):
-    config = {"vllm_mode": "server", "vllm_server_base_url": int8_server.url, "rollout_quantization": formats}
+def test_server_in_other_formats_is_refused(formats, here, served, train, tmp_path):
     message = rf"first model.layers.0.mlp.down_proj.weight_scale \({here}, shape .* here and int8, shape .* there\)"
     with pytest.raises(AssertionError, match=message):
-        train([tmp_path / "out", "--config", json.dumps(config)])
+        train([tmp_path / "out", "--config", json.dumps(served | {"rollout_quantization": formats})])
 
 
 @pytest.mark.slow
 @needs_avx512
 def test_server_of_several_formats(warm_python, train, run_scenario, tmp_path):
-    tiny_model().save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    arguments = ("--scheme", json.dumps(MIXED))
-    with vllm_server(tmp_path / "model", tmp_path, *arguments, python=warm_python, has_worker=True) as server:
-        config = {"vllm_mode": "server", "vllm_server_base_url": server.url, "sync_check_interval": 1}
-        config |= {"rollout_quantization": MIXED, "rollout_checkpoint_dir": str(tmp_path)}
+    model, scheme = save_tiny(tmp_path / "model"), json.dumps(MIXED["rollout_quantization"])
+    with vllm_server(model, tmp_path, "--scheme", scheme, python=warm_python, has_worker=True) as server:
+        config = CHECKED | MIXED | {"vllm_mode": "server", "vllm_server_base_url": server.url}
+        config["rollout_checkpoint_dir"] = str(tmp_path)
         [record] = train([tmp_path / "out", "--config", json.dumps(config), "--export", tmp_path / "full"])
         config["rollout_quantization"] = {"re:.*down_proj": "w4a16", "*": "int8"}
         message = r"first model.layers.0.self_attn.o_proj.weight_scale \(int8, shape .* here and none there\)"
@@ -170,16 +179,25 @@ def test_server_of_several_formats(warm_python, train, run_scenario, tmp_path):
     assert_synced(record, fresh, tolerance=SAME_BF16)
 
 
-LEFT_OUT = {
-    "layers.1.mlp.down_proj": "RowParallelLinear",
-    "layers.0.input_layernorm": "RMSNorm",
-    "embed_tokens": "VocabParallelEmbedding",
-}
-
-
-@pytest.mark.xdist_group("colocated")
-def test_a_layer_left_without_new_weights_is_an_error(run_scenario, tmp_path):
-    messages = run_scenario("partial_sync.py", tmp_path / "checkpoint", *LEFT_OUT)
-    for left_out, layer in LEFT_OUT.items():
-        assert messages[left_out] is not None, "the engine kept old weights and said nothing"
-        assert f"no new weights for 1 of its layers ({layer})" in messages[left_out]
+@pytest.mark.slow
+@pytest.mark.xdist_group("matrix servers")
+@pytest.mark.parametrize("head", ["tied", "untied"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_server_of_each_dtype_and_head_holds_the_trained_weights(dtype, head, train, warm_python, tmp_path):
+    if dtype == "float32" and torch.cpu._is_amx_tile_supported():
+        pytest.skip("vLLM's INT8 kernel for CPUs with AMX takes inputs in 16 bits only")
+    model = save_tiny(tmp_path / "model", tie_word_embeddings=head == "tied")
+    runs = list(itertools.product([[], LORA], ["checkpoint", "llmcompressor"]))
+    with vllm_server(model, tmp_path, "--scheme", "int8", "--dtype", dtype, python=warm_python) as server:
+        config = CHECKED | {"vllm_mode": "server", "vllm_server_base_url": server.url}
+        config["rollout_checkpoint_dir"] = str(tmp_path / "rollouts")
+        flags = UNTIED if head == "untied" else []
+        records = train(
+            *([tmp_path, "--config", json.dumps(config | {"weight_sync": way}), *lora, *flags] for lora, way in runs)
+        )
+    for (lora, _), record in zip(runs, records, strict=True):
+        for row in rollout_rows(record):
+            assert row["time/sync_check_s"] > 0 and row["sync/probe_ratio"] < 1
+        assert_metrics(record["history"], "int8")
+        assert_moved(record, bool(lora))
+        assert record["engine_dtype"] == dtype, "layers that are not quantized would be sent in the policy's dtype"

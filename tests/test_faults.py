@@ -1,139 +1,26 @@
-"""What goes wrong with a server, done to a real one: the run continues as if nothing had happened, or stops with one
-sentence, and a new one goes on.
+"""Faults of a real server: the run continues with equal results, or stops with one sentence and a new run works.
 
-tests/reliability.md and docs/reliability.md list the same, fault by fault.
+tests/reliability.md and docs/reliability.md list the same faults.
 """
 
 import functools
 import json
-import signal
 import subprocess
 import threading
 import time
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
-import requests
-from conftest import SCENARIOS, Server, child_environment, free_port, group_members, kill_group
-from datasets import Dataset
-from tiny import tiny_model, tiny_tokenizer
-from transformers import TrainerCallback
+from conftest import SCENARIOS, child_environment, group_members, kill_group
+from support.deployment import COMPUTED, Deployment, answering_500, at_step, before, history, interrupt, recoveries
+from support.disks import mounted
+from tiny import tiny_model
 
-from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 from trl_qurl.rollout import recovery
-from trl_qurl.rollout.engine.http import add_key
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
 
-# In this order, since a server takes long to start: those that lose it come last.
+# Tests that lose the server come last, because it takes long to start.
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("faults")]
-
-
-COMPUTED = (
-    "loss",
-    "grad_norm",
-    "reward",
-    "mismatch/kl_k3",
-)
-
-
-class Deployment:
-    """A model, a server of it that can be lost and started again in its place, and trainers that use it."""
-
-    def __init__(self, directory: Path, python: Path, *options: str) -> None:
-        self.directory, self.python = directory, python
-        self.options = options or ("--scheme", "int8")
-        self.model = directory / "model"
-        tiny_model().save_pretrained(self.model)
-        tiny_tokenizer().save_pretrained(self.model)
-        self.rollouts = directory / "rollouts"
-        self.port = free_port()
-        self.server: Server | None = None
-        self.end = threading.Timer(0, lambda: None)
-
-    def start(self) -> Server:
-        self.server = Server(self.model, self.directory, *self.options, port=self.port, python=self.python)
-        threading.Thread(target=self._restart, args=[self.server], daemon=True).start()
-        return self.server
-
-    def _restart(self, server: Server) -> None:
-        """Start another server when this one ends, as a user's loop or service manager does."""
-        server.process.wait()
-        with suppress(ProcessLookupError):
-            server.send(signal.SIGKILL)  # vLLM's engine survives a server that is killed alone
-        if self.server is server:
-            self.start()
-
-    def up(self) -> Server:
-        """The server, once it has come back if a test has lost it."""
-        if self.end.is_alive():
-            self.end.join()
-        return (self.server or self.start()).wait_until_healthy()
-
-    def close(self) -> None:
-        """End the server for good."""
-        server, self.server = self.server, None
-        if server:
-            server.stop()
-
-    def replace(self) -> None:
-        """Kill the server, and return when another one has been started."""
-        lost = self.server
-        lost.kill()
-        while self.server is lost:
-            time.sleep(0.05)
-
-    def lose(self) -> None:
-        """Stop the server from answering what is on its way, and kill it a second later."""
-        self.server.send(signal.SIGSTOP)
-        self.end = threading.Timer(1.0, self.replace)
-        self.end.start()
-
-    def lose_and_wait(self) -> None:
-        """Kill the server, and go on when another one has taken its place."""
-        self.replace()
-        self.server.wait_until_healthy()
-
-    def hang(self, seconds: float) -> None:
-        """Stop the server for a while."""
-        self.server.send(signal.SIGSTOP)
-        self.end = threading.Timer(seconds, self.server.send, [signal.SIGCONT])
-        self.end.start()
-
-    def config(self, **settings):
-        return {
-            "per_device_train_batch_size": 8,
-            "num_generations": 4,
-            "max_completion_length": 8,
-            "max_steps": 4,
-            "learning_rate": 1e-3,
-            "report_to": [],
-            "use_cpu": True,
-            "bf16": False,
-            "save_strategy": "no",
-            "vllm_mode": "server",
-            "vllm_server_base_url": f"http://127.0.0.1:{self.port}",
-            "rollout_checkpoint_dir": str(self.rollouts),
-            "vllm_request_timeout": 60.0,
-            "logging_steps": 1,
-            **settings,
-        }
-
-    def trainer(self, model=None, peft_config=None, **settings):
-        trainer = QuRLGRPOTrainer(
-            model=model or str(self.model),
-            reward_funcs=lambda completions, **kwargs: [len(set(completion)) / 8 for completion in completions],
-            args=QuRLGRPOConfig(str(self.directory / "out"), **self.config(**settings)),
-            train_dataset=Dataset.from_dict({"prompt": ["ab", "cd", "e", "fgh"] * 4}),
-            processing_class=tiny_tokenizer(),
-            peft_config=peft_config,
-        )
-        # So that runs can be compared: without it, the order in which a server's requests arrive decides. As a setting
-        # it is refused.
-        trainer.vllm_generation.generation_kwargs["seed"] = 7
-        return trainer
 
 
 @pytest.fixture(scope="module")
@@ -143,35 +30,9 @@ def deployment(warm_python, tmp_path_factory):
     deployment.close()
 
 
-def before(call, act):
-    """`call`, with `act` done first, once."""
-    acts = [act]
-
-    def wrapped(*args, **kwargs):
-        if acts:
-            acts.pop()()
-        return call(*args, **kwargs)
-
-    return wrapped
-
-
-def interrupt(owner, method, act):
-    """Let `act` come before a method's next call."""
-    setattr(owner, method, before(getattr(owner, method), act))
-
-
-def history(trainer):
-    """What a run computed."""
-    return [[row.get(name) for name in COMPUTED] for row in trainer.state.log_history if "loss" in row]
-
-
-def recoveries(trainer):
-    return sum(row.get("sync/recoveries", 0) for row in trainer.state.log_history)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(deployment):
-    """What a run computes to which nothing happens."""
+    """The history of a run without a fault."""
     deployment.up()
     trainer = deployment.trainer()
     trainer.train()
@@ -179,15 +40,6 @@ def undisturbed(deployment):
     assert all(grad_norm > 0 for _, grad_norm, *_ in history(trainer)), "there is nothing to compare"
     assert all(value is not None for row in history(trainer)[1:] for value in row)
     return history(trainer)
-
-
-def at_step(step, act):
-    class Act(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == step:
-                act()
-
-    return Act()
 
 
 def held_version(deployment):
@@ -228,7 +80,7 @@ def test_hangs_for_a_while(deployment, undisturbed, method):
 
 
 def test_the_noise_follows_from_the_seed_and_the_step(deployment):
-    """One request for one completion: there is no order of arrival."""
+    """Each request is for one completion, so the order of arrival does not matter."""
     deployment.up()
 
     def sampled(trainer, step):
@@ -256,7 +108,7 @@ def test_two_trainers_on_one_server(deployment):
     generation.generate = before(generation.generate, second.vllm_generation.sync_weights)
     with pytest.raises(SyncError, match="another run uses it. Use one server per run"):
         first.train()
-    second.train()  # the other goes on
+    second.train()  # the other continues
 
 
 def test_wrong_model_on_the_server(deployment):
@@ -272,11 +124,7 @@ def test_wrong_model_on_the_server(deployment):
 
 def test_full_disk(deployment, tmp_path):
     deployment.up()
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs needs privileges")
-    try:
+    with mounted(tmp_path / "disk", "size=2m") as disk:
         trainer = deployment.trainer(rollout_checkpoint_dir=str(disk))
 
         def fill():
@@ -286,18 +134,16 @@ def test_full_disk(deployment, tmp_path):
         trainer.add_callback(at_step(2, fill))
         with pytest.raises(OSError, match="cannot be written .*No space left on device.*free space there"):
             trainer.train()
-        assert held_version(deployment).endswith("step1-sync2"), "the server took what could not be written"
+        assert held_version(deployment).endswith("step1-sync2"), "the server loaded a checkpoint that is not complete"
         left = {path.parent.name for path in disk.rglob("*.safetensors")}
         assert left == {"sync-2"}, "half a checkpoint was left where the server could read it"
-    finally:
-        subprocess.run(["umount", "--lazy", disk], check=True)  # the trainer still has its lock there
 
 
 def test_trainer_is_killed_during_a_sync(deployment):
     server = deployment.up()
     config = {**deployment.config(max_steps=40, save_strategy="steps", save_steps=1), "per_device_train_batch_size": 8}
     directory = deployment.directory / "killed"
-    others = {*deployment.rollouts.glob("*/[0-9]")}  # of trainers of other tests, which are freed when Python likes to
+    others = {*deployment.rollouts.glob("*/[0-9]")}  # of other tests' trainers, not yet freed
     command = [deployment.python, SCENARIOS / "train.py", directory, "--model", deployment.model]
     command += ["--config", json.dumps(config)]
     trainer = subprocess.Popen(list(map(str, command)), env=child_environment(), process_group=0)
@@ -327,7 +173,7 @@ def test_trainer_is_killed_during_a_sync(deployment):
 
 def test_restarts_with_old_weights(deployment, undisturbed):
     deployment.up()
-    trainer = deployment.trainer(sync_check_interval=0)  # so that only what is sent again is checked
+    trainer = deployment.trainer(sync_check_interval=0)  # only the sync after the recovery is checked
     # Between a sync and the generation that relies on it.
     generation = trainer.vllm_generation
     trainer.add_callback(at_step(2, lambda: interrupt(generation, "generate", deployment.lose_and_wait)))
@@ -364,36 +210,6 @@ def test_two_processes_recover_together(deployment, train, tmp_path):
     assert [sum(row["sync/recoveries"] for row in run if "sync/recoveries" in row) for run in rows] == [0, 1]
 
 
-@contextmanager
-def answering_500(deployment, failures):
-    """The address of a proxy that answers so many requests of a path with an error, instead of the server."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def forward(self):
-            body = self.rfile.read(int(self.headers["Content-Length"] or 0))
-            if failures.get(self.path, 0):
-                failures[self.path] -= 1
-                return self.answer(500, b"EngineGenerateError")
-            url, headers = deployment.server.url, {"Content-Type": "application/json"}
-            answer = requests.request(self.command, url + self.path, data=body, headers=headers, auth=add_key)
-            self.answer(answer.status_code, answer.content)
-
-        do_GET = do_POST = forward
-
-        def answer(self, status, content):
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *arguments):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as proxy:
-        threading.Thread(target=proxy.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{proxy.server_port}"
-        proxy.shutdown()
-
-
 def test_answers_500_three_times(deployment, undisturbed):
     deployment.up()
     failures = {}
@@ -412,31 +228,3 @@ def test_is_gone_for_good(deployment):
     with pytest.raises(ServerLostError, match=f"No vLLM server answers at {server.url} after 3 s.*Before that: "):
         trainer.train()
     assert trainer.state.global_step == 2
-
-
-def test_answers_500():
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.answer(200, {"data": [{"id": "model"}]})
-
-        def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
-            asked.append(self.path)
-            self.answer(500, {"error": {"message": "EngineDeadError: look at the log"}})
-
-        def answer(self, status, content):
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(json.dumps(content).encode())
-
-        def log_message(self, *arguments):
-            pass
-
-    asked: list[str] = []
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as stub:
-        threading.Thread(target=stub.serve_forever, daemon=True).start()
-        client = ServedEngine(base_url=f"http://127.0.0.1:{stub.server_port}")
-        with pytest.raises(ServerError, match="answered /v1/completions with HTTP 500: check the .*EngineDeadError"):
-            client.generate([[1, 2]] * 500)
-        assert len(asked) <= 64, "requests went on after one had failed"
-        stub.shutdown()

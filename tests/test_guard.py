@@ -1,4 +1,4 @@
-"""The mismatch guard: when the alarm goes on and off, what it points to, and what training does then."""
+"""The mismatch guard: when its alarm starts and ends, the advice it gives, and what training does then."""
 
 import json
 import math
@@ -7,47 +7,29 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import needs_avx512
-from support.configs import config
+from support.building import SETTINGS
 from transformers import TrainerControl, TrainerState
 
 from benchmarks import guard as guard_benchmark
 from benchmarks.objectives.one_run import write_short_log
-from trl_qurl import QuRLRLOOConfig
+from trl_qurl import QuRLGRPOConfig, QuRLRLOOConfig
 from trl_qurl.rollout.mismatch import MismatchTally
-from trl_qurl.trainers.guard import (
-    CONTRADICTED,
-    ESS,
-    FUNCTION,
-    KL,
-    KL_ERROR,
-    RATIO,
-    ROUNDING,
-    SAMPLING,
-    STALE,
-    TAIL,
-    TOKENS,
-    WINDOW,
-    MismatchGuard,
-)
+from trl_qurl.trainers import guard as module
+from trl_qurl.trainers.guard import CONTRADICTED, ESS, KL, KL_ERROR, RATIO, TAIL, TOKENS, WINDOW, MismatchGuard
 
 QUIET = {KL: 0.001, KL_ERROR: 0.0, TAIL: 0.0, ESS: 1.0, RATIO: 1.0, CONTRADICTED: 0.0, TOKENS: 1e4}
 
 
 def new_guard(kl: float = 0.1, cap: float | None = 2.0, **settings) -> MismatchGuard:
-    args = config(mismatch_guard_kl=kl, **settings)
+    args = QuRLGRPOConfig("out", **SETTINGS | {"mismatch_guard_kl": kl} | settings)
     args.importance_cap = cap
     return MismatchGuard(args)
 
 
 def observed(guard: MismatchGuard, *rollouts: dict[str, float]) -> list[list[str]]:
-    """The metrics that each rollout finds beyond their limits."""
+    """By rollout, the metrics beyond their limits."""
     findings = [guard.judge(QUIET | rollout) for rollout in rollouts]
     return [[text.removeprefix("the median of ").split()[0] for text, _ in rollout] for rollout in findings]
-
-
-def advice(guard: MismatchGuard, *rollouts: dict[str, float]) -> str:
-    """What the first alarm advises."""
-    return next(found[0][1] for rollout in rollouts if (found := guard.judge(QUIET | rollout)))
 
 
 # One rollout ---------------------------------------------------------------------------------------------------------
@@ -76,29 +58,27 @@ def test_the_first_rollout_is_judged(rollout, finding):
     assert observed(new_guard(), rollout) == [finding]
 
 
-def test_a_jump_is_three_times_the_largest_so_far():
-    guard = new_guard()
-    assert observed(guard, {KL: 0.0004}, {KL: 0.0049}) == [[], []], "below what counts as a jump"
-    assert observed(guard, {KL: 0.002}, {KL: 0.0146}) == [[], []], "three times 0.0049"
-    assert observed(new_guard(), {KL: 0.0049}, {KL: 0.0148}) == [[], [KL]]
-    assert observed(new_guard(), {KL: 0.0049}, {KL: 0.038, KL_ERROR: 0.006}) == [[], []]
-    assert observed(new_guard(), {KL: 0.0001}, {KL: 0.005}) == [[], [KL]]
-    assert observed(new_guard(), {KL: 0.09}, {KL: 0.1}) == [[], [KL]], "the setting is a limit, too"
+@pytest.mark.parametrize(
+    ("settings", "rollouts", "findings"),
+    [
+        ({}, [{KL: 0.0004}, {KL: 0.0049}, {KL: 0.002}, {KL: 0.0146}], [[]] * 4),  # 0.0146 < 3 * 0.0049; at least 0.005
+        ({}, [{KL: 0.0001}, {KL: 0.005}], [[], [KL]]),
+        ({}, [{KL: 0.0049}, {KL: 0.0148}], [[], [KL]]),
+        ({}, [{KL: 0.0049}, {KL: 0.038, KL_ERROR: 0.006}], [[], []]),
+        ({}, [{KL: 0.09}, {KL: 0.1}], [[], [KL]]),  # the setting is a limit too
+        # A rollout with a finding is not compared with.
+        ({}, [{}, {KL: 0.05}, *[{}] * WINDOW, {KL: 0.05}], [[], [KL], *[[]] * WINDOW, [KL]]),
+        # The first is sampled with the weights that score it, all others with weights that are one rollout old.
+        ({"rollouts_ahead": 1, "vllm_mode": "server"}, [{KL: 0.0002}, {KL: 0.09}, {KL: 0.1}], [[], [], [KL]]),
+    ],
+    ids=["small", "from little", "three times", "within the error", "setting", "after a finding", "ahead"],
+)
+def test_a_jump_is_three_times_the_largest_so_far(settings, rollouts, findings):
+    assert observed(new_guard(**settings), *rollouts) == findings
 
 
-def test_a_rollout_with_a_finding_is_no_measure_for_the_next():
-    guard = new_guard()
-    assert observed(guard, {}, {KL: 0.05}, *[{}] * WINDOW, {KL: 0.05}) == [[], [KL], *[[]] * WINDOW, [KL]]
-
-
-def test_rollouts_ahead_may_jump():
-    """The first one is of the weights that score it, all others are one rollout old."""
-    guard = new_guard(rollouts_ahead=1, vllm_mode="server")
-    assert observed(guard, {KL: 0.0002}, {KL: 0.09}, {KL: 0.1}) == [[], [], [KL]]
-
-
-def test_few_tokens_prove_nothing():
-    """Healthy rollouts of 1 to 64 tokens: log rho is normal, of mean -s^2/2, so that the mean of rho is 1."""
+def test_healthy_rollouts_of_few_tokens_raise_no_alarm():
+    """log rho is normal with the mean -s^2/2, so the mean of rho is 1."""
     torch.manual_seed(0)
     tally = MismatchTally(Accelerator(cpu=True))
     for tokens in (1, 2, 4, 16, 64):
@@ -112,7 +92,7 @@ def test_few_tokens_prove_nothing():
             assert not guard.judge(tally.pop()), f"{tokens} tokens"
 
 
-def test_tokens_that_contradict_each_other_are_found_among_thousands():
+def test_contradicted_tokens_are_found_among_thousands():
     torch.manual_seed(0)
     tally, behavior = MismatchTally(Accelerator(cpu=True)), torch.full((8, 512), -0.5)
     proximal = behavior + 0.02 * torch.randn(8, 512)
@@ -123,22 +103,32 @@ def test_tokens_that_contradict_each_other_are_found_among_thousands():
     assert [text.split()[0] for text, _ in new_guard().judge(metrics)] == [CONTRADICTED]
 
 
-def test_the_pattern_says_where_to_look():
-    assert advice(new_guard(), {RATIO: 0.1, KL: 1.0}) == SAMPLING
-    assert advice(new_guard(), {KL: 0.2, CONTRADICTED: 0.1}) == FUNCTION, "from the first rollout on"
-    assert advice(new_guard(), {CONTRADICTED: 0.1}) == FUNCTION
-    assert advice(new_guard(), {}, {KL: 0.2}) == advice(new_guard(), {}, {CONTRADICTED: 0.1}) == STALE
-    assert advice(new_guard(), {KL: 0.09}, {KL: 0.11}) == advice(new_guard(), *[{TAIL: 0.1}] * WINDOW) == ROUNDING
-    assert advice(new_guard(rollout_quantization=None), *[{TAIL: 0.1}] * WINDOW) == FUNCTION
+@pytest.mark.parametrize(
+    ("settings", "rollouts", "advice"),
+    [
+        ({}, [{RATIO: 0.1, KL: 1.0}], "SAMPLING"),
+        ({}, [{KL: 0.2, CONTRADICTED: 0.1}], "FUNCTION"),  # from the first rollout on
+        ({}, [{CONTRADICTED: 0.1}], "FUNCTION"),
+        ({}, [{}, {KL: 0.2}], "STALE"),
+        ({}, [{}, {CONTRADICTED: 0.1}], "STALE"),
+        ({}, [{KL: 0.09}, {KL: 0.11}], "ROUNDING"),
+        ({}, [{TAIL: 0.1}] * WINDOW, "ROUNDING"),
+        ({"rollout_quantization": None}, [{TAIL: 0.1}] * WINDOW, "FUNCTION"),
+    ],
+)
+def test_advice_depends_on_the_pattern(settings, rollouts, advice):
+    guard = new_guard(**settings)
+    first = next(findings for rollout in rollouts if (findings := guard.judge(QUIET | rollout)))
+    assert first[0][1] == getattr(module, advice)
 
 
-def test_an_evaluation_is_judged_and_changes_no_median():
+def test_an_evaluation_is_judged_without_changing_medians():
     guard = new_guard()
     assert not any(guard.judge(QUIET | {TAIL: 0.1}, training=False) for _ in range(2 * WINDOW))
     assert observed(guard, *[{TAIL: 0.1}] * WINDOW) == [*[[]] * (WINDOW - 1), [TAIL]]
     guard = new_guard()
     guard.judge(QUIET, training=False)
-    assert guard.judge(QUIET | {KL: 0.05}, training=False)[0][1] == STALE
+    assert guard.judge(QUIET | {KL: 0.05}, training=False)[0][1] == module.STALE
     for _ in range(2 * WINDOW):
         guard.judge(QUIET, training=False)
     assert guard.alarm, "it ends with rollouts of training"
@@ -157,12 +147,12 @@ def test_the_median_of_five_rollouts_decides(metric, below, beyond):
     assert guard.alarm
 
 
-def test_what_is_found_says_the_median_and_the_threshold():
+def test_a_finding_has_the_median_and_the_threshold():
     guard = new_guard()
-    # Sorted ESS: .2 .4 .5 .9 nan, which counts as worst, so that .4 is in the middle.
+    # Sorted ESS: nan counts as the worst, so the median of nan .2 .4 .5 .9 is .4.
     for ess in (0.9, 0.5, math.nan, 0.4):
         assert guard.judge(QUIET | {ESS: ess}) == []
-    assert guard.judge(QUIET | {ESS: 0.2}) == [(f"the median of {ESS} is 0.4 (threshold 0.85)", ROUNDING)]
+    assert guard.judge(QUIET | {ESS: 0.2}) == [(f"the median of {ESS} is 0.4 (threshold 0.85)", module.ROUNDING)]
 
 
 @pytest.mark.parametrize("outlier", [math.inf, math.nan])
@@ -171,10 +161,10 @@ def test_outliers_raise_no_alarm(outlier):
     bad = {KL: outlier, KL_ERROR: outlier, TAIL: outlier, ESS: outlier, RATIO: math.nan}
     assert not any(observed(guard, *[{}, bad, {}, {}, bad] * 10)) and not guard.alarm
     assert observed(guard, bad) == [[TAIL, ESS]]  # the third of five
-    assert observed(new_guard(), {}, bad, {KL: 0.006}) == [[], [], [KL]], "they are no measure for a jump"
+    assert observed(new_guard(), {}, bad, {KL: 0.006}) == [[], [], [KL]], "jumps are not measured from them"
 
 
-def test_the_alarm_goes_off_after_five_rollouts_without_a_finding():
+def test_the_alarm_ends_after_five_rollouts_without_a_finding():
     guard = new_guard()
     assert observed(guard, {}, {KL: 0.2}) == [[], [KL]]
     # A second finding adds no warning, and the count begins again.
@@ -185,7 +175,7 @@ def test_the_alarm_goes_off_after_five_rollouts_without_a_finding():
 
 
 @pytest.mark.parametrize(("cap", "is_tail"), [(1.2, False), (1.999, False), (2.0, True), (10.0, True), (None, True)])
-def test_what_is_above_a_small_cap_is_no_tail(cap, is_tail):
+def test_tail_is_not_judged_with_a_cap_below_2(cap, is_tail):
     assert observed(new_guard(cap=cap), *[{TAIL: 0.06}] * WINDOW)[-1] == ([TAIL] if is_tail else [])
 
 
@@ -210,15 +200,12 @@ def test_a_rollout_without_tokens_changes_nothing():
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        config(**settings)
+    for config in (QuRLGRPOConfig, QuRLRLOOConfig):
+        with pytest.raises(ValueError, match=message):
+            config("out", **SETTINGS | settings)
 
 
-def test_rloo_has_the_guard():
-    assert QuRLRLOOConfig("out", use_cpu=True, bf16=False).mismatch_guard == "warn"
-
-
-# What is done --------------------------------------------------------------------------------------------------------
+# Warnings and stops --------------------------------------------------------------------------------------------------
 
 
 def test_one_warning_per_alarm_says_what_to_do(caplog):
@@ -237,21 +224,20 @@ def test_one_warning_per_alarm_says_what_to_do(caplog):
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_old_weights_are_named_only_where_there_are_some(ahead, caplog):
+def test_advice_names_old_weights_only_with_rollouts_ahead(ahead, caplog):
     guard = new_guard(rollouts_ahead=ahead, vllm_mode="server")
     for kl in (0.09, 0.11):
         guard.observe(QUIET | {KL: kl})
     assert ("set rollouts_ahead=0" in caplog.text) == bool(ahead)
 
 
-def test_a_stop_saves_also_where_an_evaluation_would_decide():
+def test_a_stop_saves_without_an_evaluation():
     guard, control = new_guard(mismatch_guard="stop"), TrainerControl(should_evaluate=True)
-    args = QuRLRLOOConfig("out", use_cpu=True, bf16=False)
-    guard.on_step_end(args, TrainerState(), control)
-    assert not control.should_training_stop
-    guard.observe(QUIET | {KL: 1.0})
-    guard.on_step_end(args, TrainerState(), control)
-    assert control.should_training_stop and control.should_save and not control.should_evaluate
+    for kl, stops in ((0.0, False), (1.0, True)):
+        guard.observe(QUIET | {KL: kl})
+        guard.on_step_end(QuRLGRPOConfig("out", **SETTINGS), TrainerState(), control)
+        assert control.should_training_stop == control.should_save == stops
+    assert not control.should_evaluate
 
 
 # Training ------------------------------------------------------------------------------------------------------------
@@ -283,6 +269,13 @@ def rollouts(record, metric):
     return [row[metric] for row in record["history"] if "reward" in row]
 
 
+PLANTED = {
+    "a sync is skipped": (KL, module.STALE),
+    "other weights from the start": (KL, module.FUNCTION),
+    "structured outputs": (RATIO, module.SAMPLING),
+}
+
+
 @pytest.mark.vllm
 @pytest.mark.xdist_group("guard")
 @needs_avx512
@@ -290,15 +283,10 @@ def rollouts(record, metric):
 def test_planted_faults_are_found_and_told_apart(run_scenario, tmp_path, kind):
     record = run_scenario("planted.py", tmp_path, kind)
     assert record["training"]["guard"] == [0, 0, 0]
-    for healthy in ("training", "evaluation", "synced again"):
-        assert record[healthy]["warnings"] == []
-    for fault, metric, where in (
-        ("a sync is skipped", KL, STALE),
-        ("other weights from the start", KL, FUNCTION),
-        ("structured outputs", RATIO, SAMPLING),
-    ):
+    assert not any(record[healthy]["warnings"] for healthy in ("training", "evaluation", "synced again"))
+    for fault, (metric, advice) in PLANTED.items():
         [warning] = record[fault]["warnings"]
-        assert metric in warning and where in warning, fault
+        assert metric in warning and advice in warning, fault
         assert record[fault]["mismatch/guard"] == 1
 
 
@@ -313,20 +301,17 @@ def groups():
 def test_no_healthy_run_of_the_study_raises_an_alarm(groups):
     healthy = [group for group in groups if group.expected == guard_benchmark.HEALTHY]
     assert sum(len(group.first_alarms) for group in healthy) >= 175
-    assert {"bf16", "int8_acr"} <= {group.arm for group in healthy if group.experiment == "real arithmetic"}
     assert not {f"{group.experiment}/{group.arm}" for group in healthy if any(group.first_alarms)}
-    # With room to spare: a tenth of the way to each threshold, at least.
+    # The distance from each threshold is at least a tenth of it.
     assert max(group.farthest[KL] for group in healthy) < 0.06
     assert max(group.farthest[TAIL] for group in healthy) < 0.009
     assert min(group.farthest[ESS] for group in healthy) > 0.865
 
 
-def test_all_harmed_runs_of_the_study_raise_one(groups):
-    by_kind = {kind: [group for group in groups if group.expected == kind] for kind in guard_benchmark.EXPECTED}
-    for kind, at_least in ((guard_benchmark.COLLAPSING, 5), (guard_benchmark.HARMED, 120)):
-        first = [alarm for group in by_kind[kind] for alarm in group.first_alarms]
-        assert len(first) >= at_least and None not in first
-    assert "int3_quantized_ratio" in {group.arm for group in by_kind[guard_benchmark.COLLAPSING]}
+@pytest.mark.parametrize(("kind", "least"), [(guard_benchmark.COLLAPSING, 5), (guard_benchmark.HARMED, 120)])
+def test_all_harmed_runs_of_the_study_raise_an_alarm(kind, least, groups):
+    first = [alarm for group in groups if group.expected == kind for alarm in group.first_alarms]
+    assert len(first) >= least and None not in first
 
 
 def test_a_healthy_run_with_an_alarm_is_an_error(tmp_path, capsys):

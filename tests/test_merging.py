@@ -1,14 +1,15 @@
-"""Adapters merged into copies: the numbers, what the probe makes of them, and that the policy is not written to."""
+"""Adapters merged into copies: their values, the probe of them, and a policy that stays unchanged."""
 
 import copy
+import functools
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import IA3Config, LoraConfig, get_peft_model
+from support.building import build, start_no_engine
 from tiny import stream_of, tiny_mixture, tiny_model, tiny_tokenizer
 
-from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+from trl_qurl import QuRLGRPOTrainer
 from trl_qurl.quantization import SCHEMES, write_checkpoint
 from trl_qurl.quantization.checkpoint_form import parameter_name
 from trl_qurl.quantization.merging import model_parameters
@@ -37,7 +38,7 @@ KINDS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_adapter_is_merged_in_float32_and_nothing_is_written_to(kind, dtype):
+def test_adapters_are_merged_in_float32_without_changing_the_policy(kind, dtype):
     make, config = KINDS[kind]
     model = get_peft_model(make(dtype=dtype), config)
     before, prints = copy.deepcopy(model.state_dict()), fingerprint(model)
@@ -51,8 +52,8 @@ def test_an_adapter_is_merged_in_float32_and_nothing_is_written_to(kind, dtype):
     assert any(not torch.equal(merged[name], tensor) for name, tensor in base.items()), "nothing was merged"
 
 
-def test_the_copy_that_the_active_adapter_trains_is_sent():
-    """And not that of the reference adapter, which TRL adds for a KL penalty."""
+def test_modules_of_the_active_adapter_are_sent():
+    """TRL adds a reference adapter for a KL penalty."""
     model = get_peft_model(tiny_model(), lora(modules_to_save=["norm"]), adapter_name="math")
     model.add_adapter("ref", model.peft_config["math"])
     with torch.no_grad():
@@ -66,7 +67,7 @@ def test_the_copy_that_the_active_adapter_trains_is_sent():
 
 
 @pytest.mark.parametrize("scheme", [None, SCHEMES["w4a16"]], ids=["bf16", "w4a16"])
-def test_the_probe_computes_the_policy_as_it_learns(scheme):
+def test_the_probe_merges_the_adapter(scheme):
     """The engine's function is that of merged weights; a base that changed below the adapter is another one."""
     model = get_peft_model(tiny_model(), lora()).eval()
     prompt, tokens = [40, 50, 60, 70], [41, 51, 61, 71]
@@ -105,7 +106,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_fingerprint_knows_later_weights(change):
+def test_fingerprint_changes_with_weights(change):
     model = tiny_model()
     before = fingerprint(model)
     model(torch.tensor([[5, 6, 7]])).logits.sum().backward()
@@ -114,7 +115,7 @@ def test_a_fingerprint_knows_later_weights(change):
     assert fingerprint(model) != before
 
 
-def test_a_fingerprint_knows_what_adapters_do():
+def test_fingerprint_changes_with_adapters():
     model = get_peft_model(tiny_model(), lora(modules_to_save=["norm"]))
     model.add_adapter("other", model.peft_config["default"])
     before = fingerprint(model)
@@ -147,43 +148,24 @@ ONE = {"zero_stage": 0, "fsdp_version": 1}
 
 @pytest.fixture
 def start(monkeypatch, tmp_path):
-    """Build a trainer that must not reach its engine."""
-
-    def no_engine(*args, **kwargs):
-        raise AssertionError("an engine was started")
-
-    monkeypatch.setattr("trl_qurl.rollout.engine.colocated.build_engine", no_engine)
-
-    def build(model, **given):
-        config = QuRLGRPOConfig(
-            str(tmp_path / "out"), use_cpu=True, bf16=False, report_to=[], num_generations=2, steps_per_generation=2
-        )
-        data = Dataset.from_dict({"prompt": ["ab"] * 16})
-        QuRLGRPOTrainer(
-            model,
-            lambda completions, **kwargs: [0.0] * len(completions),
-            config,
-            train_dataset=data,
-            processing_class=tiny_tokenizer(),
-            **given,
-        )
-
-    return build
+    """Builds a trainer that must not reach its engine."""
+    monkeypatch.setattr("trl_qurl.rollout.engine.colocated.build_engine", start_no_engine)
+    return functools.partial(build, QuRLGRPOTrainer, tmp_path / "out")
 
 
 @pytest.mark.parametrize("kind", APART)
 def test_a_tied_head_that_is_trained_apart_is_refused(kind, start):
     with pytest.raises(ValueError, match=r"lm_head\.weight and model\.embed_tokens\.weight are one tensor in the eng"):
-        start(tiny_model(), peft_config=lora(**APART[kind]))
+        start(peft_config=lora(**APART[kind]))
 
 
 def test_fsdp_1_is_refused(start, monkeypatch):
     monkeypatch.setattr("trl.distributed.DistributedBackend.__init__", lambda self, _: vars(self).update(ONE))
     with pytest.raises(ValueError, match="FSDP 1 does not expose single matrices to quantize: set fsdp_version to 2"):
-        start(tiny_model())
+        start()
 
 
-def test_what_is_trained_alike_or_is_untied_is_not_refused():
+def test_heads_that_are_trained_alike_or_untied_are_accepted():
     check_policy(get_peft_model(tiny_model(), lora()).get_base_model())
     check_policy(tiny_model())
     for settings in APART.values():
@@ -206,7 +188,7 @@ def test_a_generation_config_that_cannot_be_saved_is_refused(start, tmp_path):
         r"saves no model with the generation_config\.json of .*/model: correct it there, or .*(?s:.)*`temperature`"
     )
     with pytest.raises(ValueError, match=message):
-        start(str(tmp_path / "model"))
+        start(model=str(tmp_path / "model"))
 
 
 def test_a_quantized_checkpoint_is_refused_before_it_is_loaded(start, tmp_path, monkeypatch):
@@ -214,4 +196,4 @@ def test_a_quantized_checkpoint_is_refused_before_it_is_loaded(start, tmp_path, 
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *args, **kwargs: pytest.fail("loaded"))
     message = r"quantized for training \(quantization_config in the config\.json of .*/model\)"
     with pytest.raises(ValueError, match=message):
-        start(str(tmp_path / "model"))
+        start(model=str(tmp_path / "model"))

@@ -95,7 +95,8 @@ def execute(path: Path, directory: Path, sizes: dict, python: Path | str) -> nbf
     kernel = jupyter_client.AsyncKernelManager(kernel_name="python3")
     # A fork's parent is not who asked for it, and a kernel that has lost its parent ends.
     kernel.kernel_spec.argv = [str(python), *kernel.kernel_spec.argv[1:], "--IPKernelApp.parent_handle=0"]
-    client = nbclient.NotebookClient(notebook, kernel, timeout=240, resources={"metadata": {"path": str(directory)}})
+    places = {"metadata": {"path": str(directory)}}
+    client = nbclient.NotebookClient(notebook, kernel, timeout=240, startup_timeout=240, resources=places)
     # pandas chose when it was imported to fit tables to a terminal, and a fork's may be narrow.
     environment = child_environment(VLLM_CPU_KVCACHE_SPACE="1", PYTHONPATH=str(ROOT), COLUMNS="200")
     client.execute(env=environment, cleanup_kc=True)

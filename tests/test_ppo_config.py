@@ -7,7 +7,7 @@ from trl import GRPOConfig
 
 from trl_qurl import QuRLPPOConfig
 
-# Several updates per rollout, so that no warning about inert objectives is in the way.
+# Several updates per rollout avoid the warning about objectives without effect.
 SETTINGS = {"use_cpu": True, "bf16": False, "per_device_train_batch_size": 4, "steps_per_generation": 2}
 
 
@@ -40,10 +40,7 @@ def test_an_odd_batch_is_allowed(tmp_path):
         ({"num_generations": 3}, "must be divisible by num_generations"),
         ({"num_generations": 1, "generation_batch_size": 6, "steps_per_generation": None}, "divisible by the global"),
         ({"num_generations": 1, "generation_batch_size": 8}, "can not be both configured"),
-        (
-            {"num_generations": 1, "vllm_importance_sampling_clip_min": 3.0},
-            "clip_min (3.0) must be less than",
-        ),
+        ({"num_generations": 1, "vllm_importance_sampling_clip_min": 3.0}, "clip_min (3.0) must be less than"),
         ({"num_generations": 1, "auto_find_batch_size": True}, "auto_find_batch_size is not supported"),
         ({"num_generations": 1, "objective": "ppo"}, "objective is 'ppo', but must be one of"),
     ],

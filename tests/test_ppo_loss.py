@@ -8,14 +8,14 @@ import pytest
 import torch
 from conftest import DISTRIBUTED_VARIABLES
 from datasets import Dataset
-from tiny import ENGINE, tiny_model, tiny_tokenizer
+from tiny import ENGINE, save_tiny
 
 from trl_qurl import QuRLPPOConfig, QuRLPPOTrainer
 from trl_qurl.advantages import bootstrap_values, generalized_advantages, masked_moments, token_rewards, whiten
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("trainer")]
 
-B, T, CAP = 6, 8, 1.0005  # a cap that cuts some of the ratios of INT8 rollouts, which are close to 1
+B, T, CAP = 6, 8, 1.0005  # this cap cuts some of the ratios of INT8 rollouts, all close to 1
 
 
 def lengths(completions, **kwargs):
@@ -23,8 +23,7 @@ def lengths(completions, **kwargs):
 
 
 def build(directory, scheme, **settings):
-    tiny_model().save_pretrained(directory / "model")
-    tiny_tokenizer().save_pretrained(directory / "model")
+    save_tiny(directory / "model")
     config = QuRLPPOConfig(
         str(directory / "out"),
         rollout_quantization=scheme,
@@ -84,9 +83,12 @@ def bootstrap(trainer, batch, values):
     return bootstrap_values(values, batch["completion_ids"], batch["completion_mask"], ends)
 
 
-def test_a_zero_critic_makes_it_reinforce_with_the_same_correction(trainer):
+def test_with_a_zero_critic_the_gradient_is_reinforce(trainer):
     batch = rollout(trainer)
     assert not batch["values"].any(), "a new head starts at zero"
+    # The table of completions shows advantages before whitening: rewards, with a critic that is 0 everywhere.
+    assert list(trainer._logs["advantages"]) == pytest.approx(trainer._rollout.rewards[:, 0].tolist())
+    assert "frac_reward_zero_std" not in trainer._metrics["train"]
     inputs = micro_batch(batch)
     seen = policy_gradient(trainer, trainer._compute_loss(trainer.model, inputs))
 
@@ -103,7 +105,7 @@ def test_a_zero_critic_makes_it_reinforce_with_the_same_correction(trainer):
     torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_completions_that_were_cut_are_bootstrapped_and_those_that_ended_are_not(trainer):
+def test_only_truncated_completions_are_bootstrapped(trainer):
     batch = rollout(trainer)
     values = torch.arange(1.0, T + 2).expand(len(batch["completion_ids"]), -1)  # (B, T + 1)
     ids, mask = batch["completion_ids"], batch["completion_mask"]
@@ -114,21 +116,13 @@ def test_completions_that_were_cut_are_bootstrapped_and_those_that_ended_are_not
     assert bootstrap(trainer, batch, values)[:3].tolist() == [T + 1, 0.0, 4.0]
 
 
-def test_a_completion_without_a_reward_teaches_nobody(trainer):
-    batch = rollout(trainer)
-    trainer._rollout.rewards[0] = torch.nan
-    trainer._add_advantages(batch, torch.full((len(batch["completion_ids"]), T + 1), 0.5))
-    assert not batch["advantages"][0].any() and not batch["critic_mask"][0].any()
-    assert batch["advantages"][1:].isfinite().all() and batch["critic_mask"][1:].any()
-
-
 def test_the_critic_learns_from_tokens_with_a_return_only(trainer):
     batch = micro_batch(rollout(trainer))
     batch["critic_mask"][0] = False  # a completion without a reward
     values = torch.full((B, T + 1), 9.0, requires_grad=True)  # far from every return
     trainer._value_loss(batch, values).backward()
     assert torch.equal(values.grad[:, :-1] != 0, batch["critic_mask"])
-    assert not values.grad[:, -1].any(), "the value after the last token is no prediction"
+    assert not values.grad[:, -1].any(), "the value after the last token is not a prediction"
 
 
 def test_several_rewards_are_weighed(trainer):
@@ -140,8 +134,10 @@ def test_several_rewards_are_weighed(trainer):
         trainer._add_advantages(batch, torch.zeros(len(functions), T + 1))
     finally:
         trainer.reward_weights = weights
-    # Without values and discounts, the return is the reward: 1 + 2 / 2, then 1; the third row has none.
-    assert batch["returns"][:2, 0].tolist() == [2.0, 1.0] and not batch["critic_mask"][2].any()
+    # Without values and discounts, the return is the reward: 1 + 2 / 2, then 1. Nothing is learned from the third.
+    assert batch["returns"][:2, 0].tolist() == [2.0, 1.0]
+    assert batch["critic_mask"][1].any() and batch["advantages"].isfinite().all()
+    assert not batch["critic_mask"][2].any() and not batch["advantages"][2].any()
 
 
 def test_values_are_those_before_each_token(trainer):
@@ -161,7 +157,7 @@ def test_values_are_those_before_each_token(trainer):
         score.weight.zero_()
 
 
-def test_advantages_are_whitened_over_the_whole_rollout_and_returns_are_not(trainer):
+def test_advantages_are_whitened_over_the_whole_rollout(trainer):
     batch = rollout(trainer)
     values = torch.randn(len(batch["completion_ids"]), T + 1)
     trainer._add_advantages(batch, values)
@@ -181,14 +177,6 @@ def test_advantages_are_whitened_over_the_whole_rollout_and_returns_are_not(trai
     assert logged["advantages/mean"][-1] == pytest.approx(plain.advantages[mask].mean().item(), abs=1e-5)
     assert logged["advantages/std"][-1] == pytest.approx(plain.advantages[mask].std().item(), rel=1e-4)
     assert logged["critic/returns_std"][-1] == pytest.approx(plain.returns[mask].std().item(), rel=1e-4)
-
-
-def test_the_table_of_completions_shows_the_critics_advantages(trainer):
-    rollout(trainer)
-    shown = list(trainer._logs["advantages"])
-    # Before whitening: the rewards, because the critic is still 0 everywhere.
-    assert shown == pytest.approx(trainer._rollout.rewards[:, 0].tolist())
-    assert "frac_reward_zero_std" not in trainer._metrics["train"]
 
 
 def test_evaluation_measures_the_critic_and_changes_nothing(trainer):

@@ -1,4 +1,4 @@
-"""What vLLM's own reload leaves undefined is an error."""
+"""Values that vLLM's reload leaves undefined are an error."""
 
 from types import SimpleNamespace
 
@@ -7,37 +7,46 @@ import torch
 from torch import nn
 
 
-class Padded(nn.Module):
-    """As layers that are rounded up for a kernel: five rows of eight come in."""
+class Layer(nn.Module):
+    """Parameters that each tensor of a checkpoint overwrites, from the start on."""
+
+    def __init__(self, **shapes):
+        super().__init__()
+        for name, shape in shapes.items():
+            parameter = nn.Parameter(torch.zeros(shape))
+            parameter.weight_loader = lambda param, loaded: param.data[: len(loaded)].copy_(loaded)
+            self.register_parameter(name, parameter)
+
+
+class Padded(Layer):
+    """Rounded up for a kernel: five rows of eight are in the checkpoint."""
+
+    def __init__(self):
+        super().__init__(weight=(8, 4))
+
+
+class Mixer(Layer):
+    """Like a Mamba layer of which one tensor is counted twice: it seems full before `D` has come."""
+
+    def __init__(self):
+        super().__init__(A=4, D=4)
+
+
+class WithNorm(Mixer):
+    """Like Qwen2-VL's: its norm has values from the processor, not from a checkpoint."""
 
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(8, 4))
-        self.weight.weight_loader = lambda param, loaded: param.data[: len(loaded)].copy_(loaded)
+        self.norm = type("PixelNorm", (nn.Module,), {})()
+        self.norm.register_buffer("weight", torch.full((3,), 2.0))
 
 
-class Mixer(nn.Module):
-    """As a Mamba layer of which one tensor is counted twice: it seems full before `D` has come."""
-
-    def __init__(self):
-        super().__init__()
-        self.A, self.D = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
-        for parameter in (self.A, self.D):
-            parameter.weight_loader = lambda param, loaded: param.data.copy_(loaded)
-
-
-class Whole(Mixer):
-    """Nothing is wrong with it."""
-
-
-class PictureNorm(Whole):
-    """Beside it, as in Qwen2-VL: a norm that takes its values from the processor, and is in no checkpoint."""
+class Positioned(Mixer):
+    """With a buffer that is in no checkpoint."""
 
     def __init__(self):
         super().__init__()
-        norm = type("PixelNorm", (nn.Module,), {})()
-        norm.register_buffer("weight", torch.full((3,), 2.0))
-        self.norm = norm
+        self.register_buffer("positions", torch.arange(4.0), persistent=False)
 
 
 class Model(nn.Module):
@@ -52,7 +61,7 @@ class Model(nn.Module):
 
 
 def reload(layer, *names):
-    """What our worker makes of vLLM's own reload of this layer, with these tensors of ones coming in."""
+    """A model with this layer, after our worker has reloaded it with these tensors of ones through vLLM."""
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
         initialize_layerwise_reload,
@@ -87,38 +96,22 @@ def reload(layer, *names):
     [(Padded, ["layer.weight"]), (Mixer, ["layer.A", "layer.A", "layer.D"])],
     ids=["padded", "dropped"],
 )
-def test_a_layer_that_vllm_leaves_partly_undefined_is_refused_by_name(layer, names, caplog):
+def test_a_layer_with_undefined_values_is_an_error(layer, names, caplog):
     with pytest.raises(RuntimeError, match=f"is undefined after a reload: {layer.__name__}. A tensor"):
         reload(layer(), *names)
     said = [record for record in caplog.records if "reload" in record.name]
-    assert not said, "what vLLM says while it is watched reaches the user"
+    assert not said, "the user sees what vLLM logs while we listen"
 
 
-def test_a_layer_that_vllm_fills_is_loaded():
-    model = reload(Whole(), "layer.A", "layer.D")
+def test_a_complete_layer_is_loaded():
+    model = reload(WithNorm(), "layer.A", "layer.D")
     assert model.layer.A.tolist() == model.layer.D.tolist() == [1.0] * 4
-
-
-def test_a_norm_without_parameters_needs_no_new_weights():
-    model = reload(PictureNorm(), "layer.A", "layer.D")
-    assert model.layer.norm.weight.tolist() == [2.0] * 3 and model.layer.A.tolist() == [1.0] * 4
-
-
-class Positioned(nn.Module):
-    """Has a parameter, and a buffer that no checkpoint holds."""
-
-    def __init__(self):
-        super().__init__()
-        self.A = nn.Parameter(torch.zeros(4))
-        self.D = nn.Parameter(torch.zeros(4))
-        for parameter in (self.A, self.D):
-            parameter.weight_loader = lambda held, tensor: held.data.copy_(tensor)
-        self.register_buffer("positions", torch.arange(4.0), persistent=False)
+    assert model.layer.norm.weight.tolist() == [2.0] * 3, "a norm without parameters needs no weights"
 
 
 @pytest.fixture
 def defined_memory(monkeypatch):
-    """Memory that nothing has been written to holds NaN, instead of what by luck is still there."""
+    """Fill new memory with NaN, for a result that does not depend on luck."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     yield

@@ -20,9 +20,7 @@ from trl_qurl.rollout.engine.cuda import repaired_reload
 MARKS = [
     pytest.mark.simulated_gpu,
     pytest.mark.xdist_group("simulated gpu"),
-    pytest.mark.skipif(
-        not vllm.__version__.startswith("0.31."), reason="simulated_gpu has doubles for vLLM 0.31 only"
-    ),
+    pytest.mark.skipif(not vllm.__version__.startswith("0.31."), reason="the doubles imitate vLLM 0.31"),
 ]
 
 
@@ -91,7 +89,7 @@ def test_every_fault_that_we_repair_has_a_report():
     assert all(f"### {title}\n" in page for title in TITLES)
 
 
-# What the comparison is for, on a layer with a kernel in the place of an engine.
+# The repair, on a layer with a kernel instead of an engine. `FAULTS` above shows that the comparison finds faults.
 
 
 class Kernel:
@@ -123,19 +121,12 @@ def planted(fault):
     return tensors.compare(tensors.held_tensors(layer), tensors.held_tensors(fresh), captured)
 
 
-FREED, STALE = "graphs read freed memory", "graphs read other values"
-
-
 def replace_weight(layer):
     layer.weight = nn.Parameter(layer.weight + 0, requires_grad=False)
 
 
 def move_bias(layer):
     layer.bias.data = layer.bias + 0
-
-
-def keep_the_old(layer):
-    layer.weight.fill_(0.0)
 
 
 def lose_an_address(layer):
@@ -147,29 +138,10 @@ def grow(layer):
     layer.weight.data = torch.ones(5)
 
 
-def forget(layer):
-    del layer.scheme.packed
-
-
-@pytest.mark.parametrize(
-    ("fault", "expected"),
-    [
-        (lambda layer: None, {}),
-        (replace_weight, {FREED: ["weight"]}),
-        (move_bias, {FREED: ["bias"]}),
-        (keep_the_old, {"unlike a fresh engine": ["weight"], STALE: ["weight"]}),
-        (lose_an_address, {FREED: [".scheme.packed"], STALE: [".scheme.packed"]}),
-        (grow, {"unlike a fresh engine": ["weight"], FREED: ["weight"]}),
-        (forget, {"only in one engine": [".scheme.packed"], FREED: [".scheme.packed"]}),
-    ],
-    ids=["none", "replaced weight", "moved bias", "old value", "lost address", "other shape", "lost tensor"],
-)
-def test_a_planted_fault_is_reported(fault, expected):
-    assert planted(fault) == expected
-
-
 @pytest.mark.parametrize("fault", [replace_weight, move_bias, lose_an_address])
 def test_the_repair_brings_tensors_back(fault):
+    assert planted(fault) != {}
+
     def repaired(layer):
         layer.load(0.0)  # as before the reload
         with repaired_reload(layer):
@@ -198,7 +170,7 @@ def test_a_tensor_of_another_shape_is_an_error():
         grow(layer)
 
 
-def test_scales_of_a_cache_are_one_again_where_vllm_does_not_save_them():
+def test_the_repair_resets_cache_scales_that_vllm_does_not_save():
     layer = nn.Module()
     layer._k_scale = nn.Parameter(torch.tensor(0.0), requires_grad=False)
     layer.register_buffer("_v_scale", torch.tensor(0.5))

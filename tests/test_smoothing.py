@@ -1,4 +1,4 @@
-"""Smoothing leaves a model's function and weights alone, takes the harm off outliers, and reaches the engine."""
+"""Smoothing keeps a model's function and weights, removes the error that outliers cause, and reaches the engine."""
 
 import copy
 import json
@@ -7,9 +7,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import needs_vnni
-from support.architectures import VARIANTS, logits
-from support.architectures import tiny_model as architecture
-from tiny import rollout_settings, stream_of, tiny_model, tiny_tokenizer, with_outliers
+from support.dense_models import VARIANTS, dense_model, logits
+from support.training import rollout_rows
+from tiny import rollout_settings, save_tiny, stream_of, tiny_model, with_outliers
 
 from trl_qurl import QuRLGRPOConfig
 from trl_qurl.quantization import get_scheme
@@ -23,7 +23,7 @@ FUSED = dict.fromkeys(("glm", "glm4", "phi3", "cohere", "cohere2"), 2)  # or one
 
 
 def smoothed_stream(model, tokens=TOKENS):
-    """The stream of a model whose scales are fitted to a pass over tokens."""
+    """The stream of a model, with scales fitted to a pass over tokens."""
     weights = stream_of(model, get_scheme("int8"), smooths=True)
     weights.fit_smoothing(model, tokens.tolist())
     return weights
@@ -50,8 +50,8 @@ def kl(model, weights, smoothing=None):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_function_and_the_policy_do_not_change(variant):
-    model = architecture(variant)
+def test_smoothing_changes_neither_function_nor_policy(variant):
+    model = dense_model(variant)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     weights = smoothed_stream(model, TOKENS % 45 + 3)
     for name, tensor in model.state_dict().items():
@@ -68,7 +68,7 @@ def test_the_function_and_the_policy_do_not_change(variant):
 
 def test_scales_share_the_range_between_inputs_and_weights():
     inputs, columns = torch.tensor([1024.0, 1.0, 1.0, 0.0]), torch.tensor([1.0, 1.0, 1 / 1024, 1.0])  # mean squares
-    # 1024^0.2, 1 and 1024^0.3, whose geometric mean is 2^(5/3); the last channel is never used.
+    # 1024^0.2, 1 and 1024^0.3 have the geometric mean 2^(5/3); the last channel is never used.
     expected = torch.tensor([2.0**2, 2.0**0, 2.0**3]) / 2 ** (5 / 3)
     torch.testing.assert_close(fitted_scales(inputs, columns)[:3], expected)
     assert fitted_scales(inputs, columns)[3] == 1
@@ -94,7 +94,7 @@ def test_padding_does_not_count():
 
 
 @pytest.mark.parametrize("reader", ["q_proj", "k_proj", "v_proj"])
-def test_a_channel_counts_by_the_largest_column_of_all_that_read_it(reader):
+def test_scales_depend_on_the_largest_column_of_all_readers(reader):
     model, layer = tiny_model("llama"), "model.layers.0.self_attn.q_proj"
     before = smoothed_stream(model).smoothing.input_scale(layer)
     with torch.no_grad():
@@ -107,7 +107,7 @@ def test_a_channel_counts_by_the_largest_column_of_all_that_read_it(reader):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_outliers_do_no_more_harm_than_none(family):
+def test_smoothing_removes_the_error_of_outliers(family):
     plain = tiny_model(family).eval()
     model = with_outliers(tiny_model(family), 0).eval()
     weights = smoothed_stream(model)
@@ -131,7 +131,7 @@ FEWER = ["lm_head", "re:.*down_proj"]
 
 
 @pytest.mark.parametrize(("before", "after"), [(["lm_head"], FEWER), (FEWER, ["lm_head"])])
-def test_a_state_of_other_layers_leaves_the_fit_to_the_first_prompts(before, after):
+def test_state_of_other_layers_is_not_loaded(before, after):
     def fitted(ignore, seed):
         model = tiny_model("llama", seed=seed)
         weights = stream_of(model, get_scheme("int8"), ignore, smooths=True)
@@ -165,20 +165,23 @@ def test_a_state_of_other_layers_leaves_the_fit_to_the_first_prompts(before, aft
         ({"round_base": True}, "round_base=True"),
     ],
 )
-def test_what_cannot_be_smoothed_is_refused_if_it_is_asked_for(settings, message, tmp_path):
+def test_smoothing_is_refused_where_it_cannot_act(settings, message, tmp_path):
     common = {"use_cpu": True, "bf16": False} | settings
     with pytest.raises(ValueError, match=message):
         QuRLGRPOConfig(str(tmp_path), smooth_activations=True, **common)
     assert QuRLGRPOConfig(str(tmp_path), **common).smooths is False
 
 
-def test_int8_is_smoothed_by_default_where_it_is_known_how(tmp_path):
+def test_int8_is_smoothed_by_default_for_known_models(tmp_path):
     assert QuRLGRPOConfig(str(tmp_path), use_cpu=True, bf16=False).smooths is None, "the model decides"
     assert QuRLGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, smooth_activations=False).smooths is False
-    assert can_smooth(tiny_model("llama")) and not can_smooth(tiny_model("opt", ffn_dim=128, word_embed_proj_dim=128))
+    unknown = tiny_model("opt", ffn_dim=128, word_embed_proj_dim=128)
+    assert can_smooth(tiny_model("llama")) and not can_smooth(unknown)
+    with pytest.raises(ValueError, match=r"model type 'opt'.*Leave smooth_activations out"):
+        stream_of(unknown, get_scheme("int8"), smooths=True)
 
 
-def test_no_model_is_passed_through_on_the_host_before_it_is_moved():
+def test_scales_are_not_fitted_before_a_model_is_on_its_device():
     passes, settings = [], rollout_settings(get_scheme("int8"), smooths=True)
     for device, expected in (("meta", 0), ("cpu", 1)):  # as if the launcher had yet to move or shard it
         model = tiny_model(tie_word_embeddings=False).to(device)
@@ -187,54 +190,40 @@ def test_no_model_is_passed_through_on_the_host_before_it_is_moved():
         assert len(passes) == expected and bool(weights.smoothing.scales) == bool(expected)
 
 
-def test_an_unknown_model_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"model type 'opt'.*Leave smooth_activations out"):
-        stream_of(tiny_model("opt", ffn_dim=128, word_embed_proj_dim=128), get_scheme("int8"), smooths=True)
-
-
 # A run ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def runs(train, tmp_path_factory):
-    """Two processes, each with an engine, and a policy with outliers: plain and smoothed.
-
-    The scales are fitted to prompts at the start, and to the first rollout.
-    """
+    """A policy with outliers in two processes with an engine each: plain, then smoothed from the first prompts on."""
     directory = tmp_path_factory.mktemp("smoothed")
-    with_outliers(tiny_model("llama"), 0).save_pretrained(directory / "model")
-    tiny_tokenizer().save_pretrained(directory / "model")
-    config = {
-        "sync_check_interval": 1,
-        "learning_rate": 1e-5,
-        "smooth_activations": None,
-    }
+    save_tiny(directory / "model", model=with_outliers(tiny_model("llama"), 0))
+    config = {"sync_check_interval": 1, "learning_rate": 1e-5}
     config |= {"max_steps": 8, "max_completion_length": 32, "num_generations": 8}
     policy = [directory / "out", "--model", directory / "model", "--config"]
     return train(
-        [*policy, json.dumps(config | {"smooth_activations": False})],
-        [*policy, json.dumps(config)],
-        processes=2,
+        *([*policy, json.dumps(config | {"smooth_activations": smooths})] for smooths in (False, None)), processes=2
     )
 
 
-def mismatches(run):
-    return [row["mismatch/kl_k3"] for row in run["history"] if "mismatch/kl_k3" in row]
+def logged(run, metric):
+    rows = rollout_rows(run)
+    assert len(rows) == 4
+    return [row[metric] for row in rows]
 
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("server")
 @needs_vnni
 def test_rollouts_are_smoothed_from_the_first_on(runs):
-    plain, smoothed = map(mismatches, runs)
-    assert len(smoothed) == 4 and max(smoothed) < min(plain) / 2
+    plain, smoothed = (logged(run, "mismatch/kl_k3") for run in runs)
+    assert max(smoothed) < min(plain) / 2
 
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("server")
 def test_engines_compute_what_the_trainer_smooths(runs):
-    distances = [row["sync/probe_distance"] for row in runs[1]["history"] if "sync/probe_distance" in row]
-    plain = [row["sync/probe_distance"] for row in runs[0]["history"] if "sync/probe_distance" in row]
-    assert len(distances) == 4 and max(distances) < max(plain), "the probe rounds other inputs"
+    plain, smoothed = (logged(run, "sync/probe_distance") for run in runs)
+    assert max(smoothed) < max(plain), "the probe rounds other inputs"
     one, other = runs[1]["probes"]
     assert one == other, "the engines of two processes have different scales"

@@ -3,41 +3,28 @@
 import json
 import os
 import stat
-import subprocess
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.disks import mounted
 
 from trl_qurl.quantization.storage import new_directory, write_tensors
 
 
-def test_a_directory_appears_only_when_it_is_complete(tmp_path):
-    with new_directory(tmp_path / "final") as draft:
-        (draft / "file").write_text("half")
-        assert not (tmp_path / "final").exists()
-    assert (tmp_path / "final" / "file").read_text() == "half"
-    assert os.listdir(tmp_path) == ["final"]
-
-
-def test_failure_leaves_the_old_directory_and_nothing_else(tmp_path):
-    (tmp_path / "final").mkdir()
-    (tmp_path / "final" / "file").write_text("old")
-    with pytest.raises(KeyError), new_directory(tmp_path / "final") as draft:
-        (draft / "file").write_text("new")
-        raise KeyError
-    assert (tmp_path / "final" / "file").read_text() == "old"
-    assert os.listdir(tmp_path) == ["final"]
-
-
-def test_an_existing_directory_is_replaced(tmp_path):
+def test_a_directory_appears_or_is_replaced_only_when_complete(tmp_path):
     for text in ("old", "new"):
         with new_directory(tmp_path / "final") as draft:
             (draft / text).write_text(text)
-    assert os.listdir(tmp_path / "final") == ["new"]
+            assert (tmp_path / "final" / text).exists() is False
+        assert os.listdir(tmp_path) == ["final"] and os.listdir(tmp_path / "final") == [text]
+    with pytest.raises(KeyError), new_directory(tmp_path / "final") as draft:
+        (draft / "failed").write_text("half")
+        raise KeyError
+    assert os.listdir(tmp_path) == ["final"] and os.listdir(tmp_path / "final") == ["new"]
 
 
-def test_a_directory_is_as_readable_as_the_user_wants_files_to_be(tmp_path):
+def test_permissions_follow_the_umask(tmp_path):
     before = os.umask(0o027)
     try:
         with new_directory(tmp_path / "final"):
@@ -82,19 +69,9 @@ def test_a_parent_that_is_a_file_is_one_clear_error(tmp_path):
         pass
 
 
-@pytest.fixture
-def full_disk(tmp_path):
-    """A real file system with room for less than one tensor."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", mount], capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs needs privileges")
-    yield mount
-    subprocess.run(["umount", mount], check=True)
-
-
-def test_a_full_disk_is_one_clear_error_and_leaves_nothing(full_disk):
+def test_a_full_disk_is_one_clear_error_and_leaves_nothing(tmp_path):
     message = "No space left on device.*rollout_checkpoint_dir"
-    with pytest.raises(OSError, match=message), new_directory(full_disk / "out") as draft:
-        write_tensors([("t", torch.ones(10**6))], draft)
-    assert not list(full_disk.iterdir())
+    with mounted(tmp_path / "small", "size=64k") as disk:  # less than one tensor
+        with pytest.raises(OSError, match=message), new_directory(disk / "out") as draft:
+            write_tensors([("t", torch.ones(10**6))], draft)
+        assert not list(disk.iterdir())

@@ -19,6 +19,7 @@ import requests
 import torch
 from accelerate import Accelerator
 from conftest import free_port
+from peft import LoraConfig, get_peft_model
 from tiny import WHOLE_BLOCKS, layers_of, rollout_settings, stream_of, tiny_model
 from trl.distributed import DistributedBackend
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
@@ -26,6 +27,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 from trl_qurl.quantization import SCHEMES, make_plan, write_checkpoint
 from trl_qurl.quantization.plan import QuantizationPlan
 from trl_qurl.quantization.stream import WeightStream
+from trl_qurl.quantization.uaq import scale_model_
 from trl_qurl.rollout.checks.tensors import MeteredStream
 from trl_qurl.rollout.engine import served
 from trl_qurl.rollout.engine.broadcast import PACKING
@@ -603,3 +605,34 @@ def test_a_colocated_engine_clears_what_old_weights_cached(cleared):
     with nullcontext() if cleared else pytest.raises(SyncError, match="did not clear the prefix cache"):
         ColocatedEngine(llm).load_stream([], WeightUpdate("weights-1"))
     llm.reset_prefix_cache.assert_called_once_with()
+
+
+@pytest.mark.parametrize("head", ["tied", "untied"])
+@pytest.mark.parametrize("adapter", ["full", "LoRA"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_stream_to_a_server(dtype, adapter, head, ends):
+    client, worker = ends
+    policy = tiny_model(tie_word_embeddings=head == "tied")
+    if adapter == "LoRA":
+        policy = get_peft_model(policy, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    else:
+        scale_model_(policy, 1.5)
+    # Of the engine only the loading is real here, so there is no version to ask for and nothing to probe.
+    client.version = lambda: sync.version
+    settings = rollout_settings(SCHEMES["int8"], is_served=True, sync_check_interval=1)
+    weights, processes = stream_of(policy, SCHEMES["int8"]), DistributedBackend(Accelerator())
+    sync = WeightSync(policy, weights, client, settings, processes, lambda: 0, sent_dtype=dtype)
+    sync._check_probe = dict
+    sync.push(RolloutCost())
+    first = sync.version
+    before = {name: tensor.clone() for name, tensor in worker.model.loaded.items()}
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(0.1 * parameter.std() * torch.randn_like(parameter))
+    sync.push(RolloutCost())
+    second = sync.version
+    assert [version.split("-")[-1] for version in (first, second)] == ["sync1", "sync2"]
+    assert ("lm_head.weight" in before) == (head == "untied")
+    assert before["model.embed_tokens.weight"].dtype == dtype
+    layer = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(before[layer], worker.model.loaded[layer])

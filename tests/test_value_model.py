@@ -1,82 +1,67 @@
-"""The critic's model: what it is made from, and what is refused before an engine starts."""
+"""The critic's model: its start, and refusals before an engine starts."""
 
-import functools
 import re
 
 import pytest
 import torch
-from datasets import Dataset
-from tiny import FAMILIES, tiny_classifier, tiny_model, tiny_tokenizer
-from transformers import (
-    AutoModelForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
-from trl import GRPOTrainer
+from support.building import build as build_trainer
+from support.building import start_no_engine
+from tiny import FAMILIES, VOCABULARY, save_tiny, tiny_classifier, tiny_model, tiny_tokenizer
+from transformers import AutoModelForSequenceClassification
 
-from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig, QuRLPPOTrainer
+from trl_qurl import QuRLGRPOConfig, QuRLPPOTrainer
 from trl_qurl.trainers.critic import build_value_model
 
 IDS = torch.tensor([[40, 50, 60, 70], [0, 41, 51, 61]])
 MASK = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])
 
 
-def save(directory, model, tokenizer=None):
-    model.save_pretrained(directory)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
-    return str(directory)
-
-
 def build(source, peft_config=None, **init_kwargs):
+    source = source if isinstance(source, torch.nn.Module) else str(source)
     return build_value_model(source, tiny_tokenizer(), {"device_map": None, **init_kwargs}, peft_config)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_causal_model_lends_its_backbone_and_the_head_starts_at_zero(tmp_path, family, tied, caplog):
+def test_critic_starts_from_a_causal_models_backbone_with_a_zero_head(tmp_path, family, tied, caplog):
     policy = tiny_model(family, tie_word_embeddings=tied)
-    critic = build(save(tmp_path, policy, tiny_tokenizer()))
-    assert critic(IDS, attention_mask=MASK).logits.shape == (2, 4, 1)
-    assert not critic(IDS, attention_mask=MASK).logits.any()
+    critic = build(save_tiny(tmp_path, model=policy))
+    logits = critic(IDS, attention_mask=MASK).logits
+    assert logits.shape == (2, 4, 1) and not logits.any()
     for name, weight in policy.base_model.state_dict().items():
         assert torch.equal(weight, critic.base_model.state_dict()[name]), name
-    assert not caplog.records, "transformers reports a missing head, which is meant to be missing"
+    assert not caplog.records, "transformers reports the missing head, but it is missing on purpose"
 
 
 def test_a_critic_has_no_dropout(tmp_path):
-    critic = build(save(tmp_path, tiny_model())).train()
+    critic = build(save_tiny(tmp_path)).train()
     torch.nn.init.normal_(critic.score.weight)
     assert torch.equal(critic(IDS).logits, critic(IDS).logits)
 
 
-def test_a_reward_model_lends_its_head_too(tmp_path):
+def test_critic_starts_from_a_reward_model_with_its_head(tmp_path):
     reward_model = tiny_classifier(AutoModelForSequenceClassification)
-    critic = build(save(tmp_path, reward_model))
+    critic = build(save_tiny(tmp_path, model=reward_model))
     assert torch.equal(critic.score.weight, reward_model.score.weight)
 
 
-def test_a_saved_critic_comes_back(tmp_path):
-    critic = build(save(tmp_path / "policy", tiny_model()))
+def test_critic_starts_from_a_saved_critic(tmp_path):
+    critic = build(save_tiny(tmp_path / "policy", hidden_size=64, num_hidden_layers=1))
     torch.nn.init.normal_(critic.score.weight)
-    again = build(save(tmp_path / "critic", critic, tiny_tokenizer()))
+    again = build(save_tiny(tmp_path / "critic", model=critic))
     assert torch.equal(again(IDS).logits, critic(IDS).logits)
 
 
-def test_another_size_of_the_same_family(tmp_path):
-    critic = build(save(tmp_path, tiny_model(hidden_size=64, num_hidden_layers=1), tiny_tokenizer()))
-    assert critic(IDS).logits.shape == (2, 4, 1)
-
-
-def test_a_model_may_be_passed(tmp_path):
+def test_critic_from_memory_is_used_as_it_is():
     critic = tiny_classifier()
     assert build(critic) is critic
 
 
-def test_an_adapter_trains_itself_and_the_head_only(tmp_path):
+def test_an_adapter_of_the_critic_trains_with_the_head_only(tmp_path):
     from peft import LoraConfig
 
     # As a user would write it for the policy; its task type would leave the head frozen.
-    critic = build(save(tmp_path, tiny_model()), LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    critic = build(save_tiny(tmp_path), LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
     trained = {name for name, parameter in critic.named_parameters() if parameter.requires_grad}
     assert all("lora_" in name or "modules_to_save" in name for name in trained)
     assert any("score.modules_to_save" in name for name in trained)
@@ -85,30 +70,23 @@ def test_an_adapter_trains_itself_and_the_head_only(tmp_path):
 
 def other_tokenizer():
     """The same size, with two tokens exchanged."""
-    from tokenizers import Tokenizer, models
-
-    tokens = [*tiny_tokenizer().convert_ids_to_tokens(range(len(tiny_tokenizer())))]
+    tokens = list(VOCABULARY)
     tokens[40], tokens[41] = tokens[41], tokens[40]
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<pad>")),
-        pad_token="<pad>",
-        eos_token="<eos>",
-    )
+    return tiny_tokenizer(tokens)
 
 
 def test_another_tokenizer_is_refused(tmp_path):
-    path = save(tmp_path, tiny_model(), other_tokenizer())
+    path = save_tiny(tmp_path, tokenizer=other_tokenizer())
     with pytest.raises(
         ValueError, match=r"different tokenizer .*2 tokens differ: 'F' is 40 for the policy and 41 for the"
     ):
         build(path)
 
 
-def test_a_larger_vocabulary_with_the_same_tokens_is_fine(tmp_path):
+def test_a_larger_vocabulary_with_the_same_tokens_is_accepted(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<new>"])
-    build(save(tmp_path, tiny_model(vocab_size=128), tokenizer))
+    build(save_tiny(tmp_path, vocab_size=128, tokenizer=tokenizer))
 
 
 def test_a_backbone_with_holes_is_refused(tmp_path):
@@ -133,44 +111,28 @@ def test_a_model_without_a_value_per_token_is_refused(model, what):
         build(model())
 
 
-# Refusals of the trainer, all before an engine starts ---------------------------------------------------------------
-
-
-def trainer(tmp_path, model=None, *, processing_class=None, config=None, settings=None, **arguments):
-    settings = {"use_cpu": True, "bf16": False, "steps_per_generation": 2} | (settings or {})
-    return QuRLPPOTrainer(
-        model=model or save(tmp_path / "policy", tiny_model(), tiny_tokenizer()),
-        reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
-        args=config or QuRLPPOConfig(str(tmp_path / "out"), **settings),
-        train_dataset=Dataset.from_dict({"prompt": ["ab"] * 16}),
-        processing_class=processing_class,
-        **arguments,
-    )
+# Refusals of the trainer ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
 def no_engine(monkeypatch):
-    @functools.wraps(GRPOTrainer.__init__)
-    def start(*args, **kwargs):
-        raise AssertionError("an engine was started")
-
-    monkeypatch.setattr("trl.GRPOTrainer.__init__", start)
+    monkeypatch.setattr("trl_qurl.rollout.backend.QuantizedVLLMGeneration._init_vllm", start_no_engine)
 
 
-def test_the_config_of_grpo_is_refused(tmp_path):
+def test_a_config_of_grpo_is_refused(tmp_path):
     config = QuRLGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, steps_per_generation=2)
     with pytest.raises(TypeError, match=r"QuRLGRPOConfig, which lacks .* pass a trl_qurl.QuRLPPOConfig"):
-        trainer(tmp_path, config=config)
+        build_trainer(QuRLPPOTrainer, tmp_path, args=config)
 
 
-def test_a_critic_of_another_tokenizer_is_refused_before_an_engine_starts(tmp_path):
-    path = save(tmp_path / "critic", tiny_model(), other_tokenizer())
+def test_another_tokenizer_is_refused_before_an_engine_starts(tmp_path):
+    policy = str(save_tiny(tmp_path / "policy"))
+    critic = str(save_tiny(tmp_path / "critic", tokenizer=other_tokenizer()))
     with pytest.raises(ValueError, match="uses a different tokenizer than the policy"):
-        trainer(tmp_path, value_model=path)
+        build_trainer(QuRLPPOTrainer, tmp_path, model=policy, processing_class=None, value_model=critic)
 
 
-def test_a_policy_from_memory_leaves_the_critic_without_a_start(tmp_path):
-    with pytest.raises(
-        ValueError, match=re.escape("value_model=None cannot load the critic from it: save the policy")
-    ):
-        trainer(tmp_path, tiny_model(), processing_class=tiny_tokenizer())
+def test_a_policy_from_memory_needs_a_value_model(tmp_path):
+    message = "value_model=None cannot load the critic from it: save the policy"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build_trainer(QuRLPPOTrainer, tmp_path)

@@ -1,6 +1,7 @@
 """Tiny random models of real architectures, and a tokenizer for them."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ SHARED = Path(__file__).parents[2] / "shared"
 
 VOCABULARY = ["<pad>", "<eos>", *map(chr, range(32, 127))]
 
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
 PROBE = [40, 50, 60, 70, 41, 51, 61, 71]
 """Tokens with log-probabilities that identify the weights of an engine."""
 
@@ -26,7 +29,7 @@ ENGINE = {"enforce_eager": True, "kv_cache_memory_bytes": 2**24}
 """Arguments of an engine of a tiny model. vLLM fills the memory for keys and values with zeros at each start."""
 
 KEPT: list = []
-"""Where scenarios keep what holds an engine. Freeing one takes as long as a run: two collections go through all that
+"""Scenarios keep trainers and engines here. Freeing one takes as long as a run: two collections visit all that
 was ever imported. Nothing is collected when the process ends (`forks.end_of`)."""
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -65,11 +68,11 @@ WHOLE_BLOCKS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 """Sizes of a model with layers of 128 x 128 blocks, which every format supports."""
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character."""
-    vocabulary = {token: index for index, token in enumerate(VOCABULARY)}
-    characters = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
+def tiny_tokenizer(vocabulary: Sequence[str] = VOCABULARY, **settings: Any) -> PreTrainedTokenizerFast:
+    """One token per character or string of the vocabulary, by default per printable ASCII character."""
+    ids = {token: index for index, token in enumerate(vocabulary)}
+    characters = Tokenizer(models.BPE(vocab=ids, merges=[], unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", **settings)
 
 
 def tiny_model(
@@ -102,6 +105,23 @@ def tiny_model(
     return model.to(dtype)
 
 
+def save_tokenizer(directory: Path, chat_template: str | None = None, tokenizer: Any = None) -> None:
+    """Save a tokenizer, by default the tiny one, beside a model."""
+    tokenizer = tokenizer or tiny_tokenizer()
+    if chat_template:
+        tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(directory)
+
+
+def save_tiny(
+    directory: Path, chat_template: str | None = None, *, model: Any = None, tokenizer: Any = None, **settings: Any
+) -> Path:
+    """Save a model, by default a tiny one with these settings, with its tokenizer."""
+    (tiny_model(**settings) if model is None else model).save_pretrained(directory)
+    save_tokenizer(directory, chat_template, tokenizer)
+    return directory
+
+
 def tiny_classifier(kind: type = AutoModelForTokenClassification, num_labels: int = 1, **overrides) -> PreTrainedModel:
     """A model that classifies tokens, as a critic with one label does."""
     config = tiny_model(**overrides).config
@@ -112,6 +132,17 @@ def tiny_classifier(kind: type = AutoModelForTokenClassification, num_labels: in
 def tiny_mixture(family: str, dtype: torch.dtype = torch.float32, **overrides) -> PreTrainedModel:
     """A model with experts, one of `MIXTURES`."""
     return tiny_model(family, dtype, **MIXTURES[family] | overrides)
+
+
+def with_outliers(model: PreTrainedModel, layer: int, channels: tuple[int, ...] = (3, 50)) -> PreTrainedModel:
+    """Make two inputs of a block's feed-forward layers large, as in trained models, without changing the function."""
+    block = model.model.layers[layer]
+    with torch.no_grad():
+        for channel in channels:
+            block.post_attention_layernorm.weight[channel] *= 60
+            for fed in (block.mlp.gate_proj, block.mlp.up_proj):
+                fed.weight[:, channel] /= 60
+    return model
 
 
 REMOTE_CODE = {
@@ -164,17 +195,6 @@ def stream_of(model, scheme, ignore=("lm_head",), smooths=False):
     return WeightStream(model, make_plan(model, getattr(scheme, "name", scheme), ignore), smooths)
 
 
-def with_outliers(model, layer, channels=(3, 50)):
-    """Give the feed-forward layers of a block two large inputs, without changing the function."""
-    block = model.model.layers[layer]
-    with torch.no_grad():
-        for channel in channels:
-            block.post_attention_layernorm.weight[channel] *= 60
-            for fed in (block.mlp.gate_proj, block.mlp.up_proj):
-                fed.weight[:, channel] /= 60
-    return model
-
-
 def rollout_settings(scheme, **changed):
     """Return the default settings of rollouts, without smoothing, with these changes."""
     from trl_qurl.rollout.preparation import RolloutSettings
@@ -192,17 +212,3 @@ def rollout_settings(scheme, **changed):
         "request_timeout": 900.0,
     }
     return RolloutSettings(getattr(scheme, "name", scheme), **(defaults | changed))
-
-
-def save_tokenizer(directory: Path, chat_template: str | None = None) -> None:
-    """Save the tokenizer beside a model, with or without a chat template."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = chat_template
-    tokenizer.save_pretrained(directory)
-
-
-def save_tiny(directory: Path, chat_template: str | None = None, **settings: Any) -> Path:
-    """Save a tiny model with its tokenizer, and return the directory."""
-    tiny_model(**settings).save_pretrained(directory)
-    save_tokenizer(directory, chat_template)
-    return directory

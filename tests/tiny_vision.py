@@ -9,8 +9,7 @@ import torch
 import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tiny import VOCABULARY
-from tokenizers import Tokenizer, models
+from tiny import VOCABULARY, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
 
 TEXT = {
@@ -26,7 +25,7 @@ TEXT = {
     "eos_token_id": 1,
     "bos_token_id": None,
 }
-"""What the language models have in common."""
+"""Settings of all language models."""
 
 SPECIAL = {
     "image": "<image>",
@@ -45,7 +44,7 @@ FIRST = TEXT["vocab_size"] - len(SPECIAL)  # at the end, as in published models,
 IDS = {name: FIRST + index for index, name in enumerate(SPECIAL)}
 
 WORDS = list(range(2, len(VOCABULARY)))
-"""What such a model may generate. A random one would also say that there are pictures where there are none."""
+"""Tokens that a model may generate. A random one would generate image tokens too."""
 
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'][0] }}: {% if message['content'] is string %}"
@@ -58,12 +57,8 @@ TEMPLATE = (
 def vision_tokenizer(**named: str) -> PreTrainedTokenizerFast:
     """One token per printable ASCII character, and those around a picture, named as a processor asks for them."""
     unused = [f"<unused{index}>" for index in range(len(VOCABULARY), FIRST)]
-    vocabulary = {token: index for index, token in enumerate([*VOCABULARY, *unused, *SPECIAL.values()])}
-    characters = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<pad>"))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=characters,
-        pad_token="<pad>",
-        eos_token="<eos>",
+    return tiny_tokenizer(
+        [*VOCABULARY, *unused, *SPECIAL.values()],
         additional_special_tokens=[token for token in SPECIAL.values() if token.strip()],
         extra_special_tokens={name: SPECIAL[token] for name, token in named.items()},
     )
@@ -87,7 +82,7 @@ def tiny_vision_model(family: str, seed: int = 0) -> PreTrainedModel:
 
 
 def vision_processor(family: str) -> Any:
-    """The processor of a family; those of Qwen and SmolVLM need torchvision, and the latter num2words as well."""
+    """The processor of a family; Qwen's and SmolVLM's need torchvision, and SmolVLM's also num2words."""
     return VISION_FAMILIES[family][1]()
 
 

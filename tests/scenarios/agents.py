@@ -22,7 +22,7 @@ ANSWERS = {
         "content": {"close_pattern": r"<eos>\s*", "content": "text"},
     },
 }
-"""How transformers finds the tool calls in an answer."""
+"""A template by which transformers finds the tool calls in an answer."""
 
 CALL = r'<call>\{"name": "(add|look_up)", "arguments": \{"first": [0-9], "second": [0-9]\}\}</call>'
 """Two tools, and two numbers for them."""
@@ -78,11 +78,7 @@ def tools(out: Path) -> dict[str, Any]:
         out,
         model=agent_model(),
         reward_funcs=judge,
-        given={
-            "train_dataset": questions(),
-            "processing_class": calling(chat_tokenizer()),
-            "tools": [add, look_up],
-        },
+        given={"train_dataset": questions(), "processing_class": calling(chat_tokenizer()), "tools": [add, look_up]},
         **AGENT,
     )
     return seen(trainer) | {"said": said[0], "evaluated": evaluated(trainer)}
@@ -110,17 +106,13 @@ class Calculator:
         return float(sum(self.sums))
 
 
-def environment(out: Path) -> dict[str, Any]:
-    """An environment that owns questions, tools and rewards: neither data nor reward functions are given."""
+def environment(out: Path, factory: Any = Calculator, data: Dataset | None = None) -> dict[str, Any]:
+    """An environment that owns questions, tools and rewards, without reward functions and data."""
     trainer = run(
         out,
         model=agent_model(),
-        reward_funcs=None,
-        given={
-            "train_dataset": None,
-            "processing_class": calling(chat_tokenizer()),
-            "environment_factory": Calculator,
-        },
+        reward_funcs=None if data is None else letters,
+        given={"train_dataset": data, "processing_class": calling(chat_tokenizer()), "environment_factory": factory},
         **AGENT | {"vllm_structured_outputs_regex": CALL.replace("|look_up", "")},
     )
     return seen(trainer)
@@ -129,21 +121,12 @@ def environment(out: Path) -> dict[str, Any]:
 def environments(out: Path) -> dict[str, Any]:
     """Two environments; the data name one for each question."""
     rows = {"prompt": [question("add")] * 16, "environment": ["calculator", "other"] * 8}
-    trainer = run(
-        out,
-        model=agent_model(),
-        given={
-            "train_dataset": Dataset.from_dict(rows),
-            "processing_class": calling(chat_tokenizer()),
-            "environment_factory": {"calculator": Calculator, "other": type("Other", (Calculator,), {})},
-        },
-        **AGENT | {"vllm_structured_outputs_regex": CALL.replace("|look_up", "")},
-    )
-    return seen(trainer)
+    factories = {"calculator": Calculator, "other": type("Other", (Calculator,), {})}
+    return environment(out, factories, Dataset.from_dict(rows))
 
 
 def rollout_func(out: Path) -> dict[str, Any]:
-    """A rollout function that adds words of its own to what the engine says, and a field for the reward."""
+    """A rollout function that appends text to the engine's completions, and adds a field for the reward."""
 
     def roll_out(prompts: list, trainer: Any) -> dict[str, list]:
         tokenizer = trainer.processing_class

@@ -6,7 +6,6 @@ loaders do; those forks exit, or outlive the run.
 """
 
 import atexit
-import json
 import os
 import random
 import signal
@@ -15,6 +14,8 @@ import time
 import weakref
 from collections import Counter
 from pathlib import Path
+
+from child import print_record
 
 from trl_qurl.rollout.directory import CheckpointDirectory
 
@@ -88,4 +89,4 @@ if __name__ == "__main__":
     lost = folder / "lost"
     lost.touch()
     ends = keep_running(str(folder / "rollouts"), lost, runs)
-    print("RECORD " + json.dumps({"ends": ends, "lost": lost.read_text().splitlines()}))
+    print_record({"ends": ends, "lost": lost.read_text().splitlines()})

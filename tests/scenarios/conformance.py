@@ -1,10 +1,9 @@
 """TRL's features on INT8 rollouts, several in each run: prints, by the run's name, what a user would see of them.
 
-A run that fails is recorded with its traceback, so that the others say what they have to say.
+A run that fails is recorded with its traceback, and the others continue.
 """
 
 import itertools
-import json
 import os
 import sys
 import traceback
@@ -12,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+from child import print_record
+
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import agents
@@ -145,7 +145,7 @@ def length(completions, **kwargs):
 
 
 def rloo(out: Path) -> dict[str, Any]:
-    """What RLOO has of GRPO's features."""
+    """Features that RLOO shares with GRPO."""
     counter = Counter()
     trainer = run(
         out,
@@ -173,7 +173,7 @@ def rloo(out: Path) -> dict[str, Any]:
 
 
 def ppo(out: Path) -> dict[str, Any]:
-    """What PPO has of GRPO's features."""
+    """Features that PPO shares with GRPO."""
 
     trainer = run(
         out,
@@ -220,7 +220,7 @@ def main(directory: str, *names: str) -> None:
             records[name] = RUNS[kind](out, *arguments)
         except Exception:
             records[name] = {"error": traceback.format_exc()}
-    print("RECORD " + json.dumps(records, default=str))
+    print_record(records)
 
 
 if __name__ == "__main__":

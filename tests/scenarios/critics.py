@@ -4,16 +4,14 @@ No engine and no trainer: only what the critic itself does with several processe
 GPUs only, so with the argument `fsdp2` it is told that it is on; all that follows is its own code.
 """
 
-import json
 import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from child import print_record
 from tiny import tiny_classifier, tiny_tokenizer
 from trl.trainer.utils import disable_dropout_in_model
 
@@ -31,12 +29,7 @@ def turn_on_fsdp2() -> None:
 
 
 def main(directory: Path, *options: str) -> None:
-    args = QuRLPPOConfig(
-        str(directory),
-        use_cpu=True,
-        bf16=False,
-        steps_per_generation=2,
-    )
+    args = QuRLPPOConfig(str(directory), use_cpu=True, bf16=False, steps_per_generation=2)
     accelerator = Accelerator(cpu=True)
     if "fsdp2" in options:
         turn_on_fsdp2()
@@ -82,7 +75,7 @@ def main(directory: Path, *options: str) -> None:
         "held": sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in critic.model.parameters()),
     }
     if accelerator.is_main_process:
-        print("RECORD " + json.dumps(record))
+        print_record(record)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from short_runs import run, saved, seen, texts
-from tiny import save_remote_code_model, tiny_model
+from tiny import SIXTEEN_BIT_EXPERTS, save_remote_code_model, tiny_mixture, tiny_model
 
 from trl_qurl.quantization.checkpoint_form import parameter_name
 
@@ -38,7 +38,7 @@ def adapter(out: Path) -> dict[str, Any]:
 
 
 def trained_adapter(out: Path) -> dict[str, Any]:
-    """A model that has an adapter and norms of its own, with a KL penalty against both."""
+    """A model that already has an adapter and trained norms, with a KL penalty against both."""
     lora = LoraConfig(r=4, target_modules="all-linear", modules_to_save=["norm"], init_lora_weights=False)
     return seen(run(out, model=get_peft_model(tiny_model(), lora), beta=0.1))
 
@@ -65,7 +65,7 @@ def transformers_backend(out: Path) -> dict[str, Any]:
 
 
 def remote_code(out: Path) -> dict[str, Any]:
-    """A model whose classes come with its checkpoint, and the quantized checkpoint of what was trained."""
+    """A model with classes in its checkpoint, and the quantized checkpoint after training."""
     model = save_remote_code_model(out / "own")
     given = {"processing_class": None}
     trainer = run(out, model=model, given=given, trust_remote_code=True, model_init_kwargs={"dtype": "float32"})
@@ -86,25 +86,10 @@ def dense(out: Path, family: str) -> dict[str, Any]:
     return seen(run(out, model=tiny_model(family), **backend_format() if family in BACKEND else {}))
 
 
-EXPERTS = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "decoder_sparse_step": 1,
-    "output_router_logits": True,
-}
-
-
 def experts(out: Path, family: str) -> dict[str, Any]:
     """A mixture of experts, with the loss that balances them; without AMX, CPUs run experts in 16 bits only."""
-    sizes = EXPERTS | ({"shared_expert_intermediate_size": 64} if family == "qwen2_moe" else {})
-    if family in ("mixtral", "olmoe"):
-        del sizes["moe_intermediate_size"]
-    if family == "olmoe":
-        sizes |= {"num_key_value_heads": 4, "tie_word_embeddings": False}
-    ignore = ["lm_head", *([] if torch.cuda.is_available() else [r"re:.*\.experts\."])]
-    model = tiny_model(family, **sizes)
+    ignore = ["lm_head"] if torch.cuda.is_available() else SIXTEEN_BIT_EXPERTS
+    model = tiny_mixture(family, output_router_logits=True)
     return seen(run(out, model=model, router_aux_loss_coef=0.01, quantization_ignore=ignore))
 
 

@@ -1,13 +1,8 @@
 """Fill batches by dynamic sampling, with a made-up policy, in any number of processes; prints the whole as JSON."""
 
-import json
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from child import print_record
 from made_up_policy import ROWS, MadeUpPolicy
 
 from trl_qurl.trainers.dynamic_sampling import PromptStream
@@ -26,7 +21,7 @@ def main() -> None:
         samples = gather_object([[s.row["prompt"], s.completion, s.extras["seen"]] for s in filled.samples])
         rollouts.append({"samples": samples, "rewards": filled.rewards.tolist(), "metrics": filled.metrics})
     if accelerator.is_main_process:
-        print("RECORD " + json.dumps({"processes": accelerator.num_processes, "rollouts": rollouts}))
+        print_record({"processes": accelerator.num_processes, "rollouts": rollouts})
 
 
 if __name__ == "__main__":

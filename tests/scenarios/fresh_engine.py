@@ -1,16 +1,15 @@
-"""Log-probabilities of the probe under engines that have just been started, each from a checkpoint of its own.
+"""Log-probabilities of the probe under engines that have just been started from a checkpoint each.
 
 A checkpoint with a subdirectory `adapter` is asked with that adapter. `CHECKPOINT@fp8` has a cache in that format.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+from child import print_record
+
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tiny import ENGINE, KEPT, PROBE
 from vllm import LLM, SamplingParams
@@ -35,4 +34,4 @@ def probe(argument: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    print("RECORD " + json.dumps([probe(checkpoint) for checkpoint in sys.argv[1:]]))
+    print_record([probe(checkpoint) for checkpoint in sys.argv[1:]])

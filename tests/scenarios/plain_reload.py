@@ -4,14 +4,13 @@ The model is INT8 with a tied, unquantized head, so one engine shows both: what 
 holds, and whether the scales that the INT8 primitives point to are the ones that the layers keep.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+from child import print_record
+
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from tiny import ENGINE, tiny_model, tiny_tokenizer
@@ -30,7 +29,7 @@ def watched_build_primitive(weight, weight_scales, *arguments):
 
 
 def head_error(worker) -> float:
-    """Largest difference between the head's logits of a fixed input and those of the weight it holds."""
+    """Largest difference between the head's logits of a fixed input and the product with its weight."""
     [head] = [layer for layer in worker.get_model().modules() if isinstance(layer, ParallelLMHead)]
     hidden = torch.linspace(-1, 1, head.weight.shape[1], dtype=head.weight.dtype).unsqueeze(0)
     logits = head.quant_method.apply(head, hidden)
@@ -38,7 +37,7 @@ def head_error(worker) -> float:
 
 
 def dangling(worker) -> int:
-    """How many primitives were given an address that belongs to no layer's scales."""
+    """Count the primitives with an address that does not belong to any layer's scales."""
     kept = {
         module.weight_scale.data_ptr() for module in worker.get_model().modules() if hasattr(module, "weight_scale")
     }
@@ -55,10 +54,10 @@ def state(engine: LLM) -> dict[str, float]:
 if __name__ == "__main__":
     _custom_ops.create_onednn_scaled_mm = watched_build_primitive
     for name, seed in (("start", 0), ("new", 1)):
-        model = tiny_model("llama", seed=seed, dtype=torch.bfloat16)  # an older vLLM has no head of its own in Qwen2
+        model = tiny_model("llama", seed=seed, dtype=torch.bfloat16)  # Qwen2 lacks a separate head in older vLLM
         write_checkpoint(model, tiny_tokenizer(), "int8", Path(sys.argv[1], name), quantizer="streaming")
     engine = LLM(str(Path(sys.argv[1], "start")), **ENGINE, max_model_len=64, max_num_seqs=16)
     record = {"started": state(engine)}
     engine.collective_rpc("reload_weights", kwargs={"weights_path": str(Path(sys.argv[1], "new"))})
     record["reloaded"] = state(engine)
-    print("RECORD " + json.dumps(record))
+    print_record(record)

@@ -1,22 +1,20 @@
-"""A trainer whose engine samples from another policy than it says, in several ways; prints what the guard makes of it.
+"""A trainer with an engine that samples from another policy, in several ways; prints the guard's verdicts.
 
 No setting does this: the faults are planted where settings and checks cannot see them.
 """
 
-import json
 import logging
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import torch
-from short_runs import BASE, KINDS, letters, texts
-from tiny import KEPT, tiny_model, tiny_tokenizer
+from child import print_record
+from short_runs import run, texts
+from tiny import tiny_model
 
 from trl_qurl.trainers.guard import MismatchGuard
 
-SETTINGS = BASE | {
+SETTINGS = {
     "per_device_train_batch_size": 32,
     "per_device_eval_batch_size": 32,
     "steps_per_generation": 1,
@@ -24,7 +22,7 @@ SETTINGS = BASE | {
     "max_steps": 3,
     "learning_rate": 1e-3,
     "beta": 0.0,
-    "vllm_max_model_length": 128,
+    "sync_check_interval": 16,
 }
 
 
@@ -50,17 +48,8 @@ def policy(seed: int, certainty: float) -> torch.nn.Module:
 def main(out: Path) -> None:
     warnings = Warnings()
     logging.getLogger("trl_qurl.trainers.guard").addHandler(warnings)
-    kind, config = KINDS[sys.argv[2]]
     model, other = policy(0, 3.0), policy(1, 6.0).state_dict()
-    trainer = kind(
-        model,
-        letters,
-        config(str(out), **SETTINGS),
-        train_dataset=texts(),
-        eval_dataset=texts(32),
-        processing_class=tiny_tokenizer(),
-    )
-    KEPT.append(trainer)
+    trainer = run(out, sys.argv[2], model=model, given={"eval_dataset": texts(32)}, **SETTINGS)
     generation, record = trainer.vllm_generation, {}
     sync = generation.sync_weights
 
@@ -70,12 +59,11 @@ def main(out: Path) -> None:
             trainer._guard = MismatchGuard(trainer.args)
         trainer._guard._quiet = len(record) + 100  # a new alarm is a new warning
         warnings.texts.clear()
-        generation.sync_weights()  # TRL's step has not changed
+        generation.sync_weights()  # TRL would skip it: the step is the same
         metrics = trainer.evaluate()
         kept = {name.removeprefix("eval_"): value for name, value in metrics.items() if "mismatch/" in name}
         record[name] = {"warnings": list(warnings.texts), **kept}
 
-    trainer.train()
     record["training"] = {
         "warnings": list(warnings.texts),
         "guard": [row["mismatch/guard"] for row in trainer.state.log_history if "mismatch/guard" in row],
@@ -100,7 +88,7 @@ def main(out: Path) -> None:
     model.load_state_dict(start)
     generation.structured_outputs_regex = "[0-9]{4,16}"
     observe("structured outputs", is_new=True)
-    print("RECORD " + json.dumps(record))
+    print_record(record)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@ Takes triples: the command, the name of the run, and its arguments as a JSON lis
 """
 
 import json
-import os
 import sys
 from importlib import import_module
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+from child import print_record
 
 
 def main() -> None:
@@ -20,7 +19,7 @@ def main() -> None:
         trainer = recipe.train(*recipe.parse_arguments(json.loads(argv)))
         trainers.append(trainer)
         records[name] = {"step": trainer.state.global_step, "history": trainer.state.log_history}
-    print("RECORD " + json.dumps(records))
+    print_record(records)
 
 
 if __name__ == "__main__":

@@ -3,23 +3,19 @@
 import argparse
 import importlib.util
 import json
-import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import transformers.trainer
+from child import run_all
 from datasets import Dataset
 from huggingface_hub.utils import filter_repo_objects
 from short_runs import BASE, KINDS
-from tiny import KEPT, tiny_classifier, tiny_model, tiny_tokenizer
-from train import PROMPTS, count_vowels, engine_logps, split
+from tiny import CHAT_TEMPLATE, KEPT, tiny_classifier, tiny_model, tiny_tokenizer
+from train import PROMPTS, count_vowels, engine_logps, lora
 from transformers import TrainerCallback
 
 SECRET = "hf_secret"
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 class SaveAtStep(TrainerCallback):
@@ -50,7 +46,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("output_dir", type=Path)
     parser.add_argument("--lora", action="store_true", help="PPO with an adapter, instead of GRPO without")
     parser.add_argument("--save", action="store_true")
-    parser.add_argument("--config", default="{}", help="JSON of further config fields")
+    parser.add_argument("--config", default="{}", help="JSON of more config fields")
     return parser.parse_args(arguments)
 
 
@@ -78,11 +74,6 @@ def mistakes(trainer, output_dir: Path) -> dict[str, str]:
 
 
 def run(options: argparse.Namespace) -> dict:
-    peft_config = None
-    if options.lora:
-        from peft import LoraConfig
-
-        peft_config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     settings = BASE | {
         "max_steps": 4,
         "learning_rate": 1e-3,
@@ -106,7 +97,7 @@ def run(options: argparse.Namespace) -> dict:
         args=config(str(options.output_dir), **settings | json.loads(options.config)),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),
         processing_class=tokenizer,
-        peft_config=peft_config,
+        peft_config=lora("all-linear", init_lora_weights=False) if options.lora else None,
         callbacks=[callback] if options.save else [],
         **critic,
     )
@@ -131,6 +122,4 @@ def run(options: argparse.Namespace) -> dict:
 
 
 if __name__ == "__main__":
-    records = [run(parse(arguments)) for arguments in split(sys.argv[1:], "--and")]
-    if os.environ.get("RANK", "0") == "0":
-        print("RECORD " + json.dumps(records))
+    run_all(lambda arguments: run(parse(arguments)))

@@ -7,19 +7,12 @@ the generation backend is told so.
 import argparse
 import copy
 import json
-import os
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+import train
 from accelerate.utils import gather_object
-from datasets import Dataset
-from tiny import ENGINE, KEPT, tiny_model, tiny_tokenizer
-from train import PROMPTS, count_vowels, engine_logps, export, split
-
-from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+from child import run_all
+from tiny import KEPT, tiny_model
 
 
 def split_by_fsdp2(model, generation):
@@ -29,7 +22,7 @@ def split_by_fsdp2(model, generation):
     from trl_qurl.rollout.sync import policy_parameters
 
     generation._dist.fsdp_version = 2
-    # As at a trainer's start, before accelerate splits the model: an engine of one's own starts from these weights.
+    # As at a trainer's start, before accelerate splits the model: a colocated engine starts from these weights.
     whole = {name: parameter.clone() for name, parameter in policy_parameters(model, None)}
     assert all(torch.equal(whole[name], parameter) for name, parameter in model.named_parameters())
     mesh = init_device_mesh("cpu", (2,))
@@ -59,46 +52,27 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("output_dir")
     parser.add_argument("way", choices=["fsdp2", "zero3"])
     parser.add_argument("--export", required=True)
-    parser.add_argument("--config", default="{}", help="JSON of further config fields")
+    parser.add_argument("--config", default="{}", help="JSON of more config fields")
     return parser.parse_args(arguments)
 
 
 def run(options: argparse.Namespace) -> dict:
-    config = {
-        "per_device_train_batch_size": 4,
-        "num_generations": 4,
-        "steps_per_generation": 2,
-        "max_completion_length": 8,
-        "report_to": [],
-        "use_cpu": True,
-        "smooth_activations": False,
-        "bf16": False,
-        "uaq_scale": 1.0,
-        "sync_check_interval": 1,
-        "vllm_max_model_length": 64,
-        "vllm_engine_kwargs": ENGINE,
-    }
+    config = {"per_device_train_batch_size": 4, "uaq_scale": 1.0, "sync_check_interval": 1}
     config |= json.loads(options.config)
-    if config.get("vllm_mode") == "server":
-        del config["vllm_engine_kwargs"]
-    trainer = QuRLGRPOTrainer(
-        model=tiny_model(),
-        reward_funcs=count_vowels,
-        args=QuRLGRPOConfig(options.output_dir, **config),
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-        processing_class=tiny_tokenizer(),
-    )
+    trainer = train.build(train.parse([options.output_dir, "--config", json.dumps(config)]))
     KEPT.append(trainer)
     generation = trainer.vllm_generation
     generation.sync_weights()
-    before = gather_object([engine_logps(trainer)])
+    before = gather_object([train.engine_logps(trainer)])
 
     torch.manual_seed(1)  # the same update on every process
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.add_(0.3 * parameter.std() * torch.randn_like(parameter))
     if trainer.accelerator.is_main_process:
-        export(copy.deepcopy(trainer.model), config.get("rollout_quantization", "int8"), ["lm_head"], options.export)
+        train.export(
+            copy.deepcopy(trainer.model), config.get("rollout_quantization", "int8"), ["lm_head"], options.export
+        )
     trainer.accelerator.wait_for_everyone()
     {"fsdp2": split_by_fsdp2, "zero3": split_by_zero3}[options.way](trainer.model, generation)
     held = sum(
@@ -110,7 +84,7 @@ def run(options: argparse.Namespace) -> dict:
     trainer.save_quantized(f"{options.export}-saved")
     return {
         "before": before,
-        "after": gather_object([engine_logps(trainer)]),
+        "after": gather_object([train.engine_logps(trainer)]),
         "processes": trainer.accelerator.num_processes,
         "held_share": held / whole,
         "probed": generation.pop_cost().check_s > 0,
@@ -118,6 +92,4 @@ def run(options: argparse.Namespace) -> dict:
 
 
 if __name__ == "__main__":
-    records = [run(parse(arguments)) for arguments in split(sys.argv[1:], "--and")]
-    if os.environ["RANK"] == "0":
-        print("RECORD " + json.dumps(records))
+    run_all(lambda arguments: run(parse(arguments)))

@@ -1,24 +1,14 @@
 """What short runs have in common: settings, a tokenizer for chats, questions, and two steps of a trainer."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from datasets import Dataset
 from tiny import ENGINE, KEPT, VOCABULARY, tiny_model, tiny_tokenizer
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
-from trl_qurl import (
-    QuRLGRPOConfig,
-    QuRLGRPOTrainer,
-    QuRLPPOConfig,
-    QuRLPPOTrainer,
-    QuRLRLOOConfig,
-    QuRLRLOOTrainer,
-)
+from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer, QuRLRLOOConfig, QuRLRLOOTrainer
 from trl_qurl.lab.evaluation.callback import evaluate_task
 from trl_qurl.lab.evaluation.tasks import Task
 
@@ -32,7 +22,7 @@ TEMPLATE = (
     "{{ '<eos>' if message.role == 'assistant' else ';' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ mood }}a:{% endif %}"
 )
-"""Of a chat: `s:Be brief.;u:add 1 and 2;a:`. It names the tools, and has a variable of its own."""
+"""Of a chat: `s:Be brief.;u:add 1 and 2;a:`. It names the tools, and has an extra variable."""
 
 KINDS = {
     "GRPO": (QuRLGRPOTrainer, QuRLGRPOConfig),
@@ -50,21 +40,19 @@ BASE = {
     "use_cpu": True,
     "bf16": False,
     "save_strategy": "no",
-    "smooth_activations": False,  # so that an engine can be compared with one that starts from the saved weights
+    "smooth_activations": False,  # for comparisons with an engine that starts from the saved weights
     "vllm_engine_kwargs": ENGINE,
 }
 """Settings of all short runs; a rollout has two updates."""
 
 COMMON = BASE | {"max_steps": 2, "learning_rate": 1e-4, "sync_check_interval": 1, "vllm_max_model_length": 128}
-"""And of those that `run` makes."""
+"""Settings of the runs that `run` makes."""
 
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
     """The tiny tokenizer, for chats with tools."""
-    vocabulary = {token: index for index, token in enumerate([*VOCABULARY, "<call>", "</call>"])}
-    characters = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<pad>"))
-    characters.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
+    tokenizer = tiny_tokenizer([*VOCABULARY, "<call>", "</call>"])
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
     tokenizer.add_tokens(["<call>", "</call>"])
     tokenizer.chat_template = TEMPLATE
     return tokenizer
@@ -110,7 +98,7 @@ def saved(out: Path) -> str:
 
 
 def seen(trainer: Any) -> dict[str, Any]:
-    """What every run records."""
+    """The record of every run."""
     return {"history": trainer.state.log_history}
 
 

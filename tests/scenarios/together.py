@@ -1,9 +1,8 @@
 """Parts of one batch in two processes: whiten them; prints a JSON record."""
 
-import json
-
 import torch
 from accelerate import Accelerator
+from child import print_record
 
 from trl_qurl.advantages import explained_variance, masked_moments, whiten
 
@@ -29,7 +28,7 @@ def main() -> None:
             "whitened": [row for rows in parts for row in rows],
             "explained_variance": explained,
         }
-        print("RECORD " + json.dumps(record))
+        print_record(record)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,12 @@ import json
 import os
 import shutil
 import signal
-import sys
 from pathlib import Path
-
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from child import run_all
 from datasets import Dataset
 from delayed import delay, record_prompts
 from short_runs import BASE, KINDS
@@ -36,7 +34,7 @@ def count_vowels(completions, **kwargs):
 
 
 def export_with_adapter(trainer, directory: Path) -> None:
-    """The base as a user saves it, and the adapter as PEFT does: in full precision there is no checkpoint of ours."""
+    """Save the base as a user does, and the adapter as PEFT does."""
     if trainer.vllm_generation.rollout.formats is None:
         state = {name: tensor.clone() for name, tensor in model_parameters(trainer.model)}
         trainer.model.get_base_model().save_pretrained(directory, state_dict=state)
@@ -80,7 +78,7 @@ def engine_logps(trainer) -> list[float]:
 
 
 def export(model, scheme: str | None, ignore: list[str], directory: str) -> None:
-    """The model's weights as a checkpoint for an engine of their own, made by llm-compressor where it can be."""
+    """Save a checkpoint for a fresh engine, made by llm-compressor where it can be."""
     from peft import PeftModel
 
     from trl_qurl.quantization import write_checkpoint
@@ -92,12 +90,8 @@ def export(model, scheme: str | None, ignore: list[str], directory: str) -> None
         model.save_pretrained(directory)
         tiny_tokenizer().save_pretrained(directory)
     else:
-        # Among several processes llm-compressor waits for all of them.
-        quantizer = (
-            "streaming"
-            if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-            else "llmcompressor"
-        )
+        is_alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+        quantizer = "llmcompressor" if is_alone else "streaming"  # llm-compressor would wait for all processes
         write_checkpoint(model, tiny_tokenizer(), scheme, directory, ignore=ignore, quantizer=quantizer)
 
 
@@ -125,64 +119,77 @@ def kill_before_generation(client, server: int) -> None:
     client.generate = after_the_server
 
 
+FLAGS = {
+    "lora": "with an adapter",
+    "untied": "a model with a separate head",
+    "ppo": "with a critic",
+    "rloo": "without ratios of single tokens",
+    "critic-lora": "a critic with an adapter",
+    "save": "save the model to output_dir at the end",
+    "delayed": "by one rollout, in the order of the run before",
+}
+VALUES = {
+    "lora-targets": "modules of the adapter",
+    "model": "directory of a saved model, instead of a new one",
+    "export": "directory for a checkpoint of the last weights",
+    "resume": "checkpoint",
+    "value-model": "directory where the critic starts, instead of the policy's start",
+    "config": "JSON of more config fields",
+}
+NUMBERS = {
+    "useless": "kinds of prompt that are always rewarded with 0",
+    "kill-before-generation": "process of a server, killed in the second rollout",
+    "request-seed": "of every request, to compare runs on servers",
+}
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("output_dir")
-    parser.add_argument("--lora", action="store_true")
-    parser.add_argument("--lora-targets", default="all-linear")
-    parser.add_argument("--untied", action="store_true")
-    parser.add_argument("--model", help="directory of a saved model, instead of a new one")
-    parser.add_argument("--export")
-    parser.add_argument("--resume")
-    parser.add_argument("--useless", type=int, default=0, help="kinds of prompt whose completions all get 0")
-    parser.add_argument("--ppo", action="store_true", help="with a critic")
-    parser.add_argument("--rloo", action="store_true", help="without ratios of single tokens")
-    parser.add_argument("--value-model", help="directory where the critic starts, instead of the policy's start")
-    parser.add_argument("--critic-lora", action="store_true")
-    parser.add_argument("--save", action="store_true", help="save the model to output_dir at the end")
-    parser.add_argument("--kill-before-generation", type=int, help="a server's process, killed in the second rollout")
-    parser.add_argument("--request-seed", type=int, help="of every request, so that runs on servers can be compared")
-    parser.add_argument("--delayed", action="store_true", help="by one rollout, in the order of the run before")
-    parser.add_argument("--config", default="{}", help="JSON of further config fields")
+    for name, text in FLAGS.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
+    for name, text in VALUES.items():
+        parser.add_argument(f"--{name}", help=text)
+    for name, text in NUMBERS.items():
+        parser.add_argument(f"--{name}", type=int, help=text)
+    parser.set_defaults(config="{}", lora_targets="all-linear")
     return parser.parse_args(arguments)
 
 
-def critic_arguments(options: argparse.Namespace) -> dict:
-    arguments = {"value_model": options.value_model}
-    if options.critic_lora:
-        from peft import LoraConfig
+def lora(targets: str, **settings: Any) -> Any:
+    from peft import LoraConfig
 
-        arguments["value_peft_config"] = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    return arguments
+    modules = targets if targets == "all-linear" else targets.split(",")
+    return LoraConfig(r=4, target_modules=modules, **settings)
 
 
-def run(options: argparse.Namespace) -> dict:
+def build(options: argparse.Namespace) -> Any:
     config = BASE | {"max_steps": 4, "learning_rate": 1e-3, "uaq_scale": 1.5}
     config |= {"vllm_max_model_length": 64, **json.loads(options.config)}
     if config.get("vllm_mode") == "server":
         del config["vllm_engine_kwargs"]
-    peft_config = None
-    if options.lora:
-        from peft import LoraConfig
-
-        # B starts random, so that a sync of the base alone would be noticed at once.
-        targets = options.lora_targets
-        targets = targets if targets == "all-linear" else targets.split(",")
-        peft_config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
-    kind, config_kind = KINDS["PPO" if options.ppo else "RLOO" if options.rloo else "GRPO"]
-    critic = critic_arguments(options) if options.ppo else {}
+    cls, config_cls = KINDS["PPO" if options.ppo else "RLOO" if options.rloo else "GRPO"]
+    adapters = {}
+    if options.lora:  # B starts random: a sync of the base alone would be noticed at once
+        adapters["peft_config"] = lora(options.lora_targets, init_lora_weights=False)
+    if options.critic_lora:
+        adapters["value_peft_config"] = lora("all-linear", task_type="CAUSAL_LM")
     prompts, reward = PROMPTS * 4, count_vowels
     if options.useless:
         prompts, reward = [f"{prompt}{i}" for i in range(4) for prompt in PROMPTS], Teaching(options.useless)
-    trainer = kind(
+    return cls(
         model=options.model or tiny_model(tie_word_embeddings=not options.untied),
         reward_funcs=reward,
-        args=config_kind(options.output_dir, **config),
+        args=config_cls(options.output_dir, **config),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=tiny_tokenizer(),
-        peft_config=peft_config,
-        **critic,
+        **adapters,
+        **({"value_model": options.value_model} if options.ppo else {}),
     )
+
+
+def run(options: argparse.Namespace) -> dict:
+    trainer = build(options)
     KEPT.append(trainer)
     if options.ppo:
         critic_start = {name: p.detach().clone() for name, p in trainer.critic.model.named_parameters()}
@@ -240,17 +247,5 @@ def run(options: argparse.Namespace) -> dict:
     return record
 
 
-def split(arguments: list[str], separator: str) -> list[list[str]]:
-    parts = [[]]
-    for argument in arguments:
-        if argument == separator:
-            parts.append([])
-        else:
-            parts[-1].append(argument)
-    return parts
-
-
 if __name__ == "__main__":
-    records = [run(parse(arguments)) for arguments in split(sys.argv[1:], "--and")]
-    if os.environ.get("RANK", "0") == "0":
-        print("RECORD " + json.dumps(records))
+    run_all(lambda arguments: run(parse(arguments)))

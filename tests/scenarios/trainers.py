@@ -4,20 +4,20 @@ Prints, of each, whether it and its engine are gone, and what memory the process
 """
 
 import gc
-import json
 import os
 import sys
 import weakref
 from pathlib import Path
 from unittest.mock import patch
 
+from child import print_record
+
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file
+from short_runs import BASE
 from tiny import tiny_classifier, tiny_model, tiny_tokenizer
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer
@@ -26,14 +26,10 @@ from trl_qurl.trainers.callbacks import TrainerAwareCallback
 CACHE = 2**28
 """Bytes that an engine takes for keys and values, which shows if one is left."""
 
-KINDS = {
-    "GRPO": (QuRLGRPOTrainer, QuRLGRPOConfig, {"num_generations": 4, "save_strategy": "no"}),
-    "dynamic sampling": (
-        QuRLGRPOTrainer,
-        QuRLGRPOConfig,
-        {"num_generations": 4, "dynamic_sampling": True, "save_strategy": "no"},
-    ),
-    "PPO": (QuRLPPOTrainer, QuRLPPOConfig, {"save_strategy": "no"}),
+KINDS: dict[str, tuple] = {
+    "GRPO": (QuRLGRPOTrainer, QuRLGRPOConfig, {}),
+    "dynamic sampling": (QuRLGRPOTrainer, QuRLGRPOConfig, {"dynamic_sampling": True}),
+    "PPO": (QuRLPPOTrainer, QuRLPPOConfig, {"num_generations": 1}),
 }
 
 
@@ -63,24 +59,18 @@ def rollout_that_fails(trainer) -> None:
 
 
 def build(kind: str, directory: str):
-    trainer, config, settings = KINDS[kind]
+    trainer, config, changes = KINDS[kind]
+    settings = BASE | {
+        "max_steps": 2,
+        "vllm_max_model_length": 64,
+        "smooth_activations": None,
+        "vllm_engine_kwargs": {"enforce_eager": True, "kv_cache_memory_bytes": CACHE},
+        **changes,
+    }
     return trainer(
         tiny_model(),
         reward,
-        config(
-            directory,
-            per_device_train_batch_size=8,
-            steps_per_generation=2,
-            max_completion_length=8,
-            max_steps=2,
-            logging_steps=1,
-            vllm_max_model_length=64,
-            vllm_engine_kwargs={"enforce_eager": True, "kv_cache_memory_bytes": CACHE},
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
-            **settings,
-        ),
+        config(directory, **settings),
         train_dataset=Dataset.from_dict({"prompt": [f"{letter}{i}" for letter in "abcdefgh" for i in range(4)]}),
         processing_class=tiny_tokenizer(),
         callbacks=[TrainerAwareCallback()],
@@ -89,7 +79,7 @@ def build(kind: str, directory: str):
 
 
 def train(kind: str, directory: str) -> dict[str, object]:
-    """Build, train and delete; what is left of it."""
+    """Build, train and delete a trainer; return what remains in memory."""
     trainer = build(kind, directory)
     record: dict[str, object] = {}
     if kind == "GRPO":
@@ -118,7 +108,7 @@ def train(kind: str, directory: str) -> dict[str, object]:
     del trainer
     gc.collect()
     record |= {name: reference() is not None for name, reference in held.items()}
-    gc.freeze()  # what is left need not be gone through by the next trainer's collections until it unfreezes it
+    gc.freeze()  # the next trainer's collections skip these objects until it unfreezes them
     return record | {"resident": resident()}
 
 
@@ -128,7 +118,7 @@ def main(package: str, directory: str) -> None:
     from quantized_gmpo.config import QuantizedGMPOConfig
     from quantized_gmpo.trainer import QuantizedGMPOTrainer
 
-    saving = {"num_generations": 4, "save_strategy": "steps", "save_steps": 2}
+    saving = {"save_strategy": "steps", "save_steps": 2}
     KINDS["GRPO"] = (QuRLGRPOTrainer, QuRLGRPOConfig, saving | {"objective": "truncated_quantized_ratio"})
     KINDS["GMPO"] = (QuantizedGMPOTrainer, QuantizedGMPOConfig, saving)
     trainer = build("GRPO", directory)
@@ -138,7 +128,7 @@ def main(package: str, directory: str) -> None:
     record: dict[str, object] = {"run again": {"steps": trainer.state.global_step}}
     del trainer
     record |= {kind: train(kind, f"{directory}/{kind}") for kind in KINDS}
-    print("RECORD " + json.dumps(record))
+    print_record(record)
 
 
 if __name__ == "__main__":

@@ -4,14 +4,12 @@ No engine: transformers' own trainer with our saving. accelerate turns FSDP2 on 
 on (`critics.py`); what splits the model, gathers it and writes it is transformers' and accelerate's own code.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import torch
+from child import print_record
 from critics import turn_on_fsdp2
 from datasets import Dataset
 from tiny import tiny_model, tiny_tokenizer
@@ -44,7 +42,7 @@ def main(directory: Path, state_dict_type: str) -> None:
     if trainer.accelerator.is_main_process:
         torch.save(weights, directory / "expected.pt")
         kind = str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
-        print("RECORD " + json.dumps({"kind": kind, "split": type(trainer.model).__name__}))
+        print_record({"kind": kind, "split": type(trainer.model).__name__})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from simulated_gpu.cases import CORNERS, MATRIX
 from simulated_gpu.forking import simulate_all
 
 parser = argparse.ArgumentParser(prog="python -m simulated_gpu", description=__doc__)
-parser.add_argument("--all", action="store_true", help="corners as well: experts, sleep mode, tensor parallelism, ...")
+parser.add_argument("--all", action="store_true", help="also corners: experts, sleep mode, tensor parallelism, ...")
 parser.add_argument("--unrepaired", action="store_true", help="vLLM's own reload, in all formats")
 parser.add_argument("--write", action="store_true", help="write the table of evidence")
 args = parser.parse_args()

@@ -20,7 +20,7 @@ ALWAYS = {
 
 
 def runs(case: Case) -> bool:
-    """Whether we accept the format on the GPU."""
+    """Check that we accept the format on the GPU."""
     scheme = SCHEMES[case.scheme]
     return scheme.runs_on(GPUS[case.gpu]) and (case.has_flashinfer or not scheme.needs_flashinfer)
 
@@ -58,7 +58,7 @@ CORNERS = [
     Case("A100", "fp8", "qwen3_moe", experts=True, has_flashinfer=False, is_refused=False),
     *(Case("H100", name, "qwen3_moe") for name in ("int8", "w4a16")),  # experts in 16 bits
 ]
-"""What else changes which code runs. Not simulated: experts on Blackwell (DeepGEMM), FlashInfer's experts."""
+"""Other settings that change which code runs. Not simulated: experts on Blackwell (DeepGEMM), FlashInfer's experts."""
 
 FREED, STALE = "graphs read freed memory", "graphs read other values"
 EXPERTS = Case("H100", "fp8", "qwen3_moe", experts=True, has_flashinfer=False)
@@ -84,4 +84,4 @@ FAULTS = [
     ("Kernels' own tensors", EXPERTS, FREED, "_permute_scratch"),
     ("Scales lost in sleep", Case("H100", "fp8", sleeps=True, cache="fp8"), STALE, "self_attn.attn._k_scale"),
 ]
-"""What vLLM's own reload does: a report in docs/upstream.md, a case, the kind of fault, and a part of its words."""
+"""Faults of vLLM's own reload: a report in docs/upstream.md, a case, the kind of fault, and a part of its words."""

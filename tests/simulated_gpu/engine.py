@@ -35,18 +35,18 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Case:
-    """What is simulated: a format on a GPU, and what may change the code that vLLM runs."""
+    """A format on a GPU, and settings that change the code that vLLM runs."""
 
     gpu: str
     scheme: str
-    family: str = "qwen2"  # linear layers have biases; those of qwen3 have none
+    family: str = "qwen2"  # its linear layers have biases, unlike qwen3's
     head: bool = False  # whether the output head is quantized
     experts: bool = False  # whether experts are
     rank: int | None = None  # of two in tensor parallelism; `None` without it
     sleeps: bool = False  # level 2, as TRL's
     cache: str = "auto"  # dtype of keys and values
     has_flashinfer: bool = True
-    disabled: str = ""  # further kernels that vLLM may not take
+    disabled: str = ""  # more kernels that vLLM may not choose
     is_repaired: bool = True  # False: vLLM's own reload
     is_refused: bool = True  # False: tried although we refuse it
 
@@ -57,7 +57,7 @@ class Case:
 
 @dataclass
 class Report:
-    """What a simulation found."""
+    """The result of a simulation."""
 
     kernels: dict[str, str]  # by the last part of a layer's name
     faults: dict[str, Any]  # empty: as fresh

@@ -22,7 +22,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def simulate_all(cases: Iterable[Case]) -> Iterator[tuple[Case, Report]]:
-    """Simulate each case in a process of its own, and yield it with its report."""
+    """Simulate each case in a separate process, and yield it with its report."""
     path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     with subprocess.Popen(
         [sys.executable, "-m", "simulated_gpu.forking"],

@@ -12,14 +12,7 @@ import torch
 
 from simulated_gpu import humming
 
-GPUS = {
-    "T4": (7, 5),
-    "A100": (8, 0),
-    "RTX 40": (8, 9),
-    "H100": (9, 0),
-    "B200": (10, 0),
-    "RTX 50": (12, 0),
-}
+GPUS = {"T4": (7, 5), "A100": (8, 0), "RTX 40": (8, 9), "H100": (9, 0), "B200": (10, 0), "RTX 50": (12, 0)}
 """One GPU of each generation, with its compute capability."""
 
 COMPILED = (
@@ -56,13 +49,13 @@ SUPPORTED = {
     "cutlass_scaled_mm_supports_fp4": lambda capability: capability >= 100,
     "cutlass_group_gemm_supported": lambda capability: 90 <= capability < 110,
 }
-"""What vLLM's compiled code for CUDA 13 answers."""
+"""Answers of vLLM's compiled code for CUDA 13."""
 
 _libraries: list = []  # must outlive their registrations
 
 
 installed = {"humming", "deep_gemm"}
-"""Packages that vLLM finds besides those that are there."""
+"""Packages that vLLM finds in addition to the installed ones."""
 
 
 def install(gpu: str) -> None:

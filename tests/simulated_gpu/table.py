@@ -20,7 +20,7 @@ ROWS = {
 """The GPUs that stand for each generation."""
 
 CPU = {"int8": "measured", "fp8": "measured", "w4a16": "measured"}
-"""What benchmarks/ has figures of."""
+"""Formats with figures in benchmarks/."""
 
 
 def evidence(reports: list[Report]) -> str:

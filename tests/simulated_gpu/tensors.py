@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 FOLLOWED = ("vllm.model_executor", "vllm.v1.attention")
-"""Where the classes of layers, methods, schemes, kernels and attention are."""
+"""Modules with the classes of layers, methods, schemes, kernels and attention."""
 
 
 class Held(NamedTuple):
@@ -16,9 +16,9 @@ class Held(NamedTuple):
 
 def held_tensors(model: torch.nn.Module) -> dict[str, Held]:
     """
-    All tensors by path: parameters, buffers, and whatever else a layer holds, in attributes and containers.
+    All tensors by path: parameters, buffers, and others in attributes and containers of layers.
 
-    This looks further than the repair does, so that it notices what the repair forgets.
+    This searches more places than the repair does, to notice tensors that the repair forgets.
     """
     found: dict[str, Held] = {}
     seen = {id(module) for module in model.modules()}
@@ -50,7 +50,7 @@ def held_tensors(model: torch.nn.Module) -> dict[str, Held]:
 
 
 def capture(held: Mapping[str, Held]) -> dict[str, torch.Tensor]:
-    """What a CUDA graph keeps: addresses. Here a view keeps the memory too, which a GPU frees and gives to others."""
+    """Views of all tensors, for the addresses in a CUDA graph. A view also keeps the memory, unlike a graph."""
     return {path: tensor.detach().view_as(tensor) for path, (tensor, _) in held.items()}
 
 
@@ -93,7 +93,7 @@ def compare(
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether layout, dtype and all bits are the same."""
+    """Compare layout, dtype and all bits."""
     layout = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in (one, other)]
     if layout[0] != layout[1]:
         return False

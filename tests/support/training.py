@@ -1,10 +1,14 @@
-"""Settings of training scenarios, and assertions about their records."""
+"""Assertions about the records of training runs (`tests/scenarios/train.py`)."""
+
+from typing import Any
 
 import pytest
 from conftest import SATURATES
 
-# An engine that started from the same checkpoint runs the same kernels on the same bytes: its figures are the same to
-# the last bit. The slack is for machines whose thread count changes the order of sums.
+Record = dict[str, Any]
+
+# An engine that started from the same checkpoint runs the same kernels on the same bytes, so its figures are the same
+# to the last bit. The slack is for machines where the thread count changes the order of sums.
 SAME = 1e-4
 MOVED = 1e-2
 
@@ -13,25 +17,50 @@ ADAPTER = {"weight_sync": "adapter", "sync_check_interval": 1}
 STEPS = 12
 INSIDE_A_ROLLOUT, BETWEEN_ROLLOUTS = 2, 4
 CONFIG = {"steps_per_generation": 4, "max_steps": STEPS, "save_strategy": "steps", "save_steps": 2}
-CONFIG |= {"smooth_activations": None}  # the default, whose scales a checkpoint has to keep
+CONFIG |= {"smooth_activations": None}  # the default: a checkpoint has to keep its scales
 
-# Seconds are not a property of the policy.
 NOT_RESTORED = ("time/", "step_time", "throughput/")
+"""Metrics that a resumed run does not repeat: they are not properties of the policy."""
 
 
-def assert_synced(record, fresh, lora=False, tolerance=SAME):
-    assert record["probe_end"] == pytest.approx(fresh, abs=tolerance)
-    moved = max(abs(end - start) for end, start in zip(record["probe_end"], record["probe_start"], strict=True))
-    assert moved > MOVED, "training did not move the probe: the comparison shows nothing"
+def rollout_rows(record: Record) -> list[Record]:
+    """The logged rows of rollouts with their mismatch, of which there is at least one."""
+    rows = [row for row in record["history"] if "mismatch/kl_k3" in row]
+    assert rows, "no rollout was measured"
+    return rows
+
+
+def metrics_by_step(record: Record) -> dict[int, Record]:
+    """Metrics that a resumed run has to repeat, by step."""
+    return {
+        row["step"]: {name: value for name, value in row.items() if not name.startswith(NOT_RESTORED)}
+        for row in record["history"]
+        if "loss" in row
+    }
+
+
+def assert_moved(record: Record, is_lora: bool = False) -> None:
+    """Training changed what the engine computes; UAQ scaled the policy, but not below an adapter."""
+    assert record["probe_end"] != pytest.approx(record["probe_start"], abs=MOVED), "training did not reach the engine"
     assert record["adapter_untouched"]
-    assert record["uaq_scale"] == (1.0 if lora else 1.5)
+    assert record["uaq_scale"] == (1.0 if is_lora else 1.5)
 
 
-def assert_metrics(history, scheme):
-    rollouts = [row for row in history if "mismatch/kl_k3" in row]
-    assert rollouts
+def assert_synced(record: Record, fresh: list[float], lora: bool = False, tolerance: float = SAME) -> None:
+    """The engine computes what a fresh one does with the same weights."""
+    assert record["probe_end"] == pytest.approx(fresh, abs=tolerance)
+    assert_moved(record, lora)
+
+
+def assert_sends_everything(record: Record) -> None:
+    """Every sync sent as many bytes as the first."""
+    assert {row["sync/sent_mb"] for row in record["history"] if "sync/sent_mb" in row} == {record["whole_mb"]}
+
+
+def assert_metrics(history: list[Record], scheme: str | None) -> None:
+    """The mismatch of each rollout is that of the format, and its times were measured."""
     is_coarse = scheme == "w4a16" or SATURATES
-    for row in rollouts:
+    for row in rollout_rows({"history": history}):
         # 8-bit rollouts of this model differ by about 1e-5 nats, unquantized ones by 1e-6; a wrong weight by 1e-3.
         # With four bits, or sums that saturate, rounding is as large as that: the probe and the fresh engine decide.
         assert 0 <= row["mismatch/kl_k3"] < (2e-2 if is_coarse else 2e-4)
@@ -40,11 +69,3 @@ def assert_metrics(history, scheme):
         assert row["time/sync_s"] > 0
         assert row["time/generate_s"] > 0
         assert row["throughput/generated_tokens_per_s"] > 0
-
-
-def metrics_by_step(record):
-    return {
-        row["step"]: {name: value for name, value in row.items() if not name.startswith(NOT_RESTORED)}
-        for row in record["history"]
-        if "loss" in row
-    }

@@ -229,7 +229,7 @@ class QuantizedRolloutsConfig:
                 f"{self.vllm_mode!r}: start one with `trl-qurl serve` and set vllm_mode='server'."
             )
         if not self.use_vllm:
-            raise ValueError("use_vllm=False has no quantized rollouts: leave it out, or use TRL's own trainer.")
+            raise ValueError("use_vllm=False has no quantized rollouts: set it to True, or use TRL's own trainer.")
         longest = self.vllm_request_timeout + self.vllm_server_timeout
         if self.vllm_mode == "server" and self.world_size > 1 and longest >= self.ddp_timeout:
             wait = f"for {longest:g} seconds (vllm_request_timeout plus vllm_server_timeout)"

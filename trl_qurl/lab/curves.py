@@ -18,8 +18,9 @@ Values = NDArray[np.float64]
 FINAL_ROLLOUTS = 20
 """Number of rollouts to average for a final value, because single rollouts are noisy."""
 
-# Okabe and Ito's colors, except for yellow: it is too light for a line.
+# Okabe and Ito's colors, except for yellow: it is too light for a line. Dashes are for print and color-blind readers.
 COLORS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+DASHES = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
 
 
 class Points(NamedTuple):

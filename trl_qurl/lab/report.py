@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trl_qurl.lab.comparison import label as format_label
 from trl_qurl.lab.comparison import new_table
-from trl_qurl.lab.curves import COLORS, FINAL_ROLLOUTS, final_value, points_of, smooth, updates_per_rollout
+from trl_qurl.lab.curves import COLORS, DASHES, FINAL_ROLLOUTS, final_value, points_of, smooth, updates_per_rollout
 from trl_qurl.lab.packages import require
 from trl_qurl.trainers.run_log import Run, read_run
 
@@ -157,7 +157,7 @@ def draw_report(runs: Runs, path: Path) -> None:
                 window = max(1.0, points.rollouts[-1] / 20)  # single rollouts are noisy
                 line = points if metric.endswith("_max") else smooth(points, window)
                 marker = "o" if points.values.size <= 20 else ""  # few points may make no line
-                color, dashes = COLORS[style % len(COLORS)], ("-", "--", ":", "-.")[style % 4]
+                color, dashes = COLORS[style % len(COLORS)], DASHES[style % len(DASHES)]
                 axes.plot(*line, color=color, linestyle=dashes, label=label, marker=marker, markersize=4)
         axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
         axes.set_xlabel("rollout", fontsize=9)

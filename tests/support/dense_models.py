@@ -1,23 +1,10 @@
-"""Tiny models of every architecture with rules for its norms."""
+"""Tiny random models of each dense architecture that UAQ and smoothing know."""
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny import tiny_model
+from transformers import PreTrainedModel
 
-TINY = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-# Ties where the released models of that type are tied; Qwen2 and one Llama carry biases.
+# Tied like the released models of that type; Qwen2 and one Llama have biases.
 VARIANTS = {
     "llama": {"model_type": "llama"},
     "llama_biases_tied": {
@@ -45,18 +32,13 @@ VARIANTS = {
 IDS = torch.randint(3, 48, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
-def tiny_model(variant="llama", dtype=torch.float32):
-    """Build a random model, with norms and biases moved away from their initial ones and zeros."""
-    torch.manual_seed(0)
-    options = {**TINY, **VARIANTS[variant]}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**options)).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or name.endswith("bias"):
-                parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))
-    return model.to(dtype)
+def dense_model(variant: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A tiny model with weights so large that each layer matters to the logits."""
+    options = {"hidden_size": 32, "intermediate_size": 40, "head_dim": 8, "tie_word_embeddings": False}
+    options |= {"initializer_range": 0.3, **VARIANTS[variant]}
+    return tiny_model(options.pop("model_type"), dtype, **options).eval()
 
 
-def logits(model, ids=IDS):
+def logits(model: PreTrainedModel, ids: torch.Tensor = IDS) -> torch.Tensor:
     with torch.no_grad():
         return model(ids).logits

@@ -1,0 +1,43 @@
+"""Builds trainers that must not reach an engine."""
+
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from tiny import tiny_model, tiny_tokenizer
+
+from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer, QuRLRLOOConfig, QuRLRLOOTrainer
+
+CONFIGS = {QuRLGRPOTrainer: QuRLGRPOConfig, QuRLRLOOTrainer: QuRLRLOOConfig, QuRLPPOTrainer: QuRLPPOConfig}
+SETTINGS = {
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": [],
+    "num_generations": 2,
+    "steps_per_generation": 2,
+    "max_steps": 1,
+    "max_completion_length": 16,
+}
+PROMPTS = Dataset.from_dict({"prompt": ["ab"] * 16, "solution": ["c"] * 16})
+STARTED = "an engine was started"
+"""The error of a trainer that passes all checks."""
+
+
+def start_no_engine(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError(STARTED)
+
+
+def reward(completions: list[str], **kwargs: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def settings_of(cls: type, directory: Path) -> Any:
+    return CONFIGS[cls](str(directory), **SETTINGS)
+
+
+def build(
+    cls: type, directory: Path, *, model: Any = None, function: Any = reward, data: Any = PROMPTS, **given: Any
+) -> Any:
+    """A trainer of a tiny model, unless it is refused."""
+    given = {"args": settings_of(cls, directory), "processing_class": tiny_tokenizer()} | given
+    return cls(tiny_model() if model is None else model, function, train_dataset=data, **given)

@@ -1,0 +1,170 @@
+"""A real server that tests break while trainers use it."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Any
+
+import requests
+from conftest import Server, free_port
+from datasets import Dataset
+from tiny import save_tiny, tiny_tokenizer
+from transformers import TrainerCallback
+
+from support.servers import JSONHandler, serving
+from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
+from trl_qurl.rollout.engine.http import add_key
+
+COMPUTED = ("loss", "grad_norm", "reward", "mismatch/kl_k3")
+"""The metrics that runs are compared by."""
+
+SETTINGS = {
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "max_steps": 4,
+    "learning_rate": 1e-3,
+    "report_to": [],
+    "use_cpu": True,
+    "bf16": False,
+    "save_strategy": "no",
+    "vllm_mode": "server",
+    "vllm_request_timeout": 60.0,
+    "logging_steps": 1,
+}
+
+
+class Deployment:
+    """A model, a server of it that is restarted whenever it ends, and trainers that use it."""
+
+    def __init__(self, directory: Path, python: Path, *options: str) -> None:
+        self.directory, self.python = directory, python
+        self.options = options or ("--scheme", "int8")
+        self.model = save_tiny(directory / "model")
+        self.rollouts = directory / "rollouts"
+        self.port = free_port()
+        self.server: Server | None = None
+        self.end = threading.Timer(0, lambda: None)
+
+    def start(self) -> Server:
+        self.server = Server(self.model, self.directory, *self.options, port=self.port, python=self.python)
+        threading.Thread(target=self._restart, args=[self.server], daemon=True).start()
+        return self.server
+
+    def _restart(self, server: Server) -> None:
+        """Start another server when this one ends, as a user's loop or service manager does."""
+        server.process.wait()
+        with suppress(ProcessLookupError):
+            server.send(signal.SIGKILL)  # vLLM's engine survives a server that is killed alone
+        if self.server is server:
+            self.start()
+
+    def up(self) -> Server:
+        """The server, once it has come back if a test has lost it."""
+        if self.end.is_alive():
+            self.end.join()
+        return (self.server or self.start()).wait_until_healthy()
+
+    def close(self) -> None:
+        """End the server for good."""
+        server, self.server = self.server, None
+        if server:
+            server.stop()
+
+    def replace(self) -> None:
+        """Kill the server, and return when another one has been started."""
+        lost = self.server
+        lost.kill()
+        while self.server is lost:
+            time.sleep(0.05)
+
+    def lose(self) -> None:
+        """Stop the server from answering what is on its way, and kill it a second later."""
+        self.server.send(signal.SIGSTOP)
+        self.end = threading.Timer(1.0, self.replace)
+        self.end.start()
+
+    def lose_and_wait(self) -> None:
+        """Kill the server, and return when another one answers in its place."""
+        self.replace()
+        self.server.wait_until_healthy()
+
+    def hang(self, seconds: float) -> None:
+        """Stop the server for a while."""
+        self.server.send(signal.SIGSTOP)
+        self.end = threading.Timer(seconds, self.server.send, [signal.SIGCONT])
+        self.end.start()
+
+    def config(self, **settings: Any) -> dict[str, Any]:
+        url = f"http://127.0.0.1:{self.port}"
+        return SETTINGS | {"vllm_server_base_url": url, "rollout_checkpoint_dir": str(self.rollouts)} | settings
+
+    def trainer(self, model: Any = None, peft_config: Any = None, **settings: Any) -> QuRLGRPOTrainer:
+        trainer = QuRLGRPOTrainer(
+            model=model or str(self.model),
+            reward_funcs=lambda completions, **kwargs: [len(set(completion)) / 8 for completion in completions],
+            args=QuRLGRPOConfig(str(self.directory / "out"), **self.config(**settings)),
+            train_dataset=Dataset.from_dict({"prompt": ["ab", "cd", "e", "fgh"] * 4}),
+            processing_class=tiny_tokenizer(),
+            peft_config=peft_config,
+        )
+        # Without a seed per request, the order in which requests arrive would decide. As a setting it is refused.
+        trainer.vllm_generation.generation_kwargs["seed"] = 7
+        return trainer
+
+
+def before(call: Callable[..., Any], act: Callable[[], Any]) -> Callable[..., Any]:
+    """`call`, with `act` before its first call."""
+    acts = [act]
+
+    def wrapped(*args, **kwargs):
+        if acts:
+            acts.pop()()
+        return call(*args, **kwargs)
+
+    return wrapped
+
+
+def interrupt(owner: object, method: str, act: Callable[[], Any]) -> None:
+    """Do `act` before a method's next call."""
+    setattr(owner, method, before(getattr(owner, method), act))
+
+
+def history(trainer: QuRLGRPOTrainer) -> list[list[float | None]]:
+    """`COMPUTED` of each update."""
+    return [[row.get(name) for name in COMPUTED] for row in trainer.state.log_history if "loss" in row]
+
+
+def recoveries(trainer: QuRLGRPOTrainer) -> float:
+    return sum(row.get("sync/recoveries", 0) for row in trainer.state.log_history)
+
+
+def at_step(step: int, act: Callable[[], Any]) -> TrainerCallback:
+    """A callback that does `act` at the end of a step."""
+
+    class Act(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == step:
+                act()
+
+    return Act()
+
+
+def answering_500(deployment: Deployment, failures: dict[str, int]) -> AbstractContextManager[str]:
+    """A proxy of the server that answers HTTP 500 to so many requests of each path, and counts them down."""
+
+    class Proxy(JSONHandler):
+        protocol_version = "HTTP/1.0"
+
+        def respond(self, path: str, body: bytes) -> None:
+            if failures.get(path, 0):
+                failures[path] -= 1
+                return self.send(500, b"EngineGenerateError")
+            url, headers = deployment.server.url + self.path, {"Content-Type": "application/json"}
+            answer = requests.request(self.command, url, data=body, headers=headers, auth=add_key)
+            return self.send(answer.status_code, answer.content)
+
+    return serving(Proxy)
