@@ -126,7 +126,7 @@ def load_critic_model(
     policy_name = policy if isinstance(policy, str) else get_config_model_id(policy.config)
     source = policy_name if value_model is None else value_model
     if not source:
-        reason = "value_model is None, but the policy was not loaded from a checkpoint"
+        reason = "The policy was not loaded from a checkpoint, so value_model=None cannot load the critic from it"
         raise ValueError(f"{reason}: save the policy and pass its path as value_model.")
     # Load it whole on every process; the launcher's wrapper moves it to the right device.
     init_kwargs = {"device_map": None, "trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}

@@ -84,8 +84,8 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
             return self._rollout.generated
         generated = super()._generate(prompts)
         if generated[4] is None and self.args.vllm_importance_sampling_correction:
-            way = "the third result of trainer.vllm_generation.generate"
-            raise ValueError(f"rollout_func returned logprobs=None, but the objective needs them: return {way}.")
+            way = "return a list for each completion (the third result of trainer.vllm_generation.generate)"
+            raise ValueError(f"rollout_func returned logprobs=None, but the objective needs them: {way}.")
         logps = None if generated[4] is None else valid_logps(generated[4])
         return (*generated[:4], logps, *generated[5:])
 
