@@ -62,7 +62,7 @@ PYTHON = [*all_blocks("python"), *map(new_side, all_blocks("diff"))]
 @pytest.fixture
 def names(monkeypatch) -> dict[str, Any]:
     """The names that a block may use without defining them; trainers and data sets are doubles."""
-    dataset = datasets.Dataset.from_list([{"prompt": "1 + 1?", "question": "1 + 1?", "answer": "2"}] * 2)
+    dataset = datasets.Dataset.from_list([{"prompt": "1 + 1?", "question": "1 + 1?", "answer": "#### 2"}] * 2)
     for trainer in TRAINERS:
         monkeypatch.setattr(trl_qurl, trainer.__name__, double(trainer))
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: dataset)

@@ -356,7 +356,8 @@ def test_quantized_server_for_an_unquantized_run(train, int8_server):
     message = train(
         "--vllm_mode", "server", "--vllm_server_base_url", int8_server.url, "--rollout_quantization", "none"
     )
-    assert "8-bit int-quantized weights, but rollout_quantization=None sends unquantized" in message
+    assert "as rollout_quantization=None sends it: other formats, layers or another model: " in message
+    assert "first model.layers.0.mlp.down_proj.weight_scale (none here and int8, shape [128, 1] there)" in message
     assert "Restart it with `trl-qurl serve MODEL --scheme none`" in message
 
 

@@ -183,6 +183,7 @@ DEFINITIONS = parse_definitions(CALLED)
 
 # (module, class, attribute, who relies on it)
 ATTRIBUTES = [
+    ("argparse", "_ActionsContainer", "_option_string_actions", "cli/__init__.py"),
     ("torch.nn.modules.module", "Module", "_buffers", "quantization/checkpoint_form.py"),
     ("torch.nn.modules.module", "Module", "_parameters", "rollout/checks/reload.py"),
     ("torch.nn.modules.module", "Module", "_non_persistent_buffers_set", "quantization/checkpoint_form.py"),
@@ -385,6 +386,8 @@ def source_file(module: str) -> Path | None:
     spec = importlib.util.find_spec(package)
     if spec is None:
         pytest.skip(f"{package} is not installed")
+    if not spec.submodule_search_locations:
+        return Path(spec.origin)  # a module of one file
     path = Path(spec.submodule_search_locations[0], *rest)
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 

@@ -6,6 +6,7 @@ conflicting settings, a missing package) are printed on one line; `TRL_QURL_DEBU
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if COMMANDS[args.command].passes_on:
             args.extra_args = extra_args
         elif extra_args:
-            guess = did_you_mean(extra_args, list(args.subparser._option_string_actions))
+            guess = did_you_mean(extra_args, re.findall(r"--[\w-]+", args.subparser.format_usage()))
             raise ValueError(f"Unexpected argument {' '.join(extra_args)}{guess}")
         return args.run(args)
     except (KeyboardInterrupt, *USER_ERRORS) as error:

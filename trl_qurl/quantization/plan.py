@@ -39,7 +39,11 @@ class QuantizationPlan:
         return "; ".join(f"{note}{scheme.description}" for scheme, note in notes.items())
 
     def quantization_config(self) -> dict[str, Any] | None:
-        """Return what a checkpoint's `config.json` tells vLLM, as llm-compressor writes it without its metadata."""
+        """Build what a checkpoint's `config.json` tells vLLM.
+
+        Returns:
+            The same as llm-compressor writes, without its metadata; `None` if nothing is quantized.
+        """
         from compressed_tensors import CompressionFormat
         from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 
