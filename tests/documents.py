@@ -100,5 +100,5 @@ def shell_commands() -> list[tuple[str, list[str]]]:
 
 def extension_examples() -> dict[str, str]:
     """The Python examples of docs/architecture.md, by what they add."""
-    names = ("scheme", "registration", "objective", "config", "trainer", "transform")
+    names = ("scheme", "registration", "objective", "distillation", "config", "trainer", "transform")
     return dict(zip(names, (block.code for block in blocks(ROOT / "docs" / "architecture.md", "py")), strict=True))

@@ -11,7 +11,6 @@ import trl_qurl
 
 WITHOUT_ALL = (
     "trl_qurl.advantages",
-    "trl_qurl.importance",
     "trl_qurl.lab.data",
     "trl_qurl.lab.evaluation.scores",
     "trl_qurl.objective",

@@ -4,8 +4,7 @@ import math
 
 import torch
 
-from trl_qurl.importance import importance_ratio
-from trl_qurl.objective import get_objective
+from trl_qurl.objective import get_objective, importance_ratio
 
 
 def reference_loss(

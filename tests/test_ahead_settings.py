@@ -26,7 +26,7 @@ def test_settings_that_do_not_fit(kind):
     config(kind)
     with pytest.raises(ValueError, match="rollouts_ahead=1 needs a server .* vllm_mode is 'colocate': start one with"):
         config(kind, vllm_mode="colocate")
-    for number in (-1, 2, 0.5):
+    for number in (-1, 2):
         with pytest.raises(ValueError, match=f"rollouts_ahead is {number}, but must be 0 or 1"):
             config(kind, rollouts_ahead=number)
     config(kind, vllm_mode="colocate", rollouts_ahead=0)

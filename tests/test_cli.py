@@ -65,7 +65,7 @@ def test_a_command_imports_its_own_module_and_nothing_heavy():
     [
         (["gpro"], "argument COMMAND: invalid choice: 'gpro' (choose from"),
         (["demo", "--sheme", "int8"], "Unexpected argument --sheme int8; did you mean --scheme?"),
-        (["quantize", "model", "out", "--scheme", "in8"], "Unknown quantization scheme 'in8'; did you mean 'int8'? Choose one of"),
+        (["quantize", "model", "out", "--scheme", "in8"], "Unknown quantization scheme 'in8'; did you mean 'int8'? "),
         (["quantize", "model", "out", "more", "--scheme", "int8"], "Unexpected argument more."),
     ],
 )
@@ -264,7 +264,7 @@ def test_the_rloo_recipe_makes_one_update_per_rollout(tmp_path):
     assert (training.objective, training.learning_rate, training.beta) == ("tis", 1e-5, 0.05)
     _, training, _ = rloo.parse_arguments([*arguments, "--config", "naive"])
     assert training.objective == "naive"
-    with pytest.raises(ValueError, match="objective='acr' lifts the clip bounds of single tokens"):
+    with pytest.raises(ValueError, match="objective is 'acr', but must be one of 'tis'"):
         rloo.parse_arguments([*arguments, "--config", "qurl"])
 
 

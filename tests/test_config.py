@@ -185,11 +185,7 @@ REFUSED = [
         ({"importance_cap": cap}, r"importance_cap is .*, but must be a ratio above 0, or None for no cap")
         for cap in (0.0, -1.0, float("nan"))
     ),
-    ({"use_vllm": False}, r"use_vllm=False asks transformers to generate, .*: set it to True, or use TRL's own"),
-    (
-        {"use_transformers_continuous_batching": True},
-        r"transformers to generate, .*: set it to False, or use TRL's own trainer",
-    ),
+    ({"use_vllm": False}, r"use_vllm=False has no quantized rollouts: set it to True, or use TRL's own trainer"),
     (
         {"objective": "acr", "delta": 4.0},
         r"delta=4\.0 does not fit .*: set delta=None, or use objective='tis'.* or 'trl'",
@@ -208,7 +204,7 @@ REFUSED = [
     *(
         (
             {"vllm_engine_kwargs": {argument: None}},
-            rf"vllm_engine_kwargs sets '{argument}', but that is governed by .*\. Remove it from",
+            rf"vllm_engine_kwargs sets '{argument}', but that is governed by .*\. Remove it\.",
         )
         for argument in TAKEN_ENGINE_ARGUMENTS
     ),

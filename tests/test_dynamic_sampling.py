@@ -12,9 +12,9 @@ from datasets import Dataset
 from made_up_policy import ROWS, MadeUpPolicy, tells_apart
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig
+from trl_qurl.trainers.arguments import check_arguments
 from trl_qurl.trainers.dynamic_sampling import (
     PromptStream,
-    check_dynamic_sampling,
     informative,
     prompt_digest,
     weighted_sum,
@@ -184,24 +184,28 @@ def len_reward(completions, **kwargs):
     return [float(len(completion)) for completion in completions]
 
 
-def test_what_it_cannot_work_with_is_refused():
-    check_dynamic_sampling(arguments(), None)
-    check_dynamic_sampling(arguments(), "len_reward")
+def test_what_it_cannot_work_with_is_refused(tmp_path):
+    def check(given, judge=None):
+        settings = {"dynamic_sampling": True, "dynamic_sampling_reward": judge}
+        check_arguments(QuRLGRPOConfig(tmp_path, bf16=False, **settings), given)
+
+    check(arguments())
+    check(arguments(), "len_reward")
     with pytest.raises(ValueError, match="streaming=False"):
-        check_dynamic_sampling(arguments(train_dataset=Dataset.from_list(ROWS).to_iterable_dataset()), None)
+        check(arguments(train_dataset=Dataset.from_list(ROWS).to_iterable_dataset()))
     for name in ("tools", "rollout_func", "environment_factory"):
         with pytest.raises(ValueError, match=name):
-            check_dynamic_sampling(arguments(**{name: [len_reward]}), None)
+            check(arguments(**{name: [len_reward]}))
     with pytest.raises(ValueError, match="images"):
-        check_dynamic_sampling(arguments(train_dataset=Dataset.from_list([{"prompt": "a", "image": "b"}])), None)
+        check(arguments(train_dataset=Dataset.from_list([{"prompt": "a", "image": "b"}])))
     with pytest.raises(ValueError, match="'accuracy'.*'len_reward'"):
-        check_dynamic_sampling(arguments(), "accuracy")
+        check(arguments(), "accuracy")
 
 
 def test_settings_that_make_no_sense_are_refused(tmp_path):
     with pytest.raises(ValueError, match="has no effect unless dynamic_sampling=True"):
         QuRLGRPOConfig(tmp_path, bf16=False, dynamic_sampling_reward="len_reward")
-    with pytest.raises(ValueError, match="dynamic_sampling=True compares completions of a group, .*: set it to False"):
+    with pytest.raises(ValueError, match="dynamic_sampling is True, but with a critic must be one of False"):
         QuRLPPOConfig(tmp_path, bf16=False, dynamic_sampling=True)
 
 

@@ -8,8 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_loss import reference_loss
 
-from trl_qurl.importance import LARGEST_LOG_RATIO, importance_ratio
-from trl_qurl.objective import OBJECTIVES, Objective, SurrogateTerms, get_objective, surrogate_terms
+from trl_qurl.objective import (
+    LARGEST_LOG_RATIO,
+    OBJECTIVES,
+    Objective,
+    SurrogateTerms,
+    get_objective,
+    importance_ratio,
+    surrogate_terms,
+)
 
 SIGNS = torch.tensor([[1.0], [-1.0]])  # advantages of one sequence: positive, negative
 CLIP = {"epsilon_low": 0.2, "epsilon_high": 0.28}

@@ -52,7 +52,7 @@ def test_a_small_kl_keeps_its_digits(size):
     tally = MismatchTally(Accelerator(cpu=True))
     tally.add(proximal, behavior, everywhere, cap=2.0)
     assert tally.pop()["mismatch/kl_k3"] == pytest.approx(expected, rel=1e-4)
-    stale = loss_metrics(proximal, behavior, {}, everywhere, lambda sums: sums)
+    stale = loss_metrics(proximal, behavior, {"completion_mask": everywhere}, lambda sums: sums)
     assert stale["policy/approx_kl"] == pytest.approx(expected, rel=1e-4)
 
 

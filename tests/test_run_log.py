@@ -11,8 +11,8 @@ from trl_qurl.trainers.callbacks import RunLogCallback
 from trl_qurl.trainers.run_log import RUN_LOG, append_row, begin_log, read_run
 
 
-def write(path, rows, settings=None, step=0):
-    begin_log(path, settings or {"learning_rate": 1e-5}, step)
+def write(path, rows, settings=None, history=()):
+    begin_log(path, settings or {"learning_rate": 1e-5}, history)
     for row in rows:
         append_row(path, row)
 
@@ -59,7 +59,8 @@ def test_secrets_are_not_written(tmp_path):
 
 def test_a_resumed_run_continues_after_its_checkpoint(tmp_path):
     write(tmp_path / RUN_LOG, [{"step": step, "reward": step / 10} for step in (1, 2, 3, 4)])
-    write(tmp_path / RUN_LOG, [{"step": 3, "reward": 0.7}], {"learning_rate": 2e-5}, step=2)
+    history = [{"step": step, "reward": step / 10} for step in (1, 2)]
+    write(tmp_path / RUN_LOG, [{"step": 3, "reward": 0.7}], {"learning_rate": 2e-5}, history)
     run = read_run(tmp_path)
     assert run.series("reward") == [(1, 0.1), (2, 0.2), (3, 0.7)]
     assert run.settings == {"learning_rate": 2e-5}
@@ -73,15 +74,15 @@ def test_a_new_run_renames_the_old_log(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [b"\0\0\xff", b'{"step": 2, "rew', b"[1]", b'{"reward": 1}', b'{"step": "2"}'])
-def test_a_damaged_line_does_not_stop_a_resume(damage, tmp_path):
+def test_a_damaged_line_is_refused_and_does_not_stop_a_resume(damage, tmp_path):
     path = tmp_path / RUN_LOG
     write(path, [{"step": step, "reward": step / 10} for step in (1, 2, 3, 4)])
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([*lines[:2], damage, *lines[3:]]))
     with pytest.raises(ValueError, match="is damaged"):
         read_run(path)
-    write(path, [{"step": 4, "reward": 0.7}], step=3)
-    assert read_run(path).series("reward") == [(1, 0.1), (3, 0.3), (4, 0.7)]
+    write(path, [{"step": 4, "reward": 0.7}], history=[{"step": 3, "reward": 0.3}])
+    assert read_run(path).series("reward") == [(3, 0.3), (4, 0.7)]
 
 
 @pytest.mark.parametrize("content", ["", '{"step": 1}\n', '{"settings": {}}\nnonsense\n{"step": 1}\n'])

@@ -264,10 +264,10 @@ trl.trainer.grpo_trainer GRPOTrainer._log_completion_extra: dynamic sampling sel
 trl.trainer.grpo_trainer GRPOTrainer._get_per_token_logps_and_entropies: trainers/rollouts.py keeps [0]
     once: return
     return (logps,
-trl.trainer.grpo_trainer GRPOTrainer._compute_loss: GroupRolloutsMixin._corrected_loss acts after the forward pass
+trl.trainer.grpo_trainer GRPOTrainer._compute_loss: GroupRolloutsMixin._compute_loss acts after the forward pass
     once: self._get_per_token_logps_and_entropies(
     old_per_token_logps
-trl.trainer.grpo_trainer GRPOTrainer._compute_loss: GroupRolloutsMixin._corrected_loss acts after the forward pass
+trl.trainer.grpo_trainer GRPOTrainer._compute_loss: GroupRolloutsMixin._compute_loss acts after the forward pass
     self._get_per_token_logps_and_entropies(
     importance_sampling_ratio
 trl.trainer.grpo_trainer GRPOTrainer._compute_loss: objective.surrogate_terms acts through these lines

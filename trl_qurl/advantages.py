@@ -27,8 +27,7 @@ class Moments(NamedTuple):
     """Mean and variance of the masked elements on all processes."""
 
     mean: torch.Tensor  # scalar
-    variance: torch.Tensor  # scalar, unbiased
-    elements: torch.Tensor  # scalar, their number
+    variance: torch.Tensor  # scalar, unbiased; NaN for fewer than two
 
 
 class ValueLoss(NamedTuple):
@@ -59,7 +58,7 @@ def token_rewards(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"Got {shapes}: pass one reward per sequence.")
     positions = torch.arange(mask.size(1), device=mask.device)  # (T,)
     last = torch.where(mask, positions, -1).amax(dim=1, keepdim=True)  # (B, 1), -1 if no token is learned
-    # `where` instead of a product, so an undefined reward (NaN) does not spread over the whole sequence.
+    # Not a product, so an undefined reward (NaN) does not spread over the whole sequence.
     return torch.where(positions == last, rewards.unsqueeze(1), 0.0)  # (B, T)
 
 
@@ -149,7 +148,7 @@ def masked_moments(
     total, count = sum_over_processes(torch.stack([elements.sum(), elements.new_tensor(float(elements.numel()))]))
     mean = total / count
     squares = sum_over_processes((elements - mean).square().sum())
-    return Moments(mean, squares / (count - 1).clamp(min=0.0), count)
+    return Moments(mean, squares / (count - 1).clamp(min=0.0))
 
 
 def whiten(tensor: torch.Tensor, mask: torch.Tensor, moments: Moments) -> torch.Tensor:
@@ -167,7 +166,7 @@ def whiten(tensor: torch.Tensor, mask: torch.Tensor, moments: Moments) -> torch.
     Returns:
         `(B, T)`, 0 where the mask is false. A single element has no variance and is only shifted.
     """
-    variance = torch.where(moments.elements > 1, moments.variance, 1.0)
+    variance = torch.where(moments.variance.isnan(), 1.0, moments.variance)
     return torch.where(mask.bool(), (tensor - moments.mean) * torch.rsqrt(variance + 1e-8), 0.0)
 
 

@@ -1,11 +1,11 @@
-"""The objectives by name, and the inputs that make TRL's own loss compute them.
+"""The importance ratio, the objectives by name, and the inputs that make TRL's own loss compute them.
 
 Pure functions of tensors and floats. TRL computes the clipped surrogate; `surrogate_terms` returns the inputs that
 turn it into the requested objective. `tests/reference_loss.py` has the equations as printed in the papers.
 
 Shapes: `B` sequences, `T` completion tokens. Equation numbers: QuRL, arXiv:2602.13953. Log-probabilities are in nats:
-`behavior_logps` from the quantized policy that sampled the tokens, `proximal_logps` from the full-precision policy at
-rollout time, `policy_logps` from the full-precision policy being updated.
+`behavior_logps` from the actor, the quantized copy that sampled, `proximal_logps` from the policy at rollout time,
+`policy_logps` from the policy being updated.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from trl_qurl.importance import importance_ratio
+LARGEST_LOG_RATIO = 20.0  # limits the weight of a single token, and keeps ρ² within float32
 
 Correction = Literal["none", "full", "truncated"]
 """Token weight: 1, ρ, or min(ρ, C)."""
@@ -32,15 +32,20 @@ class Objective:
 
     def __post_init__(self) -> None:
         if self.lifts_upper_bound and self.correction != "truncated":
-            raise ValueError(
-                f"Objective {self.name!r} has lifts_upper_bound=True with correction={self.correction!r}: only a "
-                "cap can lift the bound. Set correction='truncated', or leave lifts_upper_bound out."
-            )
+            problem = f"{self.name!r} has lifts_upper_bound=True with correction={self.correction!r}, which has no cap"
+            raise ValueError(f"Objective {problem}: set correction='truncated', or leave lifts_upper_bound out.")
 
 
 TRL_LOSS = "trl"  # TRL's own loss and correction, not an `Objective`
 
-OBJECTIVES: dict[str, Objective] = {}
+PAPER = (
+    Objective("acr", "Eq. 9 of QuRL", correction="truncated", lifts_upper_bound=True),
+    Objective("tis", "Eq. 5 of QuRL", correction="truncated"),
+    Objective("decoupled", "Eq. 4 of QuRL", correction="full"),
+    Objective("quantized_ratio", "Eq. 3 of QuRL", denominator="behavior"),
+    Objective("naive", "Eq. 1 of QuRL"),
+)
+OBJECTIVES: dict[str, Objective] = {objective.name: objective for objective in PAPER}
 """All objectives by name, including those added by `register_objective`."""
 
 
@@ -58,14 +63,28 @@ def register_objective(objective: Objective) -> None:
     OBJECTIVES[objective.name] = objective
 
 
-for _objective in (
-    Objective("acr", "Eq. 9 of QuRL", correction="truncated", lifts_upper_bound=True),
-    Objective("tis", "Eq. 5 of QuRL", correction="truncated"),
-    Objective("decoupled", "Eq. 4 of QuRL", correction="full"),
-    Objective("quantized_ratio", "Eq. 3 of QuRL", denominator="behavior"),
-    Objective("naive", "Eq. 1 of QuRL"),
-):
-    register_objective(_objective)
+def importance_ratio(proximal_logps: torch.Tensor, behavior_logps: torch.Tensor) -> torch.Tensor:
+    """Compute the ratio of the policy at rollout time to the actor, per token.
+
+        ρ = π_prox / π_behav = exp(proximal_logps − behavior_logps)
+
+    Source: the factor in front of Eq. 4.
+
+    Args:
+        proximal_logps: `(B, T)`.
+        behavior_logps: `(B, T)`; NaN where the engine returned none.
+
+    Returns:
+        ρ, `(B, T)`, at most exp(`LARGEST_LOG_RATIO`); 1 where `behavior_logps` is NaN.
+
+    Raises:
+        ValueError: If the shapes differ or are not two-dimensional.
+    """
+    if proximal_logps.shape != behavior_logps.shape or proximal_logps.dim() != 2:
+        shapes = f"proximal_logps {tuple(proximal_logps.shape)}, behavior_logps {tuple(behavior_logps.shape)}"
+        raise ValueError(f"Got {shapes}: pad both to the same shape (B, T).")
+    log_ratio = (proximal_logps - behavior_logps).masked_fill(behavior_logps.isnan(), 0.0)
+    return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
 
 
 class SurrogateTerms(NamedTuple):

@@ -55,7 +55,7 @@ def main(directory: Path, *options: str) -> None:
     def step(critic: Critic) -> float:
         for last in (False, True):  # two micro-batches, of which the last one sums over the processes
             accelerator.gradient_state._set_sync_gradients(last)
-            critic.learn(batch, value_loss)
+            critic.backward(value_loss(critic.values(batch)))
         return critic.step()
 
     critic = make()

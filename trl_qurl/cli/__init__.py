@@ -40,9 +40,7 @@ COMMANDS = {
     "mismatch": Command("trl_qurl.lab.mismatch.run", "measure the effect of rounding on a model, before training"),
     "report": Command("trl_qurl.lab.report", "compare runs in a table and a picture"),
     "demo": Command("trl_qurl.lab.demo.command", "train a tiny model on three-digit addition, in minutes on a CPU"),
-    "doctor": Command(
-        "trl_qurl.lab.doctor.command", "check what works on this machine, for a new machine or a bug report"
-    ),
+    "doctor": Command("trl_qurl.lab.doctor.command", "check what works on this machine, also for a bug report"),
 }
 
 
@@ -86,14 +84,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             guess = did_you_mean(extra_args, re.findall(r"--[\w-]+", args.subparser.format_usage()))
             raise ValueError(f"Unexpected argument {' '.join(extra_args)}{guess}")
         return args.run(args)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, *USER_ERRORS) as error:
         if shows_everything():
             raise
-        print("trl-qurl: interrupted", file=sys.stderr)
-        return 130  # 128 + SIGINT, as shells report it
-    except USER_ERRORS as error:
-        if shows_everything():
-            raise
+        if isinstance(error, KeyboardInterrupt):
+            print("trl-qurl: interrupted", file=sys.stderr)
+            return 130  # 128 + SIGINT, as shells report it
         print(f"trl-qurl: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return 2
 

@@ -23,8 +23,7 @@ def add_ignore(parser: argparse.ArgumentParser) -> None:
         action=PatternAction,
         default=["lm_head"],
         metavar="PATTERN",
-        help="modules to keep in full precision: a name, or re: followed by a regular expression; repeat the option "
-        "for more (default: lm_head)",
+        help="modules in full precision: a name, or re: and a regular expression; repeatable (default: lm_head)",
     )
 
 
@@ -50,12 +49,10 @@ def check_model(name_or_path: str) -> None:
     if not is_local or (directory / "config.json").is_file():
         return
     if (directory / "adapter_config.json").is_file():
+        merge = f"peft.AutoPeftModelForCausalLM.from_pretrained({name_or_path!r}).merge_and_unload()"
         raise FileNotFoundError(
             f"{name_or_path} holds an adapter, but a complete model is needed: merge the two first with "
-            f"peft.AutoPeftModelForCausalLM.from_pretrained({name_or_path!r}).merge_and_unload().save_pretrained("
-            "'merged'), or train with --save_quantized."
+            f"{merge}.save_pretrained('merged'), or train with --save_quantized."
         )
-    raise FileNotFoundError(
-        f"{name_or_path} does not contain a model: pass a directory with a config.json, or a name on the Hub such as "
-        "Qwen/Qwen2.5-0.5B-Instruct."
-    )
+    ways = "pass a directory with a config.json, or a name on the Hub such as Qwen/Qwen2.5-0.5B-Instruct"
+    raise FileNotFoundError(f"{name_or_path} does not contain a model: {ways}.")

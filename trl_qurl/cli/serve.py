@@ -8,10 +8,8 @@ from trl_qurl.cli.options import add_ignore, add_scheme, check_model
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `trl-qurl serve`."""
-    parser.epilog = (
-        "Needs an API key in the environment variable VLLM_API_KEY, for every request; set the same for the trainer. "
-        "Nothing is encrypted."
-    )
+    key = "Needs an API key in the environment variable VLLM_API_KEY, for every request"
+    parser.epilog = f"{key}; set the same for the trainer. Nothing is encrypted."
     parser.add_argument("model", metavar="MODEL", help="full-precision model: name on the Hub, or a local directory")
     add_scheme(parser, default="int8")
     add_ignore(parser)
@@ -26,10 +24,8 @@ def run(args: argparse.Namespace) -> int:
         if guess := get_close_matches(option, ["--scheme", "--ignore", "--host", "--port"], 1, 0.8):
             raise ValueError(f"Unknown option {option}; did you mean {guess[0]}?")
     if args.extra_args and not args.extra_args[0].startswith("-"):
-        raise ValueError(
-            f"Unexpected argument {args.extra_args[0]}: pass one MODEL, and one pattern after each --ignore (repeat "
-            "the option for more)."
-        )
+        way = "pass one MODEL, and one pattern after each --ignore (repeat the option for more)"
+        raise ValueError(f"Unexpected argument {args.extra_args[0]}: {way}.")
     check_model(args.model)
     from trl_qurl.rollout.engine.http import require_key
 

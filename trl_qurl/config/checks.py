@@ -19,26 +19,25 @@ KINDS |= {float: (Real, "a number"), NoneType: (NoneType, "None")}
 OTHER_TOKENS = "TRL would read another token's log-probability than the sampled one's."
 REFUSED = {
     "n": "num_generations is the number of completions per prompt.",
-    "seed": "all completions of a colocated group would be the same, and all rollouts have the same noise. The engine "
-    "follows the seed setting.",
+    "seed": "all completions of a colocated group would be the same. The engine follows the seed setting.",
     "logprobs": OTHER_TOKENS,
     "logprob_token_ids": OTHER_TOKENS,
 }
 """Parameters that `generation_kwargs` must not set, and why."""
 
 
-def check_choice(config: object, name: str, choices: Collection[str]) -> None:
+def check_choice(config: object, name: str, choices: Collection[Any], condition: str = "") -> None:
     """Raise `ValueError` if a setting is not in `choices`; the message lists them and suggests the closest match."""
     value = getattr(config, name)
     if value not in choices:
-        near = get_close_matches(str(value), choices, 1)
+        near = get_close_matches(str(value), map(str, choices), 1)
         guess = f"; did you mean {near[0]!r}?" if near else "."
-        raise ValueError(f"{name} is {value!r}, but must be one of {', '.join(map(repr, choices))}{guess}")
+        raise ValueError(f"{name} is {value!r}, but{condition} must be one of {', '.join(map(repr, choices))}{guess}")
 
 
 def check_number(config: object, name: str, is_allowed: Callable[[Any], bool], requirement: str) -> None:
-    """Raise `ValueError` if a number is not allowed; `requirement` says what it must be."""
-    if not is_allowed(value := getattr(config, name)):
+    """Raise `ValueError` for a number, other than `None`, that is not allowed; `requirement` says what it must be."""
+    if (value := getattr(config, name)) is not None and not is_allowed(value):
         raise ValueError(f"{name} is {value!r}, but must be {requirement}.")
 
 
@@ -65,9 +64,9 @@ def check_sampling(config: Any, stacklevel: int) -> None:
     reader = next((name for name in ("mask_truncated_completions", "gamma") if getattr(config, name, None)), None)
     if reader and (overrides.get("stop") or overrides.get("stop_token_ids")):
         raise ValueError(
-            f"{reader}={getattr(config, reader)} takes completions without an end-of-sequence token for truncated, so "
-            "also those that stop or stop_token_ids of generation_kwargs end: leave these out. Tokens that are to end "
-            "completions can be added to the model's generation_config.eos_token_id."
+            f"{reader}={getattr(config, reader)} takes completions without an end-of-sequence token for truncated, "
+            "like those that stop or stop_token_ids of generation_kwargs end: leave these out, or add the tokens to "
+            "the model's generation_config.eos_token_id."
         )
     fields = {name: getattr(config, name) for name in (*NEUTRAL, "min_p", "vllm_structured_outputs_regex")}
     neutral = NEUTRAL | {"temperature": (config.temperature,)}  # the trainer reads only the field
@@ -79,9 +78,8 @@ def check_sampling(config: Any, stacklevel: int) -> None:
     if biasing:
         warnings.warn(
             f"{', '.join(biasing)}: the engine's log-probabilities account for this, but the trainer's cover the "
-            "unmodified distribution over the whole vocabulary. The importance ratio is therefore wrong (too small if "
-            "tokens are cut), and so are the mismatch/* metrics and every correction or clip bound based on it. Set "
-            "top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, also in generation_kwargs, and leave out the "
-            "others. The temperature setting does no harm.",
+            "whole vocabulary. The importance ratio is therefore wrong (too small if tokens are cut), and so are "
+            "the mismatch/* metrics and every correction. Set top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0, "
+            "also in generation_kwargs, and leave out the others. The temperature setting does no harm.",
             stacklevel=stacklevel + 1,
         )

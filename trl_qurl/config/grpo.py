@@ -53,21 +53,16 @@ class QuRLGRPOConfig(QuantizedRolloutsConfig, GRPOConfig):
         default = next(name for name in ("acr", "tis", TRL_LOSS) if self._conflict(name) is None)
         if self.objective is None:
             if conflict := self._conflict("acr"):
-                warnings.warn(
-                    f"{conflict[0]} does not fit the default objective 'acr', so {default!r} is used. Set objective="
-                    f"{default!r} to avoid this warning.",
-                    stacklevel=3,
-                )
+                choice = f"{conflict[0]} does not fit the default objective 'acr', so {default!r} is used"
+                warnings.warn(f"{choice}. Set objective={default!r} to avoid this warning.", stacklevel=3)
             self.objective = default
         check_choice(self, "objective", (*OBJECTIVES, TRL_LOSS))
         super().__post_init__()
         if self.dynamic_sampling_reward is not None and not self.dynamic_sampling:
             raise ValueError("dynamic_sampling_reward has no effect unless dynamic_sampling=True.")
         if self.dynamic_sampling and self.rollouts_ahead:
-            raise ValueError(
-                "dynamic_sampling=True generates again until a batch is full, so it cannot begin the next one ahead: "
-                "set rollouts_ahead=0 or dynamic_sampling=False."
-            )
+            reason = "dynamic_sampling=True generates until a batch is full, so it cannot begin the next one ahead"
+            raise ValueError(f"{reason}: set rollouts_ahead=0 or dynamic_sampling=False.")
         if conflict := self._conflict(self.objective):
             raise ValueError(
                 f"{conflict[0]} does not fit objective={self.objective!r}: {conflict[1]}, or use objective={default!r}"

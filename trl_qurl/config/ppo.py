@@ -3,9 +3,18 @@
 from dataclasses import dataclass
 from math import inf
 
-from trl_qurl.config.checks import check_number
+from trl_qurl.config.checks import check_choice, check_number
 from trl_qurl.config.grpo import CLIPPED_LOSS_TYPES, QuRLGRPOConfig
 from trl_qurl.config.help import with_help
+
+FITTING = {
+    "loss_type": CLIPPED_LOSS_TYPES,  # those with one ratio per token, clipped on both sides
+    "importance_sampling_level": ("token",),
+    "dynamic_sampling": (False,),  # compares completions of a group, as do the next two
+    "scale_rewards": ("none", False),
+    "multi_objective_aggregation": ("sum_then_normalize",),
+}
+"""Values of settings that fit advantages of a critic."""
 
 
 @with_help
@@ -52,22 +61,8 @@ class QuRLPPOConfig(QuRLGRPOConfig):
     critic_learning_rate: float = 1e-5
 
     def __post_init__(self) -> None:
-        if self.loss_type not in CLIPPED_LOSS_TYPES or self.importance_sampling_level != "token":
-            raise ValueError(
-                f"loss_type={self.loss_type!r} with importance_sampling_level={self.importance_sampling_level!r} does "
-                "not fit PPO, which has one ratio and one advantage per token and clips on both sides: use 'token' "
-                f"and one of {', '.join(map(repr, CLIPPED_LOSS_TYPES))}."
-            )
-        for name, allowed in {
-            "dynamic_sampling": (False,),
-            "scale_rewards": ("none", False),
-            "multi_objective_aggregation": ("sum_then_normalize",),
-        }.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} compares completions of a group, which the critic replaces: set "
-                    f"it to {allowed[0]!r}."
-                )
+        for name, allowed in FITTING.items():
+            check_choice(self, name, allowed, " with a critic")
         generations = self.num_generations
         if generations == 1:
             # TRL refuses groups of one, but a critic needs no groups: let TRL check the batch sizes for another size.
@@ -79,5 +74,4 @@ class QuRLPPOConfig(QuRLGRPOConfig):
         check_number(self, "gae_lambda", lambda x: 0 <= x <= 1, "in [0, 1] (verl's setting is 1)")
         check_number(self, "critic_learning_rate", lambda x: 0 < x < inf, "positive and finite")
         check_number(self, "critic_warmup_steps", lambda n: n >= 0, "a number of optimizer steps, or 0 for none")
-        if self.value_clip_range is not None:
-            check_number(self, "value_clip_range", lambda x: x > 0, "positive, or None for no clipping")
+        check_number(self, "value_clip_range", lambda x: x > 0, "positive, or None for no clipping")

@@ -42,7 +42,7 @@ class QuantizedRolloutsConfig:
     > Rollout format
 
     Args:
-        rollout_quantization: Format of the rollout policy: a name in [`~trl_qurl.quantization.SCHEMES`], or `None` for
+        rollout_quantization: Format of the actor: a name in [`~trl_qurl.quantization.SCHEMES`], or `None` for
             unquantized rollouts in the engine's own dtype. On the command line, `none` means `None`. Or names by
             pattern, of which the first that matches wins: `{"re:.*down_proj": "w8a16", "*": "int8"}`.
         quantization_ignore: Modules kept in full precision before all else, in llm-compressor's pattern syntax.
@@ -61,7 +61,7 @@ class QuantizedRolloutsConfig:
             merge it. `auto` sends the adapter to a server that accepts adapters, streams where both sides can, and
             otherwise writes checkpoints, and logs why. `llmcompressor` is the slow reference: it writes each sync.
         round_base: Whether the trainer replaces the frozen base below a LoRA adapter with the values that the engine's
-            codes represent, so both policies have the same weights. Implies `weight_sync="adapter"`.
+            codes represent, so actor and policy have the same weights. Implies `weight_sync="adapter"`.
         rollout_checkpoint_dir: Directory for checkpoints that the engine loads; a server must see it too. Defaults to
             memory (`/dev/shm`) if there is room, else to the system's temporary directory. Removed after the run.
         vllm_request_timeout: Seconds a request to the vLLM server may take before it counts as failed.
@@ -84,7 +84,7 @@ class QuantizedRolloutsConfig:
 
     > Guard
 
-        mismatch_guard: What to do when rounding does not explain how far sampling and learning policy differ: `off`,
+        mismatch_guard: What to do when rounding does not explain how far actor and policy differ: `off`,
             `warn` or `stop`. `warn` warns once per alarm; `stop` also saves a checkpoint and ends training.
         mismatch_guard_kl: KL of a rollout (`mismatch/kl_k3`, nats per token) at which the guard acts at the latest.
 
@@ -103,7 +103,7 @@ class QuantizedRolloutsConfig:
     rollout_quantization: dict[str, Any] | str | None = field(
         default="int8",
         metadata={
-            "help": f"Format of the rollout policy: {', '.join(SCHEMES)}; {UNQUANTIZED} for no quantization; or a "
+            "help": f"Format of the actor: {', '.join(SCHEMES)}; {UNQUANTIZED} for no quantization; or a "
             f"JSON object of formats by pattern: {EXAMPLE}."
         },
     )
@@ -144,10 +144,8 @@ class QuantizedRolloutsConfig:
             self._check_groups()
             check_sampling(self, stacklevel=4)
         elif self.rollouts_ahead or self.mismatch_guard == "stop":
-            raise ValueError(
-                f"rollouts_ahead={self.rollouts_ahead} and mismatch_guard={self.mismatch_guard!r} need a trainer that "
-                f"measures its rollouts, as GRPO and RLOO do: leave both out of {type(self).__name__}."
-            )
+            settings = f"rollouts_ahead={self.rollouts_ahead} and mismatch_guard={self.mismatch_guard!r}"
+            raise ValueError(f"{settings} only work with GRPO and RLOO: leave both out of {type(self).__name__}.")
 
     @property
     def engine_kwargs(self) -> dict[str, Any]:
@@ -176,48 +174,37 @@ class QuantizedRolloutsConfig:
         check_number(self, "vllm_request_timeout", lambda x: x > 0, "a positive number of seconds")
         check_number(self, "sync_check_interval", lambda n: n >= 0, "a number of syncs, or 0 for none")
         check_number(self, "temperature", lambda t: 0 < t < inf, f"{finite} (0 makes all completions equal)")
-        if self.max_completion_length is not None:  # as in TRL, up to the end of the context
-            check_number(self, "max_completion_length", lambda n: n >= 1, "at least 1 token")
+        check_number(self, "max_completion_length", lambda n: n >= 1, "at least 1 token")
         check_number(self, "rollouts_ahead", lambda n: n in (0, 1), "0 or 1")
         share = "a share of the GPU's memory: above 0, at most 1"
         check_number(self, "vllm_gpu_memory_utilization", lambda x: 0 < x <= 1, share)
-        if self.importance_cap is not None:
-            check_number(self, "importance_cap", lambda c: c > 0, "a ratio above 0, or None for no cap")
+        check_number(self, "importance_cap", lambda c: c > 0, "a ratio above 0, or None for no cap")
         check_patterns(self.quantization_ignore, "quantization_ignore")
 
     def _check_groups(self: Any) -> None:
         per_rollout, per_update = self.num_iterations * self.steps_per_generation, self.gradient_accumulation_steps
         if per_rollout % per_update and per_update % per_rollout:
-            warnings.warn(
-                f"Updates mix two rollouts: gradient_accumulation_steps={per_update} does not divide "
-                f"steps_per_generation times num_iterations, {per_rollout}.",
-                stacklevel=5,
-            )
+            reason = f"{per_update} does not divide steps_per_generation times num_iterations, {per_rollout}"
+            warnings.warn(f"Updates mix two rollouts: gradient_accumulation_steps={reason}.", stacklevel=5)
         if self.sync_ref_model and self.uaq_scale != 1.0:
             raise ValueError(
-                f"sync_ref_model=True mixes the policy's weights, which uaq_scale={self.uaq_scale} rescales, into a "
-                "reference model that is not rescaled: set uaq_scale=1.0, or sync_ref_model=False."
-            )
-        if self.use_transformers_continuous_batching:
-            raise ValueError(
-                "use_transformers_continuous_batching=True asks transformers to generate, without quantized "
-                "rollouts: set it to False, or use TRL's own trainer with use_vllm=False."
+                f"sync_ref_model=True mixes weights that uaq_scale={self.uaq_scale} rescales into a model that is not "
+                "rescaled: set uaq_scale=1.0, or sync_ref_model=False."
             )
 
     def _check_format(self: Any) -> None:
         if self.round_base and (self.weight_sync not in ("auto", "adapter") or self.rollout_quantization is None):
             raise ValueError(
-                "round_base=True needs a format and an adapter that is not merged, but rollout_quantization is "
-                f"{self.rollout_quantization!r} and weight_sync is {self.weight_sync!r}: choose a format and "
-                "weight_sync='adapter', or set round_base=False."
+                f"round_base=True does not work with rollout_quantization={self.rollout_quantization!r} and "
+                f"weight_sync={self.weight_sync!r}: choose a format and 'adapter', or set round_base=False."
             )
         if self.weight_sync == "llmcompressor":
             check_quantizer("llmcompressor", "weight_sync", "auto")
             if self.rollout_quantization is None or self.world_size > 1:
+                run = f"rollout_quantization is {self.rollout_quantization!r} and this run has {self.world_size}"
                 raise ValueError(
-                    "weight_sync='llmcompressor' needs a format and works in one process, but rollout_quantization is "
-                    f"{self.rollout_quantization!r} and this run has {self.world_size}: use weight_sync='auto', which "
-                    "produces the same codes and scales."
+                    f"weight_sync='llmcompressor' needs a format and works in one process, but {run}: use "
+                    "weight_sync='auto', which produces the same codes and scales."
                 )
         if self.smooth_activations and (setting := self._smoothing_conflict()):
             raise ValueError(f"smooth_activations=True does not work with {setting}: leave it out.")
@@ -228,7 +215,7 @@ class QuantizedRolloutsConfig:
         return self.smooth_activations if self._smoothing_conflict() is None else False
 
     def _smoothing_conflict(self: Any) -> str | None:
-        """Return the setting that rules out smoothing, if there is one."""
+        """Return the setting that rules out smoothing."""
         if not any(scheme.is_smoothed for scheme in schemes_of(self.rollout_quantization)):
             return f"rollout_quantization={self.rollout_quantization!r} (smoothing is for INT8)"
         if self.weight_sync in ("adapter", "llmcompressor"):
@@ -238,30 +225,23 @@ class QuantizedRolloutsConfig:
     def _check_engine(self: Any) -> None:
         if self.rollouts_ahead and self.vllm_mode != "server":
             raise ValueError(
-                f"rollouts_ahead={self.rollouts_ahead} needs a server that generates while the trainer learns, but "
-                f"vllm_mode is {self.vllm_mode!r}: start one with `trl-qurl serve` and set vllm_mode='server', or "
-                "set rollouts_ahead=0."
+                f"rollouts_ahead={self.rollouts_ahead} needs a server that generates meanwhile, but vllm_mode is "
+                f"{self.vllm_mode!r}: start one with `trl-qurl serve` and set vllm_mode='server'."
             )
         if not self.use_vllm:
-            raise ValueError(
-                "use_vllm=False asks transformers to generate, without quantized rollouts: set it to True, or use TRL's "
-                "own trainer."
-            )
+            raise ValueError("use_vllm=False has no quantized rollouts: set it to True, or use TRL's own trainer.")
         longest = self.vllm_request_timeout + self.vllm_server_timeout
         if self.vllm_mode == "server" and self.world_size > 1 and longest >= self.ddp_timeout:
+            wait = f"for {longest:g} seconds (vllm_request_timeout plus vllm_server_timeout)"
             raise ValueError(
-                f"The main process may wait for the server for {longest:g} seconds (vllm_request_timeout plus "
-                f"vllm_server_timeout), but the others give up after ddp_timeout={self.ddp_timeout}: set it to more."
+                f"The main process may wait for the server {wait}, but the others give up after "
+                f"ddp_timeout={self.ddp_timeout}: set it to more."
             )
         engine_kwargs = self.engine_kwargs
         if engine_kwargs and self.vllm_mode == "server":
-            raise ValueError(
-                f"vllm_engine_kwargs {sorted(engine_kwargs)} would have no effect with vllm_mode='server': pass them "
-                "to `trl-qurl serve` instead."
-            )
+            effect = f"vllm_engine_kwargs {sorted(engine_kwargs)} would have no effect with vllm_mode='server'"
+            raise ValueError(f"{effect}: pass them to `trl-qurl serve` instead.")
         for argument in engine_kwargs.keys() & TAKEN_ENGINE_ARGUMENTS.keys():
-            raise ValueError(
-                f"vllm_engine_kwargs sets {argument!r}, but that is governed by "
-                f"{TAKEN_ENGINE_ARGUMENTS[argument]}. Remove it from vllm_engine_kwargs."
-            )
+            owner = TAKEN_ENGINE_ARGUMENTS[argument]
+            raise ValueError(f"vllm_engine_kwargs sets {argument!r}, but that is governed by {owner}. Remove it.")
         check_kv_cache(engine_kwargs.get("kv_cache_dtype", "auto"), "kv_cache_dtype of vllm_engine_kwargs")

@@ -27,5 +27,4 @@ class RolloutContext:
 
     # Afterwards
     behavior_logps: list[list[list[float | None]]] | None = None  # of the latest completions, as the engine returned
-    proximal_logps: torch.Tensor | None = None  # (B, T), if a forward pass in advance has scored it
     rewards: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # (B · processes, functions)

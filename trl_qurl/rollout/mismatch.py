@@ -9,7 +9,7 @@ import math
 import torch
 from accelerate import Accelerator
 
-from trl_qurl.importance import LARGEST_LOG_RATIO
+from trl_qurl.objective import LARGEST_LOG_RATIO
 
 INVALID_LIMIT = 0.01
 """Maximum share of tokens without a valid log-probability from the engine."""

@@ -35,16 +35,13 @@ def checked_config(trainer: Any, config: Any, model: Any) -> Any:
         name = model if isinstance(model, str) else model.config._name_or_path
         return config_class(f"{name.split('/')[-1] or 'model'}-QuRL-{trainer._algorithm}")
     if type(config) in config_class.__mro__ and type(config).__module__.startswith("trl."):  # GRPOConfig for ours
-        fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
         # TRL has derived generation_batch_size from steps_per_generation, and rejects a config with both.
-        given = {name: value for name, value in fields.items() if name != "generation_batch_size"}
-        return config_class(**given | {"use_vllm": True})
+        names = {field.name for field in dataclasses.fields(config) if field.init} - {"generation_batch_size"}
+        return config_class(**{name: getattr(config, name) for name in names} | {"use_vllm": True})
     if not isinstance(config, config_class):
-        package = config_class.__module__.partition(".")[0]
-        raise TypeError(
-            f"args is a {type(config).__name__}, which lacks settings of {trainer.__name__}: pass a {package}."
-            f"{config_class.__name__} (it takes the same fields and adds its own)."
-        )
+        needed = f"{config_class.__module__.partition('.')[0]}.{config_class.__name__}"
+        given = f"args is a {type(config).__name__}, which lacks settings of {trainer.__name__}"
+        raise TypeError(f"{given}: pass a {needed} (it takes the same fields and adds its own).")
     return config
 
 
@@ -70,43 +67,43 @@ def applies_uaq(args: Any, arguments: Mapping[str, Any]) -> bool:
     model = arguments["model"]
     is_adapted = arguments.get("peft_config") is not None or (not isinstance(model, str) and is_peft_model(model))
     if args.uaq_scale != 1.0 and is_adapted:
-        warnings.warn(
-            f"uaq_scale={args.uaq_scale} is not applied: an adapter trained on rescaled weights would not fit the "
-            "original model that users load it on. Set uaq_scale=1.0 to avoid this warning.",
-            stacklevel=3,
-        )
+        reason = "an adapter trained on rescaled weights would not fit the original model"
+        text = f"uaq_scale={args.uaq_scale} is not applied: {reason}. Set uaq_scale=1.0 to avoid this warning."
+        warnings.warn(text, stacklevel=3)
     return args.uaq_scale != 1.0 and not is_adapted
 
 
-def check_policy(args: Any, arguments: Mapping[str, Any]) -> None:
-    """Raise for models and adapters that a sync cannot send.
+def check_arguments(args: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise for datasets and reward functions that training cannot use.
 
     `arguments` are the constructor's, by TRL's names; `args` is the config among them.
     """
-    model, loading = arguments["model"], args.model_init_kwargs or {}
-    check_full_precision(model, [arguments.get("quantization_config"), *loading.values()], loading)
-    check_adapter(model, arguments.get("peft_config"))
-
-
-def check_arguments(args: Any, arguments: Mapping[str, Any]) -> None:
-    """Raise for datasets and reward functions that training cannot use; arguments as for `check_policy`."""
     train: Any = arguments.get("train_dataset")
     evaluation = arguments.get("eval_dataset")
     if arguments.get("environment_factory") is None:  # an environment brings its own prompts
         evaluation = evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
         for name, dataset in {"train_dataset": train, **evaluation}.items():
-            check_prompt_column(name, dataset)
+            if (columns := columns_of(dataset)) and "prompt" not in columns:
+                names = list(map(repr, columns))
+                way = f"rename one with dataset.rename_column({names[0]}, 'prompt'), or make one with dataset.map(...)"
+                raise ValueError(f"{name} has no column 'prompt', only {', '.join(names)}: {way}.")
     needed = args.generation_batch_size // args.num_generations
     if hasattr(train, "__len__") and len(train) < needed:  # TRL would end without a step
         raise ValueError(
             f"train_dataset has {len(train)} prompts, but a rollout needs {needed} (per_device_train_batch_size x "
             "processes x steps_per_generation / num_generations): add prompts, or make rollouts smaller."
         )
-    if args.rollouts_ahead:
-        check_plain_generation(arguments, f"rollouts_ahead={args.rollouts_ahead}")
-    rewards = arguments.get("reward_funcs")
-    for function in rewards if isinstance(rewards, list) else [rewards]:
+    for setting in ("rollouts_ahead", "dynamic_sampling"):
+        if value := vars(args).get(setting):
+            check_plain_generation(arguments, f"{setting}={value}")
+    rewards: Any = arguments.get("reward_funcs")
+    rewards = rewards if isinstance(rewards, list) else [rewards]
+    for function in rewards:
         check_reward(function, args, arguments)
+    judge, known = vars(args).get("dynamic_sampling_reward"), [getattr(each, "__name__", None) for each in rewards]
+    if judge is not None and None not in known and judge not in known:
+        problem = f"dynamic_sampling_reward={judge!r} is not the name of a reward function"
+        raise ValueError(f"{problem}: use one of {', '.join(map(repr, known))}.")
 
 
 def check_plain_generation(arguments: Mapping[str, Any], setting: str) -> None:
@@ -128,17 +125,6 @@ def columns_of(dataset: Any) -> list[str] | None:
     return getattr(dataset, "column_names", None)
 
 
-def check_prompt_column(name: str, dataset: Any) -> None:
-    """Raise `ValueError` if the dataset's columns are known and do not include `prompt`."""
-    columns = columns_of(dataset)
-    if columns and "prompt" not in columns:
-        raise ValueError(
-            f"{name} has no column 'prompt', only {', '.join(map(repr, columns))}: rename one with "
-            f"dataset.rename_column({next(iter(columns))!r}, 'prompt'), or make one with "
-            "dataset.map(lambda row: {'prompt': ...})."
-        )
-
-
 def check_prompts(trainer: Any) -> None:
     """Check that the engine can continue the shortest and longest prompts of each dataset, by characters."""
     if trainer._is_vlm or any(vars(trainer).get(name) for name in ("environment_factories", "rollout_func")):
@@ -156,38 +142,35 @@ def check_reward(function: Any, args: Any, arguments: Mapping[str, Any]) -> None
         return
     columns = [] if args.remove_unused_columns else columns_of(arguments.get("train_dataset")) or []
     names = [*REWARD_KEYWORDS, *(name for name in columns if name not in NOT_PASSED)]
-    has_environment = arguments.get("environment_factory") is not None
-    if has_environment:
-        names.append("environments")
+    names += ["environments"] if arguments.get("environment_factory") is not None else []
     signature = inspect.signature(function, follow_wrapped=False)  # a wrapper may take other arguments, or add some
     # Streams, rollout functions and environments may pass more names, so unfilled parameters are not errors.
-    is_complete = columns and not has_environment and arguments.get("rollout_func") is None
+    is_complete = columns and "environments" not in names and arguments.get("rollout_func") is None
     try:
         (signature.bind if is_complete else signature.bind_partial)(**dict.fromkeys(names))
     except TypeError as error:
         name = getattr(function, "__name__", type(function).__name__)
-        raise TypeError(
-            f"TRL cannot call the reward function {name!r} ({error}): it passes {', '.join(names)} by name. Accept "
-            "the ones you need, and **kwargs for the rest."
-        ) from None
+        problem = f"TRL cannot call the reward function {name!r} ({error}): it passes {', '.join(names)} by name"
+        raise TypeError(f"{problem}. Accept the ones you need, and **kwargs for the rest.") from None
 
 
 def check_adapter(model: Any, peft_config: Any) -> None:
     """Raise `ValueError` for an adapter that cannot be merged into the weights for a sync."""
     configs = model.peft_config.values() if not isinstance(model, str) and is_peft_model(model) else ()
-    for config in [*configs, *([] if peft_config is None else [peft_config])]:
+    for config in filter(None, (*configs, peft_config)):
         tokens = [name for name in ONLY_TOKENS if vars(config).get(name)]
         if config.is_prompt_learning or config.peft_type.value in UNMERGED or tokens:
+            method = f"{type(config).__name__} ({', '.join(tokens) or config.peft_type.value})"
             raise ValueError(
-                f"{type(config).__name__} ({', '.join(tokens) or config.peft_type.value}) is a PEFT method that "
-                "cannot be merged into the weights, but each sync quantizes merged weights: use LoRA alone, or omit "
-                "peft_config."
+                f"{method} is a PEFT method that cannot be merged into the weights, but each sync quantizes merged "
+                "weights: use LoRA alone, or omit peft_config."
             )
 
 
-def check_full_precision(model: Any, arguments: list[Any], loading: Mapping[str, Any]) -> None:
+def check_full_precision(model: Any, quantization_config: Any, loading: Mapping[str, Any]) -> None:
     """Raise `ValueError` if the model is, or would be loaded, quantized: a sync needs full-precision weights."""
-    configs = [value for value in arguments if isinstance(value, QuantizationConfigMixin)]
+    given = quantization_config, *loading.values()
+    configs = [value for value in given if isinstance(value, QuantizationConfigMixin)]
     causes = [type(config).__name__ for config in configs if not vars(config).get("dequantize")]
     if isinstance(model, str) and not configs:
         with suppress(OSError):  # loading it says what is missing
@@ -198,6 +181,5 @@ def check_full_precision(model: Any, arguments: list[Any], loading: Mapping[str,
     if causes:
         raise ValueError(
             f"The policy is quantized for training ({causes[0]}), but each sync quantizes its full-precision weights: "
-            "load it in 16 bits, without quantization_config. For an adapter on a base that is rounded as in the "
-            "engine, set round_base=True."
+            "load it in 16 bits, without quantization_config. For a rounded base of an adapter, set round_base=True."
         )

@@ -1,6 +1,5 @@
 """Trainer callbacks."""
 
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -31,34 +30,18 @@ class UpdateAwareQuantizationCallback(TrainerCallback):
 
     def on_train_begin(self, *args: Any, model: PreTrainedModel, **kwargs: Any) -> None:
         """Raise `RuntimeError` if the model was never scaled."""
-        if recorded_scale(model) != self.scale:
-            raise RuntimeError(
-                f"UAQ scale {self.scale} was requested, but the model being trained has scale "
-                f"{recorded_scale(model)}. The callback runs when the trainer is built: pass it in callbacks=[...], "
-                "and pass a model, not model_init."
-            )
+        if (scale := recorded_scale(model)) != self.scale:
+            problem = f"UAQ scale {self.scale} was requested, but the model being trained has scale {scale}"
+            raise RuntimeError(f"{problem}: pass the callback in callbacks=[...], and a model instead of model_init.")
 
 
 class TrainerAwareCallback(TrainerCallback):
     """Base class for callbacks that need their trainer, which transformers does not pass to them.
 
-    trl-qurl's trainers set `trainer`. The reference is weak, so deleting a trainer frees its engine.
+    trl-qurl's trainers set `trainer` when they take a callback in `callbacks=[...]` or `add_callback`.
     """
 
-    _trainer: weakref.ref | None = None
-
-    @property
-    def trainer(self) -> Any:
-        """The trainer that this callback was passed to; a `RuntimeError` if there is none."""
-        trainer = None if self._trainer is None else self._trainer()
-        if trainer is None:
-            name = type(self).__name__
-            raise RuntimeError(f"{name} has no trainer: pass it in callbacks=[...] to a trl-qurl trainer.")
-        return trainer
-
-    @trainer.setter
-    def trainer(self, trainer: Any) -> None:
-        self._trainer = weakref.ref(trainer)
+    trainer: Any  # a weak proxy, so deleting a trainer frees its engine
 
 
 class RunLogCallback(TrainerCallback):
@@ -75,12 +58,12 @@ class RunLogCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: Any, *, model: PreTrainedModel, **kwargs: Any
     ) -> None:
-        """Start the file in the output directory, or continue it after the step that training resumes from."""
+        """Start the file in the output directory, with the rows of a checkpoint that training resumes from."""
         if state.is_world_process_zero:
             name = getattr(model.config, "_name_or_path", None)
             settings = {"model": name, **args.to_dict(), "uaq_scale": recorded_scale(model), **self._settings}
             self._path = Path(args.output_dir or ".") / RUN_LOG
-            begin_log(self._path, settings, state.global_step)
+            begin_log(self._path, settings, state.log_history)
 
     def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, float], **kwargs: Any) -> None:
         """Append the row, unless the trainer evaluates without having trained."""

@@ -1,8 +1,7 @@
 """PPO's critic: a value model that trains along with the policy, and its optimizer.
 
-It has a separate `Accelerator`, so DDP, FSDP2 and ZeRO-3 prepare, clip and save the policy and the critic separately.
-The value model is a token classifier with one label. A new head starts at zero in every process, so the first values
-are 0 and the first advantages equal the returns.
+It has a separate `Accelerator`, so DDP, FSDP2 and ZeRO-3 prepare, clip and save it separately. The value model is a
+token classifier with one label. A new head starts at zero, so the first advantages equal the returns.
 
 Shapes: `B` sequences, `P` prompt tokens, `T` completion tokens.
 """
@@ -68,28 +67,26 @@ class Critic:
     @torch.no_grad()
     def rollout_values(self, batch: dict[str, Any], batch_size: int) -> torch.Tensor:
         """Return values before each token and after the last, `(B, T + 1)`, in passes of `batch_size` sequences."""
-        chunks = zip(*(batch[name].split(batch_size) for name in INPUTS), strict=True)
-        return torch.cat([self.values(*chunk) for chunk in chunks])
+        starts = range(0, len(batch["completion_ids"]), batch_size)
+        chunks = ({name: batch[name][start : start + batch_size] for name in INPUTS} for start in starts)
+        return torch.cat(list(map(self.values, chunks)))
 
-    def learn(self, batch: dict[str, Any], value_loss: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Accumulate gradients on a micro-batch, and sum them over processes only at the last one of a step.
-
-        `value_loss` maps the micro-batch's values, `(B, T + 1)`, to its share of the step's loss.
-        """
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate gradients of a micro-batch, and sum them over processes only at the last one of a step."""
         accelerator = self.accelerator
-        loss = value_loss(self.values(*(batch[name] for name in INPUTS)))
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             accelerator.backward(loss, scale_wrt_gas=False)  # the loss is already a mean over the whole step
             return
         with nullcontext() if accelerator.sync_gradients else accelerator.no_sync(self.model):
             accelerator.backward(loss)
 
-    def values(self, prompt_ids: torch.Tensor, ids: torch.Tensor, *masks: torch.Tensor) -> torch.Tensor:
-        """Return values before each completion token and after the last, `(B, T + 1)`, from a batch's `INPUTS`."""
+    def values(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return values before each completion token and after the last, `(B, T + 1)`."""
         self.model.train(torch.is_grad_enabled())  # gradient checkpointing needs train mode; dropout is off
-        inputs, mask = torch.cat([prompt_ids, ids], dim=1), torch.cat(masks, dim=1)  # (B, P + T)
+        inputs = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)  # (B, P + T)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)  # (B, P + T)
         logits = self.model(input_ids=inputs, attention_mask=mask, use_cache=False).logits
-        return logits.squeeze(-1)[:, -(ids.size(1) + 1) :].float()
+        return logits.squeeze(-1)[:, -(batch["completion_ids"].size(1) + 1) :].float()
 
     def step(self) -> float:
         """Clip, update and clear gradients; return the norm before clipping."""
@@ -121,27 +118,23 @@ class Critic:
 def load_critic_model(
     args: QuRLPPOConfig,
     policy: str | PreTrainedModel,
-    processing_class: Any,
     value_model: str | PreTrainedModel | None,
+    processing_class: Any,
     value_peft_config: Any,
 ) -> PreTrainedModel:
     """Load the critic's model, or raise if it does not fit the policy."""
     policy_name = policy if isinstance(policy, str) else get_config_model_id(policy.config)
-    if value_model is None and not policy_name:
-        raise ValueError(
-            "The policy was not loaded from a checkpoint, so value_model=None cannot load the critic from it: save "
-            "the policy and pass its path as value_model."
-        )
+    source = policy_name if value_model is None else value_model
+    if not source:
+        reason = "The policy was not loaded from a checkpoint, so value_model=None cannot load the critic from it"
+        raise ValueError(f"{reason}: save the policy and pass its path as value_model.")
     # Load it whole on every process; the launcher's wrapper moves it to the right device.
     init_kwargs = {"device_map": None, "trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     if processing_class is None:  # as the trainer will
         processing_class = AutoProcessor.from_pretrained(policy_name, **_hub_arguments(init_kwargs))
     if isinstance(processing_class, ProcessorMixin):
-        raise ValueError(
-            f"The policy uses a {type(processing_class).__name__}, but the critic does not support images or audio: "
-            "use QuRLGRPOTrainer."
-        )
-    source = policy_name if value_model is None else value_model
+        name = type(processing_class).__name__
+        raise ValueError(f"The policy uses a {name}, but the critic does not support images: use QuRLGRPOTrainer.")
     return build_value_model(source, processing_class, init_kwargs, value_peft_config)
 
 
@@ -191,10 +184,10 @@ def check_same_tokens(tokenizer: PreTrainedTokenizerBase, source: str, init_kwar
     critic_tokens = AutoTokenizer.from_pretrained(source, **options).get_vocab()
     if different := tokenizer.get_vocab().items() - critic_tokens.items():
         token, number = min(different, key=lambda item: item[1])
+        example = f"{token!r} is {number} for the policy and {critic_tokens.get(token, 'unknown')} for the critic"
         raise ValueError(
             f"value_model {source} uses a different tokenizer than the policy ({len(different)} tokens differ: "
-            f"{token!r} is {number} for the policy and {critic_tokens.get(token, 'unknown')} for the critic): use a "
-            "critic from the policy's model family, or value_model=None."
+            f"{example}): use a critic from the policy's model family, or value_model=None."
         )
 
 
@@ -210,13 +203,11 @@ def _load(source: str, init_kwargs: Mapping[str, Any]) -> PreTrainedModel:
         model, info = create_model_from_path(source, AutoModelForTokenClassification, **init_kwargs)
     finally:
         transformers_logging.set_verbosity(verbosity)
-    is_head = {name: name.rpartition(".")[0].split(".")[-1] in HEAD_NAMES for name in info["missing_keys"]}
-    if missing := [name for name, belongs in is_head.items() if not belongs]:
-        raise ValueError(
-            f"value_model {source} lacks weights of its backbone ({', '.join(sorted(missing)[:3])}): pass a complete "
-            "model."
-        )
-    new_head = [parameter for name, parameter in model.named_parameters() if name in is_head]
+    head = {name for name in info["missing_keys"] if name.rpartition(".")[0].split(".")[-1] in HEAD_NAMES}
+    if missing := set(info["missing_keys"]) - head:
+        names = ", ".join(sorted(missing)[:3])
+        raise ValueError(f"value_model {source} lacks weights of its backbone ({names}): pass a complete model.")
+    new_head = [parameter for name, parameter in model.named_parameters() if name in head]
     with torch.no_grad(), whole(new_head):
         for parameter in new_head:
             parameter.zero_()

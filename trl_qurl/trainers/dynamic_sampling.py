@@ -1,8 +1,7 @@
-"""DAPO's dynamic sampling: fills a batch with groups whose rewards differ (arXiv:2503.14476, Eq. 11).
+"""DAPO's dynamic sampling: fills a batch with groups of different rewards (arXiv:2503.14476, Eq. 11).
 
-TRL generates and scores one batch of prompts. This module calls the same two methods in rounds and assembles a batch
-for TRL to continue with. The `G` completions of a prompt form a group. Groups are numbered across all processes in the
-order of TRL's batches, and may straddle two processes.
+It calls TRL's methods that generate and score a batch in rounds. The `G` completions of a prompt form a group. Groups
+are numbered across all processes in the order of TRL's batches, and may straddle two processes.
 """
 
 import functools
@@ -19,8 +18,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import gather_object
-
-from trl_qurl.trainers.arguments import check_plain_generation
 
 logger = get_logger(__name__)  # logs in the main process only
 
@@ -47,8 +44,7 @@ class PromptStream:
             epoch, position = divmod(self.drawn, len(self.dataset))
             row = self.dataset[int(epoch_order(len(self.dataset), self.seed, epoch)[position])]
             self.drawn += 1
-            digest = prompt_digest(row)
-            if digest not in tried:
+            if (digest := prompt_digest(row)) not in tried:
                 tried.add(digest)
                 prompts.append((row, self.drawn))
         return prompts
@@ -114,7 +110,10 @@ class DynamicSampler:
             prompts = self._draw(len(open_slots), share, len(useful), tried)
             if not prompts:
                 break
-            rounds.append(sample_batch(self._share_out([row for row, _ in prompts]), trainer))
+            group_rows = [row for row, _ in prompts for _ in range(self.group_size)]
+            size = len(group_rows) // self.accelerator.num_processes
+            first = self.accelerator.process_index * size
+            rounds.append(sample_batch(group_rows[first : first + size], trainer))
             new = self._useful(rounds[-1])
             slots = dict(zip(new.nonzero().flatten().tolist(), open_slots, strict=False))
             self._place(rounds[-1], slots, batch)
@@ -125,13 +124,11 @@ class DynamicSampler:
                 self.prompts.drawn = prompts[max(slots)][1]
         if not useful.all():
             logger.warning_once(
-                f"Dynamic sampling could not fill a batch with groups of different rewards in {MAX_ROUNDS} rounds of "
-                "generation, or ran out of prompts: the questions may be too easy or too hard for the policy. How "
-                "often that happens is logged as dynamic_sampling/filled_share."
+                f"Dynamic sampling could not fill a batch with groups of different rewards in {MAX_ROUNDS} rounds, or "
+                "ran out of prompts: the questions may be too easy or too hard (dynamic_sampling/filled_share)."
             )
-        names = {name for each in batch.samples for name in each.extras}
-        columns = {name: [each.extras.get(name) for each in batch.samples] for name in names}
-        trainer._pending_extra_logs.update(columns)
+        for name in {name for each in batch.samples for name in each.extras}:
+            trainer._pending_extra_logs[name] = [each.extras.get(name) for each in batch.samples]
         decisive = self.judge(torch.cat([each.rewards for each in rounds]))  # (N,)
         metrics = {
             "dynamic_sampling/rounds": float(len(rounds)),
@@ -151,19 +148,10 @@ class DynamicSampler:
         prompts = self.prompts.draw(-(-count // step) * step, tried)
         return prompts[: len(prompts) // step * step]  # every process must generate the same number of completions
 
-    def _share_out(self, prompts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return this process's share of the prompts' groups, one row per completion."""
-        rows = [row for row in prompts for _ in range(self.group_size)]
-        size = len(rows) // self.accelerator.num_processes
-        return rows[self.accelerator.process_index * size :][:size]
-
     def _place(self, source: Batch, slots: dict[int, int], batch: Batch) -> None:
         """Copy groups of a round into slots of the batch: all rewards, and the samples that belong to this process."""
-        moves = {
-            group * self.group_size + i: slot * self.group_size + i
-            for group, slot in slots.items()
-            for i in range(self.group_size)
-        }
+        size = self.group_size
+        moves = {group * size + i: slot * size + i for group, slot in slots.items() for i in range(size)}
         index = self.accelerator.process_index
         source_start, batch_start = index * len(source.samples), index * len(batch.samples)
         outgoing = [(moves[i], sample) for i, sample in enumerate(source.samples, source_start) if i in moves]
@@ -182,8 +170,8 @@ def sample_batch(rows: list[dict[str, Any]], trainer: Any) -> Batch:
     extras = trainer._pending_extra_logs
     # A column of another length cannot be matched to rows.
     columns = {name: column for name, column in extras.items() if len(column) == len(rows)}
-    extras.clear()
     of_rows = [{name: column[i] for name, column in columns.items()} for i in range(len(rows))]
+    extras.clear()
     logps = [None] * len(rows) if logps is None else logps
     return Batch(list(map(Sample, rows, prompt_ids, completion_ids, completions, logps, of_rows)), rewards)
 
@@ -211,18 +199,5 @@ def named_rewards(names: list[str]) -> Iterator[None]:
     except (RuntimeError, TypeError, ValueError) as error:
         if traceback.extract_tb(error.__traceback__)[-1].name != "_calculate_rewards":
             raise
-        functions = ", ".join(names)
-        raise ValueError(f"Rewards ({functions}) must be a number, or None, per completion: {error}.") from error
-
-
-def check_dynamic_sampling(arguments: dict[str, Any], reward_name: str | None) -> None:
-    """Raise `ValueError` for trainer arguments that dynamic sampling does not support, before an engine starts."""
-    check_plain_generation(arguments, "dynamic_sampling=True")
-    functions = arguments["reward_funcs"]
-    functions = functions if isinstance(functions, list) else [functions]
-    names = [getattr(function, "__name__", None) for function in functions]
-    if reward_name is not None and None not in names and reward_name not in names:
-        raise ValueError(
-            f"dynamic_sampling_reward={reward_name!r} is not the name of a reward function: use one of "
-            f"{', '.join(map(repr, names))}."
-        )
+        text = f"Rewards ({', '.join(names)}) must be a number, or None, per completion: {error}."
+        raise ValueError(text) from error

@@ -22,17 +22,36 @@ from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.ahead import AheadVLLMGeneration
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.trainers.arguments import applies_uaq, check_policy, checked_config, rollout_settings
+from trl_qurl.trainers.arguments import (
+    applies_uaq,
+    check_adapter,
+    check_full_precision,
+    checked_config,
+    rollout_settings,
+)
 from trl_qurl.trainers.callbacks import RunLogCallback, TrainerAwareCallback, UpdateAwareQuantizationCallback
 from trl_qurl.trainers.model_card import add_rollouts, quantized_card
 from trl_qurl.trainers.saving import write_quantized
-from trl_qurl.trainers.step_timer import StepTimer
 
 TRLTrainer: Any = object  # to mypy, the mixin has all that a trainer has: it allows no `super()` into a protocol
 
 
+class StepTimer(TrainerAwareCallback):
+    """Callback that times each optimizer step (forward, backward, clipping, update) without rollouts inside it."""
+
+    started: float = 0.0  # when the step began, moved forward by the time of rollouts inside it
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Start the clock."""
+        self.started = time.perf_counter()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Record the duration of the step in seconds, including the optimizer's update."""
+        self.trainer._record({"time/update_s": time.perf_counter() - self.started})
+
+
 class QuantizedEngineMixin(TRLTrainer):
-    """Mixin for TRL trainers that generates with a quantized copy of the policy, updated at every sync.
+    """Mixin for TRL trainers that generates with an actor: a quantized copy of the policy, updated at every sync.
 
     It also applies update-aware quantization, logs the cost of rollouts, and saves quantized checkpoints. List it
     before the trainer in the bases, and set the three class attributes.
@@ -58,7 +77,8 @@ class QuantizedEngineMixin(TRLTrainer):
     _smooths_by_loss = True  # whether smoothing learns from all passes of the loss, or a trainer chooses some
 
     def __init__(self, *positional: Any, **kwargs: Any) -> None:
-        arguments = self._by_name(*positional, **kwargs)
+        arguments = dict(inspect.signature(super().__init__).bind_partial(*positional, **kwargs).arguments)
+        arguments |= arguments.pop("kwargs", {})  # some trainers leave the rest to their parent
         args = arguments["args"] = checked_config(type(self), arguments.get("args"), arguments.get("model"))
         self._before_engine(args, arguments)
         self._step_timer = StepTimer()
@@ -79,14 +99,11 @@ class QuantizedEngineMixin(TRLTrainer):
         for callback in self.callback_handler.callbacks:
             self._set_trainer(callback)
 
-    def _by_name(self, *positional: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the arguments of TRL's constructor by their names."""
-        arguments = dict(inspect.signature(super().__init__).bind_partial(*positional, **kwargs).arguments)
-        return arguments | arguments.pop("kwargs", {})  # some trainers leave the rest to their parent
-
     def _before_engine(self, args: Any, arguments: dict[str, Any]) -> None:
         """Check the constructor's arguments, by TRL's names. What may fail belongs before the engine's slow start."""
-        check_policy(args, arguments)
+        model = arguments["model"]
+        check_full_precision(model, arguments.get("quantization_config"), args.model_init_kwargs or {})
+        check_adapter(model, arguments.get("peft_config"))
 
     def _first_prompts(self) -> list[list[int]]:
         """Return the tokens of a few prompts, to which smoothing is fitted before the engine starts, or none."""
@@ -99,7 +116,7 @@ class QuantizedEngineMixin(TRLTrainer):
 
     def _set_trainer(self, callback: Any) -> None:
         if isinstance(callback, TrainerAwareCallback):
-            callback.trainer = self
+            callback.trainer = weakref.proxy(self)
 
     # Training --------------------------------------------------------------------------------------------------------
 
@@ -109,7 +126,7 @@ class QuantizedEngineMixin(TRLTrainer):
             inputs = super()._prepare_inputs(generation_batch)
             if rollout.used_engine:
                 self._record_cost()
-        self._step_timer.exclude(time.perf_counter() - started)
+        self._step_timer.started += time.perf_counter() - started  # a rollout is not part of the update
         return inputs
 
     def _record_cost(self) -> None:
@@ -191,10 +208,8 @@ class QuantizedEngineMixin(TRLTrainer):
         args, generation = self.args, self.vllm_generation
         formats = read_formats(formats or args.rollout_quantization, "formats")
         if formats is None:
-            raise ValueError(
-                "This run's rollouts are not quantized (rollout_quantization=None): pass "
-                f"save_quantized(formats=...) one of {', '.join(map(repr, SCHEMES))}."
-            )
+            names = ", ".join(map(repr, SCHEMES))
+            raise ValueError(f"This run's rollouts are in 16 bits: pass save_quantized(formats=...) one of {names}.")
         ignore, run = args.quantization_ignore if ignore is None else list(ignore), Path(args.output_dir).absolute()
         path = run.with_name(f"{run.name}-{format_name(formats)}") if output_dir is None else Path(output_dir)
         is_rollouts = (formats, ignore) == (args.rollout_quantization, args.quantization_ignore)

@@ -1,12 +1,8 @@
 """`QuRLGRPOTrainer`: TRL's `GRPOTrainer` with quantized rollouts and the paper's objectives.
 
-From the log-probabilities of the quantized policy that sampled and of the policy being trained, it computes what TRL's
-loss reads (`old_per_token_logps` and `importance_sampling_ratio`).
-
-With one update per rollout, the log-probabilities "at rollout time" are those of the update, so no pass computes them
-in advance, as TRL does. TRL's loss makes the only forward pass, and reads the objective's inputs after it: they are
-added to its batch in between (`_corrected_loss`). A subclass with its own loss or forward pass gets
-TRL's batch, scored in advance, and so does a model with dropout, which the engine does not have.
+From the log-probabilities of the actor and of the policy, it computes what TRL's loss reads (`old_per_token_logps` and
+`importance_sampling_ratio`). With one update per rollout, the log-probabilities "at rollout time" are those of the
+update: TRL's loss makes the only forward pass, and these inputs are added to its batch after it.
 """
 
 import functools
@@ -19,27 +15,23 @@ from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from trl_qurl.config import QuRLGRPOConfig
-from trl_qurl.objective import TRL_LOSS
 from trl_qurl.rollout.mismatch import valid_logps
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.trainers.dynamic_sampling import DynamicSampler, PromptStream, check_dynamic_sampling, weighted_sum
+from trl_qurl.trainers.dynamic_sampling import DynamicSampler, PromptStream, weighted_sum
 from trl_qurl.trainers.model_card import QURL
 from trl_qurl.trainers.rollouts import GroupRolloutsMixin
 from trl_qurl.trainers.scoring import cap_of
 
 
 class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
-    """[`~trl.GRPOTrainer`] with rollouts from a quantized copy of the policy, updated before every generation.
+    """[`~trl.GRPOTrainer`] with rollouts from an actor: a quantized copy of the policy, updated before each rollout.
 
     Training stays in full precision, and the objective (`args.objective`) corrects for the difference. The method and
     its defaults follow QuRL (arXiv 2602.13953).
 
     Args:
-        model: See [`~trl.GRPOTrainer`].
-        reward_funcs: See [`~trl.GRPOTrainer`].
+        model: This and all other arguments but `args`, in their order or by name: see [`~trl.GRPOTrainer`].
         args: A [`QuRLGRPOConfig`] or a [`~trl.GRPOConfig`]; `None` for the defaults.
-        positional: Remaining arguments of [`~trl.GRPOTrainer`], in its order (`train_dataset`, `eval_dataset`, ...).
-        kwargs: The same arguments by name (`train_dataset`, `peft_config`, ...).
 
     Raises:
         TypeError: `args` is neither a `QuRLGRPOConfig` nor a `GRPOConfig`, or TRL cannot call a reward function.
@@ -62,7 +54,7 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
         self, model: Any, reward_funcs: Any = None, args: QuRLGRPOConfig | None = None, *positional: Any, **kwargs: Any
     ) -> None:
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
-        if self.args.objective != TRL_LOSS:  # for TRL's `sampling/*`, and a subclass's own loss
+        if self._objective is not None:  # for TRL's `sampling/*`, and a subclass's own loss
             self.vllm_importance_sampling_mode, self.vllm_importance_sampling_clip_min = "token_truncate", None
             self.vllm_importance_sampling_clip_max = cap_of(self.args)
         if self.args.dynamic_sampling:
@@ -72,11 +64,6 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
                 judge = functools.partial(torch.select, dim=1, index=index)
             prompts = PromptStream(self.train_dataset, self.args.seed)
             self._sampler = DynamicSampler(self.num_generations, judge, prompts, self.accelerator)
-
-    def _before_engine(self, args: Any, arguments: dict[str, Any]) -> None:
-        super()._before_engine(args, arguments)
-        if args.dynamic_sampling:
-            check_dynamic_sampling(arguments, args.dynamic_sampling_reward)
 
     # Rollout ---------------------------------------------------------------------------------------------------------
 
@@ -90,21 +77,15 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
         # TRL would score the rollout in advance, for its importance ratio, even if the update scores it.
         corrects = self.vllm_importance_sampling_correction and not self._scores_in_update
         with substitute(self, "vllm_importance_sampling_correction", corrects):
-            batch = super()._generate_and_score_completions(inputs)
-        if "old_per_token_logps" in batch and "sampling_per_token_logps" in batch:
-            self._tally(batch, batch["old_per_token_logps"])
-            self._record_mismatch()
-        return batch
+            return super()._generate_and_score_completions(inputs)
 
     def _generate(self, prompts: list) -> tuple:
         if self._rollout.generated is not None:
             return self._rollout.generated
         generated = super()._generate(prompts)
         if generated[4] is None and self.args.vllm_importance_sampling_correction:
-            raise ValueError(
-                "rollout_func returned logprobs=None, but the objective needs them: return a list for each completion "
-                "with the log-probability of each token (the third result of trainer.vllm_generation.generate)."
-            )
+            way = "return a list for each completion (the third result of trainer.vllm_generation.generate)"
+            raise ValueError(f"rollout_func returned logprobs=None, but the objective needs them: {way}.")
         logps = None if generated[4] is None else valid_logps(generated[4])
         return (*generated[:4], logps, *generated[5:])
 
@@ -117,15 +98,16 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
 
     @property
     def _scores_in_update(self) -> bool:
-        """True if the loss computes `proximal_logps`: every token is trained on before the policy changes."""
+        """True if every token is trained on before the policy changes, by our loss, and without noise.
+
+        A subclass with its own loss or forward pass gets a batch that is scored in advance, and so does a model with
+        dropout, which the engine does not have.
+        """
         methods = "_compute_loss", "_get_per_token_logps_and_entropies"
         is_ours = all(getattr(type(self), name) is getattr(QuRLGRPOTrainer, name) for name in methods)
-        if self.args.objective == TRL_LOSS or not is_ours or self.args.neftune_noise_alpha or has_dropout(self.model):
+        if self._objective is None or not is_ours or self.args.neftune_noise_alpha or has_dropout(self.model):
             return False
         return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
-
-    def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        return self._corrected_loss(inputs, functools.partial(super()._compute_loss, model))
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 

@@ -28,15 +28,9 @@ WINDOW = 5  # rollouts per median; also training rollouts without a finding that
 DRIFT = {TAIL: 0.01, ESS: 0.85}  # limits of medians, because single rollouts have outliers; 0.0078 and 0.877 were seen
 SMALLEST_CAP = 2.0  # smallest cap C above which ratios count as a tail: up to 9 % of the tokens exceed C = 1.2
 
-SAMPLING = (
-    "The mean is 1 if both policies compute what was sampled from: remove sampling options that the trainer does not "
-    "account for (top_p, top_k, penalties, structured outputs, generation_kwargs such as logprobs)."
-)
+SAMPLING = "Remove sampling options that the trainer ignores (top_p, top_k, penalties, others in generation_kwargs)."
 STALE = "Earlier rollouts agreed, so the engine may hold old weights: resume with sync_check_interval=1."
-FUNCTION = (
-    "The engine computes another function: check its settings (kv_cache_dtype, dtype), tied weights below an adapter, "
-    "and whether rollout_quantization=None helps."
-)
+FUNCTION = "Check the engine's kv_cache_dtype and dtype, tied weights, and whether rollout_quantization=None helps."
 ROUNDING = (
     "Leave smooth_activations on, correct for the difference (objective='tis' or 'acr'), use a finer "
     "rollout_quantization, or keep sensitive layers in 16 bits (`trl-qurl mismatch CHECKPOINT --kl 5e-3` lists them)."
@@ -51,7 +45,8 @@ class MismatchGuard(TrainerCallback):
     """
 
     def __init__(self, args: Any) -> None:
-        self._stops, self._kl = args.mismatch_guard == "stop", args.mismatch_guard_kl
+        self._is_off, self._stops = args.mismatch_guard == "off", args.mismatch_guard == "stop"
+        self._kl = args.mismatch_guard_kl
         advice = FUNCTION if args.rollout_quantization is None or args.round_base else ROUNDING
         self._drift_advice = AHEAD if args.rollouts_ahead else advice
         self._may_jump = bool(args.rollouts_ahead)  # their age varies, and their KL with it
@@ -67,13 +62,13 @@ class MismatchGuard(TrainerCallback):
         return self._quiet < WINDOW
 
     def observe(self, metrics: Mapping[str, float], training: bool = True) -> dict[str, float]:
-        """Judge a rollout, warn if that raises the alarm, and return the guard's own metric."""
+        """Judge a rollout, warn if that raises the alarm, and return the guard's own metric, if it is on."""
+        if self._is_off:
+            return {}
         if findings := self.judge(metrics, training):
-            logger.warning(
-                "Rounding does not explain how far the policy that samples is from the policy being trained: "
-                f"{', '.join(text for text, _ in findings)}. {findings[0][1]}"
-                + ("" if self._stops else " Set mismatch_guard='stop' to end training at an alarm.")
-            )
+            causes, way = ", ".join(text for text, _ in findings), findings[0][1]
+            way += "" if self._stops else " Set mismatch_guard='stop' to end training at an alarm."
+            logger.warning(f"Rounding does not explain how far the actor is from the policy: {causes}. {way}")
         return {"mismatch/guard": float(self.alarm)}
 
     def judge(self, row: Mapping[str, float], training: bool = True) -> list[tuple[str, str]]:

@@ -1,11 +1,6 @@
-"""`QuRLPPOTrainer`: PPO with a critic, on quantized rollouts.
-
-Each override calls `QuRLGRPOTrainer`'s and adds the critic. TRL's loss accepts one advantage per token, so the policy
-side of PPO is TRL's.
-"""
+"""`QuRLPPOTrainer`: `QuRLGRPOTrainer` with the advantages of a critic, one per token, in TRL's loss."""
 
 import copy
-import functools
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +18,6 @@ from trl_qurl.advantages import (
     whiten,
 )
 from trl_qurl.config import QuRLPPOConfig
-from trl_qurl.trainers.arguments import checked_config
 from trl_qurl.trainers.critic import CRITIC_DIRECTORY, Critic, load_critic_model
 from trl_qurl.trainers.dynamic_sampling import weighted_sum
 from trl_qurl.trainers.grpo import QuRLGRPOTrainer
@@ -34,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class QuRLPPOTrainer(QuRLGRPOTrainer):
-    """Proximal policy optimization with a critic, on rollouts from a quantized copy of the policy.
+    """Proximal policy optimization with a critic, on rollouts from an actor: a quantized copy of the policy.
 
     Args:
         model: This and all other arguments: see [`QuRLGRPOTrainer`].
@@ -61,14 +55,16 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         value_peft_config: "PeftConfig | None" = None,
         **kwargs: Any,
     ) -> None:
-        args = checked_config(type(self), args, model)
-        arguments = self._by_name(model, reward_funcs, args, *positional, **kwargs)
-        self._before_engine(args, arguments)
-        tokenizer = arguments.get("processing_class")
-        critic_model = load_critic_model(args, model, tokenizer, value_model, value_peft_config)
+        self._value_model, self._value_peft_config = value_model, value_peft_config
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
-        self.critic = Critic(critic_model, self.args, self.accelerator)
+        self.critic = Critic(self._value_model, self.args, self.accelerator)
         self.add_callback(CriticWarmupCallback())
+
+    def _before_engine(self, args: Any, arguments: dict[str, Any]) -> None:
+        super()._before_engine(args, arguments)
+        models = arguments["model"], self._value_model
+        tokenizer = arguments.get("processing_class")
+        self._value_model = load_critic_model(args, *models, tokenizer, self._value_peft_config)
 
     # Rollout ---------------------------------------------------------------------------------------------------------
 
@@ -134,7 +130,7 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         step = self._step  # TRL increments it
         loss = super().training_step(*args, **kwargs)
         batch = self._buffered_inputs[step % self.args.steps_per_generation]
-        self.critic.learn(batch, functools.partial(self._value_loss, batch))
+        self.critic.backward(self._value_loss(batch, self.critic.values(batch)))
         if self.accelerator.sync_gradients:
             self._record({"critic/grad_norm": self.critic.step()})
         return loss

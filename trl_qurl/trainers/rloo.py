@@ -5,9 +5,6 @@ takes them from the backend and compares them with TRL's scoring pass, which RLO
 objective's weights scale the gradient of the forward pass; the loss's value, ratio and clipping do not change.
 """
 
-import functools
-from typing import Any
-
 import torch
 from trl import RLOOTrainer
 from trl.trainer import rloo_trainer
@@ -21,7 +18,7 @@ from trl_qurl.trainers.scoring import learned_tokens
 
 
 class QuRLRLOOTrainer(GroupRolloutsMixin, RLOOTrainer):
-    """[`~trl.RLOOTrainer`] with rollouts from a quantized copy of the policy, updated before every generation.
+    """[`~trl.RLOOTrainer`] with rollouts from an actor: a quantized copy of the policy, updated before each rollout.
 
     RLOO clips the ratio R of a whole completion y. The objective (`args.objective`) weights each token's contribution
     to the gradient, with `"tis"` by its truncated importance ratio:
@@ -29,9 +26,8 @@ class QuRLRLOOTrainer(GroupRolloutsMixin, RLOOTrainer):
         ∇J = A · R · Σ_t w_t · ∇log π_θ(y_t) where R is not clipped,    R = ∏_t π_θ(y_t) / π_prox(y_t),
         w_t = min(ρ_t, C),    ρ_t = π_prox(y_t) / π_behav(y_t)
 
-    Where π_prox and π_behav are the full-precision and the quantized policy at rollout time. Sources: the weight is
-    FlashRL's (Eq. 5 of QuRL, arXiv 2602.13953); GSPO-token also combines token weights with a ratio of completions
-    (arXiv 2507.18071).
+    Where π_prox is the policy at rollout time and π_behav the actor. Sources: the weight is FlashRL's (Eq. 5 of QuRL,
+    arXiv 2602.13953); GSPO-token also combines token weights with a ratio of completions (arXiv 2507.18071).
 
     One weight per completion, ∏_t ρ_t, would be exact, but would leave few effective samples (docs/algorithms.md).
 
@@ -45,22 +41,11 @@ class QuRLRLOOTrainer(GroupRolloutsMixin, RLOOTrainer):
     _name = "QuRL"
     _paper = QURL
 
-    def _generate_and_score_completions(self, inputs: Any) -> Batch:
-        batch = super()._generate_and_score_completions(inputs)
-        batch["old_per_token_logps"] = self._rollout.proximal_logps
-        batch["sampling_per_token_logps"] = self._behavior_logps()
-        self._tally(batch, batch["old_per_token_logps"])
-        self._record_mismatch()
-        return batch
-
-    def _behavior_logps(self) -> torch.Tensor:
-        """Return the engine's log-probabilities of the rollout's tokens, (B, T); NaN if it returned none."""
+    def _missing_logps(self, proximal_logps: torch.Tensor | None) -> Batch:
         logps = valid_logps([[logp for (logp,) in tokens] for tokens in self._rollout.behavior_logps or ()])
         rows = [torch.tensor([torch.nan if logp is None else logp for logp in row]) for row in logps]
-        return pad(rows, pad_to_multiple_of=self.pad_to_multiple_of).to(self.accelerator.device)
-
-    def _compute_loss(self, model: torch.nn.Module, inputs: Batch) -> torch.Tensor:
-        return self._corrected_loss(inputs, functools.partial(super()._compute_loss, model))
+        behavior_logps = pad(rows, pad_to_multiple_of=self.pad_to_multiple_of).to(self.accelerator.device)
+        return {"old_per_token_logps": proximal_logps, "sampling_per_token_logps": behavior_logps}
 
     def _objective_inputs(self, batch: Batch, proximal_logps: torch.Tensor) -> dict[str, torch.Tensor]:
         inputs = super()._objective_inputs(batch, proximal_logps)

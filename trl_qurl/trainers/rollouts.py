@@ -12,7 +12,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.data_utils import prepare_multimodal_messages
 from trl.trainer.utils import RepeatSampler
 
-from trl_qurl.objective import TRL_LOSS, get_objective, surrogate_terms
+from trl_qurl.objective import OBJECTIVES, TRL_LOSS, Objective, surrogate_terms
 from trl_qurl.rollout.ahead import AheadVLLMGeneration, UpcomingRows
 from trl_qurl.rollout.context import RolloutContext, Tokens
 from trl_qurl.rollout.images import plain_prompts
@@ -32,8 +32,8 @@ Batch = dict[str, Any]  # of TRL's trainers: tensors, (B, ...) each
 class GroupRolloutsMixin(QuantizedEngineMixin):
     """[`QuantizedEngineMixin`] for trainers that score groups of completions with forward passes, as GRPO and RLOO.
 
-    It measures the mismatch, judges it, generates ahead, and resumes inside a rollout. With the setting `objective`,
-    `_corrected_loss` computes TRL's loss on the objective's inputs.
+    It measures the mismatch, judges it, generates ahead, and resumes inside a rollout. With a setting `objective`, it
+    computes TRL's loss on the objective's inputs.
     """
 
     _smooths_by_loss = False
@@ -47,9 +47,8 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         super().__init__(model, reward_funcs, args, *positional, **kwargs)
         check_prompts(self)
         self._mismatch = MismatchTally(self.accelerator)
-        self._guard = None if self.args.mismatch_guard == "off" else MismatchGuard(self.args)
-        if self._guard is not None:
-            self.add_callback(self._guard)
+        self._guard = MismatchGuard(self.args)
+        self.add_callback(self._guard)
 
     def _before_engine(self, args: Any, arguments: dict[str, Any]) -> None:
         super()._before_engine(args, arguments)
@@ -60,6 +59,11 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     @property
     def _rollout(self) -> RolloutContext:
         return self.vllm_generation.current
+
+    @property
+    def _objective(self) -> Objective | None:
+        """The objective that corrects TRL's loss, if there is one."""
+        return OBJECTIVES.get(vars(self.args).get("objective", TRL_LOSS))
 
     @property
     def _scores_in_update(self) -> bool:
@@ -75,9 +79,16 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         self._rollout.upcoming = self._upcoming_prompts(inputs) if looks_ahead else None
         with named_rewards(self.reward_func_names), self._watch_pass(not self._scores_in_update) as scored:
             batch = super()._generate_and_score_completions(inputs)
-        self._rollout.proximal_logps = scored.logps
         self._record({"time/logps_s": scored.seconds})
+        batch |= self._missing_logps(scored.logps)
+        if "old_per_token_logps" in batch and "sampling_per_token_logps" in batch:
+            self._tally(batch, batch["old_per_token_logps"])
+            self._record_mismatch()
         return batch
+
+    def _missing_logps(self, proximal_logps: torch.Tensor | None) -> Batch:
+        """Return log-probabilities that TRL's trainer leaves out of its batch; it may have scored in advance."""
+        return {}
 
     def _upcoming_prompts(self, rows: list[dict[str, Any]]) -> Tokens:
         """Return the tokens of this process's prompts in the next rollout; none if these rows' is the last."""
@@ -144,11 +155,10 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
             logps = watched.complete(logps)
         return logps, *others
 
-    def _corrected_loss(self, inputs: Batch, compute: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
+    def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
         """Compute TRL's loss on the objective's inputs, and record metrics of the update.
 
-        A rollout that was not scored in advance is scored by the loss's own forward pass: `compute` must read the
-        objective's inputs only afterwards.
+        The loss's own forward pass scores a rollout that was not scored in advance. TRL reads our inputs afterwards.
         """
         inputs = dict(inputs)
         proximal_logps = inputs.get("old_per_token_logps")
@@ -161,19 +171,19 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
             return self._weigh(logps, inputs)
 
         with self._watch_pass(proximal_logps is None, complete) as scored:
-            loss = compute(inputs)
+            loss = super()._compute_loss(model, inputs)
         if scored.logps is not None:  # else a subclass scores without our forward pass
             self._record_update(inputs, scored.logps, proximal_logps)
         return loss
 
     def _objective_inputs(self, batch: Batch, proximal_logps: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the inputs from which TRL's loss computes the objective, (B, T) each."""
-        if self.args.objective == TRL_LOSS:
+        if self._objective is None:
             return {}
         # Masked tokens have no ratio: mark them with NaN, which also keeps their padding out of exp().
         behavior_logps = batch["sampling_per_token_logps"].masked_fill(~learned_tokens(batch), torch.nan)
         logps = proximal_logps, behavior_logps
-        terms = surrogate_terms(self.args.objective, *logps, batch["advantages"], cap=cap_of(self.args))
+        terms = surrogate_terms(self._objective.name, *logps, batch["advantages"], cap=cap_of(self.args))
         return {"old_per_token_logps": terms.old_logps, "importance_sampling_ratio": terms.weight}
 
     def _weigh(self, logps: torch.Tensor, inputs: Batch) -> torch.Tensor:
@@ -191,10 +201,9 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
                     self._record(self._mismatch.sampling_metrics(cap_of(self.args)))
                 self._record_mismatch()
         if proximal_logps is not None:
-            lifts = self.args.objective != TRL_LOSS and get_objective(self.args.objective).lifts_upper_bound
+            lifts = self._objective is not None and self._objective.lifts_upper_bound
             lifting = (cap_of(self.args), 1 + self.epsilon_high) if lifts else None
-            logps, learned = (policy_logps, proximal_logps), learned_tokens(inputs)
-            self._record(loss_metrics(*logps, inputs, learned, self._sum_over_processes, lifting))
+            self._record(loss_metrics(policy_logps, proximal_logps, inputs, self._sum_over_processes, lifting))
 
     def _tally(self, batch: Batch, proximal_logps: torch.Tensor) -> None:
         logps = proximal_logps, batch["sampling_per_token_logps"]
@@ -203,9 +212,7 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
     def _record_mismatch(self) -> None:
         """Log the mismatch of the rollout just scored, and pass it to the guard. Every process must call this."""
         metrics = self._mismatch.pop()
-        if self._guard is not None:
-            metrics |= self._guard.observe(metrics, self._mode == "train")
-        self._record(metrics)
+        self._record(metrics | self._guard.observe(metrics, self._mode == "train"))
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 

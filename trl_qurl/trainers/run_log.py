@@ -1,14 +1,13 @@
 """The run log, `run.jsonl` in the output directory: one line of settings, then one line per logged row.
 
-`trl-qurl report` reads it. Every run writes one, regardless of other loggers. It grows line by line, so a killed run
-loses only the line it was writing.
+`trl-qurl report` reads it. A killed run loses only the line it was writing.
 """
 
 import gzip
 import json
 import os
 import re
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -44,29 +43,24 @@ class Run:
         return sorted(values.items())
 
 
-def begin_log(path: Path, settings: dict[str, Any], step: int) -> None:
-    """Start a run's log, or continue it after a resume.
+def begin_log(path: Path, settings: dict[str, Any], history: Sequence[dict[str, Any]] = ()) -> None:
+    """Start a run's log: a new run's, or that of a run that resumes.
 
-    A run that starts at step 0 renames an earlier run's file to the next free `run-1.jsonl`. A resumed run keeps the
-    rows up to its checkpoint that can be read, and drops later ones, whose steps will be repeated.
+    A new run renames an earlier run's file to the next free `run-1.jsonl`. A resumed run writes its file again with
+    the rows of its checkpoint, because the steps after it will be repeated.
 
     Args:
         path: The log file.
         settings: The run's settings. Values that JSON cannot represent become text; secrets are masked.
-        step: Number of optimizer updates already done.
+        history: Rows that the checkpoint holds (`TrainerState.log_history`).
     """
-    rows: list[dict[str, Any]] = []
-    if step > 0 and path.exists():
-        for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-            with suppress(ValueError, LookupError, TypeError):  # the header, and lines that are damaged or cut off
-                rows += [row] if (row := json.loads(line))["step"] <= step else []
-    elif path.exists():
+    if path.exists() and not history:
         backups = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(1))
         path.rename(next(backup for backup in backups if not backup.exists()))
     path.parent.mkdir(parents=True, exist_ok=True)
     header = _PASSWORD.sub("//<hidden>@", _SECRET.sub(r"\1<hidden>", _line({"settings": settings})))
     tmp = path.with_suffix(".tmp")
-    tmp.write_text(header + "".join(map(_line, rows)), encoding="utf-8")
+    tmp.write_text(header + "".join(map(_line, history)), encoding="utf-8")
     tmp.replace(path)
 
 
@@ -106,10 +100,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             raise ValueError("a step is not a whole number")
         return Run(file, header["settings"], rows)
     except (OSError, EOFError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(
-            f"{file} is not a run log, or is damaged ({error}): its first line must hold the settings, and all others "
-            "a step."
-        ) from error
+        shape = "its first line must hold the settings, and all others a step"
+        raise ValueError(f"{file} is not a run log, or is damaged ({error}): {shape}.") from error
 
 
 def _line(content: dict[str, Any]) -> str:

@@ -1,10 +1,9 @@
-"""Quantized checkpoints of the trained policy for `vllm serve`, and the state of a rollout in a run's checkpoints.
+"""Quantized checkpoints of the policy for `vllm serve`, and the state of a rollout in a run's checkpoints.
 
-For a quantized checkpoint, parameters come from the same source as for a sync (`merging.py`, which gathers FSDP and
-ZeRO-3 shards and merges adapters in copies). The engine and its weights are not touched.
+A quantized checkpoint reads parameters as a sync does (`merging.py`), and leaves the engine alone.
 
-One rollout serves several optimizer updates, but TRL keeps its tokens only in memory. Without its state, a small file
-per process, a run that resumes between two of those updates would sample again and lose its place in the data.
+TRL keeps a rollout's tokens only in memory. Without its state, a small file per process, a run that resumes inside a
+rollout would sample again and lose its place in the data.
 """
 
 import functools
@@ -51,9 +50,8 @@ def write_quantized(
 ) -> None:
     """Write a quantized checkpoint of the policy, and the card that `card` makes for the rank of an adapter, or 0.
 
-    `weights` makes its tensors, smoothed as in the rollouts if it is the rollouts' own. If `base` is given, the
-    rollouts' frozen base in this format, its adapter stays separate; otherwise adapters are merged. A collective
-    operation.
+    `weights` makes its tensors. With `base`, the rollouts' frozen base, the adapter stays separate; otherwise it is
+    merged. A collective operation.
     """
     model, smoothing = generation.model, weights.smoothing
     main_process_only(lambda: check_replaceable(path))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trl_qurl.importance import importance_ratio
+from trl_qurl.objective import importance_ratio
 
 
 @dataclass
@@ -25,10 +25,7 @@ class ScoringPass:
 
 def learned_tokens(inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Mask the completion tokens that the model generated and learns from, bool (B, T): no padding or tool output."""
-    mask = inputs["completion_mask"]
-    if "tool_mask" in inputs:
-        mask = mask * inputs["tool_mask"]
-    return mask.bool()
+    return (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
 
 
 def cap_of(args: Any) -> float:
@@ -37,10 +34,9 @@ def cap_of(args: Any) -> float:
 
 
 def loss_metrics(
-    policy_logps: torch.Tensor,  # of the policy being updated, (B, T)
+    policy_logps: torch.Tensor,  # of the policy, (B, T)
     proximal_logps: torch.Tensor,  # of the policy at rollout time, (B, T)
     inputs: Mapping[str, torch.Tensor],  # of the loss
-    learned: torch.Tensor,  # mask of the tokens learned from, bool (B, T)
     sum_over_processes: Callable[[torch.Tensor], torch.Tensor],
     lifting: tuple[float, float] | None = None,  # with ACR: the cap C, and the bound 1 + ε_high that it lifts
 ) -> dict[str, float]:
@@ -50,6 +46,7 @@ def loss_metrics(
     2020, "Approximating KL Divergence"). `acr/*` are shares of all tokens learned from: those whose upper bound ACR
     lifted, and the subset of these that TIS would have clipped.
     """
+    learned = learned_tokens(inputs)
     log_ratio = (policy_logps - proximal_logps).masked_fill(~learned, 0.0).double()  # (B, T)
     parts = {"policy/approx_kl": log_ratio.expm1() - log_ratio}  # (B, T) each
     if lifting is not None:
