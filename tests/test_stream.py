@@ -30,11 +30,11 @@ from trl_qurl.rollout.checks.tensors import MeteredStream
 from trl_qurl.rollout.engine import served
 from trl_qurl.rollout.engine.broadcast import PACKING
 from trl_qurl.rollout.engine.colocated import ColocatedEngine
-from trl_qurl.rollout.engine.interface import EngineDescription, WeightUpdate
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
 from trl_qurl.rollout.preparation import choose_route
 from trl_qurl.rollout.sync import RolloutCost, WeightSync, stream_metadata
+from trl_qurl.rollout.wire import WORKER_EXTENSION, EngineDescription, WeightUpdate
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op`:FutureWarning")
 
@@ -367,7 +367,7 @@ def rendezvous(ends, monkeypatch):
             return {"world_size": 1}
         method = json and json["method"]
         if method == "describe_config":
-            parallel = {"worker_extension_cls": served.WORKER_EXTENSION}
+            parallel = {"worker_extension_cls": WORKER_EXTENSION}
             return {"results": [{"parallel_config": parallel, "weight_transfer_config": {}}]}
         if method == "describe_rollouts":
             return {"results": [EngineDescription(16, 64, None)._asdict()]}

@@ -31,9 +31,9 @@ from vllm.distributed.weight_transfer import packed_tensor
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.rollout import backend, sync
-from trl_qurl.rollout.engine.interface import FRESH, EngineDescription
-from trl_qurl.rollout.engine.served import WORKER_EXTENSION, ServedEngine
+from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError
+from trl_qurl.rollout.wire import FRESH, WORKER_EXTENSION, EngineDescription
 
 SETTINGS = {
     **{name: value for name, value in BASE.items() if name != "vllm_engine_kwargs"},

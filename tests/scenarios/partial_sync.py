@@ -14,7 +14,7 @@ from vllm import LLM
 
 from trl_qurl.quantization import SCHEMES, write_checkpoint
 from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.rollout.engine.served import WORKER_EXTENSION
+from trl_qurl.rollout.wire import WORKER_EXTENSION
 
 
 def sync_without(left_out: str, model, checkpoint: str) -> str | None:

@@ -26,13 +26,13 @@ from trl_qurl.rollout.adapter import FrozenBase, adapter_obstacle, adapter_rank,
 from trl_qurl.rollout.context import RolloutContext
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine import colocated
-from trl_qurl.rollout.engine.interface import Engine
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.images import as_plain, check_seen
 from trl_qurl.rollout.preparation import RolloutSettings, choose_adapter, choose_route, prepare_weights
 from trl_qurl.rollout.recovery import raise_everywhere, recover
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.sync import RolloutCost, WeightSync, policy_parameters, stream_metadata
+from trl_qurl.rollout.wire import Engine
 
 logger = get_logger(__name__)  # of the main process
 

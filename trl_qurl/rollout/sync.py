@@ -33,10 +33,10 @@ from trl_qurl.rollout.adapter import FrozenBase, adapter_tensors, write_adapter
 from trl_qurl.rollout.checks.probe import ask_engine, judge_probe, run_probe
 from trl_qurl.rollout.checks.tensors import MeteredStream, find_not_finite, require_finite
 from trl_qurl.rollout.directory import CheckpointFolder
-from trl_qurl.rollout.engine.interface import FRESH, Engine, TensorMetadata, WeightUpdate
 from trl_qurl.rollout.errors import ServerError, SyncError
 from trl_qurl.rollout.preparation import RolloutSettings
 from trl_qurl.rollout.recovery import raise_everywhere
+from trl_qurl.rollout.wire import FRESH, Engine, TensorMetadata, WeightUpdate
 
 
 @dataclass

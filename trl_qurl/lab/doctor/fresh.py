@@ -6,7 +6,7 @@ from typing import Any
 
 from trl_qurl.lab.doctor.report import Line, Status
 from trl_qurl.lab.doctor.trial import build_trainer, train
-from trl_qurl.rollout.engine.interface import Continuation
+from trl_qurl.rollout.wire import Continuation
 
 PROMPTS, STEPS = [[token] * 8 for token in range(1, 9)], 8
 LIMIT = 0.05  # nats. Rounding explains a hundredth; a graph that reads old memory, whole nats

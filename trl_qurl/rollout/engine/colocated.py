@@ -11,9 +11,16 @@ from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.adapter import engine_rank
 from trl_qurl.rollout.engine import hardware
-from trl_qurl.rollout.engine.interface import ADAPTER, CPU_LOAD_FORMAT, PROBE_TOP, Continuation, Engine, WeightUpdate
-from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 from trl_qurl.rollout.errors import SyncError
+from trl_qurl.rollout.wire import (
+    ADAPTER,
+    CPU_LOAD_FORMAT,
+    PROBE_TOP,
+    WORKER_EXTENSION,
+    Continuation,
+    Engine,
+    WeightUpdate,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

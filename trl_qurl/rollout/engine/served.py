@@ -21,15 +21,23 @@ from trl.generation.vllm_client import VLLMClient
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, check_kv_cache
 from trl_qurl.quantization.plan import QuantizationPlan, fingerprint
+from trl_qurl.rollout.background import in_background
 from trl_qurl.rollout.checks.tensors import differences
-from trl_qurl.rollout.engine.broadcast import PACKING, Broadcast, in_background
+from trl_qurl.rollout.engine.broadcast import PACKING, Broadcast
 from trl_qurl.rollout.engine.http import API_KEY_VARIABLE, BoundedRequests, add_key
-from trl_qurl.rollout.engine.interface import ADAPTER, NOT_RECEIVED, PROBE_TOP, Continuation, Engine, WeightUpdate
 from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
+from trl_qurl.rollout.wire import (
+    ADAPTER,
+    NOT_RECEIVED,
+    PROBE_TOP,
+    WORKER_EXTENSION,
+    Continuation,
+    Engine,
+    WeightUpdate,
+)
 
 logger = logging.getLogger(__name__)
 
-WORKER_EXTENSION = "trl_qurl.rollout.engine.worker.RolloutWorker"  # by name: only the engine imports the class
 BROADCAST_GRACE = 10.0  # seconds for a broadcast to end after its request and its group
 
 

@@ -1,8 +1,7 @@
-"""The interface between the trainer and an engine, and the values that they exchange.
+"""What the trainer and an engine exchange. Neither TRL nor vLLM is imported: both ends need this file.
 
-An engine is vLLM in the trainer's process (`colocated`) or behind HTTP (`served`). Both load weights through
-`RolloutWorker.load_rollout_weights`, so the same code checks each incoming tensor. This file needs neither TRL nor
-vLLM, because the worker imports it too.
+An engine is vLLM in the trainer's process (`engine/colocated.py`) or behind HTTP (`engine/served.py`). Both load
+weights through `RolloutWorker.load_rollout_weights`, so the same code checks each incoming tensor.
 """
 
 from abc import ABC, abstractmethod
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 
+WORKER_EXTENSION = "trl_qurl.rollout.engine.worker.RolloutWorker"  # by name: only the engine imports the class
 FRESH = "default"  # version of the weights that an engine starts with
 ADAPTER = "trl-qurl-policy"  # name of the trained adapter among the models that an engine serves
 CPU_LOAD_FORMAT = "trl-qurl-cpu"  # of our loader (`cpu`): vLLM's CPU build accepts an adapter on INT8 layers with it
