@@ -100,7 +100,7 @@ def test_a_server_that_restarts_gets_the_adapter_again(trainer, deployment, monk
     disturbed.train()
     assert recoveries(disturbed) == 1 and len(checked) == 1
     assert history(disturbed) == history(undisturbed)
-    assert generation.sync.engine.version() == generation.sync.version
+    assert generation.sync.route.engine.version() == generation.sync.version
 
 
 @pytest.mark.slow  # what is sent again is seen above, and that a transfer may be cut off in test_faults.py

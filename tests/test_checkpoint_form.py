@@ -33,6 +33,7 @@ from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.rollout.adapter import FrozenBase, adapter_obstacle
 from trl_qurl.rollout.engine.hardware import check_cpu_build
 from trl_qurl.rollout.errors import ServerError
+from trl_qurl.rollout.routes import StreamRoute
 from trl_qurl.rollout.sync import WeightSync
 
 
@@ -140,7 +141,8 @@ def test_the_probe_is_skipped_for_quantized_experts():
     def check(ignore):
         model, scheme = tiny_mixture("mixtral"), get_scheme("int8")
         weights, processes = stream_of(model, scheme, ignore), DistributedBackend(Accelerator(cpu=True))
-        sync = WeightSync(model, weights, Engine(), rollout_settings(scheme), processes, lambda: 0)
+        sync = WeightSync(StreamRoute(model, weights, is_served=False), rollout_settings(scheme), processes, lambda: 0)
+        sync.route.attach(Engine(), None)
         return sync._check_probe()
 
     assert check(["lm_head"]) == {}

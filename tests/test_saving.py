@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from trl_qurl.quantization import SCHEMES, write_checkpoint
 from trl_qurl.quantization.storage import check_replaceable
 from trl_qurl.rollout.adapter import FrozenBase
-from trl_qurl.rollout.sync import policy_parameters
+from trl_qurl.rollout.routes import policy_parameters
 from trl_qurl.trainers.engine import QuantizedEngineMixin
 from trl_qurl.trainers.saving import main_process_only
 

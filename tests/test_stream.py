@@ -33,7 +33,8 @@ from trl_qurl.rollout.engine.colocated import ColocatedEngine
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
 from trl_qurl.rollout.preparation import choose_route
-from trl_qurl.rollout.sync import RolloutCost, WeightSync, stream_metadata
+from trl_qurl.rollout.routes import StreamRoute, stream_metadata
+from trl_qurl.rollout.sync import RolloutCost, WeightSync
 from trl_qurl.rollout.wire import WORKER_EXTENSION, EngineDescription, WeightUpdate
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op`:FutureWarning")
@@ -524,7 +525,8 @@ def test_every_stream_is_probed_until_a_gpu_has_shown_that_it_need_not_be(ends):
 
     def checks(interval):
         settings = rollout_settings(INT8, is_served=True, sync_check_interval=interval)
-        sync = WeightSync(model, weights, client, settings, processes, lambda: 0)
+        sync = WeightSync(StreamRoute(model, weights, is_served=True), settings, processes, lambda: 0)
+        sync.route.attach(client, None)
         probed, digested, client.version = [], [], lambda: sync.version
         sync._check_probe = lambda: probed.append(True) or {}
         for _ in range(3):
@@ -573,7 +575,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
         ("auto", CUDA, "a reason", "checkpoint", "a reason"),
         ("auto", CPU, None, "checkpoint", "the trainer's is 'cpu'"),
         ("checkpoint", CUDA, None, "checkpoint", "weight_sync='checkpoint' requests it"),
-        ("llmcompressor", CUDA, None, "checkpoint", "weight_sync='llmcompressor' requests it"),
+        ("llmcompressor", CUDA, None, "llmcompressor", "weight_sync='llmcompressor' requests it"),
         ("stream", CUDA, None, "stream", "weight_sync='stream' requests it"),
     ],
 )

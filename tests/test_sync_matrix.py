@@ -18,6 +18,7 @@ from trl.distributed import DistributedBackend
 
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.uaq import scale_model_
+from trl_qurl.rollout.routes import StreamRoute
 from trl_qurl.rollout.sync import RolloutCost, WeightSync
 
 CHECKED = {"sync_check_interval": 1, "max_steps": 4}  # two rollouts of two updates
@@ -143,7 +144,8 @@ def test_stream_to_a_server(dtype, model, ends):  # noqa: F811
     client.version = lambda: sync.version
     settings = rollout_settings(SCHEMES["int8"], is_served=True, sync_check_interval=1)
     weights, processes = stream_of(policy, SCHEMES["int8"]), DistributedBackend(Accelerator())
-    sync = WeightSync(policy, weights, client, settings, processes, lambda: 0, sent_dtype=dtype)
+    sync = WeightSync(StreamRoute(policy, weights, is_served=True), settings, processes, lambda: 0)
+    sync.route.attach(client, str(dtype).removeprefix("torch."))
 
     sync._check_probe = dict
 

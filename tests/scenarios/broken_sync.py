@@ -61,9 +61,9 @@ def on_the_way(fault):
     """Between the trainer and the worker, after the trainer's digests were taken."""
 
     def context(generation):
-        load = generation.sync.engine.load_stream
+        load = generation.sync.route.engine.load_stream
         broken = lambda source, *arguments: load(fault(source), *arguments)  # noqa: E731
-        return patch.object(generation.sync.engine, "load_stream", broken)
+        return patch.object(generation.sync.route.engine, "load_stream", broken)
 
     return context
 
@@ -101,7 +101,7 @@ def load_nothing(generation):
         [worker] = generation.llm.collective_rpc(lambda wrapper: wrapper.worker)
         worker.loaded_version, worker.rollout_digests = update.version, dict(source.digests)
 
-    return patch.object(generation.sync.engine, "load_stream", load_stream)
+    return patch.object(generation.sync.route.engine, "load_stream", load_stream)
 
 
 def double_a_norm_inside(generation):
@@ -131,13 +131,13 @@ def change_the_file(path):
 
 def change_the_file_before_loading(generation):
     """After the trainer has written an adapter, and before anyone reads it."""
-    load = generation.sync.engine.load_adapter
+    load = generation.sync.route.engine.load_adapter
 
     def load_adapter(path, update):
         change_the_file(path)
         load(path, update)
 
-    return patch.object(generation.sync.engine, "load_adapter", load_adapter)
+    return patch.object(generation.sync.route.engine, "load_adapter", load_adapter)
 
 
 def change_the_file_after_loading(generation):
@@ -164,13 +164,13 @@ def keep_the_old_adapter(generation):
 
 
 def generate_without_the_adapter(generation):
-    load = generation.sync.engine.load_adapter
+    load = generation.sync.route.engine.load_adapter
 
     def load_adapter(path, update):
         load(path, update)
         generation.llm.adapter = None
 
-    return patch.object(generation.sync.engine, "load_adapter", load_adapter)
+    return patch.object(generation.sync.route.engine, "load_adapter", load_adapter)
 
 
 ADAPTER_FAULTS = {

@@ -104,7 +104,7 @@ class FrozenBase:
         self.digests: dict[str, str] | None = None  # a server must have started from these; main process only
         self._model = model
         self._weights = weights
-        self._rounds = rounds  # whether the trainer computes with the rounded values as well
+        self.rounds = rounds  # whether the trainer computes with the rounded values as well
         if rounds:
             check_unrounded(model)
             if expert_layers(weights.plan.schemes):
@@ -132,7 +132,7 @@ class FrozenBase:
     def write(self, folder: CheckpointFolder) -> Path:
         """Write the quantized checkpoint. A collective operation."""
         path = folder.write("start", self.quantized_tensors())
-        self.checkpoint = path if self._rounds else None
+        self.checkpoint = path if self.rounds else None
         return path
 
     def digest(self, dtype: torch.dtype) -> None:
@@ -144,5 +144,5 @@ class FrozenBase:
 
     def round(self, dtype: torch.dtype) -> None:
         """With `round_base`, round the weights to the values that an engine of this dtype computes with."""
-        if self._rounds:
+        if self.rounds:
             round_base(self._model.get_base_model(), self._weights.plan, dtype)

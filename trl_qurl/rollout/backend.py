@@ -9,7 +9,6 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,9 +29,17 @@ from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.images import as_plain, check_seen
 from trl_qurl.rollout.preparation import RolloutSettings, choose_adapter, choose_route, prepare_weights
 from trl_qurl.rollout.recovery import raise_everywhere, recover
+from trl_qurl.rollout.routes import (
+    AdapterRoute,
+    CheckpointRoute,
+    LLMCompressorRoute,
+    Route,
+    StreamRoute,
+    policy_parameters,
+    stream_metadata,
+)
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.rollout.sync import RolloutCost, WeightSync, policy_parameters, stream_metadata
-from trl_qurl.rollout.wire import Engine
+from trl_qurl.rollout.sync import RolloutCost, WeightSync
 
 logger = get_logger(__name__)  # of the main process
 
@@ -47,6 +54,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     sync: WeightSync  # keeps the engine at the policy's weights
     base: FrozenBase | None = None  # of an adapter that is sent alone
+    _folder: CheckpointFolder | None = None  # of files that an engine starts from or loads
     context: int  # tokens of a prompt and its completion that the engine holds
 
     def __init__(
@@ -86,81 +94,45 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if self._dist.fsdp_version == 1:
             raise ValueError("FSDP 1 does not expose single matrices to quantize: set fsdp_version to 2.")
         self.weights = prepare_weights(self.model, self.rollout, self.accelerator, self._prompts)
-        start = self._connect if self.rollout.is_served else self._start_colocated
-        engine, dtype, folder = start()
-        self.sync = WeightSync(
-            self.model, self.weights, engine, self.rollout, self._dist, self._global_step, dtype, folder, self.base
-        )
-        context = raise_everywhere(lambda: engine and engine.describe().max_model_len, self.rollout.is_served)
+        route = self._connect() if self.rollout.is_served else self._start_colocated()
+        self.sync = WeightSync(route, self.rollout, self._dist, self._global_step)
+        context = raise_everywhere(lambda: route.engine and route.engine.describe().max_model_len, route.is_served)
         [self.context] = broadcast_object_list([context], from_process=0)
 
-    def _connect(self) -> tuple[Engine | None, torch.dtype | None, CheckpointFolder | None]:
-        """Connect the main process to the server. Return its engine, and what every process needs to send weights."""
-        rollout, device = self.rollout, self.accelerator.device
+    def _connect(self) -> Route:
+        """Connect the main process to the server. Return every process's route to it."""
+        device = self.accelerator.device
         client = functools.partial(
             self._engine_class,
             plan=self.weights.plan,
             shapes={name: shape for name, _, shape in stream_metadata(self.weights)},
-            request_timeout=rollout.request_timeout,
+            request_timeout=self.rollout.request_timeout,
         )
         with substitute(vllm_generation, "VLLMClient", client):
             raise_everywhere(super()._init_vllm, join=self.accelerator.wait_for_everyone)
         engine: ServedEngine | None = self.vllm_client if self.accelerator.is_main_process else None
-        choice = raise_everywhere(lambda: engine and self._choose_route(engine))
-        [(route, name)] = broadcast_object_list([choice], from_process=0)
-        dtype = getattr(torch, name) if name else None  # casting to the engine's dtype here saves bytes on the way
-        if route == "stream":
+        choice = raise_everywhere(lambda: engine and (self._choose_route(engine), engine.describe().dtype))
+        [(name, dtype)] = broadcast_object_list([choice], from_process=0)
+        if name == "stream":
             raise_everywhere(lambda: engine.open_stream(device) if engine else None)
-            return engine, dtype, None
-        if route == "checkpoint":  # two at most: the one being written, and one that the engine may still be reading
-            return engine, dtype, self._open_folder(checkpoints=2)
-        self.base = FrozenBase(self.model, self.weights, rollout.round_base)
-        folder = self._open_folder(checkpoints=int(rollout.round_base))
-        if rollout.round_base:
-            self.base.write(folder)
-        self.base.digest(dtype or torch.float32)
-        self.base.round(dtype or torch.float32)
-        return engine, dtype, folder
+        route = self._make_route(name)
+        route.attach(engine, dtype)
+        return route
 
-    def _choose_route(self, server: ServedEngine) -> tuple[str, str | None]:
-        """Return how to send weights to the server, and the dtype of its unquantized layers."""
-        description = server.describe()
-        if self._sends_adapter(description.max_lora_rank, server):
-            return "adapter", description.dtype
-        is_sharded = self._dist.is_fsdp or self._dist.is_zero3
-        route, reason = choose_route(
-            self.rollout.weight_sync, self.accelerator.device, server.stream_obstacle, is_sharded
-        )
-        logger.info("Sending weights to %s by %s: %s.", server.base_url, route, reason)
-        return route, description.dtype
-
-    def _sends_adapter(self, served_rank: int | None = None, server: ServedEngine | None = None) -> bool:
-        """Return whether to send the adapter alone, to an engine that has the base."""
-        obstacle = adapter_obstacle(self.model)
-        rank = 0 if obstacle else adapter_rank(self.model)
-        if obstacle is None and self.weights.smoothing is not None:
-            obstacle = "smooth_activations folds scales into whole weights at every sync (remove it)"
-        requested = "adapter" if self.rollout.round_base else self.rollout.weight_sync
-        restart = server.command(engine_rank(rank)) if server and rank else ""
-        sends, reason = choose_adapter(requested, obstacle, rank, served_rank, restart)
-        if is_peft_model(self.model):
-            logger.info("%s: %s.", "The adapter is sent alone" if sends else "The adapter is merged", reason)
-        return sends
-
-    def _start_colocated(self) -> tuple[Engine, torch.dtype | None, CheckpointFolder | None]:
+    def _start_colocated(self) -> Route:
         """Start an engine in this process, from a checkpoint that describes how its layers are quantized."""
-        rollout = self.rollout
-        cls, engine_kwargs = vllm_generation.LLM, {"seed": rollout.seed} | rollout.engine_kwargs
-        if self._sends_adapter():
-            self.base = FrozenBase(self.model, self.weights, rollout.round_base)
+        route = self._make_route(self._choose_route())
+        cls, engine_kwargs = vllm_generation.LLM, {"seed": self.rollout.seed} | self.rollout.engine_kwargs
+        if self.base is not None:
             cls = colocated.with_adapter(cls)
             engine_kwargs = colocated.adapter_arguments(adapter_rank(self.model)) | engine_kwargs
         arguments = {"model_impl": self.model_impl, **engine_kwargs}
         colocated.prepare_process(plain_model(self.model), self.weights, arguments, self.accelerator.num_processes)
-        by_files = rollout.weight_sync in ("checkpoint", "llmcompressor")
-        needs_start = bool(self.weights.plan.schemes) or not self.model.name_or_path or self.base is not None
-        folder = self._open_folder(checkpoints=2 if by_files else 1) if by_files or needs_start else None
-        start = self._write_start(folder) if folder is not None and needs_start else None
+        folder, start = self._folder, None
+        if folder is not None:
+            label = format_name(self.weights.plan.formats).upper() if self.weights.plan.schemes else "full-precision"
+            logger.info("Writing %s weights for vLLM to %s.", label, folder.path)
+            start = route.write_start(folder)
         logger.info("Starting vLLM. If it has to compile, this takes a minute.")
         length = self.max_completion_length or 0
         build = functools.partial(colocated.build_engine, cls, start, engine_kwargs, length)
@@ -169,33 +141,54 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         logger.info("vLLM is ready.")
         if folder is not None and not (self.base and self.base.checkpoint):
             folder.drop_weights("start")
-        self._folder = folder  # keep alive: the worker re-reads the starting checkpoint's headers
         colocated.release_when_deleted(self.llm)
         engine = colocated.ColocatedEngine(self.llm, self._sleeps)
-        name = engine.describe().dtype
-        dtype = getattr(torch, name) if name else None  # casting in the trainer saves memory, and bytes to digest
-        if self.base is None:
-            return engine, dtype, folder if by_files else None
-        self.base.round(dtype or torch.float32)
-        return engine, dtype, folder
+        route.attach(engine, engine.describe().dtype)
+        return route
 
-    def _write_start(self, folder: CheckpointFolder) -> Path:
-        plan = self.weights.plan
-        label = format_name(plan.formats).upper() if plan.schemes else "full-precision"
-        logger.info("Writing %s weights for vLLM to %s.", label, folder.path)
-        if self.base is not None:
-            return self.base.write(folder)
-        return folder.write("start", self.weights.tensors(self.policy_parameters()))
+    def _choose_route(self, server: ServedEngine | None = None) -> str:
+        """Return how to send weights to the server, or to a colocated engine."""
+        requested = "adapter" if self.rollout.round_base else self.rollout.weight_sync
+        obstacle = adapter_obstacle(self.model)
+        rank = 0 if obstacle else adapter_rank(self.model)
+        if obstacle is None and self.weights.smoothing is not None:
+            obstacle = "smooth_activations folds scales into whole weights at every sync (remove it)"
+        served_rank = server.describe().max_lora_rank if server else None
+        restart = server.command(engine_rank(rank)) if server and rank else ""
+        is_alone, reason = choose_adapter(requested, obstacle, rank, served_rank, restart)
+        if is_peft_model(self.model):
+            logger.info("%s: %s.", "The adapter is sent alone" if is_alone else "The adapter is merged", reason)
+        if is_alone:
+            return "adapter"
+        if server is None:
+            return "stream" if requested == "auto" else requested
+        is_sharded = self._dist.is_fsdp or self._dist.is_zero3
+        name, reason = choose_route(requested, self.accelerator.device, server.stream_obstacle, is_sharded)
+        logger.info("Sending weights to %s by %s: %s.", server.base_url, name, reason)
+        return name
+
+    def _make_route(self, name: str) -> Route:
+        """Make the route of this name, and the folder of its files."""
+        rollout, parts = self.rollout, (self.model, self.weights, self.rollout.is_served)
+        has_start = not rollout.is_served and (self.weights.plan.schemes or not self.model.name_or_path)
+        # Those at a time: a colocated engine's start, or one that is written while the engine may still read another.
+        checkpoints = {"stream": bool(has_start), "adapter": not rollout.is_served or rollout.round_base}.get(name, 2)
+        if name == "stream" and not has_start:
+            return StreamRoute(*parts)
+        writer = CheckpointWriter(plain_model(self.model), self.processing_class, self.weights.plan)
+        nbytes = checkpoints * self.weights.nbytes()
+        folder = CheckpointFolder(self.accelerator, writer, rollout.checkpoint_dir, nbytes, rollout.is_served)
+        self._folder = folder  # kept for a colocated engine that starts from its files
+        if name == "stream":
+            return StreamRoute(*parts)
+        if name == "adapter":
+            self.base = FrozenBase(self.model, self.weights, rollout.round_base)
+            return AdapterRoute(*parts, folder, self.base)
+        return (LLMCompressorRoute if name == "llmcompressor" else CheckpointRoute)(*parts, folder)
 
     @property
     def _sleeps(self) -> bool:
         return self.mode == "colocate" and self.enable_sleep_mode
-
-    def _open_folder(self, checkpoints: int) -> CheckpointFolder:
-        rollout = self.rollout
-        writer = CheckpointWriter(plain_model(self.model), self.processing_class, self.weights.plan)
-        nbytes = checkpoints * self.weights.nbytes()
-        return CheckpointFolder(self.accelerator, writer, rollout.checkpoint_dir, nbytes, rollout.is_served)
 
     # Weight sync -----------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ def check(form: str, name: str) -> list[Line]:
     train(trainer)
     trainer.vllm_generation.sync_weights()
     new = build_trainer(form, trainer.model, smooth_activations=False)
-    engines: list[Any] = [each.vllm_generation.sync.engine for each in (trainer, new)]
+    engines: list[Any] = [each.vllm_generation.sync.route.engine for each in (trainer, new)]
     answers = [engine.continue_greedily(PROMPTS, STEPS) for engine in engines]
     distance = largest_difference(*answers)
     mode = trainer.vllm_generation.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name
