@@ -208,7 +208,7 @@ def run(options: argparse.Namespace) -> dict:
     record["history"] = trainer.state.log_history
     record["weight_version"] = trainer.vllm_generation.sync.version
     record["uaq_scale"] = getattr(trainer.model.config, "uaq_scale", 1.0)
-    if options.export and trainer.vllm_generation.base is not None:
+    if options.export and not trainer.vllm_generation.sync.route.is_merged:
         export_with_adapter(trainer, Path(options.export))
     elif options.export:
         model = whole_model(trainer)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from trl.generation import vllm_generation
@@ -21,7 +20,7 @@ from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.checkpoint_form import plain_model
 from trl_qurl.quantization.layers import check_recurrent_layers
 from trl_qurl.quantization.plan import format_name
-from trl_qurl.rollout.adapter import FrozenBase, adapter_obstacle, adapter_rank, engine_rank
+from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, engine_rank
 from trl_qurl.rollout.context import RolloutContext
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine import colocated
@@ -29,15 +28,7 @@ from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.images import as_plain, check_seen
 from trl_qurl.rollout.preparation import RolloutSettings, choose_adapter, choose_route, prepare_weights
 from trl_qurl.rollout.recovery import raise_everywhere, recover
-from trl_qurl.rollout.routes import (
-    AdapterRoute,
-    CheckpointRoute,
-    LLMCompressorRoute,
-    Route,
-    StreamRoute,
-    policy_parameters,
-    stream_metadata,
-)
+from trl_qurl.rollout.routes import ROUTES, Route, stream_metadata
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.sync import RolloutCost, WeightSync
 
@@ -53,7 +44,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     _engine_class = ServedEngine  # of a server
 
     sync: WeightSync  # keeps the engine at the policy's weights
-    base: FrozenBase | None = None  # of an adapter that is sent alone
     _folder: CheckpointFolder | None = None  # of files that an engine starts from or loads
     context: int  # tokens of a prompt and its completion that the engine holds
 
@@ -123,26 +113,26 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         """Start an engine in this process, from a checkpoint that describes how its layers are quantized."""
         route = self._make_route(self._choose_route())
         cls, engine_kwargs = vllm_generation.LLM, {"seed": self.rollout.seed} | self.rollout.engine_kwargs
-        if self.base is not None:
+        if not route.is_merged:
             cls = colocated.with_adapter(cls)
             engine_kwargs = colocated.adapter_arguments(adapter_rank(self.model)) | engine_kwargs
-        arguments = {"model_impl": self.model_impl, **engine_kwargs}
+        plan, arguments = self.weights.plan, {"model_impl": self.model_impl, **engine_kwargs}
         colocated.prepare_process(plain_model(self.model), self.weights, arguments, self.accelerator.num_processes)
         folder, start = self._folder, None
         if folder is not None:
-            label = format_name(self.weights.plan.formats).upper() if self.weights.plan.schemes else "full-precision"
+            label = format_name(plan.formats).upper() if plan.schemes else "full-precision"
             logger.info("Writing %s weights for vLLM to %s.", label, folder.path)
-            start = route.write_start(folder)
+            start = folder.write("start", route.starting_tensors())
         logger.info("Starting vLLM. If it has to compile, this takes a minute.")
         length = self.max_completion_length or 0
         build = functools.partial(colocated.build_engine, cls, start, engine_kwargs, length)
         with substitute(vllm_generation, "LLM", build):
             super()._init_vllm()
         logger.info("vLLM is ready.")
-        if folder is not None and not (self.base and self.base.checkpoint):
+        if folder is not None and not self.rollout.round_base:
             folder.drop_weights("start")
         colocated.release_when_deleted(self.llm)
-        engine = colocated.ColocatedEngine(self.llm, self._sleeps)
+        engine = colocated.ColocatedEngine(self.llm, self.enable_sleep_mode)
         route.attach(engine, engine.describe().dtype)
         return route
 
@@ -168,33 +158,27 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         return name
 
     def _make_route(self, name: str) -> Route:
-        """Make the route of this name, and the folder of its files."""
-        rollout, parts = self.rollout, (self.model, self.weights, self.rollout.is_served)
-        has_start = not rollout.is_served and (self.weights.plan.schemes or not self.model.name_or_path)
-        # Those at a time: a colocated engine's start, or one that is written while the engine may still read another.
-        checkpoints = {"stream": bool(has_start), "adapter": not rollout.is_served or rollout.round_base}.get(name, 2)
-        if name == "stream" and not has_start:
-            return StreamRoute(*parts)
-        writer = CheckpointWriter(plain_model(self.model), self.processing_class, self.weights.plan)
-        nbytes = checkpoints * self.weights.nbytes()
-        folder = CheckpointFolder(self.accelerator, writer, rollout.checkpoint_dir, nbytes, rollout.is_served)
-        self._folder = folder  # kept for a colocated engine that starts from its files
-        if name == "stream":
-            return StreamRoute(*parts)
-        if name == "adapter":
-            self.base = FrozenBase(self.model, self.weights, rollout.round_base)
-            return AdapterRoute(*parts, folder, self.base)
-        return (LLMCompressorRoute if name == "llmcompressor" else CheckpointRoute)(*parts, folder)
-
-    @property
-    def _sleeps(self) -> bool:
-        return self.mode == "colocate" and self.enable_sleep_mode
+        """Make the route of this name, and the folder of its files, which a colocated engine also starts from."""
+        rollout, weights = self.rollout, self.weights
+        starts = not rollout.is_served and (weights.plan.schemes or not self.model.name_or_path or name == "adapter")
+        # At a time: the base of an adapter; or one that is being written, and one that the engine may still read.
+        checkpoints = {"stream": 1, "adapter": int(bool(starts or rollout.round_base))}.get(name, 2)
+        if starts or name != "stream":
+            writer = CheckpointWriter(plain_model(self.model), self.processing_class, weights.plan)
+            nbytes = checkpoints * weights.nbytes()
+            self._folder = CheckpointFolder(
+                self.accelerator, writer, rollout.checkpoint_dir, nbytes, rollout.is_served
+            )
+        folder = None if name == "stream" else self._folder
+        return ROUTES[name](self.model, weights, rollout.is_served, folder, rollout.round_base)
 
     # Weight sync -----------------------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
         """Send the policy's current weights to the engine (`WeightSync.push`). A collective operation."""
-        if self._sleeps:  # as the parent does: loading into unmapped memory crashes on some devices
+        if (
+            self.enable_sleep_mode and not self.rollout.is_served
+        ):  # as the parent does: loading into unmapped memory crashes on some devices
             vllm_generation.empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
@@ -202,10 +186,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         started = time.perf_counter()
         recover(functools.partial(self.sync.push, self.current.cost), self._reconnect)
         self._seconds_in_syncs += time.perf_counter() - started
-
-    def policy_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what a sync sends, before it is quantized. A collective operation: read to the end."""
-        return policy_parameters(self.model, self.weights.grid)
 
     # Generation ------------------------------------------------------------------------------------------------------
 

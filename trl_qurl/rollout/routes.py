@@ -7,20 +7,26 @@
 import functools
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 
+from trl_qurl.quantization.checkpoint_form import expert_layers
+from trl_qurl.quantization.fake_quantization import check_unrounded, round_base
 from trl_qurl.quantization.merging import model_parameters
+from trl_qurl.quantization.storage import read_tensors
 from trl_qurl.quantization.stream import WeightStream, on_grid
-from trl_qurl.rollout.adapter import FrozenBase, adapter_tensors, write_adapter
-from trl_qurl.rollout.checks.tensors import MeteredStream
+from trl_qurl.rollout.adapter import adapter_tensors, write_adapter
+from trl_qurl.rollout.checks.tensors import MeteredStream, base_digests
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.recovery import raise_everywhere
 from trl_qurl.rollout.wire import Engine, TensorMetadata, WeightUpdate
+
+Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
 @dataclass(eq=False)
@@ -30,24 +36,16 @@ class Route(ABC):
     model: Any
     weights: WeightStream  # of this model
     is_served: bool  # whether the engine is a server, which only the main process talks to
+    folder: CheckpointFolder | None = None  # of the files that the engine loads
+    rounds_base: bool = False  # whether the trainer computes with a frozen base's rounded values as well
     engine: Engine | None = field(init=False, default=None)  # `None` where only the main process talks to a server
     dtype: torch.dtype | None = field(init=False, default=None)  # of unquantized tensors; `None` does not cast them
 
-    is_merged = True  # whether the engine gets an adapter merged into the weights
+    is_merged = True  # whether an adapter is merged into the weights
 
-    @property
-    def always_probes(self) -> bool:
-        """Whether to probe the engine after every sync, whatever the interval."""
-        return False
-
-    @property
-    def is_source(self) -> bool:
-        """Whether this process can compare what it sends with what its engine receives."""
-        return self.engine is not None
-
-    def write_start(self, folder: CheckpointFolder) -> Path:
-        """Write the checkpoint that a colocated engine starts from."""
-        return folder.write("start", self.weights.tensors(policy_parameters(self.model, self.weights.grid)))
+    def starting_tensors(self) -> Tensors:
+        """Return the tensors of the checkpoint that the engine starts from."""
+        return self.weights.tensors(policy_parameters(self.model, self.weights.grid))
 
     def attach(self, engine: Engine | None, dtype: str | None) -> None:
         """Use an engine that has started. Casting to its dtype saves memory, and bytes to send and to digest."""
@@ -56,7 +54,7 @@ class Route(ABC):
     def check(self) -> None:  # noqa: B027
         """Raise `SyncError` if a server lacks what is not sent."""
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Tensors:
         """Return the tensors to send, from one pass over the parameters."""
         return self.weights.tensors(policy_parameters(self.model, self.weights.grid), self.dtype)
 
@@ -68,36 +66,24 @@ class Route(ABC):
 class StreamRoute(Route):
     """A colocated engine reads the stream in this process, and a server's workers receive it over NCCL."""
 
-    @property
-    def always_probes(self) -> bool:
-        """Digests would hide a race between a receiver's streams, and no GPU has shown yet that there is none."""
-        return self.is_served
-
-    @functools.cached_property
-    def _metadata(self) -> TensorMetadata | None:
-        return stream_metadata(self.weights, self.dtype) if self.is_served else None
-
     def send(self, update: WeightUpdate, stream: MeteredStream) -> None:  # noqa: D102
+        if self.is_served:
+            update = update._replace(metadata=stream_metadata(self.weights, self.dtype))
         drain = functools.partial(deque[Any], stream, maxlen=0)  # processes without an engine gather with the others
 
         def load() -> None:
             if self.engine is not None:
-                self.engine.load_stream(stream, update._replace(metadata=self._metadata))
+                self.engine.load_stream(stream, update)
             drain()
 
         raise_everywhere(load, self.is_served, drain)
 
 
-@dataclass(eq=False)
 class CheckpointRoute(Route):
     """Files of a checkpoint, for any device and any processes that share a file system."""
 
     folder: CheckpointFolder
     _sent = 0  # checkpoints that the engine has loaded
-
-    @property
-    def is_source(self) -> bool:  # noqa: D102
-        return self.engine is not None and self.folder.is_writer
 
     def send(self, update: WeightUpdate, stream: MeteredStream) -> None:  # noqa: D102
         # A retry after a fault reuses the name, because a server that only hung may still read from that path.
@@ -125,30 +111,58 @@ class LLMCompressorRoute(CheckpointRoute):
         return self.folder.write(name, parameters, self.folder.writer.write_with_llmcompressor)
 
 
-@dataclass(eq=False)
 class AdapterRoute(CheckpointRoute):
-    """Files of a LoRA adapter, for an engine that has the base below it."""
+    """Files of a LoRA adapter, for an engine that has the frozen base below it, quantized."""
 
-    base: FrozenBase
     is_merged = False
 
-    def write_start(self, folder: CheckpointFolder) -> Path:  # noqa: D102
-        return self.base.write(folder)
+    def __post_init__(self) -> None:
+        self.checkpoint: Path | None = None  # of the base, where rounding overwrites the weights it was made from
+        self.digests: dict[str, str] = {}  # of the base, for a server; only in the main process
+        if self.rounds_base:
+            check_unrounded(self.model)
+            if expert_layers(self.weights.plan.schemes):
+                raise ValueError(
+                    "round_base=True does not round experts in the trainer, but the engine would: add "
+                    "'re:.*\\.experts\\.' to quantization_ignore, or set round_base=False."
+                )
 
-    def attach(self, engine: Engine | None, dtype: str | None) -> None:  # noqa: D102
+    def starting_tensors(self) -> Tensors:
+        """Return the tensors of the quantized base.
+
+        Raises `FileNotFoundError` in the main process if the run's own checkpoint is gone.
+        """
+        if self.checkpoint is None:
+            return self.weights.tensors(model_parameters(self.model), is_exact=True)
+        if self.checkpoint.exists():
+            return read_tensors(self.checkpoint)
+        if not PartialState().is_main_process:
+            return iter(())  # this process may not see the file and does not need it
+        raise FileNotFoundError(
+            f"The quantized base of this run is gone from {self.checkpoint}: keep rollout_checkpoint_dir until the "
+            "run ends, or save with merge=True."
+        )
+
+    def attach(self, engine: Engine | None, dtype: str | None) -> None:
+        """Use an engine that has started. Round the trainer's base with `rounds_base`, after a server's is recorded."""
         super().attach(engine, dtype)
-        if self.is_served:  # otherwise, the engine has started from this base
-            if self.base.rounds:
-                self.base.write(self.folder)
-            self.base.digest(self.dtype or torch.float32)
-        self.base.round(self.dtype or torch.float32)
+        engine_dtype = self.dtype or torch.float32
+        if self.rounds_base:
+            started = self.folder.path / "start"  # by a colocated engine
+            self.checkpoint = self.folder.write("start", self.starting_tensors()) if self.is_served else started
+        if self.is_served:
+            tensors = self.starting_tensors()
+            if PartialState().is_main_process:
+                self.digests = base_digests(tensors, engine_dtype)
+            deque(tensors, maxlen=0)
+        if self.rounds_base:
+            round_base(self.model.get_base_model(), self.weights.plan, engine_dtype)
 
     def check(self) -> None:  # noqa: D102
         if self.is_served:
-            sent = self.base.digests or {}
-            raise_everywhere(lambda: self.engine.check_base(sent) if self.engine else None)
+            raise_everywhere(lambda: self.engine.check_base(self.digests) if self.engine else None)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: D102
+    def tensors(self) -> Tensors:  # noqa: D102
         return adapter_tensors(self.model, self.dtype)
 
     def _write(self, name: str, stream: MeteredStream) -> Path:
@@ -158,7 +172,16 @@ class AdapterRoute(CheckpointRoute):
         engine.load_adapter(path, update)
 
 
-def policy_parameters(model: Any, grid: torch.dtype | None) -> Iterator[tuple[str, torch.Tensor]]:
+ROUTES: dict[str, Callable[..., Route]] = {
+    "stream": StreamRoute,
+    "checkpoint": CheckpointRoute,
+    "llmcompressor": LLMCompressorRoute,
+    "adapter": AdapterRoute,
+}
+"""The routes by the config's `weight_sync`."""
+
+
+def policy_parameters(model: Any, grid: torch.dtype | None) -> Tensors:
     """Yield `model_parameters`, merged, as the trainer scores with them: rounded as autocast does."""
     return ((name, on_grid(whole, grid)) for name, whole in model_parameters(model, merges=True))
 

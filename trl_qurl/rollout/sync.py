@@ -79,7 +79,9 @@ class WeightSync:
         if route.weights.smoothing is not None and not is_repeated:
             route.weights.smoothing.begin_sync()
         is_checked = interval > 0 or is_repeated
-        is_probed = is_checked and (is_repeated or self._count % interval == 0 or route.always_probes)
+        # Digests would hide a race between a receiver's streams, and no GPU has shown yet that there is none.
+        is_unproven = route.is_served and route.folder is None
+        is_probed = is_checked and (is_repeated or is_unproven or self._count % interval == 0)
         started = time.perf_counter()
         if is_repeated or (is_checked and self._count == 0):
             route.check()
@@ -89,7 +91,9 @@ class WeightSync:
         self.version = f"{self._run}-step{self.global_step()}-sync{self._count}"
         not_finite: list[str] = []  # tensors with NaN or infinity
         tensors = find_not_finite(route.tensors(), not_finite)
-        stream = MeteredStream(tensors, {} if is_checked and route.is_source else None)
+        # Of several processes with an engine, only those that write its files can compare them with what it received.
+        is_source = route.engine is not None and (route.folder is None or route.folder.is_writer)
+        stream = MeteredStream(tensors, {} if is_checked and is_source else None)
         noise = f"seed{self.settings.seed}-step{self.global_step()}" if route.is_served else None
         route.send(WeightUpdate(self.version, is_checked, noise=noise), stream)
 
