@@ -144,7 +144,7 @@ class AdapterRoute(CheckpointRoute):
         )
 
     def attach(self, engine: Engine | None, dtype: str | None) -> None:
-        """Use an engine that has started. Round the trainer's base with `rounds_base`, after a server's is recorded."""
+        """Use an engine that has started. Record its base first, then round the trainer's with `rounds_base`."""
         super().attach(engine, dtype)
         engine_dtype = self.dtype or torch.float32
         if self.rounds_base:
