@@ -31,6 +31,7 @@ from trl_qurl.rollout.recovery import raise_everywhere, recover
 from trl_qurl.rollout.routes import ROUTES, Route, stream_metadata
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.sync import RolloutCost, WeightSync
+from trl_qurl.rollout.wire import Engine
 
 logger = get_logger(__name__)  # of the main process
 
@@ -84,13 +85,15 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if self._dist.fsdp_version == 1:
             raise ValueError("FSDP 1 does not expose single matrices to quantize: set fsdp_version to 2.")
         self.weights = prepare_weights(self.model, self.rollout, self.accelerator, self._prompts)
-        route = self._connect() if self.rollout.is_served else self._start_colocated()
+        engine, route = self._connect() if self.rollout.is_served else self._start_colocated()
+        answer = raise_everywhere(lambda: engine and engine.describe(), route.is_served)
+        [description] = broadcast_object_list([answer], from_process=0)
+        self.context = description.max_model_len
+        route.attach(engine, description.dtype)
         self.sync = WeightSync(route, self.rollout, self._dist, self._global_step)
-        context = raise_everywhere(lambda: route.engine and route.engine.describe().max_model_len, route.is_served)
-        [self.context] = broadcast_object_list([context], from_process=0)
 
-    def _connect(self) -> Route:
-        """Connect the main process to the server. Return every process's route to it."""
+    def _connect(self) -> tuple[Engine | None, Route]:
+        """Connect the main process to the server. Return its engine, and every process's route."""
         device = self.accelerator.device
         client = functools.partial(
             self._engine_class,
@@ -101,21 +104,19 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         with substitute(vllm_generation, "VLLMClient", client):
             raise_everywhere(super()._init_vllm, join=self.accelerator.wait_for_everyone)
         engine: ServedEngine | None = self.vllm_client if self.accelerator.is_main_process else None
-        choice = raise_everywhere(lambda: engine and (self._choose_route(engine), engine.describe().dtype))
-        [(name, dtype)] = broadcast_object_list([choice], from_process=0)
+        [name] = broadcast_object_list([raise_everywhere(lambda: engine and self._choose_route(engine))])
         if name == "stream":
             raise_everywhere(lambda: engine.open_stream(device) if engine else None)
-        route = self._make_route(name)
-        route.attach(engine, dtype)
-        return route
+        return engine, self._make_route(name)
 
-    def _start_colocated(self) -> Route:
+    def _start_colocated(self) -> tuple[Engine, Route]:
         """Start an engine in this process, from a checkpoint that describes how its layers are quantized."""
         route = self._make_route(self._choose_route())
-        cls, engine_kwargs = vllm_generation.LLM, {"seed": self.rollout.seed} | self.rollout.engine_kwargs
+        cls: Any = vllm_generation.LLM
+        for_adapter: dict[str, Any] = {}
         if not route.is_merged:
-            cls = colocated.with_adapter(cls)
-            engine_kwargs = colocated.adapter_arguments(adapter_rank(self.model)) | engine_kwargs
+            cls, for_adapter = colocated.with_adapter(cls, adapter_rank(self.model))
+        engine_kwargs = {"seed": self.rollout.seed, **for_adapter, **self.rollout.engine_kwargs}
         plan, arguments = self.weights.plan, {"model_impl": self.model_impl, **engine_kwargs}
         colocated.prepare_process(plain_model(self.model), self.weights, arguments, self.accelerator.num_processes)
         folder, start = self._folder, None
@@ -132,9 +133,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if folder is not None and not self.rollout.round_base:
             folder.drop_weights("start")
         colocated.release_when_deleted(self.llm)
-        engine = colocated.ColocatedEngine(self.llm, self.enable_sleep_mode)
-        route.attach(engine, engine.describe().dtype)
-        return route
+        return colocated.ColocatedEngine(self.llm, self.enable_sleep_mode), route
 
     def _choose_route(self, server: ServedEngine | None = None) -> str:
         """Return how to send weights to the server, or to a colocated engine."""

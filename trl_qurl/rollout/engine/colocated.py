@@ -64,8 +64,12 @@ class ColocatedEngine(wire.Engine):
         return continuations
 
 
-def with_adapter(engine: type["LLM"]) -> type["LLM"]:
-    """Subclass vLLM's `LLM` to generate with its `adapter`, and to keep its base in host memory while it sleeps."""
+def with_adapter(engine: type["LLM"], rank: int) -> tuple[type["LLM"], dict[str, Any]]:
+    """Return a subclass of vLLM's `LLM` that generates with its `adapter` of this rank, and arguments for its start.
+
+    It keeps the adapter's base in host memory while it sleeps.
+    """
+    from vllm.platforms import current_platform
 
     class AdapterLLM(engine):
         adapter: Any = None
@@ -76,15 +80,8 @@ def with_adapter(engine: type["LLM"]) -> type["LLM"]:
         def sleep(self, level: int = 1, **kwargs: Any) -> Any:
             return super().sleep(1, **kwargs)  # TRL's level would discard all weights
 
-    return AdapterLLM
-
-
-def adapter_arguments(rank: int) -> dict[str, Any]:
-    """Return the arguments of an engine that accepts one adapter of this rank."""
-    from vllm.platforms import current_platform
-
-    arguments: dict[str, Any] = {"enable_lora": True, "max_lora_rank": engine_rank(rank), "max_loras": 1}
-    return arguments | ({"load_format": wire.CPU_LOAD_FORMAT} if current_platform.is_cpu() else {})
+    load = {"load_format": wire.CPU_LOAD_FORMAT} if current_platform.is_cpu() else {}
+    return AdapterLLM, {"enable_lora": True, "max_lora_rank": engine_rank(rank), "max_loras": 1, **load}
 
 
 def prepare_process(model: "PreTrainedModel", weights: WeightStream, arguments: dict, processes: int) -> None:
