@@ -72,8 +72,9 @@ def before_sending(fault):
     """Before the digests are taken: both sides agree on wrong tensors."""
 
     def context(generation):
-        produce = generation.sync._tensors
-        return patch.object(generation.sync, "_tensors", lambda *arguments: fault(produce(*arguments)))
+        route = generation.sync.route
+        produce = route.tensors
+        return patch.object(route, "tensors", lambda: fault(produce()))
 
     return context
 

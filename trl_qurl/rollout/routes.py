@@ -111,6 +111,7 @@ class LLMCompressorRoute(CheckpointRoute):
         return self.folder.write(name, parameters, self.folder.writer.write_with_llmcompressor)
 
 
+@dataclass(eq=False)  # with its own `__post_init__`
 class AdapterRoute(CheckpointRoute):
     """Files of a LoRA adapter, for an engine that has the frozen base below it, quantized."""
 
