@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 PATIENCE = timedelta(seconds=20)
 SHOWN = ("/trl_qurl/", "/trl/", "/tests/")
-WAITS = ("wait_tensor", "monitored_barrier_")
 
 
 class OutOfOrder(BaseException):
@@ -62,10 +61,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it calls collectives of its own
-        if (
-            getattr(func, "namespace", "") in ("c10d", "_c10d_functional")
-            and func.overloadpacket.__name__ not in WAITS
-        ):
+        if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
             self.record(func.overloadpacket.__name__, args)
         return func(*args, **(kwargs or {}))
 
@@ -77,6 +73,8 @@ class Recorder(TorchDispatchMode):
             if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
         ]
         names = [leaf for leaf in leaves if isinstance(leaf, str)]  # of a group, and of a reduction
+        if not groups and not names:
+            return  # it only waits for a result, or wraps one
         [group] = groups or [dist.distributed_c10d._resolve_process_group(names[-1])]
         nbytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
         root = [leaf for leaf in leaves if type(leaf) is int] if operation != "barrier" else []  # its device

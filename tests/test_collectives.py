@@ -56,5 +56,5 @@ def test_what_is_out_of_order_is_named(run_scenario, tmp_path):
     assert record["outcomes"].pop("starts") == "done"
     for name, end in record["outcomes"].items():
         assert end.startswith("OutOfOrder: collective") and " differs" in end, f"{name}: {end}"
-        assert all(f"process {rank}: " in end for rank in (0, 1)) and "WeightSync" in end, f"{name}: {end}"
+        assert all(f"process {rank}: " in end for rank in (0, 1)) and "sync_weights" in end, f"{name}: {end}"
     assert len(record["outcomes"]) == 4

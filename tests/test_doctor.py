@@ -62,7 +62,7 @@ def test_training_and_the_loss_of_a_server_are_tried(tmp_path):
     if not torch.cuda.is_available():
         assert [name for name in tried if tried[name] == "Tried here"] == ["train-int8", "server"]
         assert [name for name in tried if tried[name] == "Not tried here"] == ["graphs", "sleep", "nccl"]
-    assert "killed during a request; the run sent its weights to the next one" in found["server"]["text"]
+    assert "killed during a request; the run sent the next one its weights" in found["server"]["text"]
     assert len(trained["kl"]) == 2 and all(0 <= kl < 1e-3 for kl in trained["kl"])
     assert len(set(trained["probe_distances"])) == 2, "the weights did not change"
     assert all(0 < ratio < 1 for ratio in trained["probe_ratios"])

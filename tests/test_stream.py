@@ -541,6 +541,7 @@ def test_every_stream_is_probed_until_a_gpu_has_shown_that_it_need_not_be(ends):
 
 def test_a_worker_says_how_its_model_is_quantized(ends, tmp_path):
     client, worker = ends
+    client.plan, client.shapes = QuantizationPlan(), {}
 
     def describe(quant_config):
         worker.vllm_config = SimpleNamespace(

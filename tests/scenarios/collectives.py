@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from recorder import PATIENCE, Recorder
 from short_runs import BASE, letters, texts
-from tiny import KEPT, tiny_model, tiny_tokenizer
+from tiny import KEPT, stream_of, tiny_model, tiny_tokenizer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from trl.generation.vllm_client import VLLMClient
@@ -30,9 +30,11 @@ from vllm.distributed.weight_transfer import packed_tensor
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 from trl_qurl.quantization import SCHEMES
+from trl_qurl.quantization.plan import fingerprint
 from trl_qurl.rollout import backend, routes, sync
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError
+from trl_qurl.rollout.routes import stream_metadata
 from trl_qurl.rollout.wire import FRESH, WORKER_EXTENSION, EngineDescription
 
 SETTINGS = {
@@ -57,8 +59,11 @@ class Server:
     """What a server says, until it fails at the request of a number."""
 
     def __init__(self, rank: int) -> None:
-        self.description = EngineDescription(SCHEMES["int8"].served_as, 16, 64, "float32", max_lora_rank=rank)
+        self.description = EngineDescription(16, 64, "float32", max_lora_rank=rank)
         self.model, self.base = small().eval(), None
+        stream = stream_of(self.model, SCHEMES["int8"])
+        shapes = {name: shape for name, _, shape in stream_metadata(stream)}
+        self.fingerprint = fingerprint(stream.plan.schemes, shapes)
         self.received, self.said = threading.Event(), {}
         self.plan("nothing")
         self.version = FRESH
@@ -89,7 +94,7 @@ class Server:
         return {
             "describe_config": CONFIG,
             "describe_rollouts": self.description._asdict(),
-            "starting_shapes": {},
+            "starting_fingerprint": self.fingerprint,
             "rollout_version": self.version,
             "digest_rollout_base": self.base,
         }.get(method)
@@ -238,7 +243,7 @@ def plant(case: Case) -> None:
     """Faults of ours, one at a time, each in one process."""
     parameters, require = routes.policy_parameters, sync.WeightSync.require_version
     planted = {
-        "an error is kept": (False, "routes.raise_everywhere", lambda act, *rest: act(), 1),
+        "an error is kept": (False, "routes.raise_everywhere", lambda act, *rest, **join: act(), 1),
         "a tensor is not read": (False, "routes.policy_parameters", lambda *args: islice(parameters(*args), 9), 0),
         "a broadcast more": (True, "sync.WeightSync.require_version", lambda self: (dist.barrier(), require(self)), 0),
         "the stream is left": (True, "routes.deque", lambda *args, **kwargs: None, 1),

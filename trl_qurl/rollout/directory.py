@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -63,7 +62,8 @@ class CheckpointFolder:
     ) -> Path:
         """Write a checkpoint from tensors in its format, or call `write` on them. A collective operation."""
         path = self.path / name
-        save, drain = write or self.writer.write, functools.partial(deque[Any], rollout_tensors, maxlen=0)
+        save = write or self.writer.write
+        drain: Callable[[], object] = functools.partial(deque, rollout_tensors, maxlen=0)
         raise_everywhere(lambda: save(rollout_tensors, path) if self.is_writer else drain(), join=drain)
         self._accelerator.wait_for_everyone()
         return path

@@ -69,7 +69,8 @@ class StreamRoute(Route):
     def send(self, update: WeightUpdate, stream: MeteredStream) -> None:  # noqa: D102
         if self.is_served:
             update = update._replace(metadata=stream_metadata(self.weights, self.dtype))
-        drain = functools.partial(deque[Any], stream, maxlen=0)  # processes without an engine gather with the others
+        # The other processes gather with this one until the end.
+        drain: Callable[[], object] = functools.partial(deque, stream, maxlen=0)
 
         def load() -> None:
             if self.engine is not None:

@@ -1,6 +1,5 @@
 """Trainer callbacks."""
 
-import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -60,28 +59,6 @@ class TrainerAwareCallback(TrainerCallback):
     @trainer.setter
     def trainer(self, trainer: Any) -> None:
         self._trainer = weakref.ref(trainer)
-
-
-class StepTimer(TrainerAwareCallback):
-    """Callback that times each optimizer step (forward, backward, clipping, update) without rollouts inside it."""
-
-    _started = 0.0
-
-    def exclude(self, seconds: float) -> None:
-        """Leave time out of the current step.
-
-        Args:
-            seconds: How much.
-        """
-        self._started += seconds
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Start the clock."""
-        self._started = time.perf_counter()
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Record the duration of the step in seconds, including the optimizer's update."""
-        self.trainer._record({"time/update_s": time.perf_counter() - self._started})
 
 
 class RunLogCallback(TrainerCallback):

@@ -23,14 +23,10 @@ from trl_qurl.rollout.ahead import AheadVLLMGeneration
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.trainers.arguments import applies_uaq, check_policy, checked_config, rollout_settings
-from trl_qurl.trainers.callbacks import (
-    RunLogCallback,
-    StepTimer,
-    TrainerAwareCallback,
-    UpdateAwareQuantizationCallback,
-)
+from trl_qurl.trainers.callbacks import RunLogCallback, TrainerAwareCallback, UpdateAwareQuantizationCallback
 from trl_qurl.trainers.model_card import add_rollouts, quantized_card
 from trl_qurl.trainers.saving import write_quantized
+from trl_qurl.trainers.step_timer import StepTimer
 
 TRLTrainer: Any = object  # to mypy, the mixin has all that a trainer has: it allows no `super()` into a protocol
 

@@ -78,7 +78,7 @@ def write_quantized(
 
 def main_process_only(act: Callable[[], None], parameters: Iterable[Any] = ()) -> None:
     """Run `act` in the main process, and raise its error everywhere; all processes exhaust `parameters`."""
-    drain = functools.partial(deque[Any], parameters, maxlen=0)  # gathering is collective
+    drain: Callable[[], object] = functools.partial(deque, parameters, maxlen=0)  # gathering is collective
     raise_everywhere(lambda: act() if PartialState().is_main_process else drain(), join=drain)
 
 
