@@ -30,10 +30,10 @@ from trl_qurl.quantization.checkpoint import load_model
 from trl_qurl.quantization.checkpoint_form import CheckpointForm
 from trl_qurl.quantization.layers import ignored_modules
 from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.rollout.adapter import adapter_obstacle
+from trl_qurl.rollout.adapter import adapter_obstacle, check_rounding
 from trl_qurl.rollout.engine.hardware import check_cpu_build
 from trl_qurl.rollout.errors import ServerError
-from trl_qurl.rollout.routes import AdapterRoute, StreamRoute
+from trl_qurl.rollout.routes import StreamRoute
 from trl_qurl.rollout.sync import WeightSync
 
 
@@ -190,8 +190,8 @@ def test_a_base_with_quantized_experts_is_not_rounded():
     adapted = get_peft_model(tiny_mixture("mixtral"), LoraConfig(r=2, target_modules=["q_proj"]))
     scheme = get_scheme("int8")
     with pytest.raises(ValueError, match=r"round_base=True does not round experts .*: add 're:.\*\\.experts\\.' to"):
-        AdapterRoute(adapted, stream_of(adapted, scheme), False, rounds_base=True)
-    AdapterRoute(adapted, stream_of(adapted, scheme, SIXTEEN_BIT_EXPERTS), False, rounds_base=True)
+        check_rounding(adapted, stream_of(adapted, scheme).plan)
+    check_rounding(adapted, stream_of(adapted, scheme, SIXTEEN_BIT_EXPERTS).plan)
 
 
 def test_a_model_that_sees_is_loaded_whole_with_its_processor(tmp_path):

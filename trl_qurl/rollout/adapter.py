@@ -13,8 +13,10 @@ import torch
 from accelerate.utils import is_peft_model
 from torch import nn
 
-from trl_qurl.quantization.checkpoint_form import CheckpointForm, NamedTensors, parameter_name, whole
+from trl_qurl.quantization.checkpoint_form import CheckpointForm, NamedTensors, expert_layers, parameter_name, whole
+from trl_qurl.quantization.fake_quantization import check_unrounded
 from trl_qurl.quantization.merging import gathered
+from trl_qurl.quantization.plan import QuantizationPlan
 from trl_qurl.quantization.storage import new_directory, write_tensors
 
 ADAPTER_FILE = "adapter_model.safetensors"  # PEFT's name, which vLLM expects
@@ -48,6 +50,16 @@ def adapter_obstacle(model: Any) -> str | None:
         return f"{parameter_name(others[0])} is trained as well"
     rank = adapter_rank(model)
     return None if rank <= ENGINE_RANKS[-1] else f"its rank {rank} exceeds vLLM's maximum of {ENGINE_RANKS[-1]}"
+
+
+def check_rounding(model: Any, plan: QuantizationPlan) -> None:
+    """Raise `ValueError` if the trainer cannot round the base below an adapter as the engine does."""
+    check_unrounded(model)
+    if expert_layers(plan.schemes):
+        raise ValueError(
+            "round_base=True does not round experts in the trainer, but the engine would: add 're:.*\\.experts\\.' to "
+            "quantization_ignore, or set round_base=False."
+        )
 
 
 def adapter_rank(model: Any) -> int:

@@ -20,7 +20,7 @@ from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.checkpoint_form import plain_model
 from trl_qurl.quantization.layers import check_recurrent_layers
 from trl_qurl.quantization.plan import format_name
-from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, engine_rank
+from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, check_rounding, engine_rank
 from trl_qurl.rollout.context import RolloutContext
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine import colocated
@@ -111,14 +111,15 @@ class QuantizedVLLMGeneration(VLLMGeneration):
 
     def _start_colocated(self) -> tuple[Engine, Route]:
         """Start an engine in this process, from a checkpoint that describes how its layers are quantized."""
-        route = self._make_route(self._choose_route())
+        name = self._choose_route()
         cls: Any = vllm_generation.LLM
         for_adapter: dict[str, Any] = {}
-        if not route.is_merged:
+        if name == "adapter":
             cls, for_adapter = colocated.with_adapter(cls, adapter_rank(self.model))
         engine_kwargs = {"seed": self.rollout.seed, **for_adapter, **self.rollout.engine_kwargs}
         plan, arguments = self.weights.plan, {"model_impl": self.model_impl, **engine_kwargs}
         colocated.prepare_process(plain_model(self.model), self.weights, arguments, self.accelerator.num_processes)
+        route = self._make_route(name)
         folder, start = self._folder, None
         if folder is not None:
             label = format_name(plan.formats).upper() if plan.schemes else "full-precision"
@@ -147,6 +148,8 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         is_alone, reason = choose_adapter(requested, obstacle, rank, served_rank, restart)
         if is_peft_model(self.model):
             logger.info("%s: %s.", "The adapter is sent alone" if is_alone else "The adapter is merged", reason)
+        if self.rollout.round_base:
+            check_rounding(self.model, self.weights.plan)
         if is_alone:
             return "adapter"
         if server is None:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from trl_qurl.quantization.checkpoint_form import expert_layers
-from trl_qurl.quantization.fake_quantization import check_unrounded, round_base
+from trl_qurl.quantization.fake_quantization import round_base
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.quantization.storage import read_tensors
 from trl_qurl.quantization.stream import WeightStream, on_grid
@@ -112,22 +111,12 @@ class LLMCompressorRoute(CheckpointRoute):
         return self.folder.write(name, parameters, self.folder.writer.write_with_llmcompressor)
 
 
-@dataclass(eq=False)  # with its own `__post_init__`
 class AdapterRoute(CheckpointRoute):
     """Files of a LoRA adapter, for an engine that has the frozen base below it, quantized."""
 
     is_merged = False
-
-    def __post_init__(self) -> None:
-        self.checkpoint: Path | None = None  # of the base, where rounding overwrites the weights it was made from
-        self.digests: dict[str, str] = {}  # of the base, for a server; only in the main process
-        if self.rounds_base:
-            check_unrounded(self.model)
-            if expert_layers(self.weights.plan.schemes):
-                raise ValueError(
-                    "round_base=True does not round experts in the trainer, but the engine would: add "
-                    "'re:.*\\.experts\\.' to quantization_ignore, or set round_base=False."
-                )
+    checkpoint: Path | None = None  # of the base, if rounding has overwritten the weights it was made from
+    digests: dict[str, str] | None = None  # of the base that a server must have; only in the main process
 
     def starting_tensors(self) -> Tensors:
         """Return the tensors of the quantized base.
@@ -162,7 +151,8 @@ class AdapterRoute(CheckpointRoute):
 
     def check(self) -> None:  # noqa: D102
         if self.is_served:
-            raise_everywhere(lambda: self.engine.check_base(self.digests) if self.engine else None)
+            digests = self.digests or {}
+            raise_everywhere(lambda: self.engine.check_base(digests) if self.engine else None)
 
     def tensors(self) -> Tensors:  # noqa: D102
         return adapter_tensors(self.model, self.dtype)

@@ -82,10 +82,10 @@ class WeightSync:
         # Digests would hide a race between a receiver's streams, and no GPU has shown yet that there is none.
         is_unproven = route.is_served and route.folder is None
         is_probed = is_checked and (is_repeated or is_unproven or self._count % interval == 0)
-        started = time.perf_counter()
         if is_repeated or (is_checked and self._count == 0):
+            started = time.perf_counter()
             route.check()
-        cost.check_s += time.perf_counter() - started
+            cost.check_s += time.perf_counter() - started
         started = time.perf_counter()
         self._count += 1
         self.version = f"{self._run}-step{self.global_step()}-sync{self._count}"
