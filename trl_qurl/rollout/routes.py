@@ -151,8 +151,7 @@ class AdapterRoute(CheckpointRoute):
 
     def check(self) -> None:  # noqa: D102
         if self.is_served:
-            digests = self.digests or {}
-            raise_everywhere(lambda: self.engine.check_base(digests) if self.engine else None)
+            raise_everywhere(lambda: self.engine.check_base(self.digests or {}) if self.engine else None)
 
     def tensors(self) -> Tensors:  # noqa: D102
         return adapter_tensors(self.model, self.dtype)
