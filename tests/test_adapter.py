@@ -16,7 +16,6 @@ from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.fake_quantization import check_unrounded, quantized_forward, round_base
 from trl_qurl.quantization.storage import CACHE_VARIABLE, read_tensors
 from trl_qurl.rollout.adapter import (
-    FrozenBase,
     adapter_obstacle,
     adapter_rank,
     adapter_tensors,
@@ -27,6 +26,7 @@ from trl_qurl.rollout.checks.tensors import base_digests
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine.launch import starting_checkpoint
 from trl_qurl.rollout.preparation import choose_adapter
+from trl_qurl.rollout.routes import AdapterRoute
 
 PLAIN = {"use_cpu": True, "bf16": False, "report_to": [], "steps_per_generation": 4, "gradient_accumulation_steps": 1}
 TOKENS = torch.tensor([[5, 9, 70, 33]])
@@ -232,29 +232,26 @@ def test_a_server_of_the_same_model_has_the_same_base(scheme, dtype, head, tmp_p
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     start = starting_checkpoint(str(tmp_path / "model"), scheme, ["lm_head"], {})
     served = base_digests(read_tensors(start), torch.bfloat16)
-    folders = []  # which their runs keep
 
-    def base_of(model):
+    def route_of(model):
         policy = adapted(model)
-        base = FrozenBase(policy, stream_of(policy, SCHEMES[scheme]), rounds=True)
-        writer = CheckpointWriter(base._model.get_base_model(), None, make_plan(policy, scheme))
-        folders.append(CheckpointFolder(Accelerator(cpu=True), writer, str(tmp_path / "rollouts"), 0, is_served=False))
-        base.write(folders[-1])
-        base.digest(torch.bfloat16)
-        return base
+        weights = stream_of(policy, SCHEMES[scheme])
+        writer = CheckpointWriter(policy.get_base_model(), None, weights.plan)
+        folder = CheckpointFolder(Accelerator(cpu=True), writer, str(tmp_path / "rollouts"), 0, is_served=True)
+        route = AdapterRoute(policy, weights, True, folder, rounds_base=True)
+        route.attach(None, "bfloat16")
+        return route
 
-    base = base_of(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype))
-    assert base.digests == served
-    base.round(torch.bfloat16)
-    assert base.checkpoint is not None
-    assert base_digests(base.quantized_tensors(), torch.bfloat16) == served, (
+    route = route_of(AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype))
+    assert route.digests == served and route.checkpoint is not None
+    assert base_digests(route.starting_tensors(), torch.bfloat16) == served, (
         "the saved base differs from the one of the rollouts"
     )
-    other = base_of(tiny_model(dtype=dtype, tie_word_embeddings=head == "tied", seed=1))
+    other = route_of(tiny_model(dtype=dtype, tie_word_embeddings=head == "tied", seed=1))
     assert other.digests.keys() == served.keys() and other.digests != served
-    folders.clear()
+    route.folder._directory.remove()
     with pytest.raises(FileNotFoundError, match="The quantized base of this run is gone from .*merge=True"):
-        base.quantized_tensors()
+        route.starting_tensors()
 
 
 # Settings ------------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def probe(trainer):
 
 def test_it_holds_the_trained_adapter(trainer, run_scenario, tmp_path):
     merged, beside = trainer(), trainer(round_base=True)
-    assert merged.vllm_generation.base is not None, "auto sends an adapter to a server that takes one"
+    assert not merged.vllm_generation.sync.route.is_merged, "auto sends an adapter to a server that takes one"
     for number, run in enumerate((merged, beside)):
         run.vllm_generation.sync_weights()
         start = probe(run)
@@ -84,7 +84,7 @@ def test_rollouts_ahead_finish_with_the_adapter_they_started_with(trainer):
     delayed.train()
     ahead = trainer(rollouts_ahead=1, **settings)
     ahead.train()
-    assert ahead.vllm_generation.base is not None
+    assert not ahead.vllm_generation.sync.route.is_merged
     assert history(ahead) == history(delayed) != history(plain)
 
 
@@ -100,7 +100,7 @@ def test_a_server_that_restarts_gets_the_adapter_again(trainer, deployment, monk
     disturbed.train()
     assert recoveries(disturbed) == 1 and len(checked) == 1
     assert history(disturbed) == history(undisturbed)
-    assert generation.sync.engine.version() == generation.sync.version
+    assert generation.sync.route.engine.version() == generation.sync.version
 
 
 @pytest.mark.slow  # recovery is tested above, interrupted transfers in test_faults.py

@@ -86,7 +86,7 @@ trainer = QuantizedDistillationTrainer(
 trainer.train()
 trainer.create_model_card()
 generation = trainer.vllm_generation
-record = {"history": trainer.state.log_history, "format": generation.sync.engine.describe().format}
+record = {"history": trainer.state.log_history, "format": generation.sync.route.engine.describe().format}
 record |= {"smoothed": len(generation.weights.smoothing.scales), "saved": str(trainer.save_quantized())}
 print("RECORD " + json.dumps(record))
 """

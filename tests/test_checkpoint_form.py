@@ -30,9 +30,10 @@ from trl_qurl.quantization.checkpoint import load_model
 from trl_qurl.quantization.checkpoint_form import CheckpointForm
 from trl_qurl.quantization.layers import ignored_modules
 from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.rollout.adapter import FrozenBase, adapter_obstacle
+from trl_qurl.rollout.adapter import adapter_obstacle, check_rounding
 from trl_qurl.rollout.engine.hardware import check_cpu_build
 from trl_qurl.rollout.errors import ServerError
+from trl_qurl.rollout.routes import StreamRoute
 from trl_qurl.rollout.sync import WeightSync
 
 
@@ -140,7 +141,8 @@ def test_the_probe_is_skipped_for_quantized_experts():
     def check(ignore):
         model, scheme = tiny_mixture("mixtral"), get_scheme("int8")
         weights, processes = stream_of(model, scheme, ignore), DistributedBackend(Accelerator(cpu=True))
-        sync = WeightSync(model, weights, Engine(), rollout_settings(scheme), processes, lambda: 0)
+        sync = WeightSync(StreamRoute(model, weights, is_served=False), rollout_settings(scheme), processes, lambda: 0)
+        sync.route.attach(Engine(), None)
         return sync._check_probe()
 
     assert check(["lm_head"]) == {}
@@ -188,8 +190,8 @@ def test_round_base_with_quantized_experts_is_refused():
     adapted = get_peft_model(tiny_mixture("mixtral"), LoraConfig(r=2, target_modules=["q_proj"]))
     scheme = get_scheme("int8")
     with pytest.raises(ValueError, match=r"round_base=True does not round experts .*: add 're:.\*\\.experts\\.' to"):
-        FrozenBase(adapted, stream_of(adapted, scheme), rounds=True)
-    FrozenBase(adapted, stream_of(adapted, scheme, SIXTEEN_BIT_EXPERTS), rounds=True)
+        check_rounding(adapted, stream_of(adapted, scheme).plan)
+    check_rounding(adapted, stream_of(adapted, scheme, SIXTEEN_BIT_EXPERTS).plan)
 
 
 def test_a_vision_language_model_is_loaded_with_its_processor(tmp_path):

@@ -15,8 +15,8 @@ from tiny import PROBE, tiny_model, tiny_tokenizer
 
 from trl_qurl.quantization import write_checkpoint
 from trl_qurl.rollout.engine.http import add_key
-from trl_qurl.rollout.engine.interface import WeightUpdate
 from trl_qurl.rollout.engine.served import ServedEngine
+from trl_qurl.rollout.wire import WeightUpdate
 
 ENGINES = 2
 

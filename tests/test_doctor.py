@@ -16,7 +16,7 @@ from trl_qurl.lab.demo.task import build_tokenizer
 from trl_qurl.lab.doctor import child, command, device, environment, fresh, trial
 from trl_qurl.lab.doctor.report import Evidence, Line, Status, as_text
 from trl_qurl.quantization.formats import SCHEMES
-from trl_qurl.rollout.engine.interface import Continuation
+from trl_qurl.rollout.wire import Continuation
 
 PRIVATE = {
     "HF_TOKEN": "hf_secret",

@@ -32,10 +32,10 @@ from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.layers import check_recurrent_layers
 from trl_qurl.quantization.plan import fingerprint
 from trl_qurl.rollout.engine.colocated import prepare_process
-from trl_qurl.rollout.engine.interface import WeightUpdate
-from trl_qurl.rollout.engine.served import WORKER_EXTENSION, ServedEngine
+from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError, SyncError
-from trl_qurl.rollout.sync import stream_metadata
+from trl_qurl.rollout.routes import stream_metadata
+from trl_qurl.rollout.wire import WORKER_EXTENSION, WeightUpdate
 
 # Put on PYTHONPATH, this hides a package from a new process as if it were not installed.
 HIDE = """

@@ -14,9 +14,9 @@ from trl_qurl.quantization import SCHEMES, write_checkpoint
 from trl_qurl.quantization.checkpoint_form import parameter_name
 from trl_qurl.quantization.merging import model_parameters
 from trl_qurl.rollout.checks.probe import _score, run_probe
-from trl_qurl.rollout.engine.interface import Continuation
 from trl_qurl.rollout.preparation import check_policy
 from trl_qurl.rollout.sync import fingerprint
+from trl_qurl.rollout.wire import Continuation
 
 
 def lora(**settings):

@@ -24,8 +24,8 @@ from trl_qurl.rollout.checks.probe import (
     run_probe,
 )
 from trl_qurl.rollout.checks.tensors import MeteredStream, compare_digests, find_not_finite, tensor_digest
-from trl_qurl.rollout.engine.interface import Continuation
 from trl_qurl.rollout.errors import SyncError
+from trl_qurl.rollout.wire import Continuation
 
 # What was broken, and the check that names it.
 BY_CHECK = {

@@ -15,8 +15,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from trl_qurl.quantization import SCHEMES, write_checkpoint
 from trl_qurl.quantization.storage import check_replaceable
-from trl_qurl.rollout.adapter import FrozenBase
-from trl_qurl.rollout.sync import policy_parameters
+from trl_qurl.rollout.routes import AdapterRoute, policy_parameters
 from trl_qurl.trainers.engine import QuantizedEngineMixin
 from trl_qurl.trainers.saving import main_process_only
 
@@ -281,8 +280,7 @@ def trainer(tmp_path):
         model=model,
         weights=weights,
         processing_class=tiny_tokenizer(),
-        base=FrozenBase(model, weights, rounds=False),
-        policy_parameters=lambda: policy_parameters(model, None),
+        sync=SimpleNamespace(route=AdapterRoute(model, weights, is_served=False)),
     )
     return trainer
 

@@ -20,7 +20,7 @@ from trl_qurl import cli
 from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.storage import CACHE_VARIABLE
 from trl_qurl.rollout.engine import hardware, http, launch
-from trl_qurl.rollout.engine.served import WORKER_EXTENSION
+from trl_qurl.rollout.wire import WORKER_EXTENSION
 
 
 @pytest.fixture

@@ -32,11 +32,12 @@ from trl_qurl.rollout.checks.tensors import MeteredStream
 from trl_qurl.rollout.engine import served
 from trl_qurl.rollout.engine.broadcast import PACKING
 from trl_qurl.rollout.engine.colocated import ColocatedEngine
-from trl_qurl.rollout.engine.interface import EngineDescription, WeightUpdate
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
 from trl_qurl.rollout.preparation import choose_route
-from trl_qurl.rollout.sync import RolloutCost, WeightSync, stream_metadata
+from trl_qurl.rollout.routes import StreamRoute, stream_metadata
+from trl_qurl.rollout.sync import RolloutCost, WeightSync
+from trl_qurl.rollout.wire import WORKER_EXTENSION, EngineDescription, WeightUpdate
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.distributed.reduce_op`:FutureWarning")
 
@@ -369,7 +370,7 @@ def rendezvous(ends, monkeypatch):
             return {"world_size": 1}
         method = json and json["method"]
         if method == "describe_config":
-            parallel = {"worker_extension_cls": served.WORKER_EXTENSION}
+            parallel = {"worker_extension_cls": WORKER_EXTENSION}
             return {"results": [{"parallel_config": parallel, "weight_transfer_config": {}}]}
         if method == "describe_rollouts":
             return {"results": [EngineDescription(16, 64, None)._asdict()]}
@@ -526,7 +527,8 @@ def test_every_stream_is_probed_until_a_gpu_has_shown_that_it_need_not_be(ends):
 
     def checks(interval):
         settings = rollout_settings(INT8, is_served=True, sync_check_interval=interval)
-        sync = WeightSync(model, weights, client, settings, processes, lambda: 0)
+        sync = WeightSync(StreamRoute(model, weights, is_served=True), settings, processes, lambda: 0)
+        sync.route.attach(client, None)
         probed, digested, client.version = [], [], lambda: sync.version
         sync._check_probe = lambda: probed.append(True) or {}
         for _ in range(3):
@@ -576,7 +578,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
         ("auto", CUDA, "a reason", "checkpoint", "a reason"),
         ("auto", CPU, None, "checkpoint", "the trainer's is 'cpu'"),
         ("checkpoint", CUDA, None, "checkpoint", "weight_sync='checkpoint' requests it"),
-        ("llmcompressor", CUDA, None, "checkpoint", "weight_sync='llmcompressor' requests it"),
+        ("llmcompressor", CUDA, None, "llmcompressor", "weight_sync='llmcompressor' requests it"),
         ("stream", CUDA, None, "stream", "weight_sync='stream' requests it"),
     ],
 )
@@ -621,7 +623,8 @@ def test_stream_to_a_server(dtype, adapter, head, ends):
     client.version = lambda: sync.version
     settings = rollout_settings(SCHEMES["int8"], is_served=True, sync_check_interval=1)
     weights, processes = stream_of(policy, SCHEMES["int8"]), DistributedBackend(Accelerator())
-    sync = WeightSync(policy, weights, client, settings, processes, lambda: 0, sent_dtype=dtype)
+    sync = WeightSync(StreamRoute(policy, weights, is_served=True), settings, processes, lambda: 0)
+    sync.route.attach(client, str(dtype).removeprefix("torch."))
     sync._check_probe = dict
     sync.push(RolloutCost())
     first = sync.version

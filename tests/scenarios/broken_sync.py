@@ -53,8 +53,9 @@ def on_the_way(change: Callable[[Any], Any]) -> Fault:
     """Between the trainer and the worker, after the trainer's digests were computed."""
 
     def context(generation):
-        load = generation.sync.engine.load_stream
-        return patch.object(generation.sync.engine, "load_stream", lambda source, *rest: load(change(source), *rest))
+        engine = generation.sync.route.engine
+        load = engine.load_stream
+        return patch.object(engine, "load_stream", lambda source, *rest: load(change(source), *rest))
 
     return context
 
@@ -63,8 +64,8 @@ def before_sending(change: Callable[[Any], Any]) -> Fault:
     """Before the digests are computed: both sides agree on wrong tensors."""
 
     def context(generation):
-        produce = generation.sync._tensors
-        return patch.object(generation.sync, "_tensors", lambda *arguments: change(produce(*arguments)))
+        produce = generation.sync.route.tensors
+        return patch.object(generation.sync.route, "tensors", lambda: change(produce()))
 
     return context
 
@@ -92,7 +93,7 @@ def load_nothing(generation):
         [worker] = generation.llm.collective_rpc(lambda wrapper: wrapper.worker)
         worker.loaded_version, worker.rollout_digests = update.version, dict(source.digests)
 
-    return patch.object(generation.sync.engine, "load_stream", load_stream)
+    return patch.object(generation.sync.route.engine, "load_stream", load_stream)
 
 
 def double_a_norm_inside(generation):
@@ -117,7 +118,7 @@ def around_loading(before: Callable[..., Any] | None = None, after: Callable[...
     """Do something with the adapter's directory or the engine before or after an adapter is loaded."""
 
     def context(generation):
-        load = generation.sync.engine.load_adapter
+        load = generation.sync.route.engine.load_adapter
 
         def load_adapter(path, update):
             if before:
@@ -126,7 +127,7 @@ def around_loading(before: Callable[..., Any] | None = None, after: Callable[...
             if after:
                 after(generation.llm)
 
-        return patch.object(generation.sync.engine, "load_adapter", load_adapter)
+        return patch.object(generation.sync.route.engine, "load_adapter", load_adapter)
 
     return context
 

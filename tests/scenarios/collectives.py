@@ -31,11 +31,11 @@ from vllm.distributed.weight_transfer import packed_tensor
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.plan import fingerprint
-from trl_qurl.rollout import backend, sync
-from trl_qurl.rollout.engine.interface import FRESH, EngineDescription
-from trl_qurl.rollout.engine.served import WORKER_EXTENSION, ServedEngine
+from trl_qurl.rollout import backend, routes, sync
+from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError
-from trl_qurl.rollout.sync import stream_metadata
+from trl_qurl.rollout.routes import stream_metadata
+from trl_qurl.rollout.wire import FRESH, WORKER_EXTENSION, EngineDescription
 
 SETTINGS = {
     **{name: value for name, value in BASE.items() if name != "vllm_engine_kwargs"},
@@ -217,7 +217,7 @@ def run(case: Case, faults: list[str]) -> None:
     with mock.patch.multiple(case.server, model=tiny_model(seed=1), said={}):
         case.check("wrong weights", case.rollout)
     full = OSError("No space left on device")
-    writers = ("quantization.checkpoint.CheckpointWriter.write", "rollout.sync.write_adapter")
+    writers = ("quantization.checkpoint.CheckpointWriter.write", "rollout.routes.write_adapter")
     with ExitStack() as patches:
         for writer in writers:
             patches.enter_context(mock.patch(f"trl_qurl.{writer}", side_effect=full))
@@ -241,16 +241,16 @@ def run_and_resume(case: Case) -> None:
 
 def plant(case: Case) -> None:
     """Faults of ours, one at a time, each in one process."""
-    parameters, require = sync.policy_parameters, sync.WeightSync.require_version
+    parameters, require = routes.policy_parameters, sync.WeightSync.require_version
     planted = {
-        "an error is kept": (False, "raise_everywhere", lambda act, *rest, **join: act(), 1),
-        "a tensor is not read": (False, "policy_parameters", lambda *args: islice(parameters(*args), 9), 0),
-        "a broadcast more": (True, "WeightSync.require_version", lambda self: (dist.barrier(), require(self)), 0),
-        "the stream is left": (True, "deque", lambda *args, **kwargs: None, 1),
+        "an error is kept": (False, "routes.raise_everywhere", lambda act, *rest, **join: act(), 1),
+        "a tensor is not read": (False, "routes.policy_parameters", lambda *args: islice(parameters(*args), 9), 0),
+        "a broadcast more": (True, "sync.WeightSync.require_version", lambda self: (dist.barrier(), require(self)), 0),
+        "the stream is left": (True, "routes.deque", lambda *args, **kwargs: None, 1),
     }
     case.check("starts", case.start)
     for name, (in_main, target, fault, number) in planted.items():
-        with mock.patch(f"trl_qurl.rollout.sync.{target}", fault) if case.is_main == in_main else nullcontext():
+        with mock.patch(f"trl_qurl.rollout.{target}", fault) if case.is_main == in_main else nullcontext():
             case.check(name, case.rollout, "fails", number)
 
 

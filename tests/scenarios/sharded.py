@@ -19,7 +19,7 @@ def split_by_fsdp2(model, generation):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from trl_qurl.rollout.sync import policy_parameters
+    from trl_qurl.rollout.routes import policy_parameters
 
     generation._dist.fsdp_version = 2
     # As at a trainer's start, before accelerate splits the model: a colocated engine starts from these weights.

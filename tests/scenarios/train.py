@@ -65,7 +65,7 @@ class Teaching:
 def engine_logps(trainer) -> list[float]:
     """The engine's log-probabilities of the probe's tokens from the second on; only this process's own engine's."""
     generation = trainer.vllm_generation
-    if generation.sync.engine is None:
+    if generation.sync.route.engine is None:
         return []
     if generation.mode == "server":
         result = generation.vllm_client.get_sequence_logprobs([PROBE], [1], top_logprobs=1)
@@ -215,13 +215,13 @@ def run(options: argparse.Namespace) -> dict:
     record["history"] = trainer.state.log_history
     record["weight_version"] = trainer.vllm_generation.sync.version
     record["uaq_scale"] = getattr(trainer.model.config, "uaq_scale", 1.0)
-    if options.export and trainer.vllm_generation.base is not None:
+    if options.export and not trainer.vllm_generation.sync.route.is_merged:
         export_with_adapter(trainer, Path(options.export))
     elif options.export:
         model = whole_model(trainer)
         if trainer.accelerator.is_main_process:
             export(model, trainer.vllm_generation.rollout.formats, trainer.args.quantization_ignore, options.export)
-    from trl_qurl.rollout.sync import policy_parameters
+    from trl_qurl.rollout.routes import policy_parameters
 
     grid = trainer.vllm_generation.weights.grid
     # After the export: merging an adapter and taking it out again leaves the base a rounding error away. In a list: a
@@ -239,7 +239,7 @@ def run(options: argparse.Namespace) -> dict:
         record["sent_names"] = sorted(name for name, _ in policy_parameters(trainer.model, grid))
     if options.save:
         trainer.save_model()
-    if (engine := trainer.vllm_generation.sync.engine) is not None:
+    if (engine := trainer.vllm_generation.sync.route.engine) is not None:
         record["engine_dtype"] = engine.describe().dtype
     record["processes"] = trainer.accelerator.num_processes
     record["distribution"] = str(trainer.accelerator.distributed_type.value)

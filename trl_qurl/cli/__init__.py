@@ -6,13 +6,13 @@ conflicting settings, a missing package) are printed on one line; `TRL_QURL_DEBU
 """
 
 import argparse
+import importlib.metadata
 import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-from trl_qurl import __version__
 from trl_qurl.cli.noise import quiet, shows_everything
 from trl_qurl.cli.options import did_you_mean
 from trl_qurl.rollout.errors import RolloutError
@@ -51,7 +51,7 @@ def build_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
         description="Reinforcement learning of language models with quantized rollouts.",
         epilog="`trl-qurl COMMAND --help` lists the options of a command.",
     )
-    parser.add_argument("--version", action="version", version=f"trl-qurl {__version__}")
+    parser.add_argument("--version", action="version", version=f"trl-qurl {importlib.metadata.version('trl-qurl')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     requested = next((argument for argument in argv if not argument.startswith("-")), None)
     for name, command in COMMANDS.items():

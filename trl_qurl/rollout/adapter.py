@@ -5,23 +5,19 @@ that to 1. vLLM reads one scaling for all layers from the config: that would be 
 """
 
 import copy
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from accelerate.utils import is_peft_model
 from torch import nn
 
 from trl_qurl.quantization.checkpoint_form import CheckpointForm, NamedTensors, expert_layers, parameter_name, whole
-from trl_qurl.quantization.fake_quantization import check_unrounded, round_base
-from trl_qurl.quantization.merging import gathered, model_parameters
-from trl_qurl.quantization.storage import new_directory, read_tensors, write_tensors
-from trl_qurl.quantization.stream import WeightStream
-from trl_qurl.rollout.checks.tensors import base_digests
-from trl_qurl.rollout.directory import CheckpointFolder
+from trl_qurl.quantization.fake_quantization import check_unrounded
+from trl_qurl.quantization.merging import gathered
+from trl_qurl.quantization.plan import QuantizationPlan
+from trl_qurl.quantization.storage import new_directory, write_tensors
 
 ADAPTER_FILE = "adapter_model.safetensors"  # PEFT's name, which vLLM expects
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # maximum ranks that vLLM can be started with
@@ -54,6 +50,16 @@ def adapter_obstacle(model: Any) -> str | None:
         return f"{parameter_name(others[0])} is trained as well"
     rank = adapter_rank(model)
     return None if rank <= ENGINE_RANKS[-1] else f"its rank {rank} exceeds vLLM's maximum of {ENGINE_RANKS[-1]}"
+
+
+def check_rounding(model: Any, plan: QuantizationPlan) -> None:
+    """Raise `ValueError` if the trainer cannot round the base below an adapter as the engine does."""
+    check_unrounded(model)
+    if expert_layers(plan.schemes):
+        raise ValueError(
+            "round_base=True does not round experts in the trainer, but the engine would: add 're:.*\\.experts\\.' to "
+            "quantization_ignore, or set round_base=False."
+        )
 
 
 def adapter_rank(model: Any) -> int:
@@ -94,55 +100,3 @@ def _adapted_layers(model: Any) -> Iterator[tuple[str, Any]]:
 
     modules, adapter = model.named_modules(), model.active_adapters[0]
     return ((name, module) for name, module in modules if isinstance(module, LoraLayer) and adapter in module.r)
-
-
-class FrozenBase:
-    """The frozen base of a PEFT model."""
-
-    def __init__(self, model: Any, weights: WeightStream, rounds: bool) -> None:
-        self.checkpoint: Path | None = None  # set if `round` will overwrite the weights it was made from
-        self.digests: dict[str, str] | None = None  # a server must have started from these; main process only
-        self._model = model
-        self._weights = weights
-        self._rounds = rounds  # whether the trainer computes with the rounded values as well
-        if rounds:
-            check_unrounded(model)
-            if expert_layers(weights.plan.schemes):
-                raise ValueError(
-                    "round_base=True does not round experts in the trainer, but the engine would: add "
-                    "'re:.*\\.experts\\.' to quantization_ignore, or set round_base=False."
-                )
-
-    def quantized_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Iterate over the tensors of the quantized checkpoint. A collective operation.
-
-        Raises `FileNotFoundError` in the main process if the run's own checkpoint is gone.
-        """
-        if self.checkpoint is None:
-            return self._weights.tensors(model_parameters(self._model), is_exact=True)
-        if self.checkpoint.exists():
-            return read_tensors(self.checkpoint)
-        if not PartialState().is_main_process:
-            return iter(())  # this process may not see the file and does not need it
-        raise FileNotFoundError(
-            f"The quantized base of this run is gone from {self.checkpoint}: keep rollout_checkpoint_dir until the "
-            "run ends, or save with merge=True."
-        )
-
-    def write(self, folder: CheckpointFolder) -> Path:
-        """Write the quantized checkpoint. A collective operation."""
-        path = folder.write("start", self.quantized_tensors())
-        self.checkpoint = path if self._rounds else None
-        return path
-
-    def digest(self, dtype: torch.dtype) -> None:
-        """Record the digests that a server of this dtype must have for its base. A collective operation."""
-        tensors = self.quantized_tensors()
-        if PartialState().is_main_process:
-            self.digests = base_digests(tensors, dtype)
-        deque(tensors, maxlen=0)
-
-    def round(self, dtype: torch.dtype) -> None:
-        """With `round_base`, round the weights to the values that an engine of this dtype computes with."""
-        if self._rounds:
-            round_base(self._model.get_base_model(), self._weights.plan, dtype)

@@ -32,8 +32,8 @@ from accelerate.utils import gather_object
 from trl.trainer.utils import RepeatSampler
 
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
+from trl_qurl.rollout.background import in_background
 from trl_qurl.rollout.context import Tokens
-from trl_qurl.rollout.engine.broadcast import in_background
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError
 

@@ -9,10 +9,8 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from trl.generation import vllm_generation
@@ -22,17 +20,18 @@ from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.checkpoint_form import plain_model
 from trl_qurl.quantization.layers import check_recurrent_layers
 from trl_qurl.quantization.plan import format_name
-from trl_qurl.rollout.adapter import FrozenBase, adapter_obstacle, adapter_rank, engine_rank
+from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, check_rounding, engine_rank
 from trl_qurl.rollout.context import RolloutContext
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine import colocated
-from trl_qurl.rollout.engine.interface import Engine
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.images import as_plain, check_seen
 from trl_qurl.rollout.preparation import RolloutSettings, choose_adapter, choose_route, prepare_weights
 from trl_qurl.rollout.recovery import raise_everywhere, recover
+from trl_qurl.rollout.routes import ROUTES, Route, stream_metadata
 from trl_qurl.rollout.substitution import substitute
-from trl_qurl.rollout.sync import RolloutCost, WeightSync, policy_parameters, stream_metadata
+from trl_qurl.rollout.sync import RolloutCost, WeightSync
+from trl_qurl.rollout.wire import Engine
 
 logger = get_logger(__name__)  # of the main process
 
@@ -46,7 +45,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
     _engine_class = ServedEngine  # of a server
 
     sync: WeightSync  # keeps the engine at the policy's weights
-    base: FrozenBase | None = None  # of an adapter that is sent alone
+    _folder: CheckpointFolder | None = None  # of files that an engine starts from or loads
     context: int  # tokens of a prompt and its completion that the engine holds
 
     def __init__(
@@ -86,122 +85,102 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if self._dist.fsdp_version == 1:
             raise ValueError("FSDP 1 does not expose single matrices to quantize: set fsdp_version to 2.")
         self.weights = prepare_weights(self.model, self.rollout, self.accelerator, self._prompts)
-        start = self._connect if self.rollout.is_served else self._start_colocated
-        engine, dtype, folder = start()
-        self.sync = WeightSync(
-            self.model, self.weights, engine, self.rollout, self._dist, self._global_step, dtype, folder, self.base
-        )
-        context = raise_everywhere(lambda: engine and engine.describe().max_model_len, self.rollout.is_served)
-        [self.context] = broadcast_object_list([context], from_process=0)
+        engine, route = self._connect() if self.rollout.is_served else self._start_colocated()
+        answer = raise_everywhere(lambda: engine and engine.describe(), route.is_served)
+        [description] = broadcast_object_list([answer], from_process=0)
+        self.context = description.max_model_len
+        route.attach(engine, description.dtype)
+        self.sync = WeightSync(route, self.rollout, self._dist, self._global_step)
 
-    def _connect(self) -> tuple[Engine | None, torch.dtype | None, CheckpointFolder | None]:
-        """Connect the main process to the server. Return its engine, and what every process needs to send weights."""
-        rollout, device = self.rollout, self.accelerator.device
+    def _connect(self) -> tuple[Engine | None, Route]:
+        """Connect the main process to the server. Return its engine, and every process's route."""
+        device = self.accelerator.device
         client = functools.partial(
             self._engine_class,
             plan=self.weights.plan,
             shapes={name: shape for name, _, shape in stream_metadata(self.weights)},
-            request_timeout=rollout.request_timeout,
+            request_timeout=self.rollout.request_timeout,
         )
         with substitute(vllm_generation, "VLLMClient", client):
             raise_everywhere(super()._init_vllm, join=self.accelerator.wait_for_everyone)
         engine: ServedEngine | None = self.vllm_client if self.accelerator.is_main_process else None
-        choice = raise_everywhere(lambda: engine and self._choose_route(engine))
-        [(route, name)] = broadcast_object_list([choice], from_process=0)
-        dtype = getattr(torch, name) if name else None  # casting to the engine's dtype here saves bytes on the way
-        if route == "stream":
+        [name] = broadcast_object_list([raise_everywhere(lambda: engine and self._choose_route(engine))])
+        if name == "stream":
             raise_everywhere(lambda: engine.open_stream(device) if engine else None)
-            return engine, dtype, None
-        if route == "checkpoint":  # two at most: the one being written, and one that the engine may still be reading
-            return engine, dtype, self._open_folder(checkpoints=2)
-        self.base = FrozenBase(self.model, self.weights, rollout.round_base)
-        folder = self._open_folder(checkpoints=int(rollout.round_base))
-        if rollout.round_base:
-            self.base.write(folder)
-        self.base.digest(dtype or torch.float32)
-        self.base.round(dtype or torch.float32)
-        return engine, dtype, folder
+        return engine, self._make_route(name)
 
-    def _choose_route(self, server: ServedEngine) -> tuple[str, str | None]:
-        """Return how to send weights to the server, and the dtype of its unquantized layers."""
-        description = server.describe()
-        if self._sends_adapter(description.max_lora_rank, server):
-            return "adapter", description.dtype
-        is_sharded = self._dist.is_fsdp or self._dist.is_zero3
-        route, reason = choose_route(
-            self.rollout.weight_sync, self.accelerator.device, server.stream_obstacle, is_sharded
-        )
-        logger.info("Sending weights to %s by %s: %s.", server.base_url, route, reason)
-        return route, description.dtype
-
-    def _sends_adapter(self, served_rank: int | None = None, server: ServedEngine | None = None) -> bool:
-        """Return whether to send the adapter alone, to an engine that has the base."""
-        obstacle = adapter_obstacle(self.model)
-        rank = 0 if obstacle else adapter_rank(self.model)
-        if obstacle is None and self.weights.smoothing is not None:
-            obstacle = "smooth_activations folds scales into whole weights at every sync (remove it)"
-        requested = "adapter" if self.rollout.round_base else self.rollout.weight_sync
-        restart = server.command(engine_rank(rank)) if server and rank else ""
-        sends, reason = choose_adapter(requested, obstacle, rank, served_rank, restart)
-        if is_peft_model(self.model):
-            logger.info("%s: %s.", "The adapter is sent alone" if sends else "The adapter is merged", reason)
-        return sends
-
-    def _start_colocated(self) -> tuple[Engine, torch.dtype | None, CheckpointFolder | None]:
+    def _start_colocated(self) -> tuple[Engine, Route]:
         """Start an engine in this process, from a checkpoint that describes how its layers are quantized."""
-        rollout = self.rollout
-        cls, engine_kwargs = vllm_generation.LLM, {"seed": rollout.seed} | rollout.engine_kwargs
-        if self._sends_adapter():
-            self.base = FrozenBase(self.model, self.weights, rollout.round_base)
-            cls = colocated.with_adapter(cls)
-            engine_kwargs = colocated.adapter_arguments(adapter_rank(self.model)) | engine_kwargs
-        arguments = {"model_impl": self.model_impl, **engine_kwargs}
+        name = self._choose_route()
+        cls: Any = vllm_generation.LLM
+        for_adapter: dict[str, Any] = {}
+        if name == "adapter":
+            cls, for_adapter = colocated.with_adapter(cls, adapter_rank(self.model))
+        engine_kwargs = {"seed": self.rollout.seed, **for_adapter, **self.rollout.engine_kwargs}
+        plan, arguments = self.weights.plan, {"model_impl": self.model_impl, **engine_kwargs}
         colocated.prepare_process(plain_model(self.model), self.weights, arguments, self.accelerator.num_processes)
-        by_files = rollout.weight_sync in ("checkpoint", "llmcompressor")
-        needs_start = bool(self.weights.plan.schemes) or not self.model.name_or_path or self.base is not None
-        folder = self._open_folder(checkpoints=2 if by_files else 1) if by_files or needs_start else None
-        start = self._write_start(folder) if folder is not None and needs_start else None
+        route = self._make_route(name)
+        folder, start = self._folder, None
+        if folder is not None:
+            label = format_name(plan.formats).upper() if plan.schemes else "full-precision"
+            logger.info("Writing %s weights for vLLM to %s.", label, folder.path)
+            start = folder.write("start", route.starting_tensors())
         logger.info("Starting vLLM. If it has to compile, this takes a minute.")
         length = self.max_completion_length or 0
         build = functools.partial(colocated.build_engine, cls, start, engine_kwargs, length)
         with substitute(vllm_generation, "LLM", build):
             super()._init_vllm()
         logger.info("vLLM is ready.")
-        if folder is not None and not (self.base and self.base.checkpoint):
+        if folder is not None and not self.rollout.round_base:
             folder.drop_weights("start")
-        self._folder = folder  # keep alive: the worker re-reads the starting checkpoint's headers
         colocated.release_when_deleted(self.llm)
-        engine = colocated.ColocatedEngine(self.llm, self._sleeps)
-        name = engine.describe().dtype
-        dtype = getattr(torch, name) if name else None  # casting in the trainer saves memory, and bytes to digest
-        if self.base is None:
-            return engine, dtype, folder if by_files else None
-        self.base.round(dtype or torch.float32)
-        return engine, dtype, folder
+        return colocated.ColocatedEngine(self.llm, self.enable_sleep_mode), route
 
-    def _write_start(self, folder: CheckpointFolder) -> Path:
-        plan = self.weights.plan
-        label = format_name(plan.formats).upper() if plan.schemes else "full-precision"
-        logger.info("Writing %s weights for vLLM to %s.", label, folder.path)
-        if self.base is not None:
-            return self.base.write(folder)
-        return folder.write("start", self.weights.tensors(self.policy_parameters()))
+    def _choose_route(self, server: ServedEngine | None = None) -> str:
+        """Return how to send weights to the server, or to a colocated engine."""
+        requested = "adapter" if self.rollout.round_base else self.rollout.weight_sync
+        obstacle = adapter_obstacle(self.model)
+        rank = 0 if obstacle else adapter_rank(self.model)
+        if obstacle is None and self.weights.smoothing is not None:
+            obstacle = "smooth_activations folds scales into whole weights at every sync (remove it)"
+        served_rank = server.describe().max_lora_rank if server else None
+        restart = server.command(engine_rank(rank)) if server and rank else ""
+        is_alone, reason = choose_adapter(requested, obstacle, rank, served_rank, restart)
+        if is_peft_model(self.model):
+            logger.info("%s: %s.", "The adapter is sent alone" if is_alone else "The adapter is merged", reason)
+        if self.rollout.round_base:
+            check_rounding(self.model, self.weights.plan)
+        if is_alone:
+            return "adapter"
+        if server is None:
+            return "stream" if requested == "auto" else requested
+        is_sharded = self._dist.is_fsdp or self._dist.is_zero3
+        name, reason = choose_route(requested, self.accelerator.device, server.stream_obstacle, is_sharded)
+        logger.info("Sending weights to %s by %s: %s.", server.base_url, name, reason)
+        return name
 
-    @property
-    def _sleeps(self) -> bool:
-        return self.mode == "colocate" and self.enable_sleep_mode
-
-    def _open_folder(self, checkpoints: int) -> CheckpointFolder:
-        rollout = self.rollout
-        writer = CheckpointWriter(plain_model(self.model), self.processing_class, self.weights.plan)
-        nbytes = checkpoints * self.weights.nbytes()
-        return CheckpointFolder(self.accelerator, writer, rollout.checkpoint_dir, nbytes, rollout.is_served)
+    def _make_route(self, name: str) -> Route:
+        """Make the route of this name, and the folder of its files, which a colocated engine also starts from."""
+        rollout, weights = self.rollout, self.weights
+        starts = not rollout.is_served and (weights.plan.schemes or not self.model.name_or_path or name == "adapter")
+        # At a time: the base of an adapter; or one that is being written, and one that the engine may still read.
+        checkpoints = {"stream": 1, "adapter": int(bool(starts or rollout.round_base))}.get(name, 2)
+        if starts or name != "stream":
+            writer = CheckpointWriter(plain_model(self.model), self.processing_class, weights.plan)
+            nbytes = checkpoints * weights.nbytes()
+            self._folder = CheckpointFolder(
+                self.accelerator, writer, rollout.checkpoint_dir, nbytes, rollout.is_served
+            )
+        folder = None if name == "stream" else self._folder
+        return ROUTES[name](self.model, weights, rollout.is_served, folder, rollout.round_base)
 
     # Weight sync -----------------------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
         """Send the policy's current weights to the engine (`WeightSync.push`). A collective operation."""
-        if self._sleeps:  # as the parent does: loading into unmapped memory crashes on some devices
+        if (
+            self.enable_sleep_mode and not self.rollout.is_served
+        ):  # as the parent does: loading into unmapped memory crashes on some devices
             vllm_generation.empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
@@ -209,10 +188,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         started = time.perf_counter()
         recover(functools.partial(self.sync.push, self.current.cost), self._reconnect)
         self._seconds_in_syncs += time.perf_counter() - started
-
-    def policy_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what a sync sends, before it is quantized. A collective operation: read to the end."""
-        return policy_parameters(self.model, self.weights.grid)
 
     # Generation ------------------------------------------------------------------------------------------------------
 

@@ -95,7 +95,7 @@ def check_policy(model: Any) -> None:
 
 
 def choose_route(requested: str, device: torch.device, obstacle: str | None, is_sharded: bool) -> tuple[str, str]:
-    """Choose how to send weights to a server, `"stream"` or `"checkpoint"`, and give the reason.
+    """Choose how to send whole weights to a server, and give the reason.
 
     `requested` is the config's `weight_sync`, `device` the trainer's, `obstacle` why the server accepts no stream, and
     `is_sharded` whether processes hold parts of the policy. Raises `ValueError` if a requested stream is not possible.
@@ -108,7 +108,7 @@ def choose_route(requested: str, device: torch.device, obstacle: str | None, is_
             "a GPU, or set weight_sync='checkpoint' (or 'auto')."
         )
     if requested != "auto":
-        return "stream" if requested == "stream" else "checkpoint", f"weight_sync={requested!r} requests it"
+        return requested, f"weight_sync={requested!r} requests it"
     if is_sharded and not obstacle:
         obstacle = "streaming a sharded policy is untested on GPUs (weight_sync='stream' forces it)"
     return ("checkpoint", obstacle) if obstacle else ("stream", "the trainer and the server both have NCCL")

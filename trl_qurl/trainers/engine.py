@@ -220,5 +220,7 @@ class QuantizedEngineMixin(TRLTrainer):
         start = None if not start or Path(start).is_dir() else start
         hub_name = self.hub_model_id or args.hub_model_id
         card = functools.partial(quantized_card, path.name, weights.plan, hub_name, start)
-        write_quantized(generation, path, weights, card, generation.base if is_rollouts and not merge else None)
+        route = generation.sync.route
+        is_separate = is_rollouts and not merge and not route.is_merged
+        write_quantized(generation, path, weights, card, route if is_separate else None)
         return path

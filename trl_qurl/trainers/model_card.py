@@ -25,7 +25,7 @@ def add_rollouts(algorithm: str, args: Any, generation: Any) -> None:
     """Add a section about the rollouts to TRL's card in the output directory, from its config and backend."""
     objective = OBJECTIVES.get(vars(args).get("objective", ""))
     codes = described(generation.weights.plan)
-    source = "the frozen base with the unmerged adapter" if generation.base is not None else "a copy of the policy"
+    source = "a copy of the policy" if generation.sync.route.is_merged else "the frozen base with the unmerged adapter"
     sentences = [f"The algorithm is {algorithm}. vLLM generated the rollouts with {source}, {codes}."]
     if args.round_base:
         sentences.append("The adapter only works with a base whose weights are rounded to the values of these codes.")

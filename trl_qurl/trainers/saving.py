@@ -25,9 +25,10 @@ from trl_qurl.quantization.checkpoint import CheckpointWriter
 from trl_qurl.quantization.checkpoint_form import plain_model
 from trl_qurl.quantization.storage import check_replaceable
 from trl_qurl.quantization.stream import WeightStream
-from trl_qurl.rollout.adapter import FrozenBase, adapter_rank, adapter_tensors, engine_rank, write_adapter
+from trl_qurl.rollout.adapter import adapter_rank, adapter_tensors, engine_rank, write_adapter
 from trl_qurl.rollout.backend import QuantizedVLLMGeneration
 from trl_qurl.rollout.recovery import raise_everywhere
+from trl_qurl.rollout.routes import Route, policy_parameters
 
 logger = get_logger(__name__)  # logs in the main process only
 
@@ -46,22 +47,22 @@ def write_quantized(
     path: Path,
     weights: WeightStream,
     card: Callable[[int], ModelCard],
-    base: FrozenBase | None = None,
+    route: Route | None = None,
 ) -> None:
     """Write a quantized checkpoint of the policy, and the card that `card` makes for the rank of an adapter, or 0.
 
-    `weights` makes its tensors. With `base`, the rollouts' frozen base, the adapter stays separate; otherwise it is
-    merged. A collective operation.
+    `weights` makes its tensors. With the `route` of an adapter that rollouts kept separate, it stays so beside their
+    frozen base; otherwise adapters are merged. A collective operation.
     """
     model, smoothing = generation.model, weights.smoothing
     main_process_only(lambda: check_replaceable(path))
     writer = CheckpointWriter(plain_model(model), generation.processing_class, weights.plan)
     parameters: Iterable[Any]
-    if base is None:
-        parameters = generation.policy_parameters()
+    if route is None:
+        parameters = policy_parameters(model, generation.weights.grid)
         tensors, adapter, rank = weights.tensors(parameters), None, 0
     else:
-        tensors, adapter, rank = base.quantized_tensors(), adapter_tensors(model), engine_rank(adapter_rank(model))
+        tensors, adapter, rank = route.starting_tensors(), adapter_tensors(model), engine_rank(adapter_rank(model))
         parameters = itertools.chain(tensors, adapter)
 
     def write_beside(tmp: Path) -> None:

@@ -71,7 +71,7 @@ def start_engine(job: Job, policy: Any) -> LLM:
     from trl_qurl.quantization.storage import write_config
     from trl_qurl.rollout.directory import CheckpointDirectory
     from trl_qurl.rollout.engine.hardware import check_cpu_build, kernel_environment
-    from trl_qurl.rollout.engine.served import WORKER_EXTENSION
+    from trl_qurl.rollout.wire import WORKER_EXTENSION
 
     policy = getattr(policy, "get_base_model", lambda: policy)()
     plan = make_plan(policy, job.part, job.ignore)
@@ -138,7 +138,7 @@ def measure_sync(llm: LLM, policy: Any, job: Job, device: torch.device) -> tuple
     from trl_qurl.quantization.plan import make_plan
     from trl_qurl.quantization.stream import WeightStream
     from trl_qurl.rollout.engine.colocated import ColocatedEngine
-    from trl_qurl.rollout.engine.interface import WeightUpdate
+    from trl_qurl.rollout.wire import WeightUpdate
 
     weights = WeightStream(policy, make_plan(policy, job.part, job.ignore))
     engine = ColocatedEngine(llm)

@@ -6,7 +6,7 @@ from typing import Any
 
 from trl_qurl.lab.doctor.report import Line, Status
 from trl_qurl.lab.doctor.trial import build_trainer, train
-from trl_qurl.rollout.engine.interface import Continuation
+from trl_qurl.rollout.wire import Continuation
 
 PROMPTS, STEPS = [[token] * 8 for token in range(1, 9)], 8
 LIMIT = 0.05  # nats. Rounding explains a hundredth; a graph that reads old memory, whole nats
@@ -19,7 +19,7 @@ def check(form: str, name: str) -> list[Line]:
     train(trainer)
     trainer.vllm_generation.sync_weights()
     new = build_trainer(form, trainer.model, smooth_activations=False)
-    engines: list[Any] = [each.vllm_generation.sync.engine for each in (trainer, new)]
+    engines: list[Any] = [each.vllm_generation.sync.route.engine for each in (trainer, new)]
     answers = [engine.continue_greedily(PROMPTS, STEPS) for engine in engines]
     distance = largest_difference(*answers)
     mode = trainer.vllm_generation.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name

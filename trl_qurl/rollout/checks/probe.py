@@ -33,8 +33,8 @@ from trl_qurl.quantization.checkpoint_form import expert_modules, plain_model
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.formats import FP8_CACHES, TOKEN_CACHES
 from trl_qurl.quantization.stream import WeightStream
-from trl_qurl.rollout.engine.interface import Continuation, Engine
 from trl_qurl.rollout.errors import SyncError
+from trl_qurl.rollout.wire import Continuation, Engine
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
-from trl_qurl.rollout.engine.interface import NOT_RECEIVED
 from trl_qurl.rollout.errors import SyncError
+from trl_qurl.rollout.wire import NOT_RECEIVED
 
 WORDS = 2**16  # of 64 bits that a CPU adds up at a time, and a GPU 32 times as many: they stay in the cache
 

@@ -7,8 +7,7 @@ its memory is not reused before the broadcast's stream has read it.
 """
 
 import queue
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import Any
@@ -16,29 +15,13 @@ from typing import Any
 import torch
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
+from trl_qurl.rollout.background import in_background
 from trl_qurl.rollout.errors import SyncError
 
 Item = tuple[str, torch.Tensor]
 # At both ends: vLLM's default of 1 GiB would not fit beside a full cache, and below 0.33 it does not order the streams
 # of several buffers, so a layer may read one that is being filled again.
 PACKING = {"buffer_size_bytes": 2**28, "num_buffers": 1}
-
-
-def in_background(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
-    """Call a function on a thread that does not keep the process alive, with the caller's current device."""
-    device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
-    future: Future = Future()
-
-    def run() -> None:
-        try:
-            if device is not None:
-                torch.accelerator.set_device_index(device)  # each thread has its own
-            future.set_result(call(*args, **kwargs))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
 
 
 class Broadcast:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.stream import WeightStream
+from trl_qurl.rollout import wire
 from trl_qurl.rollout.adapter import engine_rank
 from trl_qurl.rollout.engine import hardware
-from trl_qurl.rollout.engine.interface import ADAPTER, CPU_LOAD_FORMAT, PROBE_TOP, Continuation, Engine, WeightUpdate
-from trl_qurl.rollout.engine.served import WORKER_EXTENSION
 from trl_qurl.rollout.errors import SyncError
 
 if TYPE_CHECKING:
@@ -23,28 +22,26 @@ TRL_MEMORY_SHARE = 0.3  # TRL's default for vllm_gpu_memory_utilization
 PROMPT = 1024  # tokens of a long prompt: with longer ones, a CPU's cache holds fewer completions at a time
 
 
-class ColocatedEngine(Engine):
+class ColocatedEngine(wire.Engine):
     """vLLM in the trainer's own process, started with trl-qurl's worker extension."""
 
     def __init__(self, llm: "LLM", sleeps: bool = False) -> None:
         self._llm = llm
         self._sleeps = sleeps  # between rollouts; then the key-value cache must be woken first
 
-    def load_stream(self, named_tensors: NamedTensors, update: WeightUpdate) -> None:  # noqa: D102
-        self._load("load_rollout_weights", update, weights_iterator=named_tensors)
+    def load_stream(self, named_tensors: NamedTensors, update: wire.WeightUpdate) -> None:  # noqa: D102
+        self.call_workers("load_rollout_weights", update=update._asdict(), weights_iterator=named_tensors)
+        self.clear_caches()
 
-    def load_checkpoint(self, path: Path, update: WeightUpdate) -> None:  # noqa: D102
-        self._load("load_rollout_weights", update, weights_path=str(path))
-
-    def load_adapter(self, path: Path, update: WeightUpdate) -> None:  # noqa: D102
+    def load_adapter(self, path: Path, update: wire.WeightUpdate) -> None:  # noqa: D102
         from vllm.lora.request import LoRARequest
 
-        self._llm.llm_engine.add_lora(LoRARequest(ADAPTER, 1, str(path), load_inplace=True))
-        self._llm.adapter = LoRARequest(ADAPTER, 1, str(path))
-        self._load("accept_rollout_adapter", update, path=str(path))
+        self._llm.llm_engine.add_lora(LoRARequest(wire.ADAPTER, 1, str(path), load_inplace=True))
+        self._llm.adapter = LoRARequest(wire.ADAPTER, 1, str(path))
+        self.call_workers("accept_rollout_adapter", update=update._asdict(), path=str(path))
+        self.clear_caches()
 
-    def _load(self, method: str, update: WeightUpdate, **source: Any) -> None:
-        self.call_workers(method, update=update._asdict(), **source)
+    def clear_caches(self) -> None:  # noqa: D102
         if not self._llm.reset_prefix_cache():
             raise SyncError("vLLM did not clear the prefix cache of the old weights. Resume from the last checkpoint.")
         self._llm.llm_engine.reset_encoder_cache()  # image features from the old weights
@@ -52,23 +49,27 @@ class ColocatedEngine(Engine):
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:  # noqa: D102
         return self._llm.collective_rpc(method, kwargs=kwargs)
 
-    def continue_greedily(self, prompts: list[list[int]], steps: int) -> list[Continuation]:  # noqa: D102
+    def continue_greedily(self, prompts: list[list[int]], steps: int) -> list[wire.Continuation]:  # noqa: D102
         from vllm import SamplingParams
 
         if self._sleeps:
             self._llm.wake_up(tags=["kv_cache"])  # as TRL does before it generates
-        params = SamplingParams(max_tokens=steps, temperature=0.0, logprobs=PROBE_TOP, ignore_eos=True)
+        params = SamplingParams(max_tokens=steps, temperature=0.0, logprobs=wire.PROBE_TOP, ignore_eos=True)
         outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         continuations = []
         for prompt, output in zip(prompts, outputs, strict=True):
             completion = output.outputs[0]
             logps = [{token: entry.logprob for token, entry in entries.items()} for entries in completion.logprobs]
-            continuations.append(Continuation(prompt, list(completion.token_ids), logps))
+            continuations.append(wire.Continuation(prompt, list(completion.token_ids), logps))
         return continuations
 
 
-def with_adapter(engine: type["LLM"]) -> type["LLM"]:
-    """Subclass vLLM's `LLM` to generate with its `adapter`, and to keep its base in host memory while it sleeps."""
+def with_adapter(engine: type["LLM"], rank: int) -> tuple[type["LLM"], dict[str, Any]]:
+    """Return a subclass of vLLM's `LLM` that generates with its `adapter` of this rank, and arguments for its start.
+
+    It keeps the adapter's base in host memory while it sleeps.
+    """
+    from vllm.platforms import current_platform
 
     class AdapterLLM(engine):
         adapter: Any = None
@@ -79,15 +80,8 @@ def with_adapter(engine: type["LLM"]) -> type["LLM"]:
         def sleep(self, level: int = 1, **kwargs: Any) -> Any:
             return super().sleep(1, **kwargs)  # TRL's level would discard all weights
 
-    return AdapterLLM
-
-
-def adapter_arguments(rank: int) -> dict[str, Any]:
-    """Return the arguments of an engine that accepts one adapter of this rank."""
-    from vllm.platforms import current_platform
-
-    arguments: dict[str, Any] = {"enable_lora": True, "max_lora_rank": engine_rank(rank), "max_loras": 1}
-    return arguments | ({"load_format": CPU_LOAD_FORMAT} if current_platform.is_cpu() else {})
+    load = {"load_format": wire.CPU_LOAD_FORMAT} if current_platform.is_cpu() else {}
+    return AdapterLLM, {"enable_lora": True, "max_lora_rank": engine_rank(rank), "max_loras": 1, **load}
 
 
 def prepare_process(model: "PreTrainedModel", weights: WeightStream, arguments: dict, processes: int) -> None:
@@ -120,7 +114,7 @@ def build_engine(cls: type, start: Path | None, engine_kwargs: dict[str, Any], l
         trl_kwargs |= hardware.cpu_cache_arguments(trl_kwargs["model"], given, TRL_MEMORY_SHARE, *load)
     # TRL's seed is the engine's number alone; far apart, no two engines of neighboring seeds share their noise.
     seed = engine_kwargs["seed"] + 10_000 * trl_kwargs["seed"]
-    return cls(**trl_kwargs | engine_kwargs | {"seed": seed}, worker_extension_cls=WORKER_EXTENSION)
+    return cls(**trl_kwargs | engine_kwargs | {"seed": seed}, worker_extension_cls=wire.WORKER_EXTENSION)
 
 
 def release_when_deleted(llm: "LLM") -> None:

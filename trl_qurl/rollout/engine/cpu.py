@@ -27,7 +27,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from trl_qurl.rollout.engine.interface import CPU_LOAD_FORMAT
+from trl_qurl.rollout.wire import CPU_LOAD_FORMAT
 
 
 class ReloadableCPUInt8Kernel(CPUInt8ScaledMMLinearKernel):

@@ -27,8 +27,7 @@ from trl_qurl.quantization.storage import cache_directory, cached
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.engine.hardware import check_cpu_build, cpu_cache_arguments, weight_bytes
 from trl_qurl.rollout.engine.http import KEY_GUARD
-from trl_qurl.rollout.engine.interface import CPU_LOAD_FORMAT
-from trl_qurl.rollout.engine.served import WORKER_EXTENSION
+from trl_qurl.rollout.wire import CPU_LOAD_FORMAT, WORKER_EXTENSION
 
 CHECKPOINT_FILES = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
 MEMORY_SHARE = 0.92  # vLLM's default for --gpu-memory-utilization

@@ -21,19 +21,19 @@ from trl.generation.vllm_client import VLLMClient
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, check_kv_cache
 from trl_qurl.quantization.plan import QuantizationPlan, fingerprint
+from trl_qurl.rollout import wire
+from trl_qurl.rollout.background import in_background
 from trl_qurl.rollout.checks.tensors import differences
-from trl_qurl.rollout.engine.broadcast import PACKING, Broadcast, in_background
+from trl_qurl.rollout.engine.broadcast import PACKING, Broadcast
 from trl_qurl.rollout.engine.http import API_KEY_VARIABLE, BoundedRequests, add_key
-from trl_qurl.rollout.engine.interface import ADAPTER, NOT_RECEIVED, PROBE_TOP, Continuation, Engine, WeightUpdate
 from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
 
 logger = logging.getLogger(__name__)
 
-WORKER_EXTENSION = "trl_qurl.rollout.engine.worker.RolloutWorker"  # by name: only the engine imports the class
 BROADCAST_GRACE = 10.0  # seconds for a broadcast to end after its request and its group
 
 
-class ServedEngine(VLLMClient, Engine):
+class ServedEngine(VLLMClient, wire.Engine):
     """[`VLLMClient`] that loads quantized weights through trl-qurl's worker extension, and limits request times.
 
     A failed request raises `ServerError`, and so does every later one until `reconnect`.
@@ -89,7 +89,7 @@ class ServedEngine(VLLMClient, Engine):
                 raise
             # Its development endpoints are disabled.
             info = {"parallel_config": {"worker_extension_cls": ""}}
-        if info["parallel_config"]["worker_extension_cls"] != WORKER_EXTENSION:
+        if info["parallel_config"]["worker_extension_cls"] != wire.WORKER_EXTENSION:
             raise ValueError(
                 f"The vLLM server at {self.base_url} cannot load weights: it runs without trl-qurl's worker extension "
                 f"or vLLM's development endpoints. Restart it with {self.command()}."
@@ -182,20 +182,16 @@ class ServedEngine(VLLMClient, Engine):
 
     # Engine ----------------------------------------------------------------------------------------------------------
 
-    def load_checkpoint(self, path: Path, update: WeightUpdate) -> None:  # noqa: D102
-        self.call_workers("load_rollout_weights", update=update._asdict(), weights_path=str(path))
-        self._drop_cache()
-
-    def load_stream(self, named_tensors: NamedTensors, update: WeightUpdate) -> None:  # noqa: D102
+    def load_stream(self, named_tensors: NamedTensors, update: wire.WeightUpdate) -> None:  # noqa: D102
         # The workers wait inside NCCL while they serve the request. It has a time limit, but the broadcast does not.
         request = in_background(self.call_workers, "load_rollout_weights", update=update._asdict())
         self._broadcast = Broadcast(self.communicator)
         self._broadcast.send(named_tensors, request)
         request.result()
-        self._drop_cache()
+        self.clear_caches()
 
-    def load_adapter(self, path: Path, update: WeightUpdate) -> None:  # noqa: D102
-        body = {"lora_name": ADAPTER, "lora_path": str(path), "load_inplace": True}
+    def load_adapter(self, path: Path, update: wire.WeightUpdate) -> None:  # noqa: D102
+        body = {"lora_name": wire.ADAPTER, "lora_path": str(path), "load_inplace": True}
         try:
             self._post("/v1/load_lora_adapter", json=body)
         except ServerError as error:
@@ -205,8 +201,8 @@ class ServedEngine(VLLMClient, Engine):
                 f"(rollout_checkpoint_dir) and was started by `trl-qurl serve`. {error}"
             ) from None
         self.call_workers("accept_rollout_adapter", update=update._asdict(), path=str(path))
-        self._drop_cache()
-        self.model = ADAPTER  # for the parent's requests
+        self.clear_caches()
+        self.model = wire.ADAPTER  # for the parent's requests
 
     def check_base(self, sent: dict[str, str]) -> None:  # noqa: D102
         if clause := differences(sent, self.call_workers("digest_rollout_base")[0]):
@@ -215,7 +211,7 @@ class ServedEngine(VLLMClient, Engine):
                 "from the model that is being trained, as it was when the run began."
             )
 
-    def _drop_cache(self) -> None:
+    def clear_caches(self) -> None:  # noqa: D102
         if not self._post("/reset_prefix_cache").get("success", True):
             raise SyncError(
                 "vLLM did not clear the prefix cache of the old weights. Another client's requests may be running: "
@@ -223,13 +219,13 @@ class ServedEngine(VLLMClient, Engine):
             )
         self._post("/reset_encoder_cache")  # image features from the old weights
 
-    def continue_greedily(self, prompts: list[list[int]], steps: int) -> list[Continuation]:  # noqa: D102
+    def continue_greedily(self, prompts: list[list[int]], steps: int) -> list[wire.Continuation]:  # noqa: D102
         output: dict[str, Any] = self.generate(
-            prompts, max_tokens=steps, temperature=0.0, logprobs=PROBE_TOP, generation_kwargs={"ignore_eos": True}
+            prompts, max_tokens=steps, temperature=0.0, logprobs=wire.PROBE_TOP, generation_kwargs={"ignore_eos": True}
         )
         answers = zip(prompts, output["completion_ids"], output["logprob_token_ids"], output["logprobs"], strict=True)
         return [
-            Continuation(
+            wire.Continuation(
                 prompt, completion, [dict(zip(*step, strict=True)) for step in zip(tokens, logps, strict=True)]
             )
             for prompt, completion, tokens, logps in answers
@@ -241,7 +237,7 @@ class ServedEngine(VLLMClient, Engine):
         try:
             return self._post("/collective_rpc", json={"method": method, "kwargs": kwargs})["results"]
         except ServerError as error:
-            if NOT_RECEIVED in str(error):
+            if wire.NOT_RECEIVED in str(error):
                 raise SyncError(str(error)) from None
             raise
 

@@ -24,8 +24,8 @@ from trl_qurl.quantization.plan import fingerprint, stored_formats
 from trl_qurl.quantization.storage import read_tensors, tensor_shapes
 from trl_qurl.rollout.checks.reload import watched_reload
 from trl_qurl.rollout.checks.tensors import MeteredStream, base_digests, compare_digests, tensor_digest
-from trl_qurl.rollout.engine.interface import FRESH, NOT_RECEIVED, TensorMetadata, WeightUpdate
 from trl_qurl.rollout.errors import SyncError
+from trl_qurl.rollout.wire import FRESH, NOT_RECEIVED, TensorMetadata, WeightUpdate
 
 if current_platform.is_cpu():
     from trl_qurl.rollout.engine.cpu import repaired_reload

@@ -1,8 +1,7 @@
-"""The interface between the trainer and an engine, and the values that they exchange.
+"""What the trainer and an engine exchange. Neither TRL nor vLLM is imported: both ends need this file.
 
-An engine is vLLM in the trainer's process (`colocated`) or behind HTTP (`served`). Both load weights through
-`RolloutWorker.load_rollout_weights`, so the same code checks each incoming tensor. This file needs neither TRL nor
-vLLM, because the worker imports it too.
+An engine is vLLM in the trainer's process (`engine/colocated.py`) or behind HTTP (`engine/served.py`). Both load
+weights through `RolloutWorker.load_rollout_weights`, so the same code checks each incoming tensor.
 """
 
 from abc import ABC, abstractmethod
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 from trl_qurl.quantization.checkpoint_form import NamedTensors
 
+WORKER_EXTENSION = "trl_qurl.rollout.engine.worker.RolloutWorker"  # by name: only the engine imports the class
 FRESH = "default"  # version of the weights that an engine starts with
 ADAPTER = "trl-qurl-policy"  # name of the trained adapter among the models that an engine serves
 CPU_LOAD_FORMAT = "trl-qurl-cpu"  # of our loader (`cpu`): vLLM's CPU build accepts an adapter on INT8 layers with it
@@ -49,19 +49,32 @@ class Continuation(NamedTuple):
 
 
 class Engine(ABC):
-    """An engine that samples rollouts."""
+    """An engine that samples rollouts.
+
+    Loading raises `RuntimeError` if the engine could not load the weights (`ServerError` from a server), and
+    `SyncError` if it kept its cache of the old ones.
+    """
+
+    @abstractmethod
+    def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
+        """Call a method of `RolloutWorker` in each worker. With several engines, only the first one answers."""
+
+    @abstractmethod
+    def clear_caches(self) -> None:
+        """Clear the caches of the old weights; `SyncError` if the engine kept them."""
+
+    @abstractmethod
+    def continue_greedily(self, prompts: list[list[int]], steps: int) -> list[Continuation]:
+        """Continue each prompt with its likeliest tokens, past end tokens, without touching any random state."""
 
     @abstractmethod
     def load_stream(self, named_tensors: NamedTensors, update: WeightUpdate) -> None:
-        """Replace the weights in place from a stream in checkpoint format, and clear caches of the old weights.
+        """Replace the weights in place from a stream in checkpoint format."""
 
-        Raises `RuntimeError` if the engine could not load the weights (`ServerError` from a server), and `SyncError`
-        if it kept its cache.
-        """
-
-    @abstractmethod
     def load_checkpoint(self, path: Path, update: WeightUpdate) -> None:
         """Load weights like `load_stream`, but from a checkpoint directory that the engine sees."""
+        self.call_workers("load_rollout_weights", update=update._asdict(), weights_path=str(path))
+        self.clear_caches()
 
     @abstractmethod
     def load_adapter(self, path: Path, update: WeightUpdate) -> None:
@@ -69,14 +82,6 @@ class Engine(ABC):
 
     def check_base(self, sent: dict[str, str]) -> None:  # noqa: B027
         """Raise `SyncError` if an engine that this run did not start has a base with other digests."""
-
-    @abstractmethod
-    def continue_greedily(self, prompts: list[list[int]], steps: int) -> list[Continuation]:
-        """Continue each prompt with its likeliest tokens, past end tokens, without touching any random state."""
-
-    @abstractmethod
-    def call_workers(self, method: str, **kwargs: Any) -> list[Any]:
-        """Call a method of `RolloutWorker` in each worker. With several engines, only the first one answers."""
 
     def compare_digests(self, sent: dict[str, str]) -> None:
         """Raise `SyncError` if a worker received anything but the tensors that were sent, in the latest load.

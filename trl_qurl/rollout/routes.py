@@ -1,0 +1,186 @@
+"""The routes of weights to an engine: a stream, files of a checkpoint (ours or llm-compressor's), an adapter alone.
+
+`QuantizedVLLMGeneration` chooses one when it starts an engine. From then on, every sync asks the same of each:
+`tensors` to send, `send` to load them, and `check` for what the engine has and is not sent.
+"""
+
+import functools
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+
+from trl_qurl.quantization.fake_quantization import round_base
+from trl_qurl.quantization.merging import model_parameters
+from trl_qurl.quantization.storage import read_tensors
+from trl_qurl.quantization.stream import WeightStream, on_grid
+from trl_qurl.rollout.adapter import adapter_tensors, write_adapter
+from trl_qurl.rollout.checks.tensors import MeteredStream, base_digests
+from trl_qurl.rollout.directory import CheckpointFolder
+from trl_qurl.rollout.recovery import raise_everywhere
+from trl_qurl.rollout.wire import Engine, TensorMetadata, WeightUpdate
+
+Tensors = Iterator[tuple[str, torch.Tensor]]
+
+
+@dataclass(eq=False)
+class Route(ABC):
+    """A route of whole weights from one policy to one engine. All methods are collective operations."""
+
+    model: Any
+    weights: WeightStream  # of this model
+    is_served: bool  # whether the engine is a server, which only the main process talks to
+    folder: CheckpointFolder | None = None  # of the files that the engine loads
+    rounds_base: bool = False  # whether the trainer computes with a frozen base's rounded values as well
+    engine: Engine | None = field(init=False, default=None)  # `None` where only the main process talks to a server
+    dtype: torch.dtype | None = field(init=False, default=None)  # of unquantized tensors; `None` does not cast them
+
+    is_merged = True  # whether an adapter is merged into the weights
+
+    def starting_tensors(self) -> Tensors:
+        """Return the tensors of the checkpoint that the engine starts from."""
+        return self.weights.tensors(policy_parameters(self.model, self.weights.grid))
+
+    def attach(self, engine: Engine | None, dtype: str | None) -> None:
+        """Use an engine that has started. Casting to its dtype saves memory, and bytes to send and to digest."""
+        self.engine, self.dtype = engine, getattr(torch, dtype) if dtype else None
+
+    def check(self) -> None:  # noqa: B027
+        """Raise `SyncError` if a server lacks what is not sent."""
+
+    def tensors(self) -> Tensors:
+        """Return the tensors to send, from one pass over the parameters."""
+        return self.weights.tensors(policy_parameters(self.model, self.weights.grid), self.dtype)
+
+    @abstractmethod
+    def send(self, update: WeightUpdate, stream: MeteredStream) -> None:
+        """Load the metered `tensors` into the engine. Raises in all processes what `Engine.load_stream` raises."""
+
+
+class StreamRoute(Route):
+    """A colocated engine reads the stream in this process, and a server's workers receive it over NCCL."""
+
+    def send(self, update: WeightUpdate, stream: MeteredStream) -> None:  # noqa: D102
+        if self.is_served:
+            update = update._replace(metadata=stream_metadata(self.weights, self.dtype))
+        # The other processes gather with this one until the end.
+        drain: Callable[[], object] = functools.partial(deque, stream, maxlen=0)
+
+        def load() -> None:
+            if self.engine is not None:
+                self.engine.load_stream(stream, update)
+            drain()
+
+        raise_everywhere(load, self.is_served, drain)
+
+
+class CheckpointRoute(Route):
+    """Files of a checkpoint, for any device and any processes that share a file system."""
+
+    folder: CheckpointFolder
+    _sent = 0  # checkpoints that the engine has loaded
+
+    def send(self, update: WeightUpdate, stream: MeteredStream) -> None:  # noqa: D102
+        # A retry after a fault reuses the name, because a server that only hung may still read from that path.
+        path = self._write(f"sync-{self._sent + 1}", stream)
+        raise_everywhere(lambda: self._load(self.engine, path, update) if self.engine else None, self.is_served)
+        self.folder.remove(f"sync-{self._sent}")
+        self._sent += 1
+
+    def _write(self, name: str, stream: MeteredStream) -> Path:
+        return self.folder.write(name, stream)
+
+    def _load(self, engine: Engine, path: Path, update: WeightUpdate) -> None:
+        engine.load_checkpoint(path, update)
+
+
+class LLMCompressorRoute(CheckpointRoute):
+    """A checkpoint that llm-compressor writes. Our stream is only compared with what the engine loads."""
+
+    def attach(self, engine: Engine | None, dtype: str | None) -> None:  # noqa: D102
+        super().attach(engine, None)  # llm-compressor writes tensors in the policy's own dtype
+
+    def _write(self, name: str, stream: MeteredStream) -> Path:
+        deque(stream, maxlen=0)
+        parameters = policy_parameters(self.model, self.weights.grid)
+        return self.folder.write(name, parameters, self.folder.writer.write_with_llmcompressor)
+
+
+class AdapterRoute(CheckpointRoute):
+    """Files of a LoRA adapter, for an engine that has the frozen base below it, quantized."""
+
+    is_merged = False
+    checkpoint: Path | None = None  # of the base, if rounding has overwritten the weights it was made from
+    digests: dict[str, str] | None = None  # of the base that a server must have; only in the main process
+
+    def starting_tensors(self) -> Tensors:
+        """Return the tensors of the quantized base.
+
+        Raises `FileNotFoundError` in the main process if the run's own checkpoint is gone.
+        """
+        if self.checkpoint is None:
+            return self.weights.tensors(model_parameters(self.model), is_exact=True)
+        if self.checkpoint.exists():
+            return read_tensors(self.checkpoint)
+        if not PartialState().is_main_process:
+            return iter(())  # this process may not see the file and does not need it
+        raise FileNotFoundError(
+            f"The quantized base of this run is gone from {self.checkpoint}: keep rollout_checkpoint_dir until the "
+            "run ends, or save with merge=True."
+        )
+
+    def attach(self, engine: Engine | None, dtype: str | None) -> None:
+        """Use an engine that has started. Record its base first, then round the trainer's with `rounds_base`."""
+        super().attach(engine, dtype)
+        engine_dtype = self.dtype or torch.float32
+        if self.rounds_base:
+            started = self.folder.path / "start"  # by a colocated engine
+            self.checkpoint = self.folder.write("start", self.starting_tensors()) if self.is_served else started
+        if self.is_served:
+            tensors = self.starting_tensors()
+            if PartialState().is_main_process:
+                self.digests = base_digests(tensors, engine_dtype)
+            deque(tensors, maxlen=0)
+        if self.rounds_base:
+            round_base(self.model.get_base_model(), self.weights.plan, engine_dtype)
+
+    def check(self) -> None:  # noqa: D102
+        if self.is_served:
+            raise_everywhere(lambda: self.engine.check_base(self.digests or {}) if self.engine else None)
+
+    def tensors(self) -> Tensors:  # noqa: D102
+        return adapter_tensors(self.model, self.dtype)
+
+    def _write(self, name: str, stream: MeteredStream) -> Path:
+        return self.folder.write(name, stream, functools.partial(write_adapter, self.model))
+
+    def _load(self, engine: Engine, path: Path, update: WeightUpdate) -> None:
+        engine.load_adapter(path, update)
+
+
+ROUTES: dict[str, Callable[..., Route]] = {
+    "stream": StreamRoute,
+    "checkpoint": CheckpointRoute,
+    "llmcompressor": LLMCompressorRoute,
+    "adapter": AdapterRoute,
+}
+"""The routes by the config's `weight_sync`."""
+
+
+def policy_parameters(model: Any, grid: torch.dtype | None) -> Tensors:
+    """Yield `model_parameters`, merged, as the trainer scores with them: rounded as autocast does."""
+    return ((name, on_grid(whole, grid)) for name, whole in model_parameters(model, merges=True))
+
+
+def stream_metadata(weights: WeightStream, dtype: torch.dtype | None = None) -> TensorMetadata:
+    """Return the metadata of the tensors that the stream will yield, in order, without rounding any."""
+    return [
+        (stored_name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        for name in weights.form.layout
+        for stored_name, tensor in weights.stored(name, dtype)
+    ]
