@@ -17,11 +17,11 @@ import torch
 from int8_candidates import Lab
 from provenance import provenance, write_record
 
+from trl_qurl.lab.mismatch.finer import find_steps
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.formats import SCHEMES
 from trl_qurl.quantization.layers import model_layers
 from trl_qurl.quantization.plan import Formats, make_plan
-from trl_qurl.quantization.sensitivity import by_worth, estimate_kl, extra_bytes
 from trl_qurl.quantization.stream import WeightStream
 
 COUNTS = (1, 3, 10, 30)
@@ -42,7 +42,7 @@ def measure(lab: Lab, formats: Formats) -> dict[str, float]:
 def worst_layers(lab: Lab) -> list[str]:
     """Return the layers that every format of `FINER` can store, apart from fused ones, worst first."""
     weights = WeightStream(lab.model, make_plan(lab.model, "int8"))
-    groups = by_worth(estimate_kl(lab.model, weights, lab.prompts), extra_bytes(weights))
+    groups = [step.layers for step in find_steps(lab.model, weights, lab.prompts)]
     layers, finer = model_layers(lab.model), [SCHEMES[name] for name in FINER if name != "none"]
     single = [group[0] for group in groups if len(group) == 1]
     return [name for name in single if not any(scheme.refusal(layers[name].shape) for scheme in finer)]
