@@ -36,7 +36,7 @@ class QuantizationPlan:
         """The formats in a few words, for model cards."""
         counts = Counter(self.schemes.values())
         notes = {scheme: f"{count} layers: " if len(counts) > 1 else "" for scheme, count in counts.items()}
-        return "; ".join(f"{note}{scheme.description}" for scheme, note in notes.items())
+        return "; ".join(f"{note}{scheme.label}, {scheme.served_as}" for scheme, note in notes.items())
 
     def quantization_config(self) -> dict[str, Any] | None:
         """Return what a checkpoint's `config.json` tells vLLM, as llm-compressor writes it without its metadata."""

@@ -33,7 +33,6 @@ class QuantizationScheme:
     name: str  # what users write (`rollout_quantization="int8"`)
     preset: str  # name of the same format among compressed-tensors' presets
     checkpoint_format: str  # compressed-tensors' name for the storage format of weights
-    description: str  # the format in a few words, for model cards and help texts
     lowest_gpu: tuple[int, int]  # lowest CUDA compute capability with kernels in vLLM, not counting emulation
     cpus: str | None  # instructions that vLLM's kernels for CPUs need, as torch names them; `None` without kernels
     needs_flashinfer: bool = False  # whether vLLM's kernels for GPUs are FlashInfer's
@@ -58,7 +57,7 @@ class QuantizationScheme:
 
     @functools.cached_property
     def served_as(self) -> str:
-        """Description of the format that an engine finds in a checkpoint."""
+        """The format in a few words, as an engine finds it in a checkpoint."""
         return served_as({**self.library_scheme.model_dump(mode="json"), "format": self.checkpoint_format})
 
     def runs_on(self, capability: tuple[int, int] | None) -> bool:
@@ -158,10 +157,10 @@ class QuantizationScheme:
 def served_as(group: Mapping[str, Any], checkpoint_format: str | None = None) -> str:
     """Describe a group of a `quantization_config`, so that two formats never have the same description."""
     parts = []
-    for kind in ("weights", "input_activations"):
+    for kind, name in (("weights", "weights"), ("input_activations", "activations")):
         if args := group.get(kind):
             size = args.get("block_structure") or args.get("group_size") or ""
-            parts.append(f"{args['num_bits']}-bit {args['type']} {kind} per {args['strategy']} {size}".rstrip())
+            parts.append(f"{args['num_bits']}-bit {args['type']} {name} per {args['strategy']} {size}".rstrip())
     return f"{', '.join(parts)}, {group.get('format') or checkpoint_format}"
 
 

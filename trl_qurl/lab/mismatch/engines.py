@@ -99,8 +99,6 @@ class Engines:
             if weights.smoothing is not None:
                 weights.fit_smoothing(self.policy, self.prompts)
             yield weights
-            if weights.smoothing is not None:
-                weights.smoothing.close()
 
     @contextmanager
     def _policy_on_device(self) -> Iterator[None]:

@@ -57,7 +57,7 @@ def choose_finer(engines: Engines, scheme: str, report: Report, limit: float) ->
             "are kept. Raise --kl."
         )
     engines.say("Estimating the KL that each layer causes")
-    finer = SCHEMES[FINER] if FINER in available_formats() and scheme != FINER else None
+    finer = [SCHEMES[FINER]] if FINER in available_formats() and scheme != FINER else []
     with engines.weights(scheme) as weights:
         steps = find_steps(engines.policy, weights, engines.prompts, finer)
     taken: list[Step] = []
@@ -89,9 +89,9 @@ def within_kl(steps: Sequence[Step], budget: float) -> list[Step]:
 
 
 def find_steps(
-    model: Any, weights: WeightStream, sequences: Iterable[Sequence[int]], finer: QuantizationScheme | None = None
+    model: Any, weights: WeightStream, sequences: Iterable[Sequence[int]], finer: Sequence[QuantizationScheme] = ()
 ) -> list[Step]:
-    """Return steps that lower the KL, most KL per byte first. Each group of layers may get 16 bits, or `finer` before.
+    """Return steps that lower the KL, most KL per byte first: 16 bits for a group of layers, and `finer` before.
 
     The stream's `model` must be whole, in memory and in evaluation mode. Experts are left out. Of the tokens in
     `sequences` (prompts or answers), the first `MOST_TOKENS` are used.
@@ -100,8 +100,8 @@ def find_steps(
     halves = {name.removesuffix(".weight"): tensor.to(torch.bfloat16) for name, tensor in stored}
     formats: dict[tuple[str, ...], list[QuantizationScheme]] = {}
     for group in fused_groups(schemes):
-        fits = finer is not None and not any(finer.refusal(halves[layer].shape) for layer in group)
-        formats[group] = [schemes[group[0]], *([finer] if finer is not None and fits else [])]
+        fitting = [each for each in finer if not any(each.refusal(halves[layer].shape) for layer in group)]
+        formats[group] = [schemes[group[0]], *fitting]
     kls = estimate_kl(model, weights, sequences, {layer: formats[group] for group in formats for layer in group})
     steps = []
     for group, (coarse, *others) in formats.items():

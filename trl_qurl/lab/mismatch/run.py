@@ -69,15 +69,13 @@ def run(args: argparse.Namespace) -> int:
         report.formats[report.choice.name] = mismatch
         write_json(report, args.output)
     console.print(build_table(report))
-    settings = ""
     if report.choice is not None:
         console.print(build_layer_table(report.choice))
         values = {"rollout_quantization": report.choice.formats, "quantization_ignore": args.ignore}
         path, text = args.output.with_suffix(".yaml"), yaml.safe_dump(values, sort_keys=False)
         path.write_text(text, encoding="utf-8")
-        print(text)
-        settings = f"Settings for --config: {path}. "
+        print(f"{path}, for --config:\n\n{text}")
     for line in sentences(report):
         console.print(line)
-    print(f"{settings}Results: {args.output}")
+    print(f"Results: {args.output}")
     return 0
