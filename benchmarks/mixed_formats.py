@@ -2,71 +2,73 @@
 
     python benchmarks/mixed_formats.py MODEL
 
-MODEL is a chat model such as SmolLM2-135M-Instruct. As in `int8_candidates.py`, the KL is that of whole distributions
-after each token of eight answers, from forward passes that round; so formats are compared that no kernel runs here.
-The layers are those that all formats can store, with the most KL per byte first.
+MODEL is a chat model such as SmolLM2-135M-Instruct, which gives 16 answers of at most 64 tokens. The KL is that of the
+distributions after each token, from forward passes that round, so formats are compared that no kernel runs here.
 """
 
 import argparse
-import json
 import sys
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import torch
-from int8_candidates import Lab
 from provenance import provenance, write_record
 
+from trl_qurl.lab.evaluation.tasks import encode_prompt
+from trl_qurl.lab.mismatch.finer import find_steps
+from trl_qurl.lab.mismatch.prompts import BUILT_IN
+from trl_qurl.quantization.checkpoint import load_model
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.formats import SCHEMES
-from trl_qurl.quantization.layers import model_layers
 from trl_qurl.quantization.plan import Formats, make_plan
-from trl_qurl.quantization.sensitivity import by_worth, estimate_kl, extra_bytes
 from trl_qurl.quantization.stream import WeightStream
 
-COUNTS = (1, 3, 10, 30)
-FINER = ("none", "w8a16", "w4a16")
 
+class Lab:
+    """One model, its answers, and the exact distributions after their tokens."""
 
-def measure(lab: Lab, formats: Formats) -> dict[str, float]:
-    """Return the KL, in nats per token, and the size of the checkpoint in bytes, smoothed as in training."""
-    weights = WeightStream(lab.model, make_plan(lab.model, formats), smooths=True)
-    weights.fit_smoothing(lab.model, lab.prompts)
-    with quantized_forward(lab.model, weights.plan, weights.smoothing):
-        kl = lab.kl()
-    assert weights.smoothing is not None
-    weights.smoothing.close()
-    return {"kl": kl, "bytes": weights.nbytes(torch.bfloat16)}
+    def __init__(self, directory: str) -> None:
+        model, tokenizer = load_model(directory)
+        self.model: Any = model.float().eval()
+        self.prompts = [encode_prompt(tokenizer, question) for question in BUILT_IN]
+        torch.manual_seed(0)
+        sampling = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "max_new_tokens": 64}
+        self.answers = [self.model.generate(torch.tensor([prompt]), **sampling) for prompt in self.prompts]
+        self.exact = self.logps()
 
+    @torch.inference_mode()
+    def logps(self) -> torch.Tensor:
+        """Return the log-probabilities of all tokens after each token of the answers, (T, V)."""
+        pairs = zip(self.prompts, self.answers, strict=True)
+        return torch.cat([self.model(each).logits[0, len(prompt) - 1 : -1] for prompt, each in pairs]).log_softmax(-1)
 
-def worst_layers(lab: Lab) -> list[str]:
-    """Return the layers that every format of `FINER` can store, apart from fused ones, worst first."""
-    weights = WeightStream(lab.model, make_plan(lab.model, "int8"))
-    groups = by_worth(estimate_kl(lab.model, weights, lab.prompts), extra_bytes(weights))
-    layers, finer = model_layers(lab.model), [SCHEMES[name] for name in FINER if name != "none"]
-    single = [group[0] for group in groups if len(group) == 1]
-    return [name for name in single if not any(scheme.refusal(layers[name].shape) for scheme in finer)]
+    def measure(self, formats: Formats) -> dict[str, Any]:
+        """Return the KL, in nats per token, and the size of the checkpoint in bytes, smoothed as in training."""
+        weights = WeightStream(self.model, make_plan(self.model, formats), smooths=True)
+        weights.fit_smoothing(self.model, self.prompts)
+        with quantized_forward(self.model, weights.plan, weights.smoothing):
+            kl = float((self.exact.exp() * (self.exact - self.logps())).sum(-1).mean())
+        return {"kl": kl, "bytes": weights.nbytes(torch.bfloat16), "formats": formats}
 
 
 def main() -> int:
-    """Measure, print a table in Markdown with the mapping of its best row, and write the figures."""
+    """Measure, print a table in Markdown, and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="directory of the model")
     parser.add_argument("-o", "--output", type=Path)
     args = parser.parse_args()
-    record: dict[str, Any] = {"benchmark": "mixed_formats", **provenance(torch.device("cpu"), "trl_qurl")}
     lab = Lab(args.model)
-    plain, worst = measure(lab, "int8"), worst_layers(lab)
-    record["results"] = {"int8": plain}
+    plain, weights = lab.measure("int8"), WeightStream(lab.model, make_plan(lab.model, "int8"))
+    steps = find_steps(lab.model, weights, lab.prompts, [SCHEMES["w8a16"]])
+    worst = [step.layers for step in steps if step.format == "w8a16"]
+    record = {"benchmark": "mixed_formats", **provenance(torch.device("cpu"), "trl_qurl"), "results": {"int8": plain}}
     print(f"| layers | format | KL, 1e-3 nats | MB |\n|---|---|---|---|\n| none | - | {1e3 * plain['kl']:.2f} | 0 |")
-    for count in [count for count in COUNTS if count <= len(worst)]:
-        for name in FINER:
-            formats = {**dict.fromkeys(worst[:count], name), "*": "int8"}
-            found = record["results"][f"{count} in {name}"] = measure(lab, formats) | {"formats": formats}
-            extra = (found["bytes"] - plain["bytes"]) / 1e6
-            print(f"| {count} | {name} | {1e3 * found['kl']:.2f} | {extra:+.2f} |", flush=True)
-    best = min(record["results"].values(), key=lambda found: found["kl"])
-    print(f"Lowest KL: rollout_quantization={json.dumps(best.get('formats', 'int8'))}")
+    for count, name in product((3, 10, 30), ("none", "w8a16", "w4a16")):
+        formats = {**dict.fromkeys(chain(*worst[:count]), name), "*": "int8"}
+        found = record["results"][f"{count} in {name}"] = lab.measure(formats)
+        extra = (found["bytes"] - plain["bytes"]) / 1e6
+        print(f"| {count} | {name} | {1e3 * found['kl']:.2f} | {extra:+.2f} |", flush=True)
     print(f"Written to {write_record(record, args.output)}")
     return 0
 

@@ -3,6 +3,7 @@
 import json
 import math
 import subprocess
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -14,14 +15,13 @@ from tiny import tiny_model, tiny_tokenizer, with_outliers
 from trl_qurl import cli
 from trl_qurl.lab.evaluation.scores import Estimate
 from trl_qurl.lab.evaluation.tasks import encode_prompt as encode
-from trl_qurl.lab.mismatch.answers import Answer, Scored, score
-from trl_qurl.lab.mismatch.keep import Group, Kept, keep_layers, within_kl
+from trl_qurl.lab.mismatch.engines import Answer, score
+from trl_qurl.lab.mismatch.finer import choose_finer, within_kl
 from trl_qurl.lab.mismatch.prompts import BUILT_IN, Sampling, load_prompts
-from trl_qurl.lab.mismatch.run import Report
-from trl_qurl.lab.mismatch.statistics import half_length, measure
-from trl_qurl.lab.mismatch.table import sentences, tokens
+from trl_qurl.lab.mismatch.report import Choice, Report, Step
+from trl_qurl.lab.mismatch.statistics import Scored, half_length, measure
+from trl_qurl.lab.mismatch.table import sentences, two_digits
 from trl_qurl.lab.recipes.grpo import parse_arguments
-from trl_qurl.quantization.formats import get_scheme
 
 BUDGET = 3e-5  # nats per token, between the tiny model's KL with its outliers and without
 
@@ -31,12 +31,9 @@ BUDGET = 3e-5  # nats per token, between the tiny model's KL with its outliers a
 def answers_of(sigma, count=400, length=64, seed=0, mean=None):
     """Scored answers whose log ρ are normal; without a mean, E[ρ] = 1 as for samples of the engine."""
     generator = torch.Generator().manual_seed(seed)
-    behavior = -torch.rand(count, length, generator=generator) - 1
-    noise = sigma * torch.randn(count, length, generator=generator)
-    proximal = behavior + noise + (-(sigma**2) / 2 if mean is None else mean)
-    agrees = torch.rand(count, length, generator=generator) < 0.9
-    rows = zip(behavior, proximal, agrees, strict=True)
-    return [Scored(*row, question=(number,)) for number, row in enumerate(rows)]
+    noise = sigma * torch.randn(count, length, generator=generator, dtype=torch.float64)
+    log_ratios = noise + (-(sigma**2) / 2 if mean is None else mean)
+    return [Scored((number,), row) for number, row in enumerate(log_ratios)]
 
 
 def answers_to_questions_that_differ(seed, questions=16, samples=4, length=16):
@@ -46,8 +43,7 @@ def answers_to_questions_that_differ(seed, questions=16, samples=4, length=16):
     sigma = (2 * kls).sqrt()[:, None, None].double()
     noise = sigma * torch.randn(questions, samples, length, generator=generator, dtype=torch.float64)
     log_ratios = noise - sigma**2 / 2
-    behavior, agrees = torch.zeros(length), torch.ones(length, dtype=torch.bool)
-    return [Scored(behavior, row, agrees, (number,)) for number, rows in enumerate(log_ratios) for row in rows]
+    return [Scored((number,), row) for number, rows in enumerate(log_ratios) for row in rows]
 
 
 def test_the_estimate_finds_the_kl_of_normal_log_ratios():
@@ -55,7 +51,6 @@ def test_the_estimate_finds_the_kl_of_normal_log_ratios():
     assert found.kl_k3.low < 0.02 < found.kl_k3.high, "KL is sigma² / 2"
     assert found.kl_k3.low < found.kl_k3.value < found.kl_k3.high
     assert (found.answers, found.tokens) == (400, 400 * 64)
-    assert found.agreement == pytest.approx(0.9, abs=0.01)
     assert found.ess == pytest.approx(math.exp(-0.04), abs=0.01)
     assert found.ratio_quantiles[0.5] == pytest.approx(math.exp(-0.02), abs=0.01)
     assert found.ratio_quantiles[0.99] == pytest.approx(math.exp(-0.02 + 0.2 * 2.326), rel=0.02)
@@ -78,37 +73,31 @@ def test_the_interval_holds_the_truth_where_questions_differ():
 
 def test_a_tiny_kl_is_not_lost_in_rounding():
     """Float32's own rounding of ρ, 6e-8, is as large as this KL times a thousand: log ρ = ±1e-5."""
-    log_ratio = torch.tensor([1e-5, -1e-5])
-    found = measure([Scored(torch.zeros(2), log_ratio, torch.ones(2) > 0, (0,))]).kl_k3
+    found = measure([Scored((0,), torch.tensor([1e-5, -1e-5], dtype=torch.float64))]).kl_k3
     assert found.value == pytest.approx(0.5e-10, rel=1e-4)
 
 
 def test_tokens_above_the_cap_are_counted():
-    scored = [
-        Scored(torch.tensor([-1.0, -1.0, -1.0, -1.0]), torch.tensor([-1.0, -0.5, -0.2, -2.0]), torch.ones(4) > 0, (0,))
-    ]
-    found = measure(scored)
+    found = measure([Scored((0,), torch.tensor([0.0, 0.5, 0.8, -1.0], dtype=torch.float64))])
     assert found.capped_share == 0.25, "of ρ = 1, 1.6, 2.2 and 0.4, one is above C = 2"
-    assert found.agreement == 1.0
 
 
 def test_answers_of_several_lengths_count_by_their_tokens():
-    short = Scored(torch.zeros(1) - 1, torch.zeros(1), torch.tensor([True]), (0,))
-    long = Scored(torch.zeros(9) - 1, torch.zeros(9) - 1, torch.tensor([False] * 9), (1,))
-    found = measure([short, long])
-    assert found.kl_k3.value == pytest.approx((math.e - 2) / 10) and found.agreement == pytest.approx(0.1)
+    short, long = torch.ones(1, dtype=torch.float64), torch.zeros(9, dtype=torch.float64)
+    found = measure([Scored((0,), short), Scored((1,), long)])
+    assert found.kl_k3.value == pytest.approx((math.e - 2) / 10)
 
 
 def test_whole_answers_lose_their_weight_with_their_length():
     """The sum of log ρ over L tokens has the variance 0.01 L, so the effective sample size is exp(-0.01 L)."""
-    log_ratios = [row.proximal_logps - row.behavior_logps for row in answers_of(0.1, count=4000)]
+    log_ratios = [row.log_ratio for row in answers_of(0.1, count=4000)]
     assert half_length(log_ratios) == pytest.approx(math.log(2) / 0.01, rel=0.1)
     assert half_length([row + 3.0 for row in log_ratios]) == pytest.approx(math.log(2) / 0.01, rel=0.1), "a constant"
     assert half_length([torch.zeros(4), torch.zeros(100)]) is None, "nothing differs"
 
 
 def test_an_engine_that_gives_no_numbers_is_refused():
-    broken = Scored(torch.tensor([-1.0, math.nan]), torch.tensor([-1.0, -1.0]), torch.tensor([True, True]), (0,))
+    broken = Scored((0,), torch.tensor([math.nan, 0.0], dtype=torch.float64))
     with pytest.raises(ValueError, match="not finite"):
         measure([broken])
     with pytest.raises(ValueError, match="All answers are empty"):
@@ -124,12 +113,9 @@ def test_answers_are_scored_as_the_model_says():
     with torch.no_grad():
         logps = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
     expected = [float(logps[2 + step, token]) for step, token in enumerate(answer)]
-    likeliest = [int(logps[2 + step].argmax()) for step in range(4)]
-    given = Answer(prompt, answer, [-1.0, -2.0, -3.0, -4.0], [likeliest[0], 0, likeliest[2], likeliest[3]])
-    (scored,) = score(model, [Answer(prompt, [], [], []), given])
-    assert scored.proximal_logps.tolist() == pytest.approx(expected, abs=1e-5)
-    assert scored.behavior_logps.tolist() == [-1.0, -2.0, -3.0, -4.0]
-    assert scored.agrees.tolist() == [True, likeliest[1] == 0, True, True]
+    (scored,) = score(model, [Answer(prompt, [], []), Answer(prompt, answer, [-1.0, -2.0, -3.0, -4.0])])
+    ours = [value - step - 1 for step, value in enumerate(scored.log_ratio.tolist())]
+    assert ours == pytest.approx(expected, abs=1e-5)
     assert scored.question == (5, 6, 7)
 
 
@@ -195,27 +181,25 @@ def test_the_verdict_waits_until_the_interval_is_clear(kl, words):
 def test_a_list_that_misses_its_budget_is_not_passed_off_as_one_that_does():
     report = report_with(0.0005, 0.001, 0.0015)
     for limit, words in ((0.0009, "above --kl 0.0009: lower --kl"), (0.0011, "current weights")):
-        kept = Kept("int8", "int8", ("lm_head",), 0, 0.0, (), limit)
-        assert words in sentences(replace(report, kept=kept))[1]
+        choice = Choice("int8", {"*": "int8"}, 0, (), limit)
+        assert words in sentences(replace(report, choice=choice))[1]
 
 
 def test_lengths_are_rounded():
-    assert [tokens(count) for count in (7.23, 187.0, 999.0, 44123.0, 189999.0, 2e6)] == [
-        "7.2", "190", "1k", "44k", "190k", "> 1M",
-    ]  # fmt: skip
+    assert [two_digits(count) for count in (7.23, 187.0, 999.0, 44123.0)] == ["7.2", "190", "1,000", "44,000"]
 
 
 # Where it comes from -------------------------------------------------------------------------------------------------
 
 
-GROUPS = [Group((str(size),), size, kl) for size, kl in ((10, 5.0), (70, 30.0), (20, 4.0), (5, 1.0))]
+STEPS = [Step((str(size),), "none", kl, size) for size, kl in ((10, 5.0), (70, 30.0), (20, 4.0), (5, 1.0))]
 
 
 def test_a_kl_is_reached_with_the_fewest_groups():
-    assert within_kl(GROUPS, 40.0) == []
-    assert within_kl(GROUPS, 39.0) == GROUPS[:1]
-    assert within_kl(GROUPS, 5.0) == GROUPS[:2]
-    assert within_kl(GROUPS, 0.0) == GROUPS
+    assert within_kl(STEPS, 40.0) == []
+    assert within_kl(STEPS, 39.0) == STEPS[:1]
+    assert within_kl(STEPS, 5.0) == STEPS[:2]
+    assert within_kl(STEPS, 0.0) == STEPS
 
 
 @pytest.mark.parametrize(
@@ -223,25 +207,27 @@ def test_a_kl_is_reached_with_the_fewest_groups():
     [((0.0015,), [1]), ((0.0025, 0.0015), [1, 2]), ((0.0025, 0.0025, 0.0025), [1, 2, 3])],
 )
 def test_lists_grow_until_an_engine_is_within_the_budget(reached, kept, monkeypatch):
-    """Of a KL of 0.005, a 16-bit engine has 0.0005; the first group is all that the estimates ask for."""
-    groups = [Group((str(size),), 100, kl) for size, kl in ((1, 7.0), (2, 1.0), (3, 0.7), (4, 0.5), (5, 0.3))]
+    """Of a KL of 0.005, a 16-bit engine has 0.0005; the first step is all that the estimates ask for."""
+    steps = [Step((str(size),), "none", kl, 100) for size, kl in ((1, 7.0), (2, 1.0), (3, 0.7), (4, 0.5), (5, 0.3))]
     asked, figures = [], iter(reached)
 
     class FakeEngines:
         say = staticmethod(print)
+        policy, prompts = None, []
 
-        def sample(self, name, ignore):
-            asked.append(len(ignore) - 1)
-            return next(figures)
+        def measure(self, formats):
+            asked.append(len(formats) - 1)
+            return report_with(0, next(figures), 1).formats["int8"]
 
-    monkeypatch.setattr("trl_qurl.lab.mismatch.keep.estimate_groups", lambda *given: groups)
-    monkeypatch.setattr("trl_qurl.lab.mismatch.keep.measure", lambda kl: report_with(0, kl, 1).formats["int8"])
+        def weights(self, scheme):
+            return nullcontext()
+
+    monkeypatch.setattr("trl_qurl.lab.mismatch.finer.find_steps", lambda *given: steps)
     report = report_with(0.004, 0.005, 0.006)
     report.formats["none"] = report_with(0, 0.0005, 1).formats["int8"]
-    report = replace(report, ignore=("lm_head",))
-    found, mismatch = keep_layers(FakeEngines(), get_scheme("int8"), report, 0.002)
-    assert asked == kept and len(found.ignore) == kept[-1] + 1 and mismatch.kl_k3.value == reached[-1]
-    assert found.share == pytest.approx(kept[-1] / 5) and found.extra_bytes == 100 * kept[-1]
+    choice, mismatch = choose_finer(FakeEngines(), "int8", report, 0.002)
+    assert asked == kept and mismatch.kl_k3.value == reached[-1]
+    assert choice.formats == {**{str(1 + number): "none" for number in range(kept[-1])}, "*": "int8"}
 
 
 # The command ---------------------------------------------------------------------------------------------------------
@@ -275,9 +261,9 @@ def test_formats_that_do_not_fit_the_model_are_left_out_unless_they_were_named(t
     (tmp_path / "questions.txt").write_text("ab\ncd\nef\ngh\n")
     asked = []
 
-    def answer(function, job, failure):
-        asked.append(job.formats)
-        return [Answer(prompt, [8, 9, 10], [-4.0, -5.0, -4.5], [8, 9, 10]) for prompt in job.prompts]
+    def answer(engine, prompts, failure):
+        asked.append(engine.args[0])
+        return [Answer(prompt, [8, 9, 10], [-4.0, -5.0, -4.5]) for prompt in prompts]
 
     monkeypatch.setattr("trl_qurl.lab.mismatch.engines.call_in_child", answer)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -331,21 +317,22 @@ def measured(warm_python, tmp_path_factory):
 @needs_vnni
 def test_the_command_says_what_rounding_does(measured):
     directory, printed, written = measured
-    assert "INT8: safe to train with" in printed and "INT8, 1 kept" in printed
+    assert "INT8: safe to train with" in printed and "INT8, 2 finer" in printed
     assert max(len(line) for line in printed.splitlines() if "/" not in line) <= 80
-    assert list(written["formats"]) == ["none", "int8", "int8, 1 kept"]
-    exact, plain, kept = (found["kl_k3"] for found in written["formats"].values())
-    assert exact["high"] < kept["low"], "rounding is more than kernels do"
-    assert kept["value"] <= BUDGET < plain["low"], "an engine with the layers kept is within the budget"
+    assert list(written["formats"]) == ["none", "int8", "int8, 2 finer"]
+    exact, plain, finer = (found["kl_k3"] for found in written["formats"].values())
+    assert exact["high"] < finer["low"], "rounding is more than kernels do"
+    assert finer["value"] <= BUDGET < plain["low"], "an engine with the layers in 16 bits is within the budget"
 
 
 @pytest.mark.vllm
 @pytest.mark.xdist_group("mismatch")
 @needs_vnni
 def test_the_list_is_one_for_training(measured):
-    directory, _, written = measured
-    fed = ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"]
-    assert written["kept"]["ignore"] == ["lm_head", *fed]
+    directory, printed, written = measured
+    formats = {f"model.layers.0.mlp.{name}_proj": "none" for name in ("gate", "up")} | {"*": "int8"}
+    assert written["choice"]["formats"] == formats
+    assert (directory / "new" / "out.yaml").read_text() in printed
     given = [
         "--config",
         str(directory / "new" / "out.yaml"),
@@ -356,7 +343,7 @@ def test_the_list_is_one_for_training(measured):
         "false",
     ]
     config = parse_arguments([*given, "--report_to", "none"])[1]
-    assert config.quantization_ignore == ["lm_head", *fed] and config.rollout_quantization == "int8"
+    assert config.rollout_quantization == formats and config.quantization_ignore == ["lm_head"]
 
 
 @pytest.mark.vllm

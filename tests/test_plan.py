@@ -124,7 +124,6 @@ def test_each_layer_is_rounded_and_smoothed_by_its_own_format():
     model = tiny_model("llama", **WHOLE_BLOCKS).eval()
     weights = stream_of(model, {"re:.*self_attn": "w4a16", "*": "int8"}, smooths=True)
     assert all(name.endswith(("post_attention_layernorm", "up_proj")) for name in weights.smoothing._sources)
-    weights.smoothing.close()
     block, inputs = model.model.layers[0], torch.randn(1, 3, 128)
     with quantized_forward(model, weights.plan):
         outputs = {name: block.get_submodule(name)(inputs) for name in ("self_attn.q_proj", "mlp.up_proj")}

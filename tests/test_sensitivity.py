@@ -4,11 +4,11 @@ import pytest
 import torch
 from tiny import stream_of, tiny_model, with_outliers
 
+from trl_qurl.lab.mismatch.finer import find_steps
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.fake_quantization import quantized_forward
 from trl_qurl.quantization.layers import fused_groups
 from trl_qurl.quantization.plan import QuantizationPlan
-from trl_qurl.quantization.sensitivity import estimate_kl, extra_bytes
 
 INT8 = SCHEMES["int8"]
 
@@ -32,9 +32,13 @@ def exact_kl(model, layers, scheme):
     return float((exact.exp() * (exact - rounded)).sum(-1).mean())
 
 
+def kl_by_group(model, stream):
+    return {step.layers: step.kl for step in find_steps(model, stream, TOKENS.tolist())}
+
+
 def test_an_estimate_is_near_the_kl_of_each_group(weights):
     model, stream = weights
-    estimates = estimate_kl(model, stream, TOKENS.tolist())
+    estimates = kl_by_group(model, stream)
     assert len(estimates) == 12 and max(estimates, key=estimates.get) == FED
     for group, estimate in estimates.items():
         assert 0.1 < estimate / exact_kl(model, group, INT8) < 3, group
@@ -45,7 +49,7 @@ def test_the_model_stays_as_it_is(weights):
     model, stream = weights
     kinds = [type(module) for module in model.modules()]
     before = torch.random.get_rng_state()
-    estimate_kl(model, stream, TOKENS.tolist())
+    find_steps(model, stream, TOKENS.tolist())
     assert torch.equal(torch.random.get_rng_state(), before)
     assert [type(module) for module in model.modules()] == kinds
     assert all(not module._forward_hooks for module in model.modules())
@@ -56,8 +60,7 @@ def test_smoothing_takes_the_outliers_off_the_estimate(weights):
     model, stream = weights
     smoothed = stream_of(model, INT8, smooths=True)
     smoothed.fit_smoothing(model, TOKENS.tolist())
-    assert estimate_kl(model, smoothed, TOKENS.tolist())[FED] < estimate_kl(model, stream, TOKENS.tolist())[FED] / 5
-    smoothed.smoothing.close()
+    assert kl_by_group(model, smoothed)[FED] < kl_by_group(model, stream)[FED] / 5
 
 
 def test_layers_that_an_engine_fuses_stay_together():
@@ -70,7 +73,22 @@ def test_layers_that_an_engine_fuses_stay_together():
     }
 
 
-def test_bytes_are_those_of_a_checkpoint():
-    model = tiny_model("llama", torch.bfloat16)
+@pytest.mark.parametrize("finer", [[], [SCHEMES["w8a16"]]])
+def test_bytes_are_those_of_a_checkpoint(finer):
+    model = tiny_model("llama", torch.bfloat16).eval()
     whole, quantized = (stream_of(model, each) for each in (None, INT8))
-    assert sum(extra_bytes(quantized).values()) == whole.nbytes(torch.bfloat16) - quantized.nbytes(torch.bfloat16)
+    steps = find_steps(model, quantized, TOKENS.tolist()[:1], finer)
+    extra = whole.nbytes(torch.bfloat16) - quantized.nbytes(torch.bfloat16)
+    assert sum(step.extra_bytes for step in steps) == extra
+
+
+def test_a_finer_format_comes_before_16_bits_where_it_can_store_the_layers():
+    """With exact activations, outliers do no harm; `down_proj` has 192 inputs, not a multiple of 128."""
+    model = with_outliers(tiny_model("llama", intermediate_size=192), 1).eval()
+    steps = find_steps(model, stream_of(model, INT8), TOKENS.tolist(), [SCHEMES["w8a16"]])
+    first, *others = [step for step in steps if step.layers == FED]
+    assert (steps[0], first.format, [step.format for step in others]) == (first, "w8a16", ["none"])
+    assert first.kl > 10 * others[0].kl and first.extra_bytes < others[0].extra_bytes / 20
+    assert [step.format for step in steps if "down_proj" in step.layers[0]] == ["none"] * 2
+    exact = exact_kl(model, FED, INT8) - exact_kl(model, FED, SCHEMES["w8a16"])
+    assert 1 / 3 < first.kl / exact < 3

@@ -1,28 +1,54 @@
 """The cases: every format on every GPU, corners, and faults of vLLM that we repair or refuse."""
 
+import json
 from dataclasses import replace
+from itertools import product
 
 from simulated_gpu.engine import Case
 from simulated_gpu.platform import GPUS
-from trl_qurl.quantization.formats import FORMATS, SCHEMES
+from trl_qurl.quantization.formats import FORMATS
 
 MATRIX = [Case(gpu, scheme.name) for scheme in FORMATS for gpu in GPUS]
 
-ALWAYS = {
-    Case("A100", "int8"): "CutlassInt8ScaledMMLinearKernel",
-    Case("B200", "int8"): "TritonInt8ScaledMMLinearKernel",  # CUTLASS's is disabled by us
-    Case("H100", "fp8", sleeps=True, cache="fp8"): "CutlassFP8ScaledMMLinearKernel",
-    Case("A100", "w4a16"): "MarlinLinearKernel",
-    Case("H100", "w4a16"): "MacheteLinearKernel",
-    Case("B200", "mxfp8"): "FlashInferCutedslMxfp8LinearKernel",
+MIXED_GPUS = ("A100", "RTX 40", "H100", "B200")
+
+
+def mixed(scheme: str, other: str) -> str:
+    """Formats by pattern. Each has fused layers with a bias, and both are in one decoder layer."""
+    return json.dumps({r"re:.*(layers\.1\.self_attn|down_proj)": other, "*": scheme})
+
+
+MIXED = {
+    (scheme, other): [Case(gpu, mixed(scheme, other)) for gpu in MIXED_GPUS]
+    for scheme, other in product(("int8", "fp8"), ("w8a16", "w4a16", "none"))
 }
-"""Cases that are always simulated, and the kernel that vLLM chooses for the layers of each."""
+"""Two formats in one engine: eight bits, with other layers in a finer format, in a smaller one, or in 16 bits."""
+
+ALWAYS = {
+    Case("A100", "int8"): {"qkv_proj": "CutlassInt8ScaledMMLinearKernel"},
+    Case("B200", "int8"): {"qkv_proj": "TritonInt8ScaledMMLinearKernel"},  # CUTLASS's is disabled by us
+    Case("H100", "fp8", sleeps=True, cache="fp8"): {"qkv_proj": "CutlassFP8ScaledMMLinearKernel"},
+    Case("A100", "w4a16"): {"qkv_proj": "MarlinLinearKernel"},
+    Case("H100", "w4a16"): {"qkv_proj": "MacheteLinearKernel"},
+    Case("B200", "mxfp8"): {"qkv_proj": "FlashInferCutedslMxfp8LinearKernel"},
+    Case("A100", mixed("int8", "w8a16")): {
+        "qkv_proj": "CutlassInt8ScaledMMLinearKernel",
+        "down_proj": "MarlinLinearKernel",
+    },
+    Case("H100", mixed("fp8", "w4a16"), sleeps=True): {
+        "qkv_proj": "CutlassFP8ScaledMMLinearKernel",
+        "down_proj": "MacheteLinearKernel",
+    },
+}
+"""Cases that are always simulated, and the kernels that vLLM chooses for layers of each."""
 
 
 def runs(case: Case) -> bool:
-    """Check that we accept the format on the GPU."""
-    scheme = SCHEMES[case.scheme]
-    return scheme.runs_on(GPUS[case.gpu]) and (case.has_flashinfer or not scheme.needs_flashinfer)
+    """Check that we accept the formats on the GPU."""
+    return all(
+        scheme.runs_on(GPUS[case.gpu]) and (case.has_flashinfer or not scheme.needs_flashinfer)
+        for scheme in case.schemes
+    )
 
 
 # Other packages may register formats that vLLM runs by these kernels.
@@ -42,6 +68,8 @@ CORNERS = [
     Case("A100", "int8", sleeps=True, cache="int8_per_token_head"),
     *(Case("H100", name, rank=rank) for name in ("int8", "fp8", "w4a16") for rank in (0, 1)),
     *(Case("A100", "w4a16", rank=rank) for rank in (0, 1)),
+    *(Case("H100", mixed(name, "w4a16"), rank=rank) for name in ("int8", "fp8") for rank in (0, 1)),
+    Case("A100", mixed("int8", "w4a16"), sleeps=True),
     Case("A100", "w4a16", "qwen3"),
     Case("B200", "mxfp8", "qwen3"),
     Case("A100", "fp8", "qwen3", sleeps=True, is_refused=False),
@@ -65,6 +93,7 @@ EXPERTS = Case("H100", "fp8", "qwen3_moe", experts=True, has_flashinfer=False)
 
 FAULTS = [
     ("Marlin moves a bias", Case("A100", "w4a16"), FREED, "self_attn.qkv_proj.bias"),
+    ("Marlin moves a bias", Case("A100", mixed("int8", "w8a16")), FREED, "self_attn.qkv_proj.bias"),
     ("Marlin moves a bias", Case("B200", "w8a16"), STALE, "self_attn.qkv_proj.bias"),
     (
         "A bias without a loader",

@@ -13,9 +13,9 @@ from tiny import MIXTURES, tiny_model, tiny_tokenizer
 
 from simulated_gpu import humming, tensors
 from simulated_gpu.platform import GPUS, installed
-from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.checkpoint import CheckpointWriter
-from trl_qurl.quantization.plan import make_plan
+from trl_qurl.quantization.plan import make_plan, read_formats, schemes_of
+from trl_qurl.quantization.scheme import QuantizationScheme
 from trl_qurl.quantization.stream import WeightStream, model_parameters
 
 RELOADS = 2  # a bias that has lost its loader is noticed by the first, what the first breaks by the second
@@ -35,11 +35,11 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A format on a GPU, and settings that change the code that vLLM runs."""
+    """Formats on a GPU, and settings that change the code that vLLM runs."""
 
     gpu: str
-    scheme: str
-    family: str = "qwen2"  # its linear layers have biases, unlike qwen3's
+    scheme: str  # its name, or formats by pattern in JSON
+    family: str = "qwen2"  # linear layers have biases; those of qwen3 have none
     head: bool = False  # whether the output head is quantized
     experts: bool = False  # whether experts are
     rank: int | None = None  # of two in tensor parallelism; `None` without it
@@ -52,14 +52,21 @@ class Case:
 
     def __str__(self) -> str:
         changed = [f"{name}={value}" for name, value in vars(self).items() if value != getattr(Case, name, value)]
-        return " ".join([self.gpu, self.scheme, *changed])
+        formats = read_formats(self.scheme)
+        name = formats if isinstance(formats, str) else "+".join(dict.fromkeys(formats.values()))
+        return " ".join([self.gpu, name, *changed])
+
+    @property
+    def schemes(self) -> list[QuantizationScheme]:
+        """The formats that an engine must run."""
+        return schemes_of(read_formats(self.scheme))
 
 
 @dataclass
 class Report:
     """The result of a simulation."""
 
-    kernels: dict[str, str]  # by the last part of a layer's name
+    kernels: dict[str, str]  # by the last part of a layer's name, of the first decoder layer
     faults: dict[str, Any]  # empty: as fresh
 
 
@@ -74,7 +81,7 @@ def simulate(case: Case) -> Report:
 
         hardware.gpu_capability = lambda: GPUS[case.gpu]
         hardware.has_flashinfer = lambda: case.has_flashinfer
-        os.environ.update(hardware.kernel_environment(*[SCHEMES[case.scheme]] * case.is_refused))
+        os.environ.update(hardware.kernel_environment(*case.schemes * case.is_refused))
         if case.disabled:
             os.environ["VLLM_DISABLED_KERNELS"] = f"{os.environ.get('VLLM_DISABLED_KERNELS', '')},{case.disabled}"
         stage = "start"
@@ -188,7 +195,7 @@ class Engine:
             if experts := getattr(owner, "experts_cls", None):
                 kernels = [experts.__name__]
             if kernels:
-                names[path.rpartition(".")[2]] = kernels[0]
+                names.setdefault(path.rpartition(".")[2], kernels[0])
         return names
 
 

@@ -1,9 +1,10 @@
-"""The table in docs/choosing.md: formats by GPU, each with the kind of evidence that there is for it."""
+"""The tables in docs/choosing.md: formats by GPU, each with its kind of evidence, and two formats in one engine."""
 
 from collections.abc import Mapping
 
 from documents import ROOT
 
+from simulated_gpu.cases import MIXED
 from simulated_gpu.engine import Case, Report
 from trl_qurl.quantization.formats import FORMATS
 
@@ -36,11 +37,26 @@ def rows(reports: Mapping[Case, Report]) -> str:
     for row, gpus in ROWS.items():
         lines.append([row, *(evidence([reports[Case(gpu, name)] for gpu in gpus]) for name in names)])
     lines.append(["CPU", *(CPU.get(name, "not tried") for name in names)])
+    return table(lines) + "\n" + table(mixed_rows(reports))
+
+
+def mixed_rows(reports: Mapping[Case, Report]) -> list[list[str]]:
+    """The GPUs on which an engine with two formats reloads as it starts."""
+    others = list(dict.fromkeys(other for _, other in MIXED))
+    titles = ["16 bits" if other == "none" else f"`{other}`" for other in others]
+    lines = [["in one engine", *(f"with layers in {title}" for title in titles)], ["---"] * (len(others) + 1)]
+    for name in dict.fromkeys(scheme for scheme, _ in MIXED):
+        gpus = [[case.gpu for case in MIXED[name, other] if not reports[case].faults] for other in others]
+        lines.append([f"`{name}`", *map(", ".join, gpus)])
+    return lines
+
+
+def table(lines: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines).replace("| --- ", "|---").replace("--- |", "---|")
 
 
 def read() -> str:
-    """The table as it is."""
+    """The tables as they are."""
     return PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
 
 

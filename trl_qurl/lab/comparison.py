@@ -78,16 +78,10 @@ def candidates(names: Sequence[str] | None) -> list[QuantizationScheme]:
 def fitting_formats(
     model: Any, names: Sequence[str] | None, ignore: Sequence[str], say: Callable[[str], None]
 ) -> list[QuantizationScheme]:
-    """Return the formats to compare. Without `names`, formats that do not fit the model are left out with a message.
+    """Return the named formats; without `names`, all that fit the model: `say` gets a message for each other one.
 
-    Args:
-        model: A transformers model; its weights are not needed.
-        names: Requested formats, which must all fit the model; `None` for all that do.
-        ignore: Modules to keep in full precision.
-        say: Called with a message for each format that is left out.
-
-    Raises:
-        ValueError: If a requested format does not fit, or there is nothing to quantize.
+    The model's weights are not needed. Raises `ValueError` if a requested format does not fit, or there is nothing to
+    quantize.
     """
     from trl_qurl.quantization.plan import make_plan
 

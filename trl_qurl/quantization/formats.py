@@ -28,9 +28,6 @@ TOKEN_CACHES = ("int8_per_token_head", "fp8_per_token_head")
 CACHES = ("auto", "float16", "bfloat16", *FP8_CACHES, *TOKEN_CACHES)
 """Values of `kv_cache_dtype` that stay right after a sync; `auto` is the dtype of the model."""
 
-SCHEMES: dict[str, QuantizationScheme] = {}
-"""All formats by name."""
-
 
 def register_scheme(scheme: QuantizationScheme) -> None:
     """Make a scheme available by name.
@@ -88,10 +85,9 @@ FORMATS = (
         name="int8",
         preset="W8A8",
         checkpoint_format="int-quantized",
-        description="INT8 weights with a scale per output channel, INT8 activations with a scale per token",
         lowest_gpu=(7, 5),  # Turing and later
         cpus="avx2",
-        round_activations=activations.int8_per_token,
+        quantize_activations=activations.int8_per_token,
         is_smoothed=True,
         # On Blackwell and later, vLLM's CUTLASS kernels support only FP8, but the INT8 one fails only when it runs.
         kernel_fault=KernelFault((10, 0), ("CutlassInt8ScaledMMLinearKernel",)),
@@ -100,21 +96,17 @@ FORMATS = (
         name="fp8",
         preset="FP8_DYNAMIC",
         checkpoint_format="float-quantized",
-        description="FP8 (E4M3) weights with a scale per output channel, FP8 (E4M3) activations with a scale per "
-        "token",
         lowest_gpu=(8, 9),  # Ada and later
         cpus=None,  # emulated there: minutes per rollout
-        round_activations=activations.fp8_per_token,
+        quantize_activations=activations.fp8_per_token,
     ),
     QuantizationScheme(
         name="fp8_block",
         preset="FP8_BLOCK",
         checkpoint_format="float-quantized",
-        description="FP8 (E4M3) weights with a scale per block of 128 x 128, FP8 (E4M3) activations with a scale per "
-        "token and group of 128 inputs",
         lowest_gpu=(9, 0),  # Hopper and later; on older GPUs vLLM's kernel leaves activations exact
         cpus=None,  # needs AMX, and those kernels leave activations exact or use one scale per token
-        round_activations=activations.fp8_per_group,
+        quantize_activations=activations.fp8_per_group,
         heads=False,  # vLLM's loader of heads requires a scale per token of the vocabulary
         # DeepGEMM rounds the weights again, to power-of-two scales, and activations with such scales.
         kernel_fault=KernelFault(
@@ -125,17 +117,15 @@ FORMATS = (
         name="mxfp8",
         preset="MXFP8",
         checkpoint_format="mxfp8-quantized",
-        description="FP8 (E4M3) weights and activations with a power of two per group of 32 inputs (MXFP8)",
         lowest_gpu=(10, 0),  # Blackwell and later; on older GPUs vLLM's kernel leaves activations exact
         cpus=None,
         needs_flashinfer=True,  # vLLM's other kernel for it, Marlin, leaves activations exact
-        round_activations=activations.mxfp8,
+        quantize_activations=activations.mxfp8,
     ),
     QuantizationScheme(
         name="w4a16",
         preset="W4A16",
         checkpoint_format="pack-quantized",
-        description="INT4 weights with a scale per group of 128 inputs, activations in full precision",
         lowest_gpu=(7, 5),  # Turing and later
         cpus="avx512_f",
     ),
@@ -143,13 +133,13 @@ FORMATS = (
         name="w8a16",
         preset="W8A16",
         checkpoint_format="pack-quantized",
-        description="INT8 weights with a scale per group of 128 inputs, activations in full precision",
         lowest_gpu=(7, 5),
         cpus=None,  # vLLM's CPU kernel for packed weights supports only four bits
     ),
 )
 
-for _scheme in FORMATS:
-    register_scheme(_scheme)
+SCHEMES = {scheme.name: scheme for scheme in FORMATS}
+"""All formats by name, with those that are registered later."""
+
 for _entry_point in entry_points(group=__name__):
     register_scheme(_entry_point.load())

@@ -36,7 +36,7 @@ class QuantizationPlan:
         """The formats in a few words, for model cards."""
         counts = Counter(self.schemes.values())
         notes = {scheme: f"{count} layers: " if len(counts) > 1 else "" for scheme, count in counts.items()}
-        return "; ".join(f"{note}{scheme.description}" for scheme, note in notes.items())
+        return "; ".join(f"{note}{scheme.label}, {scheme.served_as}" for scheme, note in notes.items())
 
     def quantization_config(self) -> dict[str, Any] | None:
         """Build what a checkpoint's `config.json` tells vLLM.
@@ -142,13 +142,10 @@ def format_name(formats: Formats) -> str:
 
 
 def check_patterns(patterns: Any, name: str) -> None:
-    """Raise `ValueError` for a pattern that starts with `re:` but is not a regular expression, and for `auto`."""
+    """Raise `ValueError` for a pattern that starts with `re:` but is not a regular expression."""
     if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
         raise ValueError(f"{name} is {patterns!r}, but must be a list of patterns, or [] for none.")
     for pattern in patterns:
-        if pattern == "auto":  # chose layers itself in early versions
-            way_out = "run `trl-qurl mismatch MODEL --kl 5e-3`, and use the list of layers that it writes."
-            raise ValueError(f"{name} has 'auto', which names no module: {way_out}")
         try:
             re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
         except re.error as error:
@@ -211,12 +208,12 @@ def _check_head(model: Any, rules: Iterable[tuple[str, QuantizationScheme | None
 
 def _check_storable(schemes: Mapping[str, QuantizationScheme], layers: Mapping[str, Layer]) -> None:
     """Raise `ValueError` for layers that their formats cannot store."""
+    no_head = "vLLM cannot load an output head in this format"
     reasons = {
-        name: "vLLM cannot load an output head in this format" if name.endswith(HEAD) and not scheme.heads else reason
+        name: no_head if name.endswith(HEAD) and not scheme.heads else scheme.refusal(layers[name].shape)
         for name, scheme in schemes.items()
-        if (reason := scheme.refusal(layers[name].shape)) or (name.endswith(HEAD) and not scheme.heads)
     }
-    if reasons:
+    if reasons := {name: reason for name, reason in reasons.items() if reason}:
         first, reason = next(iter(reasons.items()))
         patterns = sorted({f"re:.*{name.rpartition('.')[2]}" for name in reasons})
         raise ValueError(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trl_qurl.quantization import packing
+from trl_qurl.quantization.activations import exact
 
 HEAD = "lm_head"  # last part of an output head's name
 
@@ -25,18 +26,19 @@ class KernelFault(NamedTuple):
 class QuantizationScheme:
     """A format for the weights, and possibly the activations, of linear layers.
 
-    Activations stay exact without `round_activations`, a function of a layer's inputs (..., in). On GPUs below
-    `lowest_gpu`, vLLM may still run the weights with exact activations; our commands and trainers refuse to.
+    On GPUs below `lowest_gpu`, vLLM may still run the weights with exact activations; our commands and trainers refuse
+    to.
     """
 
     name: str  # what users write (`rollout_quantization="int8"`)
     preset: str  # name of the same format among compressed-tensors' presets
     checkpoint_format: str  # compressed-tensors' name for the storage format of weights
-    description: str  # the format in a few words, for model cards and help texts
     lowest_gpu: tuple[int, int]  # lowest CUDA compute capability with kernels in vLLM, not counting emulation
     cpus: str | None  # instructions that vLLM's kernels for CPUs need, as torch names them; `None` without kernels
     needs_flashinfer: bool = False  # whether vLLM's kernels for GPUs are FlashInfer's
-    round_activations: Callable[[torch.Tensor], torch.Tensor] | None = None  # rounds as vLLM's kernels do
+    quantize_activations: Callable[[torch.Tensor], torch.Tensor] = (
+        exact  # rounds a layer's inputs as vLLM's kernels do
+    )
     heads: bool = True  # whether vLLM can load an output head in this format
     is_smoothed: bool = False  # whether to smooth activations (`smoothing`): helps formats with few integer levels
     kernel_fault: KernelFault | None = None  # kernels that an engine must not use on some GPUs
@@ -53,14 +55,9 @@ class QuantizationScheme:
 
         return preset_name_to_scheme(self.preset, targets=["Linear"])
 
-    @property
-    def weight_args(self) -> Any:
-        """compressed-tensors' arguments for the weights."""
-        return self.library_scheme.weights
-
     @functools.cached_property
     def served_as(self) -> str:
-        """Description of the format that an engine finds in a checkpoint."""
+        """The format in a few words, as an engine finds it in a checkpoint."""
         return served_as({**self.library_scheme.model_dump(mode="json"), "format": self.checkpoint_format})
 
     def runs_on(self, capability: tuple[int, int] | None) -> bool:
@@ -85,7 +82,8 @@ class QuantizationScheme:
         Returns:
             The same tensors on the meta device, by name, in the same order.
         """
-        height, width = self.weight_args.block_structure or (1, self.weight_args.group_size or 1)
+        args = self.library_scheme.weights
+        height, width = args.block_structure or (1, args.group_size or 1)
         small, large = _samples(self, height, width, weight.dtype)
         blocks = (weight.shape[0] // height, weight.shape[1] // width)
         result = {}
@@ -129,18 +127,7 @@ class QuantizationScheme:
         if dtype is not None and "weight_shape" in tensors:
             scale = tensors["weight_scale"]
             tensors = {**tensors, "weight_scale": scale.to(dtype).to(scale.dtype)}
-        return packing.dequantize(tensors, self.weight_args)
-
-    def quantize_activations(self, activations: torch.Tensor) -> torch.Tensor:
-        """Round a layer's inputs as the engine's kernels do.
-
-        Args:
-            activations: Inputs, (..., in).
-
-        Returns:
-            The rounded inputs, in the same dtype; the same tensor if the format leaves them exact.
-        """
-        return activations if self.round_activations is None else self.round_activations(activations)
+        return packing.dequantize(tensors, self.library_scheme.weights)
 
     def refusal(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> str | None:
         """Return why the scheme cannot store a weight.
@@ -158,7 +145,7 @@ class QuantizationScheme:
             return f"its weight has the shape {tuple(shape)}, not (out, in)"
         if not dtype.is_floating_point:
             return f"its weight is of dtype {dtype}, not a floating-point dtype"
-        (outputs, inputs), args = shape, self.weight_args
+        (outputs, inputs), args = shape, self.library_scheme.weights
         if args.block_structure and (outputs % args.block_structure[0] or inputs % args.block_structure[1]):
             height, width = args.block_structure
             return f"its weight of {outputs} x {inputs} is not made of whole blocks of {height} x {width}"
@@ -170,10 +157,10 @@ class QuantizationScheme:
 def served_as(group: Mapping[str, Any], checkpoint_format: str | None = None) -> str:
     """Describe a group of a `quantization_config`, so that two formats never have the same description."""
     parts = []
-    for kind in ("weights", "input_activations"):
+    for kind, name in (("weights", "weights"), ("input_activations", "activations")):
         if args := group.get(kind):
             size = args.get("block_structure") or args.get("group_size") or ""
-            parts.append(f"{args['num_bits']}-bit {args['type']} {kind} per {args['strategy']} {size}".rstrip())
+            parts.append(f"{args['num_bits']}-bit {args['type']} {name} per {args['strategy']} {size}".rstrip())
     return f"{', '.join(parts)}, {group.get('format') or checkpoint_format}"
 
 

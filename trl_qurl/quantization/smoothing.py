@@ -59,18 +59,10 @@ class Smoothing:
         self._inputs: dict[str, torch.Tensor] = {}  # by source, since the last fit
         self._columns: dict[str, torch.Tensor] = {}  # by layer, as last sent
         readers = {source.layers[0]: name for name, source in self._sources.items()}  # its layers share one input
-        self._hooks = [
+        for layer, module in linear_layers(model, readers.keys()):
             module.register_forward_pre_hook(partial(self._record_inputs, readers[layer]))
-            for layer, module in linear_layers(model, readers.keys())
-        ]
-        decoder = plain_model(model).get_decoder()
         self._mask: torch.Tensor | None = None  # true on tokens that are not padding, (B, T)
-        self._hooks.append(decoder.register_forward_pre_hook(self._record_mask, with_kwargs=True))
-
-    def close(self) -> None:
-        """Remove all hooks from the model."""
-        for hook in self._hooks:
-            hook.remove()
+        plain_model(model).get_decoder().register_forward_pre_hook(self._record_mask, with_kwargs=True)
 
     def _record_mask(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._mask = kwargs.get("attention_mask") if self._watches else None

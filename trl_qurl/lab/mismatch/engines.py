@@ -2,60 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer
 
-from trl_qurl.lab.comparison import BASELINE, fitting_formats, label
+from trl_qurl.lab.comparison import BASELINE, label
 from trl_qurl.lab.device import full_precision
 from trl_qurl.lab.evaluation.tasks import encode_prompt, needed_context
-from trl_qurl.lab.mismatch.answers import Job, Scored, sample, score
 from trl_qurl.lab.mismatch.prompts import Sampling, load_prompts
+from trl_qurl.lab.mismatch.statistics import Mismatch, Scored, measure
 from trl_qurl.lab.processes import call_in_child
 from trl_qurl.quantization.checkpoint import CheckpointWriter, load_model
 from trl_qurl.quantization.merging import model_parameters
-from trl_qurl.quantization.plan import Formats, format_name, make_plan
-from trl_qurl.quantization.scheme import QuantizationScheme
+from trl_qurl.quantization.plan import Formats, format_name, make_plan, schemes_of
 from trl_qurl.quantization.smoothing import can_smooth
 from trl_qurl.quantization.stream import WeightStream
 from trl_qurl.rollout.directory import CheckpointDirectory
-from trl_qurl.rollout.engine.hardware import check_cpu_build, cpu_cache_arguments
+from trl_qurl.rollout.engine.hardware import check_cpu_build, cpu_cache_arguments, kernel_environment
 from trl_qurl.rollout.engine.launch import require_vllm, resolve_model
+
+
+class Answer(NamedTuple):
+    """An answer of `T` tokens."""
+
+    prompt: list[int]
+    tokens: list[int]  # (T,)
+    logps: list[float]  # log-probabilities of the tokens under the engine, in nats, (T,)
 
 
 class Engines:
     """One engine per format for the same prompts, and the full-precision policy that scores their answers.
 
-    Args:
-        model: Hub name or directory of a full-precision model.
-        sampling: Questions to ask and answers to sample.
-        engine_kwargs: Extra arguments for `vllm.LLM`.
-        say: Called with each progress message.
-        smooths: Smooth activations for the formats that training smooths by default.
-
-    Raises:
-        ValueError: If an argument is invalid.
-        FileNotFoundError: If the model or a file does not exist.
-        ImportError: If vLLM is missing.
+    Raises `ValueError` for an invalid argument, and errors about a missing model, file or vLLM.
     """
 
     def __init__(
         self,
-        model: str,
+        model: str,  # Hub name or directory of a full-precision model
         sampling: Sampling,
-        engine_kwargs: Mapping[str, Any],
-        say: Callable[[str], None],
-        smooths: bool = True,
+        ignore: Sequence[str],  # modules to keep in 16 bits
+        engine_kwargs: Mapping[str, Any],  # extra arguments for `vllm.LLM`
+        say: Callable[[str], None],  # called with each progress message
+        smooths: bool = True,  # whether to smooth activations for the formats that training smooths by default
     ) -> None:
         require_vllm()
         prompts = load_prompts(sampling.questions, sampling.limit)
-        self.model, self.sampling, self.say, self._smooths = model, sampling, say, smooths
-        self.directory = resolve_model(model)
-        config, tokenizer = (cls.from_pretrained(self.directory) for cls in (AutoConfig, AutoTokenizer))
+        self.say, self._ignore, self._smooths = say, ignore, smooths
+        directory = resolve_model(model)
+        config, tokenizer = (cls.from_pretrained(directory) for cls in (AutoConfig, AutoTokenizer))
         self.prompts = [encode_prompt(tokenizer, prompt) for prompt in prompts]
         check_cpu_build(config)
         _, sixteen_bits = full_precision()
@@ -64,75 +63,99 @@ class Engines:
             "max_model_len": needed_context(config, self.prompts, sampling.max_tokens),
             "enforce_eager": not torch.cuda.is_available(),  # on a CPU, vLLM compiles for minutes
         }
-        policy, self._tokenizer = load_model(self.directory)
+        policy, self._tokenizer = load_model(directory)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._policy = policy.to(getattr(torch, sixteen_bits) if self._device == "cuda" else torch.float32).eval()
-        repeated = [tokens for tokens in self.prompts for _ in range(sampling.samples)]
-        load = {"sequences": len(repeated), "length": arguments["max_model_len"]}
+        self.policy = policy.to(getattr(torch, sixteen_bits) if self._device == "cuda" else torch.float32).eval()
+        self._directory, self._max_tokens = directory, sampling.max_tokens
+        self._repeated = [tokens for tokens in self.prompts for _ in range(sampling.samples)]
+        load = {"sequences": len(self._repeated), "length": arguments["max_model_len"]}
         arguments |= engine_kwargs
-        engine_kwargs = {**cpu_cache_arguments(self.directory, arguments, **load), **arguments}
-        self._job = Job(self.directory, BASELINE, repeated, sampling.max_tokens, engine_kwargs)
+        self._arguments = {**cpu_cache_arguments(directory, arguments, **load), **arguments}
 
-    @contextmanager
-    def policy(self) -> Iterator[PreTrainedModel]:
-        """Yield the policy on its device, then move it to the CPU to free GPU memory for an engine."""
-        try:
-            yield self._policy.to(self._device)
-        finally:
-            self._policy.to("cpu")
+    def measure(self, formats: Formats) -> Mismatch:
+        """Sample answers from an engine in these formats, `"none"` for 16 bits, and score them.
 
-    def formats(self, names: Sequence[str] | None, ignore: Sequence[str]) -> list[QuantizationScheme]:
-        """Return the named formats, or all that this machine and the model support (`fitting_formats`)."""
-        return fitting_formats(self._policy, names, ignore, self.say)
-
-    def sample(self, formats: Formats, ignore: Sequence[str]) -> list[Scored]:
-        """Sample answers from an engine and score them.
-
-        Args:
-            formats: Format or formats of the engine, `"none"` for 16 bits.
-            ignore: Modules to keep in 16 bits.
-
-        Raises:
-            ChildProcessError: If the engine failed. Its last output lines go to standard error.
+        Raises `ChildProcessError` if the engine failed, after printing its last output lines to standard error.
         """
-        name = format_name(formats)
-        self.say(f"Sampling {len(self._job.prompts)} answers from {label(name)}")
+        name = label(format_name(formats))
+        self.say(f"Sampling {len(self._repeated)} answers from {name}")
         failure = (
-            f"The engine for {label(name)} failed; its last output lines are above. If it ran out of memory, lower "
+            f"The engine for {name} failed; its last output lines are above. If it ran out of memory, lower "
             "--samples or --max-tokens."
         )
-        with self._checkpoint(formats, ignore) as directory:
-            answers = call_in_child(sample, replace(self._job, model=directory, formats=formats), failure)
-        with self.policy() as policy:
-            return list(score(policy, answers))
+        with self._checkpoint(formats) as directory:
+            engine = partial(sample, formats, self._max_tokens, {"model": directory, **self._arguments})
+            answers = call_in_child(engine, self._repeated, failure)
+        with self._policy_on_device():
+            return measure(list(score(self.policy, answers)))
 
     @contextmanager
-    def weights(self, formats: Formats, ignore: Sequence[str]) -> Iterator[WeightStream]:
-        """Move the policy to its device and yield its weights as quantized, smoothed on the prompts as in training."""
-        with self.policy() as policy:
-            plan = make_plan(policy, formats, ignore)
-            smooths = self._smooths and can_smooth(policy) and any(scheme.is_smoothed for scheme in plan.targets)
-            weights = WeightStream(policy, plan, smooths)
-            try:
-                if weights.smoothing is not None:
-                    weights.fit_smoothing(policy, self.prompts)
-                yield weights
-            finally:
-                if weights.smoothing is not None:
-                    weights.smoothing.close()
+    def weights(self, formats: Formats) -> Iterator[WeightStream]:
+        """Yield the policy's weights as quantized, smoothed on the prompts as in training."""
+        plan = make_plan(self.policy, formats, self._ignore)
+        smooths = self._smooths and can_smooth(self.policy) and any(scheme.is_smoothed for scheme in plan.targets)
+        weights = WeightStream(self.policy, plan, smooths)
+        with self._policy_on_device():
+            if weights.smoothing is not None:
+                weights.fit_smoothing(self.policy, self.prompts)
+            yield weights
 
     @contextmanager
-    def _checkpoint(self, formats: Formats, ignore: Sequence[str]) -> Iterator[str]:
+    def _policy_on_device(self) -> Iterator[None]:
+        """Move the policy to its device, and back to the CPU to free GPU memory for an engine."""
+        self.policy.to(self._device)
+        try:
+            yield
+        finally:
+            self.policy.to("cpu")
+
+    @contextmanager
+    def _checkpoint(self, formats: Formats) -> Iterator[str]:
         """Yield a temporary directory with the weights as quantized."""
         if formats == BASELINE:
-            yield self.directory
+            yield self._directory
             return
-        with self.weights(formats, ignore) as weights:
+        with self.weights(formats) as weights:
             checkpoint = CheckpointDirectory(None, weights.nbytes())
-            writer = CheckpointWriter(self._policy, self._tokenizer, weights.plan)
+            writer = CheckpointWriter(self.policy, self._tokenizer, weights.plan)
             # As for a server, the codes do not depend on the dtype that holds the weights.
-            writer.write(weights.tensors(model_parameters(self._policy), is_exact=True), checkpoint.path / "model")
+            writer.write(weights.tensors(model_parameters(self.policy), is_exact=True), checkpoint.path / "model")
         try:
             yield str(checkpoint.path / "model")
         finally:
             checkpoint.remove()
+
+
+def sample(
+    formats: Formats, max_tokens: int, engine_kwargs: Mapping[str, Any], prompts: Sequence[list[int]]
+) -> list[Answer]:
+    """Sample an answer to each prompt at temperature 1 from the whole vocabulary, as training does by default."""
+    from vllm import LLM, SamplingParams
+
+    os.environ.update(kernel_environment(*schemes_of(formats)))
+    llm = LLM(**{"seed": 0, "logprobs_mode": "processed_logprobs", **engine_kwargs})
+    params = SamplingParams(temperature=1.0, max_tokens=max_tokens, logprobs=0, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    answers = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        (completion,) = output.outputs
+        tokens = list(completion.token_ids)
+        logps = [step[token].logprob for token, step in zip(tokens, completion.logprobs, strict=True)]
+        answers.append(Answer(prompt, tokens, logps))
+    return answers
+
+
+def score(model: Any, answers: Iterable[Answer]) -> Iterator[Scored]:
+    """Score each answer with one forward pass over its prompt and its tokens.
+
+    Answers are not batched: padding would make a row depend on its neighbors, adding to the effect being measured.
+    """
+    for answer in answers:
+        count = len(answer.tokens)
+        if count == 0:
+            continue
+        tokens = torch.tensor([answer.prompt + answer.tokens], device=model.device)  # (1, P + T)
+        with torch.inference_mode():
+            logits = model(input_ids=tokens, logits_to_keep=count + 1).logits[0, :-1].float()  # (T, V)
+        logps = logits.log_softmax(-1).gather(-1, tokens[0, -count:, None]).squeeze(-1)
+        yield Scored(tuple(answer.prompt), logps.double().cpu() - torch.tensor(answer.logps, dtype=torch.float64))

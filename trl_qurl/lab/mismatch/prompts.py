@@ -45,13 +45,8 @@ class Sampling:
 def load_prompts(source: str | None, limit: int) -> list[Any]:
     """Load the first `limit` prompts of a source, as conversations or as the lines of a `.txt` file.
 
-    Args:
-        source: `None` for the built-in prompts, a `.txt` file, or a task of `trl-qurl eval`.
-        limit: Maximum number of prompts.
-
-    Raises:
-        FileNotFoundError: If a file does not exist.
-        ValueError: If the source contains no prompts or cannot be parsed.
+    A source is `None` for the built-in prompts, a `.txt` file, or a task of `trl-qurl eval`. Raises
+    `FileNotFoundError`, or `ValueError` if it contains no prompts or cannot be parsed.
     """
     if source is None:
         return [[{"role": "user", "content": text}] for text in BUILT_IN[:limit]]

@@ -1,4 +1,4 @@
-"""Statistics of scored answers: KL, the tail of the ratio, effective sample size, agreement.
+"""Statistics of scored answers: KL, the tail of the ratio, effective sample size.
 
 `n` answers of `T_i` tokens. ρ is the ratio of a token: the full-precision policy's probability over the engine's.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from trl_qurl.lab.evaluation.scores import Estimate
-from trl_qurl.lab.mismatch.answers import Scored
 
 CAP = 2.0
 """The objectives' default C."""
@@ -21,6 +21,13 @@ QUANTILES = (0.001, 0.01, 0.5, 0.99, 0.999)
 RESAMPLES = 2000
 LEAST_QUESTIONS = 4
 """Minimum number of questions for their scatter to indicate the error of the mean on other questions."""
+
+
+class Scored(NamedTuple):
+    """One answer of `T` tokens under both policies."""
+
+    question: tuple[int, ...]  # prompt tokens
+    log_ratio: torch.Tensor  # log-probabilities under the policy minus those under the engine, in nats, float64, (T,)
 
 
 @dataclass(frozen=True)
@@ -34,23 +41,18 @@ class Mismatch:
     capped_share: float  # share of tokens with ρ above the cap
     ess: float  # effective sample size of the tokens, as a share
     half_length: float | None  # see `half_length`
-    agreement: float  # share of tokens where both policies have the same most likely token
 
 
 def measure(scored: Sequence[Scored]) -> Mismatch:
-    """Compute the statistics of one format. KL, share above the cap and ESS match the logged `mismatch/*` metrics.
-
-    Raises:
-        ValueError: If all answers are empty, or an engine's log-probability is not finite.
-    """
+    """Compute the statistics of one format. KL, share above the cap and ESS match the logged `mismatch/*` metrics."""
     if not scored:
         raise ValueError("All answers are empty: the model stops immediately. Try other questions.")
-    log_ratios = [row.proximal_logps.double() - row.behavior_logps.double() for row in scored]
+    log_ratios = [row.log_ratio for row in scored]
     flat = torch.cat(log_ratios)
     if not flat.isfinite().all():
         raise ValueError("The engine returned log-probabilities that are not finite: its weights are broken.")
     ratios = flat.exp()
-    kl_k3 = interval([row.expm1() - row for row in log_ratios], by_question(scored))
+    kl_k3 = interval(scored, [row.expm1() - row for row in log_ratios])
     return Mismatch(
         answers=len(scored),
         tokens=len(ratios),
@@ -59,30 +61,23 @@ def measure(scored: Sequence[Scored]) -> Mismatch:
         capped_share=float((ratios > CAP).double().mean()),
         ess=float(ratios.sum() ** 2 / (len(ratios) * ratios.square().sum())),
         half_length=half_length(log_ratios),
-        agreement=float(torch.cat([row.agrees for row in scored]).double().mean()),
     )
 
 
-def by_question(scored: Sequence[Scored]) -> list[list[int]]:
-    """Group answer indices by question; with fewer than `LEAST_QUESTIONS`, each answer is a separate group."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for index, row in enumerate(scored):
-        groups.setdefault(row.question, []).append(index)
-    return list(groups.values()) if len(groups) >= LEAST_QUESTIONS else [[index] for index in range(len(scored))]
-
-
-def interval(values: Sequence[torch.Tensor], questions: Sequence[Sequence[int]]) -> Estimate:
+def interval(scored: Sequence[Scored], values: Sequence[torch.Tensor]) -> Estimate:
     """Return a mean over tokens with its 95 % interval, resampling questions (bootstrap-t).
 
     Answers to one question are correlated, and a model is far more certain of some answers than of others.
     Plain percentiles of the means would be too narrow: with 16 such questions they cover the truth 88 % of the time.
-
-    Args:
-        values: One value per token, by answer.
-        questions: Indices of the answers to each question.
+    With fewer than `LEAST_QUESTIONS`, answers are resampled. `values` has one value per token, by answer.
     """
-    counts = torch.tensor([sum(len(values[i]) for i in answers) for answers in questions]).double()  # (Q,)
-    totals = torch.stack([torch.stack([values[i].sum() for i in answers]).sum() for answers in questions])  # (Q,)
+    questions = list(dict.fromkeys(row.question for row in scored))
+    by_answer = len(questions) < LEAST_QUESTIONS
+    groups = torch.tensor(
+        [number if by_answer else questions.index(row.question) for number, row in enumerate(scored)]
+    )
+    rows = torch.tensor([(float(each.sum()), len(each)) for each in values], dtype=torch.float64)  # (n, 2)
+    totals, counts = rows.new_zeros(int(groups.max()) + 1, 2).index_add(0, groups, rows).T  # (Q,) each
     resamples = torch.randint(len(counts), (RESAMPLES, len(counts)), generator=torch.Generator().manual_seed(0))
     mean, error = _mean_and_error(totals, counts)
     means, errors = _mean_and_error(totals[resamples], counts[resamples])
@@ -102,16 +97,10 @@ def _mean_and_error(totals: torch.Tensor, counts: torch.Tensor) -> tuple[torch.T
 
 
 def half_length(log_ratios: Sequence[torch.Tensor]) -> float | None:
-    r"""Estimate the length at which the effective sample size of whole answers drops to one half.
+    r"""Estimate the length at which the effective sample size of whole answers drops to one half; `None`: never.
 
-    $$L_{1/2} = \frac{\ln 2}{v}, \qquad v = \frac{\sum_i (S_i - m T_i)^2}{\sum_i T_i}, \qquad
-      m = \frac{\sum_i S_i}{\sum_i T_i}$$
-
-    Where S_i is an answer's sum of log ρ. If the S_i are normal with variance v per token, the effective sample size
-    is $e^{-v L}$. With heavier tails it drops sooner.
-
-    Returns:
-        A number of tokens; `None` without any mismatch.
+    $L_{1/2} = \ln 2 / v$, where v is the variance of an answer's sum of log ρ, per token. If the sums are normal, the
+    effective sample size is $e^{-v L}$. With heavier tails it drops sooner.
     """
     lengths = torch.tensor([len(row) for row in log_ratios], dtype=torch.float64)
     sums = torch.stack([row.sum() for row in log_ratios])

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trl_qurl.lab.comparison import BASELINE, label, new_table
-from trl_qurl.lab.mismatch.run import Report
+from trl_qurl.lab.mismatch.report import Choice, Report
 from trl_qurl.lab.mismatch.statistics import CAP, Mismatch
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from trl_qurl.lab.mismatch.keep import Kept
 
 HARMLESS = 0.005
 """KL (k3) per token below which our study and the paper saw no harm; INT4 had .01 there, also without harm."""
@@ -27,65 +25,61 @@ def build_table(report: Report) -> Table:
     caption = (
         f"KL in 1e-3 nats per token (k3) with 95 % intervals; ρ: policy over engine; C = {CAP:g}; kernels: share of "
         "the KL that a 16-bit engine has, too; ESS: effective sample size of tokens; half: answer length at which the "
-        "ESS of sequence weights is 1/2; same top: tokens with the same most likely token."
+        "ESS of sequence weights is 1/2."
     )
-    figures = ("KL", "kernels", "ρ 0.1-99.9 %", "ρ > C", "ESS", "half", "same top")
-    table = new_table(title, caption, ["format"], figures)
+    table = new_table(title, caption, ["format"], ("KL", "kernels", "ρ 0.1-99.9 %", "ρ > C", "ESS", "half"))
     for name, mismatch in report.formats.items():
         low, *_, high = mismatch.ratio_quantiles.values()
+        kl = mismatch.kl_k3
+        share = f"{min(1.0, report.by_kernels / kl.value):.0%}" if name != BASELINE and kl.value > 0 else "-"
         table.add_row(
             label(name),
-            f"{thousandths(mismatch.kl_k3.value)} ± {thousandths((mismatch.kl_k3.high - mismatch.kl_k3.low) / 2)}",
-            share_of_kernels(mismatch, report),
+            f"{thousandths(kl.value)} ± {thousandths((kl.high - kl.low) / 2)}",
+            share,
             f"{low:.2f}-{high:.2f}",
             f"{mismatch.capped_share:.2%}",
             f"{mismatch.ess:.1%}",
-            "-" if mismatch.half_length is None else tokens(mismatch.half_length),
-            f"{mismatch.agreement:.1%}",
+            "-" if mismatch.half_length is None else two_digits(mismatch.half_length),
         )
     return table
 
 
-def build_layer_table(kept: Kept, most: int = 12) -> Table:
+def build_layer_table(choice: Choice, most: int = 12) -> Table:
     """Build a table of the layers with the most KL per byte, within 80 columns."""
-    title = f"Sources of the KL: the first {min(most, len(kept.groups))} of {len(kept.groups)} groups of layers"
+    most_extra = sum(step.extra_bytes for step in choice.steps)
+    extra = sum(step.extra_bytes for step in choice.steps[: choice.taken])
     caption = (
-        "Estimated KL from each group, in 1e-3 nats per token; most KL per byte first. Layers kept in 16 bits add "
-        f"{kept.extra_bytes / 1e6:.3g} MB, {kept.share:.1%} of what quantization saves."
+        "Estimated KL that a finer format removes, in 1e-3 nats per token; most KL per byte first. Those taken add "
+        f"{extra / 1e6:.3g} MB, {extra / most_extra:.1%} of what quantization saves."
     )
-    table = new_table(title, caption, ["layers"], ("KL", "MB", "16 bits"))
-    for group in kept.groups[:most]:
-        first, *others = group.layers
-        parent = first.rpartition(".")[0]
-        table.add_row(
-            ", ".join([first, *(other.removeprefix(f"{parent}.") for other in others[:2])])
-            + ", ..." * (len(others) > 2),
-            thousandths(group.kl),
-            f"{group.extra_bytes / 1e6:.3g}",
-            "yes" if first in kept.ignore else "",
-        )
+    title = f"Sources of the KL: the first {min(most, len(choice.steps))} of {len(choice.steps)}"
+    table = new_table(title, caption, ["layers"], ("finer", "KL", "MB", "taken"))
+    for number, step in enumerate(choice.steps[:most]):
+        first, *others = step.layers
+        names = [first, *(other.removeprefix(first.rpartition(".")[0] + ".") for other in others[:2])]
+        layers = ", ".join([*names, *["..."] * (len(others) > 2)])
+        taken = "yes" if number < choice.taken else ""
+        table.add_row(layers, label(step.format), thousandths(step.kl), f"{step.extra_bytes / 1e6:.3g}", taken)
     return table
 
 
 def sentences(report: Report) -> list[str]:
     """Return the advice for each format, with its reason."""
     lines = [f"{label(name)}: {verdict(mismatch)}" for name, mismatch in report.formats.items() if name != BASELINE]
-    if (kept := report.kept) and (kl := report.formats[kept.name].kl_k3.value) > kept.limit:
-        lines.append(f"{label(kept.name)} has a KL of {kl:.2g}, above --kl {kept.limit:g}: lower --kl to keep more.")
-    lines += [f"{label(name)}: not measured. {failure}" for name, failure in report.failures.items()]
-    if any(name != BASELINE for name in report.formats):
-        lines.append(
-            "These results are for the current weights. Training can increase the mismatch: watch mismatch/kl_k3, and "
-            "if it grows, lower the learning rate or add sensitive layers to quantization_ignore."
-        )
-    return lines
+    if (choice := report.choice) and (kl := report.formats[choice.name].kl_k3.value) > choice.limit:
+        lines.append(f"{label(choice.name)} has a KL of {kl:.2g}, above --kl {choice.limit:g}: lower --kl.")
+    return [
+        *lines,
+        "These results are for the current weights. Training can increase the mismatch: watch mismatch/kl_k3, and if "
+        "it grows, lower the learning rate or choose finer formats for sensitive layers.",
+    ]
 
 
 def verdict(mismatch: Mismatch) -> str:
     """Rate a format as safe, safe with a correction, or risky (docs/mismatch.md)."""
     whole = ""
     if mismatch.half_length is not None:
-        reach = tokens(mismatch.half_length)
+        reach = two_digits(mismatch.half_length)
         whole = f" Sequence weights (RLOO, GSPO) keep half their effective sample size up to {reach} tokens."
     kl = f"a KL of {mismatch.kl_k3.value:.2g}"
     if mismatch.kl_k3.high < HARMLESS:
@@ -98,24 +92,12 @@ def verdict(mismatch: Mismatch) -> str:
     return f"needs a correction: at {kl} keep objective='acr' or 'tis', and watch mismatch/kl_k3.{whole}"
 
 
-def share_of_kernels(mismatch: Mismatch, report: Report) -> str:
-    """Format the share of a format's KL that a 16-bit engine has, too."""
-    if report.by_kernels is None or mismatch is report.formats.get(BASELINE):
-        return "-"
-    return f"{min(1.0, report.by_kernels / mismatch.kl_k3.value):.0%}" if mismatch.kl_k3.value > 0 else "-"
-
-
 def thousandths(nats: float) -> str:
     """Format nats in thousandths, with two digits."""
-    value = 1e3 * nats
-    if abs(value) < 1e-4:
-        return "0"
-    return f"{value:.0f}" if value >= 100 else f"{value:.2g}"
+    return two_digits(1e3 * nats) if abs(nats) >= 1e-7 else "0"
 
 
-def tokens(count: float) -> str:
-    """Format a number of tokens to two digits."""
-    if count >= 1e6:
-        return "> 1M"
-    rounded = float(f"{count:.2g}")
-    return f"{rounded / 1e3:g}k" if rounded >= 1e3 else f"{rounded:g}"
+def two_digits(number: float) -> str:
+    """Format a positive number with two digits, and without an exponent if it is above 1e-4."""
+    rounded = float(f"{number:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 100 else f"{rounded:g}"
