@@ -115,7 +115,7 @@ def test_wrong_model_on_the_server(deployment):
     deployment.up()
     # Neither of other width or depth, nor with the same tensors and another function.
     for overrides in ({"hidden_size": 64, "num_attention_heads": 2}, {"num_hidden_layers": 3}):
-        with pytest.raises(ValueError, match="sends other layers or another model: .* tensors differ, first"):
+        with pytest.raises(ValueError, match="other formats, layers or another model: .* tensors differ, first"):
             deployment.trainer(model=tiny_model(**overrides))
     with pytest.raises(SyncError, match="log-probabilities of the probe differ"):
         deployment.trainer(model=tiny_model(rms_norm_eps=1.0)).train()
