@@ -1,4 +1,4 @@
-"""Measure how far the policy that sampled (behavior) is from the policy that learns (proximal).
+"""Measure how far the actor (behavior) is from the policy (proximal).
 
 All metrics are computed from the ratio before it is capped. Sums are accumulated over the parts of a rollout and over
 processes (`MismatchTally`), then turned into metrics (`mismatch_metrics`). `B` sequences, `T` completion tokens.
@@ -108,7 +108,7 @@ def mismatch_sums(
 
     Args:
         proximal_logps: `(B, T)`, log-probabilities under the full-precision policy at rollout time, in nats.
-        behavior_logps: `(B, T)`, log-probabilities under the quantized actor, in nats; NaN where it returned none.
+        behavior_logps: `(B, T)`, log-probabilities under the actor, in nats; NaN where it returned none.
         mask: `(B, T)`, 1 for completion tokens that the model generated, 0 for padding and tool output.
         cap: C; a larger ratio counts as capped.
 

@@ -1,4 +1,4 @@
-"""Exact accuracy of the policy, without sampling noise, and greedy accuracy of the quantized actor.
+"""Exact accuracy of the policy, without sampling noise, and greedy accuracy of the actor.
 
 All answers have the same length, so one teacher-forced pass gives both the probability of sampling an answer and
 whether greedy decoding finds it: greedy decoding is correct if and only if every answer token is the most likely one.

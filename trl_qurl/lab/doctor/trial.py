@@ -45,7 +45,7 @@ def describe(name: str, start_seconds: float, kernels: list[str], rows: list[dic
     ratio, advice = max(data["probe_ratios"]), ""
     text = (
         f"engine started in {start_seconds:.0f} s{f' with {kernels[0]}' if kernels else ''}; {len(rows)} steps with "
-        f"matching digests, KL of sampling and learning policy up to {max(data['kl']):.1e} nats, probe ratio up to "
+        f"matching digests, KL of actor and policy up to {max(data['kl']):.1e} nats, probe ratio up to "
         f"{ratio:.2f} (1 is what rounding explains)"
     )
     if ratio > 1:

@@ -97,7 +97,7 @@ def run_probe(model: Any, answer: list[Continuation], weights: WeightStream, is_
     """Compare the engine's log-probabilities with the policy's own, computed with fake quantization.
 
     Weights are rounded and inputs smoothed as in `weights`, which the engine was sent. `is_merged` says whether it got
-    them with the adapter merged; then it is merged in rounded layers. All others compute as the policy that learns.
+    them with the adapter merged; then it is merged in rounded layers. All others compute as the policy does.
     """
     base = plain_model(model)
     training = base.training
