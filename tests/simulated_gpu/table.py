@@ -44,7 +44,7 @@ def mixed_rows(reports: Mapping[Case, Report]) -> list[list[str]]:
     """The GPUs on which an engine with two formats reloads as it starts."""
     others = list(dict.fromkeys(other for _, other in MIXED))
     titles = ["16 bits" if other == "none" else f"`{other}`" for other in others]
-    lines = [["in one engine", *(f"with layers in {title}" for title in titles)], ["---"] * (len(others) + 1)]
+    lines = [["in one engine", *(f"with {title}" for title in titles)], ["---"] * (len(others) + 1)]
     for name in dict.fromkeys(scheme for scheme, _ in MIXED):
         gpus = [[case.gpu for case in MIXED[name, other] if not reports[case].faults] for other in others]
         lines.append([f"`{name}`", *map(", ".join, gpus)])
