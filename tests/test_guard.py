@@ -26,6 +26,11 @@ def new_guard(kl: float = 0.1, cap: float | None = 2.0, **settings) -> MismatchG
     return MismatchGuard(args)
 
 
+def test_a_guard_that_is_off_neither_warns_nor_logs(caplog):
+    guard = new_guard(mismatch_guard="off")
+    assert guard.observe(QUIET | {KL: 1.0}) == {} and not guard.alarm and not caplog.records
+
+
 def observed(guard: MismatchGuard, *rollouts: dict[str, float]) -> list[list[str]]:
     """By rollout, the metrics beyond their limits."""
     findings = [guard.judge(QUIET | rollout) for rollout in rollouts]

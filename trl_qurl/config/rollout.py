@@ -131,7 +131,8 @@ class QuantizedRolloutsConfig:
 
     def __post_init__(self: Any) -> None:
         check_types(self)
-        check_number(self, "num_generations", lambda n: n >= 1, "1 or more")  # TRL divides by it
+        if isinstance(self, GRPOConfig | RLOOConfig):
+            check_number(self, "num_generations", lambda n: n >= 1, "1 or more")  # TRL divides by it
         super().__post_init__()  # type: ignore[misc]  # TRL's config comes after this class
         self.rollout_quantization = read_formats(self.rollout_quantization)
         self.mismatch_guard = {"False": "off"}.get(str(self.mismatch_guard), self.mismatch_guard)  # in YAML

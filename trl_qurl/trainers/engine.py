@@ -209,7 +209,7 @@ class QuantizedEngineMixin(TRLTrainer):
         formats = read_formats(formats or args.rollout_quantization, "formats")
         if formats is None:
             names = ", ".join(map(repr, SCHEMES))
-            raise ValueError(f"This run's rollouts are in 16 bits: pass save_quantized(formats=...) one of {names}.")
+            raise ValueError(f"With rollout_quantization=None, pass save_quantized(formats=...) one of {names}.")
         ignore, run = args.quantization_ignore if ignore is None else list(ignore), Path(args.output_dir).absolute()
         path = run.with_name(f"{run.name}-{format_name(formats)}") if output_dir is None else Path(output_dir)
         is_rollouts = (formats, ignore) == (args.rollout_quantization, args.quantization_ignore)
