@@ -39,7 +39,12 @@ class QuantizationPlan:
         return "; ".join(f"{note}{scheme.label}, {scheme.served_as}" for scheme, note in notes.items())
 
     def quantization_config(self) -> dict[str, Any] | None:
-        """Return what a checkpoint's `config.json` tells vLLM, as llm-compressor writes it without its metadata."""
+        """Describe the formats for vLLM.
+
+        Returns:
+            An entry of a checkpoint's `config.json`, as llm-compressor writes it without its metadata; `None` for 16
+            bits.
+        """
         from compressed_tensors import CompressionFormat
         from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 
