@@ -36,9 +36,7 @@ class QuantizationScheme:
     lowest_gpu: tuple[int, int]  # lowest CUDA compute capability with kernels in vLLM, not counting emulation
     cpus: str | None  # instructions that vLLM's kernels for CPUs need, as torch names them; `None` without kernels
     needs_flashinfer: bool = False  # whether vLLM's kernels for GPUs are FlashInfer's
-    quantize_activations: Callable[[torch.Tensor], torch.Tensor] = (
-        exact  # rounds a layer's inputs as vLLM's kernels do
-    )
+    quantize_activations: Callable[[torch.Tensor], torch.Tensor] = exact  # rounds (..., in) as vLLM's kernels do
     heads: bool = True  # whether vLLM can load an output head in this format
     is_smoothed: bool = False  # whether to smooth activations (`smoothing`): helps formats with few integer levels
     kernel_fault: KernelFault | None = None  # kernels that an engine must not use on some GPUs
