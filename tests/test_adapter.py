@@ -260,9 +260,9 @@ def test_a_server_of_the_same_model_has_the_same_base(scheme, dtype, head, tmp_p
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rollout_quantization": None}, r"rollout_quantization is None and weight_sync is 'auto': choose a format"),
-        ({"weight_sync": "stream"}, r"rollout_quantization is 'int8' and weight_sync is 'stream'.*round_base=False"),
-        ({"weight_sync": "checkpoint"}, "round_base=True needs a format and an adapter that is not merged"),
+        ({"rollout_quantization": None}, "rollout_quantization=None and weight_sync='auto': choose a format"),
+        ({"weight_sync": "stream"}, "rollout_quantization='int8' and weight_sync='stream'.*round_base=False"),
+        ({"weight_sync": "checkpoint"}, "round_base=True does not work with .*weight_sync='checkpoint'"),
     ],
 )
 def test_a_rounded_base_needs_a_format_and_an_unmerged_adapter(settings, message):

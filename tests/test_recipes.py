@@ -273,9 +273,9 @@ def test_another_dataset_drops_the_tasks_of_a_recipe(argv, tasks, tmp_path, capl
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("rollout_quantization: off", "rollout_quantization is False: write 'none', or one of int8, fp8"),
+        ("rollout_quantization: off", "rollout_quantization is False: write 'none', one of int8, fp8"),
         ("objective: off", "objective is False, but must be one of 'acr', 'tis'"),
-        ("rollout_quantization: 8", "rollout_quantization is 8: write 'none', or one of int8"),
+        ("rollout_quantization: 8", "rollout_quantization is 8: write 'none', one of int8"),
         ("quantization_ignore:", r"quantization_ignore is None, but must be a list of patterns, or \[\] for none"),
         ("quantization_ignore: [1]", r"quantization_ignore is \[1\], but must be a list of patterns"),
         ("env: [A]", r"env in .*mine.yaml is \['A'\]: write a line `NAME: value` below it for each variable"),

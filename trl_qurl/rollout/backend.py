@@ -78,8 +78,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         cost, self.current.cost = self.current.cost, RolloutCost()
         return cost
 
-    # Engine start ----------------------------------------------------------------------------------------------------
-
     def _init_vllm(self) -> None:
         check_recurrent_layers(plain_model(self.model))
         if self._dist.fsdp_version == 1:
@@ -174,8 +172,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         folder = None if name == "stream" else self._folder
         return ROUTES[name](self.model, weights, rollout.is_served, folder, rollout.round_base)
 
-    # Weight sync -----------------------------------------------------------------------------------------------------
-
     def sync_weights(self) -> None:
         """Send the policy's current weights to the engine (`WeightSync.push`). A collective operation."""
         if (
@@ -188,8 +184,6 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         started = time.perf_counter()
         recover(functools.partial(self.sync.push, self.current.cost), self._reconnect)
         self._seconds_in_syncs += time.perf_counter() - started
-
-    # Generation ------------------------------------------------------------------------------------------------------
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
         """Generate as the parent does, from the weights of this run's last sync, and count seconds and tokens."""

@@ -118,8 +118,6 @@ class QuantizedEngineMixin(TRLTrainer):
         if isinstance(callback, TrainerAwareCallback):
             callback.trainer = weakref.proxy(self)
 
-    # Training --------------------------------------------------------------------------------------------------------
-
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         started = time.perf_counter()
         with self.vllm_generation.rollout_context() as rollout:
@@ -163,8 +161,6 @@ class QuantizedEngineMixin(TRLTrainer):
     def _record(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
             self._metrics[self._mode][name].append(value)
-
-    # Saving ----------------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole policy, as the parent does, to `output_dir` or else the run's output directory."""

@@ -65,8 +65,6 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
             prompts = PromptStream(self.train_dataset, self.args.seed)
             self._sampler = DynamicSampler(self.num_generations, judge, prompts, self.accelerator)
 
-    # Rollout ---------------------------------------------------------------------------------------------------------
-
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         self._rollout.generated = None
         if self._sampler is not None and self.model.training:
@@ -94,8 +92,6 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
             self._rollout.rewards = super()._calculate_rewards(*args, **kwargs)
         return self._rollout.rewards
 
-    # Loss ------------------------------------------------------------------------------------------------------------
-
     @property
     def _scores_in_update(self) -> bool:
         """True if every token is trained on before the policy changes, by our loss, and without noise.
@@ -108,8 +104,6 @@ class QuRLGRPOTrainer(GroupRolloutsMixin, GRPOTrainer):
         if self._objective is None or not is_ours or self.args.neftune_noise_alpha or has_dropout(self.model):
             return False
         return self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
-
-    # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def _rollout_state(self) -> dict[str, Any]:
         return super()._rollout_state() | {"prompts_drawn": self._sampler and self._sampler.prompts.drawn}

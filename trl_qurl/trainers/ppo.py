@@ -66,8 +66,6 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         tokenizer = arguments.get("processing_class")
         self._value_model = load_critic_model(args, *models, tokenizer, self._value_peft_config)
 
-    # Rollout ---------------------------------------------------------------------------------------------------------
-
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         batch = super()._generate_and_score_completions(inputs)
         started = time.perf_counter()
@@ -116,8 +114,6 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         if self.num_generations == 1:
             self._metrics[self._mode].pop("frac_reward_zero_std", None)  # always 1 for groups of one
 
-    # Loss and update -------------------------------------------------------------------------------------------------
-
     def compute_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the policy's loss, as the parent does; during its warmup only the critic learns."""
         loss = super().compute_loss(*args, **kwargs)
@@ -147,8 +143,6 @@ class QuRLPPOTrainer(QuRLGRPOTrainer):
         # `num_items_in_batch` covers the whole rollout and all processes, as in the parent's token-level losses.
         steps = self.args.steps_per_generation / self.current_gradient_accumulation_steps
         return summed * steps * self.accelerator.num_processes / batch["num_items_in_batch"].clamp(min=1.0)
-
-    # Optimizer and checkpoints ---------------------------------------------------------------------------------------
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Create the policy's schedule, and the critic's optimizer, whose learning rate is constant."""

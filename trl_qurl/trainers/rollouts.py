@@ -54,8 +54,6 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         super()._before_engine(args, arguments)
         check_arguments(args, arguments)
 
-    # Rollouts --------------------------------------------------------------------------------------------------------
-
     @property
     def _rollout(self) -> RolloutContext:
         return self.vllm_generation.current
@@ -125,8 +123,6 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
             arguments = self.processing_class, list(map(prepare_multimodal_messages, prompts)), prompt_ids
             self._rollout.plain_prompts = plain_prompts(*arguments, **template)
         return prompt_ids, images, fields
-
-    # Scoring ---------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _watch_pass(
@@ -213,8 +209,6 @@ class GroupRolloutsMixin(QuantizedEngineMixin):
         """Log the mismatch of the rollout just scored, and pass it to the guard. Every process must call this."""
         metrics = self._mismatch.pop()
         self._record(metrics | self._guard.observe(metrics, self._mode == "train"))
-
-    # Checkpoints -----------------------------------------------------------------------------------------------------
 
     def _rollout_state(self) -> dict[str, Any]:
         """Return what a resumed run needs in addition to transformers' checkpoint; trainers may add to it."""

@@ -55,8 +55,6 @@ class ServedEngine(VLLMClient, wire.Engine):
         self._broadcast: Broadcast | None = None  # the latest
         super().__init__(*args, **kwargs)
 
-    # Start -----------------------------------------------------------------------------------------------------------
-
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
         """Wait for the server as the parent does, but with a limit per request, and tell the user about the wait."""
         # These also apply to the parent's requests, which begin after this.
@@ -180,8 +178,6 @@ class ServedEngine(VLLMClient, wire.Engine):
         option = formats if isinstance(formats, str) else shlex.quote(json.dumps(formats))
         return f"`trl-qurl serve MODEL --scheme {option}{extra_args}`"
 
-    # Engine ----------------------------------------------------------------------------------------------------------
-
     def load_stream(self, named_tensors: NamedTensors, update: wire.WeightUpdate) -> None:  # noqa: D102
         # The workers wait inside NCCL while they serve the request. It has a time limit, but the broadcast does not.
         request = in_background(self.call_workers, "load_rollout_weights", update=update._asdict())
@@ -230,8 +226,6 @@ class ServedEngine(VLLMClient, wire.Engine):
             )
             for prompt, completion, tokens, logps in answers
         ]
-
-    # Requests --------------------------------------------------------------------------------------------------------
 
     def call_workers(self, method: str, **kwargs: Any) -> list[Any]:  # noqa: D102
         try:
