@@ -76,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parser = build_parser(argv)
         if (command := COMMANDS.get(argv[0])) and not command.passes_on:
-            argv = [_dashed(word) for word in argv]  # TRL's and vLLM's parsers accept both spellings
+            # TRL's and vLLM's parsers accept both spellings.
+            argv = [re.sub(r"^--[\w-]+", lambda option: option[0].replace("_", "-"), word) for word in argv]
         args, extra_args = parser.parse_known_args(argv)
         if COMMANDS[args.command].passes_on:
             args.extra_args = extra_args
@@ -92,8 +93,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 130  # 128 + SIGINT, as shells report it
         print(f"trl-qurl: error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return 2
-
-
-def _dashed(word: str) -> str:
-    option, equals, value = word.partition("=")
-    return (option.replace("_", "-") if option.startswith("--") else option) + equals + value
