@@ -124,8 +124,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
             logger.info("Writing %s weights for vLLM to %s.", label, folder.path)
             start = folder.write("start", route.starting_tensors())
         logger.info("Starting vLLM. If it has to compile, this takes a minute.")
-        length = self.max_completion_length or 0
-        build = functools.partial(colocated.build_engine, cls, start, engine_kwargs, length)
+        build = functools.partial(colocated.build_engine, cls, start, engine_kwargs, self.max_completion_length or 0)
         with substitute(vllm_generation, "LLM", build):
             super()._init_vllm()
         logger.info("vLLM is ready.")
@@ -165,18 +164,15 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         checkpoints = {"stream": 1, "adapter": int(bool(starts or rollout.round_base))}.get(name, 2)
         if starts or name != "stream":
             writer = CheckpointWriter(plain_model(self.model), self.processing_class, weights.plan)
-            nbytes = checkpoints * weights.nbytes()
-            self._folder = CheckpointFolder(
-                self.accelerator, writer, rollout.checkpoint_dir, nbytes, rollout.is_served
-            )
+            place = rollout.checkpoint_dir, checkpoints * weights.nbytes(), rollout.is_served
+            self._folder = CheckpointFolder(self.accelerator, writer, *place)
         folder = None if name == "stream" else self._folder
         return ROUTES[name](self.model, weights, rollout.is_served, folder, rollout.round_base)
 
     def sync_weights(self) -> None:
         """Send the policy's current weights to the engine (`WeightSync.push`). A collective operation."""
-        if (
-            self.enable_sleep_mode and not self.rollout.is_served
-        ):  # as the parent does: loading into unmapped memory crashes on some devices
+        if self.enable_sleep_mode and not self.rollout.is_served:
+            # As the parent does: loading into unmapped memory crashes on some devices.
             vllm_generation.empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False

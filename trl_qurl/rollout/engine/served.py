@@ -264,8 +264,7 @@ class ServedEngine(VLLMClient, wire.Engine):
                 "was started with."
             )
         if response.status_code != 200:
-            reason = " ".join(response.text.split())[:500]
-            status = response.status_code
+            reason, status = " ".join(response.text.split())[:500], response.status_code
             self.session.close()  # uvicorn closes a connection after a fault, and the next request would find it dead
             raise ServerError(f"{server} answered {path} with HTTP {status}: {advice} It says: {reason}", status)
         try:
