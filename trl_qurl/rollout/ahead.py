@@ -31,9 +31,8 @@ from accelerate.logging import get_logger
 from accelerate.utils import gather_object
 from trl.trainer.utils import RepeatSampler
 
-from trl_qurl.rollout.backend import QuantizedVLLMGeneration
+from trl_qurl.rollout.backend import QuantizedVLLMGeneration, Tokens
 from trl_qurl.rollout.background import in_background
-from trl_qurl.rollout.context import Tokens
 from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.errors import ServerError
 

@@ -9,8 +9,10 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from trl.generation import vllm_generation
@@ -21,7 +23,6 @@ from trl_qurl.quantization.checkpoint_form import plain_model
 from trl_qurl.quantization.layers import check_recurrent_layers
 from trl_qurl.quantization.plan import format_name
 from trl_qurl.rollout.adapter import adapter_obstacle, adapter_rank, check_rounding, engine_rank
-from trl_qurl.rollout.context import RolloutContext
 from trl_qurl.rollout.directory import CheckpointFolder
 from trl_qurl.rollout.engine import colocated
 from trl_qurl.rollout.engine.served import ServedEngine
@@ -34,6 +35,25 @@ from trl_qurl.rollout.sync import RolloutCost, WeightSync
 from trl_qurl.rollout.wire import Engine
 
 logger = get_logger(__name__)  # of the main process
+
+Tokens = list[list[int]]
+
+
+@dataclass
+class RolloutContext:
+    """What belongs to one rollout of this process, and what TRL has no arguments for."""
+
+    cost: RolloutCost = field(default_factory=RolloutCost)  # since the last rollout
+    used_engine: bool = False  # whether it has synced or generated
+
+    # Before it is generated
+    upcoming: Tokens | None = None  # prompts of the next rollout, to begin ahead; empty if none follows
+    plain_prompts: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # without the tokens of images
+    generated: tuple | None = None  # what TRL's `_generate` returns, if dynamic sampling has generated it before
+
+    # Afterwards
+    behavior_logps: list[list[list[float | None]]] | None = None  # of the latest completions, as the engine returned
+    rewards: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # (B · processes, functions)
 
 
 class QuantizedVLLMGeneration(VLLMGeneration):

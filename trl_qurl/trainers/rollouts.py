@@ -14,7 +14,7 @@ from trl.trainer.utils import RepeatSampler
 
 from trl_qurl.objective import OBJECTIVES, TRL_LOSS, Objective, surrogate_terms
 from trl_qurl.rollout.ahead import AheadVLLMGeneration, UpcomingRows
-from trl_qurl.rollout.context import RolloutContext, Tokens
+from trl_qurl.rollout.backend import RolloutContext, Tokens
 from trl_qurl.rollout.images import plain_prompts
 from trl_qurl.rollout.mismatch import MismatchTally
 from trl_qurl.trainers.arguments import check_arguments, check_prompts

@@ -50,6 +50,7 @@ class ServedEngine(VLLMClient, wire.Engine):
         self.plan, self.shapes = plan or QuantizationPlan(), shapes or {}
         self.request_timeout = request_timeout
         self._failure: ServerError | None = None
+        self._info: dict[str, Any] | None = None  # of the server
         self.stream_obstacle: str | None = None  # why tensors cannot be sent over NCCL
         self._stream_device: torch.device | None = None
         self._broadcast: Broadcast | None = None  # the latest
@@ -80,12 +81,13 @@ class ServedEngine(VLLMClient, wire.Engine):
 
     def init_communicator(self, device: torch.device | str | int = 0) -> None:
         """Reject a server that cannot load our weights. `open_stream` opens NCCL, if it is used."""
+        self._info = None
         try:
             info = self.get_server_info()
         except ServerError as error:
-            if error.status is None:
+            if error.status != 404:
                 raise
-            self._failure, info = None, {"parallel_config": {"worker_extension_cls": ""}}
+            info = {"parallel_config": {"worker_extension_cls": ""}}  # its development endpoints are disabled
         if info["parallel_config"]["worker_extension_cls"] != wire.WORKER_EXTENSION:
             raise ValueError(
                 f"The vLLM server at {self.base_url} cannot load weights: it runs without trl-qurl's worker extension "
@@ -114,8 +116,16 @@ class ServedEngine(VLLMClient, wire.Engine):
         return f"other formats, layers or another model: {len(names)} tensors differ, first {name} ({difference})"
 
     def get_server_info(self) -> dict[str, Any]:
-        """Return the server's configuration, also to TRL, from our workers: vLLM's own endpoint takes seconds."""
-        return self.call_workers("describe_config")[0]
+        """Return the server's configuration, also to TRL: that of our workers or of vLLM's slow endpoint."""
+        if self._info is None:
+            try:
+                self._info = self.call_workers("describe_config")[0]
+            except ServerError as error:
+                if error.status is None:
+                    raise
+                self._failure = None
+                self._info = self._get(f"{self.base_url}/server_info", params={"config_format": "json"})["vllm_config"]
+        return self._info
 
     def open_stream(self, device: torch.device) -> None:
         """Open the NCCL group that tensors are sent over. Raises `ServerLostError` if that fails."""
