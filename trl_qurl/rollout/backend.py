@@ -29,7 +29,7 @@ from trl_qurl.rollout.engine.served import ServedEngine
 from trl_qurl.rollout.images import as_plain, check_seen
 from trl_qurl.rollout.preparation import RolloutSettings, choose_adapter, choose_route, prepare_weights
 from trl_qurl.rollout.recovery import raise_everywhere, recover
-from trl_qurl.rollout.routes import ROUTES, Route, stream_metadata
+from trl_qurl.rollout.routes import ROUTES, Route, policy_parameters, stream_metadata
 from trl_qurl.rollout.substitution import substitute
 from trl_qurl.rollout.sync import RolloutCost, WeightSync
 from trl_qurl.rollout.wire import Engine
@@ -79,8 +79,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.rollout = rollout
         self._prompts = prompts  # returns the tokens of a few
         self._global_step = global_step  # optimizer steps so far; part of each version name
-        self.current = RolloutContext()
-        self._seconds_in_syncs = 0.0
+        self.current, self._seconds_in_syncs = RolloutContext(), 0.0
         # RLOO requests no log-probabilities, but the mismatch metrics need them. 0 returns only the sampled token's.
         super().__init__(*args, **{**kwargs, "logprobs": kwargs.get("logprobs") or 0})
 
@@ -105,14 +104,13 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         self.weights = prepare_weights(self.model, self.rollout, self.accelerator, self._prompts)
         engine, route = self._connect() if self.rollout.is_served else self._start_colocated()
         answer = raise_everywhere(lambda: engine and engine.describe(), route.is_served)
-        [description] = broadcast_object_list([answer], from_process=0)
+        [description] = broadcast_object_list([answer])
         self.context = description.max_model_len
         route.attach(engine, description.dtype)
         self.sync = WeightSync(route, self.rollout, self._dist, self._global_step)
 
     def _connect(self) -> tuple[Engine | None, Route]:
         """Connect the main process to the server. Return its engine, and every process's route."""
-        device = self.accelerator.device
         client = functools.partial(
             self._engine_class,
             plan=self.weights.plan,
@@ -124,7 +122,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         engine: ServedEngine | None = self.vllm_client if self.accelerator.is_main_process else None
         [name] = broadcast_object_list([raise_everywhere(lambda: engine and self._choose_route(engine))])
         if name == "stream":
-            raise_everywhere(lambda: engine.open_stream(device) if engine else None)
+            raise_everywhere(lambda: engine.open_stream(self.accelerator.device) if engine else None)
         return engine, self._make_route(name)
 
     def _start_colocated(self) -> tuple[Engine, Route]:
@@ -201,6 +199,10 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         recover(functools.partial(self.sync.push, self.current.cost), self._reconnect)
         self._seconds_in_syncs += time.perf_counter() - started
 
+    def policy_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what a sync sends, before it is quantized. A collective operation: read to the end."""
+        return policy_parameters(self.model, self.weights.grid)
+
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
         """Generate as the parent does, from the weights of this run's last sync, and count seconds and tokens."""
         return recover(functools.partial(self._generate, args, kwargs), self._reconnect)
@@ -209,8 +211,7 @@ class QuantizedVLLMGeneration(VLLMGeneration):
         if is_repeated:
             self.sync.push(self.current.cost, is_repeated=True)
         raise_everywhere(self.sync.require_version, self.rollout.is_served)
-        synced_before = self._seconds_in_syncs
-        started = time.perf_counter()
+        synced_before, started = self._seconds_in_syncs, time.perf_counter()
         output = raise_everywhere(lambda: self._sample(*args, **kwargs), self.rollout.is_served)
         # A server that restarted in the meantime answered from other weights.
         raise_everywhere(self.sync.require_version, self.rollout.is_served)
