@@ -67,6 +67,7 @@ REFUSED = {
     "no regex": ({"re:(": "fp8"}, "rollout_quantization has 're:(', which is not a regular expression"),
     "no JSON": ('{"*": int8}', "not a JSON object such as {"),
     "empty": ({}, "rollout_quantization is {}: write 'none', one of int8"),
+    "nested": ({"*": {"a": "int8"}}, "rollout_quantization is {'*': {'a': 'int8'}}: write 'none', one of int8"),
     "fused": ({"re:.*q_proj": "fp8"} | EIGHT, "self_attn.q_proj is in fp8"),
     "fused with 16 bits": ({"re:.*up_proj": "none"} | EIGHT, "mlp.up_proj into one layer, but "),
     "tied head": ({"lm_head": "int8"}, "'lm_head', which matches no layer"),

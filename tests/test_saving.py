@@ -313,3 +313,16 @@ def test_an_adapter_is_merged_where_that_is_asked_for_or_the_base_is_another(tra
         assert "--enable-lora" not in (directory / "README.md").read_text()
         query = "model.layers.0.self_attn.q_proj.weight_scale"
         assert not torch.equal(weights_of(directory)[query], beside[query]), "the adapter is nowhere"
+
+
+def test_formats_in_another_order_and_one_pattern_to_ignore_are_as_asked(trainer):
+    first, second = {"re:.*layers.0.": "w4a16"}, {"re:.*down_proj": "int8"}
+    trainer.args.rollout_quantization = first | second
+    trainer.vllm_generation.weights = stream_of(trainer.model, first | second)
+    layer = "model.layers.0.mlp.down_proj"
+    directory = trainer.save_quantized(f"{trainer.args.output_dir}-order", second | first)
+    assert weights_of(directory)[f"{layer}.weight"].dtype == torch.int8
+    directory = trainer.save_quantized(f"{trainer.args.output_dir}-kept", "int8", ignore="re:.*(down_proj|lm_head)")
+    assert f"{layer}.weight_scale" not in weights_of(directory)
+    with pytest.raises(ValueError, match="formats is {}: write 'none', one of int8"):
+        trainer.save_quantized(formats={})

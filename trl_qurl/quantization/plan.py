@@ -75,7 +75,7 @@ def make_plan(model: nn.Module, formats: Formats, ignore: Iterable[str] = ("lm_h
             store a layer, an engine fuses layers of several formats, or an output head to quantize shares its weight
             with the embedding.
     """
-    ignore, formats = list(ignore), read_formats(formats)
+    ignore, formats = [ignore] if isinstance(ignore, str) else list(ignore), read_formats(formats)
     check_patterns(ignore, "quantization_ignore")
     kept = ignored_modules(model, ignore)
     if formats is None:
@@ -116,7 +116,7 @@ def read_formats(value: Any, setting: str = "rollout_quantization") -> str | dic
         value = json.loads(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
     except ValueError as error:
         raise ValueError(f"{setting} is {value!r}, not a JSON object such as {EXAMPLE}: {error}.") from None
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping) and value and not any(isinstance(name, Mapping) for name in value.values()):
         check_patterns(list(value), setting)
         return {pattern: format_name(read_formats(name, setting)) for pattern, name in value.items()}
     if not isinstance(value, str | None):  # YAML reads `off` as False

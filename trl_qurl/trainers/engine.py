@@ -202,13 +202,13 @@ class QuantizedEngineMixin(TRLTrainer):
             OSError: The directory holds something other than a quantized checkpoint, or cannot be written.
         """
         args, generation = self.args, self.vllm_generation
-        formats = read_formats(formats or args.rollout_quantization, "formats")
+        formats = read_formats(args.rollout_quantization if formats is None else formats, "formats")
         if formats is None:
-            names = ", ".join(map(repr, SCHEMES))
-            raise ValueError(f"With rollout_quantization=None, pass save_quantized(formats=...) one of {names}.")
-        ignore, run = args.quantization_ignore if ignore is None else list(ignore), Path(args.output_dir).absolute()
+            raise ValueError(f"save_quantized(formats=...) needs a format: one of {', '.join(map(repr, SCHEMES))}.")
+        ignore = args.quantization_ignore if ignore is None else [ignore] if isinstance(ignore, str) else list(ignore)
+        run = Path(args.output_dir).absolute()
         path = run.with_name(f"{run.name}-{format_name(formats)}") if output_dir is None else Path(output_dir)
-        is_rollouts = (formats, ignore) == (args.rollout_quantization, args.quantization_ignore)
+        is_rollouts = (str(formats), ignore) == (str(args.rollout_quantization), args.quantization_ignore)
         model, weights = generation.model, generation.weights
         # A new stream raises in every process or in none. It is not smoothed: nobody has seen its activations.
         weights = weights if is_rollouts else WeightStream(model, make_plan(model, formats, ignore))

@@ -96,12 +96,12 @@ def run(args: argparse.Namespace) -> int:
 def check_arguments(args: argparse.Namespace) -> dict[str, dict[str, str]]:
     """Check what can be checked at once, and return the environment that the engine of each format needs."""
     from trl_qurl.lab.packages import require
-    from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED
-    from trl_qurl.quantization.plan import format_name, read_formats, schemes_of
+    from trl_qurl.quantization.formats import SCHEMES, UNQUANTIZED, get_scheme
+    from trl_qurl.quantization.plan import format_name, schemes_of
     from trl_qurl.rollout.engine.hardware import kernel_environment
     from trl_qurl.rollout.engine.launch import require_vllm
 
-    names = [read_formats(name) for name in args.schemes.split(",")]
+    names = [None if name == UNQUANTIZED else get_scheme(name).name for name in args.schemes.split(",")]
     if len(set(names)) < len(names):
         raise ValueError(f"List each format once, from {', '.join([UNQUANTIZED, *SCHEMES])}; got {args.schemes}.")
     if args.samples > 1 and args.temperature == 0:

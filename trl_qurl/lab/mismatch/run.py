@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=4, help="answers per question (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=128, help="longest answer, in tokens (default: %(default)s)")
     parser.add_argument(
-        "--kl", type=float, metavar="NATS", help="choose finer formats for some layers: at most this KL per token"
+        "--kl", type=float, metavar="NATS", help="choose finer formats for layers of int8 (--schemes): at most this KL"
     )
     parser.add_argument(
         "--no-smooth", action="store_true", help="measure as with smooth_activations=False (default: INT8 is smoothed)"
@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print the table and the verdict, and return exit status 0 for any verdict."""
     check_model(args.model)
     check_output(args.output)
+    args.schemes = args.schemes or (None if args.kl is None else ["int8"])
     schemes = candidates(args.schemes)
     if args.kl is not None and len(schemes) != 1:
         names = ", ".join(scheme.name for scheme in schemes)
