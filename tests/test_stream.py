@@ -177,6 +177,7 @@ def ends(monkeypatch):
     worker = Worker()
     client = ServedEngine.__new__(ServedEngine)  # without the connection that its constructor makes
     client.communicator, client._failure, client.worker = between.sender(), None, worker
+    client._info = None
     client.base_url, client._broadcast = "http://of.the.worker", None
     client.requests = []
 
