@@ -16,21 +16,21 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "trl_qurl"
 LONGEST_FILE, LONGEST_FUNCTION = 300, 60
 
-LIMITS: dict[str, int | None] = {
+LIMITS: dict[str, int] = {
     "core, lines": 8_550,
     "lab, lines": 5_000,
-    "tests, lines": None,
+    "tests, lines": 21_750,
     "benchmarks, lines": 4_400,
     f"files over {LONGEST_FILE} lines": 0,
     f"functions over {LONGEST_FUNCTION} lines": 0,
-    "uses of substitute": None,
+    "uses of substitute": 8,
     "settings added to TRL's": 22,
     "entries in trl_qurl/": 12,
     "pages in docs/ and README": 20,
     "words on them": 20_000,
-    "words of other Markdown": None,
+    "words of other Markdown": 20_000,
 }
-"""Limit of each figure; `None` for no limit."""
+"""Limit of each figure."""
 
 
 def count_lines(path: Path) -> int:
@@ -109,9 +109,8 @@ def main() -> int:
     ]
     exceeded = False
     for (name, goal), figure in zip(LIMITS.items(), figures, strict=True):
-        is_over = goal is not None and figure > goal
-        limit = "" if goal is None else f"  at most {goal:,}{', EXCEEDED' if is_over else ''}"
-        print(f"{name:<26} {figure:>7,}{limit}")
+        is_over = figure > goal
+        print(f"{name:<26} {figure:>7,}  at most {goal:,}{', EXCEEDED' if is_over else ''}")
         exceeded |= is_over
     for offender in (*long, *functions):
         print(f"  {offender}")
