@@ -78,10 +78,11 @@ def start_engine(job: Job) -> tuple[dict[str, list[list[int]]], LLM]:
     check_cpu_build(config)
     needed = needed_context(config, chain(*token_ids.values()), job.sampling["max_tokens"])
     answers = max(len(prompts) for prompts in token_ids.values()) * job.sampling.get("n", 1)
-    arguments = {
-        "max_model_len": needed,
-        "enforce_eager": not torch.cuda.is_available() and answers * job.sampling["max_tokens"] < WORTH_COMPILING,
-    }
+    arguments: dict[str, Any] = {"max_model_len": needed}
+    if not torch.cuda.is_available():
+        arguments["enforce_eager"] = answers * job.sampling["max_tokens"] < WORTH_COMPILING
+        # After part of a prompt, vLLM rewinds a seeded generator, which on a CPU is impossible (docs/upstream.md).
+        arguments["enable_chunked_prefill"] = False
     given = arguments | job.engine_kwargs
     memory = cpu_cache_arguments(job.model, given, sequences=min(answers, AT_ONCE), length=needed)
     from vllm import LLM
