@@ -28,7 +28,7 @@ from provenance import provenance
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from trainers import trains_in_bf16
+from trainers import TRANSFORMERS, trains_in_bf16
 
 from trl_qurl.trainers.run_log import read_run
 
@@ -53,6 +53,8 @@ FIGURES = {
     "sync_bytes": Figure("bytes of a sync, INT8 / unquantized", 1.01),
     "quantizing_memory": Figure("memory that quantizing the weights takes / its largest layer", 1.5),
     "peak_memory": Figure("peak memory of a step, INT8 / unquantized", 1.1),
+    "rival_step": Figure("seconds of a step, INT8 / TRL with transformers", 1.4),
+    "rival_generation": Figure("seconds of generation and sync, INT8 / TRL with transformers", 1.4),
     "demo_kl": Figure("KL of the demo's rollouts, median, 1e-3 nats", 1.5),
     "demo_corrected": Figure("share of its errors that the demo corrects", 0.8),
     "demo_lines": Figure("lines that the demo prints", 1.2),
@@ -129,6 +131,16 @@ def measure_memory(directory: Path) -> Found:
     return {"peak_memory": int8["peak_bytes"] / full["peak_bytes"]}
 
 
+def measure_rival(directory: Path) -> Found:
+    options = ("--ways", TRANSFORMERS, "int8", "--completions", "16", "--tokens", "64", "--repeats", "2")
+    found = record(directory, "rival", *options)
+    rival, ours = (cell(found, way=way) for way in (TRANSFORMERS, "int8"))
+    return {
+        "rival_step": ours["step_s"] / rival["step_s"],
+        "rival_generation": (ours["generate_s"] + ours["sync_s"]) / rival["generate_s"],
+    }
+
+
 def measure_demo(directory: Path) -> Found:
     printed = run(*QURL, "demo", "--output-dir", directory / "demo")
     kl = [value for _, value in read_run(directory / "demo").series("mismatch/kl_k3")]
@@ -153,6 +165,7 @@ PARTS: dict[str, Callable[[Path], Found]] = {
     "decode": measure_decode,
     "sync": measure_sync,
     "memory": measure_memory,
+    "rival": measure_rival,
     "demo": measure_demo,
 }
 

@@ -23,6 +23,7 @@ class Task(NamedTuple):
         longest: Maximum tokens of a completion.
         learning_rate: Learning rate of every arm.
         samples: Answers sampled per held-out question to measure accuracy.
+        text: The shortest right completion, given the answer; `None` if many are right.
     """
 
     learned: list[tuple[Messages, Any]]
@@ -31,6 +32,7 @@ class Task(NamedTuple):
     longest: int
     learning_rate: float
     samples: int = 8
+    text: Callable[[Any], str] | None = None
 
 
 def arithmetic(held_out: bool) -> list[tuple[Messages, int]]:
@@ -75,6 +77,7 @@ TASKS = {
         reward=lambda text, answer: float(is_right(text, answer)),
         longest=16,
         learning_rate=1e-5,
+        text=str,
     ),
     "facts": Task(
         learned=facts(held_out=False),

@@ -23,9 +23,11 @@ PLAIN = {"smooth_activations": False}
 FLOAT32_CODES = "quantizes the float32 weights, which autocast rounds to bfloat16 before it computes"
 RATE = "factor of the learning rate"
 LORA = "adapter"
+OTHER_SEEDS = "seeds that no other arm has"
 BF16 = {"rollout_quantization": None, "objective": "naive"}
 ARMS: dict[str, dict[str, Any]] = {
     "bf16": BF16,
+    "bf16_again": {**BF16, OTHER_SEEDS: 1000},
     "int8_plain_naive": {"objective": "naive", **PLAIN},
     "int8_plain_tis": {"objective": "tis", **PLAIN},
     "int8_plain_acr": {"objective": "acr", **PLAIN},
@@ -96,6 +98,7 @@ def train(model: str, task_name: str, arm: str, seed: int, rollouts: int, output
     from benchmarks.chat_tasks import TASKS
     from benchmarks.objectives.one_run import write_short_log
     from benchmarks.provenance import provenance
+    from benchmarks.real_model_accuracy import ExactAccuracy
     from trl_qurl import QuRLGRPOTrainer
     from trl_qurl.lab.demo.chat import build_chat_config
     from trl_qurl.lab.device import keep_freed_memory
@@ -124,12 +127,15 @@ def train(model: str, task_name: str, arm: str, seed: int, rollouts: int, output
     found = provenance(torch.device("cpu"), measured="trl_qurl")
     with tempfile.TemporaryDirectory() as directory:
         scheme = settings.pop("rollout_quantization")
-        config = build_chat_config(scheme, Path(directory), rollouts, seed, **settings)
+        noise = seed + settings.pop(OTHER_SEEDS, 0)
+        config = build_chat_config(scheme, Path(directory), rollouts, noise, **settings)
         prompts, answers = zip(*task.learned, strict=True)
         data = Dataset.from_dict({"prompt": list(prompts), "answer": list(answers)})
         trainer = QuRLGRPOTrainer(
             model=model, reward_funcs=reward, args=config, train_dataset=data, peft_config=adapter
         )
+        if task.text is not None:
+            trainer.add_callback(ExactAccuracy(task, trainer.processing_class, rollouts))
         trainer.train()
         measured = {
             "full_precision": accuracy(task, answer(trainer, task, sampled=True)),
@@ -140,7 +146,7 @@ def train(model: str, task_name: str, arm: str, seed: int, rollouts: int, output
         rows = read_run(directory).rows
     names = ("objective", "learning_rate", "max_steps", "seed", "quantization_ignore", "per_device_train_batch_size")
     kept: dict[str, Any] = {name: getattr(config, name) for name in names}
-    kept |= {"arm": arm, "task": task_name, "rollout_quantization": scheme, **measured, **found}
+    kept |= {"arm": arm, "seed": seed, "task": task_name, "rollout_quantization": scheme, **measured, **found}
     write_short_log(kept, rows, place(output, arm, seed))
 
 

@@ -32,9 +32,11 @@ from turns import Contestant
 ENGINE, TRAINER = "engine", "trainer"
 
 
-def build(way: str, shape: Shape, largest: Load, device: str) -> Callable[[str, int, int], float]:
-    """A trainer that answers how long a batch takes; run in a separate process."""
-    trainer = build_trainer(way, shape, largest, device)
+def build(way: str, model: Shape | str, largest: Load, device: str) -> Callable[[str, int, int], float]:
+    """A trainer that answers how long a batch takes; run in a separate process. A real model is compiled."""
+    trainer = build_trainer(
+        way, model, largest, device, **({"vllm_engine_kwargs": {}} if isinstance(model, str) else {})
+    )
     generation = trainer.vllm_generation
     generation.sync_weights()
 
@@ -118,6 +120,7 @@ def rounded(rate: float | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="directory of a model (default: random weights of --shape)")
     add_shape_options(parser)
     add_precision_options(parser)
     parser.add_argument("--ways", nargs="+", choices=[*WAYS], default=["bf16", "int8"])
@@ -129,15 +132,15 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    shape = read_shape(arguments)
+    model = arguments.model or read_shape(arguments)
     console = Console(width=None if sys.stdout.isatty() else 140)
     record = {"benchmark": "rollouts", **provenance(torch.device(arguments.device), measured="trl_qurl")}
-    record |= {"shape": asdict(shape), "repeats": arguments.repeats}
+    record |= {"shape": Path(model).name if isinstance(model, str) else asdict(model), "repeats": arguments.repeats}
     batch = max(arguments.batches)
     precision = {"dtype": arguments.dtype, "engine_dtype": arguments.engine_dtype}
     record |= precision
     largest = Load(completions=batch, tokens=max(arguments.tokens), train_batch=batch, **precision)
-    contestants = {way: Contestant(build, way, shape, largest, arguments.device) for way in arguments.ways}
+    contestants = {way: Contestant(build, way, model, largest, arguments.device) for way in arguments.ways}
     try:
         record["cells"] = measure(contestants, arguments.batches, arguments.tokens, arguments.repeats, console)
     finally:

@@ -4,6 +4,7 @@ import argparse
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,16 +17,18 @@ from weight_sync import characters
 from trl_qurl.lab.device import cpu_settings
 
 TRL = "plain TRL"
+TRANSFORMERS = "TRL, transformers"
 LLMCOMPRESSOR = "llm-compressor"
 
 WAYS = {
-    TRL: {},
+    TRL: {"use_vllm": True, "vllm_mode": "colocate"},
+    TRANSFORMERS: {"use_vllm": False},
     "bf16": {"rollout_quantization": None},
     "int8": {"rollout_quantization": "int8"},
     "fp8": {"rollout_quantization": "fp8"},
     LLMCOMPRESSOR: {"rollout_quantization": "int8", "weight_sync": "llmcompressor"},
 }
-"""Name to what distinguishes it: TRL's own trainer with BF16 rollouts, ours without and with quantization."""
+"""Name to what distinguishes it: TRL's own trainer with rollouts by vLLM or transformers, and ours in each format."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Load:
 
 def build_trainer(
     way: str,
-    shape: Shape,
+    shape: Shape | str,
     load: Load,
     device: str,
     callbacks: Sequence[Any] = (),
@@ -64,11 +67,11 @@ def build_trainer(
     **further: Any,
 ) -> Any:
     """
-    A trainer with an engine in this process, on a model of random weights; completions always have the full length.
+    A trainer with an engine in this process; completions always have the full length.
 
     Args:
         way: A name in `WAYS`.
-        shape: The model.
+        shape: The model, with random weights; or a directory that holds a model.
         load: A rollout of it.
         device: `"cpu"` or `"cuda"`.
         callbacks: Come before the trainer's own.
@@ -76,7 +79,8 @@ def build_trainer(
         further: Settings of the trainer's config that override those of the way.
     """
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig
 
     from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
 
@@ -101,8 +105,15 @@ def build_trainer(
         "disable_tqdm": True,
     } | further
     directory = tempfile.mkdtemp(dir="/dev/shm" if device == "cpu" else None)
-    # On a GPU from the start, because drawing 7 billion random weights on a CPU takes minutes.
-    model: Any = shape.build(getattr(torch, load.dtype), torch.device(device))
+    dtype = getattr(torch, load.dtype)
+    model: Any
+    tokenizer: Any
+    if isinstance(shape, Shape):
+        # On a GPU from the start, because drawing 7 billion random weights on a CPU takes minutes.
+        model, tokenizer = shape.build(dtype, torch.device(device)), characters()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(shape, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(shape)
     if load.lora_rank and peft_config is None:
         from peft import LoraConfig
 
@@ -110,11 +121,12 @@ def build_trainer(
     if way == TRL:
         # TRL's engine loads the model by its name.
         model.save_pretrained(f"{directory}/model")
-        characters().save_pretrained(f"{directory}/model")
+        tokenizer.save_pretrained(f"{directory}/model")
         model = f"{directory}/model"
         if device == "cuda":
             torch.cuda.empty_cache()  # TRL loads its own copy
-        kind, config = GRPOTrainer, GRPOConfig(directory, use_vllm=True, vllm_mode="colocate", **settings)
+    if way in (TRL, TRANSFORMERS):
+        kind, config = _timed_grpo_trainer(), GRPOConfig(directory, **(settings | WAYS[way]))
     else:
         own: dict[str, Any] = {"sync_check_interval": 0, "objective": "acr"}
         engine: dict[str, Any] = {"enforce_eager": device == "cpu"}  # compiling takes minutes there
@@ -127,12 +139,26 @@ def build_trainer(
         reward_funcs=lambda completions, **kwargs: [float(len(completion)) for completion in completions],
         args=config,
         train_dataset=Dataset.from_dict({"prompt": [prompt(load.prompt, number) for number in range(64)]}),
-        processing_class=characters(),
+        processing_class=tokenizer,
         callbacks=list(callbacks),
         peft_config=peft_config,
     )
     trainer.remove_callback(PrinterCallback)  # the log is read, not looked at
     return trainer
+
+
+def _timed_grpo_trainer() -> type:
+    """TRL's trainer, which logs the seconds of its generation (with its sync, if vLLM generates) as ours does."""
+    from trl import GRPOTrainer
+
+    class TimedGRPOTrainer(GRPOTrainer):
+        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            generated = super()._generate_single_turn(*args, **kwargs)
+            self._metrics["train"]["time/generate_s"].append(time.perf_counter() - started)
+            return generated
+
+    return TimedGRPOTrainer
 
 
 def add_precision_options(parser: argparse.ArgumentParser) -> None:
@@ -148,7 +174,7 @@ def trains_in_bf16(device: str) -> bool:
 
 def prompt(length: int, number: int) -> str:
     """Some text of that many characters."""
-    return f"{number:02} What is the capital of France? ".ljust(length, "x")[:length]
+    return (f"{number:02}" + " What is the capital of France?" * (length // 31 + 1))[:length]
 
 
 def free_port() -> int:

@@ -85,19 +85,23 @@ def build(way: str, shape: Shape, load: Load, repeats: int, device: str) -> InFo
     # Before the trainer's own clock of a step starts, or the wait for this trainer's turn would belong to the step.
     trainer.callback_handler.callbacks.sort(key=lambda callback: callback is not gate)
 
-    def step() -> dict[str, float]:
-        seen = len(trainer.state.log_history)
-        seconds = {"step_s": gate.step()}
-        while len(trainer.state.log_history) < seen + load.updates:  # it is logged just after the step
-            time.sleep(0.01)
-        rows = trainer.state.log_history[seen:]
-        for part in PARTS:
-            values = [row[f"time/{part}_s"] for row in rows if f"time/{part}_s" in row]
-            if values:
-                seconds[f"{part}_s"] = sum(values)
-        return seconds
+    return InForeground(
+        functools.partial(timed_step, gate, trainer, load.updates), functools.partial(gate.run, trainer)
+    )
 
-    return InForeground(step, functools.partial(gate.run, trainer))
+
+def timed_step(gate: Gate, trainer: Any, updates: int) -> dict[str, float]:
+    """Seconds of the next step, and of its parts as far as the trainer logs them."""
+    seen = len(trainer.state.log_history)
+    seconds = {"step_s": gate.step()}
+    while len(trainer.state.log_history) < seen + updates:  # it is logged just after the step
+        time.sleep(0.01)
+    rows = trainer.state.log_history[seen:]
+    for part in PARTS:
+        values = [row[f"time/{part}_s"] for row in rows if f"time/{part}_s" in row]
+        if values:
+            seconds[f"{part}_s"] = sum(values)
+    return seconds
 
 
 def build_passes(way: str, shape: Shape, load: Load, repeats: int, device: str) -> Callable[[], dict[str, float]]:

@@ -140,6 +140,7 @@ def test_contestants_run_in_turns_and_fail_alone(warm_spawn, load):
         ("rollouts", ["--batches", "1", "4", "--tokens", "8", "--repeats", "2"], 2 * 2 * 2, "tokens_per_s"),
         ("training_step", ["--tokens", "16", "--repeats", "2", "--completions", "16", "--updates", "2"], 3, "step_s"),
         ("training_step", ["--tokens", "16", "--repeats", "1", "--apart"], 3, "step_s"),
+        ("rival", ["--completions", "8", "--tokens", "16", "--prompt", "60", "--repeats", "1"], 3, "later_start_s"),
         ("adapter_sync", ["--batches", "2", "--tokens", "8", "--repeats", "2"], 2, "bytes"),
         ("memory", ["--growth", "1", "2", "--tokens", "16"], 2 * 5, "peak_bytes"),
     ],

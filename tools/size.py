@@ -20,7 +20,7 @@ LIMITS: dict[str, int] = {
     "core, lines": 8_550,
     "lab, lines": 5_000,
     "tests, lines": 21_750,
-    "benchmarks, lines": 4_400,
+    "benchmarks, lines": 4_800,
     f"files over {LONGEST_FILE} lines": 0,
     f"functions over {LONGEST_FUNCTION} lines": 0,
     "uses of substitute": 8,

@@ -1,0 +1,79 @@
+"""How many runs does a difference need? From the spread of stored runs of `real_model.py`.
+
+    python -m benchmarks.real_model_design          # for a difference of .03, found in four of five studies
+    python -m benchmarks.real_model_design --runs DIRECTORY --difference .05
+
+The spread is pooled over arms that learn alike (`ALIKE`). *Within* is what a repeated measurement of the same policy
+would vary by: answers are right or wrong. Pairs are runs of two arms with the same seed, so with the same questions in
+the same order. Runs per arm: n = ((z(.975) + z(.8)) s / d)² + z(.975)² / 2, where s is the spread of the difference d
+(√2 times that of a run without pairs) and the last term stands for Student's t instead of the normal distribution
+(Guenther 1981).
+"""
+
+import argparse
+import math
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from statistics import NormalDist, fmean, stdev
+
+from benchmarks.objectives.summary import Arms, markdown, read_arms
+from benchmarks.real_model import ARMS, RESULTS
+from benchmarks.real_model_tables import MEASURES, rollouts
+from trl_qurl.trainers.run_log import Run
+
+ALIKE = ("bf16", "bf16_again", "int8_naive", "int8_tis", "int8_acr")
+COMPLETIONS = 32
+ANSWERS = {"reward, first 20": 20 * COMPLETIONS, "last ten": 10 * COMPLETIONS, "accuracy": 256, "by the engine": 256}
+"""Right or wrong answers in each measure; the exact accuracy has none."""
+
+
+def runs_needed(spread: float, difference: float, power: float = 0.8, level: float = 0.05) -> int:
+    """Runs per arm, or pairs, with which a difference of this size is significant so often."""
+    normal = NormalDist()
+    z, other = normal.inv_cdf(1 - level / 2), normal.inv_cdf(power)
+    return math.ceil(((z + other) * spread / difference) ** 2 + z**2 / 2)
+
+
+def pooled(groups: list[list[float]]) -> float:
+    """The standard deviation within groups, each about its own mean."""
+    groups = [group for group in groups if len(group) > 1]
+    freedom = sum(len(group) - 1 for group in groups)
+    return math.sqrt(sum((len(group) - 1) * stdev(group) ** 2 for group in groups) / freedom)
+
+
+def row(name: str, measure: Callable[[Run], float], arms: Arms, difference: float) -> tuple[str, ...]:
+    """One line of the table."""
+    values = {arm: {seed: measure(run) for seed, run in by_seed.items()} for arm, by_seed in arms.items()}
+    seeds = pooled([list(by_seed.values()) for by_seed in values.values()])
+    mean = fmean(value for by_seed in values.values() for value in by_seed.values())
+    within = math.sqrt(mean * (1 - mean) / ANSWERS[name]) if name in ANSWERS else 0.0
+    pairs = pooled(
+        [
+            [values[a][seed] - values[b][seed] for seed in values[a].keys() & values[b].keys()]
+            for a, b in combinations(values, 2)
+        ]
+    )
+    alone = runs_needed(math.sqrt(2) * seeds, difference)
+    figures = (f"{mean:.3f}", f"{seeds:.3f}", f"{within:.3f}", f"{pairs:.3f}", str(alone))
+    return (name, *figures, str(runs_needed(pairs, difference)))
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", default="arithmetic", help="default: arithmetic")
+    parser.add_argument("--runs", type=Path, default=RESULTS, help="directory that real_model.py wrote to")
+    parser.add_argument("--difference", type=float, default=0.03, help="to be found (default: %(default)s)")
+    args = parser.parse_args()
+    arms = read_arms(args.runs / args.task, [name for name in ALIKE if name in ARMS])
+    measures = dict(MEASURES)
+    if all("expected_accuracy" in rollouts(run)[-1] for by_seed in arms.values() for run in by_seed.values()):
+        measures["exact accuracy, last ten"] = lambda run: fmean(r["expected_accuracy"] for r in rollouts(run)[-10:])
+        measures["exact accuracy, all"] = lambda run: fmean(r["expected_accuracy"] for r in rollouts(run))
+    headings = ("measure", "mean", "SD of seeds", "within", "SD of pairs", "runs per arm", "pairs")
+    print(markdown(headings, [row(name, measure, arms, args.difference) for name, measure in measures.items()]))
+
+
+if __name__ == "__main__":
+    main()
