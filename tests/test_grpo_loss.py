@@ -7,10 +7,19 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import pytest
 import torch
-from conftest import DISTRIBUTED_VARIABLES
 from datasets import Dataset
 from reference_loss import reference_loss
-from tiny import ENGINE, tiny_model, tiny_tokenizer
+from support.losses import (
+    ROWS,
+    SETTINGS,
+    give_invalid_logps,
+    gradients,
+    our_loss,
+    policy_log_probabilities,
+    random_batch,
+    ready,
+)
+from tiny import tiny_model, tiny_tokenizer
 from trl import GRPOTrainer
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer
@@ -37,11 +46,7 @@ def trainer(tmp_path_factory):
         max_completion_length=T + 2,
         epsilon=EPSILON_LOW,
         epsilon_high=EPSILON_HIGH,
-        vllm_max_model_length=64,
-        vllm_engine_kwargs=ENGINE,
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
+        **SETTINGS,
     )
     trainer = QuRLGRPOTrainer(  # in TRL's order
         tiny_model(),
@@ -51,27 +56,15 @@ def trainer(tmp_path_factory):
         None,
         tiny_tokenizer(),
     )
-    # TRL leaves a rank in the environment for its engine, which later tests of this process would take for theirs.
-    for name in DISTRIBUTED_VARIABLES:
-        os.environ.pop(name, None)
     trainer.current_gradient_accumulation_steps = 1
-    trainer.model.train()
-    return trainer
+    return ready(trainer)
 
 
 @pytest.fixture
 def batch(trainer):
     """Random inputs: padding, unscored tokens, R on both sides of the clip range, ρ from 1e-5 to 1e5."""
-    torch.manual_seed(0)
-    lengths = torch.tensor([T, 3, 1, 4])
-    inputs = {
-        "prompt_ids": torch.randint(2, 90, (B, 3)),
-        "prompt_mask": torch.ones(B, 3, dtype=torch.long),
-        "completion_ids": torch.randint(2, 90, (B, T)),
-        "completion_mask": (torch.arange(T) < lengths[:, None]).long(),
-        "advantages": torch.tensor([1.5, -0.7, 0.3, 0.9]),
-        "num_items_in_batch": torch.tensor(40),
-    }
+    inputs = random_batch(torch.tensor([T, 3, 1, 4]), T)
+    inputs |= {"advantages": torch.tensor([1.5, -0.7, 0.3, 0.9]), "num_items_in_batch": torch.tensor(40)}
     with torch.no_grad():
         policy_logps = policy_log_probabilities(trainer, inputs)
     inputs["old_per_token_logps"] = policy_logps + 0.4 * torch.randn(B, T)
@@ -85,13 +78,6 @@ def batch(trainer):
     inputs["sampling_per_token_logps"] = behavior_logps
     inputs["importance_sampling_ratio"] = trl_ratio(inputs)
     return inputs
-
-
-def policy_log_probabilities(trainer, inputs):
-    input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-    length = inputs["completion_ids"].size(1)
-    return trainer._get_per_token_logps_and_entropies(trainer.model, input_ids, mask, length, compute_entropy=True)[0]
 
 
 def trl_ratio(inputs):
@@ -119,17 +105,6 @@ def test_rewards_that_are_no_numbers_name_their_function(returned, trainer, monk
     monkeypatch.setattr(trainer, "reward_funcs", [broken])
     with pytest.raises(TypeError, match="of the function's own"):
         trainer._generate_and_score_completions(rows)
-
-
-def our_loss(trainer, batch):
-    """The trainer's loss on a batch that was scored at rollout time."""
-    return trainer._compute_loss(trainer.model, batch)
-
-
-def gradients(trainer, loss):
-    trainer.model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
 
 
 def reference(trainer, inputs, objective, loss_type):
@@ -310,9 +285,6 @@ def test_gradient_accumulation_and_tool_tokens(trainer, batch):
         cap=CAP,
     )
     assert loss.item() == pytest.approx(expected.item() / 2, rel=1e-5)
-
-
-ROWS = [{"prompt": prompt} for prompt in ("ab", "cd", "ef", "gh") for _ in range(4)]
 
 
 def one_update_per_rollout(trainer, monkeypatch):
@@ -516,20 +488,6 @@ def test_the_mismatch_is_that_of_one_whole_rollout(trainer, monkeypatch):
             sums, largest = sums + part, max(largest, ratio.item())
         for name, value in mismatch_metrics(sums, largest).items():
             assert logged[name][rollout] == pytest.approx(value, rel=2e-2, abs=1e-9), name
-
-
-def give_invalid_logps(trainer, monkeypatch, value, count=None):
-    """An engine whose log-probability of the first tokens is no number, or of all of them."""
-    generate = trainer.vllm_generation.generate
-
-    def broken(*args, **kwargs):
-        prompt_ids, completion_ids, logprobs, ids = generate(*args, **kwargs)
-        places = [step for tokens in logprobs for step in tokens]
-        for place in places[:count]:
-            place[0] = value
-        return prompt_ids, completion_ids, logprobs, ids
-
-    monkeypatch.setattr(trainer.vllm_generation, "generate", broken)
 
 
 @pytest.mark.parametrize("value", [None, -math.inf, math.inf, -9999.0])

@@ -6,9 +6,9 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import pytest
 import torch
-from conftest import DISTRIBUTED_VARIABLES
 from datasets import Dataset
-from tiny import ENGINE, save_tiny
+from support.losses import SETTINGS, ready
+from tiny import save_tiny
 
 from trl_qurl import QuRLPPOConfig, QuRLPPOTrainer
 from trl_qurl.advantages import bootstrap_values, generalized_advantages, masked_moments, token_rewards, whiten
@@ -32,22 +32,13 @@ def build(directory, scheme, **settings):
         max_completion_length=T,
         importance_cap=CAP,
         sync_check_interval=0,
-        vllm_max_model_length=64,
-        vllm_engine_kwargs=ENGINE,
         gradient_checkpointing=False,
-        report_to=[],
-        use_cpu=True,
-        bf16=False,
-        **settings,
+        **SETTINGS | settings,
     )
     prompts = Dataset.from_dict({"prompt": ["ab", "cde", "ef", "ghi j", "k", "l 2"] * 4})
     trainer = QuRLPPOTrainer(str(directory / "model"), lengths, config, prompts)  # in TRL's order
-    # TRL leaves a rank in the environment for its engine, which later tests of this process would take for theirs.
-    for name in DISTRIBUTED_VARIABLES:
-        os.environ.pop(name, None)
     trainer.current_gradient_accumulation_steps = 2
-    trainer.model.train()
-    return trainer
+    return ready(trainer)
 
 
 @pytest.fixture(scope="module")

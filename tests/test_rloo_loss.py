@@ -7,9 +7,18 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import pytest
 import torch
-from conftest import DISTRIBUTED_VARIABLES
 from datasets import Dataset
-from tiny import ENGINE, tiny_model, tiny_tokenizer
+from support.losses import (
+    ROWS,
+    SETTINGS,
+    give_invalid_logps,
+    gradients,
+    our_loss,
+    policy_log_probabilities,
+    random_batch,
+    ready,
+)
+from tiny import save_tiny
 from trl import RLOOTrainer
 
 from trl_qurl import QuRLRLOOConfig, QuRLRLOOTrainer
@@ -22,7 +31,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("trainer")]
 CAP, EPSILON_LOW, EPSILON_HIGH = 2.0, 0.2, 0.28
 B, T = 6, 6
 FITTING = [name for name in OBJECTIVES if name != "acr"]
-ROWS = [{"prompt": prompt} for prompt in ("ab", "cd", "ef", "gh") for _ in range(4)]
 
 
 def vowels(completions, **kwargs):
@@ -32,9 +40,7 @@ def vowels(completions, **kwargs):
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
     """With a reference model, whose forward pass must not be taken for the policy's."""
-    start = tmp_path_factory.mktemp("start")
-    tiny_model().save_pretrained(start)
-    tiny_tokenizer().save_pretrained(start)
+    start = save_tiny(tmp_path_factory.mktemp("start"))
     config = QuRLRLOOConfig(
         str(tmp_path_factory.mktemp("out")),
         per_device_train_batch_size=4,
@@ -44,34 +50,21 @@ def trainer(tmp_path_factory):
         epsilon=EPSILON_LOW,
         epsilon_high=EPSILON_HIGH,
         beta=0.1,
-        vllm_max_model_length=64,
-        vllm_engine_kwargs=ENGINE,
-        **{"report_to": [], "use_cpu": True, "bf16": False},
+        **SETTINGS,
     )
     # In TRL's order.
     trainer = QuRLRLOOTrainer(str(start), vowels, config, Dataset.from_dict({"prompt": ["ab", "cd", "ef", "gh"]}))
-    # TRL leaves a rank in the environment for its engine, which later tests of this process would take for theirs.
-    for name in DISTRIBUTED_VARIABLES:
-        os.environ.pop(name, None)
     with torch.no_grad():
         for parameter in trainer.ref_model.parameters():
             parameter.mul_(1.05)
-    trainer.model.train()
-    return trainer
+    return ready(trainer)
 
 
 @pytest.fixture
 def batch(trainer):
     """Padding, unscored tokens, ρ on both sides of the limits, and R in and out of its range for either advantage."""
-    torch.manual_seed(0)
     lengths = torch.tensor([T, 3, 1, 4, 2, 5])
-    batch = {
-        "prompt_ids": torch.randint(2, 90, (B, 3)),
-        "prompt_mask": torch.ones(B, 3, dtype=torch.long),
-        "completion_ids": torch.randint(2, 90, (B, T)),
-        "completion_mask": (torch.arange(T) < lengths[:, None]).long(),
-        "advantages": torch.tensor([1.5, -0.7, 0.3, 0.9, -1.2, -0.4]),
-    }
+    batch = random_batch(lengths, T) | {"advantages": torch.tensor([1.5, -0.7, 0.3, 0.9, -1.2, -0.4])}
     with torch.no_grad():
         policy_logps = policy_log_probabilities(trainer, batch)
     # log R: inside, inside, above (positive advantage: clipped), below (not), below (negative: clipped), above (not)
@@ -83,24 +76,6 @@ def batch(trainer):
     behavior_logps[batch["completion_mask"] == 0] = 1000.0  # whatever it is padded with
     batch["old_logps"] = (proximal_logps * batch["completion_mask"]).sum(1)
     return batch | {"old_per_token_logps": proximal_logps, "sampling_per_token_logps": behavior_logps}
-
-
-def policy_log_probabilities(trainer, batch):
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-    length = batch["completion_ids"].size(1)
-    logps = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, length, compute_entropy=True)[0]
-    return logps
-
-
-def our_loss(trainer, batch):
-    return trainer._compute_loss(trainer.model, batch)
-
-
-def gradients(trainer, loss):
-    trainer.model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
 
 
 def slow_weights(objective, log_rho):
@@ -230,19 +205,6 @@ def test_evaluation_measures_in_its_own_metrics(trainer, batch):
     assert len(trainer._metrics["eval"]["policy/approx_kl"]) == 1
 
 
-def give_invalid_logps(trainer, monkeypatch, value, count):
-    """An engine whose log-probability of the first tokens is no number."""
-    generate = trainer.vllm_generation._sample
-
-    def broken(*args, **kwargs):
-        prompt_ids, completion_ids, logprobs, ids = generate(*args, **kwargs)
-        for place in [step for tokens in logprobs for step in tokens][:count]:
-            place[0] = value
-        return prompt_ids, completion_ids, logprobs, ids
-
-    monkeypatch.setattr(trainer.vllm_generation, "_sample", broken)
-
-
 def test_tokens_without_a_log_probability_are_left_out_or_an_error(trainer, monkeypatch):
     trainer._metrics["train"].clear()
     with monkeypatch.context() as patch:
@@ -251,6 +213,6 @@ def test_tokens_without_a_log_probability_are_left_out_or_an_error(trainer, monk
     weights = trainer._objective_inputs(batch, batch["old_per_token_logps"])["importance_sampling_ratio"]
     assert weights[0, 0] == 1 and weights.isfinite().all()
     assert 0 < trainer._metrics["train"]["mismatch/invalid_share"][0] < 0.01
-    give_invalid_logps(trainer, monkeypatch, None, count=None)
+    give_invalid_logps(trainer, monkeypatch, None)
     with pytest.raises(RuntimeError, match=r"NaN or infinite for 100\.0% of this rollout's tokens"):
         trainer._generate_and_score_completions(ROWS)

@@ -1,0 +1,68 @@
+"""What the tests of losses share: a trainer in this process, random batches, log-probabilities and gradients."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from conftest import DISTRIBUTED_VARIABLES
+from tiny import ENGINE
+
+SETTINGS = {"report_to": [], "use_cpu": True, "bf16": False, "vllm_max_model_length": 64, "vllm_engine_kwargs": ENGINE}
+ROWS = [{"prompt": prompt} for prompt in ("ab", "cd", "ef", "gh") for _ in range(4)]
+
+Batch = dict[str, Any]
+
+
+def ready(trainer: Any) -> Any:
+    """Return a new trainer, set to train."""
+    # TRL leaves a rank in the environment for its engine, which later tests of this process would take for theirs.
+    for name in DISTRIBUTED_VARIABLES:
+        os.environ.pop(name, None)
+    trainer.model.train()
+    return trainer
+
+
+def random_batch(lengths: torch.Tensor, longest: int) -> Batch:
+    """Prompts of three tokens, and completions of these lengths, padded to the longest."""
+    torch.manual_seed(0)
+    size = len(lengths)
+    return {
+        "prompt_ids": torch.randint(2, 90, (size, 3)),
+        "prompt_mask": torch.ones(size, 3, dtype=torch.long),
+        "completion_ids": torch.randint(2, 90, (size, longest)),
+        "completion_mask": (torch.arange(longest) < lengths[:, None]).long(),
+    }
+
+
+def policy_log_probabilities(trainer: Any, inputs: Batch) -> torch.Tensor:
+    input_ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    length = inputs["completion_ids"].size(1)
+    return trainer._get_per_token_logps_and_entropies(trainer.model, input_ids, mask, length, compute_entropy=True)[0]
+
+
+def our_loss(trainer: Any, batch: Batch) -> torch.Tensor:
+    """The trainer's loss on a batch that was scored at rollout time."""
+    return trainer._compute_loss(trainer.model, batch)
+
+
+def gradients(trainer: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    trainer.model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+def give_invalid_logps(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch, value: float | None, count: int | None = None
+) -> None:
+    """An engine whose log-probability of the first tokens is no number, or of all of them."""
+    sample = trainer.vllm_generation._sample
+
+    def broken(*args: Any, **kwargs: Any) -> tuple:
+        output = sample(*args, **kwargs)
+        for place in [step for tokens in output[2] for step in tokens][:count]:
+            place[0] = value
+        return output
+
+    monkeypatch.setattr(trainer.vllm_generation, "_sample", broken)
