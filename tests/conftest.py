@@ -105,6 +105,14 @@ def child_environment(**extra: str) -> dict[str, str]:
     }
 
 
+def completed(*command: object, cwd: Path | None = None, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run a command that must succeed as a child process, and return it with what it printed."""
+    words, environment = [*map(str, command)], child_environment(**extra)
+    done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=2400)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return done
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -265,14 +273,22 @@ def train(run_scenario) -> Callable[..., list[Any]]:
 @pytest.fixture(scope="session")
 def int8_server(warm_python, tmp_path_factory) -> Iterator["Server"]:
     """A server of the tiny model, shared by all tests that do not stop it."""
-    from tiny import tiny_model, tiny_tokenizer
+    from tiny import save_tiny
 
     directory = tmp_path_factory.mktemp("server")
-    model = directory / "model"
-    tiny_model().save_pretrained(model)
-    tiny_tokenizer().save_pretrained(model)
+    model = save_tiny(directory / "model")
     with vllm_server(model, directory, "--scheme", "int8", python=warm_python, has_worker=True) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def deployment(warm_python, tmp_path_factory) -> Iterator[Any]:
+    """A server of the tests of a module, which may lose it, and trainers that use it."""
+    from support.deployment import Deployment
+
+    deployment = Deployment(tmp_path_factory.mktemp("deployment"), warm_python)
+    yield deployment
+    deployment.close()
 
 
 def launched_environments(environment: dict[str, str], processes: int) -> list[dict[str, str]]:

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from tiny import WHOLE_BLOCKS, layers_of, stream_of, tiny_model, tiny_tokenizer
+from tiny import WHOLE_BLOCKS, layers_of, save_tiny, stream_of, tiny_model
 from transformers import AutoModelForCausalLM
 
 from trl_qurl import QuRLGRPOConfig
@@ -228,8 +228,7 @@ def test_the_quantized_forward_does_not_round_a_rounded_weight(scheme):
 def test_a_server_of_the_same_model_has_the_same_base(scheme, dtype, head, tmp_path, monkeypatch):
     """Whatever dtype the trainer loads the model in; and it still has after the trainer's base was rounded."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    tiny_model(dtype=torch.bfloat16, tie_word_embeddings=head == "tied").save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    save_tiny(tmp_path / "model", dtype=torch.bfloat16, tie_word_embeddings=head == "tied")
     start = starting_checkpoint(str(tmp_path / "model"), scheme, ["lm_head"], {})
     served = base_digests(read_tensors(start), torch.bfloat16)
 

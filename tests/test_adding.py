@@ -4,15 +4,14 @@ import ast
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
-from conftest import FORGET_OURS, child_environment, needs_trl_1_16
+from conftest import FORGET_OURS, completed, needs_trl_1_16
 from documents import ROOT, blocks, extension_examples, rows
 from safetensors.torch import load_file
-from tiny import stream_of, tiny_model, tiny_tokenizer
+from tiny import save_tiny, stream_of, tiny_model
 
 from trl_qurl.quantization import SCHEMES
 from trl_qurl.quantization.merging import model_parameters
@@ -98,15 +97,7 @@ print("RECORD " + json.dumps(record))
 def test_a_trainer_of_trls_that_is_not_of_groups(warm_python, tmp_path):
     (tmp_path / "made_up.py").write_text(EXAMPLES["distillation"])
     paths = [str(path) for path in (tmp_path, ROOT, ROOT / "tests")]
-    done = subprocess.run(
-        [warm_python, "-c", DISTILL, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env=child_environment(PYTHONPATH=os.pathsep.join(paths)),
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = completed(warm_python, "-c", DISTILL, tmp_path, PYTHONPATH=os.pathsep.join(paths))
     record = json.loads(done.stdout.split("RECORD ")[1])
     assert record["format"] == "int-quantized"
     first, second = [row for row in record["history"] if "loss" in row]
@@ -118,19 +109,15 @@ def test_a_trainer_of_trls_that_is_not_of_groups(warm_python, tmp_path):
     assert "The algorithm is Distillation." in (tmp_path / "run" / "README.md").read_text()
 
 
+def beside(directory):
+    """A path with this package and the modules of a directory."""
+    return f"{directory}{os.pathsep}{ROOT}"
+
+
 def test_an_objective_of_another_package(warm_python, tmp_path):
     """Training with it, and its model card: tests/test_trainers.py."""
     (tmp_path / "made_up.py").write_text(EXAMPLES["objective"])
-    done = subprocess.run(
-        [warm_python, "-c", USE_THE_OBJECTIVE],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
-        cwd=tmp_path,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = completed(warm_python, "-c", USE_THE_OBJECTIVE, cwd=tmp_path, PYTHONPATH=beside(tmp_path))
     terms = json.loads(done.stdout.splitlines()[-1])
     assert terms["old_logps"] == [[-1.0, -2.5]], "the quantized policy is below the ratio"
     assert terms["weight"] == [[1.0, 2.0]], "of e^2 = 7.39 the cap leaves 2"
@@ -140,16 +127,8 @@ def test_a_scheme_that_is_registered(warm_python, tmp_path):
     if "W6A16" not in PRESET_SCHEMES:
         pytest.skip("needs compressed-tensors 0.19")
     (tmp_path / "my_package.py").write_text(EXAMPLES["scheme"])
-    done = subprocess.run(
-        [warm_python, "-c", EXAMPLES["registration"] + USE_THE_REGISTERED],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
-        cwd=tmp_path,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    code = EXAMPLES["registration"] + USE_THE_REGISTERED
+    done = completed(warm_python, "-c", code, cwd=tmp_path, PYTHONPATH=beside(tmp_path))
     assert done.stdout.splitlines()[-1] == "w6a16"
 
 
@@ -158,17 +137,9 @@ def test_a_scheme_of_another_package(warm_python, tmp_path):
         pytest.skip("needs compressed-tensors 0.19")
     [entry_points] = blocks(PAGE, "ini")
     install(tmp_path, "my_package", EXAMPLES["scheme"], entry_points.code)
-    tiny_model().save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    done = subprocess.run(
-        [warm_python, "-c", FORGET_OURS + USE_IT, str(tmp_path / "model"), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    save_tiny(tmp_path / "model")
+    arguments = FORGET_OURS + USE_IT, tmp_path / "model", tmp_path
+    done = completed(warm_python, "-c", *arguments, PYTHONPATH=beside(tmp_path))
     assert json.loads(done.stdout.splitlines()[-1]) == {"name": "w6a16"}
     for way in ("command", "function"):
         config = json.loads((tmp_path / way / "config.json").read_text())["quantization_config"]

@@ -13,7 +13,7 @@ import requests
 from conftest import SCENARIOS, child_environment, kill_group
 from datasets import Dataset
 from delayed import delay, record_prompts
-from support.deployment import Deployment, answering_500, at_step, history, recoveries
+from support.deployment import answering_500, at_step, history, recoveries
 from tiny import tiny_tokenizer
 
 from benchmarks.objectives import one_run
@@ -48,13 +48,6 @@ def build(deployment, algorithm="GRPO", reward=distinct, output_dir="out", **set
     )
     trainer.vllm_generation.generation_kwargs["seed"] = 7  # so that runs can be compared, as in `test_faults`
     return trainer
-
-
-@pytest.fixture(scope="module")
-def deployment(warm_python, tmp_path_factory):
-    deployment = Deployment(tmp_path_factory.mktemp("deployment"), warm_python)
-    yield deployment
-    deployment.close()
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from conftest import needs_vnni
-from tiny import tiny_model, tiny_tokenizer
+from tiny import save_tiny
 
 from trl_qurl.quantization.stream import on_grid
 
@@ -16,8 +16,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("colocated")]
 def runs(train, tmp_path_factory):
     """From weights that bfloat16 holds exactly, as most checkpoints are; each update is far below its spacing."""
     directory = tmp_path_factory.mktemp("autocast")
-    tiny_model("llama", torch.bfloat16).save_pretrained(directory / "model")
-    tiny_tokenizer().save_pretrained(directory / "model")
+    save_tiny(directory / "model", family="llama", dtype=torch.bfloat16)
     config = {"learning_rate": 1e-6, "bf16": True, "uaq_scale": 1.0, "model_init_kwargs": {"dtype": "float32"}}
     config |= {"sync_check_interval": 1}
     changes = {

@@ -1,14 +1,13 @@
 """`trl-qurl bench`: predictions against arithmetic by hand, errors before slow work, and one real run."""
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
-from conftest import child_environment, needs_avx512
+from conftest import completed, needs_avx512
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import ENGINE, tiny_model
@@ -318,9 +317,7 @@ def test_the_command(warm_python, tmp_path, further):
     command += ["--schemes", "int8", "--prompt-len", "16", "--completion-len", "40"]
     command += ["--batch", "16", "--train-batch", "4"]
     command += ["--engine-kwargs", json.dumps(ENGINE), *further]
-    environment = child_environment(COLUMNS="80")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = completed(*command, COLUMNS="80")
     assert "one step of 16 completions, 40 tokens each" in " ".join(done.stdout.split())
     assert "…" not in done.stdout, "a column does not fit into 80 characters"
     record = json.loads((tmp_path / "bench.json").read_text())

@@ -6,14 +6,13 @@ import importlib.util
 import json
 import multiprocessing.spawn
 import os
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import child_environment
+from conftest import completed
 from safetensors.torch import save_file
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -29,9 +28,7 @@ def load(monkeypatch):
 
 
 def run_benchmark(name, *arguments, output, python=sys.executable):
-    command = [python, BENCHMARKS / f"{name}.py", *arguments, "--output", output]
-    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    completed(python, BENCHMARKS / f"{name}.py", *arguments, "--output", output)
     return json.loads(output.read_text())
 
 

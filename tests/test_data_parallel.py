@@ -11,7 +11,7 @@ import pytest
 import requests
 from conftest import vllm_server
 from support.training import MOVED, SAME
-from tiny import PROBE, tiny_model, tiny_tokenizer
+from tiny import PROBE, save_tiny, tiny_model, tiny_tokenizer
 
 from trl_qurl.quantization import write_checkpoint
 from trl_qurl.rollout.engine.http import add_key
@@ -86,8 +86,7 @@ def sampled(server) -> list[list[int]]:
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_engines_of_a_server_have_noise_of_their_own(tmp_path):
-    tiny_model().save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    save_tiny(tmp_path / "model")
     write_checkpoint(tiny_model(), tiny_tokenizer(), "int8", tmp_path / "sent")
     with vllm_server(tmp_path / "model", tmp_path, "--scheme", "int8", "--data-parallel-size", str(ENGINES)) as server:
         engine = ServedEngine(base_url=server.url)
@@ -99,8 +98,7 @@ def test_engines_of_a_server_have_noise_of_their_own(tmp_path):
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_every_engine_of_a_server_gets_the_weights_and_is_checked(train, run_scenario, tampering, tmp_path):
-    tiny_model().save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    save_tiny(tmp_path / "model")
     with vllm_server(tmp_path / "model", tmp_path, "--scheme", "int8", "--data-parallel-size", str(ENGINES)) as server:
         start = [logps_of(server, engine) for engine in range(ENGINES)]
         config = {"vllm_mode": "server", "vllm_server_base_url": server.url, "sync_check_interval": 1}

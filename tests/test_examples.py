@@ -1,14 +1,13 @@
 """Examples and commands, run as users run them for two steps of a tiny model with random weights."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from conftest import child_environment
+from conftest import completed
 from documents import ROOT, blocks
 from tiny import ENGINE, save_tiny
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
@@ -48,11 +47,8 @@ def questions(tmp_path):
 def run(command, settings, directory):
     """Train with these settings in a YAML file, and return the process."""
     (directory / "run.yaml").write_text(yaml.safe_dump(SETTINGS | settings))
-    command = [*map(str, command), "--config", str(directory / "run.yaml"), "--output_dir", str(directory / "policy")]
-    environment = child_environment(VLLM_LOGGING_LEVEL="ERROR")
-    done = subprocess.run(command, env=environment, cwd=directory, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return done
+    command = [*command, "--config", directory / "run.yaml", "--output_dir", directory / "policy"]
+    return completed(*command, cwd=directory, VLLM_LOGGING_LEVEL="ERROR")
 
 
 def assert_trained(directory, start, steps):
@@ -95,10 +91,7 @@ def test_the_code_of_the_readme_trains(hub, warm_python, tmp_path):
     settings = ", ".join(f"{name}={value!r}" for name, value in (ON_CPU | changed).items())
     given = "steps_per_generation=16, gradient_accumulation_steps=4"
     assert given in block.code
-    command = [str(warm_python), "-c", block.code.replace(given, settings)]
-    environment = child_environment(VLLM_LOGGING_LEVEL="ERROR")
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-6000:]
+    completed(warm_python, "-c", block.code.replace(given, settings), cwd=tmp_path, VLLM_LOGGING_LEVEL="ERROR")
     assert (tmp_path / "policy" / "checkpoint-1" / "trainer_state.json").exists()
 
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 from conftest import SCENARIOS, child_environment, group_members, kill_group
-from support.deployment import COMPUTED, Deployment, answering_500, at_step, before, history, interrupt, recoveries
+from support.deployment import COMPUTED, answering_500, at_step, before, history, interrupt, recoveries
 from support.disks import mounted
 from tiny import tiny_model
 
@@ -21,13 +21,6 @@ from trl_qurl.rollout.errors import ServerError, ServerLostError, SyncError
 
 # Tests that lose the server come last, because it takes long to start.
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("faults")]
-
-
-@pytest.fixture(scope="module")
-def deployment(warm_python, tmp_path_factory):
-    deployment = Deployment(tmp_path_factory.mktemp("deployment"), warm_python)
-    yield deployment
-    deployment.close()
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,12 @@
 
 import importlib
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from conftest import child_environment
+from conftest import completed
 from documents import ROOT
 
 pytest.importorskip("matplotlib", reason="needs matplotlib (trl-qurl[plots])")
@@ -129,10 +128,8 @@ def test_a_directory_with_other_files_is_refused(gpu_hour, tmp_path, capsys):
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_rehearsal_runs_every_part(tmp_path):
-    command = [sys.executable, BENCHMARKS / "gpu_hour.py", "-o", tmp_path / "out", "--rehearse"]
-    environment = child_environment(PYTHONPATH=str(ROOT))
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2400, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    command = sys.executable, BENCHMARKS / "gpu_hour.py", "-o", tmp_path / "out", "--rehearse"
+    completed(*command, PYTHONPATH=str(ROOT))
     record = json.loads((tmp_path / "out" / "results.json").read_text())
     assert {part["status"] for part in record["parts"].values()} == {"ok"} and len(record["parts"]) >= 13
     for picture in ("decode.png", "steps.png", "demo/demo.png"):

@@ -2,15 +2,14 @@
 
 import json
 import math
-import subprocess
 from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import child_environment, needs_avx512, needs_vnni
+from conftest import completed, needs_avx512, needs_vnni
 from documents import ROOT
-from tiny import tiny_model, tiny_tokenizer, with_outliers
+from tiny import save_tiny, tiny_model, tiny_tokenizer, with_outliers
 
 from trl_qurl import cli
 from trl_qurl.lab.evaluation.scores import Estimate
@@ -247,8 +246,7 @@ def test_lists_grow_until_an_engine_is_within_the_budget(reached, kept, monkeypa
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(arguments, message, tmp_path, capsys):
-    tiny_model().save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
+    save_tiny(tmp_path)
     assert cli.main(["mismatch", str(tmp_path), *arguments]) == 2
     assert message in capsys.readouterr().err
 
@@ -256,8 +254,7 @@ def test_what_cannot_be_measured_is_refused_at_once(arguments, message, tmp_path
 @needs_avx512
 def test_formats_that_do_not_fit_the_model_are_left_out_unless_they_were_named(tmp_path, monkeypatch, capsys):
     """SmolLM2-135M's width: 576 is no multiple of 128."""
-    tiny_model("llama", hidden_size=576, head_dim=64).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    save_tiny(tmp_path / "model", family="llama", hidden_size=576, head_dim=64)
     (tmp_path / "questions.txt").write_text("ab\ncd\nef\ngh\n")
     asked = []
 
@@ -288,8 +285,7 @@ def test_formats_that_do_not_fit_the_model_are_left_out_unless_they_were_named(t
 def measured(warm_python, tmp_path_factory):
     """A model with outliers, what the command says about it in INT8, and what it wrote."""
     directory = tmp_path_factory.mktemp("mismatch")
-    with_outliers(tiny_model("llama"), 0).save_pretrained(directory / "model")
-    tiny_tokenizer().save_pretrained(directory / "model")
+    save_tiny(directory / "model", model=with_outliers(tiny_model("llama"), 0))
     (directory / "questions.txt").write_text("ab\ncde\nf g\nh1\ni22\njj\nk\nlm\n")  # those of the scenario
     command = [warm_python, "-m", "trl_qurl", "mismatch", "model", "--schemes", "int8", "--max-tokens", "32"]
     command += [
@@ -303,11 +299,8 @@ def measured(warm_python, tmp_path_factory):
         "-o",
         "new/out.json",
     ]
-    environment = child_environment(TRL_QURL_CACHE=str(directory / "cache"), COLUMNS="80", PYTHONPATH=str(ROOT))
-    done = subprocess.run(
-        list(map(str, command)), cwd=directory, env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    variables = {"TRL_QURL_CACHE": str(directory / "cache"), "COLUMNS": "80", "PYTHONPATH": str(ROOT)}
+    done = completed(*command, cwd=directory, **variables)
     assert not list((directory / "cache").glob("*int8*")), "checkpoints that nobody starts from again stay on disk"
     return directory, done.stdout, json.loads((directory / "new" / "out.json").read_text())
 

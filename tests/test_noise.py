@@ -8,7 +8,7 @@ import sys
 import warnings
 
 import pytest
-from conftest import child_environment
+from conftest import child_environment, completed
 
 from trl_qurl.cli import noise
 
@@ -83,8 +83,7 @@ def test_a_log_message_has_no_module_and_handlers_of_the_users_are_kept():
     users = "logging.basicConfig(format='mine: %(message)s')"
     for before, seen in (("0", "INFO: loading\nWARNING: slow\n"), (users, "mine: loading\nmine: slow\n")):
         command = [sys.executable, "-c", code.format(before=before)]
-        done = subprocess.run(command, env=child_environment(), capture_output=True, text=True)
-        assert (done.returncode, done.stderr) == (0, seen)
+        assert completed(*command).stderr == seen
 
 
 def test_a_library_that_prints_its_messages_itself_prints_them_once():
@@ -92,8 +91,8 @@ def test_a_library_that_prints_its_messages_itself_prints_them_once():
         "import trl_qurl; trl_qurl.quiet(); from huggingface_hub.utils import logging; "
         "logging.get_logger('huggingface_hub.utils._http').warning('Retrying in 1s')"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=child_environment(), capture_output=True, text=True)
-    assert (done.returncode, done.stderr.count("Retrying in 1s")) == (0, 1), done.stderr
+    done = completed(sys.executable, "-c", code)
+    assert done.stderr.count("Retrying in 1s") == 1, done.stderr
 
 
 def test_importing_the_package_silences_nothing():
@@ -103,8 +102,7 @@ def test_importing_the_package_silences_nothing():
         "assert before == (warnings.filters, dict(os.environ), logging.root.handlers)\n"
         "assert not logging.getLogger('vllm.triton_utils.importing').disabled\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=child_environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    completed(sys.executable, "-c", code)
 
 
 @pytest.mark.vllm

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import WHOLE_BLOCKS, stream_of, tiny_mixture, tiny_model, tiny_tokenizer
+from tiny import WHOLE_BLOCKS, save_tiny, stream_of, tiny_mixture, tiny_model, tiny_tokenizer
 
 from trl_qurl import cli
 from trl_qurl.quantization import SCHEMES, make_plan, write_checkpoint
@@ -134,8 +134,7 @@ def test_each_layer_is_rounded_and_smoothed_by_its_own_format():
 
 
 def test_the_command_line_takes_a_json_object(tmp_path, capsys):
-    tiny_model(**WHOLE_BLOCKS).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    save_tiny(tmp_path / "model", **WHOLE_BLOCKS)
     command = ["quantize", str(tmp_path / "model"), str(tmp_path / "out"), "--scheme"]
     assert cli.main([*command, json.dumps(MIXED)]) == 0
     streamed = dict(stream_of(tiny_model(**WHOLE_BLOCKS), MIXED).tensors(model_parameters(tiny_model(**WHOLE_BLOCKS))))

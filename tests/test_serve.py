@@ -4,7 +4,6 @@ import asyncio
 import os
 import re
 import signal
-import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import requests
-from conftest import FORGET_OURS, Server, child_environment
-from tiny import tiny_model, tiny_tokenizer
+from conftest import FORGET_OURS, Server, completed
+from tiny import save_tiny, tiny_model
 from tiny_vision import tiny_vision_model
 
 from trl_qurl import cli
@@ -26,8 +25,7 @@ from trl_qurl.rollout.wire import WORKER_EXTENSION
 @pytest.fixture
 def model(tmp_path, monkeypatch):
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    tiny_model().save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    save_tiny(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -291,8 +289,7 @@ def test_what_is_not_the_key_opens_nothing(header, monkeypatch):
 def test_a_process_without_our_modules_loads_what_a_server_loads_by_name(warm_python):
     """First of all that is ours, as in vLLM's workers; the servers of these tests have imported everything before."""
     code = f"{FORGET_OURS}import pydoc\nassert pydoc.locate({WORKER_EXTENSION!r}).load_rollout_weights"
-    done = subprocess.run([warm_python, "-c", code], env=child_environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    completed(warm_python, "-c", code)
 
 
 @pytest.mark.vllm

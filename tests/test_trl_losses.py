@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 from datasets import Dataset
-from tiny import tiny_model, tiny_tokenizer
+from tiny import save_tiny
 from trl import GRPOConfig
 
 from trl_qurl import QuRLGRPOTrainer, QuRLPPOTrainer
@@ -50,8 +50,7 @@ def test_a_real_run_learns_and_measures_the_mismatch(name, histories):
 
 @pytest.mark.parametrize(("trainer", "settings"), [(QuRLGRPOTrainer, {}), (QuRLPPOTrainer, {"scale_rewards": "none"})])
 def test_a_grpo_config_is_taken_as_it_is(trainer, settings, tmp_path):
-    tiny_model().save_pretrained(tmp_path / "policy")  # where PPO's critic starts, too
-    tiny_tokenizer().save_pretrained(tmp_path / "policy")
+    save_tiny(tmp_path / "policy")  # where PPO's critic starts, too
     config = GRPOConfig(
         str(tmp_path),
         num_generations=2,

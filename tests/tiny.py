@@ -169,8 +169,7 @@ is needed. If transformers has the architecture, TRL loads that class and ignore
 
 def save_remote_code_model(directory: Path, architecture: str = "InternLM3ForCausalLM") -> str:
     """Save a model with its classes, like models on the Hub with remote code."""
-    tiny_model("llama", max_position_embeddings=128).save_pretrained(directory)
-    tiny_tokenizer().save_pretrained(directory)
+    save_tiny(directory, family="llama", max_position_embeddings=128)
     for name, code in REMOTE_CODE.items():
         (directory / name).write_text(code)
     config = json.loads((directory / "config.json").read_text())
