@@ -110,10 +110,8 @@ def call_in_child(function: Callable[[Any], Any], argument: Any, failure: str, s
     message `failure`, and prints its last output lines to standard error, unless it `shows_output` as it runs.
     """
     with tempfile.TemporaryDirectory() as directory:
-        call, result, log = (Path(directory) / name for name in ("call", "result", "log"))
-        call.write_bytes(pickle.dumps((function, argument)))
-        command = [sys.executable, "-c", f"from {__name__} import answer_call; answer_call()", str(call), str(result)]
-        environment = ENGINE_ENVIRONMENT | os.environ
+        command, result = call_command(function, argument, Path(directory))
+        log, environment = result.with_name("log"), ENGINE_ENVIRONMENT | os.environ
         try:
             if shows_output:
                 subprocess.run(command, env=environment, check=True)
@@ -126,8 +124,16 @@ def call_in_child(function: Callable[[Any], Any], argument: Any, failure: str, s
         return pickle.loads(result.read_bytes())
 
 
+def call_command(function: Callable[[Any], Any], argument: Any, directory: Path) -> tuple[list[str], Path]:
+    """Return the command that calls a function of a module in a new process, and the file for its pickled result."""
+    call, result = directory / "call", directory / "result"
+    call.write_bytes(pickle.dumps((function, argument)))
+    code = f"from {__name__} import answer_call; answer_call()"
+    return [sys.executable, "-c", code, str(call), str(result)], result
+
+
 def answer_call() -> None:
-    """Make the call that `call_in_child` wrote to one file, and write its result to another."""
+    """Make the call that `call_command` wrote to one file, and write its result to another."""
     die_with_parent()
     quiet()
     call, result = map(Path, sys.argv[1:])

@@ -1,9 +1,4 @@
-"""Run checks that import torch or vLLM in a separate process with a time limit.
-
-    python -m trl_qurl.lab.doctor.child MODULE RESULT [ARGUMENT]
-
-calls `check` of a module of this package, and pickles its lines, or its error as text.
-"""
+"""Run checks that import torch or vLLM in a separate process with a time limit."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ from pathlib import Path
 
 from trl_qurl.cli.noise import shows_everything
 from trl_qurl.lab.doctor.report import Line, Status
-from trl_qurl.lab.processes import ENGINE_ENVIRONMENT, ChildFailure, last_lines, run_child
+from trl_qurl.lab.processes import ENGINE_ENVIRONMENT, ChildFailure, call_command, last_lines, run_child
 
 LOG_LINES = 25  # last lines to keep of a failed process's output
 LONGEST = 400  # characters of an error
@@ -54,10 +49,10 @@ def check_in_child(name: str, module: str, seconds: float, *arguments: str) -> l
             raise TimeoutError(f"did not finish within {seconds:.0f} s; last output: {last_line or 'none'}")
 
     with tempfile.TemporaryDirectory(prefix="trl-qurl-doctor-") as directory:
-        result, log = Path(directory) / "result", Path(directory) / "log"
+        command, result = call_command(answer, (module, *arguments), Path(directory))
+        log = result.with_name("log")
         # Temporary files go here, so they are deleted even if the process was killed.
         environment = ENGINE_ENVIRONMENT | os.environ | {"HF_HUB_OFFLINE": "1", "TMPDIR": directory}
-        command = [sys.executable, "-m", __name__, module, str(result), *arguments]
         try:
             run_child(command, log, watch, every=0.3, environment=environment)
         except TimeoutError as error:
@@ -78,17 +73,11 @@ def check_in_child(name: str, module: str, seconds: float, *arguments: str) -> l
     return [Line(name, textwrap.shorten(fault, LONGEST), Status.FAILED, advice, {"log": tail.split("\n")})]
 
 
-def main(argv: list[str]) -> int:
-    """Run the check; return exit status 1 if it raised."""
-    module, result, *arguments = argv
+def answer(call: tuple[str, ...]) -> list[Line] | str:
+    """Call `check` of a module of this package with arguments; return its lines, or its error as text."""
+    module, *arguments = call
     try:
-        outcome = import_module(f"trl_qurl.lab.doctor.{module}").check(*arguments)
+        return import_module(f"trl_qurl.lab.doctor.{module}").check(*arguments)
     except Exception as error:
         traceback.print_exc()
-        outcome = f"{type(error).__name__}: {error}"
-    Path(result).write_bytes(pickle.dumps(outcome))
-    return int(isinstance(outcome, str))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+        return f"{type(error).__name__}: {error}"
