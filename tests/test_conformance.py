@@ -15,16 +15,16 @@ from unittest import mock
 import pytest
 from accelerate.utils import ParallelismConfig
 from conftest import needs_vnni
-from datasets import Dataset
 from documents import ROOT, rows
 from peft import LoraConfig
-from tiny import tiny_model, tiny_tokenizer
+from support.building import build, settings_of
+from tiny import tiny_model
 from tiny_vision import vision_processor
 from transformers import BitsAndBytesConfig, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.generation import vllm_generation
 
-from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer
+from trl_qurl import QuRLGRPOTrainer, QuRLPPOTrainer
 
 TESTS = Path(__file__).parent
 PAGE = ROOT / "tests" / "features.md"
@@ -302,20 +302,6 @@ def test_code_of_a_checkpoint(shared):
 # Refusals ------------------------------------------------------------------------------------------------------------
 
 
-def build(tmp_path, model=None, kind=QuRLGRPOTrainer, config=QuRLGRPOConfig, settings=None, **given):
-    defaults = {"use_cpu": True, "bf16": False, "report_to": [], "num_generations": 2, "steps_per_generation": 2}
-    kind(
-        tiny_model() if model is None else model,
-        lambda completions, **kwargs: [0.0] * len(completions),
-        config(str(tmp_path), **defaults | (settings or {})),
-        **{
-            "train_dataset": Dataset.from_dict({"prompt": ["ab"] * 16}),
-            "processing_class": tiny_tokenizer(),
-        }
-        | given,
-    )
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -330,7 +316,7 @@ def test_trl_refuses_it_too(settings, message, tmp_path, monkeypatch):
     if not settings:
         monkeypatch.setattr(GRPOConfig, "n_gpu", property(lambda self: 2))
     with pytest.raises(ValueError, match=message):
-        build(tmp_path, kind=GRPOTrainer, config=GRPOConfig, settings=settings)
+        build(GRPOTrainer, tmp_path, args=settings_of(GRPOTrainer, tmp_path, **settings))
 
 
 def test_trl_reads_these_only_without_vllm():
@@ -352,7 +338,7 @@ def test_trls_rloo_takes_no_agents():
 def test_an_adapter_on_the_head_is_refused_by_trl(tmp_path):
     model = tiny_model(tie_word_embeddings=False)
     with pytest.raises(ValueError, match="Applying a PEFT adapter to `lm_head` is not supported"):
-        build(tmp_path, model, GRPOTrainer, GRPOConfig, peft_config=LoraConfig(target_modules=["lm_head"]))
+        build(GRPOTrainer, tmp_path, model=model, peft_config=LoraConfig(target_modules=["lm_head"]))
 
 
 @pytest.mark.vllm
@@ -366,7 +352,7 @@ def test_colocated_runs_choose_their_own_ports(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_generation, "LLM", start)
     for chosen in ("", "", "23457"):
         with mock.patch.dict(os.environ, {"MASTER_PORT": chosen}), pytest.raises(InterruptedError):
-            build(tmp_path)
+            build(QuRLGRPOTrainer, tmp_path)
     assert ports[0] != ports[1] and "29500" not in ports and ports[2] == "23457"
 
 
@@ -375,13 +361,8 @@ def test_no_critic_sees(tmp_path):
     with pytest.raises(
         ValueError, match="LlavaNextProcessor, but the critic does not support images: use QuRLGRPOTrainer"
     ):
-        build(
-            tmp_path,
-            str(tmp_path / "policy"),
-            QuRLPPOTrainer,
-            QuRLPPOConfig,
-            processing_class=vision_processor("llava_next"),
-        )
+        images = vision_processor("llava_next")
+        build(QuRLPPOTrainer, tmp_path, model=str(tmp_path / "policy"), processing_class=images)
 
 
 @pytest.mark.parametrize("place", ["trainer", "model_init_kwargs", "model"])
@@ -395,4 +376,4 @@ def test_a_model_that_is_loaded_quantized_is_refused(place, tmp_path):
         model = tiny_model()
         model.config.quantization_config = quantization
     with pytest.raises(ValueError, match=r"quantized for training \(.*: load it in 16 bits, .* set round_base=True"):
-        build(tmp_path, model, settings=settings, **given)
+        build(QuRLGRPOTrainer, tmp_path, model=model, args=settings_of(QuRLGRPOTrainer, tmp_path, **settings), **given)

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.logging import MultiProcessAdapter
 from datasets import Dataset
 from made_up_policy import ROWS, MadeUpPolicy, tells_apart
+from support.training import metrics_by_step
 
 from trl_qurl import QuRLGRPOConfig, QuRLPPOConfig
 from trl_qurl.trainers.arguments import check_arguments
@@ -216,7 +217,6 @@ CONFIG = {
     "save_steps": 2,
     "log_completions": True,
 }
-NOT_RESTORED = ("time/", "step_time", "throughput/", "weights/")
 
 
 @pytest.mark.vllm
@@ -242,13 +242,5 @@ def test_a_trainer_fills_its_batches_and_resumes(train, tmp_path):
     assert all(row["frac_reward_zero_std"] == 0.0 for row in rollouts), "a group without advantages was trained on"
     assert any(row["dynamic_sampling/discarded_share"] > 0 for row in rollouts)
     assert any(row["dynamic_sampling/unfiltered_reward"] < row["reward"] for row in rollouts)
-
-    def of_steps(record):
-        return {
-            row["step"]: {name: value for name, value in row.items() if not name.startswith(NOT_RESTORED)}
-            for row in record["history"]
-            if "loss" in row
-        }
-
     for step in (3, 4, 5, 6):
-        assert of_steps(resumed)[step] == of_steps(whole)[step]
+        assert metrics_by_step(resumed)[step] == metrics_by_step(whole)[step]

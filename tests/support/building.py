@@ -5,10 +5,12 @@ from typing import Any
 
 from datasets import Dataset
 from tiny import tiny_model, tiny_tokenizer
+from trl import GRPOConfig, GRPOTrainer
 
 from trl_qurl import QuRLGRPOConfig, QuRLGRPOTrainer, QuRLPPOConfig, QuRLPPOTrainer, QuRLRLOOConfig, QuRLRLOOTrainer
 
 CONFIGS = {QuRLGRPOTrainer: QuRLGRPOConfig, QuRLRLOOTrainer: QuRLRLOOConfig, QuRLPPOTrainer: QuRLPPOConfig}
+TRLS = {GRPOTrainer: GRPOConfig}
 SETTINGS = {
     "use_cpu": True,
     "bf16": False,
@@ -31,8 +33,8 @@ def reward(completions: list[str], **kwargs: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
-def settings_of(cls: type, directory: Path) -> Any:
-    return CONFIGS[cls](str(directory), **SETTINGS)
+def settings_of(cls: type, directory: Path, **settings: Any) -> Any:
+    return (CONFIGS | TRLS)[cls](str(directory), **SETTINGS | settings)
 
 
 def build(
