@@ -12,6 +12,7 @@ from reference_loss import reference_loss
 from support.losses import (
     ROWS,
     SETTINGS,
+    evaluating,
     give_invalid_logps,
     gradients,
     our_loss,
@@ -156,20 +157,12 @@ def test_the_objectives_differ_on_these_inputs(trainer, batch):
     assert len({round(loss, 6) for loss in losses}) == len(OBJECTIVES)
 
 
-@pytest.mark.parametrize("loss_type", CLIPPED_LOSS_TYPES)
-def test_tis_is_trls_own_truncated_loss(loss_type, trainer, batch):
-    trainer.args.objective, trainer.loss_type = "tis", loss_type
-    ours = our_loss(trainer, batch)
-    theirs = GRPOTrainer._compute_loss(trainer, trainer.model, batch)
-    assert ours.item() == theirs.item()
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(("level", "delta"), [("token", None), ("token", 1.5), ("sequence", 1.5)])
 @pytest.mark.parametrize("loss_type", [*CLIPPED_LOSS_TYPES, "cispo", "sapo", "vespo", "luspo"])
 @pytest.mark.parametrize("objective", ["trl", "tis"])
-def test_every_loss_of_trls_is_trls_own(objective, loss_type, level, trainer, batch, monkeypatch):
+def test_every_loss_of_trls_is_trls_own(objective, loss_type, level, delta, trainer, batch, monkeypatch):
     monkeypatch.setattr(trainer, "importance_sampling_level", level)
-    monkeypatch.setattr(trainer.args, "delta", 1.5)
+    monkeypatch.setattr(trainer.args, "delta", delta)
     trainer.args.objective, trainer.loss_type = objective, loss_type
     theirs = GRPOTrainer._compute_loss(trainer, trainer.model, batch)
     trainer._metrics["train"].clear()
@@ -234,27 +227,19 @@ def test_clip_metrics_count_the_lifted_bounds(trainer, batch):
 
 def test_evaluation_uses_the_same_loss(trainer, batch):
     trainer.args.objective, trainer.loss_type = "acr", "bnpo"
-    trainer.model.eval()
-    try:
-        with torch.no_grad():
-            loss = our_loss(trainer, batch)
-    finally:
-        trainer.model.train()
+    with evaluating(trainer):
+        loss = our_loss(trainer, batch)
     assert loss.item() == pytest.approx(reference(trainer, batch, "acr", "bnpo").item(), rel=1e-5)
     assert "acr/lifted_share" in trainer._metrics["eval"]
 
 
 def test_the_guard_judges_evaluations(trainer, batch):
-    trainer._metrics["eval"].clear()
-    trainer.model.eval()
     logps, learned = batch["old_per_token_logps"].repeat(16, 1), batch["completion_mask"].bool().repeat(16, 1)
-    try:
+    with evaluating(trainer):
         for behavior in (logps, logps + 1.0):
             trainer._mismatch.add(logps, behavior, learned, CAP)
             trainer._record_mismatch()
-    finally:
-        trainer.model.train()
-        trainer._guard = MismatchGuard(trainer.args)
+    trainer._guard = MismatchGuard(trainer.args)
     assert trainer._metrics["eval"]["mismatch/guard"] == [0, 1]
 
 
@@ -291,20 +276,30 @@ def one_update_per_rollout(trainer, monkeypatch):
     monkeypatch.setattr(trainer.args, "gradient_accumulation_steps", trainer.args.steps_per_generation)
 
 
+@pytest.fixture(params=[True, False])
+def is_one_update(request, trainer, monkeypatch):
+    """Whether there is one update per rollout, or several."""
+    if request.param:
+        one_update_per_rollout(trainer, monkeypatch)
+    return request.param
+
+
+def rollout_of(trainer):
+    trainer._metrics["train"].clear()
+    return trainer._generate_and_score_completions(ROWS)
+
+
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_one_update_per_rollout_needs_no_scoring_pass(objective, trainer, monkeypatch):
     monkeypatch.setattr(trainer.args, "objective", objective)
     trainer.loss_type = "dapo"
 
-    def rollout():
-        trainer._metrics["train"].clear()
-        torch.manual_seed(0)
-        return trainer._generate_and_score_completions(ROWS)
-
-    scored = rollout()
+    torch.manual_seed(0)
+    scored = rollout_of(trainer)
     scored_metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
     one_update_per_rollout(trainer, monkeypatch)
-    unscored = rollout()
+    torch.manual_seed(0)
+    unscored = rollout_of(trainer)
     assert "old_per_token_logps" not in unscored and "importance_sampling_ratio" not in unscored
     assert trainer._metrics["train"]["time/logps_s"] == [0.0]
     # The very same rollout, so that the losses can be compared.
@@ -330,16 +325,8 @@ def test_one_update_per_rollout_needs_no_scoring_pass(objective, trainer, monkey
         assert metrics[name] == pytest.approx(scored_metrics[name], rel=1e-2, abs=1e-7), name
 
 
-def rollout_of(trainer):
-    trainer._metrics["train"].clear()
-    return trainer._generate_and_score_completions(ROWS)
-
-
-@pytest.mark.parametrize("is_one_update", [True, False])
 def test_a_rollout_is_scored_without_dropout(is_one_update, trainer, monkeypatch):
     monkeypatch.setattr(trainer.args, "objective", "acr")
-    if is_one_update:
-        one_update_per_rollout(trainer, monkeypatch)
     monkeypatch.setattr(trainer.model.config, "attention_dropout", 0.5)
     for layer in trainer.model.model.layers:
         monkeypatch.setattr(layer.self_attn, "attention_dropout", 0.5)
@@ -387,11 +374,8 @@ class OwnPass(QuRLGRPOTrainer):
 
 
 @pytest.mark.parametrize("kind", [OwnLoss, OwnPass])
-@pytest.mark.parametrize("is_one_update", [True, False])
 def test_a_subclass_with_its_own_loss_or_pass_gets_trls_batch(kind, is_one_update, trainer, monkeypatch):
     monkeypatch.setattr(trainer.args, "objective", "acr")
-    if is_one_update:
-        one_update_per_rollout(trainer, monkeypatch)
     monkeypatch.setattr(trainer, "_buffered_inputs", None)
     monkeypatch.setattr(trainer, "_step", 0)
     monkeypatch.setattr(trainer, "__class__", kind)
@@ -405,11 +389,8 @@ def test_a_subclass_with_its_own_loss_or_pass_gets_trls_batch(kind, is_one_updat
     assert {"mismatch/kl_k3", "mismatch/guard", "sampling/importance_sampling_ratio/mean"} <= logged.keys()
 
 
-@pytest.mark.parametrize("is_one_update", [True, False])
 def test_smoothing_learns_from_the_pass_that_scores_and_from_no_other(is_one_update, trainer, monkeypatch):
     monkeypatch.setattr(trainer.args, "objective", "acr")
-    if is_one_update:
-        one_update_per_rollout(trainer, monkeypatch)
     smoothing, sync = trainer.vllm_generation.weights.smoothing, trainer.vllm_generation.sync_weights
     monkeypatch.setattr(trainer.vllm_generation, "sync_weights", lambda: (sync(), due()))
 
@@ -449,8 +430,7 @@ def test_cut_distributions_shrink_the_ratio_by_what_was_kept(trainer, monkeypatc
     means, logged = {}, trainer._metrics["train"]
     for top_p in (1.0, 0.9, 0.5):
         monkeypatch.setattr(trainer.vllm_generation, "top_p", top_p)
-        logged.clear()
-        batch = trainer._generate_and_score_completions(ROWS)
+        batch = rollout_of(trainer)
         means[top_p] = logged["mismatch/ratio_mean"][0]
     assert means[1.0] == pytest.approx(1.0, abs=0.01)
     # Of the last rollout, by the trainer's own distribution: the fewest tokens with half of it, or a little more.
@@ -495,9 +475,7 @@ def test_the_mismatch_is_that_of_one_whole_rollout(trainer, monkeypatch):
 def test_a_token_without_a_log_probability_is_left_out(objective, value, trainer, monkeypatch):
     monkeypatch.setattr(trainer.args, "objective", objective)
     give_invalid_logps(trainer, monkeypatch, value, count=1)
-    logged = trainer._metrics["train"]
-    logged.clear()
-    batch = trainer._generate_and_score_completions(ROWS)
+    logged, batch = trainer._metrics["train"], rollout_of(trainer)
     tokens = batch["completion_mask"].sum().item()
     assert tokens > 100 and logged["mismatch/invalid_share"] == [pytest.approx(1 / tokens)]
     numbers = {name: value for name, values in logged.items() for value in values}
@@ -529,10 +507,7 @@ def test_a_rollout_whose_tokens_the_engine_could_not_score_is_an_error(trainer, 
     assert trainer._mismatch.pop() == {}
 
 
-@pytest.mark.parametrize("is_one_update", [True, False])
 def test_a_rollout_function_without_log_probabilities_says_what_to_return(is_one_update, trainer, monkeypatch):
-    if is_one_update:
-        one_update_per_rollout(trainer, monkeypatch)
     monkeypatch.setattr(trainer, "_step", 0)
 
     def rollout_func(prompts, trainer):

@@ -11,6 +11,7 @@ from datasets import Dataset
 from support.losses import (
     ROWS,
     SETTINGS,
+    evaluating,
     give_invalid_logps,
     gradients,
     our_loss,
@@ -195,13 +196,8 @@ def test_a_rollout_is_scored_by_the_policy_and_measured_against_the_engine(train
 
 
 def test_evaluation_measures_in_its_own_metrics(trainer, batch):
-    trainer.model.eval()
-    trainer._metrics["eval"].clear()
-    try:
-        with torch.no_grad():
-            our_loss(trainer, batch)
-    finally:
-        trainer.model.train()
+    with evaluating(trainer):
+        our_loss(trainer, batch)
     assert len(trainer._metrics["eval"]["policy/approx_kl"]) == 1
 
 

@@ -1,6 +1,8 @@
 """What the tests of losses share: a trainer in this process, random batches, log-probabilities and gradients."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -51,6 +53,18 @@ def gradients(trainer: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     trainer.model.zero_grad()
     loss.backward()
     return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+@contextmanager
+def evaluating(trainer: Any) -> Iterator[None]:
+    """Evaluate inside the block, without metrics from before."""
+    trainer._metrics["eval"].clear()
+    trainer.model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        trainer.model.train()
 
 
 def give_invalid_logps(
