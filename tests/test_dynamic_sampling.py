@@ -223,19 +223,10 @@ CONFIG = {
 @pytest.mark.xdist_group("dynamic sampling")
 def test_a_trainer_fills_its_batches_and_resumes(train, tmp_path):
     """Three of eight kinds of prompt always get the reward 0; two updates per rollout."""
-    whole, resumed = train(
-        [tmp_path / "whole", "--useless", "3", "--config", json.dumps(CONFIG)],
-        # Starts at the second rollout, which draws its replacements after those of the first.
-        [
-            tmp_path / "resumed",
-            "--useless",
-            "3",
-            "--resume",
-            tmp_path / "whole" / "checkpoint-2",
-            "--config",
-            json.dumps(CONFIG),
-        ],
-    )
+    given = ["--useless", "3", "--config", json.dumps(CONFIG)]
+    # The second run starts at the second rollout, which draws its replacements after those of the first.
+    resume = ["--resume", tmp_path / "whole" / "checkpoint-2"]
+    whole, resumed = train([tmp_path / "whole", *given], [tmp_path / "resumed", *given, *resume])
     rollouts = [row for row in whole["history"] if "reward" in row]
     assert len(rollouts) == 3
     assert all(row["dynamic_sampling/filled_share"] == 1.0 for row in rollouts)

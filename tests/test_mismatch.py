@@ -264,15 +264,9 @@ def test_formats_that_do_not_fit_the_model_are_left_out_unless_they_were_named(t
 
     monkeypatch.setattr("trl_qurl.lab.mismatch.engines.call_in_child", answer)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    command = [
-        "mismatch",
-        str(tmp_path / "model"),
-        "--questions",
-        str(tmp_path / "questions.txt"),
-        "--max-tokens",
-        "4",
-    ]
-    assert cli.main([*command, "--output", str(tmp_path / "out.json")]) == 0
+    monkeypatch.chdir(tmp_path)
+    command = ["mismatch", "model", "--questions", "questions.txt", "--max-tokens", "4"]
+    assert cli.main([*command, "--output", "out.json"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert asked == ["none", "int8"]
     assert "W4A16 is left out: w4a16 cannot quantize 10 of the 14 layers, first model.layers.0." in printed
@@ -287,20 +281,10 @@ def measured(warm_python, tmp_path_factory):
     directory = tmp_path_factory.mktemp("mismatch")
     save_tiny(directory / "model", model=with_outliers(tiny_model("llama"), 0))
     (directory / "questions.txt").write_text("ab\ncde\nf g\nh1\ni22\njj\nk\nlm\n")  # those of the scenario
-    command = [warm_python, "-m", "trl_qurl", "mismatch", "model", "--schemes", "int8", "--max-tokens", "32"]
-    command += [
-        "--questions",
-        "questions.txt",
-        "--samples",
-        "8",
-        "--no-smooth",
-        "--kl",
-        str(BUDGET),
-        "-o",
-        "new/out.json",
-    ]
+    command = "-m trl_qurl mismatch model --schemes int8 --questions questions.txt --samples 8 --max-tokens 32"
+    command += f" --no-smooth --kl {BUDGET} -o new/out.json"
     variables = {"TRL_QURL_CACHE": str(directory / "cache"), "COLUMNS": "80", "PYTHONPATH": str(ROOT)}
-    done = completed(*command, cwd=directory, **variables)
+    done = completed(warm_python, *command.split(), cwd=directory, **variables)
     assert not list((directory / "cache").glob("*int8*")), "checkpoints that nobody starts from again stay on disk"
     return directory, done.stdout, json.loads((directory / "new" / "out.json").read_text())
 
@@ -326,16 +310,9 @@ def test_the_list_is_one_for_training(measured):
     formats = {f"model.layers.0.mlp.{name}_proj": "none" for name in ("gate", "up")} | {"*": "int8"}
     assert written["choice"]["formats"] == formats
     assert (directory / "new" / "out.yaml").read_text() in printed
-    given = [
-        "--config",
-        str(directory / "new" / "out.yaml"),
-        "--output_dir",
-        str(directory),
-        "--use_cpu",
-        "--bf16",
-        "false",
-    ]
-    config = parse_arguments([*given, "--report_to", "none"])[1]
+    given = ["--config", str(directory / "new" / "out.yaml"), "--output_dir", str(directory)]
+    given += ["--use_cpu", "--bf16", "false", "--report_to", "none"]
+    config = parse_arguments(given)[1]
     assert config.rollout_quantization == formats and config.quantization_ignore == ["lm_head"]
 
 
