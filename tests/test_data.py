@@ -123,17 +123,24 @@ def test_a_hub_name_is_not_looked_for_on_disk(monkeypatch):
             [{"question": "q", "answer": "a"}, {"text": "p"}],
             r"Row 2 .* has no question or problem or prompt and no answer or final_answer",
         ),
+        (
+            [{"Question": "q", "The answer": "a"}],
+            "rename the columns, or, for training, pass --question_column Question --answer_column NAME",
+        ),
         *[
-            ([{"question": "q", "answer": empty}], r"Row 1 .* has no answer")
+            ([{"question": "q", "answer": empty}], r"Row 1 .* has an empty answer: fill it in, or remove the row")
             for empty in (None, "", "  ", [], math.nan)
         ],
-        *[([{"question": "q", "answer": a}], "answer in row 1 .* is no text or number") for a in ({"value": 7}, [{}])],
-        *[([{"question": empty, "answer": "7"}], r"Row 1 .* has no question") for empty in (None, "", "  ")],
+        *[
+            ([{"question": "q", "answer": a}], "answer in row 1 .* is not a text, a num")
+            for a in ({"v": 7}, [{}], ["x", None])
+        ],
+        *[([{"question": empty, "answer": "7"}], r"Row 1 .* has an empty question") for empty in (None, "", "  ")],
         ([{"question": {"text": "q"}, "answer": "7"}], r"row 1 of .* is neither a text nor a conversation"),
         ([{"question": [{"role": "user", "content": " "}], "answer": "7"}], r"row 1 of .* is neither a text nor"),
-        (["q"], r"Row 1 .* is no object"),
+        (["q"], r"Row 1 .* is not an object"),
         ([{"prompt": ["q"], "answer": "a"}], r"row 1 of .* is neither a text nor a conversation"),
-        ([{"prompt": [], "answer": "a"}], r"Row 1 .* has no question"),
+        ([{"prompt": [], "answer": "a"}], r"Row 1 .* has an empty prompt"),
         (
             [{"prompt": [{"role": "assistant", "content": "q"}], "answer": "a"}],
             r"row 1 of .* that ends with the role \"user\"",
@@ -185,11 +192,21 @@ def test_files_of_another_format_are_refused(tmp_path):
     (tmp_path / "bytes.parquet").write_text("question,answer\n")
     (tmp_path / "table.xlsx").write_text("question,answer\n")
     (tmp_path / "comma.csv").write_text("question,answer\nOne, two, three?,4\n")
+    (tmp_path / "excel.csv").write_text("question;answer\nq;a\n")
+    (tmp_path / "twice.csv").write_text("question,answer,answer\nq,a,b\n")
+    (tmp_path / "gap.jsonl").write_text('{"question": "q", "answer": "a"}\n\n\n{"question": "q" "answer": "a"}\n')
+    (tmp_path / "list.json").write_text('[\n\n{"question": "q" "answer": "a"}]\n')
+    (tmp_path / "empty.jsonl").touch()
     for name, message in [
-        ("broken.jsonl", "cannot be read as jsonl: Expecting value: line 2 column 14"),
+        ("broken.jsonl", "cannot be read as jsonl: Expecting value in line 2, column 14"),
+        ("gap.jsonl", "cannot be read as jsonl: Expecting ',' delimiter in line 4, column 18"),
+        ("list.json", "cannot be read as json: Expecting ',' delimiter in line 3, column 18"),
+        ("empty.jsonl", "empty.jsonl contains no questions"),
+        ("excel.csv", "cannot be read as csv: its columns are separated by ';'; save it with commas"),
+        ("twice.csv", "cannot be read as csv: several columns are named answer; rename all but one"),
         ("plain.jsonl.gz", "cannot be read as jsonl: Not a gzipped file"),
         ("bytes.parquet", "cannot be read as parquet: "),
-        ("comma.csv", "Row 1 of .* has more cells than the first line has names"),
+        ("comma.csv", "Row 1 of .* has more cells than the file has columns"),
         ("table.xlsx", "is not a .json, .jsonl, .csv, .parquet file"),
     ]:
         with pytest.raises(ValueError, match=message):

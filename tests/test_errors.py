@@ -259,7 +259,7 @@ def test_questions_without_answers(train, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"question": "1 + 1?", "result": "2"}\n')
     message = train("--dataset", tmp_path / "bad.jsonl")
     assert "no answer or final_answer or solution or ground_truth; its columns are question, result: " in message
-    assert "rename the columns, or, for training, set question_column and answer_column" in message
+    assert "rename the columns, or, for training, pass --" in message
 
 
 def test_questions_that_do_not_fill_a_rollout(train, tmp_path):

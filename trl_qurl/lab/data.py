@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import shlex
 import zlib
 from io import BytesIO, StringIO
 from itertools import islice
@@ -54,7 +55,7 @@ def load_questions(
     Raises:
         FileNotFoundError: If `name_or_path` looks like a local file that does not exist.
         ValueError: If there are no questions, a column or a value is missing, a question is neither a text nor a
-            conversation, an answer is an object, or the file cannot be read.
+            conversation, an answer is an object or has an empty part, or the file cannot be read.
     """
     from datasets import Dataset, load_dataset
 
@@ -66,15 +67,17 @@ def load_questions(
     if len(rows) == 0:
         raise ValueError(f"{name_or_path} contains no questions.")
     questions, solutions = [], []
-    question_columns = QUESTION_COLUMNS if question_column is None else (question_column,)
-    answer_columns = ANSWER_COLUMNS if answer_column is None else (answer_column,)
-    columns = (question_columns, answer_columns) if needs_answers else (question_columns,)
+    columns: dict[str, tuple[str, ...]]
+    columns = {"question_column": QUESTION_COLUMNS if question_column is None else (question_column,)}
+    if needs_answers:
+        columns["answer_column"] = ANSWER_COLUMNS if answer_column is None else (answer_column,)
     for number, row in enumerate(islice(rows, limit), start=1):
         question, *answers = _pick(row, columns, name_or_path, number)
         questions.append(_instructed(question, name_or_path, number))
         parts = [part for answer in answers for part in (answer if isinstance(answer, list) else [answer])]
-        if any(isinstance(part, dict | list) for part in parts):
-            raise ValueError(f"The answer in row {number} of {name_or_path} is no text or number: {answers[0]!r}.")
+        if any(isinstance(part, dict | list) or not _is_given(part) for part in parts):
+            fault = f"is not a text, a number, or a list of these: {answers[0]!r}"
+            raise ValueError(f"The answer in row {number} of {name_or_path} {fault}.")
         solutions.append(as_solution(", ".join(map(str, parts))) if answers else "")
     return Dataset.from_dict({"prompt": questions, "solution": solutions})
 
@@ -117,28 +120,53 @@ def _read(name: str) -> list[Any]:
             return read_table(BytesIO(content)).to_pylist()
         text = content.decode("utf-8-sig")
         if suffix == ".csv":
-            return list(csv.DictReader(StringIO(text, newline="")))
-        if not text.lstrip().startswith("["):  # one object per line
-            text = "[" + ",\n".join(filter(str.strip, text.split("\n"))) + "]"
-        # Numbers stay as they are written, and JSON has no NaN.
-        return json.loads(text, parse_int=str, parse_float=str, parse_constant=lambda name: None)
+            return _read_csv(text)
+        if text.lstrip().startswith("["):
+            return _decode(text, 0)
+        return [_decode(line, number) for number, line in enumerate(text.split("\n")) if line.strip()]
     except (ValueError, OSError, EOFError, csv.Error, zlib.error) as error:  # pyarrow raises ValueErrors
         raise ValueError(f"{path} cannot be read as {suffix[1:]}: {error}") from error
+
+
+def _read_csv(text: str) -> list[Any]:
+    rows = csv.DictReader(StringIO(text, newline=""))
+    names = list(rows.fieldnames or ())
+    if len(names) == 1 and (separator := next((mark for mark in ";\t|" if mark in names[0]), None)):
+        raise ValueError(f"its columns are separated by {separator!r}; save it with commas.")
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"several columns are named {', '.join(repeated)}; rename all but one.")
+    return list(rows)
+
+
+def _decode(text: str, lines_before: int) -> Any:
+    try:  # numbers stay as they are written, and JSON has no NaN
+        return json.loads(text, parse_int=str, parse_float=str, parse_constant=lambda name: None)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} in line {lines_before + error.lineno}, column {error.colno}") from error
 
 
 def _is_given(value: Any) -> bool:
     return value is not None and value == value and value != [] and bool(str(value).strip())
 
 
-def _pick(row: Any, columns: tuple[tuple[str, ...], ...], source: str, number: int) -> list[Any]:
-    """Return the first value that the row has in each group of columns."""
+def _pick(row: Any, columns: dict[str, tuple[str, ...]], source: str, number: int) -> list[Any]:
+    """Return the first value that the row has for each option, of which each allows several columns."""
     if not isinstance(row, dict) or None in row:  # csv puts surplus cells there
-        raise ValueError(f"Row {number} of {source} is no object, or has more cells than the first line has names.")
-    candidates = [[row[name] for name in names if _is_given(row.get(name))] for names in columns]
-    missing = [" or ".join(names) for names, values in zip(columns, candidates, strict=True) if not values]
+        raise ValueError(f"Row {number} of {source} is not an object, or has more cells than the file has columns.")
+    values: list[Any] = []
+    missing, options = [], []
+    for option, names in columns.items():
+        given = [row[name] for name in names if _is_given(row.get(name))]
+        if empty := [name for name in names if name in row and not given]:
+            raise ValueError(f"Row {number} of {source} has an empty {empty[0]}: fill it in, or remove the row.")
+        if not given:
+            similar = [str(name) for name in row if str(name).strip().lower() in names]
+            missing.append(" or ".join(names))
+            options.append(f"--{option} {shlex.quote((similar or ['NAME'])[0])}")
+        values += given[:1]
     if missing:
         raise ValueError(
             f"Row {number} of {source} has no {' and no '.join(missing)}; its columns are {', '.join(row) or 'none'}: "
-            "fill in what is empty, rename the columns, or, for training, set question_column and answer_column."
+            f"rename the columns, or, for training, pass {' '.join(options)}."
         )
-    return [values[0] for values in candidates]
+    return values
