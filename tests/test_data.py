@@ -132,7 +132,7 @@ def test_a_hub_name_is_not_looked_for_on_disk(monkeypatch):
             for empty in (None, "", "  ", [], math.nan)
         ],
         *[
-            ([{"question": "q", "answer": a}], "answer in row 1 .* is not a text, a num")
+            ([{"question": "q", "answer": a}], "answer in row 1 .* is not a text, num")
             for a in ({"v": 7}, [{}], ["x", None])
         ],
         *[([{"question": empty, "answer": "7"}], r"Row 1 .* has an empty question") for empty in (None, "", "  ")],

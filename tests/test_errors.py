@@ -60,7 +60,7 @@ def plain(model, tmp_path):
     """A command without mistakes."""
     questions = tmp_path / "questions.jsonl"
     questions.write_text((json.dumps({"question": "1 + 1?", "answer": "2"}) + "\n") * 32)
-    plain = ["grpo", "--use_cpu", "true", "--bf16", "false", "--report_to", "none"]
+    plain = ["grpo", "--use_cpu", "true", "--bf16", "false", "--report_to", "none", "--max_completion_length", "64"]
     plain += ["--model_name_or_path", str(model), "--dataset", str(questions), "--output_dir", str(tmp_path / "out")]
     return [*plain, "--rollout_checkpoint_dir", str(tmp_path / "rollouts")]
 
@@ -266,6 +266,34 @@ def test_questions_that_do_not_fill_a_rollout(train, tmp_path):
     (tmp_path / "few.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 31)
     message = train("--dataset", tmp_path / "few.jsonl")
     assert message.startswith("train_dataset has 31 prompts, but a rollout needs 32 (per_device_train_batch_size x")
+
+
+def test_prompts_and_completions_longer_than_the_context(train, tmp_path):
+    lines = ['{"question": "1 + 1?", "answer": "2"}', json.dumps({"question": "word " * 100, "answer": "2"})]
+    (tmp_path / "long.jsonl").write_text("\n".join(lines * 16))
+    message = train("--dataset", tmp_path / "long.jsonl", "--max_completion_length", 8)
+    assert re.match(r"The prompt in row 2 of .*long\.jsonl has \d{3} tokens, which fill the context of 128 ", message)
+    message = train("--dataset", tmp_path / "long.jsonl", "--vllm_max_model_length", 64)
+    assert message.startswith(
+        "--max_completion_length allows 64 tokens, which fill the context of 64 (--vllm_max_model_l"
+    )
+
+
+def test_a_tracker_that_is_not_installed(train):
+    message = train("--report_to", "wandbb")
+    assert message.startswith("--report_to wandbb is unknown or not installed: install its package, or choose from ")
+
+
+def test_groups_that_do_not_divide_a_rollout(train, monkeypatch):
+    message = train("--num_generations", 5)
+    assert message.startswith(
+        "--num_generations 5 does not divide the 256 completions (--per_device_train_batch_size 16 "
+    )
+    assert "x 1 processes x --steps_per_generation 16): use one of 1, 2, 4, 8, 16, 32, 64, 128, 256, or " in message
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert "does not divide the 24 completions" in train(
+        *["--per_device_train_batch_size", "1", "--num_generations", "5"], "--steps_per_generation", 8
+    )
 
 
 # The checkpoint directory --------------------------------------------------------------------------------------------

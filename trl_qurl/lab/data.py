@@ -44,9 +44,9 @@ def load_questions(
         split: Split of a Hub data set; ignored for local files.
         config: Configuration of a Hub data set (`main` for GSM8K); ignored for local files.
         limit: Keep only the first `limit` questions; `None` keeps all.
-        question_column: Defaults to the first of `QUESTION_COLUMNS` that exists. Contains texts, or conversations that
-            end with a user message; `INSTRUCTION` is appended to that message.
-        answer_column: Defaults to the first of `ANSWER_COLUMNS` that exists. Lists of answers are joined with commas.
+        question_column: Defaults to `QUESTION_COLUMNS`. Texts, or conversations that end with a user message, to which
+            `INSTRUCTION` is appended.
+        answer_column: Defaults to `ANSWER_COLUMNS`. Lists of answers are joined with commas.
         needs_answers: Whether rows must have an answer; if not, `solution` is empty.
 
     Returns:
@@ -54,8 +54,7 @@ def load_questions(
 
     Raises:
         FileNotFoundError: If `name_or_path` looks like a local file that does not exist.
-        ValueError: If there are no questions, a column or a value is missing, a question is neither a text nor a
-            conversation, an answer is an object or has an empty part, or the file cannot be read.
+        ValueError: If the file cannot be read, or a question or an answer is missing or malformed.
     """
     from datasets import Dataset, load_dataset
 
@@ -67,23 +66,25 @@ def load_questions(
     if len(rows) == 0:
         raise ValueError(f"{name_or_path} contains no questions.")
     questions, solutions = [], []
-    columns: dict[str, tuple[str, ...]]
-    columns = {"question_column": QUESTION_COLUMNS if question_column is None else (question_column,)}
-    if needs_answers:
-        columns["answer_column"] = ANSWER_COLUMNS if answer_column is None else (answer_column,)
+    question_names = (question_column,) if question_column else QUESTION_COLUMNS
+    columns: dict[str, tuple[str, ...]] = {"question_column": question_names}
+    columns |= {"answer_column": (answer_column,) if answer_column else ANSWER_COLUMNS} if needs_answers else {}
     for number, row in enumerate(islice(rows, limit), start=1):
         question, *answers = _pick(row, columns, name_or_path, number)
         questions.append(_instructed(question, name_or_path, number))
-        parts = [part for answer in answers for part in (answer if isinstance(answer, list) else [answer])]
-        if any(isinstance(part, dict | list) or not _is_given(part) for part in parts):
-            fault = f"is not a text, a number, or a list of these: {answers[0]!r}"
-            raise ValueError(f"The answer in row {number} of {name_or_path} {fault}.")
-        solutions.append(as_solution(", ".join(map(str, parts))) if answers else "")
+        solutions.append(_as_solution(answers[0], name_or_path, number) if answers else "")
     return Dataset.from_dict({"prompt": questions, "solution": solutions})
 
 
 def _suffix(path: str) -> str:
     return Path(path.lower().removesuffix(".gz")).suffix
+
+
+def _as_solution(answer: Any, source: str, number: int) -> str:
+    parts = answer if isinstance(answer, list) else [answer]
+    if any(isinstance(part, dict | list) or not _is_given(part) for part in parts):
+        raise ValueError(f"The answer in row {number} of {source} is not a text, number or list of these: {answer!r}.")
+    return as_solution(", ".join(map(str, parts)))
 
 
 def _instructed(question: Any, source: str, number: int) -> list[dict[str, str]]:
@@ -120,22 +121,18 @@ def _read(name: str) -> list[Any]:
             return read_table(BytesIO(content)).to_pylist()
         text = content.decode("utf-8-sig")
         if suffix == ".csv":
-            return _read_csv(text)
+            table = csv.DictReader(StringIO(text, newline=""))
+            names = list(table.fieldnames or ())
+            if len(names) == 1 and (separators := {*names[0]} & {*";\t|"}):
+                raise ValueError(f"its columns are separated by {separators.pop()!r}; save it with commas.")
+            if repeated := {name for name in names if names.count(name) > 1}:
+                raise ValueError(f"several columns are named {', '.join(repeated)}; rename all but one.")
+            return list(table)
         if text.lstrip().startswith("["):
             return _decode(text, 0)
         return [_decode(line, number) for number, line in enumerate(text.split("\n")) if line.strip()]
     except (ValueError, OSError, EOFError, csv.Error, zlib.error) as error:  # pyarrow raises ValueErrors
         raise ValueError(f"{path} cannot be read as {suffix[1:]}: {error}") from error
-
-
-def _read_csv(text: str) -> list[Any]:
-    rows = csv.DictReader(StringIO(text, newline=""))
-    names = list(rows.fieldnames or ())
-    if len(names) == 1 and (separator := next((mark for mark in ";\t|" if mark in names[0]), None)):
-        raise ValueError(f"its columns are separated by {separator!r}; save it with commas.")
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"several columns are named {', '.join(repeated)}; rename all but one.")
-    return list(rows)
 
 
 def _decode(text: str, lines_before: int) -> Any:
@@ -154,19 +151,18 @@ def _pick(row: Any, columns: dict[str, tuple[str, ...]], source: str, number: in
     if not isinstance(row, dict) or None in row:  # csv puts surplus cells there
         raise ValueError(f"Row {number} of {source} is not an object, or has more cells than the file has columns.")
     values: list[Any] = []
-    missing, options = [], []
+    missing: dict[str, str] = {}
     for option, names in columns.items():
         given = [row[name] for name in names if _is_given(row.get(name))]
         if empty := [name for name in names if name in row and not given]:
             raise ValueError(f"Row {number} of {source} has an empty {empty[0]}: fill it in, or remove the row.")
         if not given:
-            similar = [str(name) for name in row if str(name).strip().lower() in names]
-            missing.append(" or ".join(names))
-            options.append(f"--{option} {shlex.quote((similar or ['NAME'])[0])}")
+            similar = next((name for name in row if str(name).strip().lower() in names), "NAME")
+            missing[" or ".join(names)] = f"--{option} {shlex.quote(similar)}"
         values += given[:1]
     if missing:
         raise ValueError(
             f"Row {number} of {source} has no {' and no '.join(missing)}; its columns are {', '.join(row) or 'none'}: "
-            f"rename the columns, or, for training, pass {' '.join(options)}."
+            f"rename the columns, or, for training, pass {' '.join(missing.values())}."
         )
     return values

@@ -59,8 +59,7 @@ def parse(
         """TRL's model arguments, with a short name for the model."""
 
         model_name_or_path: str | None = field(
-            default=None,
-            metadata={"aliases": ["--model"], "help": "Model to train: a Hub name or a directory."},
+            default=None, metadata={"aliases": ["--model"], "help": "Model to train: a Hub name or a directory."}
         )
 
     config = getattr(trl_qurl, f"QuRL{command.upper()}Config")
@@ -78,14 +77,28 @@ def parse(
     os.environ.update({name: str(value) for name, value in (settings.pop("env", None) or {}).items()})
     parser.set_defaults_with_config(**{**cpu_settings(), **defaults, **settings})
     # Report misspelled options before TRL's configurations check values.
-    unknown = parser.parse_known_args(argv)[1]
+    parsed, unknown = parser.parse_known_args(argv)
     if options := [word.partition("=")[0] for word in unknown if word.startswith("--")]:
         words = [f"--{option[2:].replace('-', '_')}" for option in options]
         guess = did_you_mean(words, ["--model", *(f"--{name}" for name in known_names)])
         raise ValueError(f"Unknown option {' '.join(options)}{guess}")
     if unknown:
         raise ValueError(f"Unexpected argument {unknown[0]}; did you mean --dataset {unknown[0]}?")
+    check_groups(parsed)
     return parser.parse_args_and_config(argv)
+
+
+def check_groups(args: argparse.Namespace) -> None:
+    """Raise `ValueError` if `num_generations` does not divide the completions of a rollout."""
+    processes, groups = int(os.environ.get("WORLD_SIZE", "1")), args.num_generations
+    batch = args.per_device_train_batch_size
+    steps = args.steps_per_generation or args.gradient_accumulation_steps
+    size = batch * processes * steps
+    divisors = [number for number in range(1, size + 1) if size % number == 0]
+    if args.generation_batch_size is None and groups not in divisors:
+        factors = f"--per_device_train_batch_size {batch} x {processes} processes x --steps_per_generation {steps}"
+        ways = f"use one of {', '.join(map(str, divisors))}, or change the other options"
+        raise ValueError(f"--num_generations {groups} does not divide the {size} completions ({factors}): {ways}.")
 
 
 def recipes() -> dict[str, Path]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,25 +105,16 @@ class Recipe:
         _set_up_logging(training_args)
         checkpoint = self._check_arguments(script_args, training_args, model_args)
         logger.info("Loading the questions of %s.", script_args.dataset)
-        questions = load_questions(
-            script_args.dataset,
-            script_args.dataset_split,
-            script_args.dataset_config,
-            script_args.dataset_limit,
-            script_args.question_column,
-            script_args.answer_column,
-        )
+        source = script_args.dataset, script_args.dataset_split, script_args.dataset_config, script_args.dataset_limit
+        questions = load_questions(*source, script_args.question_column, script_args.answer_column)
         texts = sum(map(is_text, questions["solution"]))
         logger.info("%d answers are compared as mathematics, %d as text.", len(questions) - texts, texts)
-        check_chat_template(model_args.model_name_or_path, model_args.model_revision)
+        check_prompts(questions["prompt"], script_args.dataset, training_args, model_args)
         tasks, steps, limit = script_args.eval_tasks, script_args.eval_tasks_steps, script_args.eval_tasks_limit
         evaluations = [TaskEvaluationCallback(tasks, steps, limit)] if tasks else []
-        training_args.model_init_kwargs = {
-            "revision": model_args.model_revision,
-            "attn_implementation": model_args.attn_implementation,
-            "dtype": model_args.dtype,
-            **(training_args.model_init_kwargs or {}),
-        }
+        loading = {"revision": model_args.model_revision, "dtype": model_args.dtype}
+        loading["attn_implementation"] = model_args.attn_implementation
+        training_args.model_init_kwargs = loading | (training_args.model_init_kwargs or {})
         logger.info("Loading %s.", model_args.model_name_or_path)
         trainer = getattr(trl_qurl, f"QuRL{self.command.upper()}Trainer")(
             model=model_args.model_name_or_path,
@@ -147,16 +139,21 @@ class Recipe:
 
     def _check_arguments(self, script_args: Any, training_args: Any, model_args: ModelConfig) -> str | None:
         """Report wrong names before starting an engine, and return the checkpoint to resume from."""
+        from transformers.integrations import get_available_reporting_integrations
+
         require("Grading answers", "math_verify", extra="math")
+        available = get_available_reporting_integrations()
+        if missing := {*training_args.report_to}.difference(available, ("azure_ml", "flyte")):  # never listed
+            ways = f"install its package, or choose from {', '.join(available)}, none"
+            raise ValueError(f"--report_to {' '.join(missing)} is unknown or not installed: {ways}.")
         if script_args.save_quantized and training_args.rollout_quantization is None:
             raise ValueError(
                 "save_quantized uses the rollout format, but rollout_quantization is None: set it to a format, or run "
                 "`trl-qurl quantize` on the saved policy."
             )
         checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint, training_args.output_dir)
-        check_model(model_args.model_name_or_path)
-        if self.command == "ppo" and script_args.value_model is not None:
-            check_model(script_args.value_model)
+        for name in filter(None, (model_args.model_name_or_path, vars(script_args).get("value_model"))):
+            check_model(name)
         return checkpoint
 
 
@@ -204,12 +201,28 @@ def punishments(soft_overlong_cache: int | None, training_args: QuRLGRPOConfig |
     return [get_soft_overlong_punishment(limit, soft_overlong_cache)]
 
 
-def check_chat_template(name_or_path: str, revision: str | None = None) -> None:
-    """Raise `ValueError` for a model without a chat template, because the recipes use conversations."""
-    from transformers import AutoTokenizer
+def check_prompts(prompts: Sequence[Any], source: str, training_args: Any, model_args: ModelConfig) -> None:
+    """Raise `ValueError` for a tokenizer without a chat template, which the recipes need, or too small a context."""
+    from transformers import AutoTokenizer, PretrainedConfig
 
-    if AutoTokenizer.from_pretrained(name_or_path, revision=revision).chat_template is None:
+    from trl_qurl.lab.evaluation.tasks import encode_prompt
+
+    name, revision = model_args.model_name_or_path, model_args.model_revision
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+    if tokenizer.chat_template is None:
         raise ValueError(
-            f"The tokenizer of {name_or_path} has no chat template: use the Instruct variant of the model, or set a "
+            f"The tokenizer of {name} has no chat template: use the Instruct variant of the model, or set a "
             "chat_template on its tokenizer and save both together."
         )
+    settings = PretrainedConfig.get_config_dict(name, revision=revision)[0]
+    model_context = settings.get("text_config", settings).get("max_position_embeddings")
+    context = training_args.vllm_max_model_length or model_context or sys.maxsize
+    problem = f"tokens, which fill the context of {context} (--vllm_max_model_length, or the model's)"
+    if (limit := training_args.max_completion_length or 0) >= context:
+        raise ValueError(f"--max_completion_length allows {limit} {problem}: use {context // 2}, for example.")
+    template = training_args.chat_template_kwargs or {}
+    for row, prompt in enumerate(prompts, start=1):
+        # A token has at least one byte, and a template adds less than a thousand tokens.
+        is_short = len(str(prompt).encode()) + 1000 < context
+        if not is_short and (length := len(encode_prompt(tokenizer, prompt, **template))) >= context:
+            raise ValueError(f"The prompt in row {row} of {source} has {length} {problem}: shorten or remove it.")
