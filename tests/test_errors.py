@@ -281,7 +281,7 @@ def test_prompts_and_completions_longer_than_the_context(train, tmp_path):
 
 def test_a_tracker_that_is_not_installed(train):
     message = train("--report_to", "wandbb")
-    assert message.startswith("--report_to wandbb is unknown or not installed: install its package, or choose from ")
+    assert message.startswith("--report_to wandbb is unknown or not installed: install its package, or use ")
 
 
 def test_groups_that_do_not_divide_a_rollout(train, monkeypatch):

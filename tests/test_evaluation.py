@@ -6,6 +6,7 @@ import random
 import statistics
 import subprocess
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from trl_qurl.lab.evaluation.callback import TaskEvaluationCallback
 from trl_qurl.lab.evaluation.results import Answer, build_table, summarize
 from trl_qurl.lab.evaluation.scores import Z95, average_at_k, paired_difference
 from trl_qurl.lab.evaluation.tasks import SOURCES, load_task, load_tasks, needed_context
-from trl_qurl.lab.evaluation.worker import Job, start_engine
+from trl_qurl.lab.evaluation.worker import Job, answer_task, start_engine
 from trl_qurl.rollout.engine import hardware
 
 answer_sheets = st.integers(1, 5).flatmap(
@@ -251,6 +252,19 @@ def test_heads_without_a_kernel_are_refused(tmp_path):
     task = load_task(write_questions(tmp_path / "sums.jsonl", 2))
     with pytest.raises(ValueError, match="heads of this model are 16 wide"):
         start_engine(Job("BF16", str(tmp_path), [task], {"max_tokens": 8}, 0, {}))
+
+
+def test_evaluation_says_how_answers_are_compared(tmp_path, monkeypatch, capsys):
+    (tmp_path / "q.jsonl").write_text('{"question": "q", "answer": "Paris"}\n{"question": "q", "answer": "4"}\n')
+    task = load_task(str(tmp_path / "q.jsonl"))
+    [right, wrong] = [
+        SimpleNamespace(token_ids=[1], finish_reason="stop", text=rf"\boxed{{{t}}}") for t in ("paris", "5")
+    ]
+    outputs = [SimpleNamespace(outputs=[completion]) for completion in (right, wrong)]
+    llm = SimpleNamespace(generate=lambda prompts, params: outputs)
+    answers = list(answer_task(llm, task, [[1], [1]], Job("BF16", "", [task], {"max_tokens": 8}, 0, {})))
+    assert [answer.correct for answer in answers] == [True, False]
+    assert capsys.readouterr().out == "BF16: q, 2 questions, 1 compared as text\n"
 
 
 def test_prompts_are_made_with_the_arguments_for_the_chat_template(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl_qurl.lab.evaluation.results import Answer
 from trl_qurl.lab.evaluation.tasks import Task, are_correct, encode_prompt, needed_context
+from trl_qurl.lab.grading import is_text
 from trl_qurl.lab.processes import call_in_child
 
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ def answer_task(llm: LLM, task: Task, prompts: list[list[int]], job: Job) -> Ite
     """Generate the answers to a task with vLLM's progress bar, and yield them graded, by question."""
     from vllm import SamplingParams
 
-    print(f"{job.label}: {task.name}, {len(prompts)} questions", flush=True)
+    counts = f"{len(prompts)} questions, {sum(map(is_text, task.solutions))} compared as text"
+    print(f"{job.label}: {task.name}, {counts}", flush=True)
     # Unlike Python's hash, a checksum is the same on every machine.
     seeds = [zlib.crc32(f"{job.seed}/{task.name}/{question}".encode()) for question in range(len(prompts))]
     params = [SamplingParams(**job.sampling, seed=seed) for seed in seeds]

@@ -91,8 +91,7 @@ def parse(
 def check_groups(args: argparse.Namespace) -> None:
     """Raise `ValueError` if `num_generations` does not divide the completions of a rollout."""
     processes, groups = int(os.environ.get("WORLD_SIZE", "1")), args.num_generations
-    batch = args.per_device_train_batch_size
-    steps = args.steps_per_generation or args.gradient_accumulation_steps
+    batch, steps = args.per_device_train_batch_size, args.steps_per_generation or args.gradient_accumulation_steps
     size = batch * processes * steps
     divisors = [number for number in range(1, size + 1) if size % number == 0]
     if args.generation_batch_size is None and groups not in divisors:

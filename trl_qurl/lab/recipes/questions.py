@@ -144,7 +144,7 @@ class Recipe:
         require("Grading answers", "math_verify", extra="math")
         available = get_available_reporting_integrations()
         if missing := {*training_args.report_to}.difference(available, ("azure_ml", "flyte")):  # never listed
-            ways = f"install its package, or choose from {', '.join(available)}, none"
+            ways = f"install its package, or use {', '.join(available)} or none"
             raise ValueError(f"--report_to {' '.join(missing)} is unknown or not installed: {ways}.")
         if script_args.save_quantized and training_args.rollout_quantization is None:
             raise ValueError(
@@ -160,8 +160,7 @@ class Recipe:
 def _set_up_logging(training_args: Any) -> None:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")  # only with TRL_QURL_DEBUG=1; see quiet()
     # Log slow steps and the route of weights to the engine in one process only.
-    is_first = training_args.process_index == 0
-    logging.getLogger("trl_qurl").setLevel(logging.INFO if is_first else logging.WARNING)
+    logging.getLogger("trl_qurl").setLevel(logging.WARNING if training_args.process_index else logging.INFO)
     if training_args.use_cpu and cpu_settings():
         precision = "bfloat16 autocast" if training_args.bf16 else "float32"
         logger.info("No accelerator found: training on the CPU, in %s (use_cpu, bf16).", precision)
